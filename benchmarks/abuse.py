@@ -42,7 +42,8 @@ from attacker import Attacker
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import commit
 
-from shoal.coordinator.service import KEY, invite_from
+from shoal.coordinator.operating import invite_from
+from shoal.coordinator.state.folder import KEY
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.address import FILE
 from shoal.protocol.identity import Identity

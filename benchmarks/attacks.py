@@ -12,7 +12,7 @@ given to every attack. Each submission goes through the whole pipeline; then eve
 others found. TOPLOC's proof is also judged by thresholds alone: those of the paper, and the public 60/40/40.
 
 `lasts`: how many submissions one worker makes with an attack until a limit rejects one, or the coordinator's sequential
-tests of all of them dismiss it (`coordinator/trust/spending.py`). `dismissed`: how many accepted ones those tests need by
+tests of all of them dismiss it (`coordinator/trust.py`). `dismissed`: how many accepted ones those tests need by
 themselves, had the rejected ones not been sent.
 
 With --exact both sides use exact numerics, and every attacker claims the validator's fingerprint, which costs it the limits.
@@ -46,7 +46,7 @@ from machine import describe
 from shoal import config, toploc
 from shoal.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
 from shoal.config import Config
-from shoal.coordinator.trust.spending import bets
+from shoal.coordinator.trust import bets
 from shoal.engine.torch_engine import TorchEngine
 from shoal.evidence.process import Process
 from shoal.launch.calibrate import RUN

@@ -17,8 +17,10 @@ from pathlib import Path
 from machine import commit
 
 from shoal.config import dumps, load
-from shoal.coordinator.state.database import Database
-from shoal.coordinator.tables.connection import SqliteConnection, open_sqlite
+from shoal.coordinator.database import Database
+from shoal.coordinator.members import DOWNLOADS
+from shoal.coordinator.pool import SCHEMA
+from shoal.coordinator.state.connection import SqliteConnection, open_sqlite
 from shoal.dashboard.feed import Feed
 from shoal.dashboard.nodes import broadcast, node_table
 from shoal.dashboard.queries import Wanted
@@ -96,6 +98,7 @@ def make(folder: Path, steps: int, nodes: int) -> None:
     identity = Identity.load_or_create(folder / "coordinator" / "identity.pem")
     ledger = SqliteLedger(connection.sqlite, identity, clock=lambda: start_s)
     db = Database(connection, ledger, lambda: start_s)
+    db.create([*SCHEMA, *DOWNLOADS])
     config = load(ROOT / "configs" / "tiny.toml", [f"run.steps={steps}"], [])
     with connection.transaction():
         ledger.append("started", {"config": dumps(config), "run": "long", "key": identity.public})

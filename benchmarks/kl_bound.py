@@ -17,12 +17,12 @@ as that library does: no gradient beyond. Writes benchmarks/results/kl_bound.jso
 
 import argparse
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
 import torch
+from machine import commit
 from torch import Tensor
 
 HERE = Path(__file__).parent
@@ -66,10 +66,9 @@ def main() -> None:
                     mean = {key: float(f"{fmean(run[key] for run in runs):.4g}") for key in runs[0]}
                     found.append({"tokens": tokens, "beta": beta, "outlier": outlier, "bound": name} | mean)
                     print(json.dumps(found[-1]))  # noqa: T201
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     report = {
         "command": f"python benchmarks/kl_bound.py --seeds {arguments.seeds}",
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "torch": torch.__version__,
         "grad_clip": GRAD_CLIP,
         "cases": found,

@@ -25,7 +25,7 @@ from typing import Any
 
 from machine import describe
 
-from shoal.coordinator.service import invite_from
+from shoal.coordinator.operating import invite_from
 from shoal.engine.protocol import Completion
 from shoal.launch import process
 from shoal.protocol.invite import read_invite

@@ -22,7 +22,7 @@ import numpy as np
 from machine import commit
 
 from shoal import config
-from shoal.coordinator.trust.spending import bets
+from shoal.coordinator.trust import bets
 from shoal.evidence.bets import allocation
 from shoal.evidence.process import Process
 from shoal.protocol.messages import BEYOND, Spent

@@ -19,7 +19,7 @@ from attacks import identity
 from machine import commit
 
 from shoal import config
-from shoal.coordinator.trust.spending import bets
+from shoal.coordinator.trust import bets
 from shoal.evidence.process import Process
 from shoal.launch.calibrate import Checking, Generation, _judge, _producer
 from shoal.model.dtype import DtypeName

@@ -33,7 +33,7 @@ from shoal.adversary.lab import Attack, Lab
 from shoal.adversary.nearly import NearLogprobs, NearTemperature, NearWeights
 from shoal.adversary.tolerance import PLANS, SPENT, SpendsTolerance
 from shoal.config import Config
-from shoal.coordinator.trust.spending import bets
+from shoal.coordinator.trust import bets
 from shoal.engine.torch_engine import TorchEngine
 from shoal.evidence.process import Process
 from shoal.launch.calibrate import RUN

@@ -27,7 +27,7 @@ from typing import Any
 from abuse import CONFIG, Site, attack_in_a_process, attacks, join
 from machine import describe
 
-from shoal.coordinator.service import invite_from
+from shoal.coordinator.operating import invite_from
 from shoal.protocol.identity import Identity
 
 RESULTS = Path(__file__).parent / "results" / "steps_under_attack.json"

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from shoal.cli.main import command_line
-from shoal.coordinator.founding import Members
+from shoal.coordinator.operating import Invited
 from tests.coordinator.http.test_routes import served
 from tests.launch.composed import services
 from tests.servers import free_port
@@ -130,7 +130,7 @@ def test_the_kubernetes_pool_is_whole() -> None:
     sets = pods()
     assert set(sets) == {"coordinator", "learner", "relay", "validator", "worker", "evaluator"}
     init = command_line().parse_args(shlex.split(init_of(sets["coordinator"])))
-    made = set(Members(init.workers, init.relays, init.validators, init.evaluator).roles())
+    made = set(Invited(init.workers, init.relays, init.validators, init.evaluator).roles())
     named = set()
     for name, spec in sets.items():
         pod = spec["template"]["spec"]

@@ -96,15 +96,8 @@ SUB_ROOMS = {  # likewise, of rooms that have rooms of their own; their loose mo
         "alone": ["fetch", "format", "publish", "relay", "serve", "store"],
     },
     "coordinator": {
-        "tables": [],
-        "state": ["tables"],
-        "standing": ["state", "tables"],
-        "credit": ["state"],
-        "trust": ["standing", "state", "tables"],
-        "reports": ["standing", "state", "tables", "trust"],
-        "jobs": ["credit", "reports", "standing", "state", "tables", "trust"],
-        "membership": ["credit", "standing", "state", "tables", "trust", "jobs"],
-        "http": ["credit", "state", "tables", "jobs"],
+        "state": [],
+        "http": ["state"],
     },
 }
 

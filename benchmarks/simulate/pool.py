@@ -4,7 +4,7 @@
     validator   one queue for all; a submission at a time
     learner     a batch at a time -> publishes a version -> each worker's link fetches the newest, one at a time
 
-The rules are the coordinator's (`coordinator/jobs/assignments`): no more is handed out than the open batch needs at the
+The rules are the coordinator's (`coordinator/assignment`): no more is handed out than the open batch needs at the
 share of useful groups; a version older than the async level allows is neither worked with nor trained on; a worker changes
 version between two submissions. Time is in seconds.
 Invariant: the same setting and seed give the same result. Left out: lies, failures, the coordinator's own time (see

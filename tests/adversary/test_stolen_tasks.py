@@ -28,7 +28,7 @@ class PoolsNode(ValidatorsNode):
 
     def get(self, path: str, answer: type[ContentOwner]) -> ContentOwner:
         self.asked.append(path)
-        return self.harness.pool.submissions.content_owner(path.rpartition("/")[2])  # type: ignore[no-any-return]
+        return self.harness.pool.judgement.content_owner(path.rpartition("/")[2])  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Site:
 
     def upload(self, worker: Producer, asked: Assignment, data: bytes) -> None:
         self.validator.node.files[asked.id] = data  # type: ignore[attr-defined]
-        self.harness.pool.submissions.uploaded(worker.identity.public, asked.id, "9" * 64)
+        self.harness.pool.assignments.uploaded(worker.identity.public, asked.id, "9" * 64)
 
     def judge(self) -> Reason | None:
         """The pool's reason for the oldest upload, as its validator sees it."""
         [claim] = self.harness.claims(VALIDATOR, 1)
         [(verdict, accepted)] = self.validator.check([claim])
-        submissions = self.harness.pool.submissions
+        submissions = self.harness.pool.judgement
         if accepted is not None:
             submissions.accepted_stored(VALIDATOR, claim.assignment.id, "8" * 64)
             verdict = verdict.model_copy(update={"accepted_hash": "8" * 64})
@@ -76,8 +76,8 @@ def test_who_uploads_a_workers_rollouts_first_loses_and_the_worker_is_paid(site:
     assert site.judge() is Reason.TASKS
     site.upload(site.alice, hers, site.alice.submission(hers))
     assert site.judge() is None
-    assert site.harness.pool.status().slashed == ["mallory"]
-    assert site.harness.pool.status().reject_reasons == {"tasks": 1}
+    assert site.harness.status().slashed == ["mallory"]
+    assert site.harness.status().reject_reasons == {"tasks": 1}
 
 
 def test_a_copy_that_waits_for_its_verdict_owns_nothing(site: Site) -> None:
@@ -86,7 +86,7 @@ def test_a_copy_that_waits_for_its_verdict_owns_nothing(site: Site) -> None:
     site.harness.claims("f" * 64, 1)  # another validator holds the copy
     site.upload(site.alice, hers, site.alice.submission(hers))
     assert site.judge() is None
-    assert site.harness.pool.status().slashed == []
+    assert site.harness.status().slashed == []
 
 
 def test_the_next_rollouts_of_a_worker_cannot_be_computed_before_its_task_is_given_out(site: Site) -> None:
@@ -107,5 +107,5 @@ def test_a_file_for_another_assignment_is_not_held_against_its_worker(site: Site
     data = site.alice.submission(before.model_copy(update={"nonce": "f" * 32}))
     site.upload(site.alice, before, data)
     assert site.judge() is Reason.CONTEXT
-    assert site.harness.beat(ALICE.public).state == "running" and site.harness.pool.status().slashed == []
+    assert site.harness.beat(ALICE.public).state == "running" and site.harness.status().slashed == []
     assert read_submission(data, max_rows=8, max_tokens=40).header.nonce == "f" * 32

@@ -71,7 +71,7 @@ def judged(judge: Judge, made: Attack, number: int) -> tuple[Spent, float]:
 
 def pool() -> Harness:
     harness = open_pool()
-    harness.pool.submissions.spending.config = SETTINGS
+    harness.pool.judgement.trust.config = SETTINGS
     harness.join(KEY)
     harness.publish(0)
     return harness
@@ -104,7 +104,7 @@ def test_the_adaptive_attacker_is_dismissed_for_real(
 def test_an_honest_worker_is_not(judge: Judge, engine: TorchEngine, talkative_folder: Path) -> None:
     harness, honest = pool(), attacker(Attack, talkative_folder, engine)
     assert {uploaded(harness, judged(judge, honest, number)[0]) for number in range(MOST)} == {"accepted"}
-    assert harness.pool.db.evidence.of(KEY).evidence < 1
+    assert harness.pool.judgement.trust.evidence.of(KEY).evidence < 1
 
 
 @pytest.mark.parametrize("name", ["spends_tolerance", "spends_tolerance_down"])

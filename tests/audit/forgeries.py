@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.coordinator.state.database import TABLE_NAMES
-from shoal.coordinator.tables.connection import SqliteConnection
-from shoal.coordinator.tables.digests import table_digest
+from shoal.coordinator.pool import TABLE_NAMES
+from shoal.coordinator.state.connection import SqliteConnection, table_digest
 from shoal.ledger.chain import canonical_json, next_entry
 from shoal.ledger.head import Head, open_head, sign_head
 from shoal.ledger.interface import Entry

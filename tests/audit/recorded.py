@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from shoal import config as config_module
 from shoal.config import Config, parse
-from shoal.coordinator.pool import Pool
-from shoal.coordinator.state.seal import seal, start
-from shoal.coordinator.tables.connection import open_sqlite
+from shoal.coordinator.database import record_start, seal
+from shoal.coordinator.pool import TABLE_NAMES, Pool
+from shoal.coordinator.state.connection import open_sqlite
 from shoal.files import copy_tree, digests
 from shoal.launch.task_data import build_tasks
 from shoal.learner.groups import gather
@@ -113,7 +113,7 @@ class Recorded:
         self.pool = Pool(self.database, ledger, self.config, RUN, self.clock, secret=b"secret")
         self.store = Folder(self.coordinator / "store")
         self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN, shard_size_bytes=4096)
-        start(self.pool.db, RUN, COORDINATOR.public, self.config)
+        record_start(self.pool.db, RUN, COORDINATOR.public, self.config)
         for name, key in ROLES.items():
             role: Any = "worker" if key in (ALICE, BOB, MALLORY) else name
             invite = InvitePayload(run=RUN, role=role, name=name, nonce=key.public[:32], expires_s=2_000_000_000)
@@ -172,8 +172,8 @@ class Recorded:
             for number in range(GROUPS * SIZE)
         ]
         data = write_submission(header, rows, key)
-        self.pool.submissions.uploaded(key.public, task.id, self.store.put("submissions", data))
-        [claim] = self.pool.submissions.claim(VALIDATOR.public, ClaimRequest(most=1).most).claims
+        self.pool.assignments.uploaded(key.public, task.id, self.store.put("submissions", data))
+        [claim] = self.pool.judgement.claim(VALIDATOR.public, ClaimRequest(most=1).most).claims
         assert claim.assignment.id == task.id
         content = read_submission(data, max_rows=64, max_tokens=64).header.content
         verdict = Verdict(submission=task.id, reason=reason, detail="", evidence={}, content=content)
@@ -181,17 +181,17 @@ class Recorded:
             accepted = [AcceptedRollout(r.group, r.task, [1, 2], r.tokens, r.logprobs, r.reward) for r in rows]
             said = header.model_copy(update={"prefilled": prefilled})
             stored = self.store.put("accepted", write_accepted(said, accepted, VALIDATOR))
-            self.pool.submissions.accepted_stored(VALIDATOR.public, task.id, stored)
+            self.pool.judgement.accepted_stored(VALIDATOR.public, task.id, stored)
             groups = [group_result(number) for number in range(GROUPS)]
             verdict = verdict.model_copy(update={"accepted_hash": stored, "groups": groups, "spent": SPENT})
-        self.pool.submissions.judge(VALIDATOR.public, verdict)
+        self.pool.judgement.judge(VALIDATOR.public, verdict)
 
     def train(self, step: int, before: str) -> str:
         """Train a step as far as its records are concerned; returns the digest of the next weights."""
         batch = self.pool.batches.of_step(step)
 
         def read(id: str) -> bytes:
-            return self.store.get("accepted", self.pool.submissions.hashes(id)[1])
+            return self.store.get("accepted", self.pool.judgement.hashes(id)[1])
 
         keys = {VALIDATOR.public}
         fetched = gather(batch, read, validators=keys, run=RUN, config=self.config, quarantine=self.folder / "q")
@@ -213,7 +213,7 @@ class Recorded:
         entry = self.pool.db.ledger.head()
         assert entry is not None
         signed = sign_head(Head(run=RUN, seq=entry.seq, digest=entry.digest), VALIDATOR)
-        self.pool.witnesses.witnessed(VALIDATOR.public, signed)
+        self.pool.witnessed(VALIDATOR.public, signed)
         path = self.folder / "validator" / "head.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(signed.model_dump_json())
@@ -221,13 +221,13 @@ class Recorded:
     def finish(self) -> None:
         copy_tree(self.folder / "learner" / "versions" / f"v{STEPS:06d}", self.folder / "model")
         self.pool.learning.evaluated(Evaluation(version=STEPS, greedy=0.5, sampled=0.25, n=4, final=True))
-        self.pool.db.fingerprints.ask(BOB.public)
-        self.pool.db.replays.set_doubt("d" * 16 + "-000000", VALIDATOR.public, "inexact", "{}")
+        self.pool.judgement.checkers.fingerprints.ask(BOB.public)
+        self.pool.judgement.checkers.replays.set_doubt("d" * 16 + "-000000", VALIDATOR.public, "inexact", "{}")
         (self.folder / "config.toml").write_text(config_module.dumps(self.config))
         record = Record(self.folder, lambda line: None)
-        record.take(self.pool.history.after(0))
+        record.take(self.pool.db.history.after(0))
         record.close()
-        seal(self.pool.db)
+        seal(self.pool.db, TABLE_NAMES)
         self.database.sqlite.close()
         self.origin.store.unlock()
 

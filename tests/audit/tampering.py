@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from shoal.coordinator.state.database import TABLE_NAMES
+from shoal.coordinator.pool import TABLE_NAMES
 from shoal.ledger.interface import Entry
 
 DATABASE = "coordinator/pool.sqlite"

@@ -82,7 +82,7 @@ def test_the_coordinator_pays_what_the_audit_allows() -> None:
     harness.publish(0)
     tasks = [harness.upload(ALICE) for _ in range(4)]
     for number in (0, 2, 1, 3):
-        harness.pool.db.submissions.set_claimed(tasks[number].id, VALIDATOR, harness.clock.now_s + 50, True)
+        harness.lease(tasks[number].id, VALIDATOR)
         harness.judge(tasks[number].id, None, (False, False))
     run: Any = SimpleNamespace(config=harness.pool.config)
     found, credited = Walk(run), []

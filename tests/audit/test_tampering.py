@@ -5,7 +5,7 @@ import pytest
 
 from shoal.audit.audit import Asked, audit
 from shoal.audit.opened import BrokenError
-from shoal.coordinator.state.seal import start
+from shoal.coordinator.database import record_start
 
 from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, copy_of, record_run
 from .tampering import tamperings
@@ -66,7 +66,7 @@ def test_a_batch_of_another_size_than_the_config_says_is_named(tmp_path: Path, n
     """By the coordinator's own hand: a later start gives another size, and batches keep the earlier one."""
     run = Recorded(tmp_path / "run")
     section = run.config.coordinator.model_copy(update={"prompts_per_step": need})
-    start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"coordinator": section}))
+    record_start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"coordinator": section}))
     run.publish(0)
     run.submit(ALICE, 0)
     run.submit(BOB, 0)
@@ -80,10 +80,10 @@ def test_a_batch_with_more_unchecked_groups_than_the_config_allows_is_named(tmp_
     """By the coordinator's own hand, likewise."""
     run = Recorded(tmp_path / "run")
     section = run.config.validator.model_copy(update={"unchecked_share": 0.0})
-    start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"validator": section}))
+    record_start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"validator": section}))
     run.publish(0)
     run.submit(ALICE, 0)
-    run.pool.submissions.trust.draw = lambda worker, groups: False  # type: ignore[method-assign]
+    run.pool.judgement.trust.draw = lambda worker, groups: False  # type: ignore[method-assign]
     run.submit(BOB, 0)
     with pytest.raises(BrokenError, match="has 1 groups that were not prefilled whole"):
         audit(run.folder, Asked(rerun=0, proofs=0, unsealed=True), Random(0), lambda line: None)

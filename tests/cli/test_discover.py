@@ -8,8 +8,8 @@ import pytest
 
 from shoal.cli.main import DONE, FAILED, USAGE, main
 from shoal.config.checking import RequirementsSection
-from shoal.coordinator.http.board import OPEN_INVITE
-from shoal.coordinator.sharing import CLOSED
+from shoal.coordinator.http.serving import OPEN_INVITE
+from shoal.coordinator.state.folder import CLOSED
 from shoal.protocol.address import Address
 from shoal.protocol.discovery import FoundRuns
 from shoal.protocol.identity import Identity

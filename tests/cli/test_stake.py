@@ -11,7 +11,9 @@ import pytest
 
 from shoal.cli.main import DONE, FAILED, main
 from shoal.config import parse
-from shoal.coordinator.service import ADDRESS, KEY, serve_forever
+from shoal.coordinator.http.serving import serve_forever
+from shoal.coordinator.state.folder import KEY
+from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import read_invite, run_id

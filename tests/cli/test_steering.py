@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.coordinator.standing import states
-from shoal.coordinator.tables import evidence
-from shoal.coordinator.tables.connection import open_sqlite
-from shoal.coordinator.tables.nodes import SCHEMA, Nodes
+from shoal.coordinator import trust
+from shoal.coordinator.nodes import SCHEMA, Nodes
+from shoal.coordinator.state.connection import open_sqlite
 from shoal.evidence.process import Process
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Nodes:
     connection = open_sqlite(tmp_path / "pool.sqlite")
-    for statement in [*SCHEMA, *evidence.SCHEMA]:
+    for statement in [*SCHEMA, *trust.SCHEMA]:
         connection.change(statement)
     found = Nodes(connection)
     for number, role in enumerate(("relay", "relay", "worker")):
@@ -56,17 +55,17 @@ def test_a_worker_is_drained_and_readmitted(tmp_path: Path, nodes: Nodes, capsys
 def test_what_was_held_against_a_dismissed_worker_is_forgotten_when_it_is_readmitted(
     tmp_path: Path, nodes: Nodes
 ) -> None:
-    against = evidence.EvidenceTable(nodes.connection)
+    against = trust.EvidenceTable(nodes.connection)
     against.put("key2", Process(3, {"beyond 0": 20.0}))
     against.dismiss("key2")
-    states.move(nodes, "key2", "dismiss", "", 0.0)
+    nodes.move("key2", "dismiss", "", 0.0)
     assert main(["readmit", str(tmp_path), "worker-2"]) == 0
     assert state(nodes, "key2") == "active"
     assert not against.is_dismissed("key2") and against.of("key2").observations == 0
 
 
 def test_nobody_readmits_a_liar(tmp_path: Path, nodes: Nodes) -> None:
-    states.move(nodes, "key2", "ban", "slashed", 0.0)
+    nodes.move("key2", "ban", "slashed", 0.0)
     assert main(["readmit", str(tmp_path), "worker-2"]) == 1
     assert nodes.evicted_keys() == ["key2"]
 

@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import psycopg
 
-from shoal.coordinator.tables.connection import Connection
-from shoal.coordinator.tables.postgres import open_postgres
+from shoal.coordinator.state.connection import Connection
+from shoal.coordinator.state.postgres import open_postgres
 
 
 def schema_url(server: str, name: str) -> str:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shoal.coordinator.state.database import PoolError
+from shoal.coordinator.database import PoolError
 from shoal.protocol.messages import Assignment
 
 from .support import VALIDATOR, Clock, Harness, open_pool
@@ -122,8 +122,8 @@ class Simulation:
             return
         member.holds.remove(task)
         try:
-            self.harness.pool.submissions.may_upload(member.key, task.id)
-            self.harness.pool.submissions.uploaded(member.key, task.id, "9" * 64)
+            self.harness.pool.assignments.may_upload(member.key, task.id)
+            self.harness.pool.assignments.uploaded(member.key, task.id, "9" * 64)
         except PoolError as refusal:
             assert refusal.status == 409
         self.ask(member)

@@ -13,8 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.config import Config, parse
+from shoal.coordinator.http.reports import read_metrics, read_status
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.tables.connection import Connection, SqliteConnection
+from shoal.coordinator.state.connection import Connection, SqliteConnection
 from shoal.ledger.interface import Ledger
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.identity import Identity
@@ -30,6 +31,7 @@ from shoal.protocol.messages import (
     Reason,
     Replay,
     Spent,
+    Status,
     Verdict,
 )
 
@@ -73,7 +75,7 @@ class Harness:
     ) -> HeartbeatAnswer:
         """A node's heartbeat; one that `renews` has carried out every request for a new fingerprint."""
         computed = Fingerprint(version=version or 0, value=fingerprint) if fingerprint else None
-        done = self.pool.members.classes.renewals(key) if renews else 0
+        done = self.pool.members.checkers.renewals(key) if renews else 0
         beat = Heartbeat(
             policy_version=version, wants_task=wants, fingerprint=computed, renewals=done, working_on=working_on or []
         )
@@ -86,7 +88,7 @@ class Harness:
 
     def upload(self, key: str = ALICE, version: int = 0) -> Assignment:
         task = self.task(key, version)
-        self.pool.submissions.uploaded(key, task.id, "9" * 64)
+        self.pool.assignments.uploaded(key, task.id, "9" * 64)
         return task
 
     def claim(self, validator: str = VALIDATOR) -> Claim | None:
@@ -94,12 +96,12 @@ class Harness:
         return claims[0] if claims else None
 
     def claims(self, validator: str, most: int) -> list[Claim]:
-        return self.pool.submissions.claim(validator, most).claims
+        return self.pool.judgement.claim(validator, most).claims
 
     def draws(self, *numbers: float) -> None:
         """What the pool draws from now on, instead of random numbers."""
         drawn = iter(numbers)
-        self.pool.submissions.trust.random = lambda: next(drawn)
+        self.pool.judgement.trust.random = lambda: next(drawn)
 
     def judge(
         self,
@@ -116,15 +118,29 @@ class Harness:
         """One verdict; and a second validator's, the same, if it waits for one (unless not `confirmed`)."""
         self.contents += 1
         if reason is None:
-            self.pool.submissions.accepted_stored(validator, id, "8" * 64)
+            self.pool.judgement.accepted_stored(validator, id, "8" * 64)
         given = verdict(id, reason, useful, content or f"{self.contents:064x}", replay)
         given = given.model_copy(update={"spent": spent})
-        self.pool.submissions.judge(validator, given)
-        doubted = self.pool.db.replays.get(id)
+        self.pool.judgement.judge(validator, given)
+        doubted = self.pool.judgement.checkers.replays.get(id)
         if confirmed and doubted is not None and doubted.doubted_by == validator and self.state(id) == "uploaded":
             second = OTHER_VALIDATOR if validator == VALIDATOR else VALIDATOR
-            self.pool.db.submissions.set_claimed(id, second, self.clock.now_s + 50, True)
-            self.pool.submissions.judge(second, given)
+            self.lease(id, second)
+            self.pool.judgement.judge(second, given)
+
+    def lease(self, id: str, validator: str, *, full_check: bool = True) -> None:
+        """A claim of this submission alone."""
+        found, lease_s = self.pool.db.submissions.get(id), self.clock.now_s + 50
+        assert found is not None
+        assert self.pool.db.submissions.move(
+            found, "claim", validator=validator, lease_s=lease_s, full_check=full_check
+        )
+
+    def status(self) -> Status:
+        return read_status(self.pool.db, self.pool.config, self.pool.run, self.pool.notices)
+
+    def metrics(self) -> str:
+        return read_metrics(self.pool.db)
 
     def state(self, id: str) -> str:
         found = self.pool.db.submissions.get(id)
@@ -199,7 +215,7 @@ connect: Callable[[Path | str], Connection] = sqlite
 def open_ledger(connection: Connection, identity: Identity, clock: Callable[[], float]) -> Ledger:
     if isinstance(connection, SqliteConnection):
         return SqliteLedger(connection.sqlite, identity, clock=clock)
-    from shoal.coordinator.tables.postgres import PostgresConnection
+    from shoal.coordinator.state.postgres import PostgresConnection
     from shoal.ledger.postgres import PostgresLedger
 
     assert isinstance(connection, PostgresConnection)

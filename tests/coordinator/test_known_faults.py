@@ -4,18 +4,19 @@ A state without exit is in `test_states`, a worker that is slow on purpose in `t
 """
 
 import ast
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
 from pydantic import BaseModel
 
-from shoal.coordinator.http.admission import Admission
-from shoal.coordinator.http.pace import Pace
-from shoal.coordinator.state.database import PoolError
+from shoal.coordinator.database import PoolError
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Heartbeat, Policy, Reason, Stats
+from shoal.protocol.pace import Pace
+from shoal.protocol.server import SLOT, Admission
 from shoal.protocol.signing import SignatureError, sign_request
 
 from .support import ALICE, BOB, VALIDATOR, Harness
@@ -40,12 +41,17 @@ def test_no_signed_request_is_served_twice_reading_ones_included(method: str) ->
     signed = sign_request(
         identity, method=method, path=path, query="", body=b"", audience="r", created_s=1_000, nonce="n" * 16
     )
-    assert admission.admit(make_mocked_request(method, path, headers=signed), ["learner"], 100).key == identity.public
+
+    def admit(method: str) -> str:
+        request = make_mocked_request(method, path, headers=signed)
+        with ExitStack() as request[SLOT]:
+            return admission.admit(request, ["learner"], 100).key
+
+    assert admit(method) == identity.public
     with pytest.raises(SignatureError, match="replayed"):
-        admission.admit(make_mocked_request(method, path, headers=signed), ["learner"], 100)
-    other = "POST" if method == "GET" else "GET"
+        admit(method)
     with pytest.raises(SignatureError, match="bad signature"):
-        admission.admit(make_mocked_request(other, path, headers=signed), ["learner"], 100)
+        admit("POST" if method == "GET" else "GET")
 
 
 def test_who_asks_is_whose_key_signed_and_nothing_in_a_body() -> None:
@@ -72,9 +78,9 @@ def test_what_a_worker_says_of_its_work_is_paid_nothing(harness: Harness) -> Non
     harness.pool.members.heartbeat(ALICE, Heartbeat(policy_version=0, stats=boast))
     harness.accepted(ALICE)
     harness.pool.members.heartbeat(ALICE, Heartbeat(policy_version=0, stats=boast))
-    harness.pool.submissions.escrow.close()
-    shown = {node.name: node for node in harness.pool.status().nodes}["worker-a"]
-    assert (shown.credited, harness.pool.status().tokens_generated) == (20, 20)
+    harness.pool.judgement.escrow.close()
+    shown = {node.name: node for node in harness.status().nodes}["worker-a"]
+    assert (shown.credited, harness.status().tokens_generated) == (20, 20)
 
 
 def test_a_name_keeps_the_digest_that_it_was_given_first(harness: Harness) -> None:
@@ -84,13 +90,13 @@ def test_a_name_keeps_the_digest_that_it_was_given_first(harness: Harness) -> No
     task = harness.upload(ALICE)
     for key in (ALICE, BOB):
         with pytest.raises(PoolError):
-            harness.pool.submissions.uploaded(key, task.id, "7" * 64)
-    assert harness.pool.submissions.hashes(task.id)[0] == "9" * 64
+            harness.pool.assignments.uploaded(key, task.id, "7" * 64)
+    assert harness.pool.judgement.hashes(task.id)[0] == "9" * 64
     harness.claim()
     harness.judge(task.id)
     with pytest.raises(PoolError):
-        harness.pool.submissions.accepted_stored(VALIDATOR, task.id, "7" * 64)
-    assert harness.pool.submissions.hashes(task.id)[1] == "8" * 64
+        harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "7" * 64)
+    assert harness.pool.judgement.hashes(task.id)[1] == "8" * 64
 
 
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.PROOF])
@@ -114,6 +120,6 @@ def test_work_that_nobody_checked_is_never_paid_however_old(harness: Harness) ->
     task = harness.upload(ALICE)
     harness.clock.now_s += 10 * 365 * 86_400
     harness.beat(ALICE, wants=False)
-    harness.pool.submissions.escrow.close()  # the end of the run
+    harness.pool.judgement.escrow.close()  # the end of the run
     assert harness.state(task.id) == "uploaded"
-    assert harness.pool.db.credits.tokens_by_credit() == {} and "credited" not in harness.kinds()
+    assert harness.pool.judgement.escrow.credits.tokens_by_credit() == {} and "credited" not in harness.kinds()

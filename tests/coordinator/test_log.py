@@ -42,7 +42,7 @@ def test_each_event_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         "run finished: all 6 steps trained, last version evaluated",
     ]
     assert {record.name for record in caplog.records} == {
-        f"shoal.coordinator.{module}" for module in ("membership.members", "jobs.learning", "jobs.submissions")
+        f"shoal.coordinator.{module}" for module in ("assignment", "batches", "judgement", "members")
     }
 
 
@@ -56,7 +56,7 @@ def test_a_detail_that_quotes_a_workers_file_stays_one_line(caplog: pytest.LogCa
     quoted = verdict(task.id, Reason.TASKS, (), None).model_copy(
         update={"detail": "task\n\x1b[2Jworker-b slashed" + "x" * 999}
     )
-    harness.pool.submissions.judge(VALIDATOR, quoted)
+    harness.pool.judgement.judge(VALIDATOR, quoted)
     (line,) = [message for record in caplog.records if " rejected: " in (message := record.getMessage())]
     assert line.isprintable() and len(line) < 300
 

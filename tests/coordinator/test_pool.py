@@ -54,7 +54,7 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     whole = die_at - 1 - (die_at in (7, 9))  # "slashed" and "batch" are of the transaction of the entry before
     assert harness.kinds() == KINDS[:whole]
     verify_chain(harness.pool.db.ledger.entries(), COORDINATOR.public)
-    status = harness.pool.status()
+    status = harness.status()
     accepted = KINDS[:whole].count("accepted")
     in_batches = 4 if harness.pool.batches.of_step(0).ready else 0
     assert status.have + in_batches == 2 * accepted, "a group is credited exactly when its submission is accepted"
@@ -74,10 +74,10 @@ def test_a_reopened_pool_is_as_it_was(tmp_path: Path) -> None:
     scenario(harness, die_at=0)
     assert harness.kinds() == KINDS
     held = harness.task(version=1)
-    before = harness.pool.status()
+    before = harness.status()
     harness.pool.db.connection.close()
     again = open_pool(tmp_path / "pool.sqlite")
-    assert again.pool.status() == before
+    assert again.status() == before
     assert again.task(version=1) == held
     assert again.pool.batches.of_step(0).ready
 
@@ -93,6 +93,6 @@ def test_a_failing_ledger_leaves_no_trace_of_the_verdict(harness: Harness, monke
         patch.setattr(harness.pool.db.ledger, "append", full)
         with pytest.raises(sqlite3.OperationalError):
             harness.judge(task.id)
-    assert harness.pool.status().have == 0
+    assert harness.status().have == 0
     harness.judge(task.id)
-    assert harness.pool.status().have == 2
+    assert harness.status().have == 2

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator import served, service
+from shoal.coordinator.http import serving
 from shoal.coordinator.http.routes import Coordinator
+from shoal.coordinator.state.folder import KEY
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Evaluation, StepReport
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 def finish(folder: Path) -> None:
     """A coordinator's folder as a finished run of six steps leaves it."""
-    coordinator = Coordinator(config(), "pool", Identity.load_or_create(folder / service.KEY), folder)
+    coordinator = Coordinator(config(), "pool", Identity.load_or_create(folder / KEY), folder)
     for step in range(6):
         coordinator.pool.learning.trained(StepReport(step=step, metrics={"perf/tokens": 10.0}, trained=[]))
     for version, final in ((0, False), (6, True)):
@@ -36,7 +37,7 @@ def serve(folder: Path, *, reports: bool, until: Path) -> None:
         port = probe.getsockname()[1]
     options = {"record_to": None, "reports": reports}
     thread = threading.Thread(
-        target=service.serve_forever, args=(config(), "pool", folder, port, stop), kwargs=options, daemon=True
+        target=serving.serve_forever, args=(config(), "pool", folder, port, stop), kwargs=options, daemon=True
     )
     thread.start()
     deadline_s = time.monotonic() + 60
@@ -47,7 +48,7 @@ def serve(folder: Path, *, reports: bool, until: Path) -> None:
 
 
 def test_a_finished_pool_leaves_summary_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "RECORD_S", 0.01)
+    monkeypatch.setattr(serving, "RECORD_S", 0.01)
     finish(tmp_path)
     serve(tmp_path, reports=True, until=tmp_path / "reward.png")
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -57,7 +58,7 @@ def test_a_finished_pool_leaves_summary_and_picture(tmp_path: Path, monkeypatch:
 
 
 def test_a_coordinator_of_shoal_run_leaves_the_report_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "RECORD_S", 0.01)
+    monkeypatch.setattr(serving, "RECORD_S", 0.01)
     finish(tmp_path)
     serve(tmp_path, reports=False, until=tmp_path / "evaluations.jsonl")
     assert not (tmp_path / "summary.json").exists()
@@ -66,7 +67,7 @@ def test_a_coordinator_of_shoal_run_leaves_the_report_to_it(tmp_path: Path, monk
 def test_a_pool_that_is_stopped_right_after_its_end_leaves_them_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "RECORD_S", 1e9)
+    monkeypatch.setattr(serving, "RECORD_S", 1e9)
     finish(tmp_path)
     serve(tmp_path, reports=True, until=tmp_path / "coordinator.json")
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 6

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.coordinator.state.database import SCHEMA
-from shoal.coordinator.tables import transfers
-from shoal.coordinator.tables.connection import Connection
+from shoal.coordinator.members import DOWNLOADS
+from shoal.coordinator.pool import SCHEMA
+from shoal.coordinator.state.connection import Connection
 from shoal.dashboard.watched import WatchedFolder
 
 from ..servers import postgres_server
@@ -28,11 +28,11 @@ LEDGER = (
 def moved(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The finished run with its tables in PostgreSQL: a folder of the config and the stored files."""
     pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
-    from shoal.coordinator.tables.postgres import open_postgres
+    from shoal.coordinator.state.postgres import open_postgres
 
     with postgres_server() as url:
         connection = open_postgres(url)
-        for statement in [*SCHEMA, *transfers.SCHEMA, LEDGER]:
+        for statement in [*SCHEMA, *DOWNLOADS, LEDGER]:
             connection.create(statement)
         source = sqlite3.connect(f"file:{finished / 'coordinator' / 'pool.sqlite'}?mode=ro", uri=True)
         connection.set_format(source.execute("PRAGMA user_version").fetchone()[0])

@@ -11,15 +11,16 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from aiohttp.test_utils import make_mocked_request
 
-from shoal.diloco import front, gate, serve
+from shoal.diloco import serve
 from shoal.diloco.codec import encode
-from shoal.diloco.front import Nonces
-from shoal.diloco.gate import BusyError, Gate
+from shoal.diloco.invites import JoinRequest
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import BadOfferError, Figures, Greeting, MeetingError
 from shoal.diloco.remote import Remote
+from shoal.diloco.serve import Nonces
+from shoal.protocol import pace
+from shoal.protocol.answers import Refusal
 from shoal.protocol.signing import SignedAuth
 
 from .test_meeting import ABOUT, Clock, found, rounds, terms, together
@@ -136,11 +137,11 @@ def test_why_a_site_heals_is_logged_once_a_round_and_in_one_line(
 
 
 def test_nonces_of_one_site_take_a_bounded_memory_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "MOST_NONCES", 100)
+    monkeypatch.setattr(serve, "MOST_NONCES", 100)
     nonces, now_s = Nonces(), int(time.time())
     for number in range(100):
         assert nonces.spend("site", f"{number}", now_s)
-    with pytest.raises(BusyError, match="more than 100 requests in 120 s"):
+    with pytest.raises(Refusal, match="more than 100 requests in 120 s"):
         nonces.spend("site", "next", now_s)
     assert not nonces.spend("site", "7", now_s)  # a repetition
     assert nonces.spend("other", "7", now_s)
@@ -150,21 +151,8 @@ def test_nonces_of_one_site_take_a_bounded_memory_and_nobody_elses(monkeypatch: 
     assert sum(map(len, nonces._seen.values())) <= 100
 
 
-def test_few_large_and_few_rare_requests_of_a_site_are_taken() -> None:
-    door, request = Gate(lambda: 0.0), make_mocked_request("GET", "/")
-    with door.site(request, "a", large=True), door.site(request, "a", large=True):
-        with pytest.raises(BusyError, match="2 large requests of a are under way"), door.site(request, "a", large=True):
-            pass
-        with door.site(request, "a"), door.site(request, "b", large=True):
-            pass
-    with pytest.raises(BusyError, match="more than 1 such request a second by a"):
-        for _ in range(30):
-            with door.site(request, "a", rare=True):
-                pass
-
-
 def test_an_answer_that_is_not_read_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "AT_ONCE", 1)
+    monkeypatch.setattr(pace, "AT_ONCE", 1)
     with served(tmp_path / "meet", terms()) as host:
         site = Trainee(host, "site-a", tmp_path)
         site.join()
@@ -176,8 +164,23 @@ def test_an_answer_that_is_not_read_keeps_its_place(tmp_path: Path, monkeypatch:
             unread.sendall(f"GET /v1/state/0/0 HTTP/1.1\r\n{head}\r\n".encode())
             unread.recv(1)
             answer = httpx.get(url, auth=SignedAuth(site.remote.node.identity, RUN))
-            assert answer.status_code == 429 and "1 requests of site-a are under way" in answer.text
+            assert answer.status_code == 429 and "1 requests by this node are under way" in answer.text
         site.remote.take()  # asks until its place is free
+
+
+def test_a_request_to_join_that_was_overheard_is_not_served_again(tmp_path: Path) -> None:
+    """Again, as by a site without a checkpoint, it would cost the site its share of the data."""
+    with served(tmp_path / "meet", terms()) as host:
+        remote = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=5.0)
+        asks = JoinRequest(invite=remote.invite.signed, greeting=Greeting(about=ABOUT, round=None, digests=[]))
+        url = f"http://127.0.0.1:{host.port}/v1/join"
+        request = httpx.Request("POST", url, content=asks.model_dump_json().encode())
+        signed = next(SignedAuth(remote.node.identity, RUN).auth_flow(request))
+        with httpx.Client(verify=False) as client:
+            assert client.send(signed).status_code == 200
+            share = remote.take()
+            assert client.send(signed).status_code == 425
+        assert host.meeting.members["site-a"].share == share
 
 
 def test_two_keys_that_bring_one_invite_at_once_do_not_both_get_in(

@@ -196,7 +196,7 @@ def test_who_has_no_invite_of_this_meeting_is_told_so(tmp_path: Path) -> None:
         remote.invite = forged
         with pytest.raises(MeetingError, match="the invite is not one of this meeting"):
             remote.join(greeting)
-        with pytest.raises(MeetingError, match="this key has not joined"):
+        with pytest.raises(MeetingError, match="only sites that joined with an invite"):
             remote.offer(0, "0" * 64, b"")
         Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=5.0).join(greeting)
         again = Remote(host.invite("site-a"), tmp_path / "another", host.terms, patience_s=5.0)

@@ -14,10 +14,10 @@ from random import Random
 from aiohttp import web
 
 from shoal.config import Config, parse
-from shoal.coordinator.http.front import Front
-from shoal.coordinator.http.pace import Pace, Strangers
 from shoal.coordinator.http.routes import Coordinator
 from shoal.protocol.identity import Identity
+from shoal.protocol.pace import Pace, Strangers
+from shoal.protocol.server import Front
 
 from .damage import CRASH, Note
 from .requests import DEADLINE_S, RUN, Site

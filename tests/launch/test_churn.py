@@ -81,7 +81,7 @@ def test_the_committed_churn_is_what_the_page_of_results_says() -> None:
 
 @pytest.mark.slow
 def test_a_worker_slowed_ten_times_is_credited_and_not_penalised(tmp_path: Path) -> None:
-    """That no step waits for it, and the waste, are measured in virtual time: tests/coordinator/jobs/test_sizes.py."""
+    """That no step waits for it, and the waste, are measured in virtual time: tests/coordinator/test_sizes.py."""
     out = tmp_path / "run"
     swarm = start(out, "--set", "workers.count=3", "--set", "run.steps=30")
     wait_until(lambda: trained_steps(out) >= 1, DEADLINE_S, "a step")

@@ -17,7 +17,7 @@ import pytest
 
 from shoal.cli.main import USAGE, main
 from shoal.config import parse
-from shoal.coordinator.founding import Members, found_pool, open_pool
+from shoal.coordinator.operating import Invited, found_pool, open_pool
 from shoal.launch.pool import PoolSwarm, PoolUpError, local_url
 from shoal.protocol.address import Address
 
@@ -29,7 +29,7 @@ DEADLINE_S = 3600.0  # on a very busy machine; a quiet one takes some two minute
 
 def pool(folder: Path, url: str = "http://127.0.0.1:8700", **config: Any) -> PoolSwarm:
     settings = parse({"tasks": {"sources": [{"generator": "arithmetic"}]}, **config})
-    found_pool(folder, settings, "sums", url, Members(workers=2, relays=1, validators=2, evaluator=True), days=1)
+    found_pool(folder, settings, "sums", url, Invited(workers=2, relays=1, validators=2, evaluator=True), days=1)
     return PoolSwarm(folder, *open_pool(folder))
 
 

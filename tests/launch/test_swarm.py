@@ -265,7 +265,7 @@ def test_either_a_config_or_a_folder_to_resume_is_asked_for(arguments: list[obje
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text((CONFIGS / "tiny.toml").read_text())
     status, printed = refused("--resume", tmp_path)
-    assert status == 1 and f"{tmp_path} holds no run to resume" in printed
+    assert status == 2 and f"{tmp_path} holds no run to resume" in printed
 
 
 def test_a_run_keeps_its_config_if_it_cannot_be_resumed_with_another(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import ConfigError, load, parse
-from shoal.coordinator.http.routes import TASKS
+from shoal.coordinator.state.folder import TASKS
 from shoal.launch.task_data import FOLDER, build_tasks
 from shoal.tasks.compiled.compiling import read_built
 

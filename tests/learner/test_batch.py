@@ -1,5 +1,6 @@
 """Groups as training data: each of their tokens once, with its own logprob and advantage, whatever the row's budget."""
 
+import math
 from typing import Any
 
 import pytest
@@ -97,7 +98,8 @@ def test_advantages_are_normalised_where_asked_for() -> None:
     (micro,) = packed(row_tokens=512, normalize_std=True)
     found = dict(zip(micro.pack.target_N.tolist(), micro.advantage_N.tolist(), strict=True))
     of_first = [abs(found[token]) for tokens in GROUPS[0].completions for token in tokens]
-    assert of_first == pytest.approx([1.0] * GROUPS[0].n_tokens, abs=1e-4)
+    size = len(GROUPS[0].completions)  # half of them right: 1 / 2 over the sample's std
+    assert of_first == pytest.approx([math.sqrt((size - 1) / size)] * GROUPS[0].n_tokens, abs=1e-4)
 
 
 def test_rows_are_as_long_as_the_longest_sequence_needs() -> None:

@@ -13,8 +13,10 @@ import httpx
 import pytest
 
 from shoal.config import parse
-from shoal.coordinator.http.costly import Costly
-from shoal.coordinator.service import ADDRESS, invite_from, serve_forever
+from shoal.coordinator.http.reports import Costly
+from shoal.coordinator.http.serving import serve_forever
+from shoal.coordinator.operating import invite_from
+from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import AddressError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite

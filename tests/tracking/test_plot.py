@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from shoal.cli.main import FAILED, main
+from shoal.cli.main import USAGE, main
 from shoal.tracking.plot import COLORS, LENGTHS, PlotError, RunLog, draw_panel, names_of, plot, read_run, unit_of
 
 from .test_report import has_color, png_size
@@ -86,7 +86,7 @@ def test_a_torn_line_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_one_line_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "plot.png")]) == FAILED
+    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "plot.png")]) == USAGE
     assert "is not a run: it holds no metrics.jsonl" in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ import pytest
 from shoal import config as config_module
 from shoal.adversary.cheats import QuantizedWeights
 from shoal.cli.main import DONE, USAGE, main
-from shoal.coordinator.tables import curricula
-from shoal.coordinator.tables.connection import open_sqlite
+from shoal.coordinator import curriculum
+from shoal.coordinator.state.connection import open_sqlite
 from shoal.protocol.messages import CurriculumPage
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
@@ -135,9 +135,9 @@ def test_tasks_drawn_by_pass_rate_are_checked_with_the_pages_in_the_runs_folder(
     (tmp_path / "coordinator").mkdir()
     page = CurriculumPage(step=2, tasks=[(task, 8, 0) for task in range(400)])
     database = open_sqlite(tmp_path / "coordinator" / "pool.sqlite")
-    for statement in curricula.SCHEMA:
+    for statement in curriculum.SCHEMA:
         database.change(statement)
-    curricula.Curricula(database).add(page.step, page.digest(), page.model_dump_json(), 0)
+    curriculum.Curricula(database).add(page.step, page.digest(), page.model_dump_json(), 0)
     producer = make_producer(tiny_folder, settings)
     producer.curriculum = Curriculum({page.digest(): page}.__getitem__)
     file = tmp_path / "file.parquet"

@@ -3,7 +3,7 @@
 At each position it knows every token's score under its seed. A token whose score misses the winner's by less than the
 margin's limit, while the submission's budget lasts, passes the checks with limits. It tries every such change, completes
 the rest honestly, and makes the cheapest ones that raise (or lower) the reward.
-How much it spends is its plan. The tests over many submissions (`coordinator/trust/spending.py`) are made to find any plan
+How much it spends is its plan. The tests over many submissions (`coordinator/trust.py`) are made to find any plan
 that gains much; `PLANS` has one for each budget, and those that a reader of these tests would think of.
 In an exactness class every such token has a margin above 0: nothing is left to choose.
 

@@ -8,8 +8,8 @@ Called by `audit`.
 from collections.abc import Sequence
 
 from shoal.audit.opened import BrokenError, Opened, naming
-from shoal.coordinator.state.database import TABLE_NAMES
-from shoal.coordinator.tables.digests import table_digest
+from shoal.coordinator.pool import TABLE_NAMES
+from shoal.coordinator.state.connection import table_digest
 from shoal.ledger.head import Head, check_held, open_head
 from shoal.ledger.interface import LedgerError
 from shoal.protocol.identity import Signed

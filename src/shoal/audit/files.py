@@ -21,10 +21,9 @@ from blake3 import blake3
 
 from shoal.audit.found import Found
 from shoal.audit.opened import BrokenError, Opened, naming, read_config
-from shoal.coordinator.state.seal import config_text
-from shoal.coordinator.tables.history import HistoryTable as History
-from shoal.coordinator.tables.history import Kind
-from shoal.coordinator.tables.submissions import Submissions
+from shoal.coordinator.database import HistoryTable as History
+from shoal.coordinator.database import Kind, config_text
+from shoal.coordinator.submissions import Submissions
 from shoal.learner.record import CHECKPOINT, SIGNED
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import CheckpointRecord

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shoal.config import Config, ConfigError, load, parse
 from shoal.config.sections import StoreSection
-from shoal.coordinator.tables.connection import Connection, SqliteConnection
+from shoal.coordinator.state.connection import Connection, SqliteConnection
 from shoal.errors import ShoalError
 from shoal.ledger.chain import read_export, verify_chain
 from shoal.ledger.interface import JSON, Entry, LedgerError
@@ -153,7 +153,7 @@ def _connect(folder: Path) -> Connection:
         database = settings_of(folder).coordinator.database
     if not database:
         raise BrokenError(str(path), "missing: name a run's folder, or a coordinator's")
-    from shoal.coordinator.tables.postgres import open_postgres  # needs the extra `postgres`
+    from shoal.coordinator.state.postgres import open_postgres  # needs the extra `postgres`
 
     with naming("database"):
         connection = open_postgres(database)

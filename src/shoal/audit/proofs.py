@@ -17,8 +17,7 @@ from blake3 import blake3
 from shoal.audit.found import Accepted, Found, Rejected
 from shoal.audit.opened import BrokenError, Opened, naming
 from shoal.config import Config
-from shoal.coordinator.jobs.curriculum import read_page
-from shoal.coordinator.tables.curricula import Curricula
+from shoal.coordinator.curriculum import Curricula, read_page
 from shoal.model.dtype import DtypeName
 from shoal.protocol.messages import HARD, Reason
 

@@ -15,12 +15,12 @@ import math
 from shoal.audit.found import Found
 from shoal.audit.opened import BrokenError, Opened
 from shoal.audit.pay import Pay
-from shoal.coordinator.jobs.submissions import ACCIDENTS, UNUSABLE
-from shoal.coordinator.tables.connection import Connection
-from shoal.coordinator.tables.nodes import Node, Nodes
-from shoal.coordinator.tables.submissions import Submissions
-from shoal.coordinator.trust.doubts import MISMATCHES
-from shoal.coordinator.trust.spending import bets
+from shoal.coordinator.checkers import MISMATCHES
+from shoal.coordinator.judgement import ACCIDENTS, UNUSABLE
+from shoal.coordinator.nodes import Node, Nodes
+from shoal.coordinator.state.connection import Connection
+from shoal.coordinator.submissions import Submissions
+from shoal.coordinator.trust import bets
 from shoal.evidence.process import Process
 from shoal.protocol.messages import Reason, Spent
 
@@ -70,7 +70,7 @@ def _check_silent(run: Opened, node: Node) -> None:
 
 
 def _spent(connection: Connection, id: str) -> Spent | None:
-    """What a verdict says was used of the tolerance; None if it is no observation (`coordinator/trust/spending`)."""
+    """What a verdict says was used of the tolerance; None if it is no observation (`coordinator/trust`)."""
     told = json.loads(connection.value("SELECT verdict FROM submissions WHERE id = ?", id) or "{}")
     if told.get("spent") is None or told.get("replay") is not None:
         return None

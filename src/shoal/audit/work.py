@@ -20,8 +20,8 @@ from typing import Any
 from shoal.audit.found import Accepted, Found, Rejected
 from shoal.audit.opened import BrokenError, Opened, naming, read_config
 from shoal.audit.pay import Pay
-from shoal.coordinator.jobs.curriculum import recomputed
-from shoal.coordinator.trust.checking import most_unchecked
+from shoal.coordinator.curriculum import recomputed
+from shoal.coordinator.trust import most_unchecked
 from shoal.learner.groups import Fetched, gather
 from shoal.learner.record import DOMAIN
 from shoal.ledger.stakes import EVENTS, Book, read_event

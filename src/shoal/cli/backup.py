@@ -15,7 +15,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def backup(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.state.backup import back_up
+    from shoal.coordinator.operating import back_up
 
     size_bytes = back_up(arguments.dir, arguments.copy)
     start = f"shoal coordinator --dir {arguments.copy}"

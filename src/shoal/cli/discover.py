@@ -73,7 +73,7 @@ def _lines(found: FoundRuns, machine: Capability) -> list[str]:
 def _about(offer: RunOffer, machine: Capability) -> list[str]:
     """What this machine lacks for the run, and what only its work and its stake will show."""
     from shoal.config.checking import RequirementsSection
-    from shoal.coordinator.jobs.fitness import lacks
+    from shoal.coordinator.members import lacks
 
     wants = RequirementsSection.model_validate(offer.requirements)
     missing = lacks(machine, wants)

@@ -106,14 +106,14 @@ def pool(arguments: argparse.Namespace) -> int | None:
 
 
 def close_pool(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.founding import close_pool
+    from shoal.coordinator.operating import close_pool
 
     close_pool(arguments.dir)
     say(f"the pool in {arguments.dir} is closed: its coordinator answers nobody from now on")
 
 
 def reopen_pool(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.founding import reopen_pool
+    from shoal.coordinator.operating import reopen_pool
 
     reopen_pool(arguments.dir)
     say("it is served again once its coordinator is restarted")
@@ -122,12 +122,12 @@ def reopen_pool(arguments: argparse.Namespace) -> None:
 def init_pool(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
     from shoal.check.problems import check_length
-    from shoal.coordinator.founding import Members, check_new, found_pool
+    from shoal.coordinator.operating import Invited, check_new, found_pool
     from shoal.launch.task_data import FOLDER, build_tasks
 
     check_length(config)
     check_new(arguments.dir)
-    members = Members(
+    invited = Invited(
         workers=config.workers.count if arguments.workers is None else arguments.workers,
         relays=config.relays.count if arguments.relays is None else arguments.relays,
         validators=config.validator.count if arguments.validators is None else arguments.validators,
@@ -138,13 +138,13 @@ def init_pool(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=arguments.dir.parent, prefix=".tasks-") as built:
         config, notes = build_tasks(config, Path(built) / FOLDER)
         steps = found_pool(
-            arguments.dir, config, name, arguments.url, members, days=arguments.days, task_data=Path(built) / FOLDER
+            arguments.dir, config, name, arguments.url, invited, days=arguments.days, task_data=Path(built) / FOLDER
         )
     say("\n".join([*(f"tasks: {note}" for note in notes), *steps]))
 
 
 def up_pool(arguments: argparse.Namespace) -> int:
-    from shoal.coordinator.founding import open_pool
+    from shoal.coordinator.operating import open_pool
     from shoal.launch.pool import PoolSwarm
 
     config, address = open_pool(arguments.dir)
@@ -159,8 +159,9 @@ def coordinator(arguments: argparse.Namespace) -> None:
         raise UsageError("--host and --connections go with --runs; for one run set coordinator.host, .connections")
     stop = begin("coordinator", arguments)
     from shoal.check.problems import check_length
-    from shoal.coordinator.founding import CONFIG, PoolFolderError, open_pool
-    from shoal.coordinator.service import KEY, serve_forever
+    from shoal.coordinator.http.serving import serve_forever
+    from shoal.coordinator.operating import CONFIG, PoolFolderError, open_pool
+    from shoal.coordinator.state.folder import KEY
     from shoal.launch.task_data import FOLDER, build_tasks
     from shoal.protocol.address import split_url
     from shoal.protocol.identity import Identity
@@ -212,8 +213,8 @@ def _serve_runs(arguments: argparse.Namespace) -> None:
     stop = begin("coordinator", arguments)
     from shoal.check.problems import check_length
     from shoal.config import Config
-    from shoal.coordinator.founding import open_pool
-    from shoal.coordinator.sharing import serve_shared
+    from shoal.coordinator.http.sharing import serve_shared
+    from shoal.coordinator.operating import open_pool
     from shoal.launch.task_data import FOLDER, build_tasks
     from shoal.protocol.address import Address
 
@@ -227,8 +228,8 @@ def _serve_runs(arguments: argparse.Namespace) -> None:
 
 
 def invite(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.http.board import OPEN_INVITE
-    from shoal.coordinator.service import invite_from
+    from shoal.coordinator.http.serving import OPEN_INVITE
+    from shoal.coordinator.operating import invite_from
 
     if arguments.publish:
         if not arguments.open or arguments.out or arguments.url:
@@ -247,7 +248,7 @@ def invite(arguments: argparse.Namespace) -> None:
 
 
 def evict(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.standing.steering import evict_from
+    from shoal.coordinator.operating import evict_from
 
     evict_from(arguments.dir, arguments.name)
     say(f"{arguments.name} is evicted: nodes stop asking it within seconds")
@@ -266,14 +267,14 @@ def drain(arguments: argparse.Namespace) -> None:
 
         Node.of(read_invite(arguments.join), Identity.load(arguments.dir / KEY)).post("/v1/drain", None, Ok)
     else:
-        from shoal.coordinator.standing.steering import drain_from
+        from shoal.coordinator.operating import drain_from
 
         drain_from(arguments.dir, arguments.name)
     say(f"{arguments.name or 'this worker'} gets no new tasks; its process ends once it has uploaded what it holds")
 
 
 def readmit(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.standing.steering import readmit_from
+    from shoal.coordinator.operating import readmit_from
 
     readmit_from(arguments.dir, arguments.name)
     say(f"{arguments.name} gets tasks again; if its process has ended, start it")

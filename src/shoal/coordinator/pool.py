@@ -1,7 +1,12 @@
 """The pool's state: one part for each thing that members do, all over one database.
 
-Invariant: each public method of a part is one transaction, ledger entries included; if one part calls another, both are in
-it. Called by the coordinator's routes, which use the parts (`pool.members.register(...)`).
+    members      who is here                          judgement   who checks what, verdicts, and what follows
+    assignments  who does what next                   learning    what learner, origin and evaluator report
+    batches      what the learner trains on
+
+Invariants: each public method of a part is one transaction, ledger entries included; if one part calls another, both are in
+it. A co-signature is recorded only for an entry that this ledger holds, by the key that signed it: whoever has a co-signed
+head notices if the ledger is cut off before it, or was written again.
 """
 
 import random
@@ -9,30 +14,23 @@ from collections import deque
 from collections.abc import Callable
 
 from shoal.config import Config
-from shoal.coordinator.credit.escrow import Escrow
-from shoal.coordinator.credit.stakes import BookedStakes, StakeView
-from shoal.coordinator.jobs.arrivals import Arrivals
-from shoal.coordinator.jobs.assignments import Assignments
-from shoal.coordinator.jobs.batches import Batches
-from shoal.coordinator.jobs.curriculum import Curriculum
-from shoal.coordinator.jobs.fitness import Fitness
-from shoal.coordinator.jobs.learning import Learning
-from shoal.coordinator.jobs.submissions import Submissions
-from shoal.coordinator.membership.members import Members
-from shoal.coordinator.reports.history import HistoryLog
-from shoal.coordinator.reports.metrics import read_metrics
-from shoal.coordinator.reports.status import read_status
-from shoal.coordinator.state.database import Database
-from shoal.coordinator.tables.connection import Connection
-from shoal.coordinator.trust.checking import Trust
-from shoal.coordinator.trust.classes import Classes
-from shoal.coordinator.trust.doubts import Doubts
-from shoal.coordinator.trust.spending import Spending
-from shoal.coordinator.trust.witnesses import Witnesses
-from shoal.ledger.interface import Ledger
-from shoal.protocol.messages import Status
+from shoal.coordinator import checkers, curriculum, database, members, trust
+from shoal.coordinator.arrivals import Arrivals
+from shoal.coordinator.assignment import Assignments
+from shoal.coordinator.batches import Batches, Learning
+from shoal.coordinator.credit import BookedStakes, Escrow, StakeView
+from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.judgement import Judgement
+from shoal.coordinator.state.connection import Connection, table_names
+from shoal.ledger.head import Head, open_head
+from shoal.ledger.interface import Ledger, LedgerError
+from shoal.ledger.table import read_lines
+from shoal.protocol.identity import Signed
 
 MAX_NOTICES = 20  # the newest are shown
+PAGE_BYTES = 256 << 10  # of the ledger's entries in one answer; a larger entry comes alone
+SCHEMA = [*database.SCHEMA, *curriculum.SCHEMA, *checkers.SCHEMA, *trust.SCHEMA]
+TABLE_NAMES = table_names(SCHEMA)  # that are sealed
 
 
 class Pool:
@@ -47,40 +45,41 @@ class Pool:
         secret: bytes,
         stakes: StakeView | None = None,
     ) -> None:
-        """`secret`: what the assignments' nonces are made with (`nonces.nonce_secret`). `stakes`: None: those that the
+        """`secret`: what the assignments' nonces are made with (`assignment.nonce_secret`). `stakes`: None: those that the
         operator books in the ledger."""
-        self.config = config
-        self.run = run
-        self.db = Database(connection, ledger, clock)
-        self.curriculum = Curriculum(self.db, config)
-        arrivals = Arrivals(self.db, config)
-        assignments = Assignments(self.db, config, self.curriculum, arrivals, run=run, secret=secret)
-        classes = Classes(self.db, config)
-        self.members = Members(self.db, config, assignments, classes, stakes or BookedStakes(self.db))
-        self.batches = Batches(self.db, config)
-        trust = Trust(self.db, config, random.SystemRandom().random)
-        self.history = HistoryLog(self.db)
+        self.config, self.run = config, run
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
-        doubts = Doubts(self.db, classes, self.notices.append)
-        escrow = Escrow(self.db, config)
-        self.submissions = Submissions(
-            self.db,
-            config,
-            assignments,
-            self.batches,
-            trust,
-            self.history,
-            classes,
-            doubts,
-            Spending(self.db, config),
-            escrow,
-            Fitness(self.db, config),
-        )
-        self.witnesses = Witnesses(self.db, run)
-        self.learning = Learning(self.db, config, self.history, self.submissions)
+        self.db = db = Database(connection, ledger, clock)
+        db.create([*SCHEMA, *members.DOWNLOADS])
+        self.curriculum = curriculum.Curriculum(db, config)
+        arrivals = Arrivals(db, config)
+        self.assignments = Assignments(db, config, self.curriculum, arrivals, run=run, secret=secret)
+        checking = checkers.Checkers(db, config, self.notices.append)
+        self.members = members.Members(db, config, self.assignments, checking, stakes or BookedStakes(db))
+        self.batches = Batches(db, config, self.curriculum)
+        trusting = trust.Trust(db, config, random.SystemRandom().random)
+        escrow = Escrow(db, config)
+        describe = self.assignments.describe
+        self.judgement = Judgement(db, config, describe, arrivals, self.batches, checking, trusting, escrow)
+        self.learning = Learning(db, config, self.judgement.close)
 
-    def status(self) -> Status:
-        return read_status(self.db, self.config, self.run, self.notices)
+    def ledger_page(self, after: int) -> bytes:
+        """Entries with seq > after, oldest first, as JSON lines; empty if there are none."""
+        page = bytearray()
+        connection = self.db.connection  # the ledger is a table beside the others
+        for line in read_lines(lambda sql, arguments: connection.rows(sql, *arguments), after):
+            if page and len(page) + len(line) > PAGE_BYTES:
+                break
+            page += line
+        return bytes(page)
 
-    def metrics(self) -> str:
-        return read_metrics(self.db, self.history)
+    def witnessed(self, key: str, signed: Signed) -> None:
+        """Record a validator's head. Raises PoolError unless it is one of this ledger, signed by `key`."""
+        try:
+            head = open_head(signed, key)
+        except LedgerError as error:
+            raise PoolError(str(error), 400) from error
+        entry = next(iter(self.db.ledger.entries(since=head.seq - 1)), None)
+        if head != (entry and Head(run=self.run, seq=entry.seq, digest=entry.digest)):
+            raise PoolError(f"entry {head.seq} of this ledger is another one", 409)
+        self.db.ledger.append("witnessed", {"validator": key, "head": signed.model_dump_json()})

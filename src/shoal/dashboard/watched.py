@@ -17,11 +17,10 @@ from typing import Protocol
 import httpx
 
 from shoal.config import Config, ConfigError, parse
-from shoal.coordinator.reports.history import HistoryLog
-from shoal.coordinator.reports.status import read_status
-from shoal.coordinator.state.database import Database, PoolError
-from shoal.coordinator.state.opening import named_database
-from shoal.coordinator.tables.connection import Connection, SqliteConnection
+from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.http.reports import read_status
+from shoal.coordinator.state.connection import Connection, SqliteConnection
+from shoal.coordinator.state.folder import named_database
 from shoal.dashboard.queries import Queries
 from shoal.errors import UserError
 from shoal.ledger.interface import JSON, Entry
@@ -80,7 +79,7 @@ class WatchedFolder:
         self._now_s = 0.0  # of the newest look
         self._accounts = LedgerStakes(ReadLedger(self.connection), lambda: self._now_s)
         try:
-            self.db = Database(self.connection, self._accounts.ledger, lambda: self._now_s, create=False)
+            self.db = Database(self.connection, self._accounts.ledger, lambda: self._now_s)
         except PoolError as error:
             raise WatchedError(f"{error}. Look at it with that version") from error
         self.queries: Queries | None = Queries(self.connection)
@@ -110,8 +109,7 @@ class WatchedFolder:
     def look(self) -> Status:
         assert self.config is not None
         self._now_s = self.now_s()
-        log = HistoryLog(self.db)
-        while self.history.add(log.after(self.history.cursor)):
+        while self.history.add(self.db.history.after(self.history.cursor)):
             pass
         return read_status(self.db, self.config, self.name, [])
 
@@ -208,7 +206,7 @@ def _connect(folder: Path) -> Connection:
             sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
         )
     if database := named_database(folder):
-        from shoal.coordinator.tables.postgres import open_postgres  # needs the extra `postgres`
+        from shoal.coordinator.state.postgres import open_postgres  # needs the extra `postgres`
 
         connection = open_postgres(database)
         connection.change("SET default_transaction_read_only = on")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.diloco.codec import Kind
 from shoal.diloco.fragments import Fragments
-from shoal.errors import ShoalError
+from shoal.protocol.answers import Refusal
 
 PIECE_BYTES = 8 << 20  # of the state, in one answer
 DIGEST = r"^[0-9a-f]{64}$"
@@ -144,8 +144,8 @@ class StateDescriptor(Message):
     size_bytes: int
 
 
-class MeetingError(ShoalError):
-    """The meeting refuses. `status` is the HTTP status."""
+class MeetingError(Refusal):
+    """The meeting refuses."""
 
     status = 403
 

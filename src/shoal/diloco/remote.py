@@ -12,7 +12,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel
 
 from shoal.diloco.codec import most_bytes
 from shoal.diloco.invites import JoinRequest, name_of, open_descriptor
@@ -36,16 +35,13 @@ from shoal.diloco.messages import (
 from shoal.protocol.calling import NodeError, RefusedError
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite
+from shoal.protocol.messages import Ok
 from shoal.protocol.node import KEY, Node
 from shoal.shardcast.tls import client_context
 
 ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: ClosedError}
 GOOD_BYE_S = 3.0
 STATE_TRIES = 3  # a round may end before the whole file has come
-
-
-class Ack(BaseModel):
-    """An answer without content."""
 
 
 class Remote:
@@ -89,11 +85,11 @@ class Remote:
         """Say good-bye. A meeting that does not hear it finds out by itself, after `sites.wait_s`."""
         self.node.patience_s = GOOD_BYE_S
         with suppress(NodeError):
-            self.node.post("/v1/leave", None, Ack)
+            self.node.post("/v1/leave", None, Ok)
 
     def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
         try:
-            self.node.put(f"/v1/rounds/{round}/{digest}?figures={quote(figures.model_dump_json())}", data, Ack)
+            self.node.put(f"/v1/rounds/{round}/{digest}?figures={quote(figures.model_dump_json())}", data, Ok)
         except RefusedError as error:
             raise _meant(error) from error
 

@@ -10,9 +10,9 @@
     POST /v1/rounds/{round}/deal     the sites that share the work of a round
     GET  /v1/status                  who is here, and what they last said of themselves; open to all
 
-Invariant: every request is signed by a key that a valid invite brought, and every answer for the request that it answers
-(`front`). An invite works for one key. What one may ask is bounded (`gate`).
-Called by `shoal meet`. If the disk fails it ends; a restart goes on from the last round that was written.
+Invariant: every request but the status is signed by a key that a valid invite brought, and every answer for the request that
+it answers (`protocol.server`). An invite works for one key. If the disk fails, the meeting ends; a restart goes on from the
+last round that was written.
 Left out: several meetings that share the work.
 """
 
@@ -25,14 +25,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from ssl import SSLContext
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from shoal.diloco.codec import most_bytes
-from shoal.diloco.front import Front
-from shoal.diloco.gate import listen
 from shoal.diloco.invites import DOMAIN, STATE_DOMAIN, JoinRequest, SiteInvite
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
@@ -49,14 +48,41 @@ from shoal.diloco.messages import (
 from shoal.diloco.report import summary
 from shoal.errors import ShoalError
 from shoal.files import write_file
+from shoal.protocol.answers import Refusal
 from shoal.protocol.identity import Identity, IdentityError, Signed
-from shoal.shardcast.serve.connections import BACKLOG, PATIENCE
+from shoal.protocol.messages import Ok
+from shoal.protocol.pace import MEMBER_UNTAKEN, Pace, Untaken
+from shoal.protocol.server import IDENTITY, Admission, Front, Request, listen
+from shoal.protocol.signing import MAX_AGE_S, SignatureError
 
 POLL_S = 8.0  # below the 30 s that a site waits for an answer
 LOOK_S = 0.1
+OF_ADDRESS, CONNECTIONS = 64, 1024
+MEMBERS = ["sites that joined with an invite"]  # the one role
+MESSAGE_BYTES = 64 << 10
+MOST_NONCES = 10_000  # of one site: more than `pace.MEMBER_RATE` lets it need
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Nonces:
+    """Which requests were served, in memory: a restart forgets, and the clock bounds what can be served again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[str, float]] = {}  # by key
+
+    def spend(self, key: str, nonce: str, created_s: int) -> bool:
+        """Raises Refusal for a key that asked more often than its rate allows, which would fill the memory."""
+        now_s, seen = time.time(), self._seen.setdefault(key, {})
+        if nonce in seen:
+            return False
+        if len(seen) >= MOST_NONCES:
+            seen = self._seen[key] = {each: end_s for each, end_s in seen.items() if end_s > now_s}
+            if len(seen) >= MOST_NONCES:
+                raise Refusal(f"more than {MOST_NONCES} requests in {2 * MAX_AGE_S} s; wait", 429)
+        seen[nonce] = created_s + 2 * MAX_AGE_S
+        return True
 
 
 class Server:
@@ -64,31 +90,37 @@ class Server:
         self.meeting, self.identity = meeting, identity
         self.keys_path = meeting.folder / "keys.json"
         self.names: dict[str, str] = json.loads(self.keys_path.read_text()) if self.keys_path.exists() else {}
-        self.front = Front(meeting.run, identity, self.names)
+        self.largest = max(most_bytes(meeting.terms.kind, size) for size in meeting.terms.fragments.sizes)
+        self.front = Front(untaken=Untaken(member_bytes=2 * self.largest + MEMBER_UNTAKEN))
+        self.admission = Admission(meeting.run, Nonces(), self._role, time.time, Pace())
         self.lock = asyncio.Lock()
         self.ended = asyncio.Event()  # a round ended
         self.offered = asyncio.Event()  # a round may be due
         self.failure: Exception | None = None
 
     def app(self) -> web.Application:
-        largest = max(most_bytes(self.meeting.terms.kind, size) for size in self.meeting.terms.fragments.sizes)
-        application = web.Application(middlewares=[self.front.around])
-        checked = self.front.checked
+        application = self.front.attach(web.Application())
+        application[IDENTITY] = self.identity
+        signed = partial(self.admission.signed, roles=MEMBERS, limit_bytes=MESSAGE_BYTES)
+        offer = signed(self._offer, limit_bytes=self.largest, large=True)
         application.add_routes(
             [
-                web.post("/v1/join", checked(self._join, stranger=True, rare=True)),
-                web.put(r"/v1/rounds/{round:\d{1,9}}/{digest:[0-9a-f]{64}}", checked(self._offer, largest, large=True)),
-                web.get(r"/v1/rounds/{round:\d{1,9}}", checked(self._outcome)),
-                web.get(r"/v1/rounds/{round:\d{1,9}}/average", checked(self._average, large=True)),
-                web.post("/v1/state", checked(self._describe, rare=True)),
-                web.get(r"/v1/state/{round:\d{1,9}}/{offset:\d{1,15}}", checked(self._state)),
-                web.post("/v1/shares", checked(self._share)),
-                web.post("/v1/leave", checked(self._leave, rare=True)),
-                web.post(r"/v1/rounds/{round:\d{1,9}}/deal", checked(self._deal)),
-                web.get("/v1/status", self._status),
+                web.post("/v1/join", signed(self._join, roles=None, rare=True)),
+                web.put(r"/v1/rounds/{round:\d{1,9}}/{digest:[0-9a-f]{64}}", offer),
+                web.get(r"/v1/rounds/{round:\d{1,9}}", signed(self._outcome)),
+                web.get(r"/v1/rounds/{round:\d{1,9}}/average", signed(self._average, large=True)),
+                web.post("/v1/state", signed(self._describe, rare=True)),
+                web.get(r"/v1/state/{round:\d{1,9}}/{offset:\d{1,15}}", signed(self._state)),
+                web.post("/v1/shares", signed(self._share)),
+                web.post("/v1/leave", signed(self._leave, rare=True)),
+                web.post(r"/v1/rounds/{round:\d{1,9}}/deal", signed(self._deal)),
+                web.get("/v1/status", self.front.open_to_all(self._status)),
             ]
         )
         return application
+
+    def _role(self, key: str) -> str | None:
+        return MEMBERS[0] if key in self.names else None
 
     async def live(self, stop: Callable[[], bool]) -> None:
         """Close rounds when they are due, until the run is over and every site left, or `stop`. Raises what broke it."""
@@ -113,7 +145,7 @@ class Server:
                 raise web.HTTPServiceUnavailable(reason="the meeting failed and ends")
             try:
                 return await asyncio.to_thread(call)
-            except MeetingError:
+            except (Refusal, SignatureError):
                 raise
             except Exception as error:
                 self.failure = error
@@ -129,22 +161,22 @@ class Server:
 
     # --- routes --------------------------------------------------------------------------------------------------------
 
-    async def _join(self, request: web.Request, who: str, body: bytes) -> web.Response:
-        asked = JoinRequest.model_validate_json(body)
+    async def _join(self, request: Request) -> Welcome:
+        asked = JoinRequest.model_validate_json(request.body)
         invited = self._invited(asked.invite)
 
         def join() -> Welcome:
-            key = next((key for key, name in self.names.items() if name == who), who)
-            holder = next((holder for holder, name in self.names.items() if name == invited.name), key)
-            if holder != key or self.names.get(key, invited.name) != invited.name:
+            holder = next((holder for holder, name in self.names.items() if name == invited.name), request.key)
+            if holder != request.key or self.names.get(request.key, invited.name) != invited.name:
                 raise MeetingError(f"the invite of {invited.name} is used by another key: ask for one of your own")
+            request.head.spend(self.admission.nonces)  # only of who may join: strangers could fill the memory
             welcome = self.meeting.join(invited.name, asked.greeting)
-            if key not in self.names:
-                write_file(self.keys_path, json.dumps(self.names | {key: invited.name}).encode())
-                self.names[key] = invited.name
+            if request.key not in self.names:
+                write_file(self.keys_path, json.dumps(self.names | {request.key: invited.name}).encode())
+                self.names[request.key] = invited.name
             return welcome
 
-        return _answer(await self._alone(join))
+        return await self._alone(join)
 
     def _invited(self, invite: Signed) -> SiteInvite:
         try:
@@ -155,74 +187,64 @@ class Server:
             raise MeetingError(f"the invite is for run {invited.run}, this is {self.meeting.run}")
         return invited
 
-    async def _offer(self, request: web.Request, name: str, body: bytes) -> web.Response:
-        info = request.match_info
+    async def _offer(self, request: Request) -> Ok:
+        name, round, digest = self.names[request.key], int(request.match["round"]), request.match["digest"]
         figures = Figures.model_validate_json(request.query.get("figures", "{}"))
-        await self._alone(partial(self.meeting.offer, name, int(info["round"]), info["digest"], body, figures))
+        await self._alone(partial(self.meeting.offer, name, round, digest, request.body, figures))
         self.offered.set()
-        return _answer(None)
+        return Ok()
 
-    async def _outcome(self, request: web.Request, name: str, body: bytes) -> web.Response:
-        round, deadline_s = int(request.match_info["round"]), time.monotonic() + POLL_S
-        look = partial(self.meeting.outcome, name, round)  # never while a round is being written
+    async def _outcome(self, request: Request) -> Progress:
+        deadline_s = time.monotonic() + POLL_S
+        look = partial(self.meeting.outcome, self.names[request.key], int(request.match["round"]))
         ended = self.ended
         while (outcome := await self._alone(look)) is None and time.monotonic() < deadline_s:
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), deadline_s - time.monotonic())
             ended = self.ended
-        return _answer(Progress(outcome=outcome, waiting_for=[] if outcome else self.meeting.waiting_for()))
+        return Progress(outcome=outcome, waiting_for=[] if outcome else self.meeting.waiting_for())
 
-    async def _average(self, request: web.Request, name: str, body: bytes) -> web.Response:
-        return web.Response(body=await self._alone(partial(self.meeting.average, int(request.match_info["round"]))))
+    async def _average(self, request: Request) -> bytes:
+        return await self._alone(partial(self.meeting.average, int(request.match["round"])))
 
-    async def _describe(self, request: web.Request, name: str, body: bytes) -> web.Response:
-        await self._alone(partial(self.meeting.heal, name, Why.model_validate_json(body).why))
+    async def _describe(self, request: Request) -> Signed:
+        why = Why.model_validate_json(request.body).why
+        await self._alone(partial(self.meeting.heal, self.names[request.key], why))
         described, _ = await self._alone(self.meeting.state)
-        return _answer(Signed.make(self.identity, described.model_dump_json(), domain=STATE_DOMAIN))
+        return Signed.make(self.identity, described.model_dump_json(), domain=STATE_DOMAIN)
 
-    async def _state(self, request: web.Request, name: str, body: bytes) -> web.Response:
+    async def _state(self, request: Request) -> bytes:
         described, path = await self._alone(self.meeting.state)
-        if described.round != int(request.match_info["round"]):
+        if described.round != int(request.match["round"]):
             raise ClosedError(f"the state of round {described.round} is agreed now")
-        offset_bytes = int(request.match_info["offset"])
-        return web.Response(body=await asyncio.to_thread(_piece, path, offset_bytes))
+        return await asyncio.to_thread(_piece, path, int(request.match["offset"]))
 
-    async def _share(self, request: web.Request, name: str, body: bytes) -> web.Response:
-        return _answer(Share(number=await self._alone(partial(self.meeting.take, name))))
+    async def _share(self, request: Request) -> Share:
+        return Share(number=await self._alone(partial(self.meeting.take, self.names[request.key])))
 
-    async def _deal(self, request: web.Request, name: str, body: bytes) -> web.Response:
-        round = int(request.match_info["round"])
-        return _answer(Dealt(sites=await self._alone(partial(self.meeting.deal, name, round))))
+    async def _deal(self, request: Request) -> Dealt:
+        deal = partial(self.meeting.deal, self.names[request.key], int(request.match["round"]))
+        return Dealt(sites=await self._alone(deal))
 
     async def _status(self, request: web.Request) -> web.Response:
-        self.front.gate.reader(request)
-        return _answer(await self._alone(self.meeting.status))
+        status = await self._alone(self.meeting.status)
+        return web.json_response(text=status.model_dump_json())
 
-    async def _leave(self, request: web.Request, name: str, body: bytes) -> web.Response:
-        await self._alone(partial(self.meeting.leave, name))
-        return _answer(None)
+    async def _leave(self, request: Request) -> Ok:
+        await self._alone(partial(self.meeting.leave, self.names[request.key]))
+        return Ok()
 
 
-async def serve(server: Server, host: str, port: int, tls: object, listening: Path) -> tuple[web.AppRunner, int]:
+async def serve(
+    server: Server, host: str, port: int, tls: SSLContext | None, listening: Path
+) -> tuple[web.AppRunner, int]:
     """Listen; port 0 is the one from before a restart, or a free one."""
     last = listening.read_text() if port == 0 and listening.exists() else ""
     port = int(last) if last.isdecimal() else port
-    application = server.app()
     try:
-        listener = listen(application, host, port)
+        runner, bound = await listen(server.app(), host, port, per_address=OF_ADDRESS, total=CONNECTIONS, ssl=tls)
     except OSError as error:
         raise ShoalError(f"{error.strerror}: set the port of the sites' meeting to a free one") from error
-    runner = web.AppRunner(
-        application,
-        access_log=None,
-        shutdown_timeout=1.0,
-        keepalive_timeout=PATIENCE.idle_s,
-        lingering_time=0,  # `Front` reads what is left of a refused body
-        auto_decompress=False,
-    )
-    await runner.setup()
-    await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()  # type: ignore[arg-type]
-    bound = int(listener.getsockname()[1])
     write_file(listening, str(bound).encode())
     return runner, bound
 
@@ -230,7 +252,3 @@ async def serve(server: Server, host: str, port: int, tls: object, listening: Pa
 def _piece(path: Path, offset_bytes: int) -> bytes:
     with path.open("rb") as file:
         return os.pread(file.fileno(), PIECE_BYTES, offset_bytes)
-
-
-def _answer(message: BaseModel | None) -> web.Response:
-    return web.Response(body=message.model_dump_json().encode() if message else b"{}", content_type="application/json")

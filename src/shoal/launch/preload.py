@@ -15,7 +15,7 @@ for module in (
     "shoal.cli",
     "shoal.evals.heldout",
     "shoal.learner.loop",
-    "shoal.coordinator.service",
+    "shoal.coordinator.http.serving",
     "shoal.launch.prepare",
     "shoal.engine.torch_engine",
     "shoal.rollout.worker",

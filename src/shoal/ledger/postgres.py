@@ -2,7 +2,7 @@
 
 Invariant: the database itself refuses UPDATE, DELETE, TRUNCATE and any INSERT that does not extend the head.
 Called by the coordinator's process; everything else uses `interface`. What it shares with SQLite is in `table`. Needs the
-extra `postgres`. Left out: several writers: the session that leads is the only one (`coordinator/state/lead`).
+extra `postgres`. Left out: several writers: the session that leads is the only one (`coordinator/state/postgres`).
 """
 
 from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@
 Invariant: the contract itself refuses an entry the second time, and is asked before. So whoever settles may die, repeat
 itself or lose an answer, and nothing is counted twice; entries are settled in order, so none is left out. The contract names
 digests: a ledger that lacks one of them, or says otherwise there, is not the one that was settled.
-Called by `coordinator/credit/settlement`, `shoal stake settle` and the audit. Left out: several entries in one transaction.
+Called by `coordinator/credit`, `shoal stake settle` and the audit. Left out: several entries in one transaction.
 """
 
 import json

@@ -10,7 +10,7 @@ Two backends keep this, and one conformance suite holds for both: `LedgerStakes`
 and a contract on an EVM chain (`evm`).
 Invariant: what is staked, leaving, in the pool and withdrawn always adds up to what was paid in. The rules are in `Book`;
 the contract has the same ones. An action that they forbid changes nothing and raises LedgerError.
-Called by the coordinator (`coordinator/credit/stakes`, `settle`), the audit and `shoal stake`. Left out: what the pool
+Called by the coordinator (`coordinator/credit`, `settle`), the audit and `shoal stake`. Left out: what the pool
 spends its stake on.
 """
 

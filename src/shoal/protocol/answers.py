@@ -4,8 +4,7 @@ Invariant: an accepted answer has the status and body with which the coordinator
 covers the request's own, which is over its method, path, body, audience and nonce. So nobody on the way can change an
 answer, nor give the answer to another request, or of another time. It also says when it was given (`clock`).
 The base begins with `"@status"`: none of the pool's other signatures does.
-Signed by the coordinator (`coordinator/http/front`), checked by `node`. Left out: answers to requests without a signature;
-an answer that does not come.
+Signed by `server`, checked by `calling`. Left out: answers to requests without a signature; an answer that does not come.
 """
 
 from base64 import b64decode, b64encode
@@ -13,11 +12,23 @@ from collections.abc import Mapping
 
 from cryptography.exceptions import InvalidSignature
 
+from shoal.errors import ShoalError
 from shoal.protocol.identity import Identity, public_key
 from shoal.protocol.signing import SIGNATURE, digest_header, read_input
 
 COVERED = '("@status" "content-digest" "signature";req;key="shoal")'
 PARAMETERS = {"created", "keyid", "alg"}
+
+
+class Refusal(ShoalError):
+    """A request that is not served, and why; `status` is its HTTP status."""
+
+    status = 409
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        if status is not None:
+            self.status = status
 
 
 class UnsignedAnswerError(ValueError):

@@ -1,6 +1,6 @@
 """Which tasks a submission must contain: a hash of the assignment, so that nobody chooses them.
 
-The assignment's nonce makes them unpredictable before it is given out, also for the worker (`coordinator/jobs/nonces`).
+The assignment's nonce makes them unpredictable before it is given out, also for the worker (`coordinator/assignment`).
 
 Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call. With a
 curriculum they also need its pages, which the assignment names by their hash.

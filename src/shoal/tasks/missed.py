@@ -1,7 +1,7 @@
 """What a worker's missed tasks would have scored: whether it leaves out what it expects to get wrong, or right.
 
 A worker sees its assignment's tasks, and its own completions, before it uploads. So it can leave out a submission by not
-uploading it. The coordinator counts these and makes them expensive (`coordinator/jobs/arrivals`); here is what they were
+uploading it. The coordinator counts these and makes them expensive (`coordinator/arrivals`); here is what they were
 worth.
 
     expected score of a task = (its score so far + PRIOR * its source's mean) / (its rollouts so far + PRIOR)
@@ -11,7 +11,7 @@ worth.
 An honest worker misses tasks for reasons that do not know the task, so its lean is 0 but for chance. A lean below 0 means
 that hard tasks are left out. What a worker sees only in its own completions does not show here.
 
-`evidence` bets on the same, as `coordinator/trust/spending` does on tokens: e^nats is paid with a mean of at most 1 if the
+`evidence` bets on the same, as `coordinator/trust` does on tokens: e^nats is paid with a mean of at most 1 if the
 worker is honest and TILT bounds how much likelier it misses one task than another. It is for a person to look at: it
 dismisses nobody, because anyone who can cut a worker's connection chooses what that worker misses.
 

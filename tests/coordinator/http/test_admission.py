@@ -1,8 +1,9 @@
-"""Bodies: bounded, streamed, and used only if they are the ones that were signed."""
+"""Uploads: streamed to the disk, and kept only if they are what was signed, while their grant is valid."""
 
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,21 +11,17 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from shoal.coordinator.http.admission import read_body
+from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.state.database import PoolError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, Heartbeat, Policy, Stored
-from shoal.protocol.signing import SignatureError, SignedHead, content_digest, sign_request
+from shoal.protocol.server import SLOT
+from shoal.protocol.signing import SignatureError, sign_request
 from shoal.store.folder import IncomingFile
 
 from ..support import config, payload
 
 RUN = "r"
-
-
-def head_of(body: bytes) -> SignedHead:
-    return SignedHead("a" * 64, content_digest(body), "nonce-of-this-test", 0)
 
 
 def pieces(*parts: bytes) -> Callable[[], Awaitable[bytes]]:
@@ -35,42 +32,6 @@ def pieces(*parts: bytes) -> Callable[[], Awaitable[bytes]]:
 
     return read
 
-
-def test_a_body_is_returned_if_it_is_the_signed_one() -> None:
-    assert asyncio.run(read_body(pieces(b"ab", b"c"), head_of(b"abc"), 3)) == b"abc"
-    with pytest.raises(SignatureError, match="body changed"):
-        asyncio.run(read_body(pieces(b"ab", b"d"), head_of(b"abc"), 3))
-
-
-def test_a_body_is_read_up_to_its_limit_and_no_further() -> None:
-    read = 0
-
-    async def endless() -> bytes:
-        nonlocal read
-        read += 10
-        return bytes(10)
-
-    with pytest.raises(PoolError, match="more than 95 bytes") as caught:
-        asyncio.run(read_body(endless, head_of(b""), 95))
-    assert (caught.value.status, read) == (413, 100)
-
-
-def test_a_body_that_never_ends_is_given_up() -> None:
-    async def silent() -> bytes:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def trickling() -> bytes:
-        await asyncio.sleep(0)
-        return b"x"
-
-    for read in (silent, trickling):
-        with pytest.raises(PoolError, match="send the request again") as caught:
-            asyncio.run(read_body(read, head_of(b""), 1 << 40, timeout_s=0.05))
-        assert caught.value.status == 408
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 PIECE = bytes(64 << 10)
 
@@ -108,7 +69,9 @@ async def upload(
     )
     arriving: Any = SimpleNamespace(readany=read)
     request = make_mocked_request("PUT", task.upload_path, headers, match_info={"id": task.id}, payload=arriving)
-    stored = await coordinator.files.receive(request, coordinator.files.submissions)
+    with ExitStack() as slot:
+        request[SLOT] = slot
+        stored = await coordinator.files.receive(request, coordinator.files.submissions)
     assert isinstance(stored, Stored)
     return stored
 
@@ -198,7 +161,7 @@ def test_a_task_that_expires_during_its_upload_keeps_no_file(coordinator: Coordi
     worker, task = worker_with_task(coordinator)
 
     async def read() -> bytes:
-        coordinator.pool.db.submissions.expire_open_of(worker.public)
+        coordinator.pool.db.submissions.drop_of(worker.public)
         return b""
 
     with pytest.raises(PoolError, match="expired, not open"):
@@ -215,7 +178,7 @@ def test_a_slow_upload_ends_with_its_grant(coordinator: Coordinator) -> None:
         nonlocal read_pieces
         read_pieces += 1
         if read_pieces == 3:
-            coordinator.pool.db.submissions.expire_open_of(worker.public)
+            coordinator.pool.db.submissions.drop_of(worker.public)
         assert read_pieces < 5, "the upload continues without a grant"
         return b"x"
 

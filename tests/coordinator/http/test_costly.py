@@ -1,6 +1,6 @@
 """What is costly to make is made now and then, however often it is asked for."""
 
-from shoal.coordinator.http.costly import SHARE, Costly
+from shoal.coordinator.http.reports import SHARE, Costly
 
 
 def test_making_it_takes_a_bounded_share_of_the_time() -> None:

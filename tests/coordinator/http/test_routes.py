@@ -17,7 +17,9 @@ import pytest
 
 from shoal.config import parse
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.service import ADDRESS, invite_from, serve_forever
+from shoal.coordinator.http.serving import serve_forever
+from shoal.coordinator.operating import invite_from
+from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import LARGEST, VERSION, HeartbeatAnswer, Role, RunDescriptor, Status
@@ -27,7 +29,7 @@ from ..support import metrics_of
 
 RUN = "test-0"
 PATIENCE_S = 60.0  # far more than anything here takes, also beside other work
-ANYONE = httpx.Client(timeout=PATIENCE_S)
+ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # to load the authorities takes 30 ms, and nothing here is TLS
 LIMITS = [("/v1/register", 4 << 10), ("/v1/heartbeat", 32 << 10)]
 CONFIG = parse(
     {
@@ -50,7 +52,7 @@ class Site:
     identities: dict[str, Identity] = field(default_factory=dict)  # by name
 
     def client(self, identity: Identity, audience: str = RUN) -> httpx.Client:
-        return httpx.Client(base_url=self.url, auth=SignedAuth(identity, audience), timeout=PATIENCE_S)
+        return httpx.Client(base_url=self.url, auth=SignedAuth(identity, audience), timeout=PATIENCE_S, verify=False)
 
     def register(self, name: str, role: Any, **changed: Any) -> httpx.Client:
         fields = {"url": self.url, "run": RUN, "role": role, "name": name, "expires_s": int(time.time()) + 60} | changed
@@ -190,7 +192,7 @@ def test_a_route_answers_its_roles_only(site: Site, method: str, path: str) -> N
 def test_a_request_counts_once(site: Site) -> None:
     auth = SignedAuth(site.identities["worker"], RUN)
     request = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/heartbeat", content=b"{}")))
-    with httpx.Client(timeout=PATIENCE_S) as client:
+    with httpx.Client(timeout=PATIENCE_S, verify=False) as client:
         assert client.send(request).status_code == 200
         refused(client.send(request), 425, "replayed")
 
@@ -451,7 +453,7 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
 
 
 def test_what_was_sent_to_a_coordinator_before_its_restart_cannot_be_replayed_after_it(tmp_path: Path) -> None:
-    with served(tmp_path) as url, httpx.Client(timeout=PATIENCE_S) as client:
+    with served(tmp_path) as url, httpx.Client(timeout=PATIENCE_S, verify=False) as client:
         found = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
         auth = found.register("worker", "worker").auth
         assert auth is not None

@@ -9,8 +9,8 @@ import pytest
 
 from shoal.cli import main
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.state.backup import BackupError, back_up
-from shoal.coordinator.tables.connection import open_sqlite
+from shoal.coordinator.operating import PoolFolderError, back_up
+from shoal.coordinator.state.connection import open_sqlite
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Policy
 from tests.coordinator.support import ALICE, VALIDATOR, payload
@@ -36,7 +36,7 @@ def coordinator(tmp_path: Path) -> Coordinator:
 
 
 def state(found: Coordinator) -> dict[str, object]:
-    told = json.loads(found.pool.status().model_dump_json())
+    told = json.loads(found.status().model_dump_json())
     return {name: value for name, value in told.items() if name != "now_s"}
 
 
@@ -81,9 +81,9 @@ def test_what_cannot_be_copied_is_told(
 ) -> None:
     assert main(["backup", str(tmp_path / "pool"), str(tmp_path / "copy")]) == 0
     assert "shoal coordinator --dir" in capsys.readouterr().out
-    with pytest.raises(BackupError, match="copy exists"):
+    with pytest.raises(PoolFolderError, match="copy exists"):
         back_up(tmp_path / "pool", tmp_path / "copy")
-    with pytest.raises(BackupError, match="pg_dump"):
+    with pytest.raises(PoolFolderError, match="pg_dump"):
         back_up(tmp_path, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

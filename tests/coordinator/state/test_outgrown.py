@@ -14,7 +14,7 @@ import pytest
 from shoal.config import dumps
 from shoal.config.config import Config
 from shoal.config.sections import StoreSection
-from shoal.coordinator.service import KEY
+from shoal.coordinator.state.folder import KEY
 from shoal.ledger.chain import verify_chain
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Identity
@@ -29,7 +29,7 @@ from ..support import config, verdict
 
 pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
-from shoal.coordinator.tables.postgres import open_postgres
+from shoal.coordinator.state.postgres import open_postgres
 from shoal.ledger.postgres import PostgresLedger
 
 from ..backends import schema_url
@@ -43,7 +43,7 @@ SERVE = """
 import sys, threading
 from pathlib import Path
 from shoal import config
-from shoal.coordinator.service import serve_forever
+from shoal.coordinator.http.serving import serve_forever
 folder, run, port = sys.argv[1:]
 serve_forever(config.load(Path(folder) / "config.toml"), run, Path(folder), int(port), threading.Event())
 """

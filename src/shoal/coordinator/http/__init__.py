@@ -1,1 +1,1 @@
-"""The coordinator's signed HTTP interface: routes, admission of requests, limits of strangers."""
+"""The coordinator as a server: its routes, files, open reports; one run or several at a listener."""

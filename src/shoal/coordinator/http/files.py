@@ -1,63 +1,145 @@
 """Rollout files: a worker's submissions and a validator's accepted files, sent to the coordinator or to the pool's bucket.
 
-Invariant: a file is read only from a key with the grant, while the grant is valid, up to its size. It gets its name only
-once the pool takes it, so of all uploads for one grant at most one is kept, and what is refused leaves nothing. What an
-upload sent in vain counts against its sender. Called by `routes`.
+    announce (size, SHA-256) -> grant -> the node's PUT to the bucket -> stored: checked, named, recorded
+
+Invariants: a file is read only from a key with the grant, while the grant is valid, up to its size; only then does a node
+get a URL of the bucket. A file gets its name only once the pool takes it, so of all uploads for one grant at most one is
+kept, and what is refused leaves nothing. For one task a node may announce MOST_FILES different files, so what a worker can
+leave in the bucket is bounded. What an upload sent in vain counts against its sender. No credential leaves this process.
 """
 
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from aiohttp import web
 
 from shoal.config import Config
-from shoal.coordinator.http.admission import body_pieces
-from shoal.coordinator.http.answering import Answer, Answering, Request, answering
-from shoal.coordinator.http.transfers import FileKind, Transfers
+from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.state.database import PoolError
-from shoal.protocol import messages
-from shoal.store.folder import Folder
+from shoal.protocol.messages import Announced, Grant, Link, Role, Stored
+from shoal.protocol.server import Admission, Answer, Request, body_pieces
+from shoal.store.folder import Folder, StoreError
+
+if TYPE_CHECKING:
+    from shoal.store.bucket import Bucket
 
 UPLOADS = 2  # for one grant at once: the newest, and one whose client lost its connection
+MOST_FILES = 4  # a restarted worker may make its file again
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """One kind of rollout files: who sends and fetches them, and what the pool says of each."""
+
+    name: Literal["submissions", "accepted"]
+    sender: Role
+    reader: Role
+    # Of key, submission, and the file's hash or "" before it is known. Raises PoolError.
+    may_store: Callable[[str, str, str], object]
+    stored: Callable[[str, str, str], None]  # likewise, and records it
+    hash_of: Callable[[str], str]  # of a submission's file, "" if it has none
+    is_used: Callable[[str], bool]  # whether a submission has the file with this hash
+
+    async def record(self, key: str, id: str, content_hash: str, remove: Callable[[str, str], None]) -> None:
+        """Record a file that has its name. `remove`: of this file if it is refused, else of the one that it replaces."""
+        before, unused = self.hash_of(id), content_hash
+        try:
+            self.stored(key, id, content_hash)
+            unused = before
+        finally:
+            if unused and not self.is_used(unused):
+                await asyncio.to_thread(remove, self.name, unused)
+
+
+class BucketFiles:
+    """Files that nodes send to the pool's bucket and fetch from it themselves, by signed URLs."""
+
+    def __init__(self, bucket: "Bucket", max_bytes: int) -> None:
+        self.bucket = bucket
+        self.max_bytes = max_bytes
+        self._announced: dict[tuple[str, str], set[str]] = {}  # SHA-256 of each, until one is stored
+        self._storing = asyncio.Lock()
+
+    def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> Grant:
+        kind.may_store(key, id, "")
+        if file.size_bytes > self.max_bytes:
+            raise PoolError(f"a file of {file.size_bytes} bytes; at most {self.max_bytes} are allowed here", 413)
+        announced = self._announced.setdefault((kind.name, id), set())
+        if len(announced | {file.sha256}) > MOST_FILES:
+            raise PoolError(f"{MOST_FILES} other files were announced for {id}; take a new task")
+        announced.add(file.sha256)
+        made = self.bucket.grant(kind.name, id, file.size_bytes, file.sha256)
+        return Grant(url=made.url, headers=made.headers)
+
+    async def stored(self, key: str, kind: FileKind, id: str, file: Announced) -> Stored:
+        kind.may_store(key, id, "")
+        if file.sha256 not in self._announced.get((kind.name, id), set()):
+            raise PoolError(f"announce the file of {id} first", 425)  # the node begins again with that
+        async with self._storing:  # one at a time: each is read
+            kind.may_store(key, id, "")
+            try:
+                content_hash = await asyncio.to_thread(self.bucket.check, kind.name, id, file.size_bytes, file.sha256)
+                await self._name(key, kind, id, file, content_hash)
+            except StoreError as error:
+                raise PoolError(str(error), 425) from error
+            await kind.record(key, id, content_hash, self.bucket.remove)
+            self._announced.pop((kind.name, id), None)
+        return Stored(size_bytes=file.size_bytes, hash=content_hash)
+
+    async def _name(self, key: str, kind: FileKind, id: str, file: Announced, content_hash: str) -> None:
+        """Give a file that came its name, or remove it if the pool does not take it. Raises PoolError, StoreError."""
+        try:
+            kind.may_store(key, id, content_hash)
+        except PoolError:
+            await asyncio.to_thread(self.bucket.drop, kind.name, id, file.sha256)
+            raise
+        await asyncio.to_thread(self.bucket.keep, kind.name, id, file.sha256, content_hash)
+
+    def link(self, kind: FileKind, id: str) -> Link:
+        content_hash = kind.hash_of(id)
+        if not content_hash:
+            raise PoolError(f"there is no {kind.name} file of {id}", 404)
+        return Link(url=self.bucket.link(kind.name, content_hash), hash=content_hash)
 
 
 class FileRoutes:
     def __init__(
-        self, config: Config, pool: Pool, store: Folder, transfers: Transfers | None, answering: Answering
+        self, config: Config, pool: Pool, store: Folder, bucket: BucketFiles | None, admission: Admission
     ) -> None:
-        """`transfers`: None: this process takes and gives the files itself."""
+        """`bucket`: None: this process takes and gives the files itself."""
         self.config = config
         self.store = store
-        self.transfers = transfers
-        self.admission, self.pace, self._signed = answering.admission, answering.pace, answering.signed
+        self.bucket = bucket
+        self.admission, self._signed = admission, admission.signed
         self._uploads: dict[tuple[str, str], list[asyncio.Event]] = {}  # by kind and submission: set once replaced
         self._storing = asyncio.Lock()  # one upload at a time gets its name and its place in the database
-        pooled = pool.submissions
+        assigned, judged = pool.assignments, pool.judgement
         self.submissions = FileKind(
             "submissions",
             sender="worker",
             reader="validator",
-            may_store=pooled.may_upload,
-            stored=pooled.uploaded,
-            hash_of=lambda id: pooled.hashes(id)[0],
+            may_store=assigned.may_upload,
+            stored=assigned.uploaded,
+            hash_of=lambda id: judged.hashes(id)[0],
             is_used=lambda content_hash: pool.db.submissions.has_file("submissions", content_hash),
         )
         self.accepted = FileKind(
             "accepted",
             sender="validator",
             reader="learner",
-            may_store=pooled.may_store_accepted,
-            stored=pooled.accepted_stored,
-            hash_of=lambda id: pooled.hashes(id)[1],
+            may_store=judged.may_store_accepted,
+            stored=judged.accepted_stored,
+            hash_of=lambda id: judged.hashes(id)[1],
             is_used=lambda content_hash: pool.db.submissions.has_file("accepted", content_hash),
         )
 
     def routes(self) -> list[web.RouteDef]:
         found: list[web.RouteDef] = []
         for kind in (self.submissions, self.accepted):
-            found += self._transfer_routes(self.transfers, kind) if self.transfers else self._file_routes(kind)
+            found += self._bucket_routes(self.bucket, kind) if self.bucket else self._file_routes(kind)
         return found
 
     async def receive(self, request: web.Request, kind: FileKind) -> Answer:
@@ -66,7 +148,6 @@ class FileRoutes:
         head = self.admission.admit(request, [kind.sender], limit_bytes)
         kind.may_store(head.key, id, "")
         with (
-            self.pace.under_way(head.key),
             self._upload(kind, id) as check_newest,
             self._counted(head.key) as received,
             self.store.receive(kind.name) as file,
@@ -81,7 +162,7 @@ class FileRoutes:
                 kind.may_store(head.key, id, file.content_hash)  # before it has its name: a refused one leaves nothing
                 content_hash = await asyncio.to_thread(file.commit)
                 await kind.record(head.key, id, content_hash, self.store.remove)
-        return messages.Stored(size_bytes=sum(received), hash=content_hash)
+        return Stored(size_bytes=sum(received), hash=content_hash)
 
     @contextmanager
     def _upload(self, kind: FileKind, id: str) -> Iterator[Callable[[], None]]:
@@ -114,7 +195,7 @@ class FileRoutes:
         try:
             yield received
         except BaseException:
-            self.pace.moved(key, sum(received))
+            self.admission.pace.moved(key, sum(received))
             raise
 
     def _file_routes(self, kind: FileKind) -> list[web.RouteDef]:
@@ -127,21 +208,21 @@ class FileRoutes:
             return await self.receive(request, kind)
 
         path = f"/v1/{kind.name}/{{id}}"
-        return [web.put(path, answering(put)), web.get(path, self._signed(get, [kind.reader]))]
+        return [web.put(path, self.admission.answering(put)), web.get(path, self._signed(get, [kind.reader]))]
 
-    def _transfer_routes(self, transfers: Transfers, kind: FileKind) -> list[web.RouteDef]:
+    def _bucket_routes(self, bucket: BucketFiles, kind: FileKind) -> list[web.RouteDef]:
         """Where files are in a bucket: what stands in the place of sending and fetching them here."""
 
         async def grant(request: Request) -> Answer:
-            file = messages.Announced.model_validate_json(request.body)
-            return transfers.grant(request.key, kind, request.match["id"], file)
+            file = Announced.model_validate_json(request.body)
+            return bucket.grant(request.key, kind, request.match["id"], file)
 
         async def stored(request: Request) -> Answer:
-            file = messages.Announced.model_validate_json(request.body)
-            return await transfers.stored(request.key, kind, request.match["id"], file)
+            file = Announced.model_validate_json(request.body)
+            return await bucket.stored(request.key, kind, request.match["id"], file)
 
         async def link(request: Request) -> Answer:
-            return transfers.link(kind, request.match["id"])
+            return bucket.link(kind, request.match["id"])
 
         path = f"/v1/{kind.name}/{{id}}"
         return [
@@ -149,3 +230,14 @@ class FileRoutes:
             web.post(f"{path}/stored", self._signed(stored, [kind.sender])),
             web.get(f"{path}/link", self._signed(link, [kind.reader])),
         ]
+
+
+def open_bucket(config: Config) -> BucketFiles | None:
+    """None: the store is a folder. Raises StoreError without credentials."""
+    section = config.store
+    if not section.url:
+        return None
+    from shoal.store.bucket import Bucket, Place  # needs the extra `s3`
+
+    bucket = Bucket(Place.of(section.url, section.endpoint, section.region))
+    return BucketFiles(bucket, config.coordinator.max_submission_bytes)

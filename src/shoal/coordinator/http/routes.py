@@ -3,41 +3,39 @@
 Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/status` and `/v1/history` answer without a fresh signature by a
 registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite; `/v1/bookings` one by the
 coordinator's own key, which its operator has.
-What all routes share is in `admission`, `answering` and `front`; the routes of rollout files are in `files`.
-Called by every node; started by `shoal coordinator`.
+What all routes share is in `protocol.server`; the routes of rollout files are in `files`.
 """
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import BaseModel
 
 from shoal.config import Config
-from shoal.coordinator.credit.settlement import Settlement
-from shoal.coordinator.credit.stakes import BookedStakes, ChainStakes
-from shoal.coordinator.http.admission import Admission, read_body
-from shoal.coordinator.http.answering import MAX_SMALL_BYTES, Answer, Answering, Request, answering, report
-from shoal.coordinator.http.costly import Costly
-from shoal.coordinator.http.files import FileRoutes
-from shoal.coordinator.http.front import IDENTITY, Front, refusal
-from shoal.coordinator.http.pace import Pace
-from shoal.coordinator.http.transfers import open_transfers
-from shoal.coordinator.jobs.nonces import nonce_secret
+from shoal.coordinator.assignment import nonce_secret
+from shoal.coordinator.credit import BookedStakes, ChainStakes, Settlement
+from shoal.coordinator.database import PoolError
+from shoal.coordinator.http.files import FileRoutes, open_bucket
+from shoal.coordinator.http.reports import Costly, read_metrics, read_status
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.state.database import PoolError
-from shoal.coordinator.state.opening import open_state
+from shoal.coordinator.state.connection import DatabaseFullError, DatabaseLostError
+from shoal.coordinator.state.folder import TASKS, open_state
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.invite import open_payload
-from shoal.protocol.messages import Role
+from shoal.protocol.invite import InviteError, open_payload
+from shoal.protocol.messages import Ok, Role
+from shoal.protocol.pace import Pace
+from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, Request, refusal
 from shoal.shardcast.serve.passes import issue
-from shoal.store.folder import Folder
+from shoal.store.folder import Folder, StoreError
 
 if TYPE_CHECKING:
-    from shoal.coordinator.state.lead import Lead
+    from shoal.coordinator.state.postgres import Lead
 
 READER_GRANT_S = 600.0  # of a new one
 MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence
@@ -45,7 +43,9 @@ MAX_HEARTBEAT_BYTES = 32 << 10  # its longest part names MAX_SENDERS servers by 
 MAX_SAMPLE_BYTES = 40 << 10  # of one group in a verdict: two texts of 4,000 characters
 STEP = CURSOR = re.compile("[0-9]{1,15}")
 SHA256 = re.compile("[0-9a-f]{64}")
-TASKS = "tasks"  # the task set in the coordinator's folder: files by their hash
+STATUSES = {InviteError: 403, StoreError: 507, DatabaseFullError: 507, DatabaseLostError: 503}
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class Coordinator:
@@ -69,17 +69,20 @@ class Coordinator:
         stakes, secret = ChainStakes() if config.ledger.backend == "evm" else None, nonce_secret(identity)
         self.pool = Pool(state.connection, state.ledger, config, run, time.time, secret=secret, stakes=stakes)
         self.settlement = Settlement(config, self.pool.db, stakes, self.pool.notices.append) if stakes else None
-        pace = pace or Pace()
         self.front = front or Front()
-        self.admission = Admission(run, state.nonces, self.pool.members.role, time.time, pace)
-        self.answering = Answering(self.admission, pace)
+        self.admission = Admission(
+            run, state.nonces, self.pool.members.role, time.time, pace or Pace(), statuses=STATUSES
+        )
         self.store = Folder(folder / "store")
         self.store.clean()
-        self.files = FileRoutes(config, self.pool, self.store, open_transfers(config), self.answering)
+        self.files = FileRoutes(config, self.pool, self.store, open_bucket(config), self.admission)
         self.tasks = folder / TASKS
-        self.status = Costly(lambda: self.pool.status().model_dump_json())
-        self.metrics = Costly(self.pool.metrics)
+        self._status_text = Costly(lambda: self.status().model_dump_json())
+        self._metrics_text = Costly(lambda: read_metrics(self.pool.db))
         self._grants: dict[str, tuple[float, str]] = {}  # by key: until when, and the grant
+
+    def status(self) -> messages.Status:
+        return read_status(self.pool.db, self.config, self.run, self.pool.notices)
 
     def app(self) -> web.Application:
         """The run behind a front, as it has a listener for itself."""
@@ -87,7 +90,7 @@ class Coordinator:
 
     def routes(self) -> web.Application:
         """The run without its front, which the listener has."""
-        m, pool, anyone, signed = messages, self.pool, self.front.open_to_all, self.answering.signed
+        m, pool, anyone, signed = messages, self.pool, self.front.open_to_all, self.admission.signed
         verdict_bytes = MAX_REPORT_BYTES + self.config.workers.largest * MAX_SAMPLE_BYTES
         app = web.Application()
         app[IDENTITY] = self.identity
@@ -98,7 +101,7 @@ class Coordinator:
                 web.get("/v1/status", anyone(self._status)),
                 web.get("/v1/history", anyone(self._history)),
                 web.get("/metrics", anyone(self._metrics)),
-                web.post("/v1/register", answering(self._register)),
+                web.post("/v1/register", signed(self._register, None)),
                 web.post("/v1/heartbeat", signed(self._heartbeat, get_args(Role), MAX_HEARTBEAT_BYTES)),
                 web.post("/v1/drain", signed(self._drain, ["worker"])),
                 web.get("/v1/tasks/{sha256}", signed(self._task_data, get_args(Role))),
@@ -108,16 +111,16 @@ class Coordinator:
                 web.get("/v1/curricula/{digest}", signed(self._curriculum, ["worker", "validator"])),
                 *self.files.routes(),
                 web.post("/v1/verdicts", signed(self._judge, ["validator"], verdict_bytes)),
-                web.post("/v1/policies", signed(report(m.Policy, pool.learning.published), ["origin"])),
+                web.post("/v1/policies", signed(_report(m.Policy, pool.learning.published), ["origin"])),
                 web.get("/v1/ledger/{after}", signed(self._ledger, get_args(Role))),
-                web.post("/v1/bookings", answering(self._book)),
+                web.post("/v1/bookings", signed(self._book, None)),
                 web.post("/v1/heads", signed(self._head, ["validator"])),
                 web.get("/v1/batches/{step}", signed(self._batch, ["learner"])),
                 web.post(
                     "/v1/steps",
-                    signed(report(m.StepReport, pool.learning.trained), ["learner"], MAX_REPORT_BYTES),
+                    signed(_report(m.StepReport, pool.learning.trained), ["learner"], MAX_REPORT_BYTES),
                 ),
-                web.post("/v1/evaluations", signed(report(m.Evaluation, pool.learning.evaluated), ["evaluator"])),
+                web.post("/v1/evaluations", signed(_report(m.Evaluation, pool.learning.evaluated), ["evaluator"])),
             ]
         )
         return app
@@ -137,24 +140,22 @@ class Coordinator:
         return web.json_response(text=signed.model_dump_json())
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.status.get(), content_type="application/json", charset="utf-8")
+        return web.Response(body=self._status_text.get(), content_type="application/json", charset="utf-8")
 
     async def _history(self, request: web.Request) -> web.Response:
         after = request.query.get("after", "0")
         if not CURSOR.fullmatch(after):
             return refusal(400, f"after={after[:40]!r} is not a cursor; start with 0")
-        return web.Response(body=self.pool.history.page(int(after)), content_type="application/json")
+        return web.Response(body=self.pool.db.history.page(int(after)), content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        return web.Response(body=self._metrics_text.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     # --- members -----------------------------------------------------------------------------------------------------
 
-    async def _register(self, request: web.Request) -> Answer:
+    async def _register(self, request: Request) -> Answer:
         """The nonce is spent last: only who may join can make the coordinator write anything."""
-        head = self.admission.admit(request, None, MAX_SMALL_BYTES)
-        body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
-        registration = messages.Registration.model_validate_json(body)
+        registration = messages.Registration.model_validate_json(request.body)
         if registration.protocol != messages.VERSION:
             raise PoolError(
                 f"this pool speaks protocol {messages.VERSION}, this node {registration.protocol}: install the same version "
@@ -163,25 +164,23 @@ class Coordinator:
             )
         payload = open_payload(registration.invite, self.identity.public, self.run)
         if payload.open and self.settlement:
-            await self.settlement.look(head.key, registration.payer)
-        self.pool.members.may_register(head.key, payload, registration.capability)
-        head.spend(self.admission.nonces)
+            await self.settlement.look(request.key, registration.payer)
+        self.pool.members.may_register(request.key, payload, registration.capability)
+        request.head.spend(self.admission.nonces)
         return self.pool.members.register(
-            head.key, payload, registration.url, registration.capability, registration.payer
+            request.key, payload, registration.url, registration.capability, registration.payer
         )
 
-    async def _book(self, request: web.Request) -> Answer:
+    async def _book(self, request: Request) -> Answer:
         """By the operator, who holds this coordinator's key."""
-        head = self.admission.admit(request, None, MAX_SMALL_BYTES)
         stakes = self.pool.members.stakes
-        if head.key != self.identity.public:
+        if request.key != self.identity.public:
             raise PoolError("only the operator books stakes", 403)
-        head.spend(self.admission.nonces)
-        body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
+        request.head.spend(self.admission.nonces)
         if not isinstance(stakes, BookedStakes):
             raise PoolError("this pool's stakes are in a contract: see `shoal stake --help`")
-        stakes.book(messages.Booking.model_validate_json(body))
-        return messages.Ok()
+        stakes.book(messages.Booking.model_validate_json(request.body))
+        return Ok()
 
     async def _heartbeat(self, request: Request) -> Answer:
         answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
@@ -202,47 +201,57 @@ class Coordinator:
 
     async def _drain(self, request: Request) -> Answer:
         self.pool.members.drain(request.key)
-        return messages.Ok()
+        return Ok()
 
     async def _task_data(self, request: Request) -> Answer:
         """The manifest of the task set, one of its chunks, or a reward's source: immutable, and checked by who asks."""
         name = request.match["sha256"]
         if not SHA256.fullmatch(name) or not (self.tasks / name).is_file():
             raise PoolError(f"no task data {name[:64]!r} here", 404)
-        self.answering.pace.moved(request.key, (self.tasks / name).stat().st_size)
+        self.admission.pace.moved(request.key, (self.tasks / name).stat().st_size)
         return web.FileResponse(self.tasks / name)
 
     # --- checking and learning ---------------------------------------------------------------------------------------
 
     async def _claim(self, request: Request) -> Answer:
         asked = messages.ClaimRequest.model_validate_json(request.body)
-        return self.pool.submissions.claim(request.key, asked.most)
+        return self.pool.judgement.claim(request.key, asked.most)
 
     async def _content(self, request: Request) -> Answer:
-        return self.pool.submissions.content_owner(request.match["digest"])
+        return self.pool.judgement.content_owner(request.match["digest"])
 
     async def _missed(self, request: Request) -> Answer:
         if not SHA256.fullmatch(request.match["key"]):
             raise PoolError(f"{request.match['key'][:64]!r} is not a key", 400)
-        return self.pool.submissions.missed(request.match["key"])
+        return self.pool.assignments.missed(request.match["key"])
 
     async def _curriculum(self, request: Request) -> Answer:
         return self.pool.curriculum.page(request.match["digest"])
 
     async def _judge(self, request: Request) -> Answer:
-        self.pool.submissions.judge(request.key, messages.Verdict.model_validate_json(request.body))
-        return messages.Ok()
+        self.pool.judgement.judge(request.key, messages.Verdict.model_validate_json(request.body))
+        return Ok()
 
     async def _ledger(self, request: Request) -> Answer:
         if not CURSOR.fullmatch(request.match["after"]):
             raise PoolError(f"{request.match['after'][:40]!r} is not the number of an entry", 400)
-        return web.Response(body=self.pool.witnesses.entries(int(request.match["after"])))
+        return web.Response(body=self.pool.ledger_page(int(request.match["after"])))
 
     async def _head(self, request: Request) -> Answer:
-        self.pool.witnesses.witnessed(request.key, Signed.model_validate_json(request.body))
-        return messages.Ok()
+        self.pool.witnessed(request.key, Signed.model_validate_json(request.body))
+        return Ok()
 
     async def _batch(self, request: Request) -> Answer:
         if not STEP.fullmatch(request.match["step"]):
             raise PoolError(f"{request.match['step'][:40]!r} is not a step", 400)
         return self.pool.batches.of_step(int(request.match["step"]))
+
+
+def _report(model: type[M], record: Callable[[M], None]) -> Handler:
+    """A route's handler that records a report of this model."""
+
+    async def handler(request: Request) -> Answer:
+        record(model.model_validate_json(request.body))
+        return Ok()
+
+    return handler

@@ -1,1 +1,1 @@
-"""What a coordinator keeps and how it is opened, led, sealed and copied."""
+"""Where a coordinator keeps what it knows: SQLite files in its folder, or the PostgreSQL that it leads."""

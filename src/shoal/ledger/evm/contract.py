@@ -3,7 +3,7 @@
 Invariant: the contract decides. A refused transaction changes nothing and is a LedgerError with the contract's own words;
 events are read from the chain's logs, in the order of the contract's own count. An answer that is none of the contract's is
 a ChainLostError.
-Called by `coordinator/credit/settlement`, `shoal stake` and the audit. `Chain` is all that differs between a node behind
+Called by `coordinator/credit`, `shoal stake` and the audit. `Chain` is all that differs between a node behind
 JSON-RPC and an EVM in the same process.
 """
 

@@ -10,9 +10,7 @@ MOST_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_
 VERSION = 3  # of this protocol; each side refuses one that speaks another
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
-NodeState = Literal[
-    "active", "suspended", "draining", "left", "unfit", "dismissed", "banned"
-]  # coordinator/standing/states
+NodeState = Literal["active", "suspended", "draining", "left", "unfit", "dismissed", "banned"]  # coordinator/nodes
 Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
 Hex32 = Field(pattern=r"^[0-9a-f]{32}$")
 NodeName = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")

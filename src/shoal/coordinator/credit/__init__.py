@@ -1,1 +1,0 @@
-"""What accepted work earns, what is staked, and how both are settled on a chain."""

@@ -1,0 +1,139 @@
+"""The curriculum's pages: what accepted verdicts say of each task, closed whenever a step opens.
+
+Invariants: the page of a step holds every group accepted before that step opened and not in an earlier page, and nothing
+else. A page never changes. The ledger records the scores of each accepted submission and the digest of each page, in this
+order, so anyone who has the ledger computes the same pages (`recomputed`): the coordinator chooses nothing.
+How pages become weights of tasks is in `tasks.curriculum`.
+"""
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.groups import ROLLOUTS
+from shoal.coordinator.state.connection import Connection, SqliteConnection
+from shoal.coordinator.state.folder import named_database
+from shoal.ledger.interface import JSON, Entry
+from shoal.protocol.messages import CurriculumPage, GroupResult
+
+SCHEMA = [
+    """CREATE TABLE IF NOT EXISTS curricula (
+    step BIGINT PRIMARY KEY, digest TEXT UNIQUE NOT NULL, body TEXT NOT NULL, until BIGINT NOT NULL)"""
+]
+
+
+class Curricula:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def add(self, step: int, digest: str, body: str, until: int) -> None:
+        self.connection.change(
+            "INSERT INTO curricula (step, digest, body, until) VALUES (?, ?, ?, ?)", step, digest, body, until
+        )
+
+    def newest(self) -> tuple[str, int]:
+        """Its digest, and the sequence number of the newest group that it or an earlier page covers."""
+        return self.connection.row("SELECT digest, until FROM curricula ORDER BY step DESC LIMIT 1") or ("", 0)
+
+    def digest(self, step: int) -> str:
+        """Of the newest page that was there when `step` opened; "" if there was none."""
+        found: str | None = self.connection.value(
+            "SELECT digest FROM curricula WHERE step <= ? ORDER BY step DESC LIMIT 1", step
+        )
+        return found or ""
+
+    def body(self, digest: str) -> str | None:
+        found: str | None = self.connection.value("SELECT body FROM curricula WHERE digest = ?", digest)
+        return found
+
+    def newest_group(self) -> int:
+        return int(self.connection.value("SELECT coalesce(max(seq), 0) FROM groups"))
+
+    def scored(self, after: int, until: int) -> list[tuple[int, int, int]]:
+        """Task, rollouts and summed score of the groups in this range, by task. Groups with a grader error say nothing."""
+        return self.connection.rows(
+            f"SELECT task, sum({ROLLOUTS}), sum(score) FROM groups WHERE seq > ? AND seq <= ? AND grader_error = 0"
+            f" AND {ROLLOUTS} > 0 GROUP BY task ORDER BY task",
+            after,
+            until,
+        )
+
+
+class Curriculum:
+    def __init__(self, db: Database, config: Config) -> None:
+        self.db, self.pages = db, Curricula(db.connection)
+        self.is_used = config.tasks.curriculum == "pass_rate"
+
+    def close(self, step: int) -> None:
+        """Make the page of a step that opens now. Part of the caller's transaction."""
+        if not self.is_used:
+            return
+        (previous, after), until = self.pages.newest(), self.pages.newest_group()
+        page = CurriculumPage(step=step, previous=previous, tasks=self.pages.scored(after, until))
+        self.pages.add(step, page.digest(), page.model_dump_json(), until)
+        self.db.ledger.append("curriculum", {"step": step, "page": page.digest()})
+
+    def digest(self, step: int) -> str:
+        """Names the page that the tasks of this step are drawn by; "": none."""
+        return self.pages.digest(step) if self.is_used else ""
+
+    def page(self, digest: str) -> CurriculumPage:
+        return read_page(self.pages, digest)
+
+
+def evidence(groups: Sequence[GroupResult], config: Config) -> dict[str, JSON]:
+    """What the ledger's entry of an accepted submission says for the page."""
+    if config.tasks.curriculum != "pass_rate":
+        return {}
+    return {
+        "scores": [
+            [group.task, group.outcomes.total, group.score_millionths]
+            for group in groups
+            if not group.outcomes.grader_error and group.outcomes.total
+        ]
+    }
+
+
+def read_page(table: Curricula, digest: str) -> CurriculumPage:
+    """Raises PoolError."""
+    body = table.body(digest)
+    if body is None:
+        raise PoolError(f"no curriculum page {digest[:64]}", 404)
+    return CurriculumPage.model_validate_json(body)
+
+
+def open_pages(folder: Path) -> Curricula:
+    """The pages of the coordinator that uses this folder, to read. Raises PoolError, ConfigError, DatabaseLostError."""
+    path = folder / "pool.sqlite"
+    if not path.is_file() and (database := named_database(folder)):
+        from shoal.coordinator.state.postgres import open_postgres
+
+        return Curricula(open_postgres(database))
+    try:
+        return Curricula(SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)))
+    except sqlite3.OperationalError as error:
+        raise PoolError(f"{path} cannot be read ({error}); name the folder of the run with --run") from error
+
+
+def recomputed(entries: Iterable[Entry]) -> Iterator[tuple[CurriculumPage, str]]:
+    """Each page as a ledger's accepted submissions give it, and the digest that the coordinator recorded for it."""
+    rollouts: Counter[int] = Counter()
+    scores: Counter[int] = Counter()
+    previous = ""
+    for entry in entries:
+        if entry.kind == "accepted":
+            for task, number, score in json.loads(entry.body).get("scores", []):
+                rollouts[task] += number
+                scores[task] += score
+        elif entry.kind == "curriculum":
+            body = json.loads(entry.body)
+            tasks = [(task, rollouts[task], scores[task]) for task in sorted(rollouts)]
+            page = CurriculumPage(step=body["step"], previous=previous, tasks=tasks)
+            yield page, body["page"]
+            previous = page.digest()
+            rollouts.clear()
+            scores.clear()

@@ -1,0 +1,230 @@
+"""Accepted groups: which step's batch each one is in, what each of several rewards gave it, and what all of them scored.
+
+    accepted -> in the batch of one step | stale            (useful groups only)
+
+Invariants: a group is in at most one batch, and stays in it. Scores are sums of whole millionths, so they do not depend on
+order.
+"""
+
+from dataclasses import dataclass
+
+from shoal.coordinator.state.connection import SERIAL, Connection
+from shoal.protocol.messages import MILLION, GroupResult, Signal
+
+SCHEMA = [
+    f"""CREATE TABLE IF NOT EXISTS groups (
+    seq {SERIAL}, submission TEXT NOT NULL, grp BIGINT NOT NULL, version BIGINT NOT NULL, reward DOUBLE PRECISION NOT NULL,
+    useful BOOLEAN NOT NULL, flat BOOLEAN NOT NULL, tokens BIGINT NOT NULL, accepted_during BIGINT NOT NULL, batch BIGINT,
+    stale BOOLEAN NOT NULL DEFAULT FALSE, task BIGINT NOT NULL, source TEXT NOT NULL, target BIGINT NOT NULL,
+    score BIGINT NOT NULL, graded BIGINT NOT NULL, wrong_format BIGINT NOT NULL, grader_error BIGINT NOT NULL,
+    error TEXT NOT NULL, checked BOOLEAN NOT NULL DEFAULT TRUE, UNIQUE (submission, grp))""",
+    """CREATE TABLE IF NOT EXISTS group_parts (
+    submission TEXT NOT NULL, grp BIGINT NOT NULL, name TEXT NOT NULL, mean DOUBLE PRECISION NOT NULL,
+    PRIMARY KEY (submission, grp, name))""",
+    "CREATE INDEX IF NOT EXISTS groups_batch ON groups (batch, seq)",
+    "CREATE INDEX IF NOT EXISTS groups_accepted ON groups (accepted_during)",
+]
+WAITING = "useful AND batch IS NULL AND NOT stale"
+ROLLOUTS = "(graded + wrong_format + grader_error)"
+EQUAL = "flat AND NOT useful AND grader_error = 0"  # left out by the online filter
+SUMS = f"""coalesce(sum(reward * {ROLLOUTS}), 0.0), coalesce(sum(score), 0), coalesce(sum(tokens), 0), count(*),
+    coalesce(sum(graded), 0), coalesce(sum(wrong_format), 0), coalesce(sum(grader_error), 0),
+    coalesce(sum(CASE WHEN {EQUAL} THEN 1 ELSE 0 END), 0),
+    coalesce(sum(CASE WHEN {EQUAL} AND score = {MILLION} * {ROLLOUTS} THEN 1 ELSE 0 END), 0),
+    coalesce(sum(CASE WHEN {EQUAL} AND score = 0 THEN 1 ELSE 0 END), 0)"""
+KNOWN = f"{ROLLOUTS} > 0"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What some accepted groups scored."""
+
+    reward: float  # summed over their rollouts
+    score: int  # likewise, in millionths
+    tokens: int
+    groups: int
+    graded: int
+    wrong_format: int
+    grader_error: int
+    filtered: int  # groups with equal rewards, left out by the online filter
+    all_right: int  # of these
+    all_wrong: int
+
+    @property
+    def rollouts(self) -> int:
+        return self.graded + self.wrong_format + self.grader_error
+
+    @property
+    def reward_mean(self) -> float:
+        return self.reward / self.rollouts
+
+    @property
+    def score_mean(self) -> float:
+        return self.score / MILLION / self.rollouts
+
+    @property
+    def length_mean(self) -> float:
+        return self.tokens / self.rollouts
+
+
+class Groups:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def add(
+        self,
+        submission: str,
+        group: int,
+        found: GroupResult,
+        *,
+        version: int,
+        useful: bool,
+        checked: bool,
+        accepted_during: int,
+    ) -> None:
+        """`useful`: may be trained on; `checked`: prefilled whole; `accepted_during`: the step that was open."""
+        outcomes = found.outcomes
+        self.connection.change(
+            "INSERT INTO groups (submission, grp, version, reward, useful, flat, tokens, accepted_during,"
+            " task, source, target, score, graded, wrong_format, grader_error, error, checked)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(submission, group, version, found.reward_mean, useful, not found.useful, found.tokens, accepted_during),
+            *(found.task, found.source, found.target_length, found.score_millionths),
+            *(outcomes.graded, outcomes.wrong_format, outcomes.grader_error, found.error, checked),
+        )
+        for name, mean in found.parts.items():
+            self.connection.change(
+                "INSERT INTO group_parts (submission, grp, name, mean) VALUES (?, ?, ?, ?)",
+                *(submission, group, name, mean),
+            )
+
+    def open_step(self) -> int:
+        """The smallest step that lacks accepted groups."""
+        return int(self.connection.value("SELECT coalesce(max(batch), -1) + 1 FROM groups"))
+
+    def of_batch(self, step: int) -> list[tuple[str, int]]:
+        """Submission and group number, oldest first."""
+        return self.connection.rows("SELECT submission, grp FROM groups WHERE batch = ? ORDER BY seq", step)
+
+    def count_waiting(self, *, most_unchecked: int) -> int:
+        """Useful groups that are in no batch yet and not stale; of unchecked ones at most so many."""
+        checked = int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND checked"))
+        return checked + min(self.count_waiting_unchecked(), most_unchecked)
+
+    def count_waiting_unchecked(self) -> int:
+        return int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND NOT checked"))
+
+    def oldest_waiting(self, limit: int, *, most_unchecked: int) -> list[tuple[int, str, int]]:
+        """The oldest so many of them: sequence number, submission and group number."""
+        return self.connection.rows(
+            f"SELECT seq, submission, grp FROM groups WHERE {WAITING} AND (checked OR seq IN"
+            f" (SELECT seq FROM groups WHERE {WAITING} AND NOT checked ORDER BY seq LIMIT ?)) ORDER BY seq LIMIT ?",
+            most_unchecked,
+            limit,
+        )
+
+    def put_in_batch(self, seq: int, step: int) -> None:
+        self.connection.change("UPDATE groups SET batch = ? WHERE seq = ?", step, seq)
+
+    def mark_stale(self, older_than: int) -> None:
+        """Waiting groups of a version below this one."""
+        self.connection.change(
+            "UPDATE groups SET stale = TRUE WHERE useful AND batch IS NULL AND version < ?", older_than
+        )
+
+    def mark_all_stale(self, worker: str) -> None:
+        """Unbatched groups of this worker."""
+        self.connection.change(
+            "UPDATE groups SET stale = TRUE WHERE useful AND batch IS NULL AND submission IN"
+            " (SELECT id FROM submissions WHERE worker = ?)",
+            worker,
+        )
+
+    def recent_useful_share(self, limit: int) -> float | None:
+        """Share of useful groups among the newest ones, None if there are none."""
+        share: float | None = self.connection.value(
+            "SELECT avg(CASE WHEN useful THEN 1.0 ELSE 0.0 END)"
+            " FROM (SELECT useful FROM groups ORDER BY seq DESC LIMIT ?) AS recent",
+            limit,
+        )
+        return share
+
+    def rewards_during(self, step: int) -> tuple[float, float] | None:
+        """Mean reward, and share of groups with equal rewards, of all groups accepted while `step` was open."""
+        reward, flat = self.connection.row(
+            "SELECT avg(reward), avg(CASE WHEN flat THEN 1.0 ELSE 0.0 END) FROM groups WHERE accepted_during = ?", step
+        )
+        return None if reward is None else (reward, flat)
+
+    def signal(self, step: int) -> Signal:
+        """What the groups accepted while `step` was open taught, and the newest groups in a row that taught nothing."""
+        groups, useful = self.connection.row(
+            "SELECT count(*), coalesce(sum(CASE WHEN flat THEN 0 ELSE 1 END), 0) FROM groups WHERE accepted_during = ?",
+            step,
+        )
+        flat, lowest, highest = self.connection.row(
+            "SELECT count(*), min(reward), max(reward) FROM groups"
+            " WHERE seq > coalesce((SELECT max(seq) FROM groups WHERE NOT flat), 0)"
+        )
+        return Signal(groups=groups, useful=useful, flat=flat, lowest=lowest, highest=highest)
+
+    def totals(self) -> tuple[int, int, int]:
+        """Tokens, groups that became stale, and useful groups."""
+        totals: tuple[int, int, int] = self.connection.row(
+            "SELECT coalesce(sum(tokens), 0), coalesce(sum(CASE WHEN stale THEN 1 ELSE 0 END), 0),"
+            " coalesce(sum(CASE WHEN useful THEN 1 ELSE 0 END), 0) FROM groups"
+        )
+        return totals
+
+
+class Grades:
+    """What groups scored, by source and by target length, and how often the reward itself failed. It only reads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def by_source(self, step: int | None = None) -> dict[str, Scored]:
+        """Of the groups accepted while `step` was open, or of the whole run."""
+        where, arguments = ("", ()) if step is None else (" AND accepted_during = ?", (step,))
+        rows = self.connection.rows(
+            f"SELECT source, {SUMS} FROM groups WHERE {KNOWN}{where} GROUP BY source ORDER BY source", *arguments
+        )
+        return {source: Scored(*sums) for source, *sums in rows}
+
+    def by_target(self, step: int) -> dict[int, Scored]:
+        """Of the groups accepted while `step` was open; 0: those without a target."""
+        rows = self.connection.rows(
+            f"SELECT target, {SUMS} FROM groups WHERE {KNOWN} AND accepted_during = ? GROUP BY target ORDER BY target",
+            step,
+        )
+        return {target: Scored(*sums) for target, *sums in rows}
+
+    def by_part(self, step: int) -> dict[tuple[str, str], float]:
+        """Mean score by source and reward, of the groups accepted while `step` was open, where rewards are weighted."""
+        rows = self.connection.rows(
+            f"SELECT source, name, sum(mean * {ROLLOUTS}) / sum({ROLLOUTS}) FROM group_parts"
+            " JOIN groups ON groups.submission = group_parts.submission AND groups.grp = group_parts.grp"
+            f" WHERE {KNOWN} AND accepted_during = ? GROUP BY source, name ORDER BY source, name",
+            step,
+        )
+        return {(source, name): mean for source, name, mean in rows}
+
+    def total(self) -> int:
+        """Rollouts accepted in the whole run."""
+        return int(self.connection.value(f"SELECT coalesce(sum({ROLLOUTS}), 0) FROM groups"))
+
+    def recent(self, groups: int) -> tuple[int, int]:
+        """Rollouts and grader errors among the newest groups."""
+        found: tuple[int, int] = self.connection.row(
+            f"SELECT coalesce(sum({ROLLOUTS}), 0), coalesce(sum(grader_error), 0)"
+            f" FROM (SELECT * FROM groups WHERE {KNOWN} ORDER BY seq DESC LIMIT ?) AS newest",
+            groups,
+        )
+        return found
+
+    def newest_error(self) -> str:
+        """Why a reward failed last; "" if none did."""
+        found: str | None = self.connection.value(
+            "SELECT error FROM groups WHERE grader_error > 0 ORDER BY seq DESC LIMIT 1"
+        )
+        return found or ""

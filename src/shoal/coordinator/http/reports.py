@@ -1,0 +1,244 @@
+"""What anyone may read of a run: its state (`/v1/status`) and its figures in Prometheus' text format (`/metrics`).
+
+An answer that is costly to make is made again only now and then:
+
+    made in t seconds -> good for t / SHARE - t seconds, so making it takes at most SHARE of the coordinator's time
+
+In a small pool the status takes a millisecond or two, and is as good as new. Among 10,000 workers it takes a second, and
+every view polls it.
+Invariants: nothing here changes anything. What anyone may ask costs members at most SHARE of the coordinator's time,
+however many ask. The status does not grow with the run's length. Every figure is the coordinator's own, or a validator's,
+the learner's or the evaluator's report, except a node's tokens and busy seconds, whose help text says that the node reports
+them.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from shoal.config import Config
+from shoal.coordinator.checkers import Fingerprints, Replays
+from shoal.coordinator.credit import Credits
+from shoal.coordinator.database import Database
+from shoal.coordinator.submissions import State
+from shoal.coordinator.trust import EvidenceTable, most_unchecked
+from shoal.protocol.messages import Capability, Exactness, Grading, NodeStatus, Outcomes, Stats, Status
+
+SHARE = 0.1
+RECENT_ROLLOUTS = 512  # grader errors are counted among these
+
+Samples = Iterable[tuple[Mapping[str, str], float]]  # labels, value
+
+
+class Costly:
+    def __init__(self, make: Callable[[], str], monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.make, self.monotonic = make, monotonic
+        self._made, self._until_s = b"", -1.0
+
+    def get(self) -> bytes:
+        """The answer's body, in UTF-8."""
+        begun_s = self.monotonic()
+        if begun_s < self._until_s:
+            return self._made
+        self._made = self.make().encode()
+        took_s = self.monotonic() - begun_s
+        self._until_s = begun_s + took_s / SHARE
+        return self._made
+
+
+def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) -> Status:
+    nodes = _nodes(db)
+    tokens, stale, useful = db.groups.totals()
+    replays = Replays(db.connection)
+    return Status(
+        run=run,
+        state="finished" if db.is_finished(config.run.steps) else "running",
+        step=db.open_step(),
+        steps=config.run.steps,
+        have=db.groups.count_waiting(most_unchecked=most_unchecked(config)),
+        need=config.coordinator.prompts_per_step,
+        newest_version=db.policies.newest(),
+        started_s=db.started_s(),
+        now_s=db.clock(),
+        nodes=nodes,
+        trained=db.history.count("step"),
+        notices=list(notices),
+        reject_reasons=db.submissions.count_by_reason(),
+        slashed=[node.name for node in nodes if node.evicted],
+        stale_groups=stale,
+        late_groups=db.submissions.groups_too_late(),
+        useful_groups=useful,
+        tokens_generated=tokens,
+        signal=db.groups.signal(db.open_step()),
+        exact=Exactness(**dict(zip(Exactness.model_fields, replays.totals(), strict=True))),
+        grading=_grading(db, -(-RECENT_ROLLOUTS // config.sampling.group_size)),
+    )
+
+
+def _grading(db: Database, groups: int) -> Grading:
+    recent, errors = db.grades.recent(groups)
+    return Grading(total=db.grades.total(), recent=recent, errors=errors, error=db.grades.newest_error())
+
+
+def _nodes(db: Database) -> list[NodeStatus]:
+    credit = Credits(db.connection).tokens_by_credit()
+    evidence, fingerprints = EvidenceTable(db.connection), Fingerprints(db.connection)
+    now_s = db.clock()
+    counts, missed = db.submissions.count_by_worker_and_state(), db.submissions.count_missed()
+    return [
+        NodeStatus(
+            name=node.name,
+            role=node.role,
+            url=node.url,
+            policy_version=node.version,
+            seen_s=node.seen_s,
+            evicted=node.evicted,
+            state=node.state,
+            reason=node.reason,
+            suspended_s=node.suspended_s(now_s),
+            suspension=node.reason if node.suspended_s(now_s) else "",
+            accepted=counts.get((node.key, "accepted"), 0),
+            rejected=counts.get((node.key, "rejected"), 0),
+            missed=missed.get(node.key, 0),
+            stats=Stats.model_validate_json(node.stats),
+            credited=credit.get((node.key, "credited"), 0),
+            pending=credit.get((node.key, "pending"), 0),
+            evidence=evidence.of(node.key).evidence,
+            tokens_per_s=node.tokens_per_s,
+            size=node.size,
+            capability=Capability.model_validate_json(node.capability),
+            fingerprint=next(iter(fingerprints.of(node.key).values()), ""),
+        )
+        for node in db.nodes.all()
+    ]
+
+
+def read_metrics(db: Database) -> str:
+    registry = CollectorRegistry()
+    registry.register(_Figures([*_submissions(db), *_grades(db), *_training(db), *_node_figures(db)]))
+    return generate_latest(registry).decode()
+
+
+class _Figures(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self.metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self.metrics
+
+
+def _submissions(db: Database) -> Iterator[Metric]:
+    states, oldest_s = db.submissions.count_by_state(), db.submissions.oldest_upload_s()
+    reasons, (verdicts, full, waited_s) = db.submissions.count_by_reason(), db.submissions.verdict_totals()
+    age_s = db.clock() - oldest_s if oldest_s is not None else 0
+    every_state = [({"state": state}, states.get(state, 0)) for state in get_args(State)]
+    every_reason = [({"reason": reason}, count) for reason, count in reasons.items()]
+    yield _gauge("submissions", "Submissions by state.", every_state)
+    yield _gauge("queue_age_seconds", "Age of the oldest upload without a verdict.", [({}, age_s)])
+    yield _counter("verdicts", "Verdicts given.", [({}, verdicts)])
+    yield _counter("verdicts_full", "Verdicts that rest on a prefill.", [({}, full)])
+    yield _counter("verdict_seconds", "Time from upload to verdict, summed.", [({}, waited_s)])
+    yield _counter("rejections", "Rejections by reason.", every_reason)
+    yield _counter("accepted_tokens", "Completion tokens accepted.", [({}, db.groups.totals()[0])])
+
+
+def _grades(db: Database) -> Iterator[Metric]:
+    sources = db.grades.by_source().items()
+    yield _counter(
+        "graded_rollouts",
+        "Accepted rollouts by source of their task and outcome of grading.",
+        [
+            ({"source": source, "outcome": outcome}, getattr(scored, outcome))
+            for source, scored in sources
+            for outcome in Outcomes.model_fields
+        ],
+    )
+    yield _counter(
+        "filtered_groups",
+        "Groups with equal rewards that the online filter left out, by source and by what their rollouts scored.",
+        [
+            ({"source": source, "scores": scores}, number)
+            for source, scored in sources
+            for scores, number in {
+                "all_right": scored.all_right,
+                "all_wrong": scored.all_wrong,
+                "other": scored.filtered - scored.all_right - scored.all_wrong,
+            }.items()
+        ],
+    )
+
+
+def _training(db: Database) -> Iterator[Metric]:
+    version, step = db.policies.newest(), db.history.newest_step()
+    evaluation = db.history.newest_evaluation()
+    reward = step.get("reward/mean")
+    accuracies = {"greedy": evaluation.greedy, "sampled": evaluation.sampled} if evaluation else {}
+    yield _gauge("open_step", "The smallest step that lacks accepted groups.", [({}, db.open_step())])
+    yield _counter("steps_trained", "Steps that the learner has trained.", [({}, db.history.count("step"))])
+    yield _gauge(
+        "newest_version",
+        "The newest published policy version; -1 if there is none.",
+        [({}, -1 if version is None else version)],
+    )
+    yield _gauge(
+        "reward_mean",
+        "Mean reward of all groups accepted during the newest trained step.",
+        [] if reward is None else [({}, reward)],
+    )
+    yield _gauge(
+        "source_reward_mean",
+        "Mean reward of the groups of one source, accepted during the newest trained step.",
+        [
+            ({"source": parts[1]}, step[name])
+            for name in step
+            if len(parts := name.split("/")) == 3 and parts[0] == "reward"
+        ],
+    )
+    yield _gauge(
+        "heldout_accuracy",
+        "Accuracy on held-out tasks in the newest evaluation.",
+        [({"kind": kind}, accuracy) for kind, accuracy in accuracies.items() if accuracy is not None],
+    )
+
+
+def _node_figures(db: Database) -> Iterator[Metric]:
+    every = db.nodes.all()
+    nodes = [({"name": node.name, "role": node.role}, node) for node in every if not node.evicted]
+    stats = [(labels, Stats.model_validate_json(node.stats)) for labels, node in nodes]
+    silence_s = [(labels, db.clock() - node.seen_s) for labels, node in nodes]
+    yield _gauge("evicted_nodes", "Nodes that were slashed.", [({}, len(every) - len(nodes))])
+    suspended = sum(1 for node in every if node.suspended_s(db.clock()))
+    yield _gauge("suspended_nodes", "Nodes that get no tasks for a while.", [({}, suspended)])
+    yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
+    evidence = EvidenceTable(db.connection)
+    against = [(labels, evidence.of(node.key).evidence) for labels, node in nodes if node.role == "worker"]
+    yield _gauge("worker_evidence", "Nats that a worker's submissions together speak against honesty.", against)
+    yield _gauge(
+        "node_tokens",
+        "Tokens generated or checked, as the node reports.",
+        [(labels, reported.tokens) for labels, reported in stats],
+    )
+    yield _gauge(
+        "node_busy_seconds",
+        "Time not spent waiting, as the node reports.",
+        [(labels, reported.busy_s) for labels, reported in stats],
+    )
+
+
+def _gauge(name: str, documentation: str, samples: Samples) -> Metric:
+    return _with(GaugeMetricFamily(f"shoal_{name}", documentation), samples)
+
+
+def _counter(name: str, documentation: str, samples: Samples) -> Metric:
+    return _with(CounterMetricFamily(f"shoal_{name}", documentation), samples, "_total")
+
+
+def _with(metric: Metric, samples: Samples, suffix: str = "") -> Metric:
+    for labels, value in samples:
+        metric.add_sample(metric.name + suffix, dict(labels), value)
+    return metric

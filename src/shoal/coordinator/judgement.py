@@ -1,0 +1,256 @@
+"""Judgement: a validator claims what was uploaded, and its verdict accepts or rejects it, with all that follows.
+
+Invariants: only the validator that holds the claim gives the verdict; groups are credited exactly when their submission is
+accepted. A hard rejection counts once a second validator confirms it, where there is one (`checkers`), or once no second
+opinion can come any more. An eviction settles all that its worker has uploaded: nothing of a banned key is accepted or
+credited.
+
+The pool itself gives one hard reason, `replayed`. It rests on an accepted submission of the same worker with the same
+content. A rejected or unjudged copy does not count, because anyone can make one, and neither does another worker's.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from shoal.config import Config
+from shoal.coordinator.arrivals import Arrivals
+from shoal.coordinator.batches import Batches
+from shoal.coordinator.checkers import Checkers
+from shoal.coordinator.credit import Escrow
+from shoal.coordinator.curriculum import evidence
+from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.submissions import UNSETTLED, Submission
+from shoal.coordinator.trust import Trust
+from shoal.protocol.messages import HARD, Assignment, Claim, Claims, ContentOwner, Reason, Verdict, WorkerSample
+
+# Soft reasons that rest on the file alone. What a program of the model's printed (`unrepeatable`) is nobody's fault.
+UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
+ACCIDENTS, REMEMBERED = 1, 20  # so many among the newest judged files cost nothing but themselves
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Judgement:
+    db: Database
+    config: Config
+    describe: Callable[[Submission], Assignment]
+    arrivals: Arrivals
+    batches: Batches
+    checkers: Checkers
+    trust: Trust
+    escrow: Escrow
+
+    def claim(self, validator: str, most: int) -> Claims:
+        """Lease the oldest unchecked submission, and up to `most` of the same version. Expired leases are included.
+
+        What another live validator is to check is left to it: one of the worker's exactness class, or a second one.
+        Which ones are prefilled is drawn here, after upload, so no worker can know it. Submissions of a version that relays
+        need not hold any more expire: a validator that waited for it would check nothing else. Where one of them waits for a
+        second opinion, the first verdict counts.
+        """
+        with self.db.transaction():
+            now_s = self.db.clock()
+            lines = self._close_gone(validator, now_s)
+            mine = [one for one in self.db.submissions.claimable(validator, now_s) if self.checkers.may(validator, one)]
+            taken = [one for one in mine if one.version == mine[0].version][:most]
+            claims = [self._lease(validator, one, now_s + self.config.coordinator.claim_lease_s) for one in taken]
+        _tell(lines)
+        return Claims(claims=claims)
+
+    def _lease(self, validator: str, one: Submission, lease_s: float) -> Claim:
+        full = self.trust.draw(one.worker, one.groups) if one.full_check is None else one.full_check
+        self.db.submissions.move(one, "claim", validator=validator, lease_s=lease_s, full_check=full)
+        return Claim(
+            assignment=self.describe(one),
+            worker=one.worker,
+            lease_s=lease_s,
+            full=full,
+            fingerprint=self.checkers.fingerprint(one),
+        )
+
+    def _close_gone(self, validator: str, now_s: float) -> list[str]:
+        """Close what no validator can check any more. Returns what to log."""
+        oldest_held = self.db.policies.oldest_of_newest(self.config.relays.keep)
+        lines: list[str] = []
+        for one in self.db.submissions.claimable(validator, now_s):
+            if oldest_held is None or one.version >= oldest_held or self._get(one.id).state == "expired":
+                continue
+            if (first := self.checkers.first(one)) is not None:
+                lines += self._conclude(one, *first)
+                continue
+            self.db.submissions.move(one, "drop")
+            name = self.db.nodes.name(one.worker)
+            lines.append(f"{one.id} by {name} expired unchecked: relays no longer hold version {one.version}")
+        return lines
+
+    def content_owner(self, content: str) -> ContentOwner:
+        """The accepted submission with this content."""
+        return ContentOwner(submission=self.db.submissions.content_owner(content))
+
+    def hashes(self, id: str) -> tuple[str, str]:
+        """Content hashes of the uploaded and of the accepted file, "" for a file that does not exist yet."""
+        found = self._get(id)
+        return found.file_hash or "", found.accepted_hash or ""
+
+    def may_store_accepted(self, validator: str, id: str, content_hash: str = "") -> None:
+        """Raise PoolError unless this validator holds the claim."""
+        self._claimed(validator, id)
+
+    def accepted_stored(self, validator: str, id: str, content_hash: str) -> None:
+        """Record the accepted file that the validator with the claim has stored."""
+        with self.db.transaction():
+            self._claimed(validator, id)
+            self.db.submissions.set_accepted_hash(id, content_hash)
+
+    def judge(self, validator: str, verdict: Verdict) -> None:
+        """Accept or reject. A hard rejection slashes the worker and evicts it; a second validator confirms it first."""
+        with self.db.transaction():
+            found = self._get(verdict.submission)
+            if found.state in ("accepted", "rejected") and found.validator == validator:
+                return  # the validator repeats a verdict because it did not get the answer
+            if self.checkers.was_first(found, validator):
+                return  # likewise, of a verdict that waits for a second one
+            found = self._claimed(validator, verdict.submission)
+            if self.checkers.opens(found, validator, verdict):
+                lines = [f"{found.id} is {verdict.reason} to {validator[:16]}; another validator is to confirm it"]
+            else:
+                lines = self._conclude(found, validator, verdict)
+        _tell(lines)
+
+    def close(self) -> None:
+        """The run's last step is trained: first verdicts count where a second one was awaited, then all credit is paid."""
+        with self.db.transaction():
+            lines: list[str] = []
+            for id in self.checkers.replays.doubted():
+                found = self._get(id)
+                if found.state in ("uploaded", "validating") and (first := self.checkers.first(found)) is not None:
+                    lines += self._conclude(found, *first)
+            self.escrow.close()
+        _tell(lines)
+
+    def _conclude(self, found: Submission, validator: str, verdict: Verdict) -> list[str]:
+        """Carry out a verdict that waits for no other. Returns what to log."""
+        reason = self.checkers.settle(found, validator, verdict, self._reason(found, verdict))
+        detail = verdict.detail
+        if reason is None and (why := self.trust.finds(found, verdict)):
+            reason, detail = Reason.SPENDING, why
+        if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
+            raise PoolError(f"{found.id}: store the accepted file before accepting it")
+        self.db.submissions.move(
+            found,
+            "reject" if reason else "accept",
+            validator=validator,
+            reason=reason,
+            content=verdict.content,
+            verdict=verdict.model_dump_json(exclude={"groups": {"__all__": {"sample"}}}),
+            judged_s=self.db.clock(),
+        )
+        found = replace(found, validator=validator)
+        return self._reject(found, reason, detail) if reason else self._accept(found, verdict)
+
+    def _accept(self, found: Submission, verdict: Verdict) -> list[str]:
+        tokens = sum(group.tokens for group in verdict.groups)
+        self.arrivals.came(found, tokens)
+        counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": found.accepted_hash}
+        self.db.ledger.append("accepted", _entry(found) | counts | evidence(verdict.groups, self.config))
+        filled = self.batches.credit(found.id, found.version, verdict.groups, checked=bool(found.full_check))
+        worker = self.db.nodes.name(found.worker)
+        self.db.history.put_samples(_samples(found, worker, verdict))
+        self.escrow.accepted(found.worker, found.id, tokens)
+        full = [f"batch of step {step + 1} of {self.config.run.steps} is full" for step in filled]
+        return [f"{found.id} by {worker} accepted, {len(verdict.groups)} groups", *full]
+
+    def _reject(self, found: Submission, reason: Reason, detail: str) -> list[str]:
+        self.db.ledger.append("rejected", _entry(found) | {"reason": reason.value, "detail": detail})
+        worker = self.db.nodes.name(found.worker)
+        lines = [f"{found.id} by {worker} rejected: {reason}: {_printable(detail)}"]
+        if reason is Reason.SPENDING and self.trust.dismiss(found.worker, found.id, detail):
+            self.escrow.forfeit(found.worker)
+        if reason in UNUSABLE:
+            self._back_off(found.worker, reason)
+        if reason in HARD and self._slash(found, reason):
+            lines.append(f"{worker} slashed and evicted: {reason} in {found.id}")
+        return lines
+
+    def _slash(self, found: Submission, reason: Reason) -> bool:
+        """False if its worker was slashed before. All that it has uploaded is settled."""
+        why = f"slashed: {reason.value} in {found.id}"
+        if not self.db.nodes.move(found.worker, "ban", why, self.db.clock()):
+            return False
+        self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})
+        self.escrow.forfeit(found.worker)
+        self.db.submissions.drop_of(found.worker, UNSETTLED)
+        self.db.groups.mark_all_stale(found.worker)
+        return True
+
+    def _back_off(self, worker: str, reason: Reason) -> None:
+        """A file that cannot be used costs a validator up to its time limit. One may be an accident of a disk; who sends
+        more gets no tasks for a while, longer each time."""
+        faults = self.db.submissions.count_rejected_of(worker, [str(one) for one in UNUSABLE], newest=REMEMBERED)
+        if faults > ACCIDENTS:
+            why = f"{faults} of its newest {REMEMBERED} files were {reason.value}"
+            self.db.nodes.suspend(worker, why, self.db.clock())
+
+    def _reason(self, found: Submission, verdict: Verdict) -> Reason | None:
+        """The validator's reason, or another one if it accepted what is in an accepted submission already.
+
+        A worker's own earlier submission makes it `replayed`. Another worker's makes it `context`, which is soft: rows hold
+        their worker's seeds, so two workers with the same rows mean that a validator is broken, not which worker lied.
+        """
+        owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
+        if verdict.reason is not None or owner is None:
+            return verdict.reason
+        return Reason.REPLAYED if self._get(owner).worker == found.worker else Reason.CONTEXT
+
+    def _get(self, id: str) -> Submission:
+        if (found := self.db.submissions.get(id)) is None:
+            raise PoolError(f"no submission {id}", 404)
+        return found
+
+    def _claimed(self, validator: str, id: str) -> Submission:
+        found = self._get(id)
+        if found.state != "validating" or found.validator != validator:
+            raise PoolError(f"{id} is {found.state} and not claimed by this validator")
+        return found
+
+
+def _samples(found: Submission, worker: str, verdict: Verdict) -> list[WorkerSample]:
+    return [
+        WorkerSample(
+            **group.sample.model_dump(),
+            submission=found.id,
+            group=number,
+            worker=worker,
+            policy_version=found.version,
+        )
+        for number, group in enumerate(verdict.groups)
+        if group.sample is not None
+    ]
+
+
+def _tell(lines: Iterable[str]) -> None:
+    """Log what happened, after the transaction: an error in it would undo it."""
+    for line in lines:
+        log.info("%s", line)
+
+
+def _printable(detail: str) -> str:
+    """One short line. A detail may quote a worker's file, so it may hold anything."""
+    return "".join(character if character.isprintable() else " " for character in detail[:200])
+
+
+def _entry(found: Submission) -> dict[str, str | int | bool | None]:
+    """What every ledger entry about a submission says."""
+    return {
+        "submission": found.id,
+        "worker": found.worker,
+        "step": found.step,
+        "version": found.version,
+        "groups": found.groups,
+        "nonce": found.nonce,
+        "file": found.file_hash,
+        "full": bool(found.full_check),
+        "validator": found.validator,
+    }

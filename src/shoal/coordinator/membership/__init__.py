@@ -1,1 +1,0 @@
-"""Registration with an invite, and heartbeats."""

@@ -1,0 +1,263 @@
+"""Members: the table of registered nodes, and what each may do now, as one table of (state, event) -> state.
+
+    active      gets tasks                        unfit      its measured work is below `[requirements]`; tried again later
+    suspended   no tasks until a time             dismissed  its work together speaks against it; the operator may readmit it
+    draining    no new tasks; it finishes its own left       it holds nothing; the same key may come back
+    banned      slashed, or evicted by the operator: no route answers it any more but this state
+
+Silence is not a state: a node that sends no heartbeats is not counted on (`seen_s`), and nothing has to bring it back.
+
+A suspension lasts base_s * 2 ^ (suspensions before), at most MOST_S, by the coordinator's clock, and ends by itself. It
+counts towards the length of the next one until it has been over for FORGET_S. A suspended key keeps its membership, its
+open task and all that it was credited. One who drains or has left gets it for the day it returns.
+
+Invariants: a key, a name and an invite each occur once. A pair that the table lacks changes nothing. `banned` has no way
+out, every other state has one. A suspension outlives every way back to `active`: leaving and returning ends none. `move` is
+the only writer of the state, and writes it only if it still is what the decision was made on, also where two processes
+decide at once. A suspension slashes nobody and rests on what the coordinator saw itself: a wrong one costs time only.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from shoal.coordinator.state.connection import SERIAL, Connection
+from shoal.protocol.messages import NodeState, Role
+
+SCHEMA = [
+    f"""CREATE TABLE IF NOT EXISTS nodes (
+    seq {SERIAL}, key TEXT UNIQUE NOT NULL, name TEXT UNIQUE NOT NULL, role TEXT NOT NULL, url TEXT,
+    invite TEXT UNIQUE NOT NULL, seen_s DOUBLE PRECISION NOT NULL, version BIGINT, stats TEXT NOT NULL DEFAULT '{{}}',
+    capability TEXT NOT NULL DEFAULT '{{}}', state TEXT NOT NULL DEFAULT 'active', reason TEXT NOT NULL DEFAULT '',
+    state_s DOUBLE PRECISION NOT NULL DEFAULT 0, suspended_until_s DOUBLE PRECISION NOT NULL DEFAULT 0,
+    suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
+    size BIGINT NOT NULL DEFAULT 0, tokens_per_s DOUBLE PRECISION NOT NULL DEFAULT 0, speeds BIGINT NOT NULL DEFAULT 0,
+    missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
+    rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0, staked BIGINT NOT NULL DEFAULT 0)""",
+    "CREATE INDEX IF NOT EXISTS nodes_role ON nodes (role, seq)",  # each heartbeat asks for the relays among all workers
+    "CREATE INDEX IF NOT EXISTS nodes_banned ON nodes (seq) WHERE state = 'banned'",
+    "CREATE INDEX IF NOT EXISTS nodes_took ON nodes (took_s) WHERE took_s > 0",
+]
+TOGETHER = 64  # rows in one statement
+BEAT = "(CAST(? AS TEXT), CAST(? AS DOUBLE PRECISION), CAST(? AS BIGINT), CAST(? AS TEXT))"
+SETTABLE = {
+    *("url", "capability", "staked", "size", "tokens_per_s", "speeds"),
+    *("took_s", "missed", "missed_in_a_row", "rests_until_s"),
+}
+FIRST_S = 60.0  # of the first suspension, unless its cause names another length
+MOST_S = 4 * 3600.0
+FORGET_S = 24 * 3600.0  # after its end
+
+Event = Literal["suspend", "time_over", "drain", "emptied", "return", "fall_short", "dismiss", "readmit", "ban"]
+
+TABLE: dict[tuple[NodeState, Event], NodeState] = {
+    ("active", "suspend"): "suspended",
+    ("active", "drain"): "draining",
+    ("active", "fall_short"): "unfit",
+    ("active", "dismiss"): "dismissed",
+    ("active", "ban"): "banned",
+    ("suspended", "suspend"): "suspended",
+    ("suspended", "time_over"): "active",
+    ("suspended", "drain"): "draining",
+    ("suspended", "dismiss"): "dismissed",
+    ("suspended", "ban"): "banned",
+    ("draining", "emptied"): "left",
+    ("draining", "readmit"): "active",
+    ("draining", "dismiss"): "dismissed",
+    ("draining", "ban"): "banned",
+    ("left", "return"): "active",
+    ("left", "readmit"): "active",
+    ("left", "dismiss"): "dismissed",
+    ("left", "ban"): "banned",
+    ("unfit", "suspend"): "suspended",
+    ("unfit", "time_over"): "active",
+    ("unfit", "readmit"): "active",
+    ("unfit", "drain"): "draining",
+    ("unfit", "dismiss"): "dismissed",
+    ("unfit", "ban"): "banned",
+    ("dismissed", "readmit"): "active",
+    ("dismissed", "ban"): "banned",
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Node:
+    key: str
+    name: str
+    role: Role
+    url: str | None
+    invite: str  # its nonce
+    seen_s: float
+    version: int | None
+    stats: str  # JSON of messages.Stats
+    state: NodeState  # see TABLE
+    reason: str  # for its state
+    state_s: float  # since when
+    suspended_until_s: float  # by the coordinator's clock; in the past or 0: nothing is left of it
+    suspensions: int  # in a row, none of them forgotten
+    took_s: float  # from a task to its upload, lately; 0: nothing of it was accepted yet
+    size: int  # groups in its usual task; 0: a newcomer's
+    tokens_per_s: float  # measured, lately
+    speeds: int  # tasks that it was measured in
+    capability: str  # JSON of messages.Capability
+    missed: float  # recent share of its tasks that it never uploaded
+    missed_in_a_row: int
+    rests_until_s: float  # no new task before
+    staked: int  # in a contract, when it was last read
+
+    @property
+    def evicted(self) -> bool:
+        """Slashed, or evicted by the operator: no route answers it any more."""
+        return self.state == "banned"
+
+    def suspended_s(self, now_s: float) -> float:
+        """Seconds until it gets tasks again; 0 if it is not suspended."""
+        return max(self.suspended_until_s - now_s, 0.0) if self.state == "suspended" else 0.0
+
+    @property
+    def joined_by_stake(self) -> bool:
+        """With an open invite, whose entry names the key too."""
+        return " " in self.invite
+
+
+COLUMNS = ", ".join(field.name for field in fields(Node))
+
+
+def after(node: Node, event: Event, now_s: float) -> NodeState | None:
+    """The state that follows; None if the event changes nothing."""
+    found = TABLE.get((node.state, event))
+    return "suspended" if found == "active" and node.suspended_until_s > now_s else found
+
+
+class Nodes:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def get(self, key: str) -> Node | None:
+        row = self.connection.row(f"SELECT {COLUMNS} FROM nodes WHERE key = ?", key)
+        return None if row is None else Node(*row)
+
+    def name(self, key: str) -> str:
+        """For people."""
+        node = self.get(key)
+        return node.name if node else key[:16]
+
+    def all(self) -> list[Node]:
+        """By role, then name."""
+        return [Node(*row) for row in self.connection.rows(f"SELECT {COLUMNS} FROM nodes ORDER BY role, name")]
+
+    def add(self, key: str, name: str, role: Role, url: str | None, invite: str, seen_s: float) -> None:
+        self.connection.change(
+            "INSERT INTO nodes (key, name, role, url, invite, seen_s) VALUES (?, ?, ?, ?, ?, ?)",
+            *(key, name, role, url, invite, seen_s),
+        )
+
+    def is_taken(self, invite: str, name: str) -> bool:
+        return self.connection.row("SELECT 1 FROM nodes WHERE invite = ? OR name = ?", invite, name) is not None
+
+    def count_workers(self, seen_after_s: float) -> int:
+        """Those that may work and gave a sign of life since then."""
+        return int(
+            self.connection.value(
+                "SELECT count(*) FROM nodes WHERE role = 'worker' AND state NOT IN ('left', 'dismissed', 'banned')"
+                " AND seen_s >= ?",
+                seen_after_s,
+            )
+        )
+
+    def set(self, key: str, **values: object) -> None:
+        """Write columns of one node, but not its state (`move`)."""
+        assert values.keys() <= SETTABLE
+        columns = ", ".join(f"{name} = ?" for name in values)
+        self.connection.change(f"UPDATE nodes SET {columns} WHERE key = ?", *values.values(), key)
+
+    def beat_all(self, beats: Sequence[tuple[str, float, int | None, str]]) -> None:
+        """Record heartbeats of different nodes: key, when it was seen, version, stats."""
+        whole = len(beats) - len(beats) % TOGETHER  # few forms of one statement: each is kept prepared
+        for first in range(0, whole, TOGETHER):
+            self._beat(beats[first : first + TOGETHER])
+        for beat in beats[whole:]:
+            self._beat([beat])
+
+    def _beat(self, beats: Sequence[tuple[str, float, int | None, str]]) -> None:
+        self.connection.change(
+            "UPDATE nodes SET seen_s = new.column2, version = new.column3, stats = new.column4"
+            f" FROM (VALUES {', '.join([BEAT] * len(beats))}) AS new WHERE nodes.key = new.column1",
+            *(part for beat in beats for part in beat),
+        )
+
+    # --- what a member may do ----------------------------------------------------------------------------------------
+
+    def move(self, key: str, event: Event, reason: str, now_s: float) -> bool:
+        """Let an event happen to a member. False if it changes nothing, or if there is no such member."""
+        while (node := self.get(key)) is not None and (target := after(node, event, now_s)) is not None:
+            moved = self.connection.change(
+                "UPDATE nodes SET state = ?, reason = ?, state_s = ? WHERE key = ? AND state = ?",
+                *(target, reason, now_s, key, node.state),
+            )
+            if moved:
+                return True
+        return False
+
+    def suspend(self, key: str, reason: str, now_s: float, base_s: float = FIRST_S) -> float:
+        """Suspend a key, for twice as long as last time. Returns until when."""
+        with self.connection.transaction():
+            node = self.get(key)
+            before = 0 if node is None else node.suspensions
+            if node is not None and before and now_s - node.suspended_until_s > FORGET_S:
+                self.connection.change("UPDATE nodes SET suspensions = 0 WHERE key = ?", key)
+                before = 0
+            length_s = min(base_s * 2.0 ** min(before, 60), MOST_S)
+            self.suspend_until(key, now_s + length_s)
+            self.move(key, "suspend", reason, now_s)
+        log.info("%s suspended for %.0f s: %s", self.name(key), length_s, reason)
+        return now_s + length_s
+
+    def suspend_until(self, key: str, until_s: float) -> None:
+        """Count one suspension. It never shortens an earlier one. Call `suspend`, which changes the state too."""
+        self.connection.change(
+            "UPDATE nodes SET suspensions = suspensions + 1,"
+            " suspended_until_s = CASE WHEN suspended_until_s > ? THEN suspended_until_s ELSE ? END WHERE key = ?",
+            *(until_s, until_s, key),
+        )
+
+    # --- who is there -------------------------------------------------------------------------------------------------
+
+    def times_taken(self) -> list[float]:
+        """Seconds from a task to its upload of each worker whose work was accepted, in order."""
+        rows = self.connection.rows("SELECT took_s FROM nodes WHERE took_s > 0 AND state != 'banned' ORDER BY took_s")
+        return [took_s for (took_s,) in rows]
+
+    def has_proven_worker(self, seen_since_s: float) -> bool:
+        """Whether a worker with accepted work was seen since then and gets tasks."""
+        found = self.connection.row(
+            "SELECT 1 FROM nodes WHERE took_s > 0 AND seen_s >= ? AND state = 'active' LIMIT 1", seen_since_s
+        )
+        return found is not None
+
+    def evicted_keys(self) -> list[str]:
+        return [key for (key,) in self.connection.rows("SELECT key FROM nodes WHERE state = 'banned' ORDER BY seq")]
+
+    def trusted_keys(self) -> list[tuple[Role, str]]:
+        """Role and key of every node that is neither a worker nor evicted, in order of registration."""
+        return self.connection.rows(
+            "SELECT role, key FROM nodes WHERE role != 'worker' AND state != 'banned' ORDER BY seq"
+        )
+
+    def live_keys(self, role: Role, seen_since_s: float) -> list[str]:
+        """Keys of this role that were seen since then and are not evicted, in order of registration."""
+        rows = self.connection.rows(
+            "SELECT key FROM nodes WHERE role = ? AND seen_s >= ? AND state != 'banned' ORDER BY seq",
+            role,
+            seen_since_s,
+        )
+        return [key for (key,) in rows]
+
+    def relay_urls(self) -> list[str]:
+        rows = self.connection.rows(
+            "SELECT url FROM nodes WHERE role = 'relay' AND url IS NOT NULL AND state != 'banned' ORDER BY seq"
+        )
+        return [url for (url,) in rows]

@@ -1,0 +1,284 @@
+"""What an operator does to a pool, beside its running coordinator: make its folder, invite, steer members, close, copy.
+
+    DIR/identity.pem       the coordinator's key           DIR/config.toml          the resolved config
+    DIR/coordinator.json   the pool's URL and run name     DIR/invites/NAME.invite  one per node, mode 0600
+    DIR/tasks/             the task set, by hash           DIR/closed               it is served no longer
+
+Invariants: `coordinator.json` is written last, so a folder that has it is complete; an existing folder is never changed.
+Members are steered by the table in `nodes`, in the coordinator's database; the coordinator sees it at the member's next
+heartbeat. A copy has its name only once it is complete, and is itself a coordinator's folder: the tables are copied first,
+by SQLite's online backup, and rollout files are named by their hashes and never change, so every file that the copied
+tables name is there. Its nonces are empty and of another boot: what was signed before it is opened is refused.
+Left out: copies of PostgreSQL and buckets, which have backups of their own.
+"""
+
+import shlex
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from shoal import config as config_module
+from shoal.config import Config
+from shoal.config.config import LOOPBACK
+from shoal.coordinator.database import PoolError
+from shoal.coordinator.nodes import Event, Node, Nodes
+from shoal.coordinator.state.connection import Connection, copy_sqlite, open_sqlite
+from shoal.coordinator.state.folder import CLOSED, KEY, NONCES, TABLES, TASKS, Nonces, open_tables
+from shoal.coordinator.trust import EvidenceTable
+from shoal.errors import UserError
+from shoal.files import discard, fsync, write_file
+from shoal.protocol.address import Address, AddressError, coordinator_url, split_url
+from shoal.protocol.identity import Identity, IdentityError
+from shoal.protocol.invite import Invite, InviteError, make_invite, run_id
+from shoal.protocol.messages import Role
+from shoal.shardcast.fetch.reach import narrowest
+
+CONFIG, INVITES = "config.toml", "invites"
+BOOT = "a backup"  # no machine's
+
+
+class PoolFolderError(UserError):
+    """A folder that cannot become, or is not, a pool's; the message says what to do."""
+
+
+class SteeringError(UserError):
+    """No member of this name has the role."""
+
+
+@dataclass(frozen=True)
+class Invited:
+    """The nodes that get an invite, besides one learner and one origin."""
+
+    workers: int
+    relays: int
+    validators: int
+    evaluator: bool
+
+    def roles(self) -> dict[str, Role]:
+        """Every node's role by its name, in the order to start them."""
+        counted: dict[Role, int] = {"relay": self.relays, "validator": self.validators, "worker": self.workers}
+        named: dict[str, Role] = {"learner": "learner", "origin": "origin"}
+        named |= {f"{role}-{number}": role for role, count in counted.items() for number in range(count)}
+        return named | ({"evaluator": "evaluator"} if self.evaluator else {})
+
+
+def check_new(folder: Path) -> None:
+    """Raise PoolFolderError if the folder holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PoolFolderError(
+            f"{folder} is not empty; choose another --dir, or add a node to the pool there: shoal invite {folder}"
+        )
+
+
+def found_pool(
+    folder: Path,
+    config: Config,
+    run: str,
+    url: str,
+    invited: Invited,
+    *,
+    days: float,
+    task_data: Path | None = None,
+) -> list[str]:
+    """Make a pool's folder; `task_data`, a folder beside it, becomes its task set. Returns what to do next, line by line.
+
+    Raises PoolFolderError, AddressError.
+    """
+    url = coordinator_url(url)
+    place = split_url(url)[1]
+    if place and folder.resolve().name != place:
+        raise PoolFolderError(f"a run at {url} has a folder of its place's name: --dir RUNS/{place}, not {folder}")
+    settings = _reachable(config, url)
+    check_new(folder)
+    expires_s = int(time.time() + days * 86_400)
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)  # the key is in it
+    (folder / INVITES).mkdir()
+    identity = Identity.load_or_create(folder / KEY)
+    address = Address(url=url, run=run_id(run, identity.public))
+    roles = invited.roles()
+    for name, role in roles.items():
+        invite = make_invite(identity, url=address.url, run=address.run, role=role, name=name, expires_s=expires_s)
+        invite.save(folder / INVITES / f"{name}.invite")
+    if task_data is not None:
+        task_data.rename(folder / TASKS)
+    write_file(folder / CONFIG, config_module.dumps(settings).encode())
+    address.write(folder)
+    return _next_steps(folder, settings, address, roles)
+
+
+def open_pool(folder: Path) -> tuple[Config, Address]:
+    """Config and address of the pool that `found_pool` made in `folder`. Raises PoolFolderError, ConfigError."""
+    if not (folder / CONFIG).exists():
+        raise PoolFolderError(
+            f"{folder} holds no pool; make one with `shoal pool init CONFIG --dir {folder} --url URL`"
+        )
+    return config_module.load(folder / CONFIG), Address.read(folder)
+
+
+def close_pool(folder: Path) -> None:
+    """The pool is served no longer, from now on; others at its listener are. Raises AddressError, PoolFolderError."""
+    if not split_url(Address.read(folder).url)[1]:
+        raise PoolFolderError(f"the pool in {folder} has its coordinator for itself: stop that")
+    write_file(folder / CLOSED, b"")
+
+
+def reopen_pool(folder: Path) -> None:
+    """It is served again once its coordinator is restarted. Raises PoolFolderError."""
+    if not (folder / CLOSED).exists():
+        raise PoolFolderError(f"the pool in {folder} is not closed")
+    (folder / CLOSED).unlink()
+
+
+def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float, *, open: bool = False) -> Invite:
+    """An invite by the coordinator that uses this folder; an `open` one is for strangers with stake. Raises InviteError."""
+    try:
+        address, identity = Address.read(folder), Identity.load(folder / KEY)
+    except (AddressError, IdentityError) as error:
+        raise InviteError(
+            f"{folder} is not the folder of a coordinator; make one with `shoal pool init CONFIG --dir {folder} --url URL`"
+        ) from error
+    expires_s = int(time.time() + days * 86_400)
+    try:
+        return make_invite(
+            identity, url=url or address.url, run=address.run, role=role, name=name, expires_s=expires_s, open=open
+        )
+    except ValidationError as error:
+        if open and role != "worker":
+            raise InviteError(f"an open invite is for workers, not for the role {role}") from error
+        raise InviteError(f"{name[:60]!r} is not a node's name: use a to z, 0 to 9 and -, at most 40") from error
+
+
+def evict_from(folder: Path, name: str) -> None:
+    """Evicts a relay: nobody asks it from the next heartbeats on, and its key can read no weights.
+
+    Raises SteeringError, PoolError, FolderError.
+    """
+    connection = open_tables(folder)
+    _move(connection, _find(connection, name, "relay"), "ban", "evicted by the operator")
+
+
+def drain_from(folder: Path, name: str) -> None:
+    """No new tasks for a worker. It finishes the one that it holds, and leaves; nothing is held against it.
+
+    Raises SteeringError, PoolError, FolderError.
+    """
+    connection = open_tables(folder)
+    _move(connection, _find(connection, name, "worker"), "drain", "drained by the operator")
+
+
+def readmit_from(folder: Path, name: str) -> None:
+    """Tasks again for a worker that was dismissed, drains, has left, or was too slow; what was held against it is forgotten.
+
+    A suspension stays, and who was slashed stays banned. Raises SteeringError, PoolError, FolderError.
+    """
+    connection = open_tables(folder)
+    node = _find(connection, name, "worker")
+    with connection.transaction():
+        _move(connection, node, "readmit", "readmitted by the operator")
+        EvidenceTable(connection).forget(node.key)
+
+
+def back_up(folder: Path, copy: Path) -> int:
+    """Copy a coordinator's folder, whether it is at work or not. Returns the bytes of the copy. Raises PoolFolderError."""
+    if not (folder / TABLES).is_file():
+        raise PoolFolderError(
+            f"{folder} has no {TABLES}: name the folder of a coordinator that has run; if its state is in PostgreSQL, copy "
+            "the folder, and back up the database with pg_dump"
+        )
+    if copy.exists():
+        raise PoolFolderError(f"{copy} exists; choose another name, such as one with today's date")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = copy.with_name(f".{copy.name}.tmp")
+    discard(unfinished)
+    unfinished.mkdir(mode=0o700)
+    if (found := copy_sqlite(folder / TABLES, unfinished / TABLES)) != "ok":
+        raise PoolFolderError(f"{folder / TABLES} is damaged: {found}; go back to an older copy")
+    Nonces(open_sqlite(unfinished / NONCES, survives_power_cuts=False), boot=BOOT).connection.close()
+    shutil.copytree(folder, unfinished, ignore=_unwanted, dirs_exist_ok=True)
+    unfinished.chmod(0o700)  # the key is in it
+    for path in unfinished.rglob("*"):
+        fsync(path)
+    unfinished.rename(copy)
+    fsync(copy.parent)
+    return sum(path.stat().st_size for path in copy.rglob("*") if path.is_file())
+
+
+def _reachable(config: Config, url: str) -> Config:
+    """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host.
+
+    A run that shares a listener has none of its own. Relays may be as near as the coordinator: one on a private network has
+    relays there too.
+    """
+    parts, section = urlsplit(url), config.coordinator
+    changed: dict[str, int | str] = {}
+    is_shared = bool(split_url(url)[1])
+    if not section.port and not is_shared:
+        if parts.scheme == "https":
+            raise PoolFolderError(
+                f"{url} is a proxy's (the coordinator itself speaks http): add --set coordinator.port=PORT, where it listens"
+            )
+        changed["port"] = parts.port or 80
+    if not is_shared and "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
+        changed["host"] = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
+    reach = narrowest(parts.hostname or "") if config.relays.reach == "auto" else config.relays.reach
+    relays = config.relays.model_copy(update={"reach": reach})
+    return config.model_copy(update={"coordinator": section.model_copy(update=changed), "relays": relays})
+
+
+def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str, Role]) -> list[str]:
+    """The commands that start the pool, and what the config lacks for nodes elsewhere."""
+    lines = [
+        f"pool {address.run}: {len(roles)} invites in {folder / INVITES}, each for one node. Keep them secret.",
+        "",
+    ]
+    start = f"--dir {shlex.quote(str(folder))}"
+    if split_url(address.url)[1]:
+        start = f"--runs {shlex.quote(str(folder.parent))} --port {urlsplit(address.url).port or 'PORT'}"
+    lines += [
+        "here:",
+        f"  shoal coordinator {start}",
+        "",
+        f"on each node's machine, with its invite from {folder / INVITES}:",
+    ]
+    for name, role in roles.items():
+        more = " --watch learner/versions" if role == "origin" else ""
+        lines.append(f"  shoal {role} --join {name}.invite --dir {name}{more}")
+    lines += ["", "from anywhere:", f"  shoal status {address.url}"]
+    local = urlsplit(address.url).hostname in LOOPBACK
+    unreachable = [
+        f"{key}.host"
+        for key, section in (("origin", config.origin), ("relays", config.relays))
+        if section.host in LOOPBACK and not local
+    ]
+    if unreachable:
+        lines += [
+            "",
+            f"{' and '.join(unreachable)} announce 127.0.0.1: set them in {folder / CONFIG} to addresses that",
+            "other machines reach, before the coordinator starts.",
+        ]
+    return lines
+
+
+def _find(connection: Connection, name: str, role: Role) -> Node:
+    every = [node for node in Nodes(connection).all() if node.role == role]
+    found = next((node for node in every if node.name == name), None)
+    if found is None:
+        names = ", ".join(node.name for node in every if not node.evicted)
+        raise SteeringError(f"{name} is not a {role} of this pool; its {role}s are: {names or 'none'}")
+    return found
+
+
+def _move(connection: Connection, node: Node, event: Event, reason: str) -> None:
+    if not Nodes(connection).move(node.key, event, reason, time.time()):
+        raise PoolError(f"{node.name} is {node.state} ({node.reason or 'no reason given'}): `{event}` changes nothing")
+
+
+def _unwanted(folder: str, names: list[str]) -> set[str]:
+    """Databases, which are copied otherwise, files that are not complete, and the folders of nodes (`shoal pool up`)."""
+    nodes = {name for name in names if (Path(folder) / name / KEY).is_file()}
+    return nodes | {name for name in names if ".sqlite" in name or (name.startswith(".") and name.endswith(".tmp"))}

@@ -1,1 +1,0 @@
-"""What the coordinator tells of its run: status, history, metrics."""

@@ -1,0 +1,175 @@
+"""The connection to the database, and everything that SQLite and PostgreSQL do in their own ways.
+
+Invariants: what happens inside `transaction()` happens whole or not at all. Two tables with the same rows have the same
+digest; any changed, missing, added or doubled row gives another one.
+Statements use `?` for arguments, RETURNING for new rows, and SERIAL for a column that numbers them: all SQL of the room runs
+on both. Backends: SQLite, here; PostgreSQL in `postgres`. Left out: threads (one thread uses a connection).
+"""
+
+import json
+import re
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from shoal.errors import ShoalError
+
+SERIAL = "BIGSERIAL PRIMARY KEY"  # each backend writes it in its own words
+Rows = Sequence[tuple[Any, ...]]
+
+
+class DatabaseFullError(ShoalError):
+    """The disk that holds the database is full."""
+
+
+class DatabaseLostError(ShoalError):
+    """The database's server is gone, or has ended this connection. What was not committed did not happen."""
+
+    restart_helps = True
+
+
+class Connection(ABC):
+    @abstractmethod
+    def rows(self, sql: str, *arguments: object) -> list[tuple[Any, ...]]: ...
+
+    def row(self, sql: str, *arguments: object) -> Any:
+        """The first row, None if there is none."""
+        found = self.rows(sql, *arguments)
+        return found[0] if found else None
+
+    def value(self, sql: str, *arguments: object) -> Any:
+        """The first column of the first row, None if there is none."""
+        found = self.row(sql, *arguments)
+        return None if found is None else found[0]
+
+    @abstractmethod
+    def change(self, sql: str, *arguments: object) -> int:
+        """Returns how many rows changed. Raises DatabaseFullError."""
+
+    @abstractmethod
+    def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
+        """Create a table or index, if it is not there. One that need not survive them is faster to write."""
+
+    @abstractmethod
+    def transaction(self) -> AbstractContextManager[None]:
+        """All of the block or nothing of it. A nested block belongs to the outer one: an error undoes both."""
+
+    @abstractmethod
+    def has_table(self, name: str) -> bool: ...
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where the database is, for messages."""
+
+    @property
+    @abstractmethod
+    def format(self) -> int:
+        """The number that the creator of this database stored in it; 0 in a new one."""
+
+    @abstractmethod
+    def set_format(self, number: int) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class SqliteConnection(Connection):
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        if connection.isolation_level is not None:
+            raise ValueError("open the connection with isolation_level=None, so that transactions are explicit")
+        self.sqlite = connection
+
+    def rows(self, sql: str, *arguments: object) -> list[tuple[Any, ...]]:
+        return self.sqlite.execute(sql, arguments).fetchall()
+
+    def row(self, sql: str, *arguments: object) -> Any:
+        return self.sqlite.execute(sql, arguments).fetchone()  # reads no more than it returns
+
+    def change(self, sql: str, *arguments: object) -> int:
+        with self._full_disk_named():
+            return self.sqlite.execute(sql, arguments).rowcount
+
+    def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
+        """What survives power cuts is the whole file's matter (`open_sqlite`)."""
+        self.change(statement.replace(SERIAL, "INTEGER PRIMARY KEY AUTOINCREMENT"))
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        if self.sqlite.in_transaction:
+            yield
+            return
+        with self._full_disk_named():
+            self.sqlite.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self.sqlite.execute("COMMIT")
+            except BaseException:
+                if self.sqlite.in_transaction:  # SQLite itself rolls back when the disk is full
+                    self.sqlite.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _full_disk_named(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
+                raise
+            raise DatabaseFullError(f"the disk of {self.place} is full: free space there") from error
+
+    def has_table(self, name: str) -> bool:
+        return self.row("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", name) is not None
+
+    @property
+    def place(self) -> str:
+        return str(self.row("PRAGMA database_list")[2])
+
+    @property
+    def format(self) -> int:
+        return int(self.value("PRAGMA user_version"))
+
+    def set_format(self, number: int) -> None:
+        self.sqlite.execute(f"PRAGMA user_version = {number:d}")
+
+    def close(self) -> None:
+        self.sqlite.close()
+
+
+def copy_sqlite(source: Path, target: Path) -> str:
+    """Copy a database that others may be writing, by SQLite's online backup. Returns "ok", or what is damaged in it."""
+    with closing(sqlite3.connect(source, timeout=10)) as old, closing(sqlite3.connect(target)) as new:
+        old.backup(new)
+        return str(new.execute("PRAGMA integrity_check").fetchone()[0])
+
+
+def open_sqlite(path: Path, *, survives_power_cuts: bool = True) -> SqliteConnection:
+    """Open or create a database that survives kill -9, and power cuts unless its owner says that it need not."""
+    connection = sqlite3.connect(path, isolation_level=None, timeout=10)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cuts else 'NORMAL'}")
+    return SqliteConnection(connection)
+
+
+def table_names(schema: Iterable[str]) -> list[str]:
+    """The tables that these statements create."""
+    return [name for statement in schema for name in re.findall(r"CREATE TABLE IF NOT EXISTS (\w+)", statement)]
+
+
+def table_digest(connection: Connection, table: str) -> str:
+    """BLAKE3, hex, of the sorted digests of the rows. A truth value counts as 0 or 1, as SQLite stores it."""
+    rows = connection.rows(f"SELECT * FROM {table}")
+    digest = blake3(table.encode())
+    for row in sorted(blake3(_text(row)).digest() for row in rows):
+        digest.update(row)
+    return digest.hexdigest()
+
+
+def _text(row: tuple[object, ...]) -> bytes:
+    plain = [int(value) if isinstance(value, bool) else value for value in row]
+    return json.dumps(plain, separators=(",", ":")).encode()

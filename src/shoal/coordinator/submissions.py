@@ -1,0 +1,313 @@
+"""Submissions: the table of all tasks that were assigned, and their life as one table of (state, event) -> state.
+
+    open        its worker holds it             accepted, rejected  judged
+    uploaded    waits for a validator           expired             nobody will finish it
+    validating  a validator has claimed it      stale               its worker came when no batch could take its version
+
+    miss    its worker asks for work again and will not upload it, or uploaded another file than it had announced
+    drop    its worker was dismissed or banned, or no validator can get its version any more
+    doubt   the verdict waits for a second validator's
+
+Invariants: an id, which holds the worker's key and number, occurs once. `move` is the only writer of the state, and writes
+it only if it still is what the decision was made on. A judged submission, an expired and a stale one never change theirs.
+What accepted ones earn is written by `credit`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from shoal.coordinator.state.connection import SERIAL, Connection
+
+SCHEMA = [
+    f"""CREATE TABLE IF NOT EXISTS submissions (
+    seq {SERIAL}, id TEXT UNIQUE NOT NULL, worker TEXT NOT NULL, number BIGINT NOT NULL, step BIGINT NOT NULL,
+    version BIGINT NOT NULL, digest TEXT NOT NULL, groups BIGINT NOT NULL, deadline_s DOUBLE PRECISION NOT NULL,
+    state TEXT NOT NULL, announced TEXT NOT NULL DEFAULT '', file_hash TEXT, accepted_hash TEXT, nonce TEXT NOT NULL,
+    assigned_s DOUBLE PRECISION NOT NULL, validator TEXT, full_check BOOLEAN,
+    lease_s DOUBLE PRECISION, content TEXT, reason TEXT, verdict TEXT, uploaded_s DOUBLE PRECISION,
+    judged_s DOUBLE PRECISION, tokens BIGINT NOT NULL DEFAULT 0, credit TEXT NOT NULL DEFAULT '')""",
+    "CREATE INDEX IF NOT EXISTS submissions_state ON submissions (state, seq)",
+    "CREATE INDEX IF NOT EXISTS submissions_worker ON submissions (worker, state, seq)",
+    "CREATE INDEX IF NOT EXISTS submissions_content ON submissions (content)",
+    "CREATE INDEX IF NOT EXISTS submissions_file ON submissions (file_hash)",
+    "CREATE INDEX IF NOT EXISTS submissions_accepted ON submissions (accepted_hash)",
+]
+
+State = Literal["open", "uploaded", "validating", "accepted", "rejected", "expired", "stale"]
+Event = Literal["upload", "miss", "late", "claim", "doubt", "accept", "reject", "drop"]
+
+TABLE: dict[tuple[State, Event], State] = {
+    ("open", "upload"): "uploaded",
+    ("open", "miss"): "expired",
+    ("open", "late"): "stale",
+    ("open", "drop"): "expired",
+    ("uploaded", "claim"): "validating",
+    ("uploaded", "accept"): "accepted",  # by the first of two verdicts, where the second cannot come any more
+    ("uploaded", "reject"): "rejected",
+    ("uploaded", "drop"): "expired",
+    ("validating", "claim"): "validating",  # again, or after its lease
+    ("validating", "doubt"): "uploaded",
+    ("validating", "accept"): "accepted",
+    ("validating", "reject"): "rejected",
+    ("validating", "drop"): "expired",
+}
+UNSETTLED: tuple[State, ...] = ("open", "uploaded", "validating")
+BROUGHT = {  # by events
+    *("file_hash", "uploaded_s", "accepted_hash", "validator", "lease_s", "full_check"),
+    *("reason", "content", "verdict", "judged_s"),
+}
+
+
+@dataclass(frozen=True)
+class Submission:
+    id: str
+    worker: str
+    number: int  # among this worker's
+    step: int
+    version: int
+    digest: str  # of the version's manifest
+    groups: int  # that it must hold
+    nonce: str
+    assigned_s: float
+    deadline_s: float  # after it, its worker may be given another task
+    state: State
+    announced: str  # hash of the file that its worker uploads; "": it still works on it
+    file_hash: str | None  # of the uploaded file
+    accepted_hash: str | None  # of the validator's accepted file
+    validator: str | None  # holds the claim
+    full_check: bool | None  # whether it is prefilled; drawn at the first claim
+    uploaded_s: float | None
+
+
+COLUMNS = ", ".join(field.name for field in fields(Submission))
+
+
+class Submissions:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def add(
+        self,
+        id: str,
+        worker: str,
+        number: int,
+        *,
+        step: int,
+        version: int,
+        digest: str,
+        groups: int,
+        nonce: str,
+        assigned_s: float,
+        deadline_s: float,
+    ) -> Submission:
+        row = self.connection.row(
+            "INSERT INTO submissions (id, worker, number, step, version, digest, groups, nonce, assigned_s, deadline_s,"
+            f" state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'open') RETURNING {COLUMNS}",
+            *(id, worker, number, step, version, digest, groups, nonce, assigned_s, deadline_s),
+        )
+        return _submission(row)
+
+    def get(self, id: str) -> Submission | None:
+        return self._first("id = ?", id)
+
+    def before(self, task: Submission) -> Submission | None:
+        """The same worker's task before this one."""
+        return self._first("worker = ? AND number = ?", task.worker, task.number - 1)
+
+    def open_of(self, worker: str) -> list[Submission]:
+        """The tasks that it works on, oldest first."""
+        return self._all("worker = ? AND state = 'open' AND announced = '' ORDER BY seq", worker)
+
+    def announced_of(self, worker: str) -> Submission | None:
+        """The task that it finished and is uploading."""
+        return self._first("worker = ? AND state = 'open' AND announced != ''", worker)
+
+    def held_by(self, worker: str) -> list[Submission]:
+        """The tasks that it works on or uploads, oldest first."""
+        return self._all("worker = ? AND state = 'open' ORDER BY seq", worker)
+
+    def announce(self, id: str, file_hash: str) -> None:
+        self.connection.change("UPDATE submissions SET announced = ? WHERE id = ?", file_hash, id)
+
+    # --- their life --------------------------------------------------------------------------------------------------
+
+    def move(self, found: Submission, event: Event, **columns: object) -> bool:
+        """Let an event happen, and write what it brings. False, and nothing changes, if the table lacks it."""
+        assert columns.keys() <= BROUGHT
+        state = TABLE.get((found.state, event))
+        names = "".join(f", {name} = ?" for name in columns)
+        return (
+            state is not None
+            and self.connection.change(
+                f"UPDATE submissions SET state = ?{names} WHERE id = ? AND state = ?",
+                *(state, *columns.values(), found.id, found.state),
+            )
+            == 1
+        )
+
+    def drop_of(self, worker: str, states: Sequence[State] = ("open",)) -> None:
+        """Close what a worker has in one of these states."""
+        marks = ", ".join("?" * len(states))
+        for found in self._all(f"worker = ? AND state IN ({marks}) ORDER BY seq", worker, *states):
+            self.move(found, "drop")
+
+    # --- assigning ---------------------------------------------------------------------------------------------------
+
+    def next_number(self, worker: str) -> int:
+        return self._integer("SELECT coalesce(max(number), -1) + 1 FROM submissions WHERE worker = ?", worker)
+
+    def newest_version_of(self, worker: str) -> int:
+        """The newest version that this worker was given a task of; -1 if there is none."""
+        return self._integer("SELECT coalesce(max(version), -1) FROM submissions WHERE worker = ?", worker)
+
+    def groups_unjudged(self) -> int:
+        """Groups in what is uploaded and not yet judged."""
+        return self._integer(
+            "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state IN ('uploaded', 'validating')"
+        )
+
+    def open_at(self, *, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
+        """Open tasks of workers that were seen since then and may finish them: groups, seconds that they are old, and the
+        seconds that their worker usually takes (0: nothing of it was accepted yet)."""
+        return self.connection.rows(
+            "SELECT groups, ? - assigned_s, took_s FROM submissions JOIN nodes ON key = worker"
+            " WHERE submissions.state = 'open' AND seen_s >= ? AND nodes.state IN ('active', 'draining')",
+            now_s,
+            seen_since_s,
+        )
+
+    # --- checking ----------------------------------------------------------------------------------------------------
+
+    def claimable(self, validator: str, now_s: float) -> list[Submission]:
+        """Unclaimed, claimed by this validator, or under a lease that has expired; oldest first."""
+        return self._all(
+            "state = 'uploaded' OR (state = 'validating' AND (lease_s < ? OR validator = ?)) ORDER BY seq",
+            now_s,
+            validator,
+        )
+
+    def content_owner(self, content: str) -> str | None:
+        """Id of the accepted submission with this content."""
+        found: str | None = self.connection.value(
+            "SELECT id FROM submissions WHERE content = ? AND state = 'accepted' ORDER BY seq LIMIT 1", content
+        )
+        return found
+
+    def set_accepted_hash(self, id: str, accepted_hash: str) -> None:
+        """What the validator that holds the claim has stored."""
+        self.connection.change("UPDATE submissions SET accepted_hash = ? WHERE id = ?", accepted_hash, id)
+
+    def honest_in_a_row(self, worker: str) -> int:
+        """Accepted after a full check, since the worker's last rejection."""
+        return self._integer(
+            "SELECT count(*) FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check AND seq >"
+            " (SELECT coalesce(max(seq), 0) FROM submissions WHERE worker = ? AND state = 'rejected')",
+            worker,
+            worker,
+        )
+
+    def count_rejected_of(self, worker: str, reasons: list[str], newest: int) -> int:
+        """How many of the worker's newest judged submissions were rejected for one of these reasons."""
+        marks = ", ".join("?" * len(reasons))
+        return self._integer(
+            "SELECT count(*) FROM (SELECT reason FROM submissions WHERE worker = ? AND judged_s IS NOT NULL"
+            f" ORDER BY seq DESC LIMIT ?) AS judged WHERE reason IN ({marks})",
+            worker,
+            newest,
+            *reasons,
+        )
+
+    def groups_unchecked(self) -> int:
+        """Groups in what is claimed, not to be prefilled whole, and not yet judged."""
+        return self._integer(
+            "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'validating' AND NOT full_check"
+        )
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    def count_by_worker_and_state(self) -> dict[tuple[str, State], int]:
+        rows = self.connection.rows("SELECT worker, state, count(*) FROM submissions GROUP BY worker, state")
+        return {(worker, state): count for worker, state, count in rows}
+
+    def count_of(self, worker: str) -> tuple[int, int]:
+        """Tasks that one worker was given, and how many of them it did not upload."""
+        given, missed = self.connection.row(
+            "SELECT count(*), coalesce(sum(CASE WHEN state = 'expired' AND file_hash IS NULL THEN 1 ELSE 0 END), 0)"
+            " FROM submissions WHERE worker = ?",
+            worker,
+        )
+        return int(given), int(missed)
+
+    def count_missed(self) -> dict[str, int]:
+        """Tasks that each worker was given and did not upload."""
+        return dict(
+            self.connection.rows(
+                "SELECT worker, count(*) FROM submissions WHERE state = 'expired' AND file_hash IS NULL GROUP BY worker"
+            )
+        )
+
+    def missed_of(self, worker: str, limit: int) -> list[Submission]:
+        """The newest tasks that this worker was given and did not upload, or too late, oldest first."""
+        newest = self._all(
+            "worker = ? AND state IN ('expired', 'stale') AND file_hash IS NULL ORDER BY seq DESC LIMIT ?",
+            worker,
+            limit,
+        )
+        return newest[::-1]
+
+    def files(self) -> list[tuple[str, str | None, str | None]]:
+        """Id, and the hashes of the uploaded and of the accepted file, of everything that was uploaded."""
+        return self.connection.rows(
+            "SELECT id, file_hash, accepted_hash FROM submissions WHERE file_hash IS NOT NULL ORDER BY seq"
+        )
+
+    def has_file(self, kind: Literal["submissions", "accepted"], content_hash: str) -> bool:
+        """Whether a submission has this uploaded, or this accepted, file."""
+        column = "file_hash" if kind == "submissions" else "accepted_hash"
+        return self.connection.row(f"SELECT 1 FROM submissions WHERE {column} = ?", content_hash) is not None
+
+    def groups_too_late(self) -> int:
+        """Groups in what came to be uploaded when no batch could take its version any more."""
+        return self._integer("SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'stale'")
+
+    def count_by_state(self) -> dict[State, int]:
+        return dict(self.connection.rows("SELECT state, count(*) FROM submissions GROUP BY state"))
+
+    def count_by_reason(self) -> dict[str, int]:
+        return dict(
+            self.connection.rows("SELECT reason, count(*) FROM submissions WHERE reason IS NOT NULL GROUP BY reason")
+        )
+
+    def oldest_upload_s(self) -> float | None:
+        """When the oldest submission without a verdict was uploaded."""
+        found: float | None = self.connection.value(
+            "SELECT min(uploaded_s) FROM submissions WHERE state IN ('uploaded', 'validating')"
+        )
+        return found
+
+    def verdict_totals(self) -> tuple[int, int, float]:
+        """Verdicts, those of them that rest on a prefill, and the seconds from upload to verdict, summed."""
+        counts: tuple[int, int, float] = self.connection.row(
+            "SELECT count(*), coalesce(sum(CASE WHEN full_check THEN 1 ELSE 0 END), 0),"
+            " coalesce(sum(judged_s - uploaded_s), 0)"
+            " FROM submissions WHERE state IN ('accepted', 'rejected') AND judged_s IS NOT NULL"
+        )
+        return counts
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def _first(self, which: str, *arguments: object) -> Submission | None:
+        return next(iter(self._all(f"{which} LIMIT 1", *arguments)), None)
+
+    def _all(self, which: str, *arguments: object) -> list[Submission]:
+        rows = self.connection.rows(f"SELECT {COLUMNS} FROM submissions WHERE {which}", *arguments)
+        return [_submission(row) for row in rows]
+
+    def _integer(self, sql: str, *arguments: object) -> int:
+        return int(self.connection.value(sql, *arguments))
+
+
+def _submission(row: tuple[Any, ...]) -> Submission:
+    found = Submission(*row)
+    return replace(found, full_check=None if found.full_check is None else bool(found.full_check))

@@ -1,1 +1,0 @@
-"""Whom the pool believes and how closely it looks: classes, checking rates, second opinions, tests over many submissions."""

@@ -1,0 +1,322 @@
+"""What happens to every signed request before and after its route, at the coordinator and at the meeting of sites.
+
+    head verified -> role, length, rates -> nonce spent -> bounded body -> handler -> answer signed and sent
+
+Invariants. Of a request without a valid signature, by a key without the route's role, or over its rate, no body is read and
+nothing is written. A handler gets a body only if it is the one that was signed, and at most as much as its route allows.
+Every answer to a signed request is signed by the run that was asked, refusals included: a node believes no other. Only a
+connection whose last request a member signed stays open; every other is closed with its answer. So strangers hold no idle
+connection, and each of their refusals costs them a new one, held back longer the more there are. The rest of a refused body
+is read at a bounded rate, and not kept: a sender that reads no answer before its body is out gets the refusal, and a flood
+of bodies takes little of this process. Errors that a message explains become their status; any other is a bug, and a 500 of
+its own route only.
+
+A listener has one `Front`, which stands before all of its runs; a run has one `Admission`. Limits are in `pace`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from ssl import SSLContext
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from shoal.errors import ShoalError
+from shoal.protocol.answers import Refusal, sign_answer
+from shoal.protocol.identity import Identity
+from shoal.protocol.pace import LARGE_BYTES, Pace, Strangers, Untaken
+from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, verify_head
+from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Listener, network, started
+from shoal.shardcast.serve.log import LOG
+
+MAX_SMALL_BYTES = 4 << 10  # a registration, a claim, a version, an evaluation: a few fields
+BODY_TIMEOUT_S = 30.0  # for a whole message, and for the next piece of a file
+STRANGER_S = 10.0  # for a stranger's whole body
+BESIDE_BYTES = 1 << 20  # more is hashed beside the event loop
+LINGER_S = 30.0  # how long the rest of a refused body is read
+TOO_EARLY = 425  # RFC 8470: of a request that may be a replay
+MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files
+BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many before it does anything else
+READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
+
+MEMBER = web.RequestKey("member", str)  # its key
+SLOT = web.RequestKey("slot", contextlib.ExitStack)  # what a request holds until its answer is sent
+IDENTITY = web.AppKey("identity", Identity)  # of the run, or of the listener, that an application answers for
+
+Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Read = Callable[[], Awaitable[bytes]]  # the next piece of a body, b"" at its end
+Answer = BaseModel | bytes | web.StreamResponse  # bytes: a file, whose readers are bounded elsewhere
+
+
+@dataclass(frozen=True)
+class Request:
+    """A verified request: who signed it, with what body, for which path parameters and query."""
+
+    head: SignedHead
+    body: bytes
+    match: Mapping[str, str]
+    query: Mapping[str, str]
+
+    @property
+    def key(self) -> str:
+        return self.head.key
+
+
+Handler = Callable[[Request], Awaitable[Answer]]
+
+
+class Front:
+    def __init__(self, strangers: Strangers | None = None, untaken: Untaken | None = None) -> None:
+        self.strangers = strangers or Strangers()
+        self.untaken = untaken or Untaken()
+
+    def attach(self, application: web.Application) -> web.Application:
+        """Stand before this application and all that are in it. Returns it."""
+        application.middlewares.append(self._pass)
+        return application
+
+    @web.middleware
+    async def _pass(self, request: web.Request, handler: Route) -> web.StreamResponse:
+        with contextlib.ExitStack() as sending:
+            request[SLOT] = sending
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:  # no such path or method
+                response = refusal(error.status, error.reason)
+            key, address, size = request.get(MEMBER), network(request.remote or ""), _size_bytes(response)
+            try:
+                sending.enter_context(self.untaken.answer(key or address, size, member=key is not None))
+            except Refusal as error:
+                response = refusal(error.status, str(error))
+            if key is None:
+                response.force_close()
+                if response.status >= 400:
+                    await asyncio.sleep(self.strangers.refusal_hold_s(address))
+            elif response.status == 429:
+                response.force_close()
+            await _sign(request, response)
+            if response.status >= 400 or size > LARGE_BYTES:
+                with contextlib.suppress(ConnectionError):  # whoever asked is gone
+                    await response.prepare(request)
+                    await response.write_eof()  # ends once all but a connection's buffers is taken
+        if response.status >= 400:
+            await self._discard(request)
+        return response
+
+    async def _discard(self, request: web.Request) -> None:
+        """Read what is left of a refused body until it ends, its sender goes, or LINGER_S are over."""
+        with contextlib.suppress(TimeoutError, ConnectionError, web.RequestPayloadError):
+            async with asyncio.timeout(LINGER_S):
+                while piece := await request.content.readany():
+                    await asyncio.sleep(self.strangers.discard_hold_s(len(piece)))
+
+    def open_to_all(self, handler: Route) -> Route:
+        """A route that needs no signature."""
+
+        async def respond(request: web.Request) -> web.StreamResponse:
+            address = network(request.remote or "")
+            try:
+                self.strangers.reader(address)
+            except Refusal as error:
+                return refusal(error.status, str(error))
+            _asked(request)
+            response = await handler(request)
+            self.strangers.answered(address, _size_bytes(response))
+            return response
+
+        return respond
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Who may ask one run for what, and the frame of its signed routes."""
+
+    run: str
+    nonces: NonceStore
+    role_of: Callable[[str], str | None]
+    clock: Callable[[], float]
+    pace: Pace
+    statuses: Mapping[type[ShoalError], int] = field(default_factory=dict)  # of errors that their message explains
+
+    def admit(
+        self,
+        request: web.Request,
+        roles: Collection[str] | None,
+        limit_bytes: int,
+        *,
+        large: bool = False,
+        rare: bool = False,
+    ) -> SignedHead:
+        """Verify the headers: signature, role, encoding and length of the body, rate. Holds a place until it is answered.
+
+        `roles` None: strangers too. Their nonce, and a member's, the route spends once it knows that they may ask: else
+        strangers could fill the disk. `large`, `rare`: see `pace`. Raises SignatureError, and Refusal with status 403, 413,
+        415 or 429.
+        """
+        head = verify_head(request.method, request.raw_path, request.headers, audience=self.run, now_s=self.clock())
+        role = self.role_of(head.key)
+        if role is not None:
+            request[MEMBER] = head.key
+            _asked(request)
+        if roles is not None and role not in roles:
+            raise Refusal(f"only {' or '.join(roles)} may ask for {request.path}", 403)
+        if "Content-Encoding" in request.headers:
+            raise Refusal("the body must come without content-encoding", 415)
+        if (request.content_length or 0) > limit_bytes:
+            raise Refusal(f"a body of {request.content_length} bytes; at most {limit_bytes} are allowed here", 413)
+        if role is not None:
+            self.pace.member(head.key, rare=rare)
+        if roles is not None:
+            head.spend(self.nonces)
+        request[SLOT].enter_context(self.pace.under_way(head.key, large=large))
+        return head
+
+    def signed(
+        self,
+        handler: Handler,
+        roles: Collection[str] | None,
+        limit_bytes: int = MAX_SMALL_BYTES,
+        *,
+        large: bool = False,
+        rare: bool = False,
+    ) -> Route:
+        """A route that answers `roles` (None: any key) and takes a body of at most `limit_bytes`."""
+
+        async def respond(request: web.Request) -> Answer:
+            head = self.admit(request, roles, limit_bytes, large=large, rare=rare)
+            most_s = None if large else BODY_TIMEOUT_S if MEMBER in request else STRANGER_S
+            body = await read_body(request.content.readany, head, limit_bytes, most_s)
+            answer = await handler(Request(head, body, request.match_info, request.query))
+            response = _response(answer)
+            if not isinstance(answer, bytes | web.FileResponse):
+                self.pace.answered(head.key, _size_bytes(response))
+            return response
+
+        return self.answering(respond)
+
+    def answering(self, respond: Callable[[web.Request], Awaitable[Answer]]) -> Route:
+        """Turn an answer into a response, and an error that a message explains into its status."""
+
+        async def route(request: web.Request) -> web.StreamResponse:
+            try:
+                return _response(await respond(request))
+            except (web.RequestPayloadError, ConnectionResetError) as error:  # broken encoding; a client that left
+                return refusal(400, str(error))
+            except SignatureError as error:
+                return refusal(TOO_EARLY if error.reason == "replayed" else 401, str(error))
+            except ValidationError as error:
+                first = error.errors()[0]
+                return refusal(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+            except Refusal as error:
+                return refusal(error.status, str(error))
+            except tuple(self.statuses) as error:
+                status = next(status for kind, status in self.statuses.items() if isinstance(error, kind))
+                return refusal(status, str(error))
+
+        return route
+
+
+async def read_body(read: Read, head: SignedHead, limit_bytes: int, timeout_s: float | None = BODY_TIMEOUT_S) -> bytes:
+    """The whole verified body. `timeout_s` None: as long as pieces come. Raises SignatureError, Refusal (408, 413)."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return b"".join(
+                [piece async for piece in body_pieces(read, head, limit_bytes, timeout_s or BODY_TIMEOUT_S)]
+            )
+    except TimeoutError as error:
+        raise Refusal(f"the body did not arrive within {timeout_s:g} s; send the request again", 408) from error
+
+
+async def body_pieces(
+    read: Read, head: SignedHead, limit_bytes: int, timeout_s: float = BODY_TIMEOUT_S
+) -> AsyncIterator[bytes]:
+    """The body in pieces, which are not verified until the iteration ends. Raises like `read_body`."""
+    size_bytes, digest = 0, sha256()
+    while True:
+        try:
+            async with asyncio.timeout(timeout_s):
+                piece = await read()
+        except TimeoutError as error:
+            raise Refusal(f"nothing of the body arrived for {timeout_s:g} s; send the request again", 408) from error
+        if not piece:
+            break
+        size_bytes += len(piece)
+        if size_bytes > limit_bytes:
+            raise Refusal(f"a body of more than {limit_bytes} bytes", 413)
+        digest.update(piece)
+        yield piece
+    head.check_body(digest.digest(), size_bytes)
+
+
+def refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)
+
+
+async def listen(
+    application: web.Application,
+    host: str,
+    port: int,
+    *,
+    per_address: int,
+    total: int = MAX_CONNECTIONS,
+    ssl: SSLContext | None = None,
+) -> tuple[web.AppRunner, int]:
+    """Serve an application that has a front, with `per_address` connections from one address. Returns what ends it, and the
+    port. Raises OSError if the port is taken."""
+    listener = Listener(host, port, PATIENCE, per_address=per_address, total=total)
+    runner = await started(
+        application,
+        listener,
+        ssl=ssl,
+        backlog=BACKLOG,
+        logger=LOG,
+        lingering_time=0,  # `Front` reads what is left of a refused body
+        read_bufsize=READ_BUFFER_BYTES,
+        auto_decompress=False,
+    )
+    return runner, int(listener.getsockname()[1])
+
+
+def _asked(request: web.Request) -> None:
+    """Note that the connection of this request has a right to be open."""
+    if (listener := request.config_dict.get(LISTENER)) and request.transport:
+        listener.asked(request.transport.get_extra_info("peername"))
+
+
+def _response(answer: Answer) -> web.StreamResponse:
+    if isinstance(answer, web.StreamResponse):
+        return answer
+    if isinstance(answer, bytes):
+        return web.Response(body=answer)
+    return web.json_response(text=answer.model_dump_json())
+
+
+def _size_bytes(response: web.StreamResponse) -> int:
+    """Of its body, if that is in memory."""
+    body = response.body if isinstance(response, web.Response) else None
+    return len(body) if isinstance(body, bytes | bytearray) else 0
+
+
+async def _sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Sign an answer as the innermost application with a key; not one whose body is unknown before it is sent."""
+    if "signature" not in request.headers:
+        return
+    if isinstance(response, web.FileResponse):  # task data, whose name is its digest
+        digest = bytes.fromhex(request.match_info["sha256"])
+    elif isinstance(response, web.Response) and isinstance(response.body, bytes | bytearray | None):
+        body = response.body or b""
+        if len(body) <= BESIDE_BYTES:
+            digest = sha256(body).digest()
+        else:  # a file: others must not wait for it
+            digest = await asyncio.to_thread(lambda: sha256(body).digest())
+    else:
+        return
+    identity = next(app[IDENTITY] for app in reversed(request.match_info.apps) if IDENTITY in app)
+    headers = sign_answer(
+        identity, request.headers, status=response.status, body_sha256=digest, created_s=int(time.time())
+    )
+    response.headers.update(headers)

@@ -1,0 +1,141 @@
+import pytest
+
+from shoal.coordinator.database import PoolError
+from shoal.protocol.messages import Reason
+
+from .support import ALICE, BOB, CAROL, VALIDATOR, Harness, advance, open_pool
+
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
+
+def test_a_worker_that_asks_gets_a_task_of_its_version(harness: Harness) -> None:
+    task = harness.task()
+    assert (task.number, task.step, task.policy_version, task.groups) == (0, 0, 0, 2)
+    assert task.id == f"{ALICE[:16]}-000000" and task.policy_digest == f"{0:064x}"
+    assert task.deadline_s == harness.clock.now_s + 100
+
+
+def test_only_workers_that_want_one_get_a_task(harness: Harness) -> None:
+    assert harness.beat(wants=False).assignment is None
+    assert harness.beat(VALIDATOR, 0).assignment is None
+
+
+@pytest.mark.parametrize(
+    "loaded, reason",
+    [(None, "this worker to load version 0"), (1, "which this worker reports as loaded, to be published")],
+)
+def test_a_worker_without_a_published_version_waits(harness: Harness, loaded: int | None, reason: str) -> None:
+    answer = harness.beat(ALICE, loaded)
+    assert answer.assignment is None and reason in answer.waiting_for
+
+
+def test_nobody_works_before_the_first_version() -> None:
+    harness = open_pool()
+    harness.join(ALICE)
+    assert harness.beat(ALICE, None).waiting_for == "the learner to publish version 0"
+
+
+def test_rollouts_run_ahead_of_the_learner_by_the_async_level_and_no_further(harness: Harness) -> None:
+    advance(harness, 2)
+    assert harness.task(version=0).step == 2, "step 2 may train on version 0"
+    harness.pool.assignments.uploaded(ALICE, harness.task(version=0).id, "9" * 64)
+    harness.claim(VALIDATOR)
+    harness.judge(f"{ALICE[:16]}-000004")
+    harness.accepted(version=0)
+    assert harness.beat(version=0).waiting_for == "the learner to publish version 1"
+
+
+def test_a_worker_with_too_old_weights_waits_until_it_has_loaded_newer_ones(harness: Harness) -> None:
+    advance(harness, 3)
+    harness.publish(1, 2)
+    assert harness.beat(version=0).waiting_for == "this worker to load version 2"
+    assert harness.task(version=1).policy_version == 1, "an older version within the level is fine"
+
+
+def test_an_async_level_of_zero_takes_only_the_version_of_the_step() -> None:
+    harness = open_pool(async_level=0)
+    harness.join(ALICE)
+    harness.join(VALIDATOR, "validator")
+    harness.publish(0)
+    advance(harness, 1)
+    assert "publish version 1" in harness.beat(version=0).waiting_for
+    harness.publish(1)
+    assert "load version 1" in harness.beat(version=0).waiting_for
+    assert harness.task(version=1).step == 1
+
+
+def test_a_restarted_worker_gets_the_same_task_with_the_same_deadline(harness: Harness) -> None:
+    first = harness.task()
+    harness.clock.now_s += 40
+    assert harness.task() == first
+
+
+def test_a_restarted_worker_gets_its_task_back_even_where_enough_is_under_way(harness: Harness) -> None:
+    first, _ = harness.task(ALICE), harness.task(BOB)
+    harness.join(CAROL)
+    assert "catch up" in harness.beat(CAROL, 0).waiting_for
+    assert harness.task(ALICE) == first
+
+
+def test_a_newer_version_ends_the_open_task_and_gives_the_next_number(harness: Harness) -> None:
+    first = harness.task()
+    harness.publish(1)
+    assert "1 in a row never came" in harness.beat(version=1).waiting_for
+    harness.clock.now_s += 600
+    second = harness.task(version=1)
+    assert (second.number, second.policy_version) == (1, 1)
+    with pytest.raises(PoolError, match="expired, not open"):
+        harness.pool.assignments.uploaded(ALICE, first.id, "9" * 64)
+
+
+def test_a_worker_cannot_draw_other_tasks_by_going_back_to_an_older_version(harness: Harness) -> None:
+    harness.publish(1)
+    first = harness.task(version=1)
+    assert harness.beat(version=0).waiting_for == "this worker to load version 1"
+    assert harness.task(version=1) == first
+
+
+# --- back-pressure ---------------------------------------------------------------------------------------------------
+
+
+def test_no_more_tasks_are_assigned_than_the_next_batch_needs(harness: Harness) -> None:
+    harness.join(CAROL)
+    harness.task(ALICE)
+    harness.task(BOB)
+    assert harness.beat(CAROL, 0).waiting_for == "the validators and the learner to catch up"
+
+
+def test_what_is_uploaded_or_claimed_counts_as_under_way(harness: Harness) -> None:
+    harness.upload(ALICE)
+    harness.upload(BOB)
+    assert "catch up" in harness.beat(ALICE, 0).waiting_for
+    harness.claim(VALIDATOR)
+    assert "catch up" in harness.beat(ALICE, 0).waiting_for
+
+
+def test_more_tasks_are_assigned_if_few_groups_are_useful(harness: Harness) -> None:
+    harness.join(CAROL)
+    harness.accepted(useful=(True, False))  # share 0.5, one waiting: 3 more needed, which is 3 submissions
+    for key in (ALICE, BOB, CAROL):
+        harness.task(key)
+    harness.join("d" * 64)
+    assert "catch up" in harness.beat("d" * 64, 0).waiting_for
+
+
+def test_a_rejected_submission_is_no_longer_under_way(harness: Harness) -> None:
+    harness.upload(ALICE)
+    harness.upload(BOB)
+    claim = harness.claim(VALIDATOR)
+    assert claim is not None
+    harness.judge(claim.assignment.id, Reason.UNREADABLE)
+    assert harness.task(ALICE).number == 1
+
+
+def test_a_silent_workers_task_is_not_waited_for(harness: Harness) -> None:
+    harness.join(CAROL)
+    silent = harness.task(ALICE)
+    harness.task(BOB)
+    harness.clock.now_s += 31
+    harness.beat(BOB, 0, wants=False)
+    assert harness.task(CAROL).number == 0
+    harness.pool.assignments.uploaded(ALICE, silent.id, "9" * 64)  # it only was slow: its grant is still good

@@ -1,0 +1,105 @@
+import pytest
+
+from shoal.protocol.messages import StepReport
+
+from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
+
+pytestmark = pytest.mark.usefixtures("every_database")
+
+
+def groups(harness: Harness, step: int) -> list[tuple[str, int]]:
+    batch = harness.pool.batches.of_step(step)
+    assert batch.ready
+    return [(group.submission, group.group) for group in batch.groups]
+
+
+def test_a_batch_is_ready_when_it_is_full_of_useful_groups_oldest_first(harness: Harness) -> None:
+    first = harness.accepted(useful=(False, True))
+    second = harness.accepted(BOB)
+    filling = harness.pool.batches.of_step(0)
+    assert (filling.ready, filling.have, filling.need) == (False, 3, 4)
+    third = harness.accepted()
+    assert groups(harness, 0) == [(first.id, 1), (second.id, 0), (second.id, 1), (third.id, 0)]
+    assert harness.pool.batches.of_step(1).have == 1, "what is left over waits for the next step"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_open_batch_names_what_it_would_hold_where_the_learner_streams(stream: bool) -> None:
+    harness = open_pool(stream=stream)
+    harness.join(ALICE)
+    harness.join(BOB)
+    harness.join(VALIDATOR, "validator")
+    harness.publish(0)
+    first, second = harness.accepted(useful=(False, True)), harness.accepted(BOB)
+    shown = [(first.id, 1), (second.id, 0), (second.id, 1)]
+    filling, later = (harness.pool.batches.of_step(step) for step in (0, 1))
+    assert [(group.submission, group.group) for group in filling.groups] == (shown if stream else [])
+    assert not filling.ready and later.groups == []
+    harness.pool.db.groups.mark_all_stale(BOB)  # it was evicted
+    assert len(harness.pool.batches.of_step(0).groups) == (1 if stream else 0)
+
+
+def test_a_full_batch_never_changes(harness: Harness) -> None:
+    harness.accepted()
+    harness.accepted()
+    before = harness.pool.batches.of_step(0)
+    harness.accepted()
+    harness.accepted()
+    assert harness.pool.batches.of_step(0) == before
+    assert harness.pool.batches.of_step(1).ready and not harness.pool.batches.of_step(2).ready
+
+
+def test_leftovers_that_fill_further_batches_close_them_at_once(harness: Harness) -> None:
+    harness.accepted(useful=(True,) * 11)
+    assert [harness.pool.batches.of_step(step).ready for step in range(3)] == [True, True, False]
+    assert harness.pool.batches.of_step(2).have == 3
+
+
+def test_groups_are_taken_until_exactly_the_async_level(harness: Harness) -> None:
+    harness.accepted(useful=(True,) * 3)  # version 0
+    harness.publish(1, 2, 3)
+    for version in (1, 2):
+        harness.accepted(version=version, useful=(True,) * 4)
+    assert harness.status().step == 2, "three groups are left over"
+    harness.accepted(version=2, useful=(True,))
+    assert groups(harness, 2)[-1][0] == f"{ALICE[:16]}-000003"
+    assert harness.status().stale_groups == 0
+
+
+def test_a_group_one_version_too_old_is_counted_stale_and_never_trained_on() -> None:
+    harness = open_pool(async_level=1)
+    harness.join(ALICE)
+    harness.join(BOB)
+    harness.join(VALIDATOR, "validator")
+    harness.publish(0, 1, 2)
+    old = harness.upload(BOB, 0)
+    fresh = harness.upload(ALICE, 1)
+    harness.claim(VALIDATOR)  # Bob's: its verdict is late
+    harness.clock.now_s += 51
+    harness.claim(OTHER_VALIDATOR)
+    claim = harness.claim(VALIDATOR)
+    assert claim is not None and claim.assignment.id == fresh.id
+    harness.judge(fresh.id, useful=(True,) * 8)
+    assert harness.status().step == 2, "steps 0 and 1 are full: version 0 is too old for step 2"
+    harness.judge(old.id, validator=OTHER_VALIDATOR)
+    assert harness.status().stale_groups == 2 and harness.status().have == 0
+    harness.accepted(version=2, useful=(True,) * 4)
+    assert old.id not in {submission for submission, _ in groups(harness, 2)}
+
+
+def test_no_task_is_assigned_when_every_batch_is_full(harness: Harness) -> None:
+    harness.accepted(useful=(True,) * 12)
+    harness.publish(1, 2, 3)
+    harness.accepted(version=3, useful=(True,) * 12)
+    assert "every batch is full" in harness.beat(version=3).waiting_for
+
+
+def test_without_the_filter_every_group_is_trained_on_and_equal_rewards_are_still_counted() -> None:
+    harness = open_pool(online_filter=False)
+    harness.join(ALICE)
+    harness.join(VALIDATOR, "validator")
+    harness.publish(0)
+    first, second = (harness.accepted(useful=(False, True)) for _ in range(2))
+    assert groups(harness, 0) == [(first.id, 0), (first.id, 1), (second.id, 0), (second.id, 1)]
+    harness.pool.learning.trained(StepReport(step=0, metrics={}, trained=[first.id, second.id]))
+    assert harness.pool.db.history.after(0).metrics[0]["reward/zero_std_frac"] == 0.5

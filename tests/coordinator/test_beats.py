@@ -1,0 +1,77 @@
+"""Heartbeats of many members are written together, on SQLite and on PostgreSQL."""
+
+import pytest
+
+from shoal.coordinator import members
+from shoal.coordinator.members import LONGEST_S, TOGETHER_S, Beats
+from shoal.coordinator.nodes import TOGETHER, Node
+from shoal.protocol.messages import Heartbeat, Intake, Stats
+
+from .support import Harness
+
+pytestmark = pytest.mark.usefixtures("every_database")
+MANY = 2 * TOGETHER + 3
+
+
+def workers(harness: Harness) -> list[str]:
+    keys = [f"{number:064x}" for number in range(MANY)]
+    for number, key in enumerate(keys):
+        harness.pool.db.nodes.add(key, f"w{number}", "worker", None, f"invite {number}", 0.0)
+    return keys
+
+
+def of(harness: Harness, key: str) -> Node:
+    found = harness.pool.db.nodes.get(key)
+    assert found is not None
+    return found
+
+
+def test_a_small_pools_heartbeat_is_recorded_at_once(harness: Harness) -> None:
+    first, *_ = workers(harness)
+    Beats(harness.pool.db).take(of(harness, first), Heartbeat(policy_version=3))
+    assert (of(harness, first).seen_s, of(harness, first).version) == (harness.clock.now_s, 3)
+
+
+def test_a_large_pools_heartbeats_are_recorded_together_and_none_is_lost(harness: Harness) -> None:
+    keys, beats = workers(harness), Beats(harness.pool.db, at_once_per_s=0.01)
+    beats.take(of(harness, keys[0]), Heartbeat())  # takes the pool beyond its rate
+    begun_s = harness.clock.now_s
+    for number, key in enumerate(keys):
+        beats.take(of(harness, key), Heartbeat(policy_version=None, stats=Stats(tokens=number)))
+    assert {of(harness, key).seen_s for key in keys[1:]} == {0.0}, "they wait for each other"
+    harness.clock.now_s += TOGETHER_S
+    beats.take(of(harness, keys[0]), Heartbeat(policy_version=7))
+    assert {of(harness, key).seen_s for key in keys[1:]} == {begun_s}
+    assert [Stats.model_validate_json(of(harness, key).stats).tokens for key in keys[1:]] == list(range(1, MANY))
+    assert (of(harness, keys[0]).seen_s, of(harness, keys[0]).version) == (harness.clock.now_s, 7), "the newest counts"
+
+
+def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harness) -> None:
+    harness.publish(0, 1, 2)
+    first, second, *_ = workers(harness)
+    beats = Beats(harness.pool.db)
+
+    def take(key: str, version: int | None, ago_s: float, took_s: float = 4.0) -> None:
+        intake = Intake(version=version, size_bytes=700, took_s=took_s, ago_s=ago_s)
+        beats.take(of(harness, key), Heartbeat(policy_version=version, stats=Stats(intake=intake)))
+
+    now_s = harness.clock.now_s
+    take(first, None, 0.0)  # nothing came yet
+    take(first, 1, 3.0)
+    harness.clock.now_s += 1
+    take(first, 1, 4.0)  # the same download, a second later
+    take(first, 2, 0.5)
+    take(first, 1, 0.0)  # said already, by another download
+    take(second, 77, 0.0)  # there is no such version
+    take(second, 2, 1e300, took_s=1e300)
+    rows = harness.pool.db.connection.rows("SELECT node, version, from_s, to_s, size_bytes FROM transfers ORDER BY seq")
+    assert rows[:2] == [(first, 1, now_s - 7, now_s - 3, 700), (first, 2, now_s - 3.5, now_s + 0.5, 700)]
+    assert [(row[0], row[1], row[3]) for row in rows[2:]] == [(second, 2, now_s + 1 - LONGEST_S)]
+
+
+def test_only_the_newest_downloads_are_kept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "KEPT", 3)
+    for version in range(6):
+        members.Downloads(harness.pool.db.connection).add_all([("a" * 64, version, 0.0, 1.0, 5)])
+    rows = harness.pool.db.connection.rows("SELECT version FROM transfers ORDER BY version")
+    assert rows == [(3,), (4,), (5,)]

@@ -1,0 +1,148 @@
+"""The share of a worker's submissions that is checked in full, that nobody can predict it, and what becomes of lies."""
+
+import json
+import random
+
+import pytest
+
+from shoal.protocol.messages import Claim, Reason
+
+from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
+
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
+USELESS = (False, False)  # fills no batch, so that any number can be uploaded
+
+
+@pytest.fixture
+def harness() -> Harness:
+    """Two submissions found honest halve the share, down to a tenth. Every draw is "check it" until a test says else."""
+    harness = staffed_pool(validator={"trust_after": 2, "check_floor": 0.1, "unchecked_share": 1.0})
+    harness.pool.judgement.trust.random = lambda: 0.0
+    return harness
+
+
+def share(harness: Harness, key: str = ALICE) -> float:
+    return harness.pool.judgement.trust.share(key)
+
+
+def trusted(harness: Harness, key: str = ALICE) -> None:
+    """Found honest twice: half is checked from here on."""
+    for _ in range(2):
+        harness.accepted(key, useful=USELESS)
+    assert share(harness, key) == 0.5
+
+
+def claimed(harness: Harness, key: str = ALICE) -> Claim:
+    task = harness.upload(key)
+    claim = harness.claim()
+    assert claim is not None and claim.assignment.id == task.id
+    return claim
+
+
+def test_the_share_halves_with_every_few_found_honest_down_to_its_floor(harness: Harness) -> None:
+    found = [share(harness)]
+    for _ in range(10):
+        harness.accepted(useful=USELESS)
+        found.append(share(harness))
+    assert found == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1, 0.1]
+    assert share(harness, BOB) == 1, "everybody earns their own"
+
+
+def test_by_default_everything_is_checked() -> None:
+    harness = open_pool(validator={"trust_after": 1})
+    harness.join(ALICE)
+    harness.publish(0)
+    for _ in range(5):
+        assert harness.accepted(useful=USELESS) and share(harness) == 1
+    assert all(harness.pool.judgement.trust.draw(ALICE, 2) for _ in range(200))
+
+
+@pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.BOUNDS])
+def test_any_rejection_takes_all_trust_away(harness: Harness, reason: Reason) -> None:
+    trusted(harness)
+    harness.judge(claimed(harness).assignment.id, reason)
+    assert share(harness) == 1 and harness.beat().state == "running"
+    harness.accepted(useful=USELESS)
+    assert share(harness) == 1, "it is counted from the rejection on"
+    harness.accepted(useful=USELESS)
+    assert share(harness) == 0.5
+
+
+def test_what_was_not_checked_earns_no_trust(harness: Harness) -> None:
+    trusted(harness)
+    harness.draws(*[0.9] * 6)
+    for _ in range(6):
+        harness.accepted(useful=USELESS)
+    assert share(harness) == 0.5
+    last = list(harness.pool.db.ledger.entries(kind="accepted"))
+    assert [json.loads(entry.body)["full"] for entry in last] == [True] * 2 + [False] * 6
+
+
+@pytest.mark.parametrize(("drawn", "full"), [(0.0, True), (0.4999, True), (0.5, False), (0.9999, False)])
+def test_the_draw_is_by_the_given_random_number(harness: Harness, drawn: float, full: bool) -> None:
+    trusted(harness)
+    harness.draws(drawn)
+    assert claimed(harness).full == full
+
+
+def test_the_numbers_are_the_systems() -> None:
+    draw = open_pool().pool.judgement.trust.random
+    assert isinstance(draw.__self__, random.SystemRandom)  # type: ignore[attr-defined]
+
+
+def test_a_draw_is_kept_when_the_submission_is_claimed_again(harness: Harness) -> None:
+    trusted(harness)
+    harness.draws(0.9)  # one draw; a second one would raise
+    assert not claimed(harness).full
+    again = harness.claim()
+    assert again is not None and not again.full, "to the validator that restarted"
+    harness.clock.now_s += 50.5
+    other = harness.claim(OTHER_VALIDATOR)
+    assert other is not None and not other.full, "to another after its lease"
+
+
+def test_each_of_several_is_drawn_for_itself(harness: Harness) -> None:
+    trusted(harness)
+    for _ in range(3):
+        harness.upload()
+    harness.draws(0.9, 0.1, 0.6)
+    assert [claim.full for claim in harness.claims(VALIDATOR, 3)] == [False, True, False]
+
+
+# --- a liar is found -------------------------------------------------------------------------------------------------
+
+
+def waiting(harness: Harness) -> list[str]:
+    rows = harness.pool.db.connection.rows(
+        "SELECT submission FROM groups WHERE useful AND batch IS NULL AND NOT stale ORDER BY seq"
+    )
+    return [submission for (submission,) in rows]
+
+
+def test_work_that_no_batch_has_yet_is_lost_with_its_workers_eviction_checked_or_not(harness: Harness) -> None:
+    trusted(harness)
+    harness.draws(0.0, 0.9, 0.9, 0.0)
+    checked = harness.accepted(useful=(True, False))
+    unchecked = harness.accepted(useful=(True, False))
+    harness.upload(BOB)
+    lied = harness.upload()
+    harness.pool.judgement.trust.random = lambda: 0.0
+    claims = harness.claims(VALIDATOR, 2)
+    harness.judge(claims[0].assignment.id, useful=(True, False))
+    assert waiting(harness) == [checked.id, unchecked.id, claims[0].assignment.id]
+    harness.judge(lied.id, Reason.PROOF)
+    assert harness.beat().state == "evicted"
+    assert waiting(harness) == [claims[0].assignment.id], "another's stays"
+    assert harness.status().stale_groups == 2
+
+
+def test_a_batch_that_is_full_is_not_changed_by_an_eviction(harness: Harness) -> None:
+    trusted(harness)
+    harness.draws(0.9, 0.9, 0.0)
+    harness.accepted(useful=(True, True))
+    harness.accepted(useful=(True, True))
+    before = harness.pool.batches.of_step(0)
+    assert before.ready
+    harness.judge(claimed(harness).assignment.id, Reason.PROOF)
+    assert harness.pool.batches.of_step(0) == before and harness.status().stale_groups == 0

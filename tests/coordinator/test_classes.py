@@ -1,0 +1,418 @@
+"""Exactness classes, and what two validators that disagree do to whom."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.coordinator.checkers import MISMATCHES, WINDOW_S
+from shoal.coordinator.database import PoolError
+from shoal.protocol.messages import Reason, Replay, StepReport
+
+from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
+
+pytestmark = pytest.mark.usefixtures("every_database")
+
+ONE, TWO = "1" * 64, "2" * 64
+INEXACT = Replay(tokens=100, mismatched=3)
+
+
+@pytest.fixture
+def harness() -> Harness:
+    """Alice and both validators compute alike, Bob otherwise."""
+    return classes(alice=ONE, bob=TWO, first=ONE, second=ONE)
+
+
+def classes(*, alice: str, bob: str = TWO, first: str, second: str, **validator: str) -> Harness:
+    harness = staffed_pool(validator=validator, prompts_per_step=64)
+    for key, value in {VALIDATOR: first, OTHER_VALIDATOR: second, ALICE: alice, BOB: bob}.items():
+        harness.beat(key, wants=False, fingerprint=value)
+    return harness
+
+
+def uploaded(harness: Harness, key: str = ALICE, fingerprint: str = ONE) -> str:
+    """Alice's next submission, made with the fingerprint that she reports."""
+    answer = harness.beat(key, fingerprint=fingerprint)
+    assert answer.assignment is not None, answer.waiting_for
+    harness.clock.now_s += 1
+    harness.pool.assignments.uploaded(key, answer.assignment.id, "9" * 64)
+    return answer.assignment.id
+
+
+def claimable(harness: Harness, validator: str) -> list[str]:
+    return [claim.assignment.id for claim in harness.claims(validator, 8)]
+
+
+def inexact(harness: Harness, validator: str, id: str) -> None:
+    assert claimable(harness, validator) == [id]
+    harness.judge(id, Reason.INEXACT, validator=validator, confirmed=False, replay=INEXACT)
+
+
+def confirmed(harness: Harness) -> int:
+    return harness.pool.judgement.checkers.fingerprints.mismatches(ALICE, 0.0, confirmed=True)
+
+
+# --- routing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_submission_goes_to_a_validator_of_its_class() -> None:
+    harness = classes(alice=ONE, bob=TWO, first=ONE, second=TWO)
+    of_alice, of_bob = uploaded(harness), uploaded(harness, BOB, TWO)
+    assert claimable(harness, OTHER_VALIDATOR) == [of_bob]
+    assert claimable(harness, VALIDATOR) == [of_alice]
+
+
+def test_without_a_live_one_any_validator_checks_it() -> None:
+    harness = classes(alice=ONE, first=ONE, second=TWO)
+    id = uploaded(harness)
+    assert claimable(harness, OTHER_VALIDATOR) == []
+    harness.clock.now_s += 31
+    harness.beat(OTHER_VALIDATOR, fingerprint=TWO)
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+
+
+def test_a_claim_tells_the_workers_fingerprint_of_that_version_as_it_was_at_first(harness: Harness) -> None:
+    uploaded(harness)
+    [claim] = harness.claims(VALIDATOR, 8)
+    assert claim.fingerprint == ONE
+    harness.beat(ALICE, fingerprint=TWO)
+    [again] = harness.claims(VALIDATOR, 8)
+    assert again.fingerprint == ONE, "to change it after the upload changes nothing"
+
+
+def test_of_a_version_without_a_fingerprint_no_class_is_claimed(harness: Harness) -> None:
+    harness.publish(1)
+    answer = harness.beat(ALICE, 1)
+    assert answer.assignment is not None
+    harness.pool.assignments.uploaded(ALICE, answer.assignment.id, "9" * 64)
+    [claim] = harness.claims(VALIDATOR, 8)
+    assert claim.fingerprint == ""
+
+
+def test_the_newest_common_version_tells_whether_two_are_of_one_class(harness: Harness) -> None:
+    known = harness.pool.members.checkers
+    harness.publish(1, 2)
+    harness.beat(ALICE, 1, wants=False, fingerprint=TWO)
+    harness.beat(VALIDATOR, 2, wants=False, fingerprint=TWO)
+    assert known.together(ALICE, VALIDATOR), "only version 0 is common"
+    harness.beat(VALIDATOR, 1, wants=False, fingerprint=ONE)
+    assert not known.together(ALICE, VALIDATOR)
+
+
+def test_a_fingerprint_of_a_version_that_nobody_published_is_ignored(harness: Harness) -> None:
+    harness.beat(ALICE, 7, wants=False, fingerprint=TWO)
+    assert harness.pool.judgement.checkers.fingerprints.of(ALICE) == {0: ONE}
+
+
+def test_in_a_run_of_exact_work_only_who_computes_like_a_live_validator_gets_tasks() -> None:
+    harness = classes(alice=ONE, bob=TWO, first=ONE, second=ONE, classes="exact")
+    assert harness.beat(ALICE, fingerprint=ONE).assignment is not None
+    refused = harness.beat(BOB, fingerprint=TWO)
+    assert refused.assignment is None and "validator.classes" in refused.waiting_for
+    assert harness.beat(BOB).assignment is None, "claiming none is not a way around it"
+    harness.clock.now_s += 31
+    assert harness.beat(ALICE, fingerprint=ONE).assignment is None, "the validators are gone"
+
+
+# --- a second opinion ------------------------------------------------------------------------------------------------
+
+
+def test_inexact_work_goes_to_a_second_validator_of_the_class_first(harness: Harness) -> None:
+    id = uploaded(harness)
+    inexact(harness, VALIDATOR, id)
+    assert harness.state(id) == "uploaded" and harness.kinds()[-1] != "rejected"
+    assert claimable(harness, VALIDATOR) == []
+    inexact(harness, OTHER_VALIDATOR, id)
+    assert harness.state(id) == "rejected"
+    assert "slashed" not in harness.kinds() and harness.beat(fingerprint=ONE).state == "running"
+    assert harness.status().exact.mismatched_tokens == 3
+
+
+def test_a_second_validator_that_accepts_makes_the_first_one_the_odd_one(harness: Harness) -> None:
+    id = uploaded(harness)
+    inexact(harness, VALIDATOR, id)
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.judge(id, validator=OTHER_VALIDATOR, replay=Replay(tokens=100, mismatched=0))
+    assert harness.state(id) == "accepted"
+    assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, "its bit flipped, not the worker's"
+    assert harness.beat(ALICE, fingerprint=ONE, renews=False).renewals == 0
+    assert any("validator-e" in notice for notice in harness.status().notices)
+    assert confirmed(harness) == 0
+    exact = harness.status().exact
+    assert (exact.submissions, exact.tokens, exact.mismatched_tokens) == (1, 100, 0)
+
+
+def test_a_first_verdict_is_repeated_without_an_answer_and_stands_as_it_was(harness: Harness) -> None:
+    id = uploaded(harness)
+    inexact(harness, VALIDATOR, id)
+    harness.judge(id, Reason.INEXACT, confirmed=False, replay=INEXACT)
+    assert harness.state(id) == "uploaded"
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.judge(id, Reason.INEXACT, confirmed=False, replay=INEXACT)
+    assert harness.state(id) == "validating"
+
+
+def test_without_a_second_validator_of_the_class_inexact_work_is_unpaid_and_nothing_is_counted() -> None:
+    harness = classes(alice=ONE, first=ONE, second=TWO)
+    for _ in range(MISMATCHES + 2):
+        id = uploaded(harness)
+        inexact(harness, VALIDATOR, id)
+        assert harness.state(id) == "rejected"
+    assert confirmed(harness) == 0
+    assert harness.beat(fingerprint=ONE).assignment is not None, "it is not suspended"
+
+
+def test_if_the_second_validator_dies_the_first_one_judges_alone(harness: Harness) -> None:
+    id = uploaded(harness)
+    inexact(harness, VALIDATOR, id)
+    harness.clock.now_s += 31
+    harness.beat(VALIDATOR, fingerprint=ONE)
+    inexact(harness, VALIDATOR, id)
+    assert harness.state(id) == "rejected" and confirmed(harness) == 0
+
+
+def test_a_second_validator_that_cannot_replay_exactly_does_not_clear_what_the_first_found(harness: Harness) -> None:
+    id = uploaded(harness)
+    inexact(harness, VALIDATOR, id)
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.judge(id, validator=OTHER_VALIDATOR, replay=None)
+    assert harness.state(id) == "rejected"
+    assert harness.beat(OTHER_VALIDATOR, fingerprint=ONE, renews=False).renewals == 1
+    assert confirmed(harness) == 0, "one opinion"
+
+
+def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
+    harness = classes(alice=ONE, first=ONE, second=TWO)
+    id = uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    assert harness.beat(fingerprint=ONE).state == "running"
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.judge(id, Reason.SAMPLING, validator=OTHER_VALIDATOR)
+    assert harness.kinds()[-2:] == ["rejected", "slashed"]
+
+
+def test_the_second_validator_checks_all_of_it_whatever_was_drawn_for_the_first() -> None:
+    """Else it would look at rollouts of its own draw, find no lie in them, and the first one would be blamed."""
+    harness = classes(alice=ONE, first=ONE, second=TWO)
+    id = uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.lease(id, VALIDATOR, full_check=False)
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    harness.beat(fingerprint=ONE)
+    [claim] = harness.claims(OTHER_VALIDATOR, 8)
+    assert claim.assignment.id == id and claim.full
+
+
+def test_one_validator_alone_cannot_slash_what_another_accepts(harness: Harness) -> None:
+    id = uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.judge(id, validator=OTHER_VALIDATOR)
+    assert "slashed" not in harness.kinds() and harness.state(id) == "accepted"
+    assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1
+
+
+def test_an_only_validator_slashes_as_ever() -> None:
+    harness = open_pool()
+    harness.join(ALICE)
+    harness.join(VALIDATOR, "validator")
+    harness.publish(0)
+    id = uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    assert harness.kinds()[-1] == "slashed"
+
+
+# --- a first verdict that no second one follows ----------------------------------------------------------------------
+
+
+def doubted(harness: Harness) -> str:
+    """A submission of Alice's that is a lie to the first validator; the second one has not looked at it."""
+    id = uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    assert harness.state(id) == "uploaded" and "slashed" not in harness.kinds()
+    return id
+
+
+def slashed_by_the_first(harness: Harness, id: str) -> None:
+    assert harness.state(id) == "rejected" and "slashed" in harness.kinds()
+    [entry] = harness.pool.db.ledger.entries(kind="slashed")
+    body = json.loads(entry.body)
+    assert (body["submission"], body["reason"], body["validator"]) == (id, "proof", VALIDATOR)
+    [entry] = harness.pool.db.ledger.entries(kind="rejected")
+    assert json.loads(entry.body)["detail"] == "the proof is of other weights"
+    assert harness.beat(fingerprint=ONE).state == "evicted"
+
+
+@pytest.mark.parametrize("second", ["looks too late", "claims it and dies", "never comes"])
+def test_a_lie_whose_version_is_gone_before_the_second_opinion_is_slashed_by_the_first(
+    harness: Harness, second: str
+) -> None:
+    id = doubted(harness)
+    if second == "claims it and dies":
+        assert claimable(harness, OTHER_VALIDATOR) == [id]
+        harness.clock.now_s += 51
+    harness.publish(1, 2, 3, 4, 5)  # relays hold five
+    assert claimable(harness, VALIDATOR if second == "never comes" else OTHER_VALIDATOR) == []
+    slashed_by_the_first(harness, id)
+
+
+def test_a_second_validator_that_still_has_time_is_waited_for(harness: Harness) -> None:
+    id = doubted(harness)
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.publish(1, 2, 3, 4, 5)
+    assert claimable(harness, VALIDATOR) == []
+    harness.judge(id, validator=OTHER_VALIDATOR)
+    assert harness.state(id) == "accepted" and "slashed" not in harness.kinds()
+
+
+def test_inexact_work_whose_version_is_gone_is_unpaid_and_nothing_more(harness: Harness) -> None:
+    id = uploaded(harness)
+    inexact(harness, VALIDATOR, id)
+    harness.publish(1, 2, 3, 4, 5)
+    assert claimable(harness, OTHER_VALIDATOR) == []
+    assert harness.state(id) == "rejected" and "slashed" not in harness.kinds() and confirmed(harness) == 0
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_at_the_runs_end_the_first_verdict_counts_before_anyone_is_paid(harness: Harness, claimed: bool) -> None:
+    """Validators end with the run, so a second opinion may never come."""
+    harness.judge(claimed_of(harness, uploaded(harness)))
+    id = doubted(harness)
+    if claimed:
+        assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    slashed_by_the_first(harness, id)
+    assert harness.pool.judgement.escrow.credits.tokens_by_credit() == {(ALICE, "forfeited"): 20}
+    with pytest.raises(PoolError, match="rejected and not claimed"):
+        harness.judge(id, validator=OTHER_VALIDATOR)
+    harness.judge(id, Reason.PROOF, confirmed=False)  # the first one repeats itself: it did not get the answer
+
+
+def claimed_of(harness: Harness, id: str) -> str:
+    assert claimable(harness, VALIDATOR) == [id]
+    return id
+
+
+def test_after_the_runs_end_a_verdict_waits_for_no_other(harness: Harness) -> None:
+    id = claimed_of(harness, uploaded(harness))
+    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    slashed_by_the_first(harness, id)
+
+
+def test_a_first_verdict_outlives_the_coordinator(tmp_path: Path) -> None:
+    harness = open_pool(tmp_path / "state.db", prompts_per_step=64)
+    harness.join(ALICE)
+    for key in (VALIDATOR, OTHER_VALIDATOR):
+        harness.join(key, "validator")
+    harness.publish(0)
+    id = doubted(harness)
+    again = open_pool(tmp_path / "state.db", clock=harness.clock, prompts_per_step=64)
+    again.publish(1, 2, 3, 4, 5)
+    assert claimable(again, OTHER_VALIDATOR) == []
+    slashed_by_the_first(again, id)
+
+
+def test_only_one_of_two_doubted_lies_slashes(harness: Harness) -> None:
+    first, second = uploaded(harness), uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [first, second]
+    for id in (first, second):
+        harness.judge(id, Reason.PROOF, confirmed=False)
+    harness.publish(1, 2, 3, 4, 5)
+    assert claimable(harness, OTHER_VALIDATOR) == []
+    slashed_by_the_first(harness, first)
+    assert harness.state(second) == "expired"
+
+
+# --- renewals and suspension -----------------------------------------------------------------------------------------
+
+
+def mismatch(harness: Harness) -> None:
+    id = uploaded(harness)
+    inexact(harness, VALIDATOR, id)
+    inexact(harness, OTHER_VALIDATOR, id)
+
+
+def test_after_a_mismatch_a_worker_gets_no_task_until_it_has_renewed_its_fingerprint(harness: Harness) -> None:
+    mismatch(harness)
+    waiting = harness.beat(fingerprint=ONE, renews=False)
+    assert waiting.renewals == 1 and waiting.assignment is None and "fingerprint" in waiting.waiting_for
+    assert harness.beat(fingerprint=ONE).assignment is not None
+
+
+def test_another_fingerprint_puts_it_into_another_class_and_its_work_is_taken(harness: Harness) -> None:
+    """Its library was updated, or it moved to other cores: within the limits its work is as good as ever."""
+    for _ in range(MISMATCHES - 1):
+        mismatch(harness)
+    harness.beat(fingerprint=TWO)
+    assert harness.pool.members.checkers.peers(ALICE) == []
+    uploaded(harness, fingerprint=TWO)
+    [claim] = harness.claims(VALIDATOR, 8)
+    assert claim.fingerprint == TWO
+
+
+@pytest.mark.parametrize("between", [ONE, TWO], ids=["the same fingerprint", "another one in between"])
+def test_repeated_mismatches_suspend(harness: Harness, between: str) -> None:
+    for _ in range(MISMATCHES):
+        harness.beat(wants=False, fingerprint=between)
+        assert harness.beat(fingerprint=ONE).assignment is not None
+        mismatch(harness)
+    refused = harness.beat(fingerprint=ONE)
+    assert refused.assignment is None and "inexact" in refused.waiting_for and refused.state == "running"
+    assert "slashed" not in harness.kinds()
+
+
+def test_mismatches_long_ago_do_not_suspend(harness: Harness) -> None:
+    for _ in range(MISMATCHES + 1):
+        mismatch(harness)
+        for _ in range(200):  # of 20 s, as nodes beat
+            harness.clock.now_s += 20
+            for key in (VALIDATOR, OTHER_VALIDATOR):
+                harness.beat(key, wants=False, fingerprint=ONE)
+        assert harness.beat(wants=False, fingerprint=ONE).waiting_for == ""
+    assert harness.beat(fingerprint=ONE).assignment is not None
+
+
+@pytest.mark.parametrize("taken", ["any", "exact"])
+def test_mismatches_that_nobody_can_confirm_put_it_into_no_class_for_a_while(taken: str) -> None:
+    """So the only validator computes its work once; honest work of a machine that differs is judged by the limits."""
+    harness = open_pool(validator={"classes": taken}, prompts_per_step=64)
+    harness.join(ALICE)
+    harness.join(VALIDATOR, "validator")
+    harness.publish(0)
+    harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
+    for _ in range(MISMATCHES):
+        inexact(harness, VALIDATOR, uploaded(harness))
+    answer = harness.beat(fingerprint=ONE)
+    if taken == "exact":
+        assert answer.assignment is None and "differed too often" in answer.waiting_for
+    else:
+        assert answer.assignment is not None
+        harness.pool.assignments.uploaded(ALICE, answer.assignment.id, "9" * 64)
+        [claim] = harness.claims(VALIDATOR, 8)
+        assert claim.fingerprint == ""
+    harness.clock.now_s += WINDOW_S
+    harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
+    harness.beat(wants=False, fingerprint=ONE)
+    assert harness.pool.members.checkers.peers(ALICE) == [VALIDATOR]
+
+
+def test_what_was_uploaded_before_it_could_renew_counts_once(harness: Harness) -> None:
+    """One flipped bit spoils several submissions before the first verdict."""
+    ids = [uploaded(harness) for _ in range(MISMATCHES + 1)]
+    for validator in (VALIDATOR, OTHER_VALIDATOR):
+        assert claimable(harness, validator) == ids
+        for id in ids:
+            harness.judge(id, Reason.INEXACT, validator=validator, confirmed=False, replay=INEXACT)
+    assert all(harness.state(id) == "rejected" for id in ids)
+    assert confirmed(harness) == 1
+    assert harness.beat(fingerprint=ONE).assignment is not None
+
+
+def test_who_reports_no_fingerprint_any_more_is_in_no_class(harness: Harness) -> None:
+    harness.beat(ALICE)
+    assert harness.pool.members.checkers.peers(ALICE) == []

@@ -1,0 +1,117 @@
+"""When work is credited, what a lie takes back, and how little of a batch may be unchecked."""
+
+import json
+from typing import Any
+
+import pytest
+
+from shoal.config import parse
+from shoal.config.loading import ConfigError
+from shoal.protocol.messages import GroupResult, Reason, StepReport
+
+from .support import ALICE, BOB, VALIDATOR, Harness, staffed_pool
+
+pytestmark = pytest.mark.usefixtures("every_database")
+
+USELESS = (False, False)  # 20 tokens; fills no batch, so that any number can be uploaded
+
+
+@pytest.fixture
+def harness() -> Harness:
+    """Trusted after one check, half are checked; credit waits for two later checks."""
+    return staffed_pool(validator={"trust_after": 1, "check_floor": 0.5, "escrow_checks": 2})
+
+
+def credit(harness: Harness, key: str = ALICE) -> tuple[int, int, int]:
+    found = harness.pool.judgement.escrow.credits.tokens_by_credit()
+    return tuple(found.get((key, name), 0) for name in ("pending", "credited", "forfeited"))  # type: ignore[return-value]
+
+
+def entries(harness: Harness, kind: str) -> list[dict[str, Any]]:
+    return [json.loads(entry.body) for entry in harness.pool.db.ledger.entries(kind=kind)]
+
+
+def test_credit_waits_for_later_whole_checks(harness: Harness) -> None:
+    harness.draws(0.0, 0.9, 0.9, 0.0, 0.9, 0.0)
+    seen = []
+    for _ in range(6):
+        harness.accepted(useful=USELESS)
+        seen.append(credit(harness))
+    # checked, unchecked, unchecked, checked, unchecked, checked: the last two checks cover what came before them
+    assert seen == [(20, 0, 0), (40, 0, 0), (60, 0, 0), (80, 0, 0), (100, 0, 0), (60, 60, 0)]
+    [entry] = entries(harness, "credited")
+    assert entry["worker"] == ALICE and entry["tokens"] == 60 and len(entry["submissions"]) == 3
+    node = next(node for node in harness.status().nodes if node.name == "worker-a")
+    assert (node.pending, node.credited) == (60, 60)
+
+
+def test_a_slashed_worker_loses_what_waits_and_keeps_what_was_credited(harness: Harness) -> None:
+    harness.pool.judgement.trust.random = lambda: 0.0
+    for _ in range(3):
+        harness.accepted(useful=USELESS)
+    harness.accepted(BOB, useful=USELESS)
+    task = harness.upload()
+    harness.claim()
+    harness.judge(task.id, Reason.PROOF)
+    assert credit(harness) == (0, 20, 40) and credit(harness, BOB) == (20, 0, 0)
+    assert entries(harness, "forfeited")[0]["tokens"] == 40
+
+
+def test_a_soft_rejection_takes_no_credit(harness: Harness) -> None:
+    harness.accepted(useful=USELESS)
+    task = harness.upload()
+    harness.claim()
+    harness.judge(task.id, Reason.UNREADABLE)
+    assert credit(harness) == (20, 0, 0)
+
+
+def test_the_runs_end_releases_what_waits_once(harness: Harness) -> None:
+    harness.accepted(useful=USELESS)
+    for step in (4, 5, 5):
+        harness.pool.learning.trained(StepReport(step=step, metrics={}, trained=[]))
+        assert credit(harness) == ((20, 0, 0) if step == 4 else (0, 20, 0))
+    assert len(entries(harness, "credited")) == 1
+
+
+def test_work_accepted_after_the_last_step_is_paid_at_once(harness: Harness) -> None:
+    """No later work could cover it, and it was asked for."""
+    earlier, late = harness.upload(), harness.upload(BOB)
+    harness.claims(VALIDATOR, 2)
+    harness.judge(earlier.id, None, USELESS)
+    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    harness.judge(late.id, None, USELESS)
+    assert credit(harness) == credit(harness, BOB) == (0, 20, 0)
+    assert [entry["worker"] for entry in entries(harness, "credited")] == [ALICE, BOB]
+
+
+def test_an_escrow_that_lies_would_outrun_is_refused() -> None:
+    with pytest.raises(ConfigError, match="escrow_checks"):
+        parse({"validator": {"check_floor": 0.05, "escrow_checks": 19}})
+    assert parse({"validator": {"check_floor": 0.05}}).validator.escrow_checks == 20
+
+
+def test_a_batch_takes_few_unchecked_groups_and_then_all_are_checked(harness: Harness) -> None:
+    """Batches are of four groups, half of which may be unchecked; a draw of 0.9 means: not to be checked."""
+    harness.pool.judgement.trust.random = lambda: 0.9
+    first = harness.accepted(useful=(True, False))
+    assert harness.pool.db.submissions.get(first.id).full_check, "of a newcomer all is"  # type: ignore[union-attr]
+    unchecked = harness.accepted(useful=(True, True))
+    assert not harness.pool.db.submissions.get(unchecked.id).full_check  # type: ignore[union-attr]
+    third = harness.accepted(useful=(True, False))
+    assert harness.pool.db.submissions.get(third.id).full_check, "two unchecked groups wait: no more are taken"  # type: ignore[union-attr]
+    assert harness.pool.batches.of_step(0).ready
+    rows = harness.pool.db.connection.rows("SELECT checked FROM groups WHERE batch = 0 ORDER BY seq")
+    assert [bool(checked) for (checked,) in rows] == [True, False, False, True]
+
+
+def test_unchecked_groups_beyond_the_share_wait_for_the_next_batch(harness: Harness) -> None:
+    groups = harness.pool.db.groups
+    for number, checked in enumerate([False] * 5 + [True]):
+        result = harness_group()
+        groups.add(f"s{number}", 0, result, version=0, useful=True, checked=checked, accepted_during=0)
+    assert groups.count_waiting(most_unchecked=2) == 3
+    assert [id for id, *_ in groups.oldest_waiting(4, most_unchecked=2)] == [1, 2, 6]
+
+
+def harness_group() -> Any:
+    return GroupResult(reward_mean=0.5, useful=True, tokens=10)

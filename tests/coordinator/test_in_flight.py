@@ -1,0 +1,256 @@
+"""Uploading one submission while generating others: `workers.in_flight` and one more, and nothing to choose between them."""
+
+import pytest
+
+from shoal.coordinator.database import PoolError
+from shoal.protocol.messages import Assignment, Finished, Heartbeat, HeartbeatAnswer
+
+from .support import ALICE, BOB, Harness, staffed_pool
+
+FILE = "9" * 64
+
+
+def beat(harness: Harness, finished: str, *working_on: str, key: str = ALICE, version: int = 0) -> HeartbeatAnswer:
+    """A worker's request for a task while it uploads one and works on others; `finished` "": it uploads nothing."""
+    said = Finished(submission=finished, hash=FILE) if finished else None
+    asks = Heartbeat(policy_version=version, wants_task=True, finished=said, working_on=list(working_on))
+    return harness.pool.members.heartbeat(key, asks)
+
+
+@pytest.fixture
+def proven(harness: Harness) -> Harness:
+    harness.accepted(ALICE, useful=(False, False))
+    return harness
+
+
+def test_who_uploads_gets_the_next_task_and_no_third(proven: Harness) -> None:
+    first = proven.task()
+    second = beat(proven, first.id).assignment
+    assert second is not None and second.number == first.number + 1
+    assert beat(proven, first.id).assignment == second, "however often it asks"
+    proven.pool.assignments.uploaded(ALICE, first.id, FILE)
+    proven.pool.assignments.uploaded(ALICE, second.id, FILE)
+
+
+def test_only_the_announced_file_is_taken(proven: Harness) -> None:
+    """What it is can no longer follow from the task that came after it. Another one costs the task."""
+    first = proven.task()
+    beat(proven, first.id)
+    with pytest.raises(PoolError, match="not the file that was announced"):
+        proven.pool.assignments.uploaded(ALICE, first.id, "8" * 64)
+    assert proven.state(first.id) == "expired" and missed(proven) == 1
+
+
+def test_a_young_key_uploads_first(harness: Harness) -> None:
+    first = harness.task()
+    answer = beat(harness, first.id)
+    assert answer.assignment is None and f"its upload of {first.id}" in answer.waiting_for
+    harness.publish(1)
+    assert beat(harness, first.id, version=1).assignment is None
+    assert harness.state(first.id) == "open", "newer weights do not end what it uploads"
+
+
+def test_what_was_announced_and_never_came_is_missed(proven: Harness) -> None:
+    first = proven.task()
+    second = beat(proven, first.id).assignment
+    assert second is not None
+    beat(proven, second.id)  # it uploads one at a time: the first is lost
+    assert (proven.state(first.id), proven.state(second.id)) == ("expired", "open")
+    answer = beat(proven, second.id)
+    assert f"its upload of {second.id}" in answer.waiting_for, "who lost one uploads before it gets another"
+    assert {node.name: node.missed for node in proven.status().nodes}["worker-a"] == 1
+
+
+def test_who_is_restarted_during_an_upload_gets_the_same_task_again(proven: Harness) -> None:
+    """It has seen no other, so it may upload another file: its own signature is as good on that one."""
+    first = alone(proven)
+    assert proven.task() == first
+    proven.pool.assignments.uploaded(ALICE, first.id, "8" * 64)
+    node = proven.pool.db.nodes.get(ALICE)
+    assert node is not None and not node.missed_in_a_row
+
+
+def alone(harness: Harness) -> Assignment:
+    """An announced task of a worker that gets none of newer weights, because its version will not do for another step."""
+    harness.publish(1, 2)
+    for _ in range(4):
+        harness.accepted("b" * 64, 2)
+    first = harness.task()
+    assert "its upload of" in beat(harness, first.id, version=2).waiting_for
+    return first
+
+
+def test_an_upload_that_takes_too_long_is_no_offence_if_there_was_no_later_task(proven: Harness) -> None:
+    first = alone(proven)
+    for _ in range(2):
+        proven.accepted("b" * 64, 2)
+    beat(proven, first.id, version=2)
+    node = proven.pool.db.nodes.get(ALICE)
+    assert proven.state(first.id) == "stale" and node is not None and not node.missed_in_a_row
+
+
+def test_another_workers_task_cannot_be_announced(proven: Harness) -> None:
+    theirs = proven.task("b" * 64)
+    beat(proven, theirs.id)
+    proven.pool.assignments.uploaded("b" * 64, theirs.id, "8" * 64)
+
+
+def test_a_worker_that_drains_finishes_what_it_holds_and_leaves_without_penalty(proven: Harness) -> None:
+    first = proven.task()
+    second = beat(proven, first.id).assignment
+    assert second is not None
+    proven.pool.members.drain(ALICE)
+    proven.pool.assignments.uploaded(ALICE, first.id, FILE)
+    assert proven.task() == second, "a restart does not lose it"
+    proven.pool.assignments.uploaded(ALICE, second.id, FILE)
+    assert proven.beat(ALICE).state == "left"
+    assert (proven.beat(ALICE).state, proven.beat(ALICE).assignment) == ("left", None)
+    node = proven.pool.db.nodes.get(ALICE)
+    assert node is not None and not node.missed_in_a_row and not node.suspensions
+    proven.claim()
+    proven.judge(first.id)
+    assert proven.state(first.id) == "accepted", "what it left is judged and paid"
+
+
+def test_who_left_may_come_back_but_not_out_of_a_suspension(proven: Harness) -> None:
+    proven.pool.members.drain(ALICE)
+    assert proven.beat(ALICE).state == "left"
+    proven.join(ALICE)
+    assert proven.task().number == 1
+    proven.pool.assignments.uploaded(ALICE, f"{ALICE[:16]}-000001", FILE)
+    proven.pool.db.nodes.suspend_until(ALICE, proven.clock.now_s + 60)
+    proven.pool.db.nodes.move(ALICE, "suspend", "because", proven.clock.now_s)
+    proven.pool.members.drain(ALICE)
+    assert proven.beat(ALICE).state == "left"
+    proven.join(ALICE)
+    assert "suspension to end in 60 s" in proven.beat(ALICE).waiting_for
+
+
+# --- several at once -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several() -> Harness:
+    """Workers may generate three submissions at once. The first one has accepted work."""
+    harness = staffed_pool(in_flight=3, prompts_per_step=16)
+    harness.accepted(ALICE, useful=(False, False))
+    return harness
+
+
+def take(harness: Harness, count: int, version: int = 0) -> list[str]:
+    """So many tasks, each asked for while it works on those before."""
+    held: list[str] = []
+    for _ in range(count):
+        assigned = beat(harness, "", *held, version=version).assignment
+        assert assigned is not None
+        held.append(assigned.id)
+    return held
+
+
+def outrun(harness: Harness, *versions: int) -> None:
+    """Publish these versions, and let another worker fill batches with the last while nothing is heard of the first."""
+    harness.publish(*versions)
+    harness.clock.now_s += 31
+    while harness.pool.db.open_step() < 3:
+        harness.accepted(BOB, versions[-1])
+
+
+def missed(harness: Harness, key: str = ALICE) -> int:
+    node = harness.pool.db.nodes.get(key)
+    assert node is not None
+    return node.missed_in_a_row
+
+
+def test_it_holds_so_many_and_one_more_while_it_uploads(several: Harness) -> None:
+    held = take(several, 3)
+    assert len(set(held)) == 3
+    answer = beat(several, "", *held)
+    assert answer.assignment is None and f"its upload of {held[0]} to arrive" in answer.waiting_for
+    fourth = beat(several, held[0], *held[1:]).assignment
+    assert fourth is not None and fourth.id not in held
+    assert beat(several, held[0], *held[1:], fourth.id).assignment is None
+    for id in (*held, fourth.id):
+        several.pool.assignments.uploaded(ALICE, id, FILE)
+    assert not missed(several)
+
+
+def test_a_young_key_holds_one(several: Harness) -> None:
+    first = beat(several, "", key=BOB).assignment
+    assert first is not None
+    assert f"its upload of {first.id}" in beat(several, "", first.id, key=BOB).waiting_for
+
+
+def test_they_are_delivered_in_order(several: Harness) -> None:
+    """Otherwise it could put off what it does not like, at no cost, until no batch takes it any more."""
+    first, second = take(several, 2)
+    beat(several, second, first)  # names the second as finished
+    with pytest.raises(PoolError, match=f"{second} comes after {first}, which has to be uploaded first"):
+        several.pool.assignments.uploaded(ALICE, second, FILE)
+    several.pool.assignments.uploaded(ALICE, first, FILE)
+    several.pool.assignments.uploaded(ALICE, second, "8" * 64)  # it was not announced: it was not the oldest
+
+
+def test_who_is_restarted_gets_all_of_them_again_in_order(several: Harness) -> None:
+    held = take(several, 3)
+    again = [beat(several, "", *held[:number]).assignment for number in range(3)]
+    assert [one.id if one else "" for one in again] == held and not missed(several)
+
+
+def test_what_a_worker_lost_at_once_counts_once(several: Harness) -> None:
+    """It died while it worked on them, and came back with newer weights."""
+    held = take(several, 3)
+    several.publish(1)
+    beat(several, "", version=1)
+    assert [several.state(id) for id in held] == ["expired"] * 3
+    assert missed(several) == 1
+
+
+def test_what_it_still_works_on_may_take_longer_than_its_deadline(several: Harness) -> None:
+    first, second = take(several, 2)
+    several.clock.now_s += 101
+    assert beat(several, "", first, second).assignment is not None
+    assert several.state(first) == several.state(second) == "open"
+    beat(several, "", second)
+    assert (several.state(first), several.state(second)) == ("expired", "open"), "it lost the first"
+
+
+def test_a_slow_worker_that_holds_several_has_missed_nothing(several: Harness) -> None:
+    """Others filled the batches meanwhile. All that it holds is as old, so it has nothing to choose."""
+    first, second = take(several, 2)
+    beat(several, first, second)
+    outrun(several, 1, 2, 3)
+    assert "to load version 3" in beat(several, first, second).waiting_for
+    for id in (first, second):
+        with pytest.raises(PoolError, match="older than"):
+            several.pool.assignments.uploaded(ALICE, id, FILE)
+    assert several.state(first) == several.state(second) == "stale" and not missed(several)
+
+
+def test_an_upload_under_way_is_no_missed_task_however_old_it_grows(several: Harness) -> None:
+    """Others filled the batches meanwhile, or the machine is slow: neither is the worker's fault."""
+    (first,) = take(several, 1)
+    several.publish(1)
+    newer = beat(several, first, version=1).assignment
+    assert newer is not None and newer.policy_version == 1, "its version will do for another step"
+    outrun(several, 2, 3)
+    beat(several, first, newer.id, version=1)
+    assert several.state(first) == "stale" and not missed(several)
+    assert [task.id for task in several.pool.assignments.missed(ALICE).newest] == [first], "it is on record"
+
+
+def test_a_finished_file_may_arrive_after_its_deadline(several: Harness) -> None:
+    """The worker holds a later task, and asks for more while it uploads."""
+    first, second = take(several, 2)
+    several.clock.now_s += 601
+    beat(several, first, second)
+    assert several.state(first) == "open" and not missed(several)
+    several.pool.assignments.uploaded(ALICE, first, FILE)
+
+
+def test_a_file_that_was_lost_with_the_tasks_behind_it_counts_once(several: Harness) -> None:
+    """The worker died during an upload, and came back with newer weights."""
+    first, second = take(several, 2)
+    beat(several, first, second)
+    several.publish(1)
+    beat(several, "", version=1)
+    assert several.state(first) == several.state(second) == "expired" and missed(several) == 1

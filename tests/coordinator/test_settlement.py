@@ -1,0 +1,182 @@
+"""The coordinator settles its ledger in a contract, on an EVM in this process; the chain goes away and comes back."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from shoal.config.sections import LedgerSection
+from shoal.coordinator import credit
+from shoal.coordinator.credit import ChainStakes, Settlement
+from shoal.coordinator.database import PoolError
+from shoal.coordinator.nodes import Nodes
+from shoal.ledger.evm.contract import EvmStakes, deploy
+from shoal.ledger.evm.opening import read_key
+from shoal.ledger.evm.web3_chain import ChainLostError
+from shoal.ledger.interface import LedgerError
+
+from ..ledger.stakes_support import ACCOUNT, RevmChain
+from .support import ALICE, BOB, Harness, open_pool, payload
+
+pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
+pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
+
+
+class Away(RevmChain):
+    """A chain that can be out of reach."""
+
+    away = False
+
+    def _answers(self) -> None:
+        if self.away:
+            raise ChainLostError("the chain does not answer")
+
+    def transact(self, to: str, data: bytes, value: int = 0) -> None:
+        self._answers()
+        super().transact(to, data, value)
+
+    def call(self, to: str, data: bytes) -> bytes:
+        self._answers()
+        return super().call(to, data)
+
+
+class Scene:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from shoal.ledger.evm import opening
+
+        monkeypatch.setattr(credit, "LOOK_S", 0.01)
+        monkeypatch.setattr(credit, "LONGEST_PAUSE_S", 0.01)
+        monkeypatch.setattr(credit, "FINISH_S", 0.2)
+        self.chain = Away()
+        self.address = deploy(self.chain)
+        self.contract = EvmStakes(self.chain, self.address)
+        monkeypatch.setattr(opening, "Web3Chain", lambda url, private_key="": self.connected())
+        self.harness: Harness = open_pool(requirements={"stake": 100})
+        section = LedgerSection(backend="evm", rpc="http://chain", contract=self.address)
+        self.config = self.harness.pool.config.model_copy(update={"ledger": section})
+        self.stakes = ChainStakes()
+        self.harness.pool.members.stakes = self.stakes
+        self.notices: list[str] = []
+
+    def connected(self) -> Away:
+        self.chain._answers()
+        return self.chain
+
+    def settlement(self) -> Settlement:
+        return Settlement(self.config, self.harness.pool.db, self.stakes, self.notices.append)
+
+    def credit(self, worker: str, work: str, tokens: int) -> None:
+        body = {"worker": worker, "submissions": [work], "tokens": tokens}
+        self.harness.pool.db.ledger.append("credited", body)
+
+    def credited(self, key: str) -> int:
+        account = self.contract.account(key)
+        return account.credit if account else -1
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def staked(nodes: Nodes, key: str) -> int:
+    node = nodes.get(key)
+    assert node
+    return node.staked
+
+
+async def until(is_so, *, of: Settlement) -> None:  # type: ignore[no-untyped-def]
+    """Settle until then, a minute at most."""
+    task = asyncio.create_task(of.run())
+    for _ in range(6000):
+        if is_so():
+            break
+        assert not task.done(), task.exception()
+        await asyncio.sleep(0.01)
+    assert is_so()
+    task.cancel()
+
+
+def test_what_a_pool_writes_is_settled_and_stakes_come_back(scene: Scene) -> None:
+    settling = scene.settlement()
+    scene.contract.deposit(ALICE, 150)
+    invite = payload("stranger").model_copy(update={"open": True})
+    with pytest.raises(PoolError, match="has staked 0"):
+        scene.harness.pool.members.register(ALICE, invite, None)
+    asyncio.run(settling.look(ALICE, ACCOUNT))
+    scene.harness.pool.members.register(ALICE, invite, None, payer=ACCOUNT)
+    scene.harness.join(BOB)
+    scene.credit(ALICE, "a-1", 30)
+    asyncio.run(until(lambda: scene.stakes.at_risk(ALICE) == 150 and not settling.waiting, of=settling))
+    assert (scene.credited(ALICE), scene.credited(BOB)) == (30, 0)
+    nodes = scene.harness.pool.db.nodes
+    asyncio.run(until(lambda: staked(nodes, ALICE) == 150, of=settling))  # the dashboard reads it there
+    scene.harness.pool.db.ledger.append(
+        "slashed", {"worker": ALICE, "submission": "a-2", "reason": "proof", "file": "cd" * 32}
+    )
+    nodes.move(ALICE, "ban", "slashed", 0.0)
+    asyncio.run(until(lambda: staked(nodes, ALICE) == 0, of=settling))
+    settling.finish()
+    assert scene.contract.pool() == 150 and not scene.notices
+
+
+def test_a_stake_is_written_when_it_changes_and_not_at_every_look(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settling, nodes = scene.settlement(), scene.harness.pool.db.nodes
+    written: list[int] = []
+    monkeypatch.setattr(nodes, "set", lambda key, staked: written.append(staked))
+    for before, now in (({}, 150), ({ALICE: 150}, 150), ({ALICE: 150}, 0)):
+        scene.stakes.members = {ALICE: now}
+        settling._keep(before)
+    assert written == [150, 0]
+
+
+def test_a_chain_that_is_away_is_told_and_loses_nothing(scene: Scene) -> None:
+    scene.chain.away = True
+    settling = scene.settlement()
+    scene.harness.join(ALICE)
+    scene.credit(ALICE, "a-1", 30)
+    asyncio.run(until(lambda: bool(scene.notices), of=settling))
+    assert "the chain does not answer; accepted work waits in the ledger" in scene.notices[0]
+    with pytest.raises(PoolError, match="cannot see stakes") as caught:
+        asyncio.run(settling.look(BOB, ACCOUNT))
+    assert caught.value.status == 503, "a node asks again"
+    scene.credit(ALICE, "a-2", 12)
+    scene.chain.away = False
+    asyncio.run(until(lambda: scene.credited(ALICE) == 42, of=settling))
+    assert scene.notices[-1] == "the chain takes entries again" and len(scene.notices) == 2
+
+
+def test_the_next_start_settles_what_the_last_one_could_not_and_nothing_twice(scene: Scene) -> None:
+    first = scene.settlement()
+    scene.harness.join(ALICE)
+    scene.credit(ALICE, "a-1", 30)
+    asyncio.run(until(lambda: scene.credited(ALICE) == 30, of=first))
+    scene.chain.away = True
+    scene.credit(ALICE, "a-2", 12)
+    first.finish()
+    scene.chain.away = False
+    assert scene.credited(ALICE) == 30
+    second = scene.settlement()
+    second.finish()
+    assert scene.credited(ALICE) == 42
+    assert [event.kind for event in scene.contract.events()] == ["registered", "credited", "credited"]
+
+
+def test_a_wrong_contract_or_key_ends_the_coordinator(scene: Scene, tmp_path: Path) -> None:
+    scene.chain.address = "0x" + "22" * 20
+    with pytest.raises(LedgerError, match="is operated by"):
+        asyncio.run(scene.settlement().run())
+    scene.chain.address = ACCOUNT
+    section = scene.config.ledger.model_copy(update={"contract": "0x" + "33" * 20})
+    config = scene.config.model_copy(update={"ledger": section})
+    with pytest.raises(LedgerError, match="no contract of Shoal"):
+        asyncio.run(Settlement(config, scene.harness.pool.db, scene.stakes, scene.notices.append).run())
+    path = tmp_path / "key"
+    path.write_text("ab" * 32)
+    path.chmod(0o644)
+    with pytest.raises(LedgerError, match="others may read"):
+        read_key(path)
+    path.chmod(0o600)
+    assert read_key(path) == "ab" * 32

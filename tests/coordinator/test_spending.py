@@ -1,0 +1,207 @@
+"""A worker that spends the tolerance is dismissed by the sum of its submissions; an honest one is not; nobody is slashed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.config.checking import EngineLimits
+from shoal.coordinator.trust import bets
+from shoal.evidence.process import Process
+from shoal.protocol.messages import Reason, Replay, Spent
+
+from .support import ALICE, BOB, VALIDATOR, Clock, Harness, config, open_pool
+
+pytestmark = pytest.mark.usefixtures("every_database")
+
+USELESS = (False, False)  # fills no batch, so that any number can be uploaded
+
+
+def spent(**figures: Any) -> Spent:
+    """Of an honest submission of 1,000 tokens: at the honest rates, and with figures at half of their limits."""
+    honest: dict[str, Any] = {
+        "exposure": 400.0,
+        "beyond": (30, 8, 0, 0),
+        "better": 0.0,
+        "worse": 0.0,
+        "easier": 0.0,
+        "harder": 0.0,
+        "proof_exponent_mean": 5.0,
+        "proof_mantissa_mean": 1.2,
+        "logprob_error_mean": 0.05,
+        "distribution": -20.0,
+    }
+    return Spent(**(honest | figures))
+
+
+@pytest.fixture
+def harness() -> Harness:
+    harness = open_pool()
+    for key in (ALICE, BOB):
+        harness.join(key)
+    harness.publish(0)
+    return harness
+
+
+def submitted(harness: Harness, used: Spent | None, key: str = ALICE, **given: Any) -> str:
+    """One submission that all checks accept. Its state afterwards."""
+    task = harness.upload(key)
+    claim = harness.claim()
+    assert claim is not None and claim.assignment.id == task.id
+    harness.judge(task.id, None, given.pop("useful", USELESS), spent=used, **given)
+    return harness.state(task.id)
+
+
+SPENDING = {  # each spends one budget, within the limits of every check of one submission
+    "more tokens": {"beyond": (90, 8, 0, 0)},
+    "larger margins": {"beyond": (40, 40, 8, 0)},
+    "two far tokens": {"beyond": (30, 10, 3, 3)},
+    "for reward": {"better": 2.0},
+    "against reward": {"worse": 2.0},
+    "on easy tasks": {"easier": 2.0},
+    "on hard tasks": {"harder": 2.0},
+    "slightly other weights": {"proof_exponent_mean": 9.9, "proof_mantissa_mean": 2.3},
+    "logprobs": {"logprob_error_mean": 0.099},
+    "slightly other sampling": {"distribution": 2.0},
+}
+
+
+@pytest.mark.parametrize("what", SPENDING)
+def test_a_worker_that_spends_a_budget_is_dismissed_and_not_slashed(harness: Harness, what: str) -> None:
+    states = [submitted(harness, spent(**SPENDING[what]))]
+    while states[-1] == "accepted" and len(states) < 100:
+        states.append(submitted(harness, spent(**SPENDING[what])))
+    assert states[-1] == "rejected", f"{what}: not found within 100 submissions"
+    assert harness.status().reject_reasons == {"spending": 1}
+    assert harness.kinds().count("dismissed") == 1 and "slashed" not in harness.kinds()
+    answer = harness.beat()
+    assert answer.state == "running" and answer.assignment is None and "dismissed" in answer.waiting_for
+    assert harness.beat(BOB).assignment is not None, "another worker goes on"
+    entry = json.loads(next(iter(harness.pool.db.ledger.entries(kind="dismissed"))).body)
+    assert entry["worker"] == ALICE and entry["submissions"] == len(states) and entry["evidence"] > 13.8
+
+
+def test_an_honest_worker_stays_however_long_it_works(harness: Harness) -> None:
+    """At every honest bound, with Poisson numbers of mismatches that fall where they may."""
+    rng = np.random.default_rng(0)
+    rates = harness.pool.config.evidence.rates
+    process = Process()
+    for _ in range(3_000):
+        parts = rng.poisson(400 * np.diff([0.0, *reversed(rates)]))
+        beyond = tuple(int(count) for count in np.cumsum(parts)[::-1])
+        used = spent(
+            beyond=beyond, proof_exponent_mean=rng.uniform(3.4, 10), logprob_error_mean=rng.uniform(0.034, 0.1)
+        )
+        process = process.after(bets(used, harness.pool.config))
+        assert process.evidence < 13.8
+
+
+def test_an_honest_worker_of_an_engine_with_wider_limits_stays() -> None:
+    """Its figures are at two thirds of its own limits, and beyond those of the other engines."""
+    own = EngineLimits(proof_exponent_mean=16.0, proof_mantissa_mean=3.8, logprob_error_mean=0.16)
+    settings = config()
+    settings = settings.model_copy(update={"validator": settings.validator.model_copy(update={"limits": [own]})})
+    used = spent(proof_exponent_mean=10.6, proof_mantissa_mean=2.53, logprob_error_mean=0.106)
+    process = Process()
+    for _ in range(3_000):
+        process = process.after(bets(used, settings))
+        assert process.evidence < 13.8
+
+
+def submissions_until_found(draw: Any, regenerated: int = 4) -> int | None:
+    """Of a worker whose regenerated rollouts are (improved, spoiled) as drawn; None: not within 400."""
+    section = config().evidence.model_copy(update={"regenerated": regenerated})
+    settings, process = config().model_copy(update={"evidence": section}), Process()
+    for number in range(1, 401):
+        improved, spoiled = draw()
+        process = process.after(bets(spent(improved=improved, spoiled=spoiled), settings))
+        if process.evidence >= 13.8:
+            return number
+    return None
+
+
+def test_a_worker_that_spoils_rare_right_answers_is_found_by_what_its_seeds_yield() -> None:
+    """Two right answers in a submission, as SmolLM2 has at first, among eight rollouts that numerics moved for nothing."""
+    rng = np.random.default_rng(0)
+
+    def spoils() -> tuple[int, int]:
+        return 0, int(rng.hypergeometric(2, 8, 4))
+
+    found = submissions_until_found(spoils)
+    assert found is not None and found < 120
+    assert submissions_until_found(lambda: (2, 0)) == submissions_until_found(lambda: (0, 2)) < 40  # type: ignore[operator]
+    assert submissions_until_found(lambda: (0, 2), regenerated=0) is None, "without them, nothing shows"
+
+
+def test_numerics_that_change_rewards_both_ways_are_no_evidence() -> None:
+    """Also where they help twice as often as they hurt, the tilt."""
+    rng = np.random.default_rng(0)
+    for chance in (0.5, 2 / 3):
+        for _ in range(20):
+            assert submissions_until_found(lambda: (k := int(rng.binomial(3, chance)), 3 - k)) is None  # noqa: B023
+
+
+def test_what_is_held_survives_a_restart(tmp_path: Path) -> None:
+    clock = Clock()
+    harness = open_pool(tmp_path / "pool.db", clock)
+    harness.join(ALICE)
+    harness.publish(0)
+    submitted(harness, spent(better=3.0))
+    before = harness.pool.judgement.trust.evidence.of(ALICE)
+    assert before.observations == 1 and before.evidence > 0
+    harness.pool.db.connection.close()
+    again = open_pool(tmp_path / "pool.db", clock)
+    assert again.pool.judgement.trust.evidence.of(ALICE) == before
+    node = next(node for node in again.status().nodes if node.name == "worker-a")
+    assert node.evidence == pytest.approx(before.evidence)
+
+
+def test_exact_work_and_unchecked_work_are_no_evidence(harness: Harness) -> None:
+    submitted(harness, None)
+    submitted(harness, spent(better=3.0), replay=Replay(tokens=10, mismatched=0))
+    assert harness.pool.judgement.trust.evidence.of(ALICE).observations == 0
+
+
+def test_what_a_dismissed_worker_still_has_is_not_used(harness: Harness) -> None:
+    late = harness.upload()
+    rest = harness.claim()
+    assert rest is not None
+    harness.judge(late.id, None, (True, False), spent=spent(better=1.0))
+    assert harness.pool.db.groups.count_waiting(most_unchecked=0) == 1
+    while submitted(harness, spent(better=6.0)) == "accepted":
+        pass
+    assert harness.pool.db.groups.count_waiting(most_unchecked=4) == 0, "its groups that no batch has are dropped"
+
+
+def test_a_verdict_with_impossible_counts_is_refused() -> None:
+    with pytest.raises(ValueError, match="beyond"):
+        spent(beyond=(1, 2, 0, 0))
+    with pytest.raises(ValueError, match="better"):
+        spent(better=float("nan"))
+
+
+def test_missed_tasks_dismiss_nobody_since_whoever_cuts_a_connection_can_cause_them(harness: Harness) -> None:
+    harness.task()
+    harness.clock.now_s += 101.0
+    harness.beat()
+    assert harness.pool.assignments.missed(ALICE).missed == 1
+    assert harness.pool.judgement.trust.evidence.of(ALICE).observations == 0
+    assert not {"dismissed", "slashed"} & set(harness.kinds())
+
+
+def test_spending_is_soft() -> None:
+    from shoal.protocol.messages import HARD
+
+    assert Reason.SPENDING not in HARD
+
+
+def test_bets_use_the_runs_own_bounds() -> None:
+    settings = config()
+    tighter = settings.model_copy(
+        update={"evidence": settings.evidence.model_copy(update={"rates": (0.01, 0.003, 2e-4, 1e-4)})}
+    )
+    used = spent()
+    assert bets(used, tighter)["beyond 0 theta 1.5"] > bets(used, settings)["beyond 0 theta 1.5"] + 10
+    assert VALIDATOR

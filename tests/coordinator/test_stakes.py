@@ -1,0 +1,98 @@
+"""Admission by stake: what a stranger must have ready, and what must stay at risk while it gets tasks."""
+
+import pytest
+
+from shoal.coordinator.credit import BookedStakes, ChainStakes
+from shoal.coordinator.database import PoolError
+from shoal.coordinator.pool import Pool
+from shoal.ledger.stakes import UNSTAKE_S
+from shoal.protocol.messages import Booking, InvitePayload, Reason
+
+from .support import ALICE, BOB, VALIDATOR, Harness, open_pool, payload, verdict
+
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+LEAST = 100
+
+
+def strangers() -> InvitePayload:
+    return payload("stranger").model_copy(update={"open": True})
+
+
+@pytest.fixture
+def harness(every_database_slow: str) -> Harness:
+    found = open_pool(requirements={"stake": LEAST})
+    found.join(VALIDATOR, "validator")
+    found.publish(0)
+    return found
+
+
+def booked(pool: Pool) -> BookedStakes:
+    assert isinstance(pool.members.stakes, BookedStakes)
+    return pool.members.stakes
+
+
+def book(harness: Harness, kind: str, amount: int = 0, key: str = ALICE, work: str = "") -> None:
+    booked(harness.pool).book(Booking(kind=kind, key=key, amount=amount, work=work, statement="ab" * 32))  # type: ignore[arg-type]
+
+
+def test_a_deposit_lets_a_stranger_in_and_becomes_its_stake(harness: Harness) -> None:
+    book(harness, "stake", 60)
+    with pytest.raises(PoolError, match="has staked 60, an open invite needs 100"):
+        harness.pool.members.register(ALICE, strangers(), None)
+    book(harness, "stake", 40)
+    harness.pool.members.register(ALICE, strangers(), None)
+    assert booked(harness.pool).at_risk(ALICE) == 100
+    assert harness.beat().assignment is not None
+
+
+def test_who_takes_its_stake_back_gets_no_more_tasks(harness: Harness) -> None:
+    book(harness, "stake", 100)
+    harness.pool.members.register(ALICE, strangers(), None)
+    book(harness, "unstake", 1)
+    answer = harness.beat()
+    assert answer.assignment is None and "stake: 99 is at risk on this key" in answer.waiting_for
+    with pytest.raises(PoolError, match="nothing to withdraw"):
+        book(harness, "withdraw")
+    harness.clock.now_s += UNSTAKE_S
+    book(harness, "withdraw")
+    book(harness, "stake", 1)
+    assert harness.beat().assignment is not None
+
+
+def test_who_was_invited_needs_no_stake(harness: Harness) -> None:
+    harness.join(BOB)
+    assert harness.beat(BOB).assignment is not None
+
+
+def test_a_slash_takes_the_stake_for_the_pool_and_an_appeal_can_give_it_back(harness: Harness) -> None:
+    book(harness, "stake", 100)
+    harness.pool.members.register(ALICE, strangers(), None)
+    task = harness.task()
+    harness.pool.assignments.uploaded(ALICE, task.id, "0" * 64)
+    harness.pool.judgement.claim(VALIDATOR, 1)
+    harness.pool.judgement.judge(VALIDATOR, verdict(task.id, Reason.PROOF, (), "1" * 64))
+    accounts = booked(harness.pool).accounts
+    assert (accounts.pool(), booked(harness.pool).at_risk(ALICE)) == (100, 0)
+    book(harness, "appeal", key=ALICE, work=task.id)
+    book(harness, "grant", work=task.id)
+    assert (accounts.pool(), booked(harness.pool).at_risk(ALICE)) == (0, 100)
+
+
+def test_what_the_accounts_forbid_is_refused_and_changes_nothing(harness: Harness) -> None:
+    before = harness.pool.db.ledger.head()
+    for kind in ("unstake", "withdraw", "appeal", "grant"):
+        with pytest.raises(PoolError):
+            book(harness, kind, 5, work="w-1")
+    assert harness.pool.db.ledger.head() == before
+
+
+def test_on_a_chain_only_what_was_read_there_as_at_risk_earns_tasks(harness: Harness) -> None:
+    stakes = ChainStakes()
+    harness.pool.members.stakes = stakes
+    stakes.offers = {ALICE: LEAST}
+    harness.pool.members.register(ALICE, strangers(), None, payer="0x" + "1" * 40)
+    assert harness.beat().assignment is None, "its deposit can still be taken back"
+    stakes.members = {ALICE: LEAST}
+    assert harness.beat().assignment is not None
+    [entry] = [entry for entry in harness.pool.db.ledger.entries(kind="registered") if ALICE in entry.body]
+    assert '"payer":"0x1111111111111111111111111111111111111111"' in entry.body

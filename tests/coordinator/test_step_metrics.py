@@ -1,0 +1,148 @@
+"""The coordinator's metrics of a step: by source and by target length, groups that taught nothing included."""
+
+from typing import Any
+
+import pytest
+
+from shoal.protocol.messages import MILLION, GroupResult, Outcomes, StepReport
+
+from .support import ALICE, VALIDATOR, Harness, metrics_of, open_pool
+
+pytestmark = pytest.mark.usefixtures("every_database")
+
+
+def group(source: str, scores: list[float], *, target: int = 0, penalty: float = 0.0, **fields: Any) -> GroupResult:
+    """A group of completions of 10 tokens with these scores, each less the penalty."""
+    outcomes = fields.pop("outcomes", Outcomes(graded=len(scores)))
+    return GroupResult(
+        source=source,
+        target_length=target,
+        reward_mean=sum(scores) / len(scores) - penalty,
+        score_millionths=round(sum(scores) * MILLION),
+        outcomes=outcomes,
+        useful=len(set(scores)) > 1,
+        tokens=10 * len(scores),
+        **fields,
+    )
+
+
+def credited(harness: Harness, *groups: GroupResult) -> dict[str, float]:
+    """The first step's metrics, of these groups."""
+    harness.pool.batches.credit("a-0", 0, groups)
+    harness.pool.learning.trained(StepReport(step=0, metrics={}, trained=[]))
+    return harness.pool.db.history.after(0).metrics[0]
+
+
+def test_each_source_has_its_own_rewards_outcomes_and_filter_counts(harness: Harness) -> None:
+    found = credited(
+        harness,
+        group("sums", [1, 0], outcomes=Outcomes(graded=1, wrong_format=1)),
+        group("sums", [1, 1]),
+        group("sums", [0, 0]),
+        group("sums", [0.5, 0.5]),
+        group("code", [0.25, 0.5]),
+    )
+    expected = {
+        "reward/sums/mean": 0.5,
+        "score/sums/mean": 0.5,
+        "reward/code/mean": 0.375,
+        "outcome/sums/wrong_format": 0.125,
+        "outcome/sums/grader_error": 0.0,
+        "outcome/code/wrong_format": 0.0,
+        "filtered/sums": 3.0,
+        "filtered/sums/all_right": 1.0,
+        "filtered/sums/all_wrong": 1.0,
+        "filtered/code": 0.0,
+        "score/mean": 4.75 / 10,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert not [name for name in found if name.startswith("length")], "no group has a target"
+
+
+def test_each_of_several_rewards_has_its_own_mean_by_source(harness: Harness) -> None:
+    found = credited(
+        harness,
+        group("sums", [1, 0], parts={"mine.py:exact": 1.0, "number": 0.25}),
+        group("sums", [1, 0, 0, 0, 0, 0], parts={"mine.py:exact": 0.0, "number": 0.25}),
+        group("code", [1, 0], parts={"number": 0.75}),
+        group("plain", [1, 0]),
+    )
+    assert {name: mean for name, mean in found.items() if name.startswith("part/")} == {
+        "part/sums/mine.py:exact": 0.25,
+        "part/sums/number": 0.25,
+        "part/code/number": 0.75,
+    }
+
+
+def test_each_target_has_its_own_length_score_reward_and_penalty(harness: Harness) -> None:
+    found = credited(
+        harness,
+        group("sums", [1, 0], target=8, penalty=0.25),
+        group("sums", [1, 1], target=8, penalty=0.25),
+        group("sums", [1, 0], target=20, penalty=0.5),
+    )
+    expected = {
+        "length/8/mean": 10.0,
+        "length/8/reward": 0.5,
+        "length/8/score": 0.75,
+        "length/8/penalty": 0.25,
+        "length/20/reward": 0.0,
+        "length/20/penalty": 0.5,
+        "length_penalty/mean": pytest.approx(1 / 3),
+        "score/mean": pytest.approx(2 / 3),
+        "reward/mean": pytest.approx(1 / 3),
+    }
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_a_group_with_a_grader_error_is_counted_and_never_trained_on(harness: Harness) -> None:
+    failed = Outcomes(graded=1, grader_error=1)
+    found = credited(
+        harness,
+        group("sums", [1, 0], outcomes=failed, error="no module numpy"),
+        group("sums", [0, 0], outcomes=failed, error="no space left"),
+    )
+    assert found["outcome/sums/grader_error"] == 0.5 and found["filtered/sums"] == 0
+    status = harness.status()
+    assert status.have == 0 and status.signal.groups == 2
+    assert status.grading.model_dump() == {"total": 4, "recent": 4, "errors": 2, "error": "no space left"}
+
+
+def test_without_the_online_filter_a_group_with_a_grader_error_is_left_out_all_the_same() -> None:
+    harness = open_pool(online_filter=False)
+    credited(
+        harness, group("sums", [0, 0]), group("sums", [1, 0], outcomes=Outcomes(graded=1, grader_error=1), error="x")
+    )
+    assert harness.status().have == 1
+    assert harness.pool.db.history.after(0).metrics[0]["filtered/sums"] == 0, "it was not left out"
+
+
+def test_old_grader_errors_are_forgotten(harness: Harness) -> None:
+    errors = group("sums", [0] * 16, outcomes=Outcomes(grader_error=16), error="x")
+    harness.pool.batches.credit("a-0", 0, [errors, errors])
+    harness.pool.batches.credit("a-1", 0, [group("sums", [1] * 15 + [0])] * 31)  # 16 a group: 512 are 32 groups
+    grading = harness.status().grading
+    assert (grading.total, grading.recent, grading.errors) == (33 * 16, 512, 16)
+
+
+def test_prometheus_reads_them_by_source() -> None:
+    harness = open_pool()
+    harness.join(ALICE)
+    harness.join(VALIDATOR, "validator")
+    credited(harness, group("sums", [1, 1]), group("code", [0, 0]), group("code", [0.5, 0.5]), group("code", [1, 0]))
+    found = metrics_of(harness.metrics())
+    expected = {
+        'shoal_graded_rollouts_total{outcome="graded",source="code"}': 6,
+        'shoal_graded_rollouts_total{outcome="wrong_format",source="code"}': 0,
+        'shoal_filtered_groups_total{scores="all_right",source="sums"}': 1,
+        'shoal_filtered_groups_total{scores="all_wrong",source="code"}': 1,
+        'shoal_filtered_groups_total{scores="other",source="code"}': 1,
+        'shoal_source_reward_mean{source="sums"}': 1.0,
+        'shoal_source_reward_mean{source="code"}': 1 / 3,
+    }
+    assert {name: found.get(name) for name in expected} == pytest.approx(expected)
+
+
+def test_scores_beyond_one_per_completion_are_refused() -> None:
+    with pytest.raises(ValueError, match="exceeds one per completion"):
+        group("sums", [1, 1], outcomes=Outcomes(graded=1))

@@ -1,0 +1,355 @@
+import json
+import logging
+
+import pytest
+
+from shoal.coordinator.database import PoolError
+from shoal.coordinator.state.connection import SqliteConnection
+from shoal.coordinator.submissions import UNSETTLED
+from shoal.evidence.process import Process
+from shoal.protocol.messages import HARD, Reason, StepReport
+
+from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool, verdict
+
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
+# --- uploading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_may_be_uploaded_late_until_its_worker_takes_another(harness: Harness) -> None:
+    late = harness.task()
+    harness.clock.now_s += 100.5
+    harness.pool.assignments.uploaded(ALICE, late.id, "9" * 64)
+    held = harness.task()
+    harness.clock.now_s += 100.5
+    assert "1 in a row never came" in harness.beat().waiting_for
+    with pytest.raises(PoolError, match="expired, not open") as caught:
+        harness.pool.assignments.uploaded(ALICE, held.id, "9" * 64)
+    assert caught.value.status == 409
+    harness.clock.now_s += 600
+    assert harness.task().number == held.number + 1
+
+
+def test_a_task_can_be_uploaded_once_and_only_by_its_worker(harness: Harness) -> None:
+    task = harness.task()
+    with pytest.raises(PoolError, match="another worker") as caught:
+        harness.pool.assignments.uploaded(BOB, task.id, "9" * 64)
+    assert caught.value.status == 403
+    harness.pool.assignments.uploaded(ALICE, task.id, "9" * 64)
+    with pytest.raises(PoolError, match="uploaded, not open"):
+        harness.pool.assignments.uploaded(ALICE, task.id, "7" * 64)
+    assert harness.pool.judgement.hashes(task.id) == ("9" * 64, "")
+
+
+def test_an_unknown_submission_is_not_found(harness: Harness) -> None:
+    with pytest.raises(PoolError, match="no submission") as caught:
+        harness.pool.assignments.may_upload(ALICE, "0" * 16 + "-000000")
+    assert caught.value.status == 404
+
+
+def test_a_file_of_a_version_no_batch_can_take_any_more_is_refused(harness: Harness) -> None:
+    late = harness.task(BOB, 0)  # held back until its version is too old, when relays may no longer have it either
+    for version in (0, 0, 0):
+        harness.accepted(version=version)
+        harness.clock.now_s += 31  # Bob is silent: his task is not counted on
+        harness.accepted(version=version)
+    assert harness.status().step == 3
+    with pytest.raises(PoolError, match="version 0, older than 1") as caught:
+        harness.pool.assignments.uploaded(BOB, late.id, "9" * 64)
+    assert caught.value.status == 409
+    assert harness.pool.db.submissions.count_by_state()["stale"] == 1
+    harness.publish(1)
+    assert harness.task(BOB, 1).number == 1, "it came, so it missed nothing and need not rest"
+
+
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+def test_claims_come_oldest_first_and_one_validator_holds_each(harness: Harness) -> None:
+    first, second = harness.upload(ALICE), harness.upload(BOB)
+    one, two = harness.claim(VALIDATOR), harness.claim(OTHER_VALIDATOR)
+    assert one is not None and two is not None
+    assert (one.assignment.id, one.worker) == (first.id, ALICE)
+    assert two.assignment.id == second.id
+    assert harness.claim("d" * 64) is None
+
+
+def test_several_are_claimed_at_once_oldest_first_and_of_one_version_only() -> None:
+    harness = open_pool(prompts_per_step=20)
+    for key in (ALICE, BOB, CAROL):
+        harness.join(key)
+    harness.publish(0, 1)
+    tasks = [harness.upload(ALICE, 0), harness.upload(BOB, 1), harness.upload(CAROL, 0)]
+    claims = harness.claims(VALIDATOR, 4)
+    assert [claim.assignment.id for claim in claims] == [tasks[0].id, tasks[2].id]
+    assert {claim.lease_s for claim in claims} == {harness.clock.now_s + 50}
+    assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 4)] == [tasks[1].id]
+    assert harness.claims("d" * 64, 4) == []
+
+
+def test_no_more_are_claimed_than_were_asked_for(harness: Harness) -> None:
+    first, second = harness.upload(ALICE), harness.upload(BOB)
+    assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 1)] == [first.id]
+    assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 2)] == [second.id]
+
+
+def test_leases_of_several_run_out_together_and_those_that_were_judged_are_kept(harness: Harness) -> None:
+    first, second = harness.upload(ALICE), harness.upload(BOB)
+    harness.claims(VALIDATOR, 2)
+    harness.judge(first.id)
+    harness.clock.now_s += 50.5
+    assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 2)] == [second.id]
+
+
+def test_a_restarted_validator_gets_its_claim_again(harness: Harness) -> None:
+    harness.upload()
+    one, again = harness.claim(VALIDATOR), harness.claim(VALIDATOR)
+    assert one is not None and again is not None and again.assignment == one.assignment
+
+
+def test_a_claim_that_ran_out_goes_to_another_validator_whose_verdict_alone_counts(harness: Harness) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    assert harness.claim(OTHER_VALIDATOR) is None
+    harness.clock.now_s += 50.5
+    again = harness.claim(OTHER_VALIDATOR)
+    assert again is not None and again.assignment.id == task.id
+    with pytest.raises(PoolError, match="not claimed by this validator") as caught:
+        harness.judge(task.id)
+    assert caught.value.status == 409
+    harness.judge(task.id, validator=OTHER_VALIDATOR)
+    with pytest.raises(PoolError, match="accepted and not claimed"):
+        harness.judge(task.id)
+
+
+def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pytest.LogCaptureFixture) -> None:
+    """A validator that dies for good leaves its claim behind; the next one would wait for weights that nobody serves."""
+    harness = open_pool(prompts_per_step=20)
+    for key in (ALICE, BOB):
+        harness.join(key)
+    harness.publish(0, 1)
+    old, young = harness.upload(ALICE, 0), harness.upload(BOB, 1)
+    assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 4)] == [old.id]
+    harness.publish(2, 3, 4)  # five versions, as many as relays keep
+    assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 4)] == [old.id]
+    harness.publish(5)
+    with caplog.at_level(logging.INFO):
+        assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 4)] == [young.id]
+    assert caplog.messages == [], "the first validator still has time to judge it"
+    with caplog.at_level(logging.INFO):
+        assert harness.claims(VALIDATOR, 4) == []
+    assert caplog.messages == [f"{old.id} by worker-a expired unchecked: relays no longer hold version 0"]
+    assert harness.pool.db.submissions.count_by_state() == {"expired": 1, "validating": 1}
+    assert harness.task(ALICE, 5).number == 1
+
+
+def test_a_verdict_may_come_twice_and_counts_once(harness: Harness) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "8" * 64)
+    for _ in range(2):
+        harness.pool.judgement.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
+    assert harness.kinds().count("accepted") == 1
+    assert harness.status().have == 2
+
+
+@pytest.mark.parametrize("reason", [None, Reason.PROOF])
+def test_only_who_holds_the_claim_gives_the_verdict_also_after_it_was_given(
+    harness: Harness, reason: Reason | None
+) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    with pytest.raises(PoolError, match="validating and not claimed by this validator"):
+        harness.pool.judgement.judge(OTHER_VALIDATOR, verdict(task.id, Reason.PROOF, (), None))
+    harness.judge(task.id, reason)
+    with pytest.raises(PoolError, match="ed and not claimed by this validator"):
+        harness.pool.judgement.judge(CAROL, verdict(task.id, Reason.PROOF, (), None))
+
+
+def test_accepting_needs_the_accepted_file_that_was_stored(harness: Harness) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    with pytest.raises(PoolError, match="store the accepted file"):
+        harness.pool.judgement.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
+    harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "7" * 64)
+    with pytest.raises(PoolError, match="store the accepted file"):
+        harness.pool.judgement.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
+    assert harness.status().have == 0 and "accepted" not in harness.kinds()
+
+
+def test_only_who_holds_the_claim_stores_the_accepted_file(harness: Harness) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    with pytest.raises(PoolError, match="not claimed"):
+        harness.pool.judgement.accepted_stored(OTHER_VALIDATOR, task.id, "8" * 64)
+
+
+@pytest.mark.parametrize(("key", "reason"), [(ALICE, "replayed"), (BOB, "context")])
+def test_rollouts_accepted_before_are_rejected_though_the_validator_did_not_know(
+    harness: Harness, key: str, reason: str
+) -> None:
+    """Only a worker's own earlier work is held against it."""
+    first, second = harness.upload(ALICE), harness.upload(key)
+    harness.claim(VALIDATOR)
+    harness.claim(OTHER_VALIDATOR)
+    harness.judge(first.id, content="5" * 64)
+    harness.judge(second.id, content="5" * 64, validator=OTHER_VALIDATOR)
+    assert harness.pool.judgement.content_owner("5" * 64).submission == first.id
+    assert harness.status().reject_reasons == {reason: 1}
+    assert harness.status().have == (0 if reason == "replayed" else 2), "the copy's groups are not credited"
+    assert harness.beat(key, 0).state == ("evicted" if reason == "replayed" else "running")
+
+
+@pytest.mark.parametrize("reason", sorted(Reason))
+def test_a_rejected_copy_does_not_own_its_content_so_the_author_is_not_slashed(
+    harness: Harness, reason: Reason
+) -> None:
+    """Seeds are public: an attacker can compute an honest worker's next rollouts and upload them first."""
+    copy, original = harness.upload(BOB), harness.upload(ALICE)
+    harness.claims(VALIDATOR, 2)
+    harness.judge(copy.id, reason, content="5" * 64)
+    assert harness.pool.judgement.content_owner("5" * 64).submission is None
+    harness.judge(original.id, content="5" * 64)
+    assert harness.pool.judgement.content_owner("5" * 64).submission == original.id
+    assert "worker-a" not in harness.status().slashed
+    assert [entry.kind for entry in harness.pool.db.ledger.entries()][-1] == "accepted"
+
+
+def test_nobody_owns_rollouts_that_were_not_judged(harness: Harness) -> None:
+    assert harness.pool.judgement.content_owner("5" * 64).submission is None
+
+
+@pytest.mark.parametrize("reason", sorted(HARD))
+def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    harness.judge(task.id, reason)
+    assert harness.beat().state == "evicted"
+    assert harness.kinds()[-2:] == ["rejected", "slashed"]
+    body = json.loads(next(harness.pool.db.ledger.entries(kind="slashed")).body)
+    expected = {
+        "submission": task.id,
+        "worker": ALICE,
+        "step": 0,
+        "version": 0,
+        "groups": 2,
+        "nonce": task.nonce,
+        "file": "9" * 64,
+        "full": True,
+        "validator": OTHER_VALIDATOR,  # who confirmed it
+        "reason": reason,
+    }
+    assert body == expected
+    assert harness.status().slashed == ["worker-a"]
+
+
+@pytest.mark.parametrize("reason", sorted(frozenset(Reason) - HARD))
+def test_a_soft_rejection_costs_the_submission_only(harness: Harness, reason: Reason) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    harness.judge(task.id, reason)
+    assert harness.kinds()[-1] == "rejected" and "slashed" not in harness.kinds()
+    assert harness.task().number == 1
+
+
+def test_one_is_slashed_once(harness: Harness) -> None:
+    first, second = harness.upload(), harness.upload()
+    harness.claims(VALIDATOR, 2)
+    harness.judge(first.id, Reason.PROOF)
+    with pytest.raises(PoolError, match="expired"):
+        harness.judge(second.id, Reason.PROOF)
+    assert harness.kinds().count("slashed") == 1 and harness.kinds().count("rejected") == 1
+
+
+def test_an_evicted_worker_cannot_hand_in_the_task_it_still_held(harness: Harness) -> None:
+    lied = harness.upload()
+    held = harness.task()
+    harness.claim(VALIDATOR)
+    harness.judge(lied.id, Reason.PROOF)
+    with pytest.raises(PoolError, match="expired"):
+        harness.pool.assignments.uploaded(ALICE, held.id, "9" * 64)
+
+
+# --- what an eviction closes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wide() -> Harness:
+    """Batches of 12 groups, so that several submissions may wait."""
+    return staffed_pool(prompts_per_step=12)
+
+
+def slashed(harness: Harness) -> None:
+    """Alice: one accepted, one lie, two more uploaded, the first of which a validator holds; then the lie is found."""
+    harness.accepted(useful=(True, True))
+    lie = harness.upload()
+    harness.claims(VALIDATOR, 1)
+    held, waiting = harness.upload(), harness.upload()
+    harness.claims(OTHER_VALIDATOR, 1)
+    assert [harness.state(one.id) for one in (lie, held, waiting)] == ["validating", "validating", "uploaded"]
+    harness.pool.judgement.judge(VALIDATOR, verdict(lie.id, Reason.PROOF, (), None))
+    harness.lease(lie.id, CAROL)
+    harness.pool.judgement.judge(CAROL, verdict(lie.id, Reason.PROOF, (), None))
+
+
+def test_a_slashed_worker_is_paid_nothing_that_it_had_uploaded_before(wide: Harness) -> None:
+    slashed(wide)
+    held = f"{ALICE[:16]}-000002"
+    with pytest.raises(PoolError, match="expired and not claimed") as caught:
+        wide.judge(held, validator=OTHER_VALIDATOR)
+    assert caught.value.status == 409, "its validator drops the verdict and goes on"
+    assert wide.claims(VALIDATOR, 8) == []
+    wide.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    assert wide.pool.judgement.escrow.credits.tokens_by_credit() == {(ALICE, "forfeited"): 20}
+    assert wide.kinds().count("accepted") == 1 and "credited" not in wide.kinds()
+    assert wide.kinds().index("slashed") < wide.kinds().index("forfeited")
+
+
+def test_no_group_of_a_slashed_worker_enters_a_batch_any_more(wide: Harness) -> None:
+    slashed(wide)
+    assert wide.status().have == 0, "the groups that it was accepted with before are not eligible"
+    for _ in range(6):
+        wide.accepted(BOB)
+    assert wide.pool.batches.of_step(0).ready
+    assert {group.submission[:1] for group in wide.pool.batches.of_step(0).groups} == {BOB[:1]}
+
+
+@pytest.mark.parametrize("event", ["suspend", "drain"])
+def test_a_worker_that_is_suspended_or_left_is_paid_for_what_it_had_uploaded(harness: Harness, event: str) -> None:
+    task = harness.upload()
+    if event == "drain":
+        harness.pool.members.drain(ALICE)
+        assert harness.beat().state == "left"
+    else:
+        harness.pool.db.nodes.suspend(ALICE, "a test", harness.clock.now_s)
+    harness.claim()
+    harness.judge(task.id)
+    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    assert harness.pool.judgement.escrow.credits.tokens_by_credit() == {(ALICE, "credited"): 20}
+
+
+def test_a_dismissed_worker_is_paid_nothing_more_and_a_lie_of_it_still_slashes(
+    wide: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide.accepted()
+    good, lie = wide.upload(), wide.upload()
+    wide.claims(VALIDATOR, 2)
+    wide.pool.judgement.trust.evidence.put(ALICE, Process())
+    monkeypatch.setattr(wide.pool.judgement.trust, "finds", lambda found, verdict: "it chooses")
+    wide.judge(good.id)
+    wide.judge(lie.id, Reason.PROOF)
+    assert wide.kinds()[-5:] == ["rejected", "dismissed", "forfeited", "rejected", "slashed"]
+    assert wide.state(good.id) == "rejected" and wide.status().have == 0
+
+
+def test_what_one_worker_missed_is_counted_among_its_own_tasks_alone(harness: Harness) -> None:
+    """A validator may ask forty times a second: the tasks of all workers are not read for it."""
+    harness.upload(ALICE)
+    harness.task(BOB)
+    harness.pool.db.submissions.drop_of(BOB, UNSETTLED)
+    found = [harness.pool.assignments.missed(key) for key in (ALICE, BOB, CAROL)]
+    assert [(one.given, one.missed) for one in found] == [(1, 0), (1, 1), (0, 0)]
+    database = harness.pool.db.connection
+    if isinstance(database, SqliteConnection):
+        (plan,) = database.rows("EXPLAIN QUERY PLAN SELECT count(*) FROM submissions WHERE worker = 'a'")
+        assert "submissions_worker" in plan[-1]

@@ -1,0 +1,150 @@
+"""A validator watches the ledger over real HTTP: it follows, co-signs, and notices a ledger that was cut off or changed."""
+
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shoal.coordinator import pool as pages
+from shoal.ledger.chain import verify_chain
+from shoal.ledger.head import Head, open_head, sign_head
+from shoal.ledger.interface import Entry, LedgerError
+from shoal.protocol.identity import Identity, Signed
+from shoal.protocol.invite import make_invite
+from shoal.protocol.messages import Heartbeat, HeartbeatAnswer
+from shoal.protocol.node import Node
+from shoal.validator.witness import EVERY_S, HEAD, Witness
+
+from .http.test_routes import PATIENCE_S, RUN, Site, refused, served
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    folder = tmp_path / "coordinator"
+    with served(folder) as url:
+        yield Site(url, folder, Identity.load(folder / "identity.pem"), {})
+
+
+def validator(site: Site, folder: Path, name: str = "validator") -> Node:
+    """A node of that role; the same name again is the same node."""
+    expires_s = int(time.time()) + 3600
+    made = folder / f"{name}.invite"
+    invite = make_invite(site.identity, url=site.url, run=RUN, role="validator", name=name, expires_s=expires_s)
+    if not made.exists():
+        invite.save(made)
+    return Node.join(invite, folder / name, patience_s=PATIENCE_S)
+
+
+def ledger(site: Site, reader: Node) -> list[Entry]:
+    """All of it, page by page, verified."""
+    found: list[Entry] = []
+    while page := reader.get_bytes(f"/v1/ledger/{len(found)}", most_bytes=1 << 24):
+        found += [Entry.model_validate_json(line) for line in page.splitlines()]
+    verify_chain(found, site.identity.public)
+    return found
+
+
+def test_the_newest_entry_is_co_signed_kept_and_recorded(site: Site, tmp_path: Path) -> None:
+    node = validator(site, tmp_path)
+    before = ledger(site, node)
+    witness = Witness(node, tmp_path / "validator")
+    witness.sign()
+    kept = open_head(Signed.model_validate_json((tmp_path / "validator" / HEAD).read_bytes()), node.identity.public)
+    assert (kept.run, kept.seq, kept.digest) == (RUN, before[-1].seq, before[-1].digest)
+    *same, last = ledger(site, node)
+    assert same == before and last.kind == "witnessed" and node.identity.public in last.body
+    witness.sign()
+    assert ledger(site, node)[-1] == last, "a co-signature alone is nothing new to co-sign"
+    validator(site, tmp_path, "other")
+    witness.sign()
+    assert [entry.kind for entry in ledger(site, node)[-2:]] == ["registered", "witnessed"]
+
+
+def test_it_looks_now_and_then(site: Site, tmp_path: Path) -> None:
+    now_s = 0.0
+    node = validator(site, tmp_path)
+    witness = Witness(node, tmp_path / "validator", lambda: now_s)
+    now_s = EVERY_S - 1
+    witness.look()
+    assert not (tmp_path / "validator" / HEAD).exists()
+    now_s = EVERY_S
+    witness.look()
+    assert (tmp_path / "validator" / HEAD).exists()
+
+
+def test_a_ledger_of_many_pages_is_followed(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "PAGE_BYTES", 1)
+    node = validator(site, tmp_path)
+    others = [validator(site, tmp_path, f"other-{number}") for number in range(3)]
+    Witness(node, tmp_path / "validator").sign()
+    assert ledger(site, node)[-1].kind == "witnessed"
+    Witness(others[0], tmp_path / "other-0").sign()  # its own first entries lie before those that it knows not
+    restarted = Witness(node, tmp_path / "validator")
+    restarted.sign()
+    assert len(ledger(site, node)) == 1 + 4 + 2, "started, registered, witnessed by two; the restart found nothing new"
+
+
+def test_a_ledger_that_was_cut_off_is_noticed_after_a_restart_of_both(tmp_path: Path) -> None:
+    folder, earlier = tmp_path / "coordinator", tmp_path / "earlier.sqlite"
+    with served(folder) as url:
+        site = Site(url, folder, Identity.load(folder / "identity.pem"), {})
+        node = validator(site, tmp_path)
+        with sqlite3.connect(folder / "pool.sqlite") as live, sqlite3.connect(earlier) as copy:
+            live.backup(copy)
+        validator(site, tmp_path, "forgotten")
+        Witness(node, tmp_path / "validator").sign()
+    for path in folder.glob("pool.sqlite*"):
+        path.unlink()
+    shutil.copy(earlier, folder / "pool.sqlite")
+    with served(folder) as url:
+        site = Site(url, folder, Identity.load(folder / "identity.pem"), {})
+        again = Node.of(
+            make_invite_of(site), Identity.load(tmp_path / "validator" / "identity.pem"), patience_s=PATIENCE_S
+        )
+        with pytest.raises(LedgerError, match="no longer holds"):
+            Witness(again, tmp_path / "validator").sign()
+
+
+def make_invite_of(site: Site):  # type: ignore[no-untyped-def]
+    return make_invite(site.identity, url=site.url, run=RUN, role="validator", name="x", expires_s=2_000_000_000)
+
+
+def test_a_damaged_head_is_named(site: Site, tmp_path: Path) -> None:
+    node = validator(site, tmp_path)
+    Witness(node, tmp_path / "validator").sign()
+    (tmp_path / "validator" / HEAD).write_text("{")
+    with pytest.raises(LedgerError, match=f"{HEAD} is damaged; remove it"):
+        Witness(node, tmp_path / "validator").sign()
+
+
+def test_only_a_head_of_this_ledger_by_its_own_signer_is_recorded(site: Site, tmp_path: Path) -> None:
+    node, other = validator(site, tmp_path), validator(site, tmp_path, "other")
+    chain = ledger(site, node)
+    head = Head(run=RUN, seq=chain[-1].seq, digest=chain[-1].digest)
+
+    def posted(signed: Signed) -> httpx.Response:
+        return site.client(node.identity).post("/v1/heads", json=signed.model_dump(mode="json"))
+
+    refused(posted(sign_head(head, other.identity)), 400, "not a head that", node.identity.public[:16])
+    for wrong in ({"digest": "0" * 64}, {"seq": 1}, {"seq": head.seq + 1}, {"run": "another"}):
+        refused(posted(sign_head(head.model_copy(update=wrong), node.identity)), 409, "of this ledger is another one")
+    assert ledger(site, node) == chain, "nothing was recorded"
+    assert posted(sign_head(head, node.identity)).status_code == 200
+
+
+def test_only_validators_co_sign_and_only_members_read(site: Site, tmp_path: Path) -> None:
+    worker = site.register("w", "worker")
+    node = validator(site, tmp_path)
+    chain = ledger(site, node)
+    head = sign_head(Head(run=RUN, seq=chain[-1].seq, digest=chain[-1].digest), site.identities["w"])
+    refused(worker.post("/v1/heads", json=head.model_dump(mode="json")), 403, "only validator may ask")
+    assert worker.get("/v1/ledger/0").status_code == 200
+    refused(worker.get("/v1/ledger/x"), 400, "is not the number of an entry")
+    refused(site.client(Identity.generate()).get("/v1/ledger/0"), 403, "may ask")
+    assert HeartbeatAnswer.model_validate_json(
+        worker.post("/v1/heartbeat", content=Heartbeat().model_dump_json()).content
+    )

@@ -1,0 +1,224 @@
+"""The frame of every signed server: bodies are bounded and are the signed ones; one at a limit is no matter of others."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.protocol import server
+from shoal.protocol.answers import Refusal
+from shoal.protocol.pace import (
+    AT_ONCE,
+    DISCARD_RATE,
+    LARGE_AT_ONCE,
+    LARGE_BYTES,
+    LONGEST_HOLD_S,
+    MEMBER_BYTES,
+    MEMBER_RATE,
+    OPEN_BYTES,
+    OPEN_RATE,
+    REFUSED_RATE,
+    STRANGERS_UNTAKEN,
+    Pace,
+    Strangers,
+    Untaken,
+)
+from shoal.protocol.server import read_body
+from shoal.protocol.signing import SignatureError, SignedHead, content_digest
+from shoal.shardcast.serve.rates import BURST_S
+
+
+def head_of(body: bytes) -> SignedHead:
+    return SignedHead("a" * 64, content_digest(body), "nonce-of-this-test", 0)
+
+
+def pieces(*parts: bytes) -> Callable[[], Awaitable[bytes]]:
+    left = [*parts]
+
+    async def read() -> bytes:
+        return left.pop(0) if left else b""
+
+    return read
+
+
+def test_a_body_is_returned_if_it_is_the_signed_one() -> None:
+    assert asyncio.run(read_body(pieces(b"ab", b"c"), head_of(b"abc"), 3)) == b"abc"
+    with pytest.raises(SignatureError, match="body changed"):
+        asyncio.run(read_body(pieces(b"ab", b"d"), head_of(b"abc"), 3))
+
+
+def test_a_body_is_read_up_to_its_limit_and_no_further() -> None:
+    read = 0
+
+    async def endless() -> bytes:
+        nonlocal read
+        read += 10
+        return bytes(10)
+
+    with pytest.raises(Refusal, match="more than 95 bytes") as caught:
+        asyncio.run(read_body(endless, head_of(b""), 95))
+    assert (caught.value.status, read) == (413, 100)
+
+
+def test_a_body_that_never_ends_is_given_up() -> None:
+    async def silent() -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def trickling() -> bytes:
+        await asyncio.sleep(0)
+        return b"x"
+
+    for read in (silent, trickling):
+        with pytest.raises(Refusal, match="send the request again") as caught:
+            asyncio.run(read_body(read, head_of(b""), 1 << 40, timeout_s=0.05))
+        assert caught.value.status == 408
+
+
+# --- pace ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_member_over_its_rate_waits_and_nobody_else_does() -> None:
+    pace = Pace(clock := Clock())
+    for _ in range(int(MEMBER_RATE * BURST_S) + 1):
+        pace.member("ann")
+    with pytest.raises(Refusal) as caught:
+        pace.member("ann")
+    assert caught.value.status == 429
+    pace.member("bob")
+    clock.now_s = 1.0
+    pace.member("ann")
+
+
+def test_a_member_has_a_bounded_number_of_requests_under_way() -> None:
+    pace = Pace(Clock())
+    held = [pace.under_way("ann") for _ in range(AT_ONCE)]
+    for one in held:
+        one.__enter__()
+    with pytest.raises(Refusal) as caught, pace.under_way("ann"):
+        pass
+    assert caught.value.status == 429
+    with pace.under_way("bob"):
+        pass
+    held[0].__exit__(None, None, None)
+    with pace.under_way("ann"), pytest.raises(Refusal), pace.under_way("ann"):
+        pass
+
+
+def test_refusals_are_held_back_once_there_are_many_and_never_long() -> None:
+    strangers = Strangers(Clock())
+    holds_s = [strangers.refusal_hold_s("192.0.2.1") for _ in range(int(REFUSED_RATE * (BURST_S + 2 * LONGEST_HOLD_S)))]
+    assert holds_s[: int(REFUSED_RATE * BURST_S)] == [0.0] * int(REFUSED_RATE * BURST_S)
+    assert 0 < holds_s[int(REFUSED_RATE * BURST_S)] < 1 and holds_s[-1] == max(holds_s) == LONGEST_HOLD_S
+    assert strangers.refusal_hold_s("192.0.2.2") == 0
+
+
+def test_what_anyone_may_read_has_a_rate_by_address() -> None:
+    strangers = Strangers(Clock())
+    for _ in range(int(OPEN_RATE * BURST_S) + 1):
+        strangers.reader("192.0.2.1")
+    with pytest.raises(Refusal):
+        strangers.reader("192.0.2.1")
+    strangers.reader("192.0.2.2")
+
+
+def test_large_answers_use_up_an_allowance_of_bytes() -> None:
+    """50 pages of 3 MB a second were within the allowance of requests."""
+    strangers, members = Strangers(clock := Clock()), Pace(clock)
+    for count, answered, most_bytes in (
+        (strangers.reader, strangers.answered, OPEN_BYTES),
+        (members.member, members.answered, MEMBER_BYTES),
+    ):
+        given_bytes = 0
+        with pytest.raises(Refusal, match="MiB a second") as caught:
+            while given_bytes < 100 * most_bytes:
+                count("ann")
+                answered("ann", 1 << 20)
+                given_bytes += 1 << 20
+        assert caught.value.status == 429 and given_bytes <= most_bytes * BURST_S + (1 << 20)
+        count("bob")
+    clock.now_s = 1.0
+    strangers.reader("ann")
+    members.member("ann")
+
+
+def test_answers_that_nobody_takes_are_bounded_by_reader_and_for_all_strangers() -> None:
+    untaken, size_bytes = Untaken(), 3 << 20
+    with contextlib.ExitStack() as held:
+        for number in range(STRANGERS_UNTAKEN // size_bytes):
+            held.enter_context(untaken.answer(f"192.0.2.{number}", size_bytes, member=False))
+        for reader in ("192.0.2.0", "198.51.100.1"):
+            with pytest.raises(Refusal, match="not .*taken"), untaken.answer(reader, size_bytes, member=False):
+                pass
+        held.enter_context(untaken.answer("198.51.100.1", LARGE_BYTES, member=False))
+        held.enter_context(untaken.answer("ann", 64 << 20, member=True))
+        with pytest.raises(Refusal, match="not been taken"), untaken.answer("ann", size_bytes, member=True):
+            pass
+    with untaken.answer("192.0.2.0", size_bytes, member=False):
+        pass
+
+
+def test_uploads_that_are_not_kept_count_against_their_sender() -> None:
+    pace = Pace(clock := Clock())
+    wasted = 0
+    with pytest.raises(Refusal) as caught:
+        while True:
+            pace.member("ann")
+            pace.moved("ann", LARGE_BYTES)
+            wasted += LARGE_BYTES
+    assert caught.value.status == 429 and wasted <= 4 * MEMBER_BYTES * (BURST_S + 1)
+    pace.member("bob")
+    clock.now_s = BURST_S
+    pace.member("ann")
+
+
+def test_few_large_and_few_rare_requests_of_a_member_are_taken() -> None:
+    pace = Pace(Clock())
+    with contextlib.ExitStack() as held:
+        for _ in range(LARGE_AT_ONCE):
+            held.enter_context(pace.under_way("ann", large=True))
+        with pytest.raises(Refusal, match="2 large requests by this node"), pace.under_way("ann", large=True):
+            pass
+        with pace.under_way("ann"), pace.under_way("bob", large=True):
+            pass
+    with pytest.raises(Refusal, match="more than 1 such request a second") as caught:
+        for _ in range(30):
+            pace.member("ann", rare=True)
+    assert caught.value.status == 429
+    pace.member("ann")
+
+
+def test_refused_bodies_are_read_at_one_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty connections that send 64 MiB each, over and over, took three quarters of a core."""
+    strangers, size_bytes = Strangers(clock := Clock()), 64 << 10
+    pieces = 3 * int(DISCARD_RATE * BURST_S) // size_bytes
+
+    class Sender:
+        """A request whose body is always there."""
+
+        left = pieces
+
+        @property
+        def content(self) -> "Sender":
+            return self
+
+        async def readany(self) -> bytes:
+            self.left -= 1
+            return bytes(size_bytes) if self.left >= 0 else b""
+
+    async def sleep(hold_s: float) -> None:
+        clock.now_s += hold_s
+
+    # For this module alone: a coordinator in another thread sleeps too.
+    monkeypatch.setattr(server, "asyncio", SimpleNamespace(sleep=sleep, timeout=asyncio.timeout))
+    asyncio.run(server.Front(strangers)._discard(Sender()))  # type: ignore[arg-type]
+    assert clock.now_s == pytest.approx(2 * BURST_S, rel=0.01)
