@@ -37,12 +37,6 @@ def origin_arguments(parser: argparse.ArgumentParser) -> None:
         "--anchor-every", type=whole(1, 1_000_000), default=10, help="every Nth version can be fetched in full"
     )
     parser.add_argument(
-        "--server",
-        choices=["auto", "nginx", "python"],
-        default="auto",
-        help="what sends finished shards; auto: nginx if it is installed and no --tls-cert is given, else Python",
-    )
-    parser.add_argument(
         "--shard-bytes", type=whole(1024, 1 << 30), help="shard size (default: 1/256 of a version, 64 KiB to 16 MiB)"
     )
 
@@ -84,10 +78,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast import Origin, PublishError
     from shoal.shardcast.alone import serve_origin
     from shoal.shardcast.publish.contents import check_apart
-    from shoal.shardcast.serve.front import nginx
 
-    if arguments.server == "nginx" and arguments.tls_cert:
-        raise PublishError("nginx is not used with --tls-cert here; choose --server python")
     if not arguments.path.exists():
         raise PublishError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
     keys = [arguments.key_file, *([arguments.tls_key] if arguments.tls_key else [])]
@@ -100,10 +91,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
         shard_size_bytes=arguments.shard_bytes,
         anchor_every=arguments.anchor_every,
     )
-    front = arguments.server == "nginx" or (
-        arguments.server == "auto" and not arguments.tls_cert and nginx() is not None
-    )
-    asyncio.run(serve_origin(arguments.path, origin, _address(arguments), stop, _say, front=front))
+    asyncio.run(serve_origin(arguments.path, origin, _address(arguments), stop, _say))
 
 
 def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:

@@ -2,7 +2,7 @@
 
 Invariant: a request that is not HTTP is answered with 400 and not logged; aiohttp would log a traceback with what was sent,
 hundreds of kilobytes for each. Nor is a reader that leaves before it has its answer. Errors of this program are logged.
-Called by everything that starts a server: `server`, `front`, and the pool's coordinator.
+Called by everything that starts a server: `server`, and the pool's coordinator.
 """
 
 from __future__ import annotations
