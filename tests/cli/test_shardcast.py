@@ -21,7 +21,7 @@ from shoal.cli.arguments import UsageError
 from shoal.cli.main import LASTING, command_line
 from shoal.cli.shardcast import run_fetch, run_origin, run_relay
 from shoal.shardcast import PublishError
-from shoal.shardcast.publish import contents
+from shoal.shardcast import contents as contents
 
 Started = Callable[..., dict[str, Any]]
 

@@ -13,7 +13,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from shoal.diloco import gate
 from shoal.diloco.gate import DISCARD_RATE, BodyError, BusyError, Gate, SlowError, read_body
-from shoal.shardcast.serve.rates import BURST_S
+from shoal.shardcast.serve.guard import BURST_S
 from tests.diloco.test_meeting import terms
 from tests.diloco.test_serve import Trainee, served
 

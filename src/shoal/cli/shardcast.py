@@ -77,7 +77,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.protocol.identity import Identity
     from shoal.shardcast import Origin, PublishError
     from shoal.shardcast.alone import serve_origin
-    from shoal.shardcast.publish.contents import check_apart
+    from shoal.shardcast.contents import check_apart
 
     if not arguments.path.exists():
         raise PublishError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
@@ -97,7 +97,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
 def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast import Access, Relay
     from shoal.shardcast.alone import serve_relay
-    from shoal.shardcast.tls import client_context
+    from shoal.shardcast.fetch.reach import client_context
 
     access = Access(_public_key(arguments), RUN_NAME, tls=client_context(arguments.ca))
     relay = Relay(arguments.upstream, _store(arguments), access)
@@ -106,7 +106,7 @@ def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
 
 def run_fetch(arguments: argparse.Namespace) -> None:
     from shoal.shardcast.alone import fetch, watch
-    from shoal.shardcast.tls import client_context
+    from shoal.shardcast.fetch.reach import client_context
     from shoal.view.fetch import FetchBar
 
     key, tls = _public_key(arguments), client_context(arguments.ca)
@@ -170,7 +170,7 @@ def _store(arguments: argparse.Namespace) -> Store:
 
 def _address(arguments: argparse.Namespace) -> Address:
     from shoal.shardcast.alone import Address
-    from shoal.shardcast.tls import server_context
+    from shoal.shardcast.serve.connections import server_context
 
     return Address(
         arguments.host or "127.0.0.1", arguments.port or 0, server_context(arguments.tls_cert, arguments.tls_key)

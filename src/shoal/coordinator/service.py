@@ -23,8 +23,7 @@ from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
 from shoal.protocol.messages import Role
-from shoal.shardcast.serve.connections import PATIENCE, Listener, started
-from shoal.shardcast.serve.log import LOG
+from shoal.shardcast.serve.connections import LOG, PATIENCE, Listener, started
 from shoal.shardcast.serve.server import url_of
 
 MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from shoal.diloco.messages import MeetingError
 from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Listener, network
-from shoal.shardcast.serve.rates import Rates
+from shoal.shardcast.serve.guard import Rates
 
 # Requests a second, each with a burst of 10 s (`rates.BURST_S`).
 SITE_RATE = 40.0

@@ -20,15 +20,14 @@ from typing import NamedTuple
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.shardcast.fetch.access import Access
+from shoal.shardcast.contents import check_apart
 from shoal.shardcast.fetch.client import Client, Progress
 from shoal.shardcast.fetch.errors import FetchError
+from shoal.shardcast.fetch.source import Access
+from shoal.shardcast.format.listing import parse_version
 from shoal.shardcast.format.manifest import Manifest, public_key_hex
-from shoal.shardcast.format.names import parse_version
-from shoal.shardcast.publish.contents import check_apart
-from shoal.shardcast.publish.handover import Handover
-from shoal.shardcast.publish.origin import Origin
-from shoal.shardcast.relay.relay import Relay
+from shoal.shardcast.origin import Handover, Origin
+from shoal.shardcast.relay import Relay
 from shoal.shardcast.serve.server import app, serve, url_of
 from shoal.shardcast.store import Store
 

@@ -17,7 +17,7 @@ from shoal.coordinator.state.database import PoolError
 from shoal.coordinator.tables.connection import DatabaseFullError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Announced, Finished, Heartbeat, Policy
-from shoal.shardcast.serve.rates import BURST_S
+from shoal.shardcast.serve.guard import BURST_S
 from shoal.store.folder import IncomingFile, StoreError
 
 from .test_admission import coordinator, pieces, upload, worker_with_task

@@ -39,7 +39,7 @@ from shoal.protocol.answers import UnsignedAnswerError, check_answer
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Heartbeat
 from shoal.protocol.signing import SignedAuth, sign_request
-from shoal.shardcast.serve.rates import BURST_S
+from shoal.shardcast.serve.guard import BURST_S
 
 from ..support import ALICE, BOB, Harness
 from .test_admission import coordinator, upload, worker_with_task

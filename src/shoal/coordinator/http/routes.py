@@ -33,7 +33,7 @@ from shoal.protocol import messages
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import open_payload
 from shoal.protocol.messages import Role
-from shoal.shardcast.serve.passes import issue
+from shoal.shardcast.serve.guard import issue
 from shoal.store.folder import Folder
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from shoal.coordinator.state.database import Database
 from shoal.coordinator.tables.nodes import Node
 from shoal.coordinator.tables.transfers import Row
 from shoal.protocol.messages import Heartbeat, Intake
-from shoal.shardcast.serve.rates import Rates
+from shoal.shardcast.serve.guard import Rates
 
 RECORDS_PER_S = 4.0  # of one node's heartbeats, with a burst of 10 s; an honest node beats once a second
 AT_ONCE_PER_S = 50.0  # of all nodes
