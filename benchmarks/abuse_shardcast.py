@@ -2,7 +2,7 @@
 
     python benchmarks/abuse_shardcast.py [--seconds 3] [--size-mb 8] [--only text] [--out FILE]
 
-Servers: `shoal origin` with its nginx in front (where nginx is installed), `shoal origin --server python`, `shoal relay`.
+Servers: `shoal origin` and `shoal relay`.
 Anyone may read from them, as with `relays.public = true`: an attacker needs no pass. Each attack lasts --seconds, with a
 bounded rate and a bounded number of connections, from addresses of its own (127.0.0.2 and on). Meanwhile one honest client
 fetches the version over and over.
@@ -203,18 +203,14 @@ async def main(arguments: argparse.Namespace) -> None:
         (folder / "model").mkdir()
         (folder / "model" / "weights").write_bytes(os.urandom(arguments.size_mb << 20))
 
-        def origin(name: str, kind: str) -> tuple[Server, list[dict[str, Any]]]:
-            command = ["origin", str(folder / "model"), "--store", str(folder / kind), "--server", kind]
-            command += ["--key-file", str(folder / "key.pem"), "--host", "127.0.0.1", "--port", str(free_port())]
-            return stack.enter_context(started(name, command, folder / f"{kind}.out", 1))
-
-        servers = [origin("origin, nginx in front", "nginx")[0]] if shutil.which("nginx") else []
-        second, facts = origin("origin, Python", "python")
+        command = ["origin", str(folder / "model"), "--store", str(folder / "origin"), "--host", "127.0.0.1"]
+        command += ["--key-file", str(folder / "key.pem"), "--port", str(free_port())]
+        first, facts = stack.enter_context(started("origin", command, folder / "origin.out", 1))
         key = facts[0]["key"]
-        command = ["relay", "--upstream", second.url, "--key", key, "--store", str(folder / "relay")]
+        command = ["relay", "--upstream", first.url, "--key", key, "--store", str(folder / "relay")]
         command += ["--host", "127.0.0.1", "--port", str(free_port())]
-        third, _ = stack.enter_context(started("relay", command, folder / "relay.out", 1))
-        for server in [*servers, second, third]:
+        second, _ = stack.enter_context(started("relay", command, folder / "relay.out", 1))
+        for server in [first, second]:
             rows = {"quiet": await measure(server, folder, key, arguments.seconds)}
             for name in [name for name in attacks("", 0, 0) if arguments.only in name]:
                 rows[name] = await measure(server, folder, key, arguments.seconds, name)

@@ -44,9 +44,8 @@ from machine import describe
 
 from shoal.model.load import load_model, load_weights_
 from shoal.shardcast.format import delta
-from shoal.shardcast.format.delta import Link
-from shoal.shardcast.format.delta_format import MAGIC, PIECE_WORDS, Kind, Reader, Writer
-from shoal.shardcast.format.safetensors_layout import StoredTensor, read_layout
+from shoal.shardcast.format.delta import MAGIC, PIECE_WORDS, Kind, Link, Reader, Writer
+from shoal.shardcast.format.files import StoredTensor, read_layout
 
 LINKS_BITS_S = {"1 Gb/s": 1e9, "100 Mb/s": 1e8}
 WAYS_EVERY = 4  # pairs

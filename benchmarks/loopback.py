@@ -4,7 +4,7 @@
 
 Needs Linux, nginx, curl and b3sum. Everything runs over loopback, in turns. User and system seconds of each process:
 
-    origin   `shoal origin`, with the nginx that it starts, while one client fetches; publishing is counted separately
+    origin   `shoal origin` while one client fetches; publishing is counted separately
     relay    `shoal relay` receives a version, verifies it, then serves it to one client
     client   `shoal fetch` from the origin, from the relay, and from nginx over the origin's store
     plain    nginx (one worker, sendfile) serves the same file; curl writes it to disk; b3sum reads it back, one thread

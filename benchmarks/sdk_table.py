@@ -304,7 +304,7 @@ CLIENTS: dict[str, tuple[str, Callable[[str], Checks]]] = {
     "litellm": ("litellm", with_litellm),
     "langchain-openai": ("langchain-openai", with_langchain),
     "pydantic-ai": ("pydantic-ai-slim[openai]", with_pydantic_ai),
-    "inspect-ai": ("inspect-ai", with_inspect),
+    "inspect-ai": ("inspect-ai openai", with_inspect),
     "instructor": ("instructor", with_instructor),
 }
 
@@ -347,18 +347,17 @@ def worked(check: Callable[[], bool]) -> str:
 def installed(folder: Path) -> dict[str, str]:
     """The clients' versions in these environments, which are made first if they are not there."""
     found = {}
-    for name, (package, _) in CLIENTS.items():
+    for name, (packages, _) in CLIENTS.items():
         python = folder / name / "bin" / "python"
         ask = [
             str(python),
             "-c",
-            f"from importlib.metadata import version; print(version('{package.partition('[')[0]}'))",
+            f"from importlib.metadata import version; print(version('{packages.split()[0].partition('[')[0]}'))",
         ]
         if not python.exists() or subprocess.run(ask, capture_output=True).returncode:
             subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
-            subprocess.run(
-                [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", package], check=True
-            )
+            install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            subprocess.run([*install, *packages.split()], check=True)
         found[name] = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
     if not (folder / "node_modules" / "openai").exists():
         subprocess.run(["npm", "install", "--silent", "--prefix", str(folder), "openai"], check=True)

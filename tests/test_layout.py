@@ -87,13 +87,14 @@ LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 SUB_ROOMS = {  # likewise, of rooms that have rooms of their own; their loose modules stand above these
     "shardcast": {
         "format": [],
-        "tls": [],
+        "contents": ["format"],
         "store": ["format"],
         "fetch": ["format"],
-        "publish": ["format", "store"],
+        "growing": ["contents", "format"],
+        "origin": ["contents", "format", "growing", "store"],
         "relay": ["fetch", "format", "store"],
         "serve": ["format", "store"],
-        "alone": ["fetch", "format", "publish", "relay", "serve", "store"],
+        "alone": ["contents", "fetch", "format", "origin", "relay", "serve", "store"],
     },
     "coordinator": {
         "state": [],
@@ -173,7 +174,7 @@ def reached(start: str) -> set[str]:
 
 def test_this_reads_imports_as_python_does() -> None:
     assert "config" in own("cli.run") and "launch.swarm" in own("cli.run")  # `from shoal import`, one in a function
-    assert "shardcast.fetch.client" in own("shardcast.fetch.follow")
+    assert "shardcast.fetch.source" in own("shardcast.fetch.client")
     assert "store.rollouts" in own("learner.groups")
     assert not own("files")
     assert "protocol.identity" in reached("learner.loop") and "protocol.identity" not in own("learner.loop")

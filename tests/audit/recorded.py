@@ -44,7 +44,7 @@ from shoal.protocol.messages import (
     StepReport,
     Verdict,
 )
-from shoal.shardcast.publish.origin import Origin
+from shoal.shardcast.origin import Origin
 from shoal.store.folder import Folder
 from shoal.store.rollouts import (
     SCHEMA_VERSION,

@@ -12,7 +12,7 @@ from shoal.audit.found import Found, Rejected
 from shoal.audit.opened import BrokenError
 from shoal.audit.proofs import judge_rejections
 from shoal.rollout.produce import Producer
-from shoal.shardcast.format.names import version_name
+from shoal.shardcast.format.listing import version_name
 from shoal.store.folder import Folder
 
 from ..validator.support import ASKED, SETTINGS, make_producer

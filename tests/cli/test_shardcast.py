@@ -21,7 +21,7 @@ from shoal.cli.arguments import UsageError
 from shoal.cli.main import LASTING, command_line
 from shoal.cli.shardcast import run_fetch, run_origin, run_relay
 from shoal.shardcast import PublishError
-from shoal.shardcast.publish import contents
+from shoal.shardcast import contents as contents
 
 Started = Callable[..., dict[str, Any]]
 
@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_published_is_refused_before_a_file_is_read(
     if len(list(folder.iterdir())) != len(names):
         pytest.skip("this file system takes these names for the same")
     monkeypatch.setattr(contents, "_refuse_key", lambda *given: pytest.fail("a file was read"))
-    files = ["--store", str(tmp_path / "o"), "--key-file", str(tmp_path / "k"), "--server", "python"]
+    files = ["--store", str(tmp_path / "o"), "--key-file", str(tmp_path / "k")]
     assert main(["origin", str(folder), *files]) == LASTING
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1
@@ -225,7 +225,7 @@ def test_what_pydantic_refuses_is_one_line(tmp_path: Path, capsys: pytest.Captur
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
-    files = ["--store", str(tmp_path / "o"), "--key-file", str(tmp_path / "k"), "--server", "python"]
+    files = ["--store", str(tmp_path / "o"), "--key-file", str(tmp_path / "k")]
     assert main(["origin", str(folder), *files]) == LASTING
     error = capsys.readouterr().err
     assert "model.safetensors cannot be published: name: String should have at most 512" in error

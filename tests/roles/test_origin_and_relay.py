@@ -27,7 +27,7 @@ from shoal.roles.relay import run_relay
 from shoal.roles.serving import Listen
 from shoal.rollout.worker import follow
 from shoal.shardcast import Access, Client, FetchError, PublishError
-from shoal.shardcast.fetch.follow import fetch_published
+from shoal.shardcast.fetch.client import fetch_published
 from shoal.view.tree import weights_tree
 
 RUN = "test-0"

@@ -9,8 +9,8 @@ from resource import RUSAGE_SELF, getrusage
 
 from support import RUN, access, client, contents, origin, relay, serving
 
+from shoal.shardcast import origin as origin_module
 from shoal.shardcast.format.manifest import FileEntry
-from shoal.shardcast.publish import origin as origin_module
 
 
 def say(**facts) -> None:

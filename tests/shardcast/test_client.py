@@ -11,14 +11,14 @@ import pytest
 from aiohttp import web
 
 from shoal.shardcast import Client, FetchError, Origin, SignedManifest, Store
-from shoal.shardcast.fetch import partial as partial_module
-from shoal.shardcast.fetch import stream as stream_module
-from shoal.shardcast.fetch.partial import PartialShard
-from shoal.shardcast.fetch.standing import Standing
+from shoal.shardcast import origin as origin_module
+from shoal.shardcast.fetch import cache as cache_module
+from shoal.shardcast.fetch import download as download_module
+from shoal.shardcast.fetch.cache import PartialShard
+from shoal.shardcast.fetch.source import Standing
+from shoal.shardcast.format.files import StreamFiles
+from shoal.shardcast.format.listing import Listing
 from shoal.shardcast.format.manifest import SIGNATURE_DOMAIN, FileEntry
-from shoal.shardcast.format.names import Listing
-from shoal.shardcast.format.stream_files import StreamFiles
-from shoal.shardcast.publish import origin as origin_module
 
 from . import virtual
 from .support import (
@@ -317,7 +317,7 @@ def test_a_full_disk_names_the_folder(tmp_path, monkeypatch, when):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(partial_module, "write_all" if when == "write" else "_allocate", full)
+    monkeypatch.setattr(cache_module, "write_all" if when == "write" else "_allocate", full)
     with pytest.raises(FetchError, match=r"no space left for .*\.v000007\.full"):
         against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
     assert cached(tmp_path) == ([".v000007.full"] if when == "write" else [])
@@ -426,7 +426,7 @@ def test_a_client_has_the_first_shards_before_the_last_byte_is_written(tmp_path,
 
 
 def test_a_version_that_stops_growing_is_given_up_by_name(tmp_path, drafts_at_once, monkeypatch):
-    monkeypatch.setattr(stream_module, "STALL_S", 0.3)
+    monkeypatch.setattr(download_module, "STALL_S", 0.3)
     source = origin(tmp_path)
     dead = source.stream(7, [FileEntry(path="a", size_bytes=37_612)])
     dead.__enter__()(memoryview(bytes(25_000)))
@@ -700,7 +700,7 @@ def test_a_parent_that_rotted_in_the_cache_is_gone_without(tmp_path, noticed):
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_half_a_shard_is_taken_up_after_a_disconnect_and_by_the_next_client(tmp_path, monkeypatch, ranges):
-    monkeypatch.setattr(partial_module, "RECORD_EVERY_BYTES", 1_000)
+    monkeypatch.setattr(cache_module, "RECORD_EVERY_BYTES", 1_000)
     published(tmp_path, 7, shard_size_bytes=37_612)
 
     async def run():

@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from shoal.shardcast.serve import open_files
+from shoal.shardcast.serve import connections
 from shoal.shardcast.serve.connections import PATIENCE, Connection, Listener, Patience
 
 
@@ -114,11 +114,11 @@ def test_a_server_accepts_as_many_as_it_can_open_files_for_and_says_so(
 ) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    assert open_files.connections(4096) == 448
+    assert connections.affordable(4096) == 448
     assert "accepts 448 connections of the 4096" in caplog.text and "ulimit -n" in caplog.text
     caplog.clear()
-    assert open_files.connections(100) == 100
-    assert open_files.connections(sys.maxsize) == 448 and not caplog.messages
+    assert connections.affordable(100) == 100
+    assert connections.affordable(sys.maxsize) == 448 and not caplog.messages
 
 
 def test_a_starting_role_takes_all_the_system_gives(soft_limit: None) -> None:
@@ -126,7 +126,7 @@ def test_a_starting_role_takes_all_the_system_gives(soft_limit: None) -> None:
     if hard == resource.RLIM_INFINITY:
         pytest.skip("this system has no limit")
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
-    assert open_files.raise_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert connections.raise_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 SERVER = """
@@ -164,7 +164,7 @@ def test_more_idle_connections_than_files_bring_no_traceback_and_no_wait(tmp_pat
                             return json.loads(await answer.text())["connections"]
             raise AssertionError("no answer")
 
-        assert 1 <= asyncio.run(ask()) <= (256 - open_files.RESERVED) // 2
+        assert 1 <= asyncio.run(ask()) <= (256 - connections.RESERVED) // 2
         for one in idle:
             one.close()
     finally:

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import pkcs12
 
 from shoal.shardcast import PublishError
-from shoal.shardcast.publish.contents import SCANNED_BYTES, check_apart
-from shoal.shardcast.publish.handover import Handover
+from shoal.shardcast.contents import SCANNED_BYTES, check_apart
+from shoal.shardcast.origin import Handover
 
 from .support import KEY, model_folder, origin, weights_folder
 

@@ -19,10 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from shoal.shardcast.format import delta, delta_format
-from shoal.shardcast.format.delta import DeltaStats, Link, apply, encode, passes
-from shoal.shardcast.format.delta_format import MAGIC, DeltaError, Kind
-from shoal.shardcast.format.safetensors_layout import LayoutError, read_layout
+from shoal.shardcast.format import delta
+from shoal.shardcast.format.delta import MAGIC, DeltaError, DeltaStats, Kind, Link, apply, encode, passes
+from shoal.shardcast.format.files import LayoutError, read_layout
 
 from .support import contents
 
@@ -33,7 +32,7 @@ TENSORS = {"a": ("BF16", (50, 7)), "b.weight": ("BF16", (64,)), "empty": ("BF16"
 @contextmanager
 def pieces_of(words: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta_format, "PIECE_WORDS", words)
+        patch.setattr(delta, "PIECE_WORDS", words)
         yield
 
 

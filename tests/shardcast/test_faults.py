@@ -14,7 +14,7 @@ import pytest
 
 from shoal import files as files_module
 from shoal.shardcast import FetchError, SignedManifest
-from shoal.shardcast.fetch import partial as partial_module
+from shoal.shardcast.fetch import cache as cache_module
 
 from .support import (
     OTHER_KEY,
@@ -285,7 +285,7 @@ def test_an_origin_whose_disk_is_full_keeps_what_it_has_and_goes_on_later(tmp_pa
 def test_a_client_whose_disk_is_full_keeps_the_version_it_has(tmp_path, monkeypatch):
     published(tmp_path, 7, 8)
     against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
-    with full_disk(monkeypatch, partial_module), pytest.raises(FetchError, match="no space left for"):
+    with full_disk(monkeypatch, cache_module), pytest.raises(FetchError, match="no space left for"):
         against(lambda url: client(tmp_path, url).fetch(8), tmp_path / "origin")
     nothing_wrong_in_the_cache(tmp_path)
     assert "v000007" in cached(tmp_path)

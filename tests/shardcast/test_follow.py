@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from shoal.shardcast import FetchError
-from shoal.shardcast.fetch import follow as follow_module
-from shoal.shardcast.fetch.follow import Follower, fetch_published
+from shoal.shardcast.fetch import client as client_module
+from shoal.shardcast.fetch.client import Follower, fetch_published
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow_module, "POLL_S", 0.005)
+    monkeypatch.setattr(client_module, "POLL_S", 0.005)
 
 
 class Relays:

@@ -13,10 +13,9 @@ import pytest
 from shoal.shardcast import Access, FetchError, Origin, PublishError, Store
 from shoal.shardcast.alone import publish, watch
 from shoal.shardcast.fetch.errors import disk_errors
-from shoal.shardcast.fetch.proxy import proxy_for
+from shoal.shardcast.fetch.reach import proxy_for
+from shoal.shardcast.format.listing import Listing, Newest, SignedNewest
 from shoal.shardcast.format.manifest import MAX_SHARDS
-from shoal.shardcast.format.names import Listing
-from shoal.shardcast.format.newest import Newest, SignedNewest
 from shoal.shardcast.serve.server import serve, url_of
 from shoal.shardcast.store import StoreLockedError
 

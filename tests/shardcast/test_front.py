@@ -1,11 +1,12 @@
-"""nginx in front of an origin: it sends what is finished, and only that; and it ends with its parent."""
+"""The documented nginx in front of an origin: it sends what is finished, only that, and passes the rest on."""
 
 import asyncio
 import os
-import signal
+import shutil
 import subprocess
-import sys
-import time
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -13,13 +14,15 @@ import psutil
 import pytest
 
 from shoal.files import temporary
-from shoal.shardcast import Store, app
-from shoal.shardcast.serve import front
-from shoal.shardcast.serve.front import FrontError, fronted, nginx
+from shoal.shardcast import Store
 
-from .support import client, contents, published
+from .support import client, contents, free_port, published, serving
 
-needs_nginx = pytest.mark.skipif(nginx() is None, reason="nginx is not installed (Debian: nginx-light)")
+NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+CONFIG = Path(__file__).parents[2] / "deploy" / "proxy" / "shardcast.conf"
+PATHS = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+
+pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: nginx-light)")
 
 
 async def asked(url: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -28,15 +31,51 @@ async def asked(url: str, method: str = "GET", **headers: str) -> tuple[int, dic
         return response.status, dict(response.headers), await response.read()
 
 
+@contextmanager
+def nginx(store: Path, server: str) -> Iterator[int]:
+    """An nginx with the documented settings, in front of this server; yields its port."""
+    port, site = free_port(), CONFIG.read_text()
+    for old, new in {
+        "listen 80;": f"listen 127.0.0.1:{port};",
+        "127.0.0.1:8080": server.removeprefix("http://"),
+        "/srv/shardcast": str(store),
+    }.items():
+        assert site.count(old) == 1
+        site = site.replace(old, new)
+    with tempfile.TemporaryDirectory() as folder:
+        around = f"daemon off; pid {folder}/pid; error_log {folder}/log; events {{}}\nhttp {{ access_log off;\n"
+        around += "".join(f"{name}_temp_path {folder}/{name};\n" for name in PATHS)
+        user = f"user {psutil.Process().username()};\n" if os.geteuid() == 0 else ""
+        config = Path(folder) / "nginx.conf"
+        config.write_text(f"{user}{around}{site}}}\n")
+        process = subprocess.Popen([str(NGINX), "-e", f"{folder}/log", "-c", str(config)])
+        try:
+            yield port
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
 def through_nginx(store: Store, act):
+    async def answers(url: str) -> bool:
+        try:
+            return (await asked(f"{url}/healthz"))[0] == 200
+        except aiohttp.ClientError:
+            return False
+
     async def run():
-        async with fronted(app(store, wait_s=2.0), store.path, "127.0.0.1", 0) as port:
-            return await act(f"http://127.0.0.1:{port}")
+        async with serving(store) as server:
+            with nginx(store.path, server) as port:
+                url = f"http://127.0.0.1:{port}"
+                for _ in range(200):
+                    if await answers(url):
+                        return await act(url)
+                    await asyncio.sleep(0.05)
+                raise AssertionError("nginx did not start")
 
     return asyncio.run(run())
 
 
-@needs_nginx
 def test_a_version_comes_through_nginx_and_python_sends_no_shard(tmp_path):
     source = published(tmp_path, 7)
 
@@ -50,7 +89,6 @@ def test_a_version_comes_through_nginx_and_python_sends_no_shard(tmp_path):
     assert int(health.split(b'"served_bytes": ')[1].split(b",")[0].split(b"}")[0]) < 3_000, "lists and manifests alone"
 
 
-@needs_nginx
 def test_a_shard_that_still_arrives_comes_as_it_arrives(tmp_path):
     store = published(tmp_path, 7).store
     path = store.shard_path(7, "full", 0)
@@ -70,7 +108,6 @@ def test_a_shard_that_still_arrives_comes_as_it_arrives(tmp_path):
     assert through_nginx(store, act) == whole
 
 
-@needs_nginx
 def test_ranges_are_answered_as_without_nginx(tmp_path):
     store = published(tmp_path, 7).store
     shard = store.shard_path(7, "full", 0).read_bytes()
@@ -90,7 +127,6 @@ def test_ranges_are_answered_as_without_nginx(tmp_path):
     through_nginx(store, act)
 
 
-@needs_nginx
 def test_nothing_else_of_the_folder_is_served(tmp_path):
     store = published(tmp_path, 7).store
     (store.path / "v000007" / "full" / "notes.txt").write_text("private")
@@ -100,39 +136,3 @@ def test_nothing_else_of_the_folder_is_served(tmp_path):
         return [(await asked(f"{url}/{path}"))[0] for path in paths]
 
     assert through_nginx(store, act) == [404] * 6
-
-
-@needs_nginx
-def test_nginx_ends_with_its_parent_even_if_that_is_killed(tmp_path):
-    published(tmp_path, 7)
-    code = """if True:
-        import asyncio, sys, pathlib
-        from shoal.shardcast import app
-        from shoal.shardcast.serve.front import fronted
-        async def run():
-            store = pathlib.Path(sys.argv[1])
-            async with fronted(app(store), store, "127.0.0.1", 0) as port:
-                print(port, flush=True)
-                await asyncio.sleep(600)
-        asyncio.run(run())
-    """
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "origin")], stdout=subprocess.PIPE)
-    assert parent.stdout is not None and int(parent.stdout.readline())
-    (child,) = psutil.Process(parent.pid).children()
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    deadline_s = time.monotonic() + 60
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
-def test_a_machine_without_nginx_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(front, "nginx", lambda: None)
-
-    async def run():
-        async with fronted(app(Path(tmp_path)), tmp_path, "127.0.0.1", 0):
-            raise AssertionError
-
-    with pytest.raises(FrontError, match="nginx is not installed; install it"):
-        asyncio.run(run())

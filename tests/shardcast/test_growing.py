@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from shoal.shardcast.fetch import stream as stream_module
+from shoal.shardcast import growing as growing_module
+from shoal.shardcast import origin as origin_module
+from shoal.shardcast.fetch import download as download_module
 from shoal.shardcast.fetch.sources import Sources
-from shoal.shardcast.format.safetensors_layout import read_layout
-from shoal.shardcast.publish import growing as growing_module
-from shoal.shardcast.publish import origin as origin_module
-from shoal.shardcast.publish.handover import Handover
+from shoal.shardcast.format.files import read_layout
+from shoal.shardcast.origin import Handover
 
 from .support import (
     PUBLIC_KEY,
@@ -228,7 +228,7 @@ def test_a_reader_that_asks_for_a_shard_too_late_fetches_what_was_published_inst
     now_s = iter(range(1, 100))
     source = origin(tmp_path, clock=lambda: float(next(now_s)))
     dying = Learner(tmp_path, 0, seed=9)
-    asked, published, real, grown = threading.Event(), threading.Event(), Sources.shard, stream_module._grown
+    asked, published, real, grown = threading.Event(), threading.Event(), Sources.shard, download_module._grown
 
     async def late(sources, version, part, incoming, **more):
         if incoming.shard.index == 1 and not published.is_set():
@@ -240,7 +240,7 @@ def test_a_reader_that_asks_for_a_shard_too_late_fetches_what_was_published_inst
         return offer if asked.is_set() else await grown(sources, offer)
 
     monkeypatch.setattr(Sources, "shard", late)
-    monkeypatch.setattr(stream_module, "_grown", blind)
+    monkeypatch.setattr(download_module, "_grown", blind)
 
     async def run():
         async with serving(source.store) as up:

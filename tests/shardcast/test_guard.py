@@ -11,10 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.files import write_file
 from shoal.shardcast.format.manifest import public_key_hex
-from shoal.shardcast.serve import passes
-from shoal.shardcast.serve.guard import Guard
-from shoal.shardcast.serve.passes import PASS_S, RENEW_S, Passes, Refused, check, issue, visit
-from shoal.shardcast.serve.rates import Rates
+from shoal.shardcast.serve import guard as guard_module
+from shoal.shardcast.serve.guard import PASS_S, RENEW_S, Guard, Passes, Rates, Refused, check, issue, visit
 from shoal.shardcast.serve.server import app, serve
 
 POOL = Ed25519PrivateKey.from_private_bytes(b"p" * 32)
@@ -120,11 +118,11 @@ def test_a_pass_changed_anywhere_is_refused():
 
 def test_what_a_key_signed_as_something_else_is_no_part_of_a_pass():
     grant, _, visited = shown().partition("~")
-    for domain in (b"", b"shoal shardcast manifest 4\n", passes.VISIT_DOMAIN):
+    for domain in (b"", b"shoal shardcast manifest 4\n", guard.VISIT_DOMAIN):
         text = base64.urlsafe_b64decode(grant.partition(".")[0] + "==")
         with pytest.raises(Refused, match="signature"):
             opens(f"{grant.partition('.')[0]}.{POOL.sign(domain + text).hex()}~{visited}")
-    for domain in (b"", passes.GRANT_DOMAIN):
+    for domain in (b"", guard.GRANT_DOMAIN):
         text = base64.urlsafe_b64decode(visited.partition(".")[0] + "==")
         with pytest.raises(Refused, match="signature"):
             opens(f"{grant}~{visited.partition('.')[0]}.{ANN_KEY.sign(domain + text).hex()}")
@@ -162,7 +160,7 @@ def test_a_reader_signs_a_pass_for_each_server_and_renews_it_in_time():
 def test_a_pass_that_came_before_costs_no_signature_check(monkeypatch):
     text = shown()
     opens(text)
-    monkeypatch.setattr(passes, "_verified", None)
+    monkeypatch.setattr(guard_module, "_verified", None)
     assert opens(text) == ANN
     with pytest.raises(Refused):
         opens(text, now_s=NOW_S + 2 * PASS_S)

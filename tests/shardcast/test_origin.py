@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 
 from shoal.files import NewFile
 from shoal.shardcast import Manifest, ManifestError, Origin
+from shoal.shardcast import origin as origin_module
 from shoal.shardcast.format import delta
+from shoal.shardcast.format.files import read_layout
 from shoal.shardcast.format.manifest import FileEntry
-from shoal.shardcast.format.safetensors_layout import read_layout
-from shoal.shardcast.publish import origin as origin_module
-from shoal.shardcast.publish.cutter import shard_bytes
+from shoal.shardcast.origin import shard_bytes
 
 from .support import (
     KEY,

@@ -13,9 +13,9 @@ from aiohttp import web
 from shoal import files as files_module
 from shoal.files import temporary
 from shoal.shardcast import Access, Relay, Store
+from shoal.shardcast import origin as origin_module
 from shoal.shardcast.format.manifest import FileEntry
-from shoal.shardcast.publish import origin as origin_module
-from shoal.shardcast.relay.places import by_choice
+from shoal.shardcast.relay import by_choice
 
 from .support import (
     OTHER_KEY,

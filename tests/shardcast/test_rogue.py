@@ -13,13 +13,13 @@ import pytest
 from aiohttp import web
 
 from shoal.shardcast import FetchError, ManifestError, SignedManifest
+from shoal.shardcast.fetch import download as download_module
 from shoal.shardcast.fetch import source as source_module
-from shoal.shardcast.fetch import stream as stream_module
 from shoal.shardcast.fetch.errors import BadData, SourceError
 from shoal.shardcast.fetch.source import Incoming
 from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format import manifest as manifest_module
-from shoal.shardcast.format.names import MAX_LISTING_BYTES, Listing
+from shoal.shardcast.format.listing import MAX_LISTING_BYTES, Listing
 
 from .support import (
     OTHER_KEY,
@@ -380,7 +380,7 @@ QUICK = {"idle_timeout_s": 0.3, "answer_timeout_s": 0.3, "patience_s": 0.5}
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_fetch_from_one_server_that_does_not_deliver_ends_and_names_it(tmp_path, how, monkeypatch):
-    monkeypatch.setattr(stream_module, "STALL_S", 1.0)
+    monkeypatch.setattr(download_module, "STALL_S", 1.0)
     published(tmp_path, 7)
 
     async def run():

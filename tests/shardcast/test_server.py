@@ -29,9 +29,8 @@ from yarl import URL
 from shoal.files import NewFile, temporary
 from shoal.shardcast.format.manifest import Delta, FileEntry, Manifest, SignedManifest, Stream
 from shoal.shardcast.serve import connections
-from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Patience, network
+from shoal.shardcast.serve.connections import LISTENER, LOG, PATIENCE, Patience, network
 from shoal.shardcast.serve.guard import Guard
-from shoal.shardcast.serve.log import LOG
 from shoal.shardcast.serve.server import app, serve
 from shoal.shardcast.store import Store
 

@@ -10,9 +10,8 @@ from aiohttp import web
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
-from shoal.shardcast.fetch.source import Incoming
+from shoal.shardcast.fetch.source import Incoming, Standing
 from shoal.shardcast.fetch.sources import Sources
-from shoal.shardcast.fetch.standing import Standing
 
 from . import virtual
 from .support import (

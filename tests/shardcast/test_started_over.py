@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shoal.shardcast import FetchError
-from shoal.shardcast.fetch.access import Access
-from shoal.shardcast.format.newest import CURRENT_S, Newest, SignedNewest, latest
+from shoal.shardcast.fetch.source import Access
+from shoal.shardcast.format.listing import CURRENT_S, Newest, SignedNewest, latest
 
 from .support import (
     KEY,

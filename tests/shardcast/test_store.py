@@ -9,8 +9,8 @@ import pytest
 from shoal import files as files_module
 from shoal.files import NewFile, temporary
 from shoal.shardcast import Origin, Store
+from shoal.shardcast.format.listing import MAX_VERSIONS
 from shoal.shardcast.format.manifest import Delta, FileEntry, Manifest, Stream
-from shoal.shardcast.format.names import MAX_VERSIONS
 from shoal.shardcast.store import StoreFullError, chain, stored_bytes
 
 from .support import (

@@ -90,10 +90,10 @@ def relay(arguments: argparse.Namespace) -> int:
 def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
     """Set this process up as a server; returns the event that a signal sets."""
     from shoal.launch import process
-    from shoal.shardcast.serve import open_files
+    from shoal.shardcast.serve.connections import raise_limit
 
     os.umask(0o077)
-    open_files.raise_limit()
+    raise_limit()
     return process.begin(name, threads=arguments.threads)
 
 

@@ -37,12 +37,6 @@ def origin_arguments(parser: argparse.ArgumentParser) -> None:
         "--anchor-every", type=whole(1, 1_000_000), default=10, help="every Nth version can be fetched in full"
     )
     parser.add_argument(
-        "--server",
-        choices=["auto", "nginx", "python"],
-        default="auto",
-        help="what sends finished shards; auto: nginx if it is installed and no --tls-cert is given, else Python",
-    )
-    parser.add_argument(
         "--shard-bytes", type=whole(1024, 1 << 30), help="shard size (default: 1/256 of a version, 64 KiB to 16 MiB)"
     )
 
@@ -83,11 +77,8 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.protocol.identity import Identity
     from shoal.shardcast import Origin
     from shoal.shardcast.alone import serve_origin
-    from shoal.shardcast.publish.contents import check_apart
-    from shoal.shardcast.serve.front import nginx
+    from shoal.shardcast.contents import check_apart
 
-    if arguments.server == "nginx" and arguments.tls_cert:
-        raise UsageError("nginx is not used with --tls-cert here; choose --server python")
     if not arguments.path.exists():
         raise UsageError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
     keys = [arguments.key_file, *([arguments.tls_key] if arguments.tls_key else [])]
@@ -100,16 +91,13 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
         shard_size_bytes=arguments.shard_bytes,
         anchor_every=arguments.anchor_every,
     )
-    front = arguments.server == "nginx" or (
-        arguments.server == "auto" and not arguments.tls_cert and nginx() is not None
-    )
-    asyncio.run(serve_origin(arguments.path, origin, _address(arguments), stop, _say, front=front))
+    asyncio.run(serve_origin(arguments.path, origin, _address(arguments), stop, _say))
 
 
 def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast import Access, Relay
     from shoal.shardcast.alone import serve_relay
-    from shoal.shardcast.tls import client_context
+    from shoal.shardcast.fetch.reach import client_context
 
     access = Access(_public_key(arguments), RUN_NAME, tls=client_context(arguments.ca))
     relay = Relay(arguments.upstream, _store(arguments), access)
@@ -118,7 +106,7 @@ def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
 
 def run_fetch(arguments: argparse.Namespace) -> None:
     from shoal.shardcast.alone import fetch, watch
-    from shoal.shardcast.tls import client_context
+    from shoal.shardcast.fetch.reach import client_context
     from shoal.view.fetch import FetchBar
 
     key, tls = _public_key(arguments), client_context(arguments.ca)
@@ -182,7 +170,7 @@ def _store(arguments: argparse.Namespace) -> Store:
 
 def _address(arguments: argparse.Namespace) -> Address:
     from shoal.shardcast.alone import Address
-    from shoal.shardcast.tls import server_context
+    from shoal.shardcast.serve.connections import server_context
 
     return Address(
         arguments.host or "127.0.0.1", arguments.port or 0, server_context(arguments.tls_cert, arguments.tls_key)

@@ -37,7 +37,7 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Ok
 from shoal.protocol.node import KEY, Node
-from shoal.shardcast.tls import client_context
+from shoal.shardcast.fetch.reach import client_context
 
 ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: ClosedError}
 GOOD_BYE_S = 3.0

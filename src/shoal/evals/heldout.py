@@ -24,7 +24,7 @@ from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, History, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
-from shoal.shardcast.fetch.follow import fetch_published
+from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
 from shoal.tasks.budget import in_turn
 from shoal.tasks.environments import Conversation, close, environments_of, responder

@@ -244,7 +244,7 @@ def save_model(
     `stored_shapes`), in that order, whole, on any device. One is in memory at a time. Raises ValueError, naming the
     tensor, for any other.
     The weights are written last, front to back, under a temporary name until they are complete. An origin that watches the
-    parent folder reads them meanwhile (`shardcast.publish`). Raises OSError, naming the folder, if the disk refuses.
+    parent folder reads them meanwhile (`shardcast.growing`). Raises OSError, naming the folder, if the disk refuses.
     """
     folder.mkdir(parents=True)
     with _naming(folder):

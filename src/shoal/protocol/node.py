@@ -45,8 +45,8 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.signing import SignedAuth
 from shoal.shardcast import Access, Arrival
-from shoal.shardcast.serve.passes import Passes
-from shoal.shardcast.tls import client_context
+from shoal.shardcast.fetch.reach import client_context
+from shoal.shardcast.serve.guard import Passes
 
 HEARTBEAT_S = 1.0
 UNREADABLE = 400  # HTTP status

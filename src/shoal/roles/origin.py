@@ -14,8 +14,8 @@ from shoal.protocol.messages import Ok, Policy
 from shoal.protocol.node import Node
 from shoal.roles.serving import WATCH_S, Listen, serve_store
 from shoal.shardcast import Manifest, Origin, Store
-from shoal.shardcast.publish.contents import check_apart
-from shoal.shardcast.publish.handover import Handover
+from shoal.shardcast.contents import check_apart
+from shoal.shardcast.origin import Handover
 
 HERE = Listen()
 

@@ -20,8 +20,8 @@ from shoal.protocol.clock import PoolClock
 from shoal.protocol.invite import Invite
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Store, app, serve
+from shoal.shardcast.serve.connections import server_context
 from shoal.shardcast.serve.server import url_of
-from shoal.shardcast.tls import server_context
 
 WATCH_S = 0.1
 

@@ -20,16 +20,14 @@ from typing import NamedTuple
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.shardcast.fetch.access import Access
+from shoal.shardcast.contents import check_apart
 from shoal.shardcast.fetch.client import Client, Progress
 from shoal.shardcast.fetch.errors import FetchError
+from shoal.shardcast.fetch.source import Access
+from shoal.shardcast.format.listing import parse_version
 from shoal.shardcast.format.manifest import Manifest, public_key_hex
-from shoal.shardcast.format.names import parse_version
-from shoal.shardcast.publish.contents import check_apart
-from shoal.shardcast.publish.handover import Handover
-from shoal.shardcast.publish.origin import Origin
-from shoal.shardcast.relay.relay import Relay
-from shoal.shardcast.serve.front import LEASE_S, fronted
+from shoal.shardcast.origin import Handover, Origin
+from shoal.shardcast.relay import Relay
 from shoal.shardcast.serve.server import app, serve, url_of
 from shoal.shardcast.store import Store
 
@@ -127,12 +125,9 @@ async def serve_origin(
     address: Address,
     stop: threading.Event,
     say: Callable[[dict[str, object]], None],
-    *,
-    front: bool = False,
 ) -> None:
     """Publishes and serves `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
-    including later ones and one that is being written (see `growing`). Raises what `Origin.publish` raises.
-    `front`: an nginx sends finished shards (see `serve.front`), not over TLS."""
+    including later ones and one that is being written (see `growing`). Raises what `Origin.publish` raises."""
     check_apart(path, origin.store.path)
 
     async def live() -> None:
@@ -157,14 +152,7 @@ async def serve_origin(
         facts = {"version": manifest.version, "digest": manifest.digest, "size_bytes": manifest.size_bytes}
         say(facts | {"tensors": tensors} | sizes)
 
-    facts: dict[str, object] = {"key": public_key_hex(origin.key)}
-    if not front:
-        await _serve(app(origin.store), address, facts, live, say)
-        return
-    origin.store.lease_s = LEASE_S
-    async with fronted(app(origin.store), origin.store.path, address.host, address.port) as port:
-        say({"url": url_of(address.host, port), "server": "nginx"} | facts)
-        await live()
+    await _serve(app(origin.store), address, {"key": public_key_hex(origin.key)}, live, say)
 
 
 async def serve_relay(

@@ -30,7 +30,7 @@ from shoal.protocol.messages import (
 from shoal.protocol.node import Node
 from shoal.protocol.transfer import fetch_file, send_file
 from shoal.shardcast import Client
-from shoal.shardcast.fetch.follow import fetch_published
+from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
 from shoal.validator.choices import changed

@@ -1,17 +1,22 @@
-"""The complete versions that a client has fetched, and the lock that lets several clients share them.
+"""The complete versions that a client has fetched, the lock that lets several clients share them, and what is arriving.
 
-    cache/v000007/                  exactly the published files
-    cache/v000007.manifest.json     their signed manifest
-    cache/v000007.delta             the delta they were made from, if any
+    cache/v000007/                      exactly the published files
+    cache/v000007.manifest.json         their signed manifest
+    cache/v000007.delta                 the delta they were made from, if any
+    cache/.v000007.full/files/...       a stream that is being fetched: files of full size, filled in any order
+    cache/.v000007.full/layout          sizes of the files and of a shard
+    cache/.v000007.full/record          lines "index bytes": how much of a shard was written
 
 Invariant: a version with a manifest beside it is complete. It was verified before it got its name, and a process verifies
 it again before it uses what another process left. Without that manifest a folder is someone else's: it is never touched.
-Called by the client, and by `inplace`.
+Of a partial stream nothing is trusted after a restart: each recorded byte is hashed again before it counts.
 Left out: leases. A caller that still reads a version older than `keep` must keep its files open.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -20,12 +25,134 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from shoal.files import discard, fsync, write_file
+from shoal.files import discard, fsync, write_all, write_file
 from shoal.shardcast.fetch.errors import FetchError, disk_errors
-from shoal.shardcast.format.manifest import Manifest, ManifestError, SignedManifest
-from shoal.shardcast.format.names import parse_version, version_name
-from shoal.shardcast.format.newest import Newest, latest
-from shoal.shardcast.format.stream_files import StreamFiles
+from shoal.shardcast.format.files import StreamFiles
+from shoal.shardcast.format.listing import Newest, latest, parse_version, version_name
+from shoal.shardcast.format.manifest import FileEntry, Manifest, ManifestError, ShardEntry, SignedManifest
+
+RECORD_EVERY_BYTES = 1 << 20
+
+
+class Partial:
+    """Every method raises FetchError, with the folder's name, when the disk fails."""
+
+    def __init__(self, folder: Path, files: Sequence[FileEntry], shard_size_bytes: int) -> None:
+        self.folder, self.entries, self.shard_size_bytes = folder, list(files), shard_size_bytes
+        self.layout = StreamFiles(folder / "files", files)
+        self._recorded: dict[int, int] = {}
+        with disk_errors(folder):
+            if not self._resume():
+                self._start()
+
+    @property
+    def files(self) -> Path:
+        return self.folder / "files"
+
+    def sink(self, shard: ShardEntry) -> PartialShard:
+        return PartialShard(self, shard)
+
+    def recorded_bytes(self, shard: ShardEntry) -> int:
+        return min(self._recorded.get(shard.index, 0), shard.size_bytes)
+
+    def record(self, shard: ShardEntry, size_bytes: int) -> None:
+        with disk_errors(self.folder), (self.folder / "record").open("a") as record:
+            record.write(f"{shard.index} {size_bytes}\n")
+        self._recorded[shard.index] = size_bytes
+
+    def _start(self) -> None:
+        discard(self.folder)
+        self.folder.mkdir(parents=True)
+        try:
+            for file in self.entries:
+                path = self.files / file.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _allocate(path, file.size_bytes)
+        except OSError:
+            discard(self.folder)  # free the space that was reserved
+            raise
+        write_file(self.folder / "layout", self._description())
+
+    def _resume(self) -> bool:
+        """Loads what an earlier process left, if it was for the same files. The layout is written after the files."""
+        try:
+            if (self.folder / "layout").read_bytes() != self._description():
+                return False
+            if not self.layout.sizes_match():
+                return False
+            lines = (self.folder / "record").read_text().split("\n")[:-1]
+        except FileNotFoundError:
+            return False
+        for line in lines:
+            index, _, size_bytes = line.partition(" ")
+            if index.isdecimal() and size_bytes.isdecimal():
+                self._recorded[int(index)] = int(size_bytes)
+        return True
+
+    def _description(self) -> bytes:
+        return json.dumps([self.shard_size_bytes, [[f.path, f.size_bytes] for f in self.entries]]).encode()
+
+
+class PartialShard:
+    """Stores one shard: see `download.ShardSink`."""
+
+    def __init__(self, partial: Partial, shard: ShardEntry) -> None:
+        self.partial, self.shard = partial, shard
+        self._at_bytes = shard.index * partial.shard_size_bytes
+        self._size_bytes = 0
+        self._since_record_bytes = 0
+        self._open: tuple[Path, int] | None = (
+            None  # one at a time: a version may have more files than a process may open
+        )
+
+    def begun(self) -> Iterator[bytes]:
+        with disk_errors(self.partial.folder):
+            yield from self.partial.layout.read(self._at_bytes, self.partial.recorded_bytes(self.shard))
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        with disk_errors(self.partial.folder):
+            view = memoryview(data)
+            for path, at_bytes, size_bytes in self.partial.layout.ranges(self._at_bytes + offset_bytes, len(data)):
+                write_all(self._file(path), view[:size_bytes], at_bytes)
+                view = view[size_bytes:]
+            self._size_bytes = offset_bytes + len(data)
+            self._since_record_bytes += len(data)
+            if self._since_record_bytes >= RECORD_EVERY_BYTES:
+                self._record(self._size_bytes)
+
+    def restart(self) -> None:
+        self._size_bytes = 0
+        self._record(0)
+
+    def done(self) -> None:
+        self._record(self.shard.size_bytes)
+
+    def close(self) -> None:
+        if self._open:
+            os.close(self._open[1])
+            self._open = None
+        if self._since_record_bytes:
+            self._record(self._size_bytes)
+
+    def _file(self, path: Path) -> int:
+        if self._open is None or self._open[0] != path:
+            if self._open:
+                os.close(self._open[1])
+            self._open = path, os.open(path, os.O_WRONLY)
+        return self._open[1]
+
+    def _record(self, size_bytes: int) -> None:
+        self.partial.record(self.shard, size_bytes)
+        self._since_record_bytes = 0
+
+
+def _allocate(path: Path, size_bytes: int) -> None:
+    """Reserves the space now, so that a full disk is noticed before the download and not at its end."""
+    with path.open("wb") as file:
+        if size_bytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+        file.truncate(size_bytes)
+
 
 LOOK_AGAIN_S = 0.05
 RESULTS = ("result", "result2")  # of deltas, in turn

@@ -14,6 +14,7 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from rela
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -22,22 +23,17 @@ from itertools import cycle
 from pathlib import Path
 
 from shoal.files import discard
-from shoal.shardcast.fetch.access import Access, Arrival
-from shoal.shardcast.fetch.cache import RESULTS, Cache, delta_path
+from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial, delta_path
+from shoal.shardcast.fetch.download import fetch_stream
 from shoal.shardcast.fetch.errors import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors
-from shoal.shardcast.fetch.freshness import Freshness
-from shoal.shardcast.fetch.partial import Partial
-from shoal.shardcast.fetch.plan import Step, offered, plan
-from shoal.shardcast.fetch.proxy import split_server
-from shoal.shardcast.fetch.source import Offer, Source
+from shoal.shardcast.fetch.plan import Freshness, Step, offered, plan
+from shoal.shardcast.fetch.reach import split_server
+from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
 from shoal.shardcast.fetch.sources import CATCHES_UP_IN_S, Sources
-from shoal.shardcast.fetch.stream import fetch_stream
 from shoal.shardcast.format import delta
-from shoal.shardcast.format.alongside import alongside
-from shoal.shardcast.format.delta import Link
-from shoal.shardcast.format.delta_format import DeltaError
+from shoal.shardcast.format.delta import DeltaError, Link
+from shoal.shardcast.format.files import Cutter, alongside
 from shoal.shardcast.format.manifest import FileEntry, Manifest
-from shoal.shardcast.format.stream_files import Hashing
 
 LOOK_AGAIN_S = 0.2
 WITNESSES = 2  # servers asked for their newest version, as one may be behind
@@ -317,7 +313,7 @@ class Client:
                     self.progress.doing = f"making version {manifest.version}"
                     result = self.cache.temporary(manifest.version, name)
                     discard(result)
-                    hashing = Hashing(manifest.content.shard_size_bytes)
+                    hashing = Cutter(manifest.content.shard_size_bytes)
                     with alongside(hashing.add) as written:
                         delta.apply(folder, run, result, written)
                     if folder.name.startswith("."):
@@ -326,7 +322,8 @@ class Client:
             except DeltaError:
                 return None
             links[-1].delta.replace(delta_path(self.cache.folder(manifest.version)))
-        return folder, hashing.finish()
+        hashing.finish()
+        return folder, hashing.shards
 
     @asynccontextmanager
     async def _sources(self) -> AsyncIterator[Sources]:
@@ -347,3 +344,54 @@ class Client:
             finally:
                 reporting.cancel()
                 progress.by_source, progress.transferred_bytes = sources.by_source(), sources.received_bytes
+
+
+POLL_S = 0.2
+
+
+def fetch_published(
+    client: Client, version: int, *, digest: str | None = None, wait_s: float = 120
+) -> tuple[Path, Manifest]:
+    """Fetches a version that is published but may not have reached a relay yet. Raises FetchError after `wait_s`."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            return client.fetch(version, digest=digest)
+        except FetchError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(POLL_S)
+
+
+class Follower:
+    """`wanted` returns the newest published version, or None. `client` makes a client for the currently known relays."""
+
+    def __init__(self, wanted: Callable[[], int | None], client: Callable[[], Client]) -> None:
+        self.wanted = wanted
+        self.client = client
+        self.last_error = ""  # why the newest version could not be fetched
+        self._held: tuple[Path, Manifest] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="follower")
+
+    def __enter__(self) -> Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+
+    def newest(self) -> tuple[Path, Manifest] | None:
+        """The newest version on this machine, complete and verified."""
+        return self._held
+
+    def _follow(self) -> None:
+        while not self._stop.wait(POLL_S):
+            wanted = self.wanted()
+            if wanted is None or (self._held and self._held[1].version >= wanted):
+                continue
+            try:
+                self._held = self.client().fetch(wanted)
+                self.last_error = ""
+            except (FetchError, OSError) as error:
+                self.last_error = str(error)  # shown by the caller; the next round tries again

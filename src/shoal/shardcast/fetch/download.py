@@ -1,13 +1,13 @@
 """Fetches the shards of one stream, several at a time, in order. Late shards are requested a second time elsewhere.
 
-    await Download(sources, version, part, sink, ...).run()
+    await Download(sources, version, part, sink, ...).run()          a relay, which adds the shards
+    await fetch_stream(sources, offer, part, into, ...)              a client; the version may still be growing
 
-Endgame: when no shard is left to start, an idle task asks another server for the shard that has been in flight longest.
-This copy goes to memory and wins if it is complete and correct first. So one slow relay delays the end only a little. If a
-server sends nothing of a shard for a while, a client asks another one for it, too.
-A download that does not move is ended by its caller, which looks at it through `Movement`.
-Invariant: a sink's `done` is called after the shard's hash matched, and never twice.
-Called by client and relay.
+A copy of a late shard goes to memory and wins if it is complete and correct first. So one slow or silent server delays the
+end only a little.
+Invariant: a sink's `done` is called after the shard's hash matched, and never twice. Every shard is one that the version's
+signed manifest names, though the manifest may grow meanwhile. A download that does not move ends with an error, whatever
+servers send (see `Movement`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial as bind
 from math import inf
 from statistics import median
 from typing import Protocol
 
-from shoal.shardcast.fetch.errors import FetchError, first_error
-from shoal.shardcast.fetch.questions import loop_time
-from shoal.shardcast.fetch.source import Incoming, Sink, Source
-from shoal.shardcast.fetch.sources import Sources
+from shoal.shardcast.fetch.cache import Partial
+from shoal.shardcast.fetch.errors import FetchError, ReplacedError, first_error
+from shoal.shardcast.fetch.plan import offered
+from shoal.shardcast.fetch.source import Incoming, Offer, Sink, Source
+from shoal.shardcast.fetch.sources import Sources, loop_time
 from shoal.shardcast.format.manifest import Part, ShardEntry
 
 LOOK_AGAIN_S = 0.05
@@ -260,3 +262,50 @@ class _Memory:
         self.data[offset_bytes : offset_bytes + len(data)] = data
 
     def restart(self) -> None: ...
+
+
+GROWN_AGAIN_S = 0.2
+STALL_S = 60.0
+
+
+async def fetch_stream(
+    sources: Sources, offer: Offer, part: Part, into: Partial, *, parallel: int, deadline_s: float
+) -> Offer:
+    """Fetches the shards that `into` lacks. Returns the last manifest. Raises FetchError, ReplacedError, OSError."""
+    download = Download(sources, offer[1].version, part, into.sink, parallel=parallel, deadline_s=deadline_s)
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(download.run())
+            stream, movement = offer[1].streams[part], Movement(STALL_S)
+            download.add(stream.entries(), last=stream.complete)
+            while not running.done():
+                await asyncio.wait([running], timeout=GROWN_AGAIN_S)
+                if not stream.complete:
+                    offer = await _grown(sources, offer)
+                    stream = offer[1].streams[part]
+                    download.add(stream.entries()[download.named :], last=stream.complete)
+                if movement.stalled(download.named + download.done, download.moved_bytes):
+                    raise FetchError(_stalled(sources, offer[1].version, download))
+    except ExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return offer
+
+
+def _stalled(sources: Sources, version: int, download: Download) -> str:
+    if download.done == download.named:
+        return f"version {version} is incomplete and has not grown for {STALL_S:.0f} s; check its origin"
+    urls = ", ".join(source.url for source in [*sources.sources, *sources.fallback])
+    return (
+        f"version {version} made no progress for {STALL_S:.0f} s, with {download.named - download.done} of its shards "
+        f"missing; {urls} send less than {LEAST_BPS} bytes a second: add a relay"
+    )
+
+
+async def _grown(sources: Sources, offer: Offer) -> Offer:
+    answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None))
+    stated = sources.access.newest
+    offers = [answer for answer in answers.values() if answer and not (stated and stated.outdates(answer[1]))]
+    if any(answer[1].replaces(offer[1]) for answer in offers):
+        raise ReplacedError(f"version {offer[1].version} was replaced while it was fetched; fetch again")
+    offers = [answer for answer in offers if answer[1].extends(offer[1])]
+    return max([offer, *offers], key=lambda o: len(o[1].content.shards))

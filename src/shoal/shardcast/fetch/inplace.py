@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from shoal.shardcast.fetch.cache import delta_path, read_manifest
-from shoal.shardcast.format.delta import pieces
-from shoal.shardcast.format.delta_format import DeltaError, Kind, Places, Reader, Words
+from shoal.shardcast.format.delta import DeltaError, Kind, Places, Reader, Words, pieces
+from shoal.shardcast.format.files import StoredTensor, StreamFiles, as_one_tensor, read_layout
 from shoal.shardcast.format.manifest import FileEntry, Manifest, ManifestError
-from shoal.shardcast.format.safetensors_layout import StoredTensor, as_one_tensor, read_layout
-from shoal.shardcast.format.stream_files import StreamFiles
 
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}  # torch has few operations on unsigned integers
 

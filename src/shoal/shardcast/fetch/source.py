@@ -1,10 +1,11 @@
-"""One server as a downloader sees it: three requests, and every way in which a response can be wrong.
+"""One server as a downloader sees it: how to reach it, what was learned of it, three requests, and every way in which a
+response can be wrong.
 
 Invariant: what a `Source` returns was verified (manifest signature, shard size and hash). Any other response raises a
 SourceError that names the URL. Bytes that `Incoming` passes on are unverified until `shard` returns.
-Called by `sources`, and through it by relay and client.
 Left out: redirects (a relay could send a worker into the worker's own network), and compression.
-Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from relays and verify them.
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from relays and verify them; a server's worth is
+its success rate times its bandwidth, with a healing factor.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from socket import SO_RCVLOWAT, SOL_SOCKET
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -25,9 +27,16 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
-from shoal.shardcast.fetch.proxy import is_proxy, proxy_for
-from shoal.shardcast.fetch.reach import OutOfReach, Reach, Resolver, check_host
-from shoal.shardcast.fetch.standing import Standing
+from shoal.shardcast.fetch.reach import OutOfReach, Reach, Resolver, check_host, is_proxy, proxy_for
+from shoal.shardcast.format.listing import (
+    MAX_LISTING_BYTES,
+    Listing,
+    Newest,
+    SignedNewest,
+    latest,
+    shard_name,
+    version_name,
+)
 from shoal.shardcast.format.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -36,8 +45,125 @@ from shoal.shardcast.format.manifest import (
     ShardEntry,
     SignedManifest,
 )
-from shoal.shardcast.format.names import MAX_LISTING_BYTES, Listing, shard_name, version_name
-from shoal.shardcast.format.newest import SignedNewest
+
+
+class Standing:
+    """Both figures are moving averages. Both heal with time, so a server that was down or slow is tried again."""
+
+    WEIGHT = 0.25  # of the newest shard
+    HEALS_IN_S = 30.0
+    FORGOTTEN_AFTER_S = 60.0
+    SILENT_S = 10.0  # how long a server that did not answer is asked after the others
+    SUSPECT_S = 60.0  # how long a server that gave a bad answer is asked only where no other answers
+    SILENT_ONCE_S = 1.0  # the same for shards, whose sender may only have been slow to begin
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._speed_Bps, self._measured_s = 0.0, -math.inf
+        self._success, self._counted_s = 1.0, -math.inf
+        self._answer_s: float | None = None
+        self._unanswered, self._silent_s = 0, -math.inf  # requests in a row, and when the last one was given up
+        self._bad_s = -math.inf
+
+    def success(self) -> float:
+        return 1 - (1 - self._success) * math.exp(-(self._clock() - self._counted_s) / self.HEALS_IN_S)
+
+    def speed_Bps(self) -> float | None:
+        """The speed of one shard at a time; None if it was not measured recently."""
+        return self._speed_Bps if self._clock() - self._measured_s < self.FORGOTTEN_AFTER_S else None
+
+    def silent(self) -> bool:
+        """Whether it let a request wait not long ago, and has answered none since."""
+        return self._unanswered > 0 and self._clock() - self._silent_s < self.SILENT_S
+
+    def avoided(self) -> bool:
+        """Whether shards come from others. After one request without an answer: for as long as one fetch of a delta takes,
+        so that a fetch loses time to it only once. After two in a row: as long as it is `silent`."""
+        limit_s = self.SILENT_S if self._unanswered > 1 else self.SILENT_ONCE_S
+        return self._unanswered > 0 and self._clock() - self._silent_s < limit_s
+
+    def suspect(self) -> bool:
+        """Whether it gave a bad answer not long ago."""
+        return self._clock() - self._bad_s < self.SUSPECT_S
+
+    def answer_s(self) -> float | None:
+        """How long it takes to answer a question, a moving average; None if it never did."""
+        return self._answer_s
+
+    def answered(self, seconds: float) -> None:
+        known_s = seconds if self._answer_s is None else self._answer_s
+        self._answer_s, self._unanswered = known_s + self.WEIGHT * (seconds - known_s), 0
+
+    def unanswered(self) -> None:
+        """It sent nothing while another server would have. Its success rate stays: it may only be far away."""
+        self._unanswered, self._silent_s = self._unanswered + 1, self._clock()
+
+    def answered_badly(self) -> None:
+        """Its list or manifest was one that no honest server gives: too large, malformed, or not signed by the learner."""
+        self._bad_s = self._clock()
+        self.failed()
+
+    def delivered(self, size_bytes: int, seconds: float) -> None:
+        self._unanswered = 0
+        newest_Bps = size_bytes / max(seconds, 1e-6)
+        known_Bps = self.speed_Bps() or newest_Bps
+        self._speed_Bps, self._measured_s = known_Bps + self.WEIGHT * (newest_Bps - known_Bps), self._clock()
+        self._count(1.0)
+
+    def slowed(self, size_bytes: int, seconds: float) -> None:
+        """The server became far slower than others: replaces the average."""
+        self._speed_Bps, self._measured_s = size_bytes / seconds, self._clock()
+
+    def failed(self) -> None:
+        """Lowers the success rate; the speed stays."""
+        self._count(0.0)
+
+    def _count(self, success: float) -> None:
+        self._success, self._counted_s = self.success() + self.WEIGHT * (success - self.success()), self._clock()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Timeouts of a downloader, in seconds."""
+
+    connect_timeout_s: float = 5.0
+    idle_timeout_s: float = 30.0  # until the next byte
+    answer_timeout_s: float = 30.0  # for one listing or manifest
+    patience_s: float = 15.0  # for one shard while another server could be asked instead; grows on slow links
+    first_rest_s: float = 0.1  # of a server after a failure; doubles with each one
+    longest_rest_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A version that has come, complete and verified."""
+
+    version: int
+    size_bytes: int  # that were transferred
+    took_s: float
+    at_s: float  # when it was complete, on this process's monotonic clock
+    rates_Bps: dict[str, float]  # by sender's URL
+    behind_s: float  # from its publication until it was complete here
+
+
+@dataclass
+class Access:
+    """How a downloader reaches servers, and what it has learned about them. Outlives single downloads."""
+
+    public_key: str  # the learner's, ed25519, hex
+    run: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    token: Callable[[str], str] | None = None  # a reader's pass for the server at this URL, see `serve.passes`
+    tls: ssl.SSLContext | None = None
+    reach: Reach | None = None  # of addresses that others name; None: any, the user named them
+    standings: dict[str, Standing] = field(default_factory=dict)  # by URL
+    on_fetched: Callable[[Arrival], None] = lambda arrival: None
+    newest: Newest | None = None  # the origin's latest statement, of all that servers passed on
+
+    def heard(self, signed: SignedNewest | None) -> None:
+        if signed is not None:
+            self.newest = latest(self.newest, signed.open(self.public_key, run=self.run), time.time())
+
 
 LARGE_BYTES = 256 << 10  # a manifest beyond this is parsed beside the event loop
 READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for a shard, for an answer

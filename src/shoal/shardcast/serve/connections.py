@@ -1,11 +1,12 @@
 """The listening socket of a server: limits the number of open connections, and cuts useless ones.
 
-Invariant: every accepted connection counts until it is closed. A connection over the limit of its address, or of all, is
-closed unread, before TLS. At the limit of all, the oldest that has not asked anything is cut too, so idle strangers keep
-nobody out: whoever comes next finds its place. One that sends no request within `headers_s`, or does not take the response,
-is reset even in the middle of a `sendfile`. So no reader holds more than a socket for long. Only time in which this process
-ran counts: one that is overloaded, or was frozen, cuts nobody for what it left unread itself.
-Called by `server.serve`, by `guard.Guard` when it bans a reader, and by the pool's coordinator.
+Invariant: every accepted connection counts until it is closed, and a server accepts no more than it can open files for. A
+connection over the limit of its address, or of all, is closed unread, before TLS. At the limit of all, the oldest that has
+not asked anything is cut too, so idle strangers keep nobody out: whoever comes next finds its place. One that sends no
+request within `headers_s`, or does not take the response, is reset even in the middle of a `sendfile`. So no reader holds
+more than a socket for long. Only time in which this process ran counts: one that is overloaded, or was frozen, cuts nobody
+for what it left unread itself. A request that is not HTTP is answered with 400 and not logged, nor is a reader that leaves
+before its answer: aiohttp would log a traceback with what was sent, hundreds of kilobytes for each.
 Left out: limits across processes, and detection of slow readers on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
@@ -13,21 +14,65 @@ Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import resource
 import socket
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
-from ssl import SSLContext
+from pathlib import Path
+from ssl import PROTOCOL_TLS_SERVER, SSLContext
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from shoal.shardcast.serve import open_files
+THEIRS = (HttpProcessingError, ClientConnectionResetError)
+
+LOG = logging.getLogger("shoal.serve")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], THEIRS))
+
+
+LOG.addFilter(_is_ours)
+
+
+RESERVED = 128  # for databases, logs, libraries, and connections that this process makes itself
+
+log = logging.getLogger(__name__)
+
+
+def raise_limit() -> int:
+    """Raise this process's limit of open files as far as the system lets it. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft == resource.RLIM_INFINITY:
+        return soft if soft != resource.RLIM_INFINITY else sys.maxsize
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def affordable(wanted: int) -> int:
+    """At most `wanted`: as many connections as the limit of open files allows. Says so where that is fewer."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if soft == resource.RLIM_INFINITY else max(1, (soft - RESERVED) // 2)
+    if allowed < wanted < sys.maxsize:
+        log.warning(
+            "this process may open %d files, so it accepts %d connections of the %d it is set to; raise `ulimit -n`",
+            soft,
+            allowed,
+            wanted,
+        )
+    return min(wanted, allowed)
+
 
 # On long lossy links BBR is several times faster than CUBIC, which takes each loss for congestion.
 CONGESTION = b"bbr"
@@ -135,7 +180,7 @@ class Listener(socket.socket):
         """Raises OSError if the address cannot be bound."""
         family, kind, proto, address = _resolved(host, port)
         super().__init__(family, kind, proto)
-        self.patience, self.per_address, self.total = patience, per_address, open_files.connections(total)
+        self.patience, self.per_address, self.total = patience, per_address, affordable(total)
         self.open: dict[tuple[str, int], Connection] = {}  # by the peer's address and port
         self._silent: dict[Connection, None] = {}  # those that asked nothing yet, oldest first
         self.refused = self.cut = 0
@@ -282,3 +327,13 @@ def _progress(connection: socket.socket) -> int | None:
     except (AttributeError, OSError, struct.error):
         return None
     return int(acked_bytes) if unacked or unsent_bytes else None
+
+
+def server_context(certificate: Path | None, key: Path | None) -> SSLContext | None:
+    """For https; None without a certificate: plain http. Weights are signed and hashed in any case; TLS adds privacy for
+    tokens and contents. Raises OSError (including ssl.SSLError) for invalid files."""
+    if certificate is None:
+        return None
+    context = SSLContext(PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context

@@ -1,23 +1,169 @@
 """Who may read from a server, and how much: passes, bans, and a rate for each client.
 
-Invariant: with a `pool_key`, every request except /healthz needs a pass (`passes`). This key granted it for this audience,
-and its reader, who is not banned, signed it for this server just now. A ban also cuts the reader's connections.
-Called by `server.app`, which attaches it. The roles origin and relay call `ban`, and set `servers`.
-Left out: client addresses behind a proxy.
+    grant   the pool signed: this key may read this run's weights until then. Every reader gets one, and keeps it.
+    pass    grant~visit.signature: the key in the grant signed which server it visits, and when.
+
+Invariant: with a `pool_key`, every request except /healthz needs a pass. This key granted it for this audience, and its
+reader, who is not banned, signed it for this server's URL within `PASS_S`: a relay that keeps what its readers show it can
+use none of it elsewhere. A ban also cuts the reader's connections. In any period a client receives at most its rate, a
+burst, and the requests started by then.
+Left out: client addresses behind a proxy; a nonce (who repeats a pass to the same server within the minute reads what the
+pool's nodes may read anyway); throttling within a body, which would rule out `sendfile`; one rate across several relays.
+Source: RFC 6750 (bearer tokens), RFC 9449 (proof of possession).
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Awaitable, Callable, Set
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Set
 from contextvars import ContextVar
+from functools import lru_cache
 from math import ceil
+from typing import TypeVar
 
 from aiohttp import web
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import BaseModel, ConfigDict
 
+from shoal.shardcast.format.manifest import Hash
 from shoal.shardcast.serve.connections import LISTENER, network
-from shoal.shardcast.serve.passes import Refused, check
-from shoal.shardcast.serve.rates import Rates
+
+MAX_CLIENTS = 100_000
+BURST_S = 10.0  # of its rate, by which a client may be ahead
+
+
+class Rates:
+    """How far each client is ahead of its rate, in bytes, decaying at `rate_Bps`. The least recent clients are forgotten."""
+
+    def __init__(self, rate_Bps: float, *, clients: int = MAX_CLIENTS) -> None:
+        self.rate_Bps, self.clients = rate_Bps, clients
+        self._ahead: OrderedDict[str, tuple[float, float]] = OrderedDict()  # bytes, and when
+
+    def wait_s(self, client: str, now_s: float) -> float:
+        """The time this client must wait: zero unless it is ahead by more than a burst."""
+        return max(0.0, self._ahead_bytes(client, now_s) / self.rate_Bps - BURST_S)
+
+    def charge(self, client: str, size_bytes: int, now_s: float) -> None:
+        self._ahead[client] = (self._ahead_bytes(client, now_s) + size_bytes, now_s)
+        self._ahead.move_to_end(client)
+        if len(self._ahead) > self.clients:
+            self._ahead.popitem(last=False)
+
+    def _ahead_bytes(self, client: str, now_s: float) -> float:
+        ahead_bytes, then_s = self._ahead.get(client, (0.0, now_s))
+        return max(0.0, ahead_bytes - self.rate_Bps * (now_s - then_s))
+
+
+# Domain separation: nothing else that these keys sign can be taken for a grant or a visit.
+GRANT_DOMAIN = b"shoal shardcast reader token 1\n"
+VISIT_DOMAIN = b"shoal shardcast visit 1\n"
+MAX_PASS_CHARS = 4096
+PASS_S = 60.0  # clocks of honest machines differ by less, as for signed requests
+RENEW_S = 20.0  # a reader signs a new pass this often, not once a request
+MAX_KNOWN = 4096  # verified passes that are remembered, so that a shard costs no signature check
+
+_SIGNED = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{128})")
+
+
+class Refused(ValueError):
+    """This pass is not accepted, and why."""
+
+
+class _Claims(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+C = TypeVar("C", bound=_Claims)
+
+
+class Grant(_Claims):
+    reader: Hash  # ed25519 public key, hex
+    audience: str  # the run
+    expires_s: float  # seconds since 1970
+
+
+class Visit(_Claims):
+    server: str  # its URL, as the pool announces it
+    created_s: float
+
+
+def issue(private_key: Ed25519PrivateKey, reader: str, audience: str, expires_s: float) -> str:
+    """A grant, signed by the pool's key. It opens nothing without the reader's own signature."""
+    return _sign(private_key, Grant(reader=reader, audience=audience, expires_s=expires_s), GRANT_DOMAIN)
+
+
+def visit(private_key: Ed25519PrivateKey, grant: str, server: str, now_s: float) -> str:
+    """A pass for `Authorization: Bearer ...` that shows `grant` to the server at this URL, and to no other."""
+    return f"{grant}~{_sign(private_key, Visit(server=server.rstrip('/'), created_s=now_s), VISIT_DOMAIN)}"
+
+
+def check(text: str, pool_key: str, audience: str, servers: Collection[str], now_s: float) -> str:
+    """The reader that shows this pass to a server with these URLs. Raises Refused."""
+    if len(text) > MAX_PASS_CHARS:
+        raise Refused("malformed pass: too long")
+    grant, shown = _opened(text, pool_key)
+    if grant.audience != audience:
+        raise Refused(f"granted for {grant.audience!r}, this is {audience!r}")
+    if now_s >= grant.expires_s:
+        raise Refused(f"the grant expired {now_s - grant.expires_s:.0f} s ago")
+    if shown.server not in servers:
+        raise Refused(f"signed for {shown.server[:200]!r}, which is another server")
+    if abs(now_s - shown.created_s) > PASS_S:
+        raise Refused(f"signed {now_s - shown.created_s:.0f} s ago, at most {PASS_S:.0f} s is served: check the clock")
+    return grant.reader
+
+
+class Passes:
+    """A reader's passes: one per server, renewed before it is too old."""
+
+    def __init__(
+        self, private_key: Ed25519PrivateKey, grant: Callable[[], str], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._private_key, self._grant, self._clock = private_key, grant, clock
+        self._made: dict[str, tuple[str, float, str]] = {}  # by server: grant, when, pass
+
+    def __call__(self, server: str) -> str:
+        """The pass for this server now; "" before the pool has granted anything."""
+        grant, now_s = self._grant(), self._clock()
+        if not grant:
+            return ""
+        known = self._made.get(server)
+        if known is None or known[0] != grant or not 0 <= now_s - known[1] < RENEW_S:
+            known = self._made[server] = (grant, now_s, visit(self._private_key, grant, server, now_s))
+        return known[2]
+
+
+@lru_cache(MAX_KNOWN)
+def _opened(text: str, pool_key: str) -> tuple[Grant, Visit]:
+    """Grant and visit under the pool's and the reader's signature. Raises Refused. The same text is verified once."""
+    granted, _, visited = text.partition("~")
+    grant = _verified(granted, pool_key, GRANT_DOMAIN, Grant, "the pool did not sign this grant")
+    shown = _verified(visited, grant.reader, VISIT_DOMAIN, Visit, "the reader did not sign this visit")
+    return grant, shown
+
+
+def _sign(private_key: Ed25519PrivateKey, claims: _Claims, domain: bytes) -> str:
+    text = claims.model_dump_json().encode()
+    return f"{urlsafe_b64encode(text).rstrip(b'=').decode()}.{private_key.sign(domain + text).hex()}"
+
+
+def _verified(text: str, key: str, domain: bytes, kind: type[C], forged: str) -> C:
+    parts = _SIGNED.fullmatch(text)
+    if parts is None:
+        raise Refused("malformed pass: not base64url(json).hexsig~base64url(json).hexsig")
+    try:
+        claims = urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4))
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(parts[2]), domain + claims)
+        return kind.model_validate_json(claims)
+    except InvalidSignature as error:
+        raise Refused(f"bad signature: {forged}") from error
+    except ValueError as error:  # including pydantic's ValidationError
+        raise Refused("malformed pass") from error
+
 
 # The client of the current request: a reader's key, or a network.
 CLIENT: ContextVar[str | None] = ContextVar("client", default=None)

@@ -15,7 +15,9 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the c
 from __future__ import annotations
 
 import math
+import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +26,15 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.files import CHUNK_BYTES, NewFile, new_file
+from shoal.files import CHUNK_BYTES, NewFile, discard, new_file
+from shoal.shardcast.contents import PublishError, check_apart, file_chunks, file_times, files_at
 from shoal.shardcast.format import delta
-from shoal.shardcast.format.alongside import alongside
 from shoal.shardcast.format.delta import Files, Folder
+from shoal.shardcast.format.files import Cutter, LayoutError, StreamFiles, alongside, cut
+from shoal.shardcast.format.listing import Newest, SignedNewest, parse_version, version_name
 from shoal.shardcast.format.manifest import (
+    MAX_SHARDS,
+    MAX_SIZE_BYTES,
     Delta,
     FileEntry,
     Manifest,
@@ -38,12 +44,82 @@ from shoal.shardcast.format.manifest import (
     Stream,
     public_key_hex,
 )
-from shoal.shardcast.publish.contents import PublishError, check_apart, file_chunks, file_times, files_at
-from shoal.shardcast.publish.cutter import Cutter, cut, shard_bytes
-from shoal.shardcast.publish.growing import Growing
-from shoal.shardcast.publish.latest import Latest
-from shoal.shardcast.publish.statement import Statement
+from shoal.shardcast.growing import TEMPORARY, GivenUpError, Growing
 from shoal.shardcast.store import Store, StoreFullError, chain
+
+STATE_S = 5.0  # between two statements that say the same
+
+
+class Statement:
+    def __init__(self, store: Store, key: Ed25519PrivateKey, run: str, clock: Callable[[], float]) -> None:
+        self.store, self.key, self.run, self.clock = store, key, run, clock
+        signed = store.newest
+        self._said = signed.open(public_key_hex(key), run=run) if signed else None
+
+    def renew(self, newest: Manifest) -> None:
+        """Says that this is the newest version; at most every STATE_S, unless that changed."""
+        said, now_s = self._said, self.clock()
+        serial = int(now_s * 1e6)  # also a store that was restored from a backup continues after what it stated
+        if said is not None:
+            same = (said.publication, said.version) == (newest.publication, newest.version)
+            if same and said.as_of_s <= now_s < said.as_of_s + STATE_S:
+                return
+            serial = max(serial, said.serial + 1)
+        self._said = Newest.of(newest).model_copy(update={"serial": serial, "as_of_s": now_s})
+        self.store.state(SignedNewest.sign(self._said, self.key))
+
+
+def shard_bytes(size_bytes: int, wanted_bytes: int | None) -> int:
+    """The size of a stream's shards. None wanted: small enough to spread a version over many connections, large enough to
+    make requests cheap. Raises PublishError if the stream is too long, or its shards too many."""
+    unit = 64 << 10
+    found = wanted_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
+    if size_bytes > MAX_SIZE_BYTES:
+        raise PublishError(f"a version of {size_bytes} bytes is larger than {MAX_SIZE_BYTES}; publish it in parts")
+    if (shards := -(-size_bytes // found)) > MAX_SHARDS:
+        raise PublishError(
+            f"{size_bytes} bytes make {shards} shards of {found}, and a version has at most {MAX_SHARDS}; "
+            f"raise the shard size to {-(-size_bytes // MAX_SHARDS)} bytes or more"
+        )
+    return found
+
+
+class Latest:
+    """Uses hard links if possible: learners never write into a published version."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: tuple[int, list[int]] | None = None  # version, modification times
+
+    @property
+    def folder(self) -> Path:
+        return next(iter(self.path.glob("v*")), self.path / "none")
+
+    def keep(self, folder: Path, manifest: Manifest) -> None:
+        discard(self.path)
+        target = self.path / version_name(manifest.version)
+        for file in manifest.files:
+            (target / file.path).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link((folder / file.path).resolve(), target / file.path)  # not a link to a link
+            except OSError:  # another device, or a file system without hard links
+                shutil.copyfile(folder / file.path, target / file.path)
+        self._known = manifest.version, file_times(target, manifest.files)
+
+    def manifest(self, held: dict[int, Manifest]) -> Manifest | None:
+        """The manifest of the version stored here, if its files are still what was published."""
+        version = parse_version(self.folder.name)
+        manifest = None if version is None else held.get(version)
+        if manifest is None:
+            return None
+        try:
+            if self._known == (version, file_times(self.folder, manifest.files)):
+                return manifest
+        except FileNotFoundError:
+            return None
+        # An earlier process left it, or the files were written to.
+        return manifest if StreamFiles(self.folder, manifest.files).match(manifest.content) else None
+
 
 DRAFT_S = 0.2  # between two manifests of a growing version
 
@@ -345,6 +421,44 @@ class Origin:
             return signed.open(public_key_hex(self.key), run=self.run, version=version)
         except ManifestError as error:
             raise PublishError(f"{self.store.path} holds {error}; give each run and key its own store") from error
+
+
+class Handover:
+    def __init__(self, origin: Origin, watched: Path, stopped: Callable[[], bool]) -> None:
+        """`stopped` ends every wait for the writer."""
+        self.origin, self.watched, self.stopped = origin, watched, stopped
+        self.given_up = ""  # why the last version was not published while it was being written
+        self._tried: set[tuple[int, int]] = set()
+
+    def begun(self) -> Growing | None:
+        """The newest unpublished version that is being written and can already be read."""
+        newest = max(self.origin.published(), default=-1)
+        for temporary in sorted(self.watched.glob(".v*/.*.safetensors.tmp"), reverse=True):
+            version = parse_version(temporary.parent.name[1:])
+            name = TEMPORARY.fullmatch(temporary.name)
+            if version is None or version <= newest or name is None:
+                continue
+            try:
+                growing = Growing(version, temporary.parent, name[1], self.stopped)
+            except (FileNotFoundError, LayoutError, ManifestError):
+                continue  # already renamed, or not readable before it is complete
+            if growing.has_header and growing.identity not in self._tried:
+                return growing
+            growing.close()
+        return None
+
+    def follow(self, growing: Growing) -> Manifest | None:
+        """Publishes it; None if its writer gave up or is too slow. It can be published when it is complete."""
+        self._tried.add(growing.identity)
+        try:
+            manifest = self.origin.follow(growing)
+        except GivenUpError as error:
+            self.given_up = str(error)
+            return None
+        finally:
+            growing.close()
+        self.given_up = ""
+        return manifest
 
 
 def _total(files: Sequence[FileEntry]) -> int:

@@ -1,14 +1,7 @@
-"""A version's folder while its writer still fills it, so that publishing ends soon after writing does.
+"""Watches the folder where a learner writes its versions, and publishes the newest one while it is being written.
 
-    .v000007/config.json, ...            complete
-    .v000007/.model.safetensors.tmp      grows at its end; its header says how long it will be
-    v000007/                             complete: first the file gets its final name, then the folder
-
-Invariant: no byte is read before it is written. What was read counts only if `finish` returns: then the folder has its
-final name and holds exactly these files, unmodified since. A temporary name (`files.temporary`) promises that written
-bytes stay. A file that grows under its final name is not read before the folder has its final name.
-Called by the origin and handover.
-Left out: several growing files. A version of several safetensors files is published when it is complete.
+Invariant: a version that was given up once is not tried again before it is complete.
+Called by the role `origin` and by `alone`.
 """
 
 from __future__ import annotations
@@ -23,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.files import CHUNK_BYTES
+from shoal.shardcast.contents import entry, files_at, in_order, listed
+from shoal.shardcast.format.files import final_size_bytes
+from shoal.shardcast.format.listing import version_name
 from shoal.shardcast.format.manifest import ManifestError
-from shoal.shardcast.format.names import version_name
-from shoal.shardcast.format.safetensors_layout import final_size_bytes
-from shoal.shardcast.publish.contents import entry, files_at, in_order, listed
 
 LOOK_AGAIN_S = 0.01
 STALL_S = 60.0

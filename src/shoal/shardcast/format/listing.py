@@ -1,21 +1,23 @@
-"""The origin's signed statement of its newest version, by which readers notice servers that are behind.
+"""What a server says it has: the list of versions, their names, and the origin's signed statement of its newest version.
 
 A publication is what an origin publishes from one store. Its random id stands in each manifest and statement. An origin
 that starts over with an empty store begins another publication, and readers leave the one before.
 Invariant: the statements of one publication have increasing serials, also after a restart and whatever the clock does. Of
 two, the one with the higher serial is right. Between publications `latest` decides, by the reader's clock.
-Called by the origin (sign, every few seconds) and by relays and clients (open). It travels in versions.json.
 Left out: proof that a reader was shown the latest statement; `shoal fetch --max-age` refuses old ones.
 Source: the timestamp role of The Update Framework.
 """
 
 from __future__ import annotations
 
+import re
+from typing import Annotated
+
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.shardcast.format.manifest import MAX_VERSION, Manifest, Publication
+from shoal.shardcast.format.manifest import MAX_VERSION, Manifest, Part, Publication
 
 # Domain separation: nothing else that this key signs can be taken for a statement.
 SIGNATURE_DOMAIN = b"shoal shardcast newest 2\n"
@@ -81,3 +83,36 @@ def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest 
     if first.publication == second.publication:
         return max(first, second, key=lambda newest: (newest.serial, newest.as_of_s))
     return max(first, second, key=lambda newest: (abs(now_s - newest.as_of_s) <= CURRENT_S, newest.as_of_s))
+
+
+MAX_VERSIONS = 10_000  # listed by one server
+MAX_HOPS = 64  # servers on a path, origin included
+MAX_LISTING_BYTES = 256 << 10  # of versions.json: twice what the largest Listing has
+VERSION_PATTERN = r"v\d{6,9}"
+
+
+class Listing(BaseModel):
+    """versions.json. A listing fetched over HTTP is only a claim: a version exists once its manifest is verified."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    versions: tuple[Annotated[int, Field(ge=0, le=MAX_VERSION)], ...] = Field(max_length=MAX_VERSIONS)
+    path: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=MAX_HOPS)
+    newest: SignedNewest | None = None  # the latest that this server has heard from the origin
+
+
+def version_name(version: int) -> str:
+    if not 0 <= version <= MAX_VERSION:
+        raise ValueError(f"version {version} is not in 0..{MAX_VERSION}")
+    return f"v{version:06d}"
+
+
+def parse_version(name: str) -> int | None:
+    """The version that a folder name stands for, or None. Each version has one name: v0000007 is not version 7."""
+    if not re.fullmatch(VERSION_PATTERN, name, re.ASCII):
+        return None
+    version = int(name[1:])
+    return version if version_name(version) == name else None
+
+
+def shard_name(part: Part, index: int) -> str:
+    return f"{part}/{index:05d}.shard"

@@ -1,0 +1,244 @@
+"""The files of a version: where safetensors store their tensors, and all files as the byte string that is cut into shards.
+
+Invariant: the tensors of a `Layout` fill the file from the end of the header to its end without gaps, and each holds a
+whole number of words (numbers of 1, 2 or 4 bytes). A `Cutter` hashes each byte that it is given once.
+Left out: words of other widths (such tensors are treated as bytes).
+Source: the safetensors format: eight bytes of header length (little-endian), the header in JSON, the data.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from blake3 import blake3
+
+from shoal.files import CHUNK_BYTES, NewFile
+from shoal.shardcast.format.manifest import FileEntry, Stream
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # of all others: 1
+
+
+class LayoutError(ValueError):
+    """This is not a valid safetensors file, and why."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    name: str
+    dtype: str  # as in the header
+    shape: tuple[int, ...]
+    offset_bytes: int  # in the file
+    words: int
+    word_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.words * self.word_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    header: bytes  # everything before the data
+    tensors: tuple[StoredTensor, ...]  # in file order
+
+
+def as_one_tensor(name: str, size_bytes: int) -> StoredTensor:
+    """Any other file, as one tensor of bytes."""
+    return StoredTensor(name, "U8", (size_bytes,), 0, size_bytes, 1)
+
+
+def read_layout(path: Path) -> Layout:
+    """Raises LayoutError, and OSError from the disk."""
+    with path.open("rb") as file:
+        return layout_of(file, path.stat().st_size, path.name)
+
+
+def layout_of(file: BinaryIO, size_bytes: int, name: str) -> Layout:
+    """The layout of a file that has, or will have, `size_bytes`; reads its header. Raises LayoutError, OSError."""
+    header = _header(file, name)
+    if len(header) > size_bytes:
+        raise LayoutError(f"{name} has no safetensors header")
+    tensors = _tensors(header, name)
+    edges = [(len(header), len(header)), *map(_place, tensors), (size_bytes, size_bytes)]
+    if any(before[1] != after[0] for before, after in pairwise(edges)):
+        raise LayoutError(f"the tensors of {name} leave gaps, overlap, or do not end where the file ends")
+    return Layout(header, tuple(tensors))
+
+
+def final_size_bytes(file: BinaryIO, name: str) -> int | None:
+    """The final size of a file that is still being written; None until its header is complete.
+    Raises LayoutError, OSError."""
+    try:
+        header = _header(file, name)
+    except LayoutError:
+        return None
+    return max((tensor.end_bytes for tensor in _tensors(header, name)), default=len(header))
+
+
+def _header(file: BinaryIO, name: str) -> bytes:
+    prefix = file.read(8)
+    rest_bytes = int.from_bytes(prefix, "little")
+    if len(prefix) == 8 and rest_bytes <= MAX_HEADER_BYTES and len(rest := file.read(rest_bytes)) == rest_bytes:
+        return prefix + rest
+    raise LayoutError(f"{name} has no safetensors header")
+
+
+def _tensors(header: bytes, name: str) -> list[StoredTensor]:
+    """In file order."""
+    try:
+        entries = json.loads(header[8:])
+        entries.pop("__metadata__", None)
+        return sorted((_tensor(tensor, entry, len(header)) for tensor, entry in entries.items()), key=_place)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise LayoutError(f"{name} has a malformed safetensors header: {error}") from error
+
+
+def _tensor(name: str, entry: dict[str, object], start_bytes: int) -> StoredTensor:
+    match entry["dtype"], entry["shape"], entry["data_offsets"]:
+        case str(dtype), [*sizes], [int(begin), int(end)] if 0 <= begin <= end:
+            shape = tuple(size for size in sizes if isinstance(size, int))
+            word_bytes = WORD_BYTES.get(dtype, 1)
+            words, rest = divmod(end - begin, word_bytes)
+            if not rest and len(shape) == len(sizes):
+                return StoredTensor(name, dtype, shape, start_bytes + begin, words, word_bytes)
+    raise ValueError(f"tensor {name!r}")
+
+
+def _place(tensor: StoredTensor) -> tuple[int, int]:
+    return tensor.offset_bytes, tensor.end_bytes
+
+
+class StreamFiles:
+    """The files' bytes, concatenated in listed order."""
+
+    def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
+        self.paths = [folder / file.path for file in files]
+        self.sizes_bytes = [file.size_bytes for file in files]
+        self._ends = list(accumulate(self.sizes_bytes))
+
+    def ranges(self, position: int, size_bytes: int) -> Iterator[tuple[Path, int, int]]:
+        """(file, offset in the file, size) for each file in a range of the byte string, in order."""
+        index = bisect_right(self._ends, position)
+        while size_bytes:
+            start = self._ends[index] - self.sizes_bytes[index]
+            here_bytes = min(self._ends[index] - position, size_bytes)
+            if here_bytes:
+                yield self.paths[index], position - start, here_bytes
+            position, size_bytes, index = position + here_bytes, size_bytes - here_bytes, index + 1
+
+    def read(self, position: int, size_bytes: int) -> Iterator[bytes]:
+        for path, at_bytes, left_bytes in self.ranges(position, size_bytes):
+            with path.open("rb", buffering=0) as file:
+                file.seek(at_bytes)
+                while left_bytes and (data := file.read(min(left_bytes, CHUNK_BYTES))):
+                    yield data
+                    left_bytes -= len(data)
+
+    def match(self, stream: Stream) -> bool:
+        """Reads all files and compares them with the stream's hashes."""
+        size_bytes = stream.shard_size_bytes
+        return self.sizes_match() and all(
+            self._hash(shard.index * size_bytes, shard.size_bytes) == shard.hash for shard in stream.entries()
+        )
+
+    def sizes_match(self) -> bool:
+        try:
+            return [path.stat().st_size for path in self.paths] == self.sizes_bytes
+        except FileNotFoundError:
+            return False
+
+    def stamps(self) -> tuple[tuple[int, int, int], ...]:
+        """Inode, size and modification time of each file: the same again if nobody has written to it.
+        Raises FileNotFoundError."""
+        stats = [path.stat() for path in self.paths]
+        return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+
+    def _hash(self, position: int, size_bytes: int) -> str:
+        digest = blake3()
+        for data in self.read(position, size_bytes):
+            digest.update(data)
+        return digest.hexdigest()
+
+
+class Cutter:
+    """Takes a byte string in pieces and hashes its shards. With `create`, writes each shard to the file it returns."""
+
+    def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None = None) -> None:
+        self.shard_size_bytes = shard_size_bytes
+        self.create = create
+        self.shards: list[str] = []
+        self.taken_bytes = 0
+        self._file: NewFile | None = None
+        self._hash, self._size_bytes = blake3(), 0
+
+    def add(self, data: memoryview) -> None:
+        self.taken_bytes += len(data)
+        while data:
+            piece = data[: self.shard_size_bytes - self._size_bytes]
+            data = data[len(piece) :]
+            if self.create and self._file is None:
+                self._file = self.create(len(self.shards))
+            if self._file:
+                self._file.write(self._size_bytes, piece)
+            self._hash.update(piece)
+            self._size_bytes += len(piece)
+            if self._size_bytes == self.shard_size_bytes:
+                self._finish_shard()
+
+    def finish(self) -> None:
+        if self._size_bytes:
+            self._finish_shard()
+
+    def _finish_shard(self) -> None:
+        if self._file:
+            self._file.commit(durable=False)
+            self.close()
+        self.shards.append(self._hash.hexdigest())
+        self._hash, self._size_bytes = blake3(), 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def cut(
+    chunks: Iterable[memoryview], size_bytes: int, shard_size_bytes: int, create: Callable[[int], NewFile] | None
+) -> Stream:
+    """The stream of a complete byte string of `size_bytes`."""
+    cutter = Cutter(shard_size_bytes, create)
+    try:
+        for chunk in chunks:
+            cutter.add(chunk)
+        cutter.finish()
+    finally:
+        cutter.close()
+    return Stream(size_bytes=size_bytes, shard_size_bytes=shard_size_bytes, shards=tuple(cutter.shards))
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def alongside(act: Callable[[T], None]) -> Iterator[Callable[[T], None]]:
+    """Gives a function that passes its argument to `act`. The caller must not change that argument afterwards."""
+    with ThreadPoolExecutor(1) as thread:
+        running: list[Future[None]] = []
+
+        def call(value: T) -> None:
+            while running:
+                running.pop().result()
+            running.append(thread.submit(act, value))
+
+        yield call
+        while running:
+            running.pop().result()
