@@ -61,7 +61,7 @@ def test_float32_is_planned_in_float32() -> None:
 
 def test_an_evaluation_decodes_each_held_out_task_once() -> None:
     work = work_of(settings(), prompt=26, length=12)
-    assert evaluation(settings(), work) == replace(work, generated=64, completions=1, at_once=64)
+    assert evaluation(settings(), work) == replace(work, generated=128, completions=1, at_once=64)
 
 
 def test_completions_are_as_long_as_targets_say_or_as_the_limit() -> None:
