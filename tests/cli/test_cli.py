@@ -168,7 +168,7 @@ def test_a_file_that_a_command_itself_misses_is_no_wrong_argument(
 def test_serving_at_a_port_in_use_says_what_to_do(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "bundled:tiny", "--port", str(port)]) == USAGE
+        assert main(["serve", "bundled:smollm2-135m-instruct", "--port", str(port)]) == USAGE
     where = f"shoal serve: the endpoint cannot listen at 127.0.0.1:{port}: "
     assert capsys.readouterr().err == f"{where}Address already in use; choose another port, or 0 for a free one\n"
 

@@ -44,8 +44,6 @@ def test_two_minutes_of_churn_lose_nothing_and_penalise_nobody(tmp_path: Path) -
         "2",
         "--every",
         "10",
-        "--steps",
-        "40",
     ]
     done = subprocess.run(
         [*command, "--run", str(tmp_path / "run"), "--out", str(tmp_path / "result.json")],

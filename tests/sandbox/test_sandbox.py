@@ -372,6 +372,8 @@ def test_it_starts_whatever_the_umask_of_its_owner(box: Sandbox) -> None:
 
 
 def test_a_package_by_name_may_be_imported_and_its_neighbours_may_not(box: Sandbox) -> None:
+    if Path(sys.prefix).is_relative_to("/tmp"):  # noqa: S108 - what each program has of its own
+        pytest.skip("Shoal is installed below /tmp, which programs do not see")
     program = "import numpy; print(numpy.arange(3).sum(), sorted(__import__('os').environ))\nimport httpx"
     with Sandbox(box.tier, packages=["numpy"]) as own:
         result = own.run(Program(program))

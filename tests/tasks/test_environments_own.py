@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,8 @@ def test_a_file_that_does_not_load_is_known_at_the_start(made: Any, source: str,
 
 
 def test_it_may_import_numpy_where_the_config_says_so(made: Any) -> None:
+    if Path(sys.prefix).is_relative_to("/tmp"):  # noqa: S108 - what each program has of its own
+        pytest.skip("Shoal is installed below /tmp, which programs do not see")
     source = "import numpy\nclass Dot:\n    def respond(self, task, seed, turns): return str(numpy.dot([1, 2], [3, 4]))"
     assert made("Dot", source, numpy=True).respond(TASK, 0, ["a"]) == "11"
 

@@ -1,7 +1,9 @@
 """Rewards of your own: what they see, and that nothing they do ends more than their own call."""
 
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +160,8 @@ def test_the_sandbox_holds_it(name: str, detail: str) -> None:
 
 
 def test_the_sandbox_has_numpy_where_the_config_says_so() -> None:
+    if Path(sys.prefix).is_relative_to("/tmp"):  # noqa: S108 - what each program has of its own
+        pytest.skip("Shoal is installed below /tmp, which programs do not see")
     with graders("mine.py:installed", numpy=True) as graded:
         for found in graded.grade([TASK] * 2, ["x", "y"]):
             assert (found.score, found.outcome, found.tier) == (0.5, "graded", best_tier()), found.detail

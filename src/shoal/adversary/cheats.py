@@ -2,7 +2,8 @@
 
 `shoal run` starts one for each name in `workers.cheat`; the worker itself never imports this module. Each kind lies from
 its first submission on, so every one of its submissions must be rejected; `forged_tool` from its first call of a tool on.
-All are slashed but `faked_fingerprint`, which works for nothing.
+All are slashed but `faked_fingerprint`, which is not paid until it is put out of the class; then its work, which is
+honest, is judged by the limits.
 """
 
 import argparse

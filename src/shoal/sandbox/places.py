@@ -17,6 +17,7 @@ from pathlib import Path
 from shoal.sandbox.limits import SandboxError
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SCRATCH = "/tmp"  # noqa: S108 - each program's own
 SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/etc/ld.so.cache")
 
 
@@ -51,6 +52,11 @@ def installed(packages: Sequence[str]) -> list[Path]:
                 f"programs in the sandbox are to import {name}, which is not installed: pip install {name}"
             )
         folder = Path(os.path.realpath(spec.origin)).parent
+        if folder.is_relative_to(SCRATCH):
+            raise SandboxError(
+                f"programs in the sandbox are to import {name}, but it is installed below {SCRATCH}, where each program "
+                "has an empty folder of its own: install Shoal elsewhere"
+            )
         found += [folder, folder.with_name(f"{name}.libs")]  # shared libraries of a wheel lie beside it
     return found
 
