@@ -7,12 +7,15 @@ import stat
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from shoal.shardcast import Access, FetchError, Origin, PublishError, Store
 from shoal.shardcast.alone import publish, watch
 from shoal.shardcast.fetch.errors import disk_errors
+from shoal.shardcast.fetch.plan import Freshness
 from shoal.shardcast.fetch.reach import proxy_for
 from shoal.shardcast.format.listing import Listing, Newest, SignedNewest
 from shoal.shardcast.format.manifest import MAX_SHARDS
@@ -306,3 +309,42 @@ def test_serving_an_ipv6_address(tmp_path):
         assert asyncio.run(run())[1].version == 7
     except OSError as error:
         pytest.skip(f"no IPv6 loopback here: {error}")
+
+
+# Which version is the newest, and whether it is recent enough
+
+
+def manifest(version: int, created_s: float, publication: str = PUBLICATION) -> SimpleNamespace:
+    shards = SimpleNamespace(shards=())
+    return SimpleNamespace(run=RUN, publication=publication, version=version, created_s=created_s, content=shards)
+
+
+def holding(here: SimpleNamespace, stated: Newest | None = None) -> Freshness:
+    """A client that has this version, and heard this statement."""
+    cache = SimpleNamespace(newest=lambda now_s: here, offer=lambda version: (None, here))
+    return Freshness(Access(PUBLIC_KEY, RUN, newest=stated), cache, 30.0)
+
+
+@pytest.mark.parametrize(("created_s", "newest"), [(9.0, 5), (10.0, 5), (11.0, 4)])
+def test_a_lower_number_counts_only_if_it_was_published_later(created_s, newest):
+    """As by an origin that continues from a backup of its store."""
+    assert holding(manifest(5, 10.0)).newest([(None, manifest(4, created_s))])[1].version == newest
+
+
+def test_with_a_limit_on_age_a_version_of_another_publication_than_the_stated_one_is_too_old():
+    """The statement says nothing of how new it is."""
+    now_s = time.time()
+    stated = Newest(run=RUN, publication="b" * 32, version=0, serial=1, as_of_s=now_s - 10)
+    here = manifest(9, now_s)
+    fresh = holding(here, stated)
+    assert not fresh.outdated(here) and fresh.too_old((None, here))
+
+
+def test_with_a_limit_on_age_a_missing_statement_is_an_error():
+    with pytest.raises(FetchError, match="statement of its newest version is missing"):
+        holding(manifest(0, 1.0)).check_age(["http://relay"])
+
+
+def test_a_statement_has_a_bounded_length():
+    with pytest.raises(ValidationError):
+        SignedNewest(statement="x" * 1001, signature="0" * 128)

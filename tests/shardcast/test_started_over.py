@@ -109,6 +109,29 @@ def test_an_upstream_that_replays_the_publication_of_before_takes_no_relay_back(
     assert contents(folder) == contents(tmp_path / "later0")
 
 
+def test_a_number_that_did_not_fit_is_mirrored_after_the_origin_started_over(tmp_path):
+    published(tmp_path, 0, 1, clock=time.time)
+    asked = []
+
+    def note(path, data):
+        asked.append(path)
+        return data
+
+    async def run():
+        async with (
+            serving(tmp_path / "origin") as up,
+            between(up, change=note) as middle,
+            mirroring(relay(tmp_path, middle.url, quota_bytes=60_000)) as mirror,
+        ):
+            await until(lambda: mirror.status.versions == [1] and "/v000000/manifest.json" in asked)
+            asked.clear()
+            await until(lambda: asked.count("/versions.json") > 2)
+            start_over(tmp_path, 0)
+            await until(lambda: mirror.status.versions == [0], timeout_s=20)
+
+    asyncio.run(run())
+
+
 # Clients
 
 
