@@ -251,6 +251,7 @@ def test_a_full_disk_is_reported_and_survived(tmp_path, monkeypatch):
 
 def test_upstream_that_lists_nonsense_and_hangs_keeps_nothing_from_the_others(tmp_path):
     manifest = published(tmp_path, 7).store.manifest_path(7)
+    asked: set[str] = set()
 
     async def lying(request):
         return web.json_response({"versions": [*range(999_999_999, 999_999_900, -1), 7]})
@@ -266,6 +267,7 @@ def test_upstream_that_lists_nonsense_and_hangs_keeps_nothing_from_the_others(tm
             return await lying(request)
         if request.path == "/v000007/manifest.json":
             return await true_manifest(request)
+        asked.add(request.path)
         return await hang(request)
 
     async def run():
@@ -277,6 +279,7 @@ def test_upstream_that_lists_nonsense_and_hangs_keeps_nothing_from_the_others(tm
             await until(lambda: mirror.status.versions == [7])
 
     asyncio.run(run())
+    assert len({path for path in asked if path.endswith("manifest.json")}) <= 2, "as many as it keeps"
 
 
 def test_relay_of_another_run_drops_what_it_held(tmp_path):
