@@ -371,6 +371,12 @@ def test_it_starts_whatever_the_umask_of_its_owner(box: Sandbox) -> None:
         os.umask(before)
 
 
+def test_a_package_that_programs_could_not_see_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "SCRATCH", sys.prefix)
+    with pytest.raises(SandboxError, match=r"import numpy, but it is installed below .*: install Shoal elsewhere"):
+        places.installed(["numpy"])
+
+
 def test_a_package_by_name_may_be_imported_and_its_neighbours_may_not(box: Sandbox) -> None:
     if Path(sys.prefix).is_relative_to("/tmp"):  # noqa: S108 - what each program has of its own
         pytest.skip("Shoal is installed below /tmp, which programs do not see")
