@@ -11,8 +11,8 @@ reference's, as after many updates against it. The batch's gradient is clipped t
     pull      whether the update makes the token likelier again
     kept      cosine of the KL gradient without the planted token to that of the unbounded estimator
 
-`tangent` continues the exponential by its tangent beyond so many nats. `verl` clips the difference to 20 and the value to 10
-as that library does: no gradient beyond. Writes benchmarks/results/kl_bound.json.
+`tangent` replaces the exponential by its tangent above that many nats. `verl` clips the difference to 20 and the value to
+10, as that library does, so the gradient is zero beyond. Writes benchmarks/results/kl_bound.json.
 """
 
 import argparse

@@ -70,7 +70,7 @@ def _check_silent(run: Opened, node: Node) -> None:
 
 
 def _spent(connection: Connection, id: str) -> Spent | None:
-    """What a verdict says was used of the tolerance; None if it is no observation (`coordinator/trust`)."""
+    """Return the tolerance that a verdict reports as used; None if the verdict does not measure it."""
     told = json.loads(connection.value("SELECT verdict FROM submissions WHERE id = ?", id) or "{}")
     if told.get("spent") is None or told.get("replay") is not None:
         return None

@@ -1,4 +1,4 @@
-"""Will it run here, how long will it take, how much memory and disk does it need, and what is to be done?
+"""Check a machine and a config before a run: problems and their fixes, time, memory, disk.
 
     machine     what this machine is and does, measured and judged
     problems    what of a config does not fit it: model, tasks, device, ports, packages

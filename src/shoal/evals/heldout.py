@@ -2,8 +2,8 @@
 
 It is an ordinary member of the pool: it receives versions through SHARDCAST, so it measures what workers received.
 Invariant: the first and the last version are evaluated, on the same tasks, with the same noise. The first is left out only
-if this node joins when relays no longer hold it. It is fetched at once, and evaluated when the second one is published: on a
-machine that does everything, the first batch does not wait for this.
+if this node joins when relays no longer hold it. It is fetched at once and evaluated after the second one is published, so
+that on one machine it does not slow down the first batch.
 Called by `shoal evaluator`. Left out: pass@k and named benchmark suites.
 """
 
