@@ -1,4 +1,4 @@
-"""The package's layout in numbers: rooms, floors, imports that run upwards, files and lines, for one tree or several.
+"""The package's layout in numbers: rooms, floors, imports, files, lines, fields, commands, for one tree or several.
 
     python benchmarks/layout.py                                     this checkout
     python benchmarks/layout.py ../before/src/shoal src/shoal       two trees side by side, as a Markdown table
@@ -8,11 +8,17 @@ are read from the source, wherever they stand in a file. Rooms that import each 
 order without an upward import; within such a cycle the order with the fewest is taken. A floor is a room's height: one more
 than the highest room it imports, where a cycle counts as one room.
 
-Left out: whether an import is allowed. tests/test_layout.py holds that list.
+A function counts as used once if its name occurs once beside its definition in the whole package. Config fields and commands
+are read from the imported package, where this interpreter can import it. Left out: whether an import is allowed.
+tests/test_layout.py holds that list.
 """
 
 import argparse
 import ast
+import os
+import re
+import statistics
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +28,22 @@ from pathlib import Path
 PACKAGE = "shoal"
 ROOT = Path(__file__).parents[1]
 CYCLE_LIMIT = 8  # rooms; every order of a cycle is tried
+SMALL = 80  # lines
+FIELDS = """
+from shoal.config import Config
+def count(section):
+    return sum(count(inner) if (inner := model(field.annotation)) else 1 for field in section.model_fields.values())
+def model(annotation):
+    inner = [annotation, *getattr(annotation, "__args__", ())]
+    return next((part for part in inner if isinstance(part, type) and hasattr(part, "model_fields")), None)
+print(count(Config))
+"""
+COMMANDS = """
+import argparse
+from shoal.cli.main import command_line
+actions = [action for action in command_line()._actions if isinstance(action, argparse._SubParsersAction)]
+print(len(actions[0].choices))
+"""
 
 Edges = Counter[tuple[str, str]]  # (importing room, imported room) -> modules that import it
 
@@ -46,6 +68,9 @@ def measure(source: Path) -> dict[str, str]:
     loose = [name for name in rooms if modules.get(name, Path()).name == f"{name}.py"]
     edges = room_imports(modules)
     lines = {name: len(path.read_text().splitlines()) for name, path in modules.items()}
+    importers = Counter(
+        other for name, path in modules.items() for other in imported_modules(name, path, modules) - {name}
+    )
     figures = {
         "modules at the root": str(len(loose)),
         "rooms, modules at the root included": str(len(rooms)),
@@ -54,6 +79,12 @@ def measure(source: Path) -> dict[str, str]:
         "imports that run upwards": str(sum(upward(cycle, edges) for cycle in cycles(rooms, edges))),
         "files": str(len(modules)),
         "lines": f"{sum(lines.values()):,}",
+        "median lines of a file": f"{statistics.median(lines.values()):.0f}",
+        f"files below {SMALL} lines": str(sum(n < SMALL for n in lines.values())),
+        "files with one importer": str(sum(importers[name] == 1 for name in modules)),
+        "functions used once": str(used_once(modules)),
+        "config fields": printed(FIELDS, source),
+        "commands": printed(COMMANDS, source),
         "most files in one folder": str(max(Counter(path.parent for path in modules.values()).values())),
         "longest file, lines": str(max(lines.values())),
     }
@@ -73,6 +104,34 @@ def read_modules(source: Path) -> dict[str, Path]:
     return named
 
 
+def imported_modules(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of this package that a module imports; the empty name is the root."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return {_module(absolute, modules) for absolute in _imported(ast.parse(path.read_text()), package)}
+
+
+def used_once(modules: dict[str, Path]) -> int:
+    """How many functions and methods have a name that the package uses only once."""
+    trees = [ast.parse(path.read_text()) for path in modules.values()]
+    words = Counter(word for path in modules.values() for word in re.findall(r"\w+", path.read_text()))
+    defined = Counter(
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return sum(n == 1 and words[name] == 2 for name, n in defined.items())
+
+
+def printed(program: str, source: Path) -> str:
+    """Return what a program prints that imports the package from `source`, or a dash where it cannot run."""
+    if source.name != PACKAGE:
+        return "–"
+    environment = os.environ | {"PYTHONPATH": str(source.resolve().parent)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "–"
+
+
 def room(module: str) -> str:
     return module.partition(".")[0]
 
@@ -81,9 +140,8 @@ def room_imports(modules: dict[str, Path]) -> Edges:
     """How many modules of one room import another room."""
     edges: Edges = Counter()
     for name, path in modules.items():
-        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        met = {_module(found, modules) for found in _imported(ast.parse(path.read_text()), package)}
-        edges.update((room(name), other) for other in {room(found) for found in met} - {room(name), ""})
+        met = {room(other) for other in imported_modules(name, path, modules)}
+        edges.update((room(name), other) for other in met - {room(name), ""})
     return Counter({edge: n for edge, n in edges.items() if edge[0] not in ("", "__main__")})
 
 
