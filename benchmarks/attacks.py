@@ -48,7 +48,7 @@ from shoal.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_
 from shoal.config import Config
 from shoal.coordinator.trust import bets
 from shoal.engine.torch_engine import TorchEngine
-from shoal.evidence.process import Process
+from shoal.evidence import Process
 from shoal.launch.calibrate import RUN
 from shoal.model.dtype import pick
 from shoal.model.numerics import Numerics

@@ -23,8 +23,7 @@ from machine import commit
 
 from shoal import config
 from shoal.coordinator.trust import bets
-from shoal.evidence.bets import allocation
-from shoal.evidence.process import Process
+from shoal.evidence import Process, allocation
 from shoal.protocol.messages import BEYOND, Spent
 from shoal.validator.spending import STAKE
 

@@ -20,7 +20,7 @@ from machine import commit
 
 from shoal import config
 from shoal.coordinator.trust import bets
-from shoal.evidence.process import Process
+from shoal.evidence import Process
 from shoal.launch.calibrate import Checking, Generation, _judge, _producer
 from shoal.model.dtype import DtypeName
 from shoal.model.sources import resolve

@@ -35,7 +35,7 @@ from shoal.adversary.tolerance import PLANS, SPENT, SpendsTolerance
 from shoal.config import Config
 from shoal.coordinator.trust import bets
 from shoal.engine.torch_engine import TorchEngine
-from shoal.evidence.process import Process
+from shoal.evidence import Process
 from shoal.launch.calibrate import RUN
 from shoal.model.sources import resolve
 from shoal.validator.by_hand import offline_assignment

@@ -82,7 +82,7 @@ LIBRARIES = [
     "diloco",
     "web",
 ]
-LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
+LOOSE = {"", "__main__", "errors", "evidence", "files"}  # modules at the root
 
 SUB_ROOMS = {  # likewise, of rooms that have rooms of their own; their loose modules stand above these
     "shardcast": {

@@ -8,7 +8,7 @@ from shoal.cli import main
 from shoal.coordinator import trust
 from shoal.coordinator.nodes import SCHEMA, Nodes
 from shoal.coordinator.state.connection import open_sqlite
-from shoal.evidence.process import Process
+from shoal.evidence import Process
 
 
 @pytest.fixture

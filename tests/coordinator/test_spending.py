@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config.checking import EngineLimits
 from shoal.coordinator.trust import bets
-from shoal.evidence.process import Process
+from shoal.evidence import Process
 from shoal.protocol.messages import Reason, Replay, Spent
 
 from .support import ALICE, BOB, VALIDATOR, Clock, Harness, config, open_pool

@@ -6,7 +6,7 @@ import pytest
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.state.connection import SqliteConnection
 from shoal.coordinator.submissions import UNSETTLED
-from shoal.evidence.process import Process
+from shoal.evidence import Process
 from shoal.protocol.messages import HARD, Reason, StepReport
 
 from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool, verdict

@@ -21,7 +21,7 @@ from shoal.coordinator.nodes import Node, Nodes
 from shoal.coordinator.state.connection import Connection
 from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.trust import bets
-from shoal.evidence.process import Process
+from shoal.evidence import Process
 from shoal.protocol.messages import Reason, Spent
 
 SET_BACK_S = 300.0  # by which the coordinator's clock may have been set back

@@ -33,9 +33,8 @@ from shoal.coordinator.credit import Credits
 from shoal.coordinator.database import Database
 from shoal.coordinator.state.connection import Connection
 from shoal.coordinator.submissions import Submission
-from shoal.evidence.bets import frequency
-from shoal.evidence.bets import share as bet_share
-from shoal.evidence.process import Process
+from shoal.evidence import Process, frequency
+from shoal.evidence import share as bet_share
 from shoal.protocol.messages import Spent, Verdict
 
 SCHEMA = [
@@ -154,7 +153,7 @@ class Trust:
 
 
 def bets(spent: Spent, config: Config) -> dict[str, float]:
-    """ln of each bet's e-value for one submission, by name. Their capital is held by `evidence.process`."""
+    """ln of each bet's e-value for one submission, by name. Their capital is held by `shoal.evidence`."""
     found = {
         f"beyond {number} theta {theta:g}": frequency(count, spent.exposure, rate, theta)
         for number, (count, rate) in enumerate(zip(spent.beyond, config.evidence.rates, strict=True))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, pvariance
 
-from shoal.evidence.bets import allocation
+from shoal.evidence import allocation
 from shoal.protocol.messages import MILLION
 from shoal.tasks.curriculum import Rates
 from shoal.tasks.derive import GroupPlan

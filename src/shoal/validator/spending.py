@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.evidence.bets import allocation
+from shoal.evidence import allocation
 from shoal.model.turns import model_positions
 from shoal.protocol.messages import BEYOND, Spent
 from shoal.protocol.messages.checking import MOST_MISSED

@@ -1,0 +1,124 @@
+"""Tests over many observations, by betting: pure mathematics, which knows nothing of pools, workers or tokens.
+
+An e-value is what a bet against the honest hypothesis pays for one observation. All are logarithms, in nats:
+
+    frequency    events are more frequent than an honest bound per unit of exposure
+    share        a figure within [0, 1] is larger on average than an honest bound
+    allocation   events fall on places with high values more often than exposure explains
+
+`Process` is the capital of several bettors who play one worker's observations, each of whom may begin at any observation.
+Bettor b begins at observation j with a share w_j = 1 / (j (j + 1)) of his money and multiplies it by his bet's e-value at
+each observation from then on. So a worker that is honest for n observations and then cheats has gained a factor of
+n (n + 1), about 2 ln n nats, and not all that the bets before had lost. What has not been staked yet, 1 / (n + 1), stays
+1 / (n + 1).
+
+    capital = mean over bets b of ( R_b + 1 / (n + 1) ),      R_b <- (R_b + w_n) * e_b
+
+Invariants: under its hypothesis, given the past, the exponential of each e-value has a mean of at most 1, for any
+distribution that the hypothesis allows; nothing is normal, identically distributed or estimated. So an honest worker's
+capital is a nonnegative supermartingale that starts at 1, and by Ville's inequality it ever reaches 1 / alpha with
+probability at most alpha, however often and whenever it is looked at.
+Left out: which bets to place, and what to do with the capital.
+Sources: Ramdas, Gruenwald, Vovk, Shafer 2023, "Game-theoretic statistics and safe anytime-valid inference" (arXiv
+2210.01948); Waudby-Smith and Ramdas 2023 (JRSS B 86:1) for `share`; `frequency` is Freedman's supermartingale (1975).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+FLOOR = -700.0  # of a stored logarithm; rounding capital up to e^-700 changes no sum
+
+
+def frequency(count: float, exposure: float, rate: float, theta: float) -> float:
+    """exp(theta * count - (e^theta - 1) * rate * exposure), theta > 0.
+
+    Hypothesis: `count` sums variables in [0, 1] whose conditional means sum to at most rate * exposure. For one such
+    variable x of mean m, E exp(theta x) <= 1 + m (e^theta - 1) <= exp(m (e^theta - 1)), as exp is convex.
+    """
+    return theta * count - math.expm1(theta) * rate * exposure
+
+
+def share(value: float, mean: float, stake: float) -> float:
+    """1 + stake * (value - mean) / mean, for value in [0, 1], 0 < mean <= 1, and a stake in [0, 1).
+
+    Hypothesis: the conditional mean of `value` is at most `mean`. A value of 0 leaves 1 - stake of the capital.
+    """
+    return math.log1p(stake * (value - mean) / mean)
+
+
+def allocation(
+    counts: Sequence[int], exposures: Sequence[float], values: Sequence[float], tilt: float, stake: float
+) -> float:
+    """The product over places of (1 + stake * (value - centre) / (centre - lowest value)) ^ count.
+
+    Hypothesis: at place i, `counts[i]` sums independent events whose chances sum to rate * d_i * exposures[i], for any one
+    rate and any d_i in [1, tilt]; values are fixed. `centre` is the largest mean of the values under such weights, so the
+    factors' weighted mean is at most 1 whatever rate and d are. 0 where all values are equal.
+
+    To bet on low values, negate them.
+    """
+    lowest = min(values)
+    middle = centre(exposures, values, tilt)
+    room = middle - lowest
+    if room <= 1e-9 * max(1.0, abs(lowest)):
+        return 0.0
+    return sum(
+        count * math.log1p(stake * (value - middle) / room)
+        for count, value in zip(counts, values, strict=True)
+        if count
+    )
+
+
+def centre(exposures: Sequence[float], values: Sequence[float], tilt: float) -> float:
+    """The largest mean of the values under weights exposures[i] * d_i, d_i in [1, tilt].
+
+    It is reached at d = tilt for the values above some threshold and d = 1 for the others: all thresholds are tried.
+    """
+    total = sum(exposures)
+    if total <= 0:
+        return max(values)
+    weight = total
+    weighted = sum(exposure * value for exposure, value in zip(exposures, values, strict=True))
+    best = weighted / weight
+    for value, exposure in sorted(zip(values, exposures, strict=True), reverse=True):
+        weight += (tilt - 1) * exposure
+        weighted += (tilt - 1) * exposure * value
+        best = max(best, weighted / weight)
+    return best
+
+
+@dataclass(frozen=True)
+class Process:
+    """What is kept of a worker's observations: how many there were, and each bettor's running money."""
+
+    observations: int = 0
+    money: Mapping[str, float] = field(default_factory=dict)  # ln R_b by the bet's name
+
+    def after(self, e_values: Mapping[str, float]) -> "Process":
+        """With one more observation: ln e by the bet's name. A bet that was not there before begins now."""
+        n = self.observations + 1
+        staked = -math.log(n) - math.log(n + 1)
+        names = list(self.money) + [name for name in e_values if name not in self.money]
+        money = {
+            name: max(log_add([self.money.get(name, FLOOR), staked]) + e_values.get(name, 0.0), FLOOR) for name in names
+        }
+        return Process(n, money)
+
+    @property
+    def evidence(self) -> float:
+        """ln of the capital: 0 at the start; more than ln(1 / alpha) with probability at most alpha if honest."""
+        if not self.money:
+            return 0.0
+        resting = -math.log(self.observations + 1)
+        return log_add([log_add([one, resting]) for one in self.money.values()]) - math.log(len(self.money))
+
+    def strongest(self, most: int = 3) -> list[str]:
+        """The bets that won most, best first."""
+        return sorted(self.money, key=lambda name: -self.money[name])[:most]
+
+
+def log_add(logarithms: Sequence[float]) -> float:
+    """ln of the sum of exponentials, without overflow."""
+    top = max(logarithms)
+    return top + math.log(sum(math.exp(one - top) for one in logarithms))
