@@ -31,8 +31,6 @@ ROOMS = {
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "check": ["config", "errors", "model", "sandbox", "tasks", "view"],
     "learner": ["check", "config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
-    "sft": ["config", "diloco", "errors", "files", "learner", "model", "protocol", "tasks", "tracking"],
-    "pretrain": ["config", "diloco", "errors", "files", "learner", "model", "tracking"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "sandbox", "shardcast", "store", "tasks",
@@ -46,7 +44,7 @@ ROOMS = {
         "validator",
     ],
     "launch": [
-        "check", "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking",
+        "check", "config", "engine", "errors", "files", "learner", "model", "protocol", "rollout", "tasks", "tracking",
         "validator", "view",
     ],
     "audit": [
@@ -61,7 +59,7 @@ ROOMS = {
     ],
     "cli": [
         "audit", "check", "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "launch", "learner",
-        "ledger", "model", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks",
+        "ledger", "model", "protocol", "roles", "serve", "shardcast", "store", "tasks",
         "tracking", "validator", "view",
     ],
     "adversary": [

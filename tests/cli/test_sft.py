@@ -81,7 +81,7 @@ def test_a_failure_is_one_line(
 def test_without_a_config_it_makes_the_tiny_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shoal.sft.tiny.train_tiny", lambda: Path("made"))
+    monkeypatch.setattr("shoal.learner.sft.tiny.train_tiny", lambda: Path("made"))
     assert main(["sft"]) == DONE
     assert capsys.readouterr().out == "made\n"
 

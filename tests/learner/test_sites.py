@@ -20,7 +20,7 @@ from shoal.learner.sites import Publisher, SiteLearner, counting, learner_terms,
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import BatchGroup, StepRecord
 from tests.diloco.test_meeting import Clock
-from tests.pretrain.test_outer import Shared
+from tests.learner.pretrain.test_outer import Shared
 
 from .support import GROUPS, RUN, SETTINGS, Pool, SitePool, make_groups, make_learner, run_config, step_file, submission
 

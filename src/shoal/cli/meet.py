@@ -56,10 +56,10 @@ def _sft(config: Config, folder: Path, run: str) -> Meeting:
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.meeting import Meeting
     from shoal.launch.prepare import model_folder
+    from shoal.learner.sft.batch import load_data, plan
+    from shoal.learner.sft.sites import sft_about, sft_terms
+    from shoal.learner.sft.trainer import open_policy
     from shoal.model.load import load_tokenizer
-    from shoal.sft.batch import load_data, plan
-    from shoal.sft.sites import sft_about, sft_terms
-    from shoal.sft.trainer import open_policy
 
     where = model_folder(config.model.name)
     data = load_data(load_tokenizer(where), where, config)  # the rounds follow from it
@@ -73,8 +73,8 @@ def _pretraining(config: Config, folder: Path, run: str) -> Meeting:
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.meeting import Meeting
     from shoal.launch.prepare import model_folder
-    from shoal.pretrain.about import about
-    from shoal.pretrain.outer import named, terms_of
+    from shoal.learner.pretrain.about import about
+    from shoal.learner.pretrain.outer import named, terms_of
 
     where = model_folder(config.model.name)
     tensors = named(model_of(where, config))

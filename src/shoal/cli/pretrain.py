@@ -18,8 +18,8 @@ from shoal.launch import process
 from shoal.protocol.invite import Invite, read_invite
 
 if TYPE_CHECKING:
-    from shoal.pretrain.net import Net
-    from shoal.pretrain.outer import Outer
+    from shoal.learner.pretrain.net import Net
+    from shoal.learner.pretrain.outer import Outer
 
 
 def pretrain_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +53,8 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
 def _net(config: Config) -> tuple[Net, Config, Path]:
     """The model on this rank, the leader's config, and the model's folder."""
     from shoal.launch.prepare import model_folder
+    from shoal.learner.pretrain.net import Net
     from shoal.learner.started import start
-    from shoal.pretrain.net import Net
 
     ranks, config, dtype = start(config)
     folder, autocast = model_folder(config.model.name), dtype == "bfloat16"
@@ -63,11 +63,11 @@ def _net(config: Config) -> tuple[Net, Config, Path]:
 
 
 def _train(net: Net, config: Config, folder: Path, out: Path, invite: str | None, stop: threading.Event) -> Path | None:
+    from shoal.learner.pretrain.about import about
+    from shoal.learner.pretrain.stream import Stream, heldout
+    from shoal.learner.pretrain.text import Corpus
+    from shoal.learner.pretrain.trainer import Pretraining
     from shoal.model.load import load_tokenizer
-    from shoal.pretrain.about import about
-    from shoal.pretrain.stream import Stream, heldout
-    from shoal.pretrain.text import Corpus
-    from shoal.pretrain.trainer import Pretraining
 
     settings = config.pretrain
     corpus, tokenizer = Corpus(settings.data, settings.field), load_tokenizer(folder)
@@ -81,7 +81,7 @@ def _train(net: Net, config: Config, folder: Path, out: Path, invite: str | None
 
 def _outer(config: Config, net: Net, out: Path, invite: Invite, stop: threading.Event) -> Outer:
     from shoal.diloco.remote import Remote
-    from shoal.pretrain.outer import Outer, terms_of
+    from shoal.learner.pretrain.outer import Outer, terms_of
 
     settings, tensors = config.sites, net.tensors
     terms = terms_of(config, tensors)

@@ -38,7 +38,7 @@ def run_sft(arguments: argparse.Namespace) -> None:
 
 
 def _tiny() -> Path:
-    from shoal.sft.tiny import train_tiny
+    from shoal.learner.sft.tiny import train_tiny
 
     process.log_lines("sft")
     return train_tiny()
@@ -49,11 +49,11 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
     config = read_config(arguments)
     stop = process.begin("sft", threads=arguments.threads)
     from shoal.launch.prepare import model_folder
+    from shoal.learner.sft.batch import Data, load_data
+    from shoal.learner.sft.trainer import Sft, open_policy
     from shoal.learner.started import from_leader, start
     from shoal.model.load import load_tokenizer
     from shoal.protocol.invite import read_invite
-    from shoal.sft.batch import Data, load_data
-    from shoal.sft.trainer import Sft, open_policy
 
     ranks, config, picked = start(config)
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -85,8 +85,8 @@ def _at_site(
 ) -> Any:
     from shoal.diloco.invites import name_of
     from shoal.diloco.remote import Remote
-    from shoal.sft.batch import plan
-    from shoal.sft.sites import SiteSft, sft_about, sft_terms
+    from shoal.learner.sft.batch import plan
+    from shoal.learner.sft.sites import SiteSft, sft_about, sft_terms
 
     settings, about = config.sites, sft_about(data, config, policy, model)
     if not policy.ranks.leads:

@@ -60,7 +60,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
 def model_folder(name: str) -> Path:
     """The folder of model `name`. `bundled:tiny` is trained first if it does not exist yet."""
     if name == sources.TINY and not (sources.tiny_dir() / "config.json").exists():
-        from shoal.sft.tiny import train_tiny
+        from shoal.learner.sft.tiny import train_tiny
 
         train_tiny()
     return sources.resolve(name)

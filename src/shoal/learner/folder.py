@@ -13,9 +13,8 @@ from pathlib import Path
 
 from shoal.config import ConfigError
 from shoal.files import keep_lines, write_file
-from shoal.tracking.record import METRICS
 
-RUN = "run.json"
+RUN, METRICS = "run.json", "metrics.jsonl"
 WRITTEN = (METRICS, "checkpoints", "model")
 
 

@@ -23,13 +23,13 @@ from shoal.config import Config
 from shoal.config.sites import PretrainSection
 from shoal.diloco.messages import Outcome
 from shoal.files import commit_folder
+from shoal.learner.folder import claim, drop_after
+from shoal.learner.pretrain import checkpoint
+from shoal.learner.pretrain.checkpoint import Progress
+from shoal.learner.pretrain.net import Net
+from shoal.learner.pretrain.outer import Outer
+from shoal.learner.pretrain.stream import Place, Stream
 from shoal.model.load import save_model, stored_shapes
-from shoal.pretrain import checkpoint
-from shoal.pretrain.checkpoint import Progress
-from shoal.pretrain.net import Net
-from shoal.pretrain.outer import Outer
-from shoal.pretrain.stream import Place, Stream
-from shoal.tracking.training import claim, drop_after
 
 LOG_EVERY_S = 1.0
 

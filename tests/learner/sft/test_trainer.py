@@ -12,11 +12,11 @@ import torch
 
 from shoal.config import Config, ConfigError, parse
 from shoal.config.recipe import SftSection
+from shoal.learner.sft.batch import Data, load_data, micro_batches, plan
+from shoal.learner.sft.chat import ChatTemplate
+from shoal.learner.sft.conversations import Conversation, ConversationError
+from shoal.learner.sft.trainer import Sft, open_policy
 from shoal.model.load import eos_ids, load_model, load_tokenizer
-from shoal.sft.batch import Data, load_data, micro_batches, plan
-from shoal.sft.chat import ChatTemplate
-from shoal.sft.conversations import Conversation, ConversationError
-from shoal.sft.trainer import Sft, open_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEVER = threading.Event()

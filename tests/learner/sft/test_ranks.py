@@ -1,5 +1,5 @@
 """Two ranks of one site fine-tune as one does, but for rounding: real processes over gloo. What may differ is said in
-`tests.pretrain.test_ranks`; weights are published in bf16, so a master halfway between two numbers may give either."""
+`tests.learner.pretrain.test_ranks`; weights are published in bf16, so a master between two numbers may give either."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from shoal.cli.arguments import USAGE
 from shoal.cli.main import DONE, FAILED, main
-from shoal.sft.batch import Data
+from shoal.learner.sft.batch import Data
 from tests.gloo import on_two_ranks
 
 from .test_trainer import config, data_of, metrics, rows

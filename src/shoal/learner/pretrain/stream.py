@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.pretrain.text import Corpus, EndError, TextError
+from shoal.learner.pretrain.text import Corpus, EndError, TextError
 
 
 @dataclass(frozen=True)

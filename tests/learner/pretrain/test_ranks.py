@@ -23,10 +23,10 @@ from shoal.diloco.agreed import Agreed
 from shoal.diloco.direct import Direct
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Greeting, Welcome
+from shoal.learner.pretrain.net import Net
+from shoal.learner.pretrain.outer import Outer, terms_of
 from shoal.learner.ranks import Ranks
 from shoal.model.plain import plain_model
-from shoal.pretrain.net import Net
-from shoal.pretrain.outer import Outer, terms_of
 from tests.gloo import on_two_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,13 +8,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shoal.sft.conversations import ConversationError, find, read
+from shoal.learner.sft.conversations import ConversationError, find, read
 
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "c"}], "id": 3},
 ]
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "harbour.jsonl"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "harbour.jsonl"
 
 
 def test_json_lines_and_parquet_hold_the_same(tmp_path: Path) -> None:

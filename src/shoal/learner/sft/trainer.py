@@ -23,14 +23,14 @@ from shoal.config import Config
 from shoal.config.recipe import LossSection
 from shoal.files import commit_folder
 from shoal.learner.checkpoint import Checkpoints, Progress
+from shoal.learner.folder import claim, drop_after
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
+from shoal.learner.sft.batch import Data, MicroBatch, fingerprint, micro_batches, plan
+from shoal.learner.sft.chat import Example
 from shoal.learner.started import from_leader
 from shoal.model.dtype import DtypeName
 from shoal.model.load import save_model
-from shoal.sft.batch import Data, MicroBatch, fingerprint, micro_batches, plan
-from shoal.sft.chat import Example
-from shoal.tracking.training import claim, drop_after
 
 DIFFERS = "another model, seed, batch or data (sft.max_tokens and sft.eval_frac change the data)"
 LOG_EVERY_S = 1.0  # at most one training step per second is logged; metrics.jsonl has all

@@ -28,7 +28,7 @@ from shoal.diloco.fragments import Fragments
 from shoal.diloco.messages import ClosedError, Exchange, Figures, Greeting, Outcome, Roster, Terms
 from shoal.diloco.site import DifferentError, Site, meet
 from shoal.files import write_file
-from shoal.pretrain.checkpoint import Progress
+from shoal.learner.pretrain.checkpoint import Progress
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.pretrain import replicas
-from shoal.pretrain.replicas import GradientSums, buckets
+from shoal.learner.pretrain import replicas
+from shoal.learner.pretrain.replicas import GradientSums, buckets
 
 WIDTH = 8
 

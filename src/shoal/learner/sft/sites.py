@@ -20,10 +20,10 @@ from shoal.diloco.about import about_model
 from shoal.diloco.messages import Exchange, Roster, Terms, dealt_to
 from shoal.learner.checkpoint import Progress
 from shoal.learner.policy import Policy
+from shoal.learner.sft.batch import Data
+from shoal.learner.sft.trainer import Sft
 from shoal.learner.site_policy import LATE, PolicySite, about_of, terms_of
 from shoal.protocol.calling import StoppedError
-from shoal.sft.batch import Data
-from shoal.sft.trainer import Sft
 
 SETTINGS = ("epochs", "batch", "batch_tokens", "lr", "warmup_steps", "grad_clip")  # of [sft], equal at all sites
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.diloco.about import about_model
-from shoal.pretrain.text import Corpus
+from shoal.learner.pretrain.text import Corpus
 
 OWN = {  # what may differ from site to site, or between a stop and a resumption
     "pretrain": {"data", "micro_batch", "parallel", "eval_every", "checkpoint_every"},

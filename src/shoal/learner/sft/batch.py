@@ -19,10 +19,10 @@ from torch import Tensor
 
 from shoal.config import Config, ConfigError
 from shoal.config.recipe import SftSection
+from shoal.learner.sft.chat import ChatTemplate, Example
+from shoal.learner.sft.conversations import ConversationError, read
 from shoal.model.load import eos_ids
 from shoal.model.tree import Pack, assign_rows, pack
-from shoal.sft.chat import ChatTemplate, Example
-from shoal.sft.conversations import ConversationError, read
 
 log = logging.getLogger(__name__)
 

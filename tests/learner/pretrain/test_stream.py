@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shoal.pretrain.stream import Place, Stream, heldout
-from shoal.pretrain.text import PIECE_BYTES, Corpus, EndError, TextError
+from shoal.learner.pretrain.stream import Place, Stream, heldout
+from shoal.learner.pretrain.text import PIECE_BYTES, Corpus, EndError, TextError
 from tests.conftest import tiny_tokenizer
 
 TEXTS = [f"{i}:" + "ab" * (i % 5) for i in range(11)]

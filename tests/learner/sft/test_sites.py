@@ -10,9 +10,9 @@ from shoal.config import Config, ConfigError
 from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.meeting import Meeting
-from shoal.sft.batch import plan
-from shoal.sft.sites import SiteSft, sft_about, sft_terms, shared
-from shoal.sft.trainer import open_policy
+from shoal.learner.sft.batch import plan
+from shoal.learner.sft.sites import SiteSft, sft_about, sft_terms, shared
+from shoal.learner.sft.trainer import open_policy
 from tests.learner.test_sites import Quiet
 
 from .test_trainer import NEVER, config, data_of, make, metrics, rows

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from shoal.learner.sft.chat import ChatTemplate, Example
+from shoal.learner.sft.conversations import Conversation, ConversationError
+from shoal.learner.sft.tiny import _tiny_tokenizer
 from shoal.model.load import eos_ids, load_tokenizer
-from shoal.sft.chat import ChatTemplate, Example
-from shoal.sft.conversations import Conversation, ConversationError
-from shoal.sft.tiny import _tiny_tokenizer
 
 TWO_TURNS = [
     {"role": "system", "content": "Be brief."},

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import ConfigError
-from shoal.tracking.training import WRITTEN, claim, drop_after
+from shoal.learner.folder import WRITTEN, claim, drop_after
 
 
 def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path: Path) -> None:

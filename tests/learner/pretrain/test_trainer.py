@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from shoal.cli.main import DONE, FAILED, USAGE, main
 from shoal.config.sites import PretrainSection
+from shoal.learner.pretrain.trainer import rate
 from shoal.model.load import load_model
-from shoal.pretrain.trainer import rate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,7 +80,7 @@ def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
 def test_after_a_kill_it_goes_on_from_the_newest_whole_checkpoint(
     config: str, tmp_path: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.pretrain.trainer import Pretraining
+    from shoal.learner.pretrain.trainer import Pretraining
 
     assert train(config, tmp_path / "whole") == DONE
     monkeypatch.setattr(Pretraining, "finish", lambda self: None)  # as kill -9 leaves it
@@ -147,6 +147,6 @@ def test_a_full_disk_is_one_line(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("shoal.pretrain.checkpoint.write_file", full)
+    monkeypatch.setattr("shoal.learner.pretrain.checkpoint.write_file", full)
     assert train(config, tmp_path / "out") == FAILED
     assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]

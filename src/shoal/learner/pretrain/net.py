@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from shoal.config import ConfigError
 from shoal.config.sites import PretrainSection
 from shoal.errors import ShoalError
+from shoal.learner.pretrain.outer import named
+from shoal.learner.pretrain.replicas import GradientSums
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
 from shoal.model.sharded import local, own_rows
-from shoal.pretrain.outer import named
-from shoal.pretrain.replicas import GradientSums
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CALLS = ("step", "evaluate", "pull", "push", "state", "restore", "reset")

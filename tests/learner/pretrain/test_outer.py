@@ -15,9 +15,9 @@ from shoal.config import ConfigError, load, parse
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.direct import Direct
 from shoal.diloco.meeting import Meeting
-from shoal.pretrain.checkpoint import CheckpointError, Progress, read, write
-from shoal.pretrain.outer import Outer, terms_of
-from shoal.pretrain.trainer import Pretraining
+from shoal.learner.pretrain.checkpoint import CheckpointError, Progress, read, write
+from shoal.learner.pretrain.outer import Outer, terms_of
+from shoal.learner.pretrain.trainer import Pretraining
 
 LOCK = threading.Lock()
 ABOUT = {"model": "m"}
@@ -227,7 +227,7 @@ def test_a_sites_checkpoint_with_one_flipped_bit_is_refused(tmp_path: Path) -> N
 
 
 def test_the_config_has_the_outer_step_that_was_measured_as_best_for_its_rounds() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     sites = load(root / "configs" / "pretrain.toml").sites
     measured: dict[tuple[float, float, int], list[float]] = {}
     for run in json.loads((root / "benchmarks" / "results" / "diloco_momentum.json").read_text())["runs"]:

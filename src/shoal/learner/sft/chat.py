@@ -25,8 +25,8 @@ import jinja2
 import torch
 from torch import Tensor
 
+from shoal.learner.sft.conversations import Conversation, ConversationError
 from shoal.model.tree import Tree
-from shoal.sft.conversations import Conversation, ConversationError
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -9,13 +9,13 @@ from shoal import tasks
 from shoal.config import load
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.learner.policy import Policy
+from shoal.learner.sft.tiny import TINY_TASKS, _example, _tiny_tokenizer, train
 from shoal.model.tree import pack
-from shoal.sft.tiny import TINY_TASKS, _example, _tiny_tokenizer, train
 from shoal.tasks.prompt import prompt_tokens
 
-from ..learner.support import make_policy
+from ..support import make_policy
 
-TINY_CONFIG = Path(__file__).parent.parent.parent / "configs" / "tiny.toml"
+TINY_CONFIG = Path(__file__).parents[3] / "configs" / "tiny.toml"
 SUMS = TaskSection(
     sources=[SourceSection(generator="arithmetic", options={"operand_max": 9})], heldout=20, prompt="{question}="
 )
@@ -73,7 +73,7 @@ def test_a_character_the_tiny_tokenizer_does_not_know_is_one_unknown_token() -> 
 
 
 def test_the_tiny_models_vocabulary_holds_every_token_and_its_ends_agree() -> None:
-    from shoal.sft import tiny
+    from shoal.learner.sft import tiny
 
     tokenizer, config = _tiny_tokenizer(), tiny._tiny_model().config
     assert len(tokenizer) <= config.vocab_size
