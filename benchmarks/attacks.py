@@ -45,11 +45,11 @@ from machine import describe
 
 from shoal import config, toploc
 from shoal.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
+from shoal.cli.calibrate import RUN
 from shoal.config import Config
 from shoal.coordinator.trust import bets
 from shoal.engine.torch_engine import TorchEngine
 from shoal.evidence import Process
-from shoal.launch.calibrate import RUN
 from shoal.model.dtype import pick
 from shoal.model.numerics import Numerics
 from shoal.protocol.identity import Identity

@@ -28,12 +28,12 @@ from churning.network import INSIDE, SUBNET, Network, enter, missing
 from churning.verdict import figures, judge
 
 from shoal import config as config_module
+from shoal.cli.launch import members
+from shoal.cli.launch.children import Child, Children
+from shoal.cli.launch.folder import stopped_run
+from shoal.cli.launch.swarm import Swarm
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.launch import members
-from shoal.launch.children import Child, Children
-from shoal.launch.folder import stopped_run
-from shoal.launch.swarm import Swarm
 
 HERE = Path(__file__).parent
 PORT = 8700

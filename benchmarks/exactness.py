@@ -27,8 +27,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import describe
 
 from shoal import config, toploc
+from shoal.cli.calibrate import RUN
 from shoal.engine.torch_engine import TorchEngine
-from shoal.launch.calibrate import RUN
 from shoal.model.dtype import pick
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity

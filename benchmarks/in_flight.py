@@ -26,11 +26,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import describe
 
 from shoal import config as config_module
+from shoal.cli.roles import generator
 from shoal.engine.one_thread import OneThread
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Finished, HeartbeatAnswer
-from shoal.roles.worker import generator
 from shoal.rollout.produce import Producer
 from shoal.rollout.worker import Worker
 from shoal.validator.by_hand import offline_assignment

@@ -25,11 +25,11 @@ from typing import Any
 
 from machine import describe
 
+from shoal.cli.launch import process
+from shoal.cli.roles import run_worker
 from shoal.coordinator.operating import invite_from
 from shoal.engine.protocol import Completion
-from shoal.launch import process
 from shoal.protocol.invite import read_invite
-from shoal.roles.worker import run_worker
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.tasks.derive import GroupPlan

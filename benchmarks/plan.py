@@ -5,11 +5,11 @@
     python benchmarks/plan.py                                 the comparison, into results/plan.json; runs nothing
 
 Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
-(`DEVICES`; check/speed.py has the sources). Seconds a step come from runs on quiet machines; memory and broadcasts also
+(`DEVICES`; sources: cli/preflight/speed.py). Seconds a step come from runs on quiet machines; memory and broadcasts also
 from recorded ones, which other work hardly changes. A broadcast on one machine lasts from the report of the step that wrote
 the version until the last worker has verified it. Recorded runs are compared with the estimate for their machine,
 whose peak it measures just before. Of `SAID`, what `shoal run` said before it started is compared with the whole run.
-tests/check/test_measured.py computes the ratios again.
+tests/cli/preflight/test_measured.py computes the ratios again.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.check.cores import shares
-from shoal.check.memory import memory_of
-from shoal.check.speed import Pace, Speed, measure, pace, speed
-from shoal.check.work import BUNDLED, Work, work_of
+from shoal.cli.preflight.cores import shares
+from shoal.cli.preflight.speed import Pace, Speed, measure, pace, speed
 from shoal.config import Config, load
+from shoal.learner.memory import memory_of
+from shoal.learner.work import BUNDLED, Work, work_of
 from shoal.model.dtype import pick
 
 ROOT = Path(__file__).parent.parent

@@ -19,9 +19,9 @@ from attacks import identity
 from machine import commit
 
 from shoal import config
+from shoal.cli.calibrate import Checking, Generation, _judge, _producer
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
-from shoal.launch.calibrate import Checking, Generation, _judge, _producer
 from shoal.model.dtype import DtypeName
 from shoal.model.sources import resolve
 from shoal.validator.by_hand import offline_assignment

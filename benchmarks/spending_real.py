@@ -32,11 +32,11 @@ from shoal import config
 from shoal.adversary.lab import Attack, Lab
 from shoal.adversary.nearly import NearLogprobs, NearTemperature, NearWeights
 from shoal.adversary.tolerance import PLANS, SPENT, SpendsTolerance
+from shoal.cli.calibrate import RUN
 from shoal.config import Config
 from shoal.coordinator.trust import bets
 from shoal.engine.torch_engine import TorchEngine
 from shoal.evidence import Process
-from shoal.launch.calibrate import RUN
 from shoal.model.sources import resolve
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding

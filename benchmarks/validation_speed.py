@@ -26,10 +26,10 @@ import torch
 from machine import describe
 
 from shoal import config
+from shoal.cli.calibrate import RUN
 from shoal.config import Config
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.launch.calibrate import RUN
 from shoal.model.dtype import DtypeName, pick
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity

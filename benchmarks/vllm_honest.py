@@ -15,8 +15,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from shoal.cli.calibrate import LIMITS
 from shoal.config import load
-from shoal.launch.calibrate import LIMITS
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "vllm.png"
 

@@ -17,8 +17,8 @@ import yaml
 
 from shoal.cli.main import command_line
 from shoal.coordinator.operating import Invited
+from tests.cli.launch.composed import services
 from tests.coordinator.http.test_routes import served
-from tests.launch.composed import services
 from tests.servers import free_port
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -29,8 +29,7 @@ ROOMS = {
     "view": ["errors", "protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
-    "check": ["config", "errors", "model", "sandbox", "tasks", "view"],
-    "learner": ["check", "config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
+    "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "sandbox", "shardcast", "store", "tasks",
@@ -38,14 +37,6 @@ ROOMS = {
     ],
     "evals": [
         "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",
-    ],
-    "roles": [
-        "config", "diloco", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "tasks",
-        "validator",
-    ],
-    "launch": [
-        "check", "config", "engine", "errors", "files", "learner", "model", "protocol", "rollout", "tasks", "tracking",
-        "validator", "view",
     ],
     "audit": [
         "config", "coordinator", "errors", "evidence", "learner", "ledger", "model", "protocol", "shardcast", "store",
@@ -58,13 +49,10 @@ ROOMS = {
         "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
     ],
     "cli": [
-        "audit", "check", "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "launch", "learner",
-        "ledger", "model", "protocol", "roles", "serve", "shardcast", "store", "tasks",
-        "tracking", "validator", "view",
+        "audit", "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "files", "learner", "ledger",
+        "model", "protocol", "rollout", "sandbox", "serve", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
-    "adversary": [
-        "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
-    ],
+    "adversary": ["cli", "config", "engine", "model", "protocol", "rollout", "store", "tasks", "toploc"],
 }  # fmt: skip
 PROCESSES = ["learner", "rollout", "validator", "coordinator"]
 LIBRARIES = [
@@ -171,7 +159,7 @@ def reached(start: str) -> set[str]:
 
 
 def test_this_reads_imports_as_python_does() -> None:
-    assert "config" in own("cli.run") and "launch.swarm" in own("cli.run")  # `from shoal import`, one in a function
+    assert "config" in own("cli.run") and "cli.launch.swarm" in own("cli.run")  # `from shoal import`, one in a function
     assert "shardcast.fetch.source" in own("shardcast.fetch.client")
     assert "store.rollouts" in own("learner.groups")
     assert not own("files")
@@ -205,7 +193,7 @@ def test_a_process_reaches_no_other_process(process: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_reaches_no_process(library: str) -> None:
-    processes = {*PROCESSES, "evals", "roles", "launch", "audit", "serve", "cli", "adversary"}
+    processes = {*PROCESSES, "evals", "audit", "serve", "cli", "adversary"}
     for name in members(library):
         assert {other for other in reached(name) if room(other) in processes} == set()
 
@@ -231,8 +219,8 @@ def test_lies_are_kept_apart_from_the_honest_code() -> None:
     assert [name for name in honest if any(room(other) == "adversary" for other in own(name))] == []
     # `shoal run` starts a liar as a process, where the config asks for one; the docstring of the role names them.
     assert {name for name in honest if "shoal.adversary" in MODULES[name].read_text()} == {
-        "launch.members",
-        "roles.worker",
+        "cli.launch.members",
+        "cli.roles",
     }
 
 

@@ -7,9 +7,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.adversary.attacks import ATTACKS, Lab
+from shoal.cli.calibrate import RUN
 from shoal.config import parse
 from shoal.engine.torch_engine import TorchEngine
-from shoal.launch.calibrate import RUN
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Reason
 from shoal.store.rollouts import RolloutFile, read_submission

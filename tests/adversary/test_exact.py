@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.adversary.attacks import ATTACKS, Lab
+from shoal.cli.calibrate import RUN
 from shoal.engine.torch_engine import TorchEngine
-from shoal.launch.calibrate import RUN
 from shoal.validator.case import Case
 from shoal.validator.judge import Examined, Judge
 

@@ -15,12 +15,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import save_file
 
 from shoal import config as config_module
+from shoal.cli.launch.task_data import build_tasks
 from shoal.config import Config, parse
 from shoal.coordinator.database import record_start, seal
 from shoal.coordinator.pool import TABLE_NAMES, Pool
 from shoal.coordinator.state.connection import open_sqlite
 from shoal.files import copy_tree, digests
-from shoal.launch.task_data import build_tasks
 from shoal.learner.groups import gather
 from shoal.learner.record import sign_folder, signed_record
 from shoal.ledger.head import Head, sign_head

@@ -314,9 +314,9 @@ def test_a_page_of_all_fields_is_printed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_cleaning_says_what_it_freed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    module = ModuleType("shoal.launch.clean")
+    module = ModuleType("shoal.cli.launch.clean")
     module.clean_run = lambda folder: 7_600_000_000 if folder == Path("runs/x") else 0  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shoal.launch.clean", module)
+    monkeypatch.setitem(sys.modules, "shoal.cli.launch.clean", module)
     assert main(["clean", "runs/x"]) == DONE
     assert capsys.readouterr().out == "freed 7.60 GB in runs/x\n"
 
@@ -368,8 +368,8 @@ HELP = "import contextlib, shoal.cli\nwith contextlib.suppress(SystemExit):\n   
         HELP.format(["run", QUICKSTART, "--dry-run"]),
         HELP.format(["status", "http://127.0.0.1:9"]),
         HELP.format(["worker", "--join", "missing.file", "--dir", "w"]),
-        "import shoal.cli, shoal.launch.swarm, shoal.tracking.report, shoal.view",
-        "import shoal.roles.origin, shoal.roles.relay, shoal.protocol.node",
+        "import shoal.cli, shoal.cli.launch.swarm, shoal.tracking.report, shoal.view",
+        "import shoal.cli.broadcast, shoal.cli.broadcast, shoal.protocol.node",
         "import shoal.coordinator.http.routes, shoal.coordinator.http.serving",
         "from shoal import tasks\ntasks.load(tasks.TaskSection()).train[0]",
     ],

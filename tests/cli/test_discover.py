@@ -54,7 +54,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
         URL, OWNER.public, RunList(protocol=VERSION, runs=runs, closed=[ClosedRun(place="old", why="away")])
     )
     monkeypatch.setattr("shoal.protocol.discovery.find_runs", lambda url, client, key: found)
-    monkeypatch.setattr("shoal.roles.joining.capability", lambda: Capability(memory_bytes=8 << 30, device="cpu"))
+    monkeypatch.setattr("shoal.cli.roles.capability", lambda: Capability(memory_bytes=8 << 30, device="cpu"))
 
 
 @pytest.mark.usefixtures("listed")

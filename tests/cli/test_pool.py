@@ -184,7 +184,7 @@ def running(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     (tmp_path / "pool" / "coordinator.json").unlink()
     Address(url="", run="sums").write(tmp_path / "pool")  # as if no URL had been given: the bound port is found there
     stop = threading.Event()
-    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: stop)
+    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: stop)
     statuses: list[int] = []
     thread = threading.Thread(target=lambda: statuses.append(main(["coordinator", "--dir", str(tmp_path / "pool")])))
     thread.start()
@@ -213,7 +213,7 @@ def test_the_url_of_the_pool_outlasts_the_start_of_its_coordinator(
     init(config, tmp_path / "pool", url="http://127.0.0.1:8700")
     stop = threading.Event()
     stop.set()  # it listens, then ends
-    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: stop)
+    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: stop)
     assert main(["coordinator", "--dir", str(tmp_path / "pool"), "--port", "0"]) == DONE
     assert Address.read(tmp_path / "pool") == Address(url="http://127.0.0.1:8700", run=founded(tmp_path, "sums"))
 
@@ -314,7 +314,7 @@ def test_a_node_that_joined_before_may_return_with_an_expired_invite(
 ) -> None:
     made = invite_of("r", url=URL, role="worker", name="n", expires_s=1)
     Identity.generate().save(tmp_path / "w" / "identity.pem")
-    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: threading.Event())
+    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: threading.Event())
     monkeypatch.setattr("shoal.cli.nodes._work", lambda role, invite, arguments, stop: "finished")
     assert main(["worker", "--join", made.encode(), "--dir", str(tmp_path / "w")]) == DONE
 
@@ -324,7 +324,7 @@ def test_an_evicted_node_has_its_own_exit_status_and_its_files_are_its_owners_al
     ended: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = invite_of("r", url=URL, role="worker", name="n", expires_s=2**40)
-    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: threading.Event())
+    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: threading.Event())
 
     def work(*_: object) -> str:
         (tmp_path / "weights").write_text("")

@@ -18,7 +18,7 @@ SHIPPED = Path(__file__).parents[2] / "configs" / "sft.toml"
 def stop(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """What a signal would set; this process keeps its own signals and log."""
     event = threading.Event()
-    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: event)
+    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: event)
     return event
 
 

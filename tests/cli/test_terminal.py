@@ -16,8 +16,8 @@ from rich.text import Text
 import shoal.cli
 import shoal.view
 from shoal.cli.arguments import say
+from shoal.cli.launch.process import log_lines
 from shoal.errors import printable
-from shoal.launch.process import log_lines
 from shoal.view.live import Terminal
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\x7f\r"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.launch import swarm
 from shoal.config import parse
-from shoal.launch import swarm
 from shoal.protocol.messages import Evaluation
 from shoal.tracking.legs import Leg, read_legs, total, wall_s, write_legs
 from shoal.tracking.record import EVALUATIONS

@@ -18,14 +18,14 @@ from typing import get_args
 import torch
 from safetensors.torch import load_file, save_file
 
+from shoal.cli.launch import process
+from shoal.cli.roles import run_worker
 from shoal.config import Cheat, EngineName
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
-from shoal.launch import process
 from shoal.model.load import WEIGHTS
 from shoal.protocol.invite import read_invite
 from shoal.protocol.messages import Assignment
-from shoal.roles.worker import run_worker
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.tasks import Task

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from shoal.cli.arguments import Commands, read_config, say, takes_config
 
 if TYPE_CHECKING:
-    from shoal.check.machine import Finding
+    from shoal.cli.preflight.machine import Finding
     from shoal.config import Config
 
 PROMPT = 64  # tokens, where the model's tokenizer is not on this machine
@@ -33,7 +33,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     config = read_config(arguments) if arguments.config else None
-    from shoal.check import machine
+    from shoal.cli.preflight import machine
 
     facts = machine.gather(arguments.dir, config.model.device if config else "cpu")
     findings = machine.examine(facts)
@@ -50,11 +50,11 @@ def check(arguments: argparse.Namespace) -> int:
 def of_config(config: Config, folder: Path) -> Iterator[Finding]:
     """What would stop a run of this config here; if nothing does, its time, memory and disk."""
     from shoal import tasks
-    from shoal.check import disk, estimate
-    from shoal.check.cores import available_cores
-    from shoal.check.machine import fails, ok
-    from shoal.check.problems import local_folder, problems
-    from shoal.check.speed import measure
+    from shoal.cli.preflight import disk, estimate
+    from shoal.cli.preflight.cores import available_cores
+    from shoal.cli.preflight.machine import fails, ok
+    from shoal.cli.preflight.problems import local_folder, problems
+    from shoal.cli.preflight.speed import measure
     from shoal.model import dtype
     from shoal.model.load import load_tokenizer
     from shoal.tasks.prompt import ChatTemplateError

@@ -40,15 +40,15 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def dashboard(arguments: argparse.Namespace) -> None:
-    from shoal.launch import process
+    from shoal.cli.launch import process
 
     stop = process.begin("dashboard", threads=1)
     if arguments.socket is not None:
         parent = os.getppid()
         process.follow(lambda: os.getppid() == parent)
+    from shoal.cli.launch.door import listen
     from shoal.dashboard.server import LOOPBACK, Dashboard, serve
     from shoal.dashboard.watched import watch
-    from shoal.launch.door import listen
 
     page = Dashboard(
         watch(arguments.run), [_looked(watch(other)) for other in arguments.compare], public=arguments.public

@@ -39,7 +39,7 @@ def discover(arguments: argparse.Namespace) -> None:
     elif arguments.json:
         say(json.dumps({"key": found.key} | found.runs.model_dump(), indent=2))
     else:
-        from shoal.roles.joining import capability
+        from shoal.cli.roles import capability
         from shoal.view.figures import clean
 
         lines = _lines(found, capability())

@@ -47,11 +47,11 @@ def run_filter(arguments: argparse.Namespace) -> None:
         band = Band.parse(arguments.band)
     except ValueError as error:
         raise UsageError(f"--band: {error}") from error
-    from shoal.launch import process
+    from shoal.cli.launch import process
 
     stop = process.begin("filter", threads=arguments.threads)
+    from shoal.cli.launch.prepare import model_folder
     from shoal.engine.torch_engine import TorchEngine
-    from shoal.launch.prepare import model_folder
     from shoal.model import dtype
     from shoal.view.live import Terminal
     from shoal.view.progress import Progress

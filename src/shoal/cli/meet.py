@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.arguments import read_config, takes_config, takes_threads
+from shoal.cli.launch import process
 from shoal.cli.pretrain import model_of, path_of
 from shoal.config import Config
-from shoal.launch import process
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
 
@@ -45,7 +45,7 @@ def run_meet(arguments: argparse.Namespace) -> None:
 def _meeting_of(config: Config) -> tuple[MeetingSection, Callable[[Path, str], Meeting]]:
     """The section that describes the meeting, and what opens it in a folder for a run of that name."""
     if config.learner.sites:
-        from shoal.roles.meeting import learner_meeting
+        from shoal.cli.roles import learner_meeting
 
         return config.learner.sites, lambda folder, run: learner_meeting(config, folder, run)
     open_meeting = _sft if config.sft.data and not config.pretrain.data else _pretraining
@@ -53,9 +53,9 @@ def _meeting_of(config: Config) -> tuple[MeetingSection, Callable[[Path, str], M
 
 
 def _sft(config: Config, folder: Path, run: str) -> Meeting:
+    from shoal.cli.launch.prepare import model_folder
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.meeting import Meeting
-    from shoal.launch.prepare import model_folder
     from shoal.learner.sft.batch import load_data, plan
     from shoal.learner.sft.sites import sft_about, sft_terms
     from shoal.learner.sft.trainer import open_policy
@@ -70,9 +70,9 @@ def _sft(config: Config, folder: Path, run: str) -> Meeting:
 
 
 def _pretraining(config: Config, folder: Path, run: str) -> Meeting:
+    from shoal.cli.launch.prepare import model_folder
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.meeting import Meeting
-    from shoal.launch.prepare import model_folder
     from shoal.learner.pretrain.about import about
     from shoal.learner.pretrain.outer import named, terms_of
 

@@ -18,9 +18,9 @@ from shoal.cli.arguments import Commands, UsageError, need, takes_threads
 from shoal.config import EngineName
 
 if TYPE_CHECKING:
+    from shoal.cli.broadcast import Listen
     from shoal.protocol.invite import Invite
     from shoal.protocol.messages import Role
-    from shoal.roles.serving import Listen
 
 EVICTED = 3
 ROLES: dict[Role, str] = {
@@ -89,7 +89,7 @@ def relay(arguments: argparse.Namespace) -> int:
 
 def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
     """Set this process up as a server; returns the event that a signal sets."""
-    from shoal.launch import process
+    from shoal.cli.launch import process
     from shoal.shardcast.serve.connections import raise_limit
 
     os.umask(0o077)
@@ -111,7 +111,7 @@ def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
 
 
 def _listen(arguments: argparse.Namespace) -> Listen:
-    from shoal.roles.serving import Listen
+    from shoal.cli.broadcast import Listen
 
     return Listen(arguments.host, arguments.port, arguments.url)
 
@@ -121,28 +121,28 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
     folder: Path = arguments.dir
     match role:
         case "learner":
+            from shoal.cli.roles import run_learner
             from shoal.protocol.invite import read_invite
-            from shoal.roles.learner import run_learner
 
             site = read_invite(arguments.site) if arguments.site else None
             return run_learner(invite, folder, arguments.threads, stop, site)
         case "origin":
-            from shoal.roles.origin import run_origin
+            from shoal.cli.broadcast import run_origin
 
             return run_origin(invite, folder, arguments.watch, stop, _listen(arguments))
         case "relay":
-            from shoal.roles.relay import run_relay
+            from shoal.cli.broadcast import run_relay
 
             return run_relay(invite, folder, stop, _listen(arguments))
         case "worker":
-            from shoal.roles.worker import run_worker
+            from shoal.cli.roles import run_worker
 
             return run_worker(invite, folder, arguments.threads, stop, engine=arguments.engine)
         case "validator":
-            from shoal.roles.validator import run_validator
+            from shoal.cli.roles import run_validator
 
             return run_validator(invite, folder, arguments.threads, stop)
         case "evaluator":
-            from shoal.roles.evaluator import run_evaluator
+            from shoal.cli.roles import run_evaluator
 
             return run_evaluator(invite, folder, arguments.threads, stop)

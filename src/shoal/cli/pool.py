@@ -121,9 +121,9 @@ def reopen_pool(arguments: argparse.Namespace) -> None:
 
 def init_pool(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
-    from shoal.check.problems import check_length
+    from shoal.cli.launch.task_data import FOLDER, build_tasks
+    from shoal.cli.preflight.problems import check_length
     from shoal.coordinator.operating import Invited, check_new, found_pool
-    from shoal.launch.task_data import FOLDER, build_tasks
 
     check_length(config)
     check_new(arguments.dir)
@@ -144,8 +144,8 @@ def init_pool(arguments: argparse.Namespace) -> None:
 
 
 def up_pool(arguments: argparse.Namespace) -> int:
+    from shoal.cli.launch.pool import PoolSwarm
     from shoal.coordinator.operating import open_pool
-    from shoal.launch.pool import PoolSwarm
 
     config, address = open_pool(arguments.dir)
     return PoolSwarm(arguments.dir, config, address, dashboard=arguments.dashboard).run()
@@ -158,11 +158,11 @@ def coordinator(arguments: argparse.Namespace) -> None:
     if arguments.host or arguments.connections:
         raise UsageError("--host and --connections go with --runs; for one run set coordinator.host, .connections")
     stop = begin("coordinator", arguments)
-    from shoal.check.problems import check_length
+    from shoal.cli.launch.task_data import FOLDER, build_tasks
+    from shoal.cli.preflight.problems import check_length
     from shoal.coordinator.http.serving import serve_forever
     from shoal.coordinator.operating import CONFIG, PoolFolderError, open_pool
     from shoal.coordinator.state.folder import KEY
-    from shoal.launch.task_data import FOLDER, build_tasks
     from shoal.protocol.address import split_url
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import run_id
@@ -211,11 +211,11 @@ def _serve_runs(arguments: argparse.Namespace) -> None:
     if not arguments.runs.is_dir():
         raise UsageError(f"no folder at {arguments.runs}: it holds the folder of each run that is served")
     stop = begin("coordinator", arguments)
-    from shoal.check.problems import check_length
+    from shoal.cli.launch.task_data import FOLDER, build_tasks
+    from shoal.cli.preflight.problems import check_length
     from shoal.config import Config
     from shoal.coordinator.http.sharing import serve_shared
     from shoal.coordinator.operating import open_pool
-    from shoal.launch.task_data import FOLDER, build_tasks
     from shoal.protocol.address import Address
 
     def load(folder: Path) -> tuple[Config, Address]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.arguments import StoppedError, read_config, say, takes_config, takes_threads
+from shoal.cli.launch import process
 from shoal.config import Config
-from shoal.launch import process
 from shoal.protocol.invite import Invite, read_invite
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
 
 def _net(config: Config) -> tuple[Net, Config, Path]:
     """The model on this rank, the leader's config, and the model's folder."""
-    from shoal.launch.prepare import model_folder
+    from shoal.cli.launch.prepare import model_folder
     from shoal.learner.pretrain.net import Net
     from shoal.learner.started import start
 

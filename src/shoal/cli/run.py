@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--verbose goes with --dry-run")
     if arguments.dry_run:
         return _dry_run(config, whole=arguments.verbose)
-    from shoal.launch.folder import stopped_run
-    from shoal.launch.swarm import Swarm
+    from shoal.cli.launch.folder import stopped_run
+    from shoal.cli.launch.swarm import Swarm
 
     if arguments.resume:
         name, address = stopped_run(arguments.resume)
@@ -85,7 +85,7 @@ def _check_model(config: Config, folder: Path) -> None:
 
 
 def _dry_run(config: Config, *, whole: bool) -> int:
-    from shoal.check.problems import problems
+    from shoal.cli.preflight.problems import problems
 
     if whole:
         say(config_module.dumps(config).rstrip("\n"))
@@ -101,7 +101,7 @@ def _dry_run(config: Config, *, whole: bool) -> int:
 
 def prepare(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
-    from shoal.launch.prepare import prepare as prepare_run
+    from shoal.cli.launch.prepare import prepare as prepare_run
     from shoal.model.threads import compute_on
 
     compute_on(arguments.threads)
@@ -109,6 +109,6 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def clean(arguments: argparse.Namespace) -> None:
-    from shoal.launch.clean import clean_run
+    from shoal.cli.launch.clean import clean_run
 
     say(f"freed {clean_run(arguments.dir) / 1e9:.2f} GB in {arguments.dir}")

@@ -60,8 +60,8 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    from shoal.launch import process
-    from shoal.launch.door import listen
+    from shoal.cli.launch import process
+    from shoal.cli.launch.door import listen
     from shoal.serve.sources import source_of
 
     if arguments.open and arguments.host not in ("127.0.0.1", "localhost", "::1"):

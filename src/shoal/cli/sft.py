@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.arguments import StoppedError, UsageError, read_config, say, takes_config, takes_threads
-from shoal.launch import process
+from shoal.cli.launch import process
 
 if TYPE_CHECKING:
     from shoal.config import Config
@@ -48,7 +48,7 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
     """Returns the model's folder; None on a rank that does not lead."""
     config = read_config(arguments)
     stop = process.begin("sft", threads=arguments.threads)
-    from shoal.launch.prepare import model_folder
+    from shoal.cli.launch.prepare import model_folder
     from shoal.learner.sft.batch import Data, load_data
     from shoal.learner.sft.trainer import Sft, open_policy
     from shoal.learner.started import from_leader, start

@@ -103,8 +103,8 @@ def _curriculum(run: Path | None, step: int) -> dict[str, Any]:
 
 def calibrate(arguments: argparse.Namespace) -> None:
     settings = read_config(arguments)
-    from shoal.check.problems import check_length
-    from shoal.launch.calibrate import calibrate as measure
+    from shoal.cli.calibrate import calibrate as measure
+    from shoal.cli.preflight.problems import check_length
 
     check_length(settings)
     measure(settings, arguments.out, arguments.submissions, arguments.weights, say)

@@ -1,6 +1,6 @@
 """What the settings take of this machine, said once when the learner starts: memory of weights and of a row, checkpoints.
 
-By the arithmetic of `check/memory`. It changes nothing: a row's size decides which sums are rounded where, so only a person
+By the arithmetic of `memory`. It changes nothing: a row's size decides which sums are rounded where, so only a person
 changes it. What does not fit is said with the settings that would.
 Called by `shoal learner`, on the leading rank.
 """
@@ -11,11 +11,11 @@ from functools import partial
 
 import torch
 
-from shoal.check.memory import memory_of
-from shoal.check.work import Sizes, SizesError, sizes_of, work_of
 from shoal.config import Config
 from shoal.config.recipe import CHECKPOINT_BYTES
+from shoal.learner.memory import memory_of
 from shoal.learner.policy import Policy
+from shoal.learner.work import Sizes, SizesError, sizes_of, work_of
 
 GB = 1e9
 SAVED_BYTES = {"adamw": 0, "adamw_8bit": 6, "muon": 4}  # of state, per entry of the blocks' matrices, against AdamW

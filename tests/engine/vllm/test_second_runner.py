@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shoal.adversary.cheats import WrongTemperature
+from shoal.cli.calibrate import RUN
 from shoal.config import load
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
-from shoal.launch.calibrate import RUN
 from shoal.model.load import load_model
 from shoal.model.noise import NOISES, NoiseName
 from shoal.model.sampling import replay_margins

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from shoal.adversary.cheats import QuantizedWeights, WrongTemperature
+from shoal.cli.calibrate import RUN
 from shoal.config import Config, load
 from shoal.engine.vllm.client import VllmEngine
-from shoal.launch.calibrate import RUN
 from shoal.model.sources import resolve
 from shoal.protocol.messages import Reason
 from shoal.rollout.produce import Producer

@@ -31,7 +31,7 @@ class StopAfter:
 @pytest.fixture
 def stop_after(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(steps: int) -> None:
-        monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: StopAfter(steps))
+        monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: StopAfter(steps))
 
     install(10**9)
     return install
@@ -88,7 +88,7 @@ def test_after_a_kill_it_goes_on_from_the_newest_whole_checkpoint(
     assert train(config, tmp_path / "killed") == FAILED
     monkeypatch.undo()
     (tmp_path / "killed" / "checkpoints" / ".step-00000006.safetensors.tmp").write_bytes(b"half")
-    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: threading.Event())
+    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: threading.Event())
     assert train(config, tmp_path / "killed") == DONE
     whole, killed = newest(tmp_path / "whole"), newest(tmp_path / "killed")
     assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []

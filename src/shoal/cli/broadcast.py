@@ -1,0 +1,220 @@
+"""Origin and relay as members of a pool: listen, join with that address, serve the run's nodes, ban the evicted ones.
+
+Invariant: a version is announced to the coordinator once the origin can serve all of it.
+"""
+
+import asyncio
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from shoal.config import Config
+from shoal.files import write_file
+from shoal.protocol.address import server_url
+from shoal.protocol.clock import PoolClock
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite
+from shoal.protocol.messages import Ok, Policy, Status
+from shoal.protocol.node import Node
+from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
+from shoal.shardcast.contents import check_apart
+from shoal.shardcast.origin import Handover
+from shoal.shardcast.serve.connections import server_context
+from shoal.shardcast.serve.server import url_of
+
+WATCH_S = 0.1
+LOOK_S = 2.0  # between two looks at where the origin is, while it is not reached
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where one origin or relay listens, and what it announces, in place of what the run's config says for all of them."""
+
+    host: str | None = None
+    port: int | None = None
+    url: str = ""  # a proxy's in front of it; "": where it listens
+
+    def __post_init__(self) -> None:
+        """Raises AddressError."""
+        if self.url:
+            server_url(self.url)
+
+    def or_else(self, host: str, port: int) -> tuple[str, int]:
+        return self.host or host, port if self.port is None else self.port
+
+
+HERE = Listen()
+
+
+def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Event, listen: Listen = HERE) -> str:
+    """Publishes what the learner writes under `watched`, until the run ends."""
+    check_apart(watched, folder)
+    config = Node.read_config(invite, stop)
+    identity = Identity.load_or_create(folder / "identity.pem")
+    store = Store(
+        folder / "store",
+        keep=config.origin.keep,
+        quota_bytes=config.origin.quota_bytes,
+        public=config.relays.public,
+    )
+    origin = Origin(
+        store,
+        identity.private_key,
+        run=invite.run,
+        shard_size_bytes=config.origin.shard_bytes,
+        anchor_every=config.origin.anchor_every,
+    )
+
+    async def watch(node: Node) -> str:
+        writer = Handover(origin, watched, stop.is_set)
+        while not stop.is_set():
+            if node.answer and node.answer.state != "running":
+                return node.answer.state
+            origin.state()
+            newest = max(watched.glob("v*"), default=None)  # skip versions that the learner has overtaken
+            manifest = None
+            if newest is not None and int(newest.name[1:]) != node.policy_version:
+                node.doing(f"publishing {newest.name}")
+                manifest = await asyncio.to_thread(origin.publish, newest, int(newest.name[1:]))
+            elif (growing := writer.begun()) is not None:
+                node.doing(f"publishing version {growing.version} while it is written")
+                manifest = await asyncio.to_thread(writer.follow, growing)
+            if manifest is not None:
+                await asyncio.to_thread(_announce, node, manifest)
+                node.policy_version = manifest.version
+                log.info("version %d is published: %d bytes", manifest.version, manifest.size_bytes)
+            node.doing(writer.given_up or "the learner", waiting=True)
+            await asyncio.sleep(WATCH_S)
+        return "stopped"
+
+    return asyncio.run(
+        serve_store(invite, config, folder, store, listen, (config.origin.host, config.origin.port), watch, stop)
+    )
+
+
+def _announce(node: Node, manifest: Manifest) -> None:
+    policy = Policy(version=manifest.version, digest=manifest.digest, size_bytes=manifest.size_bytes)
+    node.post("/v1/policies", policy, Ok)
+
+
+def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Listen = HERE) -> str:
+    """Mirrors the origin and serves the run's nodes, until the run ends."""
+    config = Node.read_config(invite, stop)
+    store = Store(
+        folder / "store",
+        keep=config.relays.keep,
+        quota_bytes=config.relays.quota_bytes,
+        public=config.relays.public,
+    )
+
+    async def mirror(node: Node) -> str:
+        publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
+        origins = await asyncio.to_thread(_origins, node)
+        looked_s = time.monotonic()
+
+        def upstream() -> list[str]:
+            """The origin and the relays that are up now, in any order: the relay finds its own place among them."""
+            return origins + (node.answer.relays if node.answer else [])
+
+        relay = Relay(upstream, store, node.access(publisher, config))
+        task = asyncio.create_task(relay.mirror())
+        try:
+            while not stop.is_set() and not task.done():
+                if node.answer and node.answer.state != "running":
+                    return node.answer.state
+                if (relay.status.last_error or not origins) and time.monotonic() - looked_s >= LOOK_S:
+                    origins[:] = await asyncio.to_thread(_origins, node)
+                    looked_s = time.monotonic()
+                held = relay.status.versions
+                if held and node.policy_version != max(held):
+                    log.info("version %d is mirrored", max(held))
+                node.policy_version = max(held) if held else None
+                if relay.status.arrival:
+                    node.came(relay.status.arrival)
+                node.doing(relay.status.last_error or "the origin", waiting=True)
+                await asyncio.sleep(WATCH_S)
+            if task.done():
+                await task  # raises the exception that ended it
+            return "stopped"
+        finally:
+            task.cancel()
+
+    return asyncio.run(
+        serve_store(invite, config, folder, store, listen, (config.relays.host, config.relays.port), mirror, stop)
+    )
+
+
+def _origins(node: Node) -> list[str]:
+    """Where the origin is. A status may be a moment old: without an origin that has just joined, or its new address."""
+    status = node.get("/v1/status", Status)
+    return [member.url for member in status.nodes if member.role == "origin" and member.url]
+
+
+async def serve_store(
+    invite: Invite,
+    config: Config,
+    folder: Path,
+    store: Store,
+    listen: Listen,
+    default: tuple[str, int],
+    live: Callable[[Node], Awaitable[str]],
+    stop: threading.Event,
+) -> str:
+    """Serves the store to the pool's nodes, joins with the address, and runs `live`. `default`: the config's host, port."""
+    host, port = listen.or_else(*default)
+    clock = PoolClock()  # dates the passes that readers show, as the pool's nodes date theirs
+    guard = Guard(
+        audience=invite.run,
+        pool_key=None if config.relays.public else invite.key,
+        rate_Bps=config.relays.rate_bytes_per_s,
+        connections=config.relays.connections,
+        clock=clock,
+    )
+    relays = config.relays
+    tls = server_context(_path(relays.tls_cert), _path(relays.tls_key))
+    runner, bound = await _bind(app(store, guard=guard), host, port, tls, folder / "port")
+    try:
+        here = url_of(host, bound, tls=tls is not None)
+        url = listen.url or here
+        guard.servers = frozenset({url})
+        log.info("listening at %s%s", here, f", announced as {url}" if url != here else "")
+        node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop, clock=clock)
+        with node.heart():
+            banning = asyncio.create_task(_ban(node, guard))
+            try:
+                return await live(node)
+            finally:
+                banning.cancel()
+    finally:
+        await runner.cleanup()
+
+
+async def _ban(node: Node, guard: Guard) -> None:
+    """Nodes that the coordinator evicts get no weights after the next heartbeat."""
+    while True:
+        if node.answer:
+            guard.ban(frozenset(node.answer.banned))
+        await asyncio.sleep(WATCH_S)
+
+
+async def _bind(
+    application: web.Application, host: str, port: int, tls: ssl.SSLContext | None, last_port: Path
+) -> tuple[web.AppRunner, int]:
+    """Listens on `port`. Port 0 means the port from before a restart, or a free one."""
+    last = last_port.read_text() if port == 0 and last_port.exists() else ""
+    port = int(last) if last.isdecimal() else port  # an earlier version may have left an empty file
+    runner, bound = await serve(application, host, port, ssl=tls)
+    write_file(last_port, str(bound).encode())
+    return runner, bound
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None

@@ -1,0 +1,175 @@
+"""The processes of a run as children of `shoal run`: started, restarted when they die, stopped together.
+
+Each child runs a `shoal` command, as it would on its own machine. Where forking is safe, children are forked from one
+process that has imported everything they need (`preload`). This saves each child ten seconds of a laptop's time and a
+quarter of a gigabyte, which importing PyTorch and transformers takes. Elsewhere each child is a new interpreter.
+Invariant: after `stop_all` no child is left. Called by `swarm`; each child ends when this process is gone
+(`process.follow`). Never imports torch.
+"""
+
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from setproctitle import setproctitle
+
+from shoal.cli.launch import process
+from shoal.errors import ShoalError
+
+STOP_S = 10.0  # between SIGTERM and SIGKILL
+LONGEST_BACKOFF_S = 8.0
+# The tracker of multiprocessing's semaphores removes those of a killed child; it need not say so after the prompt.
+QUIET = "ignore:resource_tracker:UserWarning"
+MAX_WORDS = 1000  # characters of a child's last line that an error repeats
+USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli
+
+# For every child: only large pieces of memory go back to the system (fewer page faults), idle threads sleep, and no library
+# starts threads during its import. Each role then takes its share of the cores (`--threads`).
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    **process.IDLE_THREADS,
+    "PYTHONUNBUFFERED": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of pyarrow: a process with threads should not fork
+    **dict.fromkeys(process.THREAD_COUNTS, "1"),
+}
+
+
+class ChildError(ShoalError):
+    """A process of the run that keeps failing; the message says which, why, and where its log is."""
+
+
+@dataclass
+class Child:
+    """One process, with what is needed to restart it."""
+
+    name: str
+    command: list[str]
+    module: str  # whose `main` takes the command
+    log: Path
+    context: BaseContext
+    restarts: int = 0
+    start_at_s: float = 0.0
+    process: BaseProcess | None = None
+    ended: bool = False  # as intended: it is done, or evicted
+
+    def start(self) -> None:
+        arguments = (self.module, self.command, self.log)
+        self.process = self.context.Process(target=_become, args=arguments, name=self.name, daemon=True)  # type: ignore[attr-defined]
+        self.process.start()
+
+    def exit_status(self) -> int | None:
+        """Negative: the signal that ended it. None while it runs, and before its start."""
+        return self.process.exitcode if self.process else None
+
+    def last_line(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else "nothing in its log"
+
+    def last_words(self) -> str:
+        """The beginning of its last line: an error's message starts with what failed."""
+        line = self.last_line()
+        return line if len(line) <= MAX_WORDS else f"{line[:MAX_WORDS]}…"
+
+
+class Children:
+    """`device`: where the children compute. CUDA fails in some forked processes, so with CUDA none is forked."""
+
+    def __init__(self, logs: Path, max_restarts: int, device: str) -> None:
+        self.logs = logs
+        self.max_restarts = max_restarts
+        self.all: list[Child] = []
+        os.environ.update(ENVIRONMENT)  # the libraries read it when a process starts
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), QUIET]))
+        forks = sys.platform == "linux" and device == "cpu"
+        self.context: BaseContext = multiprocessing.get_context("forkserver" if forks else "spawn")
+        self.context.set_forkserver_preload(["shoal.cli.launch.preload"])
+
+    def start(self, name: str, command: list[str], module: str = "shoal.cli") -> Child:
+        child = Child(name, command, module, self.logs / f"{name}.log", self.context)
+        self.all.append(child)
+        child.start()
+        return child
+
+    def run(self, name: str, command: list[str]) -> str:
+        """Run a `shoal` command to its end. Returns the last line it printed. Raises ChildError if it fails."""
+        child = Child(name, command, "shoal.cli", self.logs / f"{name}.log", self.context)
+        child.start()
+        assert child.process is not None
+        try:
+            child.process.join()
+        finally:
+            child.process.terminate()
+        if child.exit_status() != 0:
+            raise ChildError(child.last_words().removeprefix(f"shoal {command[0]}: "))
+        return child.last_line()
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name of the children that were started (they may have ended since)."""
+        return {child.name: child.process.pid for child in self.all if child.process and child.process.pid}
+
+    def has_ended(self, name: str) -> bool:
+        """Whether the child of this name is done, as intended."""
+        return any(child.ended for child in self.all if child.name == name)
+
+    def restarts(self) -> dict[str, int]:
+        return {child.name: child.restarts for child in self.all}
+
+    def revive(self, say: Callable[[str], None]) -> None:
+        """Restart children that died, with a longer pause each time. Raises ChildError if a restart does not help."""
+        for child in self.all:
+            self._revive(child, say)
+
+    def _revive(self, child: Child, say: Callable[[str], None]) -> None:
+        if child.ended:
+            return
+        if child.process is None:
+            if time.monotonic() >= child.start_at_s:
+                child.start()
+            return
+        code = child.exit_status()
+        if code is None:
+            return
+        if code in (0, EVICTED):
+            child.ended = True
+            return
+        if code in (USAGE, LASTING):
+            raise ChildError(f"{child.name} cannot run: {child.last_words()} (see {child.log})")
+        if child.restarts >= self.max_restarts:
+            raise ChildError(f"{child.name} ended {child.restarts + 1} times: {child.last_words()} (see {child.log})")
+        backoff_s = min(0.5 * 2**child.restarts, LONGEST_BACKOFF_S)
+        child.restarts += 1
+        child.process, child.start_at_s = None, time.monotonic() + backoff_s
+        how = f"by signal {-code}" if code < 0 else f"with status {code}: {child.last_words()}"
+        say(f"{child.name} ended {how}; restart {child.restarts} in {backoff_s:g} s")
+
+    def stop_all(self) -> None:
+        running = [child.process for child in self.all if child.process and child.process.is_alive()]
+        for each in running:
+            each.terminate()
+        deadline_s = time.monotonic() + STOP_S
+        for each in running:
+            each.join(max(0.1, deadline_s - time.monotonic()))
+            if each.is_alive():
+                each.kill()
+                each.join()
+
+
+def _become(module: str, command: list[str], log: Path) -> None:
+    """In the child: start a new session, write output to the log, set the title; then run the command."""
+    starter, forker = multiprocessing.parent_process(), os.getppid()
+    assert starter is not None
+    process.follow(lambda: starter.is_alive() and os.getppid() == forker)
+    os.setsid()
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    setproctitle(" ".join(["shoal", *command]))
+    sys.exit(importlib.import_module(module).main(command))

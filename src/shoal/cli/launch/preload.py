@@ -1,0 +1,27 @@
+"""The heavy imports of all roles, done once by the process from which the children of `shoal run` are forked.
+
+Invariant: nothing here starts a thread or computes. Other modules are imported by the child that needs them.
+"""
+
+import gc
+import signal
+from importlib import import_module
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # `shoal run` handles Ctrl-C and stops its children
+
+for module in (
+    "shoal.cli",
+    "shoal.cli.broadcast",
+    "shoal.cli.roles",
+    "shoal.evals.heldout",
+    "shoal.learner.loop",
+    "shoal.coordinator.http.serving",
+    "shoal.cli.launch.prepare",
+    "shoal.engine.torch_engine",
+    "shoal.rollout.worker",
+    "shoal.validator.service",
+):
+    import_module(module)
+
+gc.collect()
+gc.freeze()  # the garbage collectors of children do not touch these pages, so they stay shared

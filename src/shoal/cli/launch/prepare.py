@@ -1,0 +1,78 @@
+"""What a run needs before it starts: the model in the cache, tasks, a chat template, a device, a dtype for this machine.
+
+Invariant: what can be found wrong without starting the pool is found wrong here, with one clear error.
+Called by `shoal prepare`, `shoal sft` and, as a child process, by `shoal run`, which never imports torch itself.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from shoal import tasks
+from shoal.cli.launch.task_data import build_tasks
+from shoal.cli.preflight.estimate import SAMPLE, mean_prompt
+from shoal.cli.preflight.problems import check_length
+from shoal.cli.preflight.speed import measure
+from shoal.config import Config, ConfigError
+from shoal.model import dtype, sources
+from shoal.model.load import eos_ids, load_tokenizer
+from shoal.tasks.environments import try_out
+from shoal.tasks.environments.template import Frame
+from shoal.tasks.rewards.graders import GradeError
+
+
+def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
+    """Build the task set, fetch, convert or train the model and pick the dtype.
+
+    Returns the model's folder and size, the dtype and the GFLOP/s, the machine's speed in that dtype, the length of prompts,
+    the task set's digest and what is in it. The set is kept in `task_folder`, if one is given. Raises ConfigError,
+    DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
+    """
+    dtype.check_device(config.model.device)
+    try:
+        if task_folder is not None:
+            config, _ = build_tasks(config, task_folder)
+        loaded = tasks.load(config.tasks, task_folder)
+        with tasks.Graders(config.tasks, files=loaded.files) as graders:
+            graders.try_out(loaded.samples)
+        try_out(config, loaded)
+    except (ValueError, GradeError) as error:
+        raise ConfigError(str(error)) from error
+    check_length(config, fetch=True)
+    folder = model_folder(config.model.name)
+    tokenizer = load_tokenizer(folder)
+    prompt = mean_prompt(tokenizer, config, loaded.heldout[:SAMPLE])
+    if config.sampling.max_turns > 1:
+        Frame(tokenizer, eos_ids(folder))
+    picked, gflops = dtype.pick(config.model.dtype, config.model.device)
+    return {
+        "folder": str(folder),
+        "parameters": count_parameters(folder),
+        "dtype": picked,
+        "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
+        "prompt_tokens": prompt,
+        "machine": measure(picked, config.model.device),
+        "gflops": {name: round(speed, 1) for name, speed in gflops.items()},
+    }
+
+
+def model_folder(name: str) -> Path:
+    """The folder of model `name`. `bundled:tiny` is trained first if it does not exist yet."""
+    if name == sources.TINY and not (sources.tiny_dir() / "config.json").exists():
+        from shoal.learner.sft.tiny import train_tiny
+
+        train_tiny()
+    return sources.resolve(name)
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters in the folder's safetensors files, read from their headers."""
+    return sum(_parameters_in(file) for file in folder.glob("*.safetensors"))
+
+
+def _parameters_in(file: Path) -> int:
+    """The format's header: its length as 8 bytes, then JSON with the shape of each tensor."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,0 +1,98 @@
+"""Watches a running run: its state, its progress, and the reasons to stop it.
+
+Invariant: a run that cannot get anywhere is stopped with the reason. It stalls (`run.stall_s`), its groups teach nothing
+(`run.no_signal_groups`), its grader fails too often (`tasks.grader_error_limit`), or its disk is full. Called by `swarm`.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.cli.preflight.disk import check_left, free_bytes
+from shoal.config import Config
+from shoal.errors import ShoalError
+from shoal.protocol.messages import Grading, Status
+from shoal.protocol.watch import PoolWatch, UnreachableError
+from shoal.view import grader_errors, no_signal
+
+LEAST_GRADED = 64  # rollouts before grader errors are judged
+RECENT_GRADED = 512  # of an earlier leg, whose grader may have been another, fewer are ignored
+
+
+class GraderFailsError(ShoalError):
+    """Rewards fail too often to train on what they say."""
+
+
+class StalledError(ShoalError):
+    """The run gets no further; the message says why and what to try."""
+
+
+class Watch:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        pool: PoolWatch,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        free: Callable[[Path], int] = free_bytes,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.pool = pool
+        self.clock = clock
+        self.free = free
+        self.status: Status | None = None  # the newest
+        self._progress = (-1, -1)
+        self._progress_s = clock()
+        self._graded_before = math.inf  # rollouts at the first look: of an earlier leg
+        self._flat_before = math.inf  # groups in a row without a signal at the first look: of an earlier leg
+
+    def look(self) -> Status | None:
+        """The state of the run now; None while the coordinator is away (it may be restarting)."""
+        try:
+            self.status = self.pool.look()
+        except UnreachableError:
+            return None
+        self._flat_before = min(self._flat_before, self.status.signal.flat)
+        self._graded_before = min(self._graded_before, self.status.grading.total)
+        known = len(self.pool.history.metrics) + len(self.pool.history.evaluations)
+        progress = (known, sum(node.accepted for node in self.status.nodes))
+        if progress != self._progress:
+            self._progress, self._progress_s = progress, self.clock()
+        return self.status
+
+    def check(self) -> None:
+        """Raise StalledError, GraderFailsError or DiskFullError if the run cannot continue."""
+        check_left(self.folder, self.free(self.folder))
+        stalled_s = self.clock() - self._progress_s
+        if stalled_s > self.config.run.stall_s:
+            raise StalledError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
+        if self.status is None:
+            return
+        if self.status.signal.flat - self._flat_before >= self.config.run.no_signal_groups:
+            raise StalledError(
+                f"{no_signal(self.status.signal)}; see what the model writes in {self.folder / 'rollouts.jsonl'}, then try "
+                "easier or harder tasks, or more completions per group (sampling.group_size)"
+            )
+
+        if words := self._grader_fails(self.status.grading):
+            raise GraderFailsError(
+                f"{words}; grade some completions by hand with `shoal grade CONFIG {self.folder / 'rollouts.jsonl'}`. A run "
+                "keeps the tasks and rewards it began with: fix them and start a new run, or raise "
+                "tasks.grader_error_limit and continue this one"
+            )
+
+    def _grader_fails(self, grading: Grading) -> str:
+        """What is wrong with the newest rollouts' grading; "" if not too much."""
+        limit, graded = self.config.tasks.grader_error_limit, grading.total - self._graded_before
+        enough = RECENT_GRADED if self._graded_before else LEAST_GRADED
+        if graded < enough or grading.errors <= limit * grading.recent:
+            return ""
+        return grader_errors(grading) + f", more than tasks.grader_error_limit = {limit:g}"
+
+    def _who_waits(self) -> str:
+        nodes = self.status.nodes if self.status else []
+        waiting = [f"{node.name} is waiting for {node.stats.doing}" for node in nodes if node.stats.waiting]
+        return "; ".join(waiting) or f"see {self.folder / 'logs'}"

@@ -1,0 +1,151 @@
+"""What can be known before a run starts: does its config fit this machine, the model, the tasks and the network ports?
+
+Invariant: nothing is started, and only what answers a question is fetched (a hub model's config.json, the hub's tasks).
+torch is imported only for a device other than the CPU. Called by `shoal check` and `shoal run --dry-run`; `check_length`
+also by every command that has a config and may have the model. Left out: the memory of rollouts, which depends on their
+lengths.
+"""
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from shoal import tasks
+from shoal.cli.preflight.cores import available_cores
+from shoal.config import Config, ConfigError
+from shoal.model import sources
+from shoal.model.positions import positions
+from shoal.model.sources import ModelNotFoundError
+from shoal.tasks.environments import try_out
+from shoal.tasks.rewards.graders import GradeError
+
+TRAINED_BYTES = 16  # per trained parameter, at least: weights, gradient, master and two moments of AdamW
+
+
+def problems(config: Config, notes: list[str] | None = None) -> list[str]:
+    """What would stop a run of this config on this machine, one line each. `notes` gets lines about its tasks."""
+    checks = (_model, partial(_tasks, notes), _device, _ports, _files, _packages, _cores, _memory)
+    return [line for check in checks for line in check(config)]
+
+
+def check_length(config: Config, *, fetch: bool = False) -> None:
+    """Raise ConfigError if completions of `sampling.max_tokens` exceed the model's positions.
+
+    Nothing is checked if the model is not on this machine (unless `fetch`: a hub model's config.json is downloaded).
+    Raises ModelNotFoundError.
+    """
+    most = positions(sources.read_config(config.model.name, fetch=fetch))
+    if most is not None and config.sampling.max_tokens >= most:
+        raise ConfigError(
+            f"sampling.max_tokens = {config.sampling.max_tokens} does not fit {config.model.name}: prompt and completion "
+            f"share its {most} positions; lower sampling.max_tokens"
+        )
+
+
+def _model(config: Config) -> Iterator[str]:
+    try:
+        check_length(config, fetch=True)
+    except (ConfigError, ModelNotFoundError) as error:
+        yield str(error)
+
+
+def _tasks(notes: list[str] | None, config: Config) -> Iterator[str]:
+    try:
+        loaded = tasks.load(config.tasks)
+        with tasks.Graders(config.tasks, files=loaded.files) as graders:
+            graders.try_out(loaded.samples)
+        try_out(config, loaded)
+    except (ValueError, ConfigError, GradeError) as error:
+        yield str(error)
+        return
+    if notes is not None:
+        notes += [*loaded.notes, f"tasks.digest = {loaded.digest}"]
+
+
+def _device(config: Config) -> Iterator[str]:
+    if config.model.device == "cpu":
+        return
+    from shoal.model.dtype import DeviceError, check_device
+
+    try:
+        check_device(config.model.device)
+    except DeviceError as error:
+        yield str(error)
+
+
+def _ports(config: Config) -> Iterator[str]:
+    wanted = {
+        "coordinator.port": (config.coordinator.host, config.coordinator.port, 1),
+        "origin.port": (config.origin.host, config.origin.port, 1),
+        "relays.port": (config.relays.host, config.relays.port, config.relays.count),
+    }
+    taken: dict[tuple[str, int], str] = {}
+    for key, (host, port, count) in wanted.items():
+        if port and count > 1:
+            yield f"{key} = {port} cannot serve relays.count = {count} on one machine; set {key} = 0"
+        elif port and (host, port) in taken:
+            yield f"{key} = {port} is also {taken[host, port]}; choose another port, or 0 for a free one"
+        elif reason := _cannot_bind(host, port):
+            yield f"{key}: cannot listen on {host}:{port} ({reason}); choose another port, or 0 for a free one"
+        taken[host, port] = key
+
+
+def _cannot_bind(host: str, port: int) -> str:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just left is free
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _files(config: Config) -> Iterator[str]:
+    for key in ("tls_cert", "tls_key", "tls_ca"):
+        path = getattr(config.relays, key)
+        if path and not Path(path).is_file():
+            yield f"relays.{key}: no file at {path}"
+
+
+def _packages(config: Config) -> Iterator[str]:
+    tracker = config.run.tracker
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        yield f"run.tracker = \"{tracker}\" needs a package: pip install 'shoal[{tracker}]'"
+
+
+def _cores(config: Config) -> Iterator[str]:
+    available = available_cores(0)
+    if config.run.threads > available:
+        yield f"run.threads = {config.run.threads}, but this process may use {available} cores; lower it, or 0 for all"
+
+
+def _memory(config: Config) -> Iterator[str]:
+    """A lower bound for the learner, by the size of the weights where they are on this machine."""
+    if config.model.device != "cpu" or config.learner.lora is not None:
+        return
+    try:
+        folder = local_folder(config.model.name)
+        stored = sources.read_config(config.model.name, fetch=False)
+    except ModelNotFoundError:
+        return  # _model names it
+    if folder is None:
+        return
+    each_bytes = 4 if "float32" in (stored.get("dtype"), stored.get("torch_dtype")) else 2
+    parameters = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // each_bytes
+    needed, there = parameters * TRAINED_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        yield (
+            f"{config.model.name} has {parameters / 1e9:.1f} billion parameters: training them takes at least "
+            f"{needed / 1e9:.0f} GB of memory, this machine has {there / 1e9:.0f} GB; set [learner.lora], or use a "
+            "smaller model"
+        )
+
+
+def local_folder(name: str) -> Path | None:
+    if name in (sources.SMOLLM2, sources.TINY):
+        return sources.smollm2_dir() if name == sources.SMOLLM2 else sources.tiny_dir()
+    return sources.resolve(name) if name.startswith((".", "/", "~")) else None

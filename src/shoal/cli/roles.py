@@ -1,0 +1,307 @@
+"""How each role that computes starts: check the device, join the pool, get config and tasks, build the process, run it.
+
+Invariant: each `run_*` returns how the run ended. torch is imported only by the functions that compute, so that the commands
+which import this module answer at once. Origin and relay are in `broadcast`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal import config as config_module
+from shoal.config import Config, ConfigError, EngineName
+from shoal.protocol.invite import Invite
+from shoal.protocol.messages import Capability
+from shoal.protocol.node import Node
+
+if TYPE_CHECKING:
+    from shoal.diloco.meeting import Meeting
+    from shoal.engine.one_thread import Compute
+    from shoal.engine.protocol import Engine
+    from shoal.learner.loop import Learner
+    from shoal.learner.policy import Policy
+    from shoal.learner.ranks import Ranks
+    from shoal.model.dtype import DtypeName
+    from shoal.tasks import TaskSet
+
+TASKS = "tasks"  # in a node's folder: what it fetched of the task set
+VERSIONS = "versions"  # in the meeting's folder; the origin watches it
+LEADER_TIMEOUT_S = 7 * 86_400.0  # a rank waits for the leader's next batch as long as a pool may be idle
+RANKS_TIMEOUT_S = 1800.0  # and for another rank in a collective: longer than any row, load or file takes
+
+log = logging.getLogger(__name__)
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+
+
+def join(
+    invite: Invite, folder: Path, threads: int, stop: threading.Event, engine: str = "torch"
+) -> tuple[Node, Config, DtypeName]:
+    """Join the pool. Return the node, the run's config, and the dtype to compute in on this machine.
+
+    Raises RefusedError, DeviceError.
+    """
+    from shoal.model import dtype
+    from shoal.model.threads import compute_on
+
+    compute_on(threads)
+    node = Node.join(invite, folder, stop=stop, capability=capability(engine))
+    config = node.config()
+    picked, _ = dtype.pick(config.model.dtype, config.model.device)
+    return node, config, picked
+
+
+def capability(engine: str = "torch") -> Capability:
+    """Return what this machine reports about itself: its memory, the cores this process may use, its best device."""
+    import torch
+
+    return Capability(
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        engine=engine,
+    )
+
+
+def task_set(node: Node, config: Config, folder: Path) -> TaskSet:
+    """Return the pool's task set: its manifest now, the tasks as needed. Raises TasksNotFoundError, RefusedError."""
+    from shoal import tasks
+
+    def fetch(sha256: str, most_bytes: int) -> bytes:
+        return node.get_bytes(f"/v1/tasks/{sha256}", most_bytes=most_bytes)
+
+    return tasks.join(config.tasks, folder / TASKS, fetch)
+
+
+def fingerprinter(config: Config, dtype: DtypeName) -> Callable[[Any], str]:
+    """Return a function that gives a model's fingerprint, by which this process claims an exactness class in heartbeats.
+
+    It gives "" if the numerics are fast or the machine fails the self-test, which runs at the first call.
+    """
+    from shoal.engine import selftest
+    from shoal.model import numerics
+    from shoal.model.fingerprint import fingerprint
+
+    proven: list[bool] = []
+
+    def of(model: Any) -> str:
+        if numerics.of(model) != "exact":
+            return ""
+        if not proven:
+            proven.append(selftest.passes(model, dtype, config.model.device))
+            log.info("results %s on batch shapes here", "do not depend" if proven[0] else "depend")
+        return fingerprint(model) if proven[0] else ""
+
+    return of
+
+
+# --- worker, validator, evaluator ------------------------------------------------------------------------------------
+
+
+def run_worker(
+    invite: Invite,
+    folder: Path,
+    threads: int,
+    stop: threading.Event,
+    producer_type: type | None = None,
+    engine: EngineName = "torch",
+) -> str:
+    """Follow the newest weights and generate rollouts. `producer_type`: a liar of `shoal.adversary.cheats`, or honest."""
+    from shoal.engine.one_thread import OneThread
+    from shoal.rollout.produce import Producer
+    from shoal.rollout.worker import Worker, follow
+
+    node, config, dtype = join(invite, folder, threads, stop, engine)
+    compute = OneThread()
+    with node.heart(), generator(engine, config, dtype, threads, compute) as (generates, kind, fingerprint):
+        publisher = node.wait_for_key("origin", stop)
+        producer = (producer_type or Producer)(
+            config,
+            node.invite.run,
+            node.identity,
+            generates,
+            task_set(node, config, folder),
+            node.curriculum_page,
+            kind,
+            compute,
+        )
+        with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
+            return Worker(node, producer, fingerprint, compute).run(follower, stop)
+
+
+@contextmanager
+def generator(
+    name: EngineName,
+    config: Config,
+    dtype: DtypeName,
+    threads: int,
+    compute: Compute | None = None,
+) -> Iterator[tuple[Engine, str, Callable[[], str]]]:
+    """Yield the engine, its kind for the headers of files, and what gives the fingerprint of its weights.
+
+    `compute`: what the torch engine runs its steps with; None: the thread that generates.
+    vLLM's results depend on its batches, so it claims no exactness class. Raises VllmMissingError.
+    """
+    device = config.model.device
+    if name == "vllm":
+        from shoal.engine.vllm.client import VllmEngine
+
+        with closing(VllmEngine(dtype, threads)) as vllm:
+            yield vllm, f"{name}/{device.partition(':')[0]}", lambda: ""
+        return
+    from shoal.engine.one_thread import here
+    from shoal.engine.torch_engine import TorchEngine
+    from shoal.model import numerics
+
+    engine = TorchEngine(dtype, device, numerics.pick(config.model.numerics, dtype, device), compute=compute or here)
+    prints = fingerprinter(config, dtype)
+    yield engine, "", lambda: prints(engine.model)
+
+
+def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
+    from shoal.validator.service import Validator
+    from shoal.validator.witness import Witness
+
+    node, config, dtype = join(invite, folder, threads, stop)
+    with node.heart():
+        publisher = node.wait_for_key("origin", stop)
+        tasks = task_set(node, config, folder)
+        prints = fingerprinter(config, dtype)
+        witness = Witness(node, folder)
+        return Validator(node, config, folder / "weights", publisher, dtype, tasks, prints, witness).run(stop)
+
+
+def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
+    """Measure the held-out accuracy of published versions."""
+    from shoal.engine.torch_engine import TorchEngine
+    from shoal.evals.heldout import Evaluator
+    from shoal.model import numerics
+
+    node, config, dtype = join(invite, folder, threads, stop)
+    with node.heart():
+        publisher = node.wait_for_key("origin", stop)
+
+        def new_engine() -> TorchEngine:
+            picked = numerics.pick(config.model.numerics, dtype, config.model.device)
+            return TorchEngine(dtype, config.model.device, picked)
+
+        tasks = task_set(node, config, folder)
+        with closing(Evaluator(node, config, new_engine, folder / "weights", publisher, tasks)) as evaluator:
+            return evaluator.run(stop)
+
+
+# --- learner ---------------------------------------------------------------------------------------------------------
+
+
+def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Event, site: Invite | None = None) -> str:
+    """Load the policy and train; under torchrun, on every rank. `site`: the invite by `shoal meet` for one of several sites.
+
+    Raises NodeError, DivergedError, OutOfMemoryError.
+    """
+    import torch
+
+    from shoal.learner import footprint
+    from shoal.learner.loop import Learner
+    from shoal.learner.policy import Policy
+    from shoal.learner.ranks import Ranks
+    from shoal.model import numerics
+    from shoal.model.sources import resolve
+
+    ranks = Ranks.start(RANKS_TIMEOUT_S, LEADER_TIMEOUT_S)
+    with _leading(invite, folder, threads, ranks, stop) as (node, config, dtype):
+        _check_site(config, site)
+        torch.manual_seed(config.run.seed)
+        model = resolve(config.model.name)
+        device = config.model.device
+        picked = numerics.pick(config.model.numerics, dtype, device)
+        policy = Policy(model, config.learner, dtype, device, config.sampling.temperature, ranks, picked)
+        numerics.insist(config.model.numerics, policy.model)  # before anybody gets a version
+        if ranks.leads:
+            log.info("%s", "; ".join(footprint.lines(config, policy)))
+        if site is None:
+            learner = Learner(node, config, policy, folder)
+        else:
+            learner = _at_site(node, config, policy, folder, site, stop)
+        ended = learner.run(stop)
+    ranks.stop()
+    return ended
+
+
+def _check_site(config: Config, site: Invite | None) -> None:
+    if config.learner.sites and site is None:
+        raise ConfigError(
+            "this run's learner is spread over several sites: add --site INVITE, which `shoal meet` writes"
+        )
+    if site is not None and not config.learner.sites:
+        raise ConfigError(
+            "this run's learner is at one site, because its config has no [learner.sites]: leave out --site"
+        )
+
+
+def _at_site(
+    node: Node | None, config: Config, policy: Policy, folder: Path, site: Invite, stop: threading.Event
+) -> Learner:
+    from shoal.diloco.invites import name_of
+    from shoal.diloco.remote import Remote
+    from shoal.learner.sites import SiteLearner, learner_terms, settings_of
+
+    if node is None:
+        return SiteLearner(None, config, policy, folder, name_of(site), None, None)
+    settings = settings_of(config)
+    terms = learner_terms(config, policy)
+    authority = Path(settings.tls_ca) if settings.tls_ca else None
+    remote = Remote(site, folder, terms, patience_s=settings.give_up_s, authority=authority, stop=stop)
+    return SiteLearner(node, config, policy, folder, remote.name, remote, remote)
+
+
+@contextmanager
+def _leading(
+    invite: Invite, folder: Path, threads: int, ranks: Ranks, stop: threading.Event
+) -> Iterator[tuple[Node | None, Config, DtypeName]]:
+    """The leader joins the pool and broadcasts config and dtype to the other ranks, which have no node."""
+    from shoal.model.threads import compute_on
+
+    if not ranks.leads:
+        compute_on(threads)
+        received = json.loads(ranks.broadcast(None))
+        yield None, config_module.parse(received["config"]), received["dtype"]
+        return
+    node, config, dtype = join(invite, folder, threads, stop)
+    with node.heart():
+        node.doing("loading the model")
+        ranks.broadcast(json.dumps({"config": config.model_dump(exclude_none=True), "dtype": dtype}).encode())
+        yield node, config, dtype
+
+
+def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
+    """Return the meeting of a learner's sites, opened with the run's model; it writes each agreed state as a policy version.
+
+    Version v is what all sites hold before step v. Raises MeetingError if the folder holds another run's meeting.
+    """
+    import torch
+
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.meeting import Meeting
+    from shoal.learner.policy import Policy
+    from shoal.learner.site_policy import about_of
+    from shoal.learner.sites import Publisher, learner_terms, settings_of
+    from shoal.model.sources import resolve
+
+    section = config.learner
+    no_reference = section.loss.model_copy(update={"beta": 0.0})
+    section = section.model_copy(update={"loss": no_reference, "compile": False})
+    torch.manual_seed(config.run.seed)  # adapters begin with random numbers: those of a learner at one site
+    policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
+    settings = settings_of(config)
+    terms = learner_terms(config, policy)
+    publisher = Publisher(policy, terms.fragments, folder / VERSIONS, section.keep_versions)
+    first = Agreed.of(policy.masters, terms.fragments)
+    return Meeting(folder, terms, about_of(settings, policy), run, lambda: first, publish=publisher)

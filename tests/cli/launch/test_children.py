@@ -1,0 +1,104 @@
+"""The processes of a run: forked from one that has imported everything, or new interpreters where forking is not safe."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.launch.children import ENVIRONMENT, MAX_WORDS, Child, ChildError, Children
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Children` sets variables of this process: they are restored after the test."""
+    for name in [*ENVIRONMENT, "PYTHONWARNINGS"]:
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def children(request: pytest.FixtureRequest, tmp_path: Path) -> Children:
+    return Children(tmp_path, 0, request.param)
+
+
+def test_processes_that_use_cuda_are_not_forked(children: Children, request: pytest.FixtureRequest) -> None:
+    wanted = {"cpu": "forkserver", "cuda": "spawn"}[request.node.callspec.params["children"]]
+    assert children.context.get_start_method() == wanted
+
+
+def test_a_command_runs_to_its_end_and_prints_to_its_log(children: Children, tmp_path: Path, tiny_folder: Path) -> None:
+    folder = tmp_path / ("x" * 200) / ("y" * 200)  # a line is given whole, however long
+    shutil.copytree(tiny_folder, folder)
+    last = children.run("prepare", ["prepare", str(CONFIGS / "tiny.toml"), "--set", f"model.name={folder}"])
+    assert json.loads(last)["folder"] == str(folder)
+    assert (tmp_path / "prepare.log").read_text().splitlines()[-1] == last
+
+
+def test_a_command_that_fails_is_told_with_its_last_words(children: Children, tmp_path: Path) -> None:
+    with pytest.raises(ChildError, match="nowhere.toml"):
+        children.run("dry", ["run", str(tmp_path / "nowhere.toml"), "--dry-run"])
+
+
+def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> None:
+    child = children.start("lost", ["relay", "--join", "no invite", "--dir", str(tmp_path / "lost")])
+    assert child.process is not None
+    child.process.join(60)
+    with pytest.raises(ChildError, match=r"lost cannot run: .*invite"):
+        children.revive(lambda line: None)
+    children.stop_all()
+
+
+def test_an_error_is_repeated_from_its_beginning(tmp_path: Path) -> None:
+    child = Child("worker-0", [], "", tmp_path / "log", multiprocessing.get_context("spawn"))
+    child.log.write_text("starting\nshoal worker: the port 8000 is in use" + " and so on" * 1000 + "\n")
+    assert child.last_words().startswith("shoal worker: the port 8000 is in use and so on")
+    assert len(child.last_words()) == MAX_WORDS + 1
+
+
+@pytest.mark.parametrize("status", [2, 4])
+def test_a_failure_that_a_restart_does_not_mend_stops_the_run_at_once(tmp_path: Path, status: int) -> None:
+    children = Children(tmp_path, 5, "cuda")
+    child = Child("relay-0", [], "", tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
+    child.log.write_text("shoal relay: [Errno 98] port 80 is in use\n")
+    children.all.append(child)
+    with pytest.raises(ChildError, match=r"relay-0 cannot run: shoal relay: \[Errno 98\] port 80 is in use"):
+        children.revive(lambda line: None)
+    assert child.restarts == 0
+
+
+@pytest.mark.parametrize("status", [1, -9])
+def test_a_crash_is_followed_by_a_restart(tmp_path: Path, status: int) -> None:
+    children, said = Children(tmp_path, 5, "cuda"), list[str]()
+    child = Child("relay-0", [], "", tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
+    child.log.write_text("shoal relay: no route to host\n")
+    children.all.append(child)
+    children.revive(said.append)
+    assert child.restarts == 1 and "restart 1 in 0.5 s" in said[0]
+
+
+def test_nothing_is_said_of_the_semaphores_of_a_killed_process(tmp_path: Path) -> None:
+    script = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+from shoal.cli.launch.children import Children
+Children(Path(sys.argv[1]), 0, "cuda")
+kept = multiprocessing.get_context("spawn").Semaphore()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+
+
+class Ended:
+    """A process that ended with `exitcode`."""
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode = exitcode

@@ -1,0 +1,115 @@
+"""Whole runs whose processes are killed, frozen, cut off and slowed: `benchmarks/churn.py` in short, and mixed speeds."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .test_swarm import DEADLINE_S, children, start, summary_of, trained_steps, wait_until
+
+ROOT = Path(__file__).parents[3]
+RESULT = ROOT / "benchmarks" / "results" / "churn.json"
+ROLES = {"coordinator", "learner", "origin", "relay", "validator", "worker"}
+pytestmark = pytest.mark.timeout(3 * DEADLINE_S)
+
+
+def check(result: dict[str, Any]) -> None:
+    assert not any(result["wrong"].values()), result["wrong"]
+    groups = result["groups"]
+    assert groups["useful"] == groups["trained"] + groups["stale"] + groups["left_over"]
+    assert set(result["submissions"]) <= {"accepted", "open", "stale", "uploaded", "validating", "expired"}
+
+
+@pytest.mark.slow
+def test_two_minutes_of_churn_lose_nothing_and_penalise_nobody(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from churning.network import missing
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    if why := missing():
+        pytest.skip(why)
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "churn.py"),
+        "--minutes",
+        "2",
+        "--every",
+        "10",
+    ]
+    done = subprocess.run(
+        [*command, "--run", str(tmp_path / "run"), "--out", str(tmp_path / "result.json")],
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    check(json.loads((tmp_path / "result.json").read_text()))
+
+
+def test_the_committed_churn_is_what_the_page_of_results_says() -> None:
+    result = json.loads(RESULT.read_text())
+    check(result)
+    assert result["churned_s"] >= 15 * 60
+    assert len(result["faults"]) >= 0.9 * result["churned_s"] / 20
+    happened = {(fault["role"], fault["kind"]) for fault in result["faults"]}
+    assert {role for role, _ in happened} == ROLES and {kind for _, kind in happened} == {
+        "kill",
+        "freeze",
+        "cut",
+        "slow",
+    }
+    assert len(happened) >= 23, "the page of results names the one that is missing"
+    names = {name for name in result["restarts"] if name != "evaluator"}
+    assert {role: sum(name.partition("-")[0] == role for name in names) for role in ROLES} == {
+        **dict.fromkeys(("coordinator", "learner", "origin"), 1),
+        **dict.fromkeys(("relay", "validator"), 2),
+        "worker": 8,
+    }
+
+
+@pytest.mark.slow
+def test_a_worker_slowed_ten_times_is_credited_and_not_penalised(tmp_path: Path) -> None:
+    """That no step waits for it, and the waste, are measured in virtual time: tests/coordinator/test_sizes.py."""
+    out = tmp_path / "run"
+    swarm = start(out, "--set", "workers.count=3", "--set", "run.steps=30")
+    wait_until(lambda: trained_steps(out) >= 1, DEADLINE_S, "a step")
+    slow, over = children(out)["worker-2"], threading.Event()
+
+    def crawl() -> None:
+        while not over.is_set():
+            try:
+                os.kill(slow, signal.SIGSTOP)
+                time.sleep(0.18)
+                os.kill(slow, signal.SIGCONT)
+            except ProcessLookupError:  # the run has ended
+                return
+            time.sleep(0.02)
+
+    crawling = threading.Thread(target=crawl)
+    crawling.start()
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    over.set()
+    crawling.join()
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert not any(summary["rejected"].values())
+    assert summary["accepted"]["worker-2"] >= 1
+    with sqlite3.connect(out / "coordinator" / "pool.sqlite") as pool:
+        states = dict(pool.execute("SELECT name, suspensions FROM nodes WHERE role = 'worker'"))
+        credited = dict(
+            pool.execute(
+                "SELECT name, count(*) FROM submissions JOIN nodes ON key = worker WHERE credit = 'credited' GROUP BY name"
+            )
+        )
+    assert set(states.values()) == {0}
+    assert credited["worker-2"] == summary["accepted"]["worker-2"]

@@ -1,0 +1,160 @@
+"""A whole `shoal run` on PostgreSQL, a bucket and a chain at once, its audit; and the coordinator's failover in mid-run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ...ledger.stakes_support import anvil_node
+from ...servers import S3_KEY, S3_SECRET, postgres_server, s3_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
+pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
+
+TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
+PATIENCE_S = 1200.0
+STEPS = 2
+SMALL = [
+    f"run.steps={STEPS}",
+    "coordinator.prompts_per_step=8",
+    "evaluator.n=16",
+    "evaluator.batch=16",
+    "tasks.heldout=16",
+]
+SMALL += ["workers.groups_per_submission=4", 'tasks.curriculum="pass_rate"', "learner.checkpoint_every=1"]
+
+
+@dataclass
+class Place:
+    """Where a run's parts are, and how its commands are started."""
+
+    out: Path
+    settings: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *words: str, log: Path | None = None) -> "subprocess.Popen[str]":
+        """`log`: where its output goes; None: to a pipe."""
+        command = [sys.executable, "-m", "shoal", *words]
+        with log.open("w") if log else nullcontext(subprocess.PIPE) as output:
+            return subprocess.Popen(
+                command,
+                env=os.environ | self.environment,
+                text=True,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self.out.parent,
+            )
+
+    def run(self, *more: str) -> "subprocess.Popen[str]":
+        settings = [word for one in (*self.settings, *more) for word in ("--set", one)]
+        return self.start("run", str(TINY), "--out", str(self.out), *settings)
+
+    def done(self, *words: str) -> str:
+        return finished(self.start(*words))
+
+
+def finished(process: "subprocess.Popen[str]") -> str:
+    """What it wrote, once it has ended well."""
+    try:
+        output, _ = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Place]:
+    """PostgreSQL and a bucket."""
+    with postgres_server() as database, s3_server("rclone") as endpoint:
+        settings = [*SMALL, f"coordinator.database={database}", "store.url=s3://pool/run", f"store.endpoint={endpoint}"]
+        yield Place(tmp_path / "run", settings, {"AWS_ACCESS_KEY_ID": S3_KEY, "AWS_SECRET_ACCESS_KEY": S3_SECRET})
+
+
+def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> None:
+    with anvil_node() as rpc:
+        made = servers.done("stake", "deploy", "--rpc", rpc)
+        contract = next(line for line in made.splitlines() if line.startswith("contract")).split('"')[1]
+        servers.settings += ["ledger.backend=evm", f"ledger.rpc={rpc}", f'ledger.contract="{contract}"']
+        finished(servers.run())
+        out = str(servers.out)
+        told = servers.done("audit", out, "--rerun", "1", "--proofs", "1", "--seed", "1")
+        assert f"chain: the contract {contract} holds all" in told and "tables: as sealed" in told
+        assert "of its workers are of other runs" not in told
+        assert "submissions of version" in told and told.rstrip().endswith("the audit found no broken link")
+        assert not list(servers.out.rglob("pool.sqlite")) and not list(servers.out.rglob("*.parquet"))
+
+        entries = [json.loads(line) for line in servers.done("ledger", out).splitlines() if line.startswith("{")]
+        credited = sum(entry["body"]["tokens"] for entry in entries if entry["kind"] == "credited")
+        assert on_chain(rpc, contract, entries) == credited > 0
+        assert servers.done("stake", "settle", out).strip().endswith("0 entries settled")
+
+
+def on_chain(rpc: str, contract: str, entries: list[dict]) -> int:  # type: ignore[type-arg]
+    """The credit of all workers in the contract."""
+    from shoal.ledger.evm.opening import open_contract
+
+    stakes = open_contract(rpc, contract)
+    keys = [entry["body"]["key"] for entry in entries if entry["kind"] == "registered"]
+    return sum(account.credit for key in keys if (account := stakes.account(key)))
+
+
+def test_a_second_coordinator_finishes_the_run_when_the_leader_is_killed(servers: Place, tmp_path: Path) -> None:
+    steps = 20  # so many that the second one stands by before the run has ended
+    run = servers.run(f"run.steps={steps}")
+    wait_for(lambda: trained(servers.out) >= 1, run)
+    standby = tmp_path / "standby"
+    shutil.copytree(servers.out / "coordinator", standby)
+    address = json.loads((standby / "coordinator.json").read_text())
+    port = address["url"].rpartition(":")[2]
+    where = ["--dir", str(standby), "--record", str(servers.out), "--port", port, "--run", address["run"]]
+    log = tmp_path / "standby.log"
+    second = servers.start("coordinator", str(servers.out / "config.toml"), *where, "--no-report", log=log)
+    try:
+        wait_for(lambda: " leads" in log.read_text(), run)
+        run.send_signal(signal.SIGSTOP)  # else it may start another one before the second one takes over
+        coordinator_of(run.pid).kill()
+        wait_for(lambda: "listening at" in log.read_text(), run)
+        run.send_signal(signal.SIGCONT)
+        finished(run)
+    finally:
+        second.terminate()
+        second.wait(60)
+    entries = [
+        json.loads(line) for line in servers.done("ledger", str(servers.out)).splitlines() if line.startswith("{")
+    ]
+    kinds = [entry["kind"] for entry in entries]
+    assert kinds.count("started") >= 2 and kinds.count("trained") == steps, log.read_text()
+    assert "no broken link" in servers.done("audit", str(servers.out), "--rerun", "1", "--proofs", "1")
+
+
+def trained(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def wait_for(is_so, run: "subprocess.Popen[str]") -> None:  # type: ignore[no-untyped-def]
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert run.poll() is None, run.communicate()[0][-4000:]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def coordinator_of(pid: int) -> psutil.Process:
+    """The coordinator among the children of `shoal run`, by its title."""
+    for child in psutil.Process(pid).children(recursive=True):
+        if child.cmdline() and child.cmdline()[0].startswith("shoal coordinator "):
+            return child
+    raise AssertionError("no coordinator runs")

@@ -1,0 +1,165 @@
+"""`shoal pool up`: which processes it starts for which invites; and a pool by the commands of docs/deploy.md."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.launch.pool import PoolSwarm, PoolUpError, local_url
+from shoal.cli.main import USAGE, main
+from shoal.config import parse
+from shoal.coordinator.operating import Invited, found_pool, open_pool
+from shoal.protocol.address import Address
+
+from ...view.support import node, status
+
+PAGE = Path(__file__).parents[3] / "docs" / "deploy.md"
+DEADLINE_S = 3600.0  # on a very busy machine; a quiet one takes some two minutes
+
+
+def pool(folder: Path, url: str = "http://127.0.0.1:8700", **config: Any) -> PoolSwarm:
+    settings = parse({"tasks": {"sources": [{"generator": "arithmetic"}]}, **config})
+    found_pool(folder, settings, "sums", url, Invited(workers=2, relays=1, validators=2, evaluator=True), days=1)
+    return PoolSwarm(folder, *open_pool(folder))
+
+
+def planned(swarm: PoolSwarm) -> dict[str, list[str]]:
+    swarm._resolve({})
+    return {name: command for name, command, _ in swarm.plan()}
+
+
+def test_every_trusted_role_is_started_and_no_worker(tmp_path: Path) -> None:
+    found = planned(pool(tmp_path / "pool"))
+    assert list(found) == ["learner", "origin", "relay-0", "validator-0", "validator-1", "evaluator"]
+    assert [command[0] for command in found.values()] == [name.partition("-")[0] for name in found]
+    for name, command in found.items():
+        assert command[command.index("--dir") + 1] == str(tmp_path / "pool" / name)
+    assert found["origin"][3:5] == ["--watch", str(tmp_path / "pool" / "learner" / "versions")]
+
+
+def test_async_level_0_shares_the_cores_without_workers(tmp_path: Path) -> None:
+    swarm = pool(tmp_path / "pool", coordinator={"async_level": 0}, run={"threads": 4})
+    learner = planned(swarm)["learner"]
+    assert learner[learner.index("--threads") + 1] == "4"
+
+
+def test_a_role_whose_invite_was_moved_away_runs_elsewhere(tmp_path: Path) -> None:
+    pool(tmp_path / "pool")
+    (tmp_path / "pool" / "invites" / "relay-0.invite").rename(tmp_path / "relay.invite")
+    assert "relay-0" not in planned(PoolSwarm(tmp_path / "pool", *open_pool(tmp_path / "pool")))
+
+
+def test_a_process_gets_its_invite_with_its_mode_and_the_pool_keeps_its_config(tmp_path: Path) -> None:
+    swarm = pool(tmp_path / "pool")
+    before = (tmp_path / "pool" / "config.toml").read_bytes()
+    swarm._resolve({"dtype": "float32"})
+    for member in swarm.invites:
+        swarm._invite(member)
+    invite = tmp_path / "pool" / "learner" / "invite"
+    assert invite.read_bytes() == (tmp_path / "pool" / "invites" / "learner.invite").read_bytes()
+    assert invite.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "pool" / "config.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("url", "config", "words"),
+    [
+        ("http://127.0.0.1:8700/runs/pool", {}, "is one of several runs"),
+        ("http://127.0.0.1:8700", {"learner": {"sites": {"sites": 2}}}, "shoal meet"),
+    ],
+)
+def test_a_pool_that_is_started_otherwise_is_refused(tmp_path: Path, url: str, config: Any, words: str) -> None:
+    with pytest.raises(PoolUpError, match=words):
+        pool(tmp_path / "pool", url, **config)
+
+
+def test_a_pool_without_a_learner_here_is_refused(tmp_path: Path) -> None:
+    pool(tmp_path / "pool")
+    (tmp_path / "pool" / "invites" / "learner.invite").unlink()
+    with pytest.raises(PoolUpError, match="holds 0 invites for the role learner"):
+        PoolSwarm(tmp_path / "pool", *open_pool(tmp_path / "pool"))
+
+
+def test_a_folder_that_holds_no_pool_is_a_wrong_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pool", "up", str(tmp_path)]) == USAGE
+    assert "make one with `shoal pool init CONFIG" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "local"),
+    [
+        ("0.0.0.0", "http://192.0.2.1:8700", "http://127.0.0.1:8700"),
+        ("::", "http://[2001:db8::1]:8700", "http://[::1]:8700"),
+        ("127.0.0.1", "https://pool.example", "http://127.0.0.1:8700"),
+        ("192.0.2.1", "http://192.0.2.1:8700", "http://192.0.2.1:8700"),
+    ],
+)
+def test_the_screen_asks_the_coordinator_here(host: str, url: str, local: str) -> None:
+    settings = parse({"coordinator": {"host": host, "port": 8700}})
+    assert local_url(settings, Address(url=url, run="sums")) == local
+
+
+def test_it_ends_once_nodes_elsewhere_have_heard_of_the_end(tmp_path: Path) -> None:
+    swarm = pool(tmp_path / "pool")
+
+    def at(seen_s: float) -> bool:
+        return swarm._may_end(status(now_s=100.0, nodes=[node("worker-0", seen_s=seen_s)]).status)
+
+    assert not at(99.0)
+    assert at(80.0)
+    swarm.finished_s -= 61
+    assert at(99.0), "a worker that never goes is not waited for"
+
+
+@contextmanager
+def running(command: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command of the page, with this interpreter's `shoal`."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            ["sh", "-ec", command], cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
+
+
+def wait_for(true: Callable[[], bool], within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_a_pool_trains_by_the_commands_of_the_page(tmp_path: Path) -> None:
+    section = PAGE.read_text().partition("## Try it on this machine\n")[2].partition("\n## ")[0]
+    trusted, worker = re.findall(r"^```\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", 8700)) == 0:
+            pytest.skip("port 8700 of this machine is in use")
+    logs = tmp_path / "trusted.log", tmp_path / "worker.log"
+    with running(trusted, tmp_path, logs[0]) as up:
+        invite = tmp_path / "pool" / "invites" / "worker-0.invite"
+        wait_for(lambda: invite.exists() or up.poll() is not None, 300)
+        with running(worker, tmp_path, logs[1]) as one:
+            ended = up.wait(DEADLINE_S), one.wait(60)
+    assert ended == (0, 0), logs[0].read_text()[-3000:] + logs[1].read_text()[-1000:]
+    summary = json.loads((tmp_path / "pool" / "summary.json").read_text())
+    assert summary["steps"] == 24 and summary["rejected"] == {"worker-0": 0}
+    assert summary["heldout_after"]["greedy"] > summary["heldout_before"]["greedy"]
+    assert (tmp_path / "pool" / "model" / "model.safetensors").is_file()

@@ -1,0 +1,49 @@
+"""What is checked before a run starts, each with one clear error."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from shoal import config as config_module
+from shoal.cli.launch.prepare import count_parameters, prepare
+from shoal.config import Config
+from shoal.errors import restart_helps
+from shoal.model.dtype import DeviceError
+from shoal.tasks.prompt import ChatTemplateError
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def tiny(*overrides: str) -> Config:
+    return config_module.load(CONFIGS / "tiny.toml", list(overrides))
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    with pytest.raises(DeviceError, match=f'model.device = "{device}" cannot be used here') as caught:
+        prepare(tiny(f"model.device={device}"))
+    assert not restart_helps(caught.value)
+
+
+def test_a_model_without_a_chat_template_is_named(tmp_path: Path, tiny_folder: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ChatTemplateError, match=f"{folder} has no chat template") as caught:
+        prepare(tiny(f"model.name={folder}"))
+    assert not restart_helps(caught.value)
+
+
+def test_a_model_that_no_environment_can_answer_is_named(tmp_path: Path, tiny_folder: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+    with pytest.raises(ChatTemplateError, match=r"does not write every message once: .* set sampling.max_turns = 1"):
+        prepare(tiny(f"model.name={folder}", "tasks.sources.0.environment=calculator"))
+
+
+def test_the_size_of_the_model_is_read_from_its_files(tiny_folder: Path) -> None:
+    weights = load_file(tiny_folder / "model.safetensors")
+    assert count_parameters(tiny_folder) == sum(tensor.numel() for tensor in weights.values())

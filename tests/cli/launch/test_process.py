@@ -1,0 +1,96 @@
+"""A process of a run ends on a signal, and with its parent even where that was killed outright."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+from shoal.cli.launch import process
+stop = process.begin("child", threads=3)
+if int(sys.argv[2]):
+    process.follow(lambda: os.getppid() == int(sys.argv[2]))
+Path(sys.argv[1]).write_text(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']}")
+if sys.argv[3] == "deaf":
+    time.sleep(60)
+stop.wait(60)
+"""
+PARENT = """
+import os, subprocess, sys
+child = [sys.executable, "-c", sys.argv[1], sys.argv[2], str(os.getpid()), sys.argv[3]]
+subprocess.Popen(child, start_new_session=True).wait()
+"""
+
+
+def wait_for(condition, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs: an orphan that ended may stay as a zombie where nothing reaps it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[Path]:
+    """Where the child writes its pid; whatever is left of it is killed."""
+    path = tmp_path / "pid"
+    yield path
+    if path.exists() and alive(pid := int(path.read_text().split()[0])):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("hearing", "within_s"), [("listens", 60.0), ("deaf", 60.0)])
+def test_a_child_ends_when_its_parent_is_killed(written: Path, hearing: str, within_s: float) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(written), hearing])
+    try:
+        wait_for(lambda: written.exists() and written.read_text(), 20)
+        pid = int(written.read_text().split()[0])
+        assert alive(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: not alive(pid), within_s)
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once(written: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(written), str(gone.pid), "listens"], timeout=120, check=False
+    )
+    assert child.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+def test_a_signal_sets_the_stop_event_and_threads_are_shared(written: Path, number: int) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(written), "0", "listens"])
+    wait_for(lambda: written.exists() and written.read_text(), 20)
+    assert written.read_text().split() == [str(child.pid), "3"]
+    child.send_signal(number)
+    assert child.wait(5) == 0
+
+
+def test_a_process_ends_without_a_last_collection_of_everything() -> None:
+    script = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))
+from shoal.cli.launch import process
+process.begin("child", threads=0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "True\n"

@@ -1,0 +1,506 @@
+"""Whole runs: every process, real HTTP, the tiny model. The slow ones kill processes and add workers that lie."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shoal.cli.launch.children import ChildError
+from shoal.cli.launch.swarm import Swarm, SwarmError
+from shoal.config import Cheat, load, parse
+from shoal.ledger.chain import read_export, verify_chain, write_export
+from shoal.model import numerics
+from shoal.model.sources import resolve
+from shoal.protocol.identity import Identity
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+KEYS = {
+    "config",
+    "seed",
+    "steps",
+    "wall_s",
+    "heldout_before",
+    "heldout_after",
+    "reward_first",
+    "reward_last",
+    "accepted",
+    "rejected",
+    "reject_reasons",
+    "slashed",
+    "tokens_generated",
+    "exact",
+    "tokens_trained",
+    "learner_busy_frac",
+    "max_staleness",
+    "waste",
+    "restarts",
+    "peak_rss_bytes",
+    "peak_together_bytes",
+}
+EXPECTED = {
+    "older_weights": "proof",
+    "quantized_weights": "proof",
+    "forged_reward": "reward",
+    "wrong_temperature": "sampling",
+    "replayed_submission": "tasks",
+}
+
+DEADLINE_S = 900.0  # for whole runs on a very busy machine; a quiet one takes under a minute
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
+
+# Held-out greedy accuracy that 24 steps must add. Honest runs gain about twice as much, and one that does not learn gains
+# exactly 0: test_the_bound_on_learning_stands_far_from_both reads both from benchmarks/results/.
+LEAST_GAIN = 0.1
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "shoal", "run", *map(str, arguments)]
+
+
+def start(out: Path, *more: str, config: str = "tiny") -> subprocess.Popen[str]:
+    argv = command(CONFIGS / f"{config}.toml", "--out", out, *more)
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def refused(*arguments: object) -> tuple[int, str]:
+    """Exit status and output of a run that must not start."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def children(out: Path) -> dict[str, int]:
+    """Process ids of the nodes of the run in `out`, by name: each writes to its own log there.
+
+    Not by their titles: a process that was started with few variables in its environment has room for a short one only.
+    """
+    found = {}
+    for pid in psutil.pids():
+        try:
+            log = Path(f"/proc/{pid}/fd/1").readlink()
+        except OSError:  # it has just ended
+            continue
+        if log.parent == out / "logs":
+            found[log.stem] = pid
+    return found
+
+
+def wait_until(true: Callable[[], bool], within_s: float, what: str) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline_s, f"waited {within_s} s for {what}"
+        time.sleep(0.2)
+
+
+def trained_steps(out: Path) -> int:
+    metrics = out / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def summary_of(out: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def gain(summary: dict[str, Any]) -> float:
+    """Held-out greedy accuracy after the run less that before it."""
+    return float(summary["heldout_after"]["greedy"] - summary["heldout_before"]["greedy"])
+
+
+def committed_gains(name: str) -> list[float]:
+    """Of the runs in a file that `python benchmarks/runs.py tiny --label NAME` wrote."""
+    return [gain(run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished run of configs/tiny.toml: its folder, and what it printed."""
+    out = tmp_path_factory.mktemp("swarm") / "run"
+    swarm = start(out)
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    return out, printed
+
+
+def test_a_swarm_learns_from_verified_rollouts(finished: tuple[Path, str]) -> None:
+    summary = summary_of(finished[0])
+    assert set(summary) == KEYS
+    assert gain(summary) >= LEAST_GAIN
+    assert summary["rejected"] == {"worker-0": 0, "worker-1": 0}
+    exact = summary["exact"]  # in full where this machine passes the self-test, else not at all
+    assert exact["tokens"] in (0, summary["tokens_generated"]) and exact["mismatched_tokens"] == 0
+    assert min(summary["accepted"].values()) > 0
+    assert summary["max_staleness"] <= 2
+    assert sum(summary["restarts"].values()) == 0
+
+
+def test_the_bound_on_learning_stands_far_from_both() -> None:
+    honest = committed_gains("tiny-learning")
+    # A further run falls below the bound with the probability of Student's t, 9 degrees of freedom, beyond 6.02: under 1e-4.
+    assert len(honest) >= 10
+    spread = statistics.stdev(honest) * (1 + 1 / len(honest)) ** 0.5
+    assert (statistics.mean(honest) - LEAST_GAIN) / spread >= 6.02
+    assert committed_gains("tiny-no-learning") == [0.0, 0.0, 0.0], "with a learning rate of 1e-12"
+
+
+def test_nothing_is_left_running(finished: tuple[Path, str]) -> None:
+    assert children(finished[0]) == {}
+
+
+def test_the_trained_model_loads_in_transformers(finished: tuple[Path, str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished[0] / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished[0] / "model")
+    ids = tokenizer("<bos>12 + 34=", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1]).isdigit()
+
+
+def test_the_ledger_tells_who_contributed_to_each_step(finished: tuple[Path, str], tmp_path: Path) -> None:
+    import sqlite3
+
+    from shoal.ledger.sqlite import SqliteLedger
+
+    folder = finished[0] / "coordinator"
+    identity = Identity.load(folder / "identity.pem")
+    database = sqlite3.connect(folder / "pool.sqlite", isolation_level=None)
+    write_export(SqliteLedger(database, identity, clock=time.time).entries(), tmp_path / "ledger.jsonl")
+    entries = list(read_export(tmp_path / "ledger.jsonl"))
+    verify_chain(entries, identity.public)
+    accepted = {json.loads(entry.body)["submission"] for entry in entries if entry.kind == "accepted"}
+    trained = [json.loads(entry.body) for entry in entries if entry.kind == "trained"]
+    assert [body["step"] for body in trained] == list(range(24))
+    assert {name for body in trained for name in body["submissions"]} <= accepted
+
+
+def test_what_a_person_finds_in_the_folder(finished: tuple[Path, str]) -> None:
+    out, printed = finished
+    assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert trained_steps(out) == 24
+    assert "held-out greedy" in printed
+    assert 'dtype = "auto"' not in (out / "config.toml").read_text()
+
+
+def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(finished: tuple[Path, str]) -> None:
+    out, printed = finished
+    assert "disk: up to " in printed and "of caches freed" in printed
+    assert {path.name for path in (out / "learner" / "versions").iterdir()} == {"v000023", "v000024"}
+    assert [path.name for path in (out / "learner" / "checkpoints").iterdir()] == ["step-000024"]
+    assert not list(out.glob("*/weights")) and not (out / "relay-0" / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ("coordinator", ["listening at http"]),
+        ("learner", ["joined run tiny-0", "version 24 is written", "step 24 trained", "the trained model is in"]),
+        ("origin", ["listening at http", "version 24 is published"]),
+        ("relay-0", ["joined run tiny-0", "version 24 is mirrored"]),
+        ("worker-0", ["is loaded", "groups for step", "is uploaded", "ended: finished"]),
+        ("validator", ["is loaded", ": accepted"]),
+        ("evaluator", ["version 0 is evaluated: greedy 0.", "version 24 is evaluated"]),
+    ],
+)
+def test_a_node_logs_each_event(finished: tuple[Path, str], node: str, words: list[str]) -> None:
+    text = (finished[0] / "logs" / f"{node}.log").read_text()
+    assert [word for word in words if word not in text] == []
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: tuple[Path, str]) -> None:
+
+    def files() -> dict[Path, int]:
+        found = [
+            path for path in finished[0].rglob("*") if path.is_file() and ".sqlite" not in path.name
+        ]  # not its log
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    before = files()
+    status, printed = refused("--resume", finished[0])
+    assert status == 0
+    assert "the run has trained its 24 steps; to train more: shoal run --resume" in printed
+    assert files() == before
+
+
+def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    before = (run / "metrics.jsonl").read_text().splitlines()
+    done = subprocess.run(
+        command("--resume", run, "--set", f"run.steps={len(before) + 2}"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    after = (run / "metrics.jsonl").read_text().splitlines()
+    assert after[: len(before)] == before, "what was trained stays trained"
+    assert [json.loads(line)["step"] for line in after[len(before) :]] == [len(before), len(before) + 1]
+    assert (run / "learner" / "versions" / f"v{len(before) + 2:06d}").is_dir()
+    summary, first = summary_of(run), summary_of(finished[0])
+    assert not any(summary["rejected"].values())
+    assert summary["wall_s"] > first["wall_s"] and summary["tokens_trained"] > first["tokens_trained"], "of both legs"
+    assert summary["peak_together_bytes"] >= first["peak_together_bytes"]
+
+
+@pytest.mark.parametrize("arguments", [[], [CONFIGS / "tiny.toml", "--resume", "somewhere"]])
+def test_either_a_config_or_a_folder_to_resume_is_asked_for(arguments: list[object]) -> None:
+    status, printed = refused(*arguments)
+    assert status == 2 and "--resume DIR" in printed
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text((CONFIGS / "tiny.toml").read_text())
+    status, printed = refused("--resume", tmp_path)
+    assert status == 2 and f"{tmp_path} holds no run to resume" in printed
+
+
+def test_a_run_keeps_its_config_if_it_cannot_be_resumed_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, command: list[str]) -> str:
+        assert load(Path(command[1])).model.name == "./nowhere"
+        raise ChildError("no model at nowhere")
+
+    (tmp_path / "config.toml").write_text("[run]\nsteps = 3\n")
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # which the swarm prepares for its children
+    swarm = Swarm(parse({"model": {"name": "./nowhere"}}), "run", tmp_path, "http://127.0.0.1:9")
+    monkeypatch.setattr(swarm.children, "run", refuse)
+    with pytest.raises(ChildError):
+        swarm._prepare()
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+    assert (tmp_path / "config.toml").read_text() == "[run]\nsteps = 3\n"
+
+
+def test_a_dashboard_whose_port_is_taken_costs_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        swarm = Swarm(parse({}), "run", tmp_path / "run", dashboard=port)
+        monkeypatch.setattr(swarm, "_prepare", lambda: pytest.fail("the run was prepared"))
+        with pytest.raises(SwarmError, match=f"the dashboard cannot listen at 127.0.0.1:{port}"):
+            swarm.run()
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        more = ("--set", f"coordinator.port={port}", "--set", "model.dtype=float32")
+        status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / "run", *more)
+    assert status == 1
+    assert "address already in use" in printed
+    assert str(port) in printed
+    assert "Traceback" not in printed
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / "run", "--set", "model.name=./nowhere")
+    assert status == 1
+    assert "no model at" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path)
+    assert status == 1
+    assert "not empty" in printed
+    assert (tmp_path / "mine.txt").read_text() == "keep me"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / "file" / "run")
+    assert status == 1
+    assert "cannot write to" in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.slow
+def test_a_swarm_killed_outright_takes_its_children_along(tmp_path: Path) -> None:
+    swarm = start(tmp_path / "run", "--set", "model.dtype=float32")
+    wait_until(lambda: len(children(tmp_path / "run")) >= 8, DEADLINE_S, "eight processes")
+    swarm.kill()
+    swarm.wait()
+    wait_until(lambda: children(tmp_path / "run") == {}, DEADLINE_S, "the children to end")
+
+
+def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
+    swarm = start(tmp_path / "run", "--set", "model.dtype=float32")
+    wait_until(lambda: len(children(tmp_path / "run")) >= 8, DEADLINE_S, "eight processes")
+    swarm.send_signal(signal.SIGINT)
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 130
+    assert children(tmp_path / "run") == {}
+    assert "Traceback" not in printed and "leaked" not in printed
+    assert f"resume with: shoal run --resume {tmp_path / 'run'}" in printed
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_process_they_are_forked_from_is_survived(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    swarm = start(out)
+    wait_until(lambda: trained_steps(out) >= 5, DEADLINE_S, "five steps")
+    before = children(out)
+    psutil.Process(before["learner"]).parent().kill()
+    wait_until(lambda: not set(before.values()) & set(children(out).values()), DEADLINE_S, "the children to be others")
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    assert min(summary_of(out)["restarts"].values()) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "victim", ["coordinator", "learner", "origin", "relay-0", "validator", "worker-0", "evaluator"]
+)
+def test_kill_9_of_any_process_is_survived(victim: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    swarm = start(out)
+    wait_until(lambda: trained_steps(out) >= 5, DEADLINE_S, "five steps")
+    os.kill(children(out)[victim], signal.SIGKILL)
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert summary["restarts"][victim] >= 1
+    assert sum(summary["rejected"].values()) == 0
+    assert gain(summary) >= LEAST_GAIN
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(EXPECTED))
+def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    swarm = start(out, "--set", f"workers.cheat={kind}", config="tiny-byzantine")
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert summary["slashed"] == ["cheater"]
+    assert set(summary["reject_reasons"]) == {EXPECTED[kind]}
+    assert summary["accepted"]["cheater"] == 0
+    assert summary["rejected"]["cheater"] >= 1
+    assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
+    assert gain(summary) >= LEAST_GAIN
+
+
+@pytest.mark.slow
+def test_a_faked_fingerprint_leaves_its_class_and_is_no_lie_and_a_lie_beside_it_is_slashed(tmp_path: Path) -> None:
+    if numerics.refusal("float32"):
+        pytest.skip(f"no exact numerics here: {numerics.refusal('float32')}")
+    out = tmp_path / "run"
+    cheats = '["faked_fingerprint", "quantized_weights"]'
+    swarm = start(out, "--set", f"workers.cheat={cheats}", "--set", "model.dtype=float32", config="tiny-byzantine")
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert summary["slashed"] == ["cheater-1"]
+    assert summary["reject_reasons"].keys() == {"inexact", EXPECTED["quantized_weights"]}
+    assert summary["accepted"]["cheater-1"] == 0
+    assert summary["rejected"]["cheater-0"] == summary["reject_reasons"]["inexact"] >= 1
+    exact = summary["accepted"]["worker-0"] + summary["accepted"]["worker-1"]
+    assert summary["exact"]["submissions"] == exact, (
+        "what the cheater is paid for, outside of all classes, is not exact"
+    )
+    assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
+    assert summary["exact"]["tokens"] > 0 and summary["exact"]["mismatched_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_of_adapters_leaves_a_plain_model(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    chosen = ("learner.lora.rank=4", "learner.lr=1e-3", "run.steps=3", "evaluator.n=16")
+    swarm = start(out, *(part for one in chosen for part in ("--set", one)))
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    trained, base = (load_file(folder / "model.safetensors") for folder in (out / "model", resolve("bundled:tiny")))
+    assert trained.keys() == base.keys()
+    changed = [name for name in base if not torch.equal(trained[name].float(), base[name].float())]
+    assert changed and all("proj" in name for name in changed)
+
+
+# --- a tool ----------------------------------------------------------------------------------------------------------
+
+SFT = """
+[sft]
+data = "{data}"
+epochs = 1
+batch = 64
+lr = 1e-3
+warmup_steps = 5
+checkpoint_every = 0
+"""
+SHORT = {
+    "model.dtype": "float32",
+    "run.steps": 12,
+    "sampling.max_tokens": 48,
+    "sampling.max_turns": 2,
+    "coordinator.prompts_per_step": 8,
+    "coordinator.online_filter": "false",
+    "workers.groups_per_submission": 4,
+    "workers.cheat": "forged_tool",
+    "evaluator.n": 16,
+    "evaluator.n_between": 16,
+}
+TURNS = (
+    "<bos>{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}"
+)
+
+
+def calling_config(folder: Path) -> Path:
+    """A config of the tiny model as it is, with conversations that teach it to call the calculator."""
+    shutil.copytree(resolve("bundled:tiny"), folder / "start")
+    (folder / "start" / "chat_template.jinja").write_text(TURNS)
+    draw = random.Random(0)
+    with (folder / "calls.jsonl").open("w") as calls:
+        for a, b in ((draw.randrange(10, 99), draw.randrange(10, 99)) for _ in range(2560)):
+            said = [f"{a} + {b}=", f"calc({a} + {b})", str(a + b), str(a + b)]
+            messages = [
+                {"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, said, strict=True)
+            ]
+            calls.write(json.dumps({"messages": messages}) + "\n")
+    text = (CONFIGS / "tiny-byzantine.toml").read_text()
+    text = text.replace("operand_max = 99 }", 'operand_max = 99 }\nenvironment = "calculator"')
+    path = folder / "calling.toml"
+    path.write_text(text + SFT.format(data=folder / "calls.jsonl"))
+    return path
+
+
+def test_every_lie_is_told_in_a_run() -> None:
+    assert {*EXPECTED, "forged_tool", "faked_fingerprint"} == set(get_args(Cheat))
+
+
+@pytest.mark.slow
+def test_a_worker_that_forges_a_tools_answers_is_slashed(tmp_path: Path) -> None:
+    path, out = calling_config(tmp_path), tmp_path / "run"
+    chosen = [part for key, value in SHORT.items() for part in ("--set", f"{key}={value}")]
+    for verb, model, folder in (
+        ("sft", tmp_path / "start", tmp_path / "sft"),
+        ("run", tmp_path / "sft" / "model", out),
+    ):
+        argv = [sys.executable, "-m", "shoal", verb, str(path), "--out", str(folder), "--set", f"model.name={model}"]
+        done = subprocess.run([*argv, *chosen], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    summary = summary_of(out)
+    assert summary["slashed"] == ["cheater"]
+    assert set(summary["reject_reasons"]) == {"environment"}
+    assert summary["accepted"]["cheater"] == 0
+    assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert min(step["completion/turns_mean"] for step in metrics) > 1.5, "the model calls"

@@ -1,0 +1,73 @@
+"""Whole tiny runs with workers that generate with vLLM, and with liars that do so too. Slow; needs vLLM."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.engine.vllm.client import PYTHON
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not os.environ.get(PYTHON), reason=f"{PYTHON} names no environment with vLLM (docs/vllm.md)"),
+]
+
+TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
+SMALL = ["evaluator.n=16", "evaluator.batch=16", "tasks.heldout=16"]
+
+
+def run(out: Path, *settings: str) -> dict[str, Any]:
+    """The summary of a run with these settings."""
+    words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "run", str(TINY), "--out", str(out), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1700,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def run_with_a_liar(out: Path, engine: str, liar: str, *settings: str) -> dict[str, Any]:
+    """The summary of 12 steps with one honest worker on this engine, none of whose work was rejected, and a slashed liar."""
+    if engine == "vllm" and not os.environ.get(PYTHON):
+        pytest.skip(f"{PYTHON} names no environment with vLLM (docs/vllm.md)")
+    kinds = (f'workers.engines=["{engine}"]', f'workers.cheat=["{liar}"]')
+    summary = run(out, "run.steps=12", "workers.count=1", *kinds, *settings)
+    assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]
+    assert summary["slashed"] == ["cheater"], summary
+    return summary
+
+
+def test_a_run_on_vllm_trains_and_its_liars_are_slashed(tmp_path: Path) -> None:
+    summary = run(
+        tmp_path / "run",
+        "run.steps=12",
+        "workers.count=1",
+        'workers.engines=["vllm"]',
+        'workers.cheat=["quantized_weights", "wrong_temperature"]',
+    )
+    assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]
+    assert set(summary["slashed"]) == {"cheater-0", "cheater-1"}, summary["reject_reasons"]
+    assert set(summary["reject_reasons"]) == {"proof", "sampling"}
+
+
+def test_vllm_and_torch_workers_feed_one_run_and_the_liar_among_them_is_slashed(tmp_path: Path) -> None:
+    summary = run(
+        tmp_path / "run",
+        "run.steps=40",  # so many that vLLM, which starts later, comes to work
+        'workers.engines=["vllm", "torch"]',
+        'workers.cheat=["quantized_weights"]',  # the first of the cheating workers: vLLM's
+    )
+    assert min(summary["accepted"][name] for name in ("worker-0", "worker-1")) > 0, summary["accepted"]
+    assert summary["rejected"] == {"worker-0": 0, "worker-1": 0, "cheater": summary["rejected"]["cheater"]}
+    assert summary["slashed"] == ["cheater"] and summary["accepted"]["cheater"] == 0

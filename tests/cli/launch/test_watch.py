@@ -1,0 +1,150 @@
+"""The reasons that stop a run, with a clock, a coordinator and a disk that are functions."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.cli.launch.watch import GraderFailsError, StalledError, Watch
+from shoal.cli.preflight.disk import RESERVE_BYTES, DiskFullError
+from shoal.config import Config, parse
+from shoal.protocol.messages import History
+from shoal.protocol.watch import PoolWatch
+
+from ...view.support import node, status
+
+
+class Site:
+    """What the watch sees: `now_s`, the coordinator's status (None: it is away), free bytes."""
+
+    def __init__(self, folder: Path, **run: Any) -> None:
+        self.now_s = 0.0
+        self.free = 10 * RESERVE_BYTES
+        self.trained = 0  # steps in the history
+        self.known: dict[str, Any] | None = {}
+        client = httpx.Client(transport=httpx.MockTransport(self.answer))
+        config: Config = parse({"run": run})
+        pool = PoolWatch("http://c:1", client)
+        self.watch = Watch(config, folder, pool, clock=lambda: self.now_s, free=lambda folder: self.free)
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        if self.known is None:
+            raise httpx.ConnectError("refused", request=request)
+        if request.url.path == "/v1/history":
+            metrics = [{"step": float(step)} for step in range(self.trained)]
+            history = History(cursor=self.trained, metrics=metrics, evaluations=[], samples=[])
+            return httpx.Response(200, text=history.model_dump_json())
+        return httpx.Response(200, text=status(**self.known).status.model_dump_json())
+
+    def at(self, now_s: float, **known: Any) -> None:
+        self.now_s, self.known = now_s, known
+        self.watch.look()
+        self.watch.check()
+
+
+def test_a_run_without_progress_is_stopped_and_names_who_waits(tmp_path: Path) -> None:
+    site = Site(tmp_path, stall_s=100)
+    site.at(0, nodes=[node("worker-0", accepted=1)])
+    site.at(90, nodes=[node("worker-0", accepted=2)])
+    site.at(180, nodes=[node("worker-0", accepted=2)])
+    waiting = node("learner", "learner", stats={"doing": "step 1's batch", "waiting": True})
+    with pytest.raises(
+        StalledError, match=r"nothing was accepted or trained for 101 s; learner is waiting for step 1's"
+    ):
+        site.at(191, nodes=[node("worker-0", accepted=2), waiting])
+
+
+def test_a_trained_step_is_progress(tmp_path: Path) -> None:
+    site = Site(tmp_path, stall_s=100)
+    site.at(0)
+    site.trained = 1
+    site.at(90)
+    site.at(180)
+    with pytest.raises(StalledError):
+        site.at(191)
+
+
+def test_a_coordinator_that_is_away_counts_as_no_progress(tmp_path: Path) -> None:
+    site = Site(tmp_path, stall_s=100)
+    site.at(0)
+    site.now_s, site.known = 101, None
+    assert site.watch.look() is None
+    with pytest.raises(StalledError):
+        site.watch.check()
+
+
+def test_a_run_whose_groups_teach_nothing_is_stopped(tmp_path: Path) -> None:
+    site = Site(tmp_path, no_signal_groups=39)
+    signal = {"groups": 38, "useful": 0, "flat": 38, "lowest": 0.0, "highest": 0.0}
+    site.at(0)
+    site.at(0, signal=signal)
+    with pytest.raises(StalledError, match=r"39 of the newest 39 groups had equal rewards, all 0.0: nothing to learn"):
+        site.at(1, signal=signal | {"flat": 39})
+
+
+def test_a_resumed_run_is_not_stopped_by_the_groups_of_the_leg_before(tmp_path: Path) -> None:
+    site = Site(tmp_path, no_signal_groups=39)
+    signal = {"groups": 40, "useful": 0, "flat": 39, "lowest": 0.0, "highest": 0.0}
+    site.at(0, signal=signal)
+    site.at(1, signal=signal | {"flat": 77})
+    with pytest.raises(StalledError, match="78 of the newest 78 groups"):
+        site.at(2, signal=signal | {"flat": 78})
+
+
+def test_a_useful_group_ends_the_count_of_those_before_the_first_look(tmp_path: Path) -> None:
+    site = Site(tmp_path, no_signal_groups=39)
+    signal = {"groups": 40, "useful": 0, "flat": 20, "lowest": 0.0, "highest": 0.0}
+    site.at(0, signal=signal)
+    site.at(1, signal=signal | {"flat": 0})
+    with pytest.raises(StalledError):
+        site.at(2, signal=signal | {"flat": 39})
+
+
+def test_a_full_disk_stops_the_run_and_names_the_file_system(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.at(0)
+    site.free = RESERVE_BYTES - 1
+    with pytest.raises(DiskFullError, match=r"the file system /\S* is full: 63 MiB are left"):
+        site.watch.check()
+
+
+def grading(total: int, errors: int, recent: int | None = None) -> dict[str, Any]:
+    newest = min(total, 512) if recent is None else recent
+    return {"grading": {"total": total, "recent": newest, "errors": errors, "error": "no module named numpy"}}
+
+
+class Graded(Site):
+    """The limit is one in ten."""
+
+    def __init__(self, folder: Path, **run: Any) -> None:
+        super().__init__(folder, **run)
+        self.watch.config = parse({"tasks": {"grader_error_limit": 0.1}})
+
+
+def test_a_run_whose_grader_fails_too_often_is_stopped_with_why_and_what_to_do(tmp_path: Path) -> None:
+    site = Graded(tmp_path)
+    site.at(0, **grading(0, 0))
+    site.at(1, **grading(63, 63))  # too few to tell
+    site.at(2, **grading(600, 51))  # 51 of 512: within the limit
+    message = (
+        r"the grader failed for 52 of the newest 512 completions \(last: no module named numpy\), more than "
+        r"tasks\.grader_error_limit = 0\.1; .*shoal grade CONFIG .*start a new run"
+    )
+    with pytest.raises(GraderFailsError, match=message):
+        site.at(3, **grading(601, 52))
+
+
+def test_a_resumed_run_forgives_the_grader_errors_of_before(tmp_path: Path) -> None:
+    site = Graded(tmp_path)
+    site.at(0, **grading(2000, 512))
+    site.at(1, **grading(2511, 500))
+    with pytest.raises(GraderFailsError):
+        site.at(2, **grading(2512, 500))
+
+
+def test_a_limit_of_one_never_stops(tmp_path: Path) -> None:
+    site = Graded(tmp_path)
+    site.watch.config = parse({"tasks": {"grader_error_limit": 1}})
+    site.at(0, **grading(0, 0))
+    site.at(1, **grading(512, 512))

@@ -1,0 +1,152 @@
+"""What a dry run finds before anything is started, each as one line."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from shoal.cli.preflight.problems import check_length, problems
+from shoal.config import Config, ConfigError, parse
+from shoal.model.sources import BUNDLED_POSITIONS, SMOLLM2, read_config, resolve
+
+FITTING: dict[str, Any] = {"sampling": {"max_tokens": 64}}
+
+
+def found(**sections: Any) -> list[str]:
+    return problems(parse(FITTING | sections))
+
+
+def model(folder: Path, **config: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_run_that_can_start_has_no_problems() -> None:
+    assert found() == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"max_position_embeddings": 64}, {"text_config": {"max_position_embeddings": 64}}],
+    ids=["plain", "nested"],
+)
+def test_completions_longer_than_the_model_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    name = model(tmp_path / "model", **config)
+    (line,) = found(model={"name": name})
+    assert "sampling.max_tokens = 64 does not fit" in line and "its 64 positions" in line
+    assert found(model={"name": name}, sampling={"max_tokens": 63}) == [], "a prompt of one token fits"
+
+
+def test_a_model_that_names_no_positions_is_not_checked(tmp_path: Path) -> None:
+    assert found(model={"name": model(tmp_path / "model")}) == []
+
+
+def test_the_default_recipe_is_refused_for_the_bundled_model() -> None:
+    with pytest.raises(
+        ConfigError, match="sampling.max_tokens = 32768 does not fit bundled:smollm2.* its 8192 positions"
+    ):
+        check_length(Config())
+
+
+def test_the_bundled_model_has_the_positions_that_are_assumed_of_it(bundled: Path) -> None:
+    assert read_config(SMOLLM2, fetch=False)["max_position_embeddings"] == BUNDLED_POSITIONS[SMOLLM2]
+
+
+@pytest.mark.parametrize("name", list(BUNDLED_POSITIONS))
+def test_a_bundled_model_is_known_before_it_is_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    assert read_config(name, fetch=False) == {"max_position_embeddings": BUNDLED_POSITIONS[name]}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_the_hub_is_asked_for_only_by_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    check_length(parse({"model": {"name": "org/nowhere"}}))
+    (line,) = found(model={"name": "org/nowhere"})
+    assert "model 'org/nowhere' was not found" in line and "\n" not in line
+
+
+def test_missing_tasks_are_named(tmp_path: Path) -> None:
+    (line,) = found(tasks={"sources": [{"path": str(tmp_path / "nowhere.jsonl")}]})
+    assert "no file or folder at" in line and "nowhere.jsonl" in line
+
+
+def test_an_unknown_reward_is_named() -> None:
+    (line,) = found(tasks={"sources": [{"generator": "arithmetic", "reward": "maths"}]})
+    assert "source arithmetic: no reward 'maths'; there are number" in line
+
+
+def test_what_became_of_the_rows_is_noted() -> None:
+    notes: list[str] = []
+    assert problems(parse(FITTING), notes) == []
+    assert notes[0] == "arithmetic: 644 tasks to train on, 256 held out" and notes[1].startswith("tasks.digest = ")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "no-such-device"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    (line,) = found(model={"device": device})
+    assert f'model.device = "{device}"' in line and "\n" not in line
+
+
+@pytest.mark.parametrize("section", ["coordinator", "origin", "relays"])
+def test_a_port_in_use_is_named(section: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (line,) = found(**{section: {"port": port}})
+    assert f"{section}.port: cannot listen on 127.0.0.1:{port}" in line
+    assert found(**{section: {"port": port}}) == [], "it is free again"
+
+
+def test_a_port_asked_for_twice_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (line,) = found(coordinator={"port": port}, origin={"port": port})
+    assert f"origin.port = {port} is also coordinator.port" in line
+    (line,) = found(relays={"port": port, "count": 2})
+    assert "cannot serve relays.count = 2" in line
+
+
+def test_an_address_that_is_not_this_machines_is_named() -> None:
+    (line,) = found(coordinator={"host": "203.0.113.7"})
+    assert "coordinator.port: cannot listen on 203.0.113.7:0" in line
+
+
+def test_missing_certificates_are_named() -> None:
+    assert found(relays={"tls_cert": "no.pem", "tls_key": "no.key"}) == [
+        "relays.tls_cert: no file at no.pem",
+        "relays.tls_key: no file at no.key",
+    ]
+
+
+def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lines = found(model={"name": "bundled:tiny"}, run={"tracker": "wandb"})
+    assert [line for line in lines if "pip install 'shoal[wandb]'" in line]
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    (line,) = found(run={"threads": 100_000})
+    assert "run.threads = 100000, but this process may use" in line
+
+
+def test_a_model_that_cannot_fit_into_memory_is_refused(tmp_path: Path) -> None:
+    name = model(tmp_path / "model")
+    with (Path(name) / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 42)  # sparse
+    (line,) = found(model={"name": name})
+    assert "2199.0 billion parameters: training them takes at least 35184 GB of memory" in line
+    assert found(model={"name": name}, learner={"lora": {}}) == [], "adapters need far less"
+
+
+def test_a_resolved_model_is_checked_as_it_is(tiny_folder: Path) -> None:
+    assert resolve(str(tiny_folder)) == tiny_folder
+    (line,) = found(model={"name": str(tiny_folder)}, sampling={"max_tokens": 512})
+    assert "its 512 positions" in line

@@ -1,0 +1,138 @@
+"""Calibration on a tiny random model: what it measures becomes limits that a config takes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal import config as config_module
+from shoal.adversary.cheats import QuantizedWeights
+from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, CalibrationError, bounds, by_pair, calibrate, honest_figures
+from shoal.cli.main import FAILED, main
+from shoal.engine.torch_engine import TorchEngine
+from shoal.rollout.produce import Producer
+from shoal.validator.by_hand import offline_assignment
+from shoal.validator.checks import EXPENSIVE
+from shoal.validator.judge import Judge
+
+from ..workers import ALICE, config
+
+CONFIG = config(sampling={"max_tokens": 12, "group_size": 2}, validator={"row_tokens": 64})
+ASKED = offline_assignment(CONFIG, ALICE.public, 0)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _always_both_dtypes() -> Iterator[None]:
+    """Whatever this machine is fast at; a model this small needs no speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.cli.calibrate.measure_gflops", lambda dtype, device: 1.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def out(one_thread: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibration") / "made"
+    said: list[str] = []
+    calibrate(CONFIG, folder, 1, [tiny_folder], said.append)
+    each = (
+        "a line for each way to generate, limit and bound, what they would do, and for each dtype whether it is exact"
+    )
+    assert len(said) == 4 + len(LIMITS) + 4 + 1 + 2, each
+    return folder
+
+
+def test_the_limits_it_writes_are_laid_over_a_config(out: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text(config_module.dumps(CONFIG))
+    resolved = config_module.load(base, [], [out / "limits.toml"])
+    measured = json.loads((out / "measured.json").read_text())
+    for statistic, (limit, floor, margin) in LIMITS.items():
+        worst = max(row[statistic] for row in measured["rows"])
+        assert worst == measured["worst"]["torch"][statistic]
+        assert getattr(resolved.validator, limit) == pytest.approx(max(margin * worst, floor), abs=1e-4)
+    assert resolved.validator.row_tokens == CONFIG.validator.row_tokens, "it says nothing of the rest"
+
+
+def test_the_bounds_it_writes_hold_for_the_noisiest_pair(out: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text(config_module.dumps(CONFIG))
+    evidence = config_module.load(base, [], [out / "limits.toml"]).evidence
+    pairs = json.loads((out / "measured.json").read_text())["pairs"]
+    assert set(pairs) == {f"{made}|{judged}" for made in ("float32", "bfloat16") for judged in ("float32", "bfloat16")}
+    for name in AVERAGES:
+        assert getattr(evidence, name) >= max(pair[name] for pair in pairs.values())
+        assert evidence.rates == tuple(sorted(evidence.rates, reverse=True))
+    for pair in pairs.values():
+        assert all(
+            rate > beyond / pair["exposure"] for rate, beyond in zip(evidence.rates, pair["beyond"], strict=True)
+        )
+
+
+def test_bounds_count_misses_by_the_limit_that_is_written_with_them() -> None:
+    row = {"exposure": 100.0, "misses": [0.01, 0.2, 0.5, 2.0]} | dict.fromkeys(AVERAGES, 0.001)
+    noisy = row | {"worker": {"dtype": "bfloat16"}, "validator": {"dtype": "float32"}}
+    quiet = row | {"worker": {"dtype": "float32"}, "validator": {"dtype": "float32"}, "misses": []}
+    pairs = by_pair([noisy, noisy, quiet], 0.8)
+    assert pairs["bfloat16|float32"]["beyond"] == [8, 6, 4, 2] and pairs["bfloat16|float32"]["exposure"] == 200
+    assert pairs["float32|float32"]["beyond"] == [0, 0, 0, 0]
+    found = bounds(pairs)
+    assert found["rates"] == pytest.approx([0.135, 0.105, 0.075, 0.045]), "three times one more than was seen"
+    assert found["logprob_error_mean"] == pytest.approx(0.02 / 1.5, abs=1e-5), "figures near 0 are not held to it"
+
+
+def test_it_measures_every_worker_under_every_validator(out: Path) -> None:
+    rows = json.loads((out / "measured.json").read_text())["rows"]
+    workers = {json.dumps(row["worker"]) for row in rows}
+    validators = {json.dumps(row["validator"]) for row in rows}
+    assert (len(workers), len(validators), len(rows)) == (4, 4, 16)
+    assert any(row["logprob_error_mean"] > 1e-4 for row in rows), "between dtypes"
+    alike = [row for row in rows if row["worker"]["dtype"] == row["validator"]["dtype"] == "float32"]
+    assert max(row["logprob_error_mean"] for row in alike) < 1e-4
+    assert all(row["rollouts"] == 4 and row["failed_checks"] == 0 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def judge(one_thread: None, tiny_folder: Path) -> Iterator[Judge]:
+    with Judge(CONFIG, RUN, "float32") as judge:
+        judge.load(tiny_folder)
+        yield judge
+
+
+def made(folder: Path, kind: type[Producer]) -> bytes:
+    producer = kind(CONFIG, RUN, ALICE, TorchEngine("float32"))
+    producer.load(folder, 0)
+    return producer.submission(ASKED)
+
+
+def test_work_that_fails_a_check_without_a_limit_is_no_measurement(judge: Judge, tiny_folder: Path) -> None:
+    data = made(tiny_folder, Producer)
+    assert honest_figures(judge, ASKED, ALICE.public, data)["failed_checks"] == 0
+    with pytest.raises(CalibrationError, match="fails a cheap check"):
+        honest_figures(judge, offline_assignment(CONFIG, ALICE.public, 1), ALICE.public, data)
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        honest_figures(judge, ASKED, ALICE.public, data[:-1])
+
+
+def test_figures_beyond_todays_limits_are_measured(judge: Judge, tiny_folder: Path) -> None:
+    figures = honest_figures(judge, ASKED, ALICE.public, made(tiny_folder, QuantizedWeights))
+    assert 1 <= figures["failed_checks"] <= len(EXPENSIVE) and set(LIMITS) <= set(figures)
+
+
+def test_it_ends_with_a_message_where_honest_work_is_not_accepted(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def one_short(self: Producer, *arguments: object) -> list[object]:
+        return rollouts(self, *arguments)[:-1]  # type: ignore[arg-type]
+
+    rollouts = Producer.rollouts
+    monkeypatch.setattr(Producer, "rollouts", one_short)
+    path = tmp_path / "config.toml"
+    path.write_text(config_module.dumps(CONFIG))
+    arguments = ["--submissions", "1", "--weights", str(tiny_folder), "--out", str(tmp_path / "out")]
+    threads = torch.get_num_threads()
+    assert main(["calibrate", str(path), *arguments]) == FAILED
+    assert "fails a cheap check: 3 rollouts instead of 4" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and torch.get_num_threads() == threads

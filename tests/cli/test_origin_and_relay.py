@@ -1,0 +1,323 @@
+"""Origin and relay as members of a pool, with a real coordinator on loopback."""
+
+import json
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.cli.broadcast import Listen, run_origin, run_relay
+from shoal.config import parse
+from shoal.coordinator.http.reports import Costly
+from shoal.coordinator.http.serving import serve_forever
+from shoal.coordinator.operating import invite_from
+from shoal.protocol.address import FILE as ADDRESS
+from shoal.protocol.address import AddressError
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite
+from shoal.protocol.messages import Evaluation, Ok, Status
+from shoal.protocol.node import Node
+from shoal.rollout.worker import follow
+from shoal.shardcast import Access, Client, FetchError, PublishError
+from shoal.shardcast.fetch.client import fetch_published
+from shoal.view.tree import weights_tree
+
+RUN = "test-0"
+CONFIG = parse(
+    {"run": {"steps": 3}, "origin": {"shard_bytes": 4_096, "keep": 4}, "relays": {"keep": 4}, "evaluator": {"n": 4}}
+)
+
+
+class InThread:
+    """A role's process, as a thread that can be stopped."""
+
+    def __init__(self, run: Callable[..., Any], *arguments: Any) -> None:
+        self.stop = threading.Event()
+        self.result: Any = None
+        self.thread = threading.Thread(target=self._run, args=(run, *arguments), daemon=True)
+        self.thread.start()
+
+    def _run(self, run: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self.result = run(*arguments, self.stop)
+        except Exception as error:  # noqa: BLE001 - shown by the test that joins it
+            self.result = error
+
+    def join(self) -> Any:
+        self.thread.join(60)
+        assert not self.thread.is_alive(), "did not end in time"
+        return self.result
+
+    def stopped(self) -> Any:
+        self.stop.set()
+        return self.join()
+
+
+class Site:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.watched = folder / "versions"
+        self.watched.mkdir()
+        self.coordinator = InThread(serve_forever, CONFIG, RUN, folder / "coordinator", 0)
+        wait_until(lambda: bool(self._address()))
+
+    def _address(self) -> str:
+        path = self.folder / "coordinator" / ADDRESS
+        return path.read_text() if path.exists() else ""
+
+    def invite(self, role: Any) -> Invite:
+        """One per role: a process that restarts has the invite it had before."""
+        path = self.folder / f"{role}.invite"
+        if not path.exists():
+            path.write_text(invite_from(self.folder / "coordinator", role, role, None, 1).encode())
+        return Invite.decode(path.read_text())
+
+    def origin(self) -> InThread:
+        return InThread(run_origin, self.invite("origin"), self.folder / "origin", self.watched)
+
+    def relay(self) -> InThread:
+        return InThread(run_relay, self.invite("relay"), self.folder / "relay")
+
+    def write(self, version: int) -> dict[str, bytes]:
+        """A version as the learner writes it: whole, by a rename."""
+        files = {"config.json": b"%d" % version, "model.safetensors": bytes([version]) * 10_000}
+        temporary = self.watched / f".v{version:06d}"
+        temporary.mkdir()
+        for name, data in files.items():
+            (temporary / name).write_bytes(data)
+        temporary.rename(self.watched / f"v{version:06d}")
+        return files
+
+    def status(self) -> Status:
+        url = json.loads(self._address())["url"]
+        return Status.model_validate_json(httpx.get(f"{url}/v1/status").content)
+
+    def node(self, name: str) -> Any:
+        return next((node for node in self.status().nodes if node.name == name), None)
+
+    def announced(self) -> list[str]:
+        with sqlite3.connect(self.folder / "coordinator" / "pool.sqlite") as database:
+            return [body for (body,) in database.execute("SELECT body FROM ledger WHERE kind = 'policy'")]
+
+    def end(self) -> None:
+        """The evaluator has looked at the last version."""
+        evaluator = Node.join(self.invite("evaluator"), self.folder / "evaluator")
+        evaluation = Evaluation(version=3, greedy=0.5, sampled=None, n=4, final=True)
+        evaluator.post("/v1/evaluations", evaluation, Ok)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    (tmp_path / "coordinator").mkdir()
+    found = Site(tmp_path)
+    yield found
+    found.coordinator.stopped()
+
+
+def fetched(site: Site, publisher: str, version: int, token: Callable[[str], str] | None = None) -> dict[str, bytes]:
+    access = Access(publisher, RUN, token=token)
+    folder, _ = Client([site.node("relay").url], access, site.folder / "cache", timeout_s=5).fetch(version)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_relay_finds_the_origin_though_the_status_is_a_moment_old(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, get, answers = site.status().model_dump_json(), Costly.get, []
+    assert "origin" not in [node.role for node in site.status().nodes]
+    origin = site.origin()
+    site.write(0)
+    wait_until(lambda: bool(site.announced()))
+
+    def late(status: Costly) -> str:
+        answers.append(old if not answers else get(status))
+        return answers[-1]
+
+    monkeypatch.setattr(Costly, "get", late)
+    relay = site.relay()
+    wait_until(lambda: bool(answers) and (found := site.node("relay")) is not None and found.policy_version == 0)
+    assert answers[0] == old
+    relay.stopped()
+    origin.stopped()
+
+
+def test_a_relay_behind_a_proxy_announces_the_proxy_and_takes_passes_for_it_only(site: Site, tmp_path: Path) -> None:
+    """Its nodes connect to the proxy, and show it passes that name the proxy. Any relay may be on a machine of its own."""
+    proxy = "http://127.0.0.1:9"
+    listen = Listen(host="127.0.0.1", port=0, url=proxy)
+
+    def run(invite: Invite, folder: Path, stop: threading.Event) -> str:
+        return run_relay(invite, folder, stop, listen)
+
+    origin, relay = site.origin(), InThread(run, site.invite("relay"), tmp_path / "relay")
+    files = site.write(0)
+    wait_until(lambda: site.node("relay") is not None and site.node("relay").policy_version == 0)
+    assert site.node("relay").url == proxy
+    reader = Node.join(site.invite("worker"), tmp_path / "worker")
+    assert reader.beat().relays == [proxy]
+    here = f"http://127.0.0.1:{(tmp_path / 'relay' / 'port').read_text()}"
+    config_json = f"{here}/v000000/manifest.json"
+    passes = {
+        url: httpx.get(config_json, headers={"Authorization": f"Bearer {reader.reader_pass(url)}"})
+        for url in (proxy, here)
+    }
+    assert (passes[proxy].status_code, passes[here].status_code) == (200, 401)
+    assert files and origin.stopped() == relay.stopped() == "stopped"
+
+
+def test_a_url_to_announce_that_is_none_is_refused() -> None:
+    with pytest.raises(AddressError):
+        Listen(url="relay.example:8720")
+
+
+def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: Site, tmp_path: Path) -> None:
+    origin, relay = site.origin(), site.relay()
+    files = site.write(0)
+    wait_until(lambda: site.status().newest_version == 0)
+    wait_until(lambda: (node := site.node("relay")) is not None and node.policy_version == 0)
+    publisher = Identity.load(tmp_path / "origin" / "identity.pem").public
+    reader = Node.join(site.invite("worker"), tmp_path / "worker")
+    reader.beat()
+    assert fetched(site, publisher, 0, reader.reader_pass) == files
+    files = site.write(1)
+    wait_until(lambda: site.node("relay").policy_version == 1)
+    assert fetched(site, publisher, 1, reader.reader_pass) == files
+    assert [json.loads(body)["version"] for body in site.announced()] == [0, 1], "each is announced once"
+    site.end()
+    assert (origin.join(), relay.join()) == ("finished", "finished")
+
+
+def test_whoever_fetches_tells_from_whom_how_fast_and_how_late(site: Site, tmp_path: Path) -> None:
+    """As the worker does, which follows, and validator and evaluator, which fetch what they need."""
+    origin, relay = site.origin(), site.relay()
+    site.write(0)
+    wait_until(lambda: (node := site.node("relay")) is not None and node.policy_version == 0)
+    publisher = Identity.load(tmp_path / "origin" / "identity.pem").public
+    worker = Node.join(site.invite("worker"), tmp_path / "worker")
+    validator = Node.join(site.invite("validator"), tmp_path / "validator")
+    url = site.node("relay").url
+    for node in (worker, validator):
+        assert node.beat().relays == [url]
+    with follow(worker, CONFIG, tmp_path / "worker" / "weights", publisher) as follower:
+        wait_until(lambda: follower.newest() is not None)
+    fetch_published(Client([url], validator.access(publisher, CONFIG), tmp_path / "validator" / "weights"), 0)
+    for node in (worker, validator):
+        node.beat()
+        intake = site.node(node.name).stats.intake
+        assert list(intake.bytes_per_s) == [url]
+        assert intake.bytes_per_s[url] > 0 and 0 < intake.behind_s < 15
+    rows, _ = weights_tree(site.status().nodes, 100)
+    assert {node.name: depth for depth, node in rows} == {"origin": 0, "relay": 1, "worker": 2, "validator": 2}
+    assert (origin.stopped(), relay.stopped()) == ("stopped", "stopped")
+
+
+def test_weights_are_for_members_and_no_longer_for_those_evicted(site: Site, tmp_path: Path) -> None:
+    origin, relay = site.origin(), site.relay()
+    site.write(0)
+    wait_until(lambda: (node := site.node("relay")) is not None and node.policy_version == 0)
+    publisher = Identity.load(tmp_path / "origin" / "identity.pem").public
+    with pytest.raises(FetchError, match="401"):
+        fetched(site, publisher, 0)
+    reader = Node.join(site.invite("worker"), tmp_path / "worker")
+    reader.beat()
+    assert reader.reader_grant()
+    with sqlite3.connect(tmp_path / "coordinator" / "pool.sqlite") as database:
+        database.execute("UPDATE nodes SET state = 'banned' WHERE key = ?", [reader.identity.public])
+
+    def refused() -> bool:
+        try:
+            Client([site.node("relay").url], Access(publisher, RUN, token=reader.reader_pass), tmp_path / "c").latest()
+        except FetchError as error:
+            return "403" in str(error)
+        return False
+
+    wait_until(refused)
+    assert reader.beat().reader_grant == ""
+    assert (origin.stopped(), relay.stopped()) == ("stopped", "stopped")
+
+
+def test_an_origin_that_restarts_keeps_its_port_and_announces_nothing_twice(site: Site, tmp_path: Path) -> None:
+    site.write(0)
+    first = site.origin()
+    wait_until(lambda: site.status().newest_version == 0)
+    url = site.node("origin").url
+    assert first.stopped() == "stopped"
+    again = site.origin()
+    wait_until(lambda: (tmp_path / "origin" / "port").exists() and site.node("origin").policy_version == 0)
+    site.write(1)
+    wait_until(lambda: site.status().newest_version == 1)
+    assert site.node("origin").url == url
+    assert len(site.announced()) == 2
+    assert again.stopped() == "stopped"
+
+
+def test_an_origin_killed_while_it_wrote_its_port_takes_a_free_one(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "origin").mkdir()
+    (tmp_path / "origin" / "port").write_text("")
+    site.write(0)
+    origin = site.origin()
+    wait_until(lambda: site.status().newest_version == 0 or origin.result is not None)
+    assert origin.stopped() == "stopped"
+
+
+def test_a_version_is_published_out_of_what_the_learner_is_writing(site: Site) -> None:
+    """Noticed while it grows, announced when it is whole; one that a learner left half-written is published later."""
+    site.write(0)
+    origin = site.origin()
+    wait_until(lambda: site.status().newest_version == 0)
+    temporary = site.watched / ".v000001"
+    for whole in (False, True):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        (temporary / "config.json").write_text("{}")
+        header = b'{"w":{"dtype":"BF16","shape":[5000],"data_offsets":[0,10000]}}'
+        with (temporary / ".model.safetensors.tmp").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header + bytes(5_000))
+            file.flush()
+            wait_until(lambda: "publishing version 1 while" in site.node("origin").stats.doing)
+            assert site.status().newest_version == 0
+            if whole:
+                file.write(bytes(5_000))
+    (temporary / ".model.safetensors.tmp").rename(temporary / "model.safetensors")
+    temporary.rename(site.watched / "v000001")
+    wait_until(lambda: site.status().newest_version == 1)
+    assert [json.loads(body)["version"] for body in site.announced()] == [0, 1]
+    assert origin.stopped() == "stopped"
+
+
+def test_only_the_newest_version_is_cut_where_the_learner_ran_ahead(site: Site) -> None:
+    for version in (0, 1, 2):
+        site.write(version)
+    origin = site.origin()
+    wait_until(lambda: site.status().newest_version == 2)
+    assert [json.loads(body)["version"] for body in site.announced()] == [2]
+    assert origin.stopped() == "stopped"
+
+
+def test_a_half_written_version_is_not_published(site: Site) -> None:
+    site.write(0)
+    (site.watched / ".v000001").mkdir()
+    origin = site.origin()
+    wait_until(lambda: site.status().newest_version == 0)
+    time.sleep(0.3)
+    assert site.status().newest_version == 0
+    assert origin.stopped() == "stopped"
+
+
+def test_an_origin_whose_key_would_lie_in_what_it_publishes_is_refused_before_it_makes_one(site: Site) -> None:
+    with pytest.raises(PublishError, match="lies inside"):
+        run_origin(site.invite("origin"), site.watched / "origin", site.watched, threading.Event())
+    assert not (site.watched / "origin").exists()
