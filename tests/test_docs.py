@@ -29,7 +29,7 @@ README_LIMIT_BYTES = 6_000  # without comments
 RESULTS = ROOT / "benchmarks" / "results"
 OF_A_RUN = {"summary.json"}  # files of a run that pages name, not raw files
 MEASURED = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution has no benchmarks/results")
-PENDING = {"quickstart.json"}  # of a tree with local changes, until it is measured again
+
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -190,7 +190,7 @@ def test_figures_that_are_not_older_are_of_clean_commits_of_this_repository(hist
     claims, _, older = (ROOT / "docs" / "results.md").read_text().partition("\n## Older\n")
     assert older
     stated = {path for text in (claims, (ROOT / "README.md").read_text()) for path in raw_files(text)}
-    assert [why for path in sorted(stated) if path.name not in PENDING and (why := fault(path, history))] == []
+    assert [why for path in sorted(stated) if (why := fault(path, history))] == []
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_readme_and_results_have_marked_figures() -> None:
 @MEASURED
 def test_the_number_of_honest_submissions_is_that_of_the_raw_files() -> None:
     claims = (ROOT / "docs" / "results.md").read_text().partition("\n## Older\n")[0]
-    raw = [json.loads(path.read_text()) for path in dict.fromkeys(raw_files(claims)) if path.name not in PENDING]
+    raw = [json.loads(path.read_text()) for path in dict.fromkeys(raw_files(claims))]
     runs = [run for of in raw for run in of.get("runs", []) if isinstance(run, dict) and "accepted" in run]
     counted = {
         name: sum(number for run in runs for worker, number in run[name].items() if not worker.startswith("cheater"))
