@@ -32,11 +32,11 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import pick
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
+from shoal.worker.produce import Producer
 
 RESULTS = Path(__file__).parent / "results" / "exactness.json"
 GROUPS, SHARING, ROW_TOKENS = (1, 2, 3, 5, 8), (1, 2, 3), (256, 1000, 4096, 10_000)

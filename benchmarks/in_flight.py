@@ -31,9 +31,9 @@ from shoal.engine.one_thread import OneThread
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Finished, HeartbeatAnswer
-from shoal.rollout.produce import Producer
-from shoal.rollout.worker import Worker
 from shoal.validator.by_hand import offline_assignment
+from shoal.worker.loop import Worker
+from shoal.worker.produce import Producer
 
 HERE = Path(__file__).parent
 RUN = "in-flight"

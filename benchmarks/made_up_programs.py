@@ -30,9 +30,9 @@ from shoal.cli.roles import run_worker
 from shoal.coordinator.operating import invite_from
 from shoal.engine.protocol import Completion
 from shoal.protocol.invite import read_invite
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.tasks.derive import GroupPlan
+from shoal.worker.produce import Producer
 
 RESULTS = Path(__file__).parent / "results" / "made_up_programs.json"
 TINY = Path(__file__).parent.parent / "configs" / "tiny.toml"

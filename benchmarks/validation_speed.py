@@ -33,13 +33,13 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName, pick
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
-from shoal.rollout.produce import Producer
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, endings
 from shoal.validator.judge import Judge
 from shoal.validator.prefill import VOCABULARY_ROWS, hidden_states
+from shoal.worker.produce import Producer
 
 HERE = Path(__file__).parent
 PLAIN_ROWS = (4, 8, 16, 32, 64)  # batches tried for the plain forward; the fastest is compared with

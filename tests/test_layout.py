@@ -30,7 +30,7 @@ ROOMS = {
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
-    "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
+    "worker": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "sandbox", "shardcast", "store", "tasks",
         "toploc",
@@ -49,12 +49,13 @@ ROOMS = {
         "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
     ],
     "cli": [
-        "audit", "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "files", "learner", "ledger",
-        "model", "protocol", "rollout", "sandbox", "serve", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "audit", "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "files", "learner",
+        "ledger", "model", "protocol", "sandbox", "serve", "shardcast", "store", "tasks", "tracking", "validator",
+        "view", "worker",
     ],
-    "adversary": ["cli", "config", "engine", "model", "protocol", "rollout", "store", "tasks", "toploc"],
+    "adversary": ["cli", "config", "engine", "model", "protocol", "store", "tasks", "toploc", "worker"],
 }  # fmt: skip
-PROCESSES = ["learner", "rollout", "validator", "coordinator"]
+PROCESSES = ["learner", "worker", "validator", "coordinator"]
 LIBRARIES = [
     "model",
     "toploc",

@@ -12,9 +12,9 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, CurriculumPage, Fingerprint, Finished
-from shoal.rollout.produce import Producer
 from shoal.shardcast import Access
 from shoal.store.rollouts import Rollout
+from shoal.worker.produce import Producer
 
 ALICE, BOB, VALIDATOR = (Identity(Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2, 3))
 RUN, GROUPS = "test-0", 2

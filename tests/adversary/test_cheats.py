@@ -21,8 +21,8 @@ from shoal.adversary.cheats import (
 from shoal.config import Cheat
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import numerics
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_submission
+from shoal.worker.produce import Producer
 
 from ..workers import ALICE, RUN, assignment, config, make_producer, produced
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from shoal.protocol.messages import Assignment, ContentOwner, Reason
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import read_submission
 from shoal.validator.service import Validator
+from shoal.worker.produce import Producer
 
 from ..coordinator.support import VALIDATOR, Harness, open_pool
 from ..validator.support import SETTINGS, ValidatorsNode, make_producer

@@ -11,9 +11,9 @@ from blake3 import blake3
 from shoal.audit.found import Found, Rejected
 from shoal.audit.opened import BrokenError
 from shoal.audit.proofs import judge_rejections
-from shoal.rollout.produce import Producer
 from shoal.shardcast.format.listing import version_name
 from shoal.store.folder import Folder
+from shoal.worker.produce import Producer
 
 from ..validator.support import ASKED, SETTINGS, make_producer
 from ..workers import ALICE, RUN, produced, signed

@@ -12,10 +12,10 @@ from shoal.adversary.cheats import QuantizedWeights
 from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, CalibrationError, bounds, by_pair, calibrate, honest_figures
 from shoal.cli.main import FAILED, main
 from shoal.engine.torch_engine import TorchEngine
-from shoal.rollout.produce import Producer
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.checks import EXPENSIVE
 from shoal.validator.judge import Judge
+from shoal.worker.produce import Producer
 
 from ..workers import ALICE, config
 

@@ -23,10 +23,10 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Evaluation, Ok, Status
 from shoal.protocol.node import Node
-from shoal.rollout.worker import follow
 from shoal.shardcast import Access, Client, FetchError, PublishError
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.view.tree import weights_tree
+from shoal.worker.loop import follow
 
 RUN = "test-0"
 CONFIG = parse(

@@ -10,8 +10,8 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError
 from shoal.model.positions import check_max_tokens, positions
 from shoal.protocol.identity import Identity
-from shoal.rollout.produce import Producer
 from shoal.validator.judge import Judge
+from shoal.worker.produce import Producer
 
 TOO_LONG = {"sampling": {"max_tokens": 512}, "evaluator": {"n": 1}, "tasks": {"heldout": 1}}
 MESSAGE = r"sampling\.max_tokens = 512, but the model in .* has 512 positions .* below 512$"

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.validator.service import Validator
+from shoal.worker.produce import Producer
 
 from ..workers import produced
 from .support import ASKED, SETTINGS, make_producer, make_validator

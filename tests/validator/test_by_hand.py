@@ -12,12 +12,12 @@ from shoal.cli.main import DONE, USAGE, main
 from shoal.coordinator import curriculum
 from shoal.coordinator.state.connection import open_sqlite
 from shoal.protocol.messages import CurriculumPage
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.tasks.curriculum import Curriculum
 from shoal.validator.by_hand import ACCEPTED, EQUAL, REJECTED, UNEQUAL, UNREADABLE, find_weights
 from shoal.validator.checks import ALL, FILE, GRADED
 from shoal.validator.exact import EXACT
+from shoal.worker.produce import Producer
 
 from ..workers import produced, signed
 from .support import ASKED, config, make_producer

@@ -22,7 +22,6 @@ from shoal.model.noise import SHOAL
 from shoal.model.sampling import choose, replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.protocol.messages import Reason, Verdict
-from shoal.rollout.produce import Producer
 from shoal.store import rollouts as rollout_file
 from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout, read_accepted
 from shoal.tasks import Grade
@@ -44,6 +43,7 @@ from shoal.validator.checks import (
     termination,
 )
 from shoal.validator.service import Validator
+from shoal.worker.produce import Producer
 
 from ..workers import ALICE, BOB, RUN, produced, signed
 from .support import (

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shoal.rollout.produce import Producer
 from shoal.validator.checks import logprobs, sampling, special_tokens, termination
 from shoal.validator.spending import spent
+from shoal.worker.produce import Producer
 
 from ..workers import produced
 from .support import ASKED, SETTINGS, case_of, config, make_producer, make_validator

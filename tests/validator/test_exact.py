@@ -15,9 +15,9 @@ import torch
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.fingerprint import fingerprint
 from shoal.protocol.messages import HARD, Claim, Fingerprint, Reason, Verdict
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.validator.service import RELOADING, Validator
+from shoal.worker.produce import Producer
 
 from ..model.exactness import NEEDS_EXACT
 from ..workers import ALICE, RUN, produced, signed

@@ -11,11 +11,11 @@ import pytest
 
 from shoal.config import Config
 from shoal.protocol.messages import HARD, Reason
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.validator.case import Case
 from shoal.validator.judge import LATE, Judge
 from shoal.validator.service import Validator
+from shoal.worker.produce import Producer
 
 from ..conftest import tiny_tokenizer
 from ..turns import Echo

@@ -11,7 +11,6 @@ import torch
 from shoal.adversary.cheats import QuantizedWeights
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.protocol.messages import MILLION, CurriculumPage, Outcomes, Reason
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import PROOF_BYTES, Rollout, read_accepted
 from shoal.tasks import Grade
 from shoal.tasks.curriculum import Curriculum
@@ -21,6 +20,7 @@ from shoal.validator.checks import ALL, rewards
 from shoal.validator.judge import Examined, Judge
 from shoal.validator.results import group_results
 from shoal.validator.service import Validator
+from shoal.worker.produce import Producer
 
 from ..workers import RUN, VALIDATOR, produced, signed
 from .support import ASKED, SETTINGS, assignment, case_of, make_producer

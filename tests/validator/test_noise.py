@@ -10,11 +10,11 @@ from shoal.adversary.cheats import WrongTemperature
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.messages import Reason
-from shoal.rollout.produce import Producer
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.judge import Examined, Judge
+from shoal.worker.produce import Producer
 
 from ..workers import ALICE, RUN, config
 

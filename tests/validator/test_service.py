@@ -23,9 +23,9 @@ from shoal.protocol.messages import (
     Stored,
     Verdict,
 )
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.validator.service import Validator
+from shoal.worker.produce import Producer
 
 from ..store.test_pages import INFLATING
 from ..store.test_rollouts import never

@@ -11,13 +11,13 @@ import torch
 from shoal.adversary.cheats import CHEATS
 from shoal.model.turns import model_positions, model_spans, model_tokens
 from shoal.protocol.messages import HARD, Reason, Verdict
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, RolloutFileError, read_accepted, read_submission
 from shoal.tasks import Grade, Task
 from shoal.tasks.environments import close
 from shoal.validator.by_hand import read_header
 from shoal.validator.checks import FAR, OUTLIERS, endings, special_tokens, termination
 from shoal.validator.service import Validator
+from shoal.worker.produce import Producer
 
 from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config, misfit
 from ..workers import ALICE, produced, signed

@@ -9,12 +9,12 @@ import pytest
 from shoal.adversary.cheats import CHEATS
 from shoal.config import Config
 from shoal.protocol.messages import HARD, Reason, Verdict
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import read_submission
 from shoal.tasks import Task
 from shoal.tasks.environments import ENVIRONMENTS, Environment, close
 from shoal.tasks.environments.python import STOPPED, Python
 from shoal.tasks.rewards.graders import limits_of
+from shoal.worker.produce import Producer
 
 from ..turns import MAX_TOKENS, USER, config
 from .support import ASKED, judged, make_producer, make_validator

@@ -26,10 +26,10 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.model.load import WEIGHTS
 from shoal.protocol.invite import read_invite
 from shoal.protocol.messages import Assignment
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.tasks import Task
 from shoal.tasks.derive import GroupPlan
+from shoal.worker.produce import Producer
 
 VERSIONS_BEHIND = 4
 

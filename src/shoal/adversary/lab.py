@@ -23,8 +23,8 @@ from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.model.turns import model_positions, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
-from shoal.rollout.produce import Producer
 from shoal.tasks.derive import GroupPlan
+from shoal.worker.produce import Producer
 
 
 @dataclass(frozen=True)

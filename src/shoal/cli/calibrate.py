@@ -46,13 +46,13 @@ from shoal.model.sources import resolve
 from shoal.model.threads import temporarily_on
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import BEYOND, Assignment
-from shoal.rollout.produce import Producer
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Finding
 from shoal.validator.checks import EXPENSIVE
 from shoal.validator.judge import Judge
 from shoal.validator.spending import spent
+from shoal.worker.produce import Producer
 
 RUN = "calibration"
 MARGIN = 1.5  # limit = this times the worst honest value, or the floor below if that is larger

@@ -116,8 +116,8 @@ def run_worker(
 ) -> str:
     """Follow the newest weights and generate rollouts. `producer_type`: a liar of `shoal.adversary.cheats`, or honest."""
     from shoal.engine.one_thread import OneThread
-    from shoal.rollout.produce import Producer
-    from shoal.rollout.worker import Worker, follow
+    from shoal.worker.loop import Worker, follow
+    from shoal.worker.produce import Producer
 
     node, config, dtype = join(invite, folder, threads, stop, engine)
     compute = OneThread()

@@ -18,10 +18,10 @@ from shoal.model.noise import NOISES, NoiseName
 from shoal.model.sampling import replay_margins
 from shoal.model.sources import resolve
 from shoal.protocol.messages import Reason
-from shoal.rollout.produce import Producer
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
+from shoal.worker.produce import Producer
 
 from ...workers import ALICE
 

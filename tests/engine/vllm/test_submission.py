@@ -11,10 +11,10 @@ from shoal.config import Config, load
 from shoal.engine.vllm.client import VllmEngine
 from shoal.model.sources import resolve
 from shoal.protocol.messages import Reason
-from shoal.rollout.produce import Producer
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.judge import Examined, Judge
+from shoal.worker.produce import Producer
 
 from ...workers import ALICE
 

@@ -18,7 +18,7 @@ for module in (
     "shoal.coordinator.http.serving",
     "shoal.cli.launch.prepare",
     "shoal.engine.torch_engine",
-    "shoal.rollout.worker",
+    "shoal.worker.loop",
     "shoal.validator.service",
 ):
     import_module(module)

@@ -11,9 +11,9 @@ import pytest
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, HeartbeatAnswer, Stored
-from shoal.rollout.produce import Producer
-from shoal.rollout.worker import SHORT_S, Worker, follow
 from shoal.store.rollouts import read_submission
+from shoal.worker.loop import SHORT_S, Worker, follow
+from shoal.worker.produce import Producer
 
 from ..workers import ALICE, RUN, FakeNode, assignment, config
 
@@ -227,7 +227,7 @@ class SlowUploads(ScriptedNode):
 def test_it_asks_for_the_next_task_while_it_uploads_and_names_the_file(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.rollout.worker.SHORT_S", 0.01)
+    monkeypatch.setattr("shoal.worker.loop.SHORT_S", 0.01)
     node = SlowUploads([running(task(0)), running(task(1)), running(waiting_for="more"), FINISHED])
     follower = FakeFollower()
     follower.bring(tiny_folder, 0)

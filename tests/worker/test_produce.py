@@ -7,9 +7,9 @@ import pytest
 
 from shoal import toploc
 from shoal.engine.torch_engine import TorchEngine
-from shoal.rollout.produce import Producer
 from shoal.store.rollouts import RolloutFile, prompts_digest, read_submission
 from shoal.tasks.prompt import completion_text
+from shoal.worker.produce import Producer
 
 from ..workers import ALICE, RUN, assignment, config, make_producer, produced
 

@@ -24,9 +24,9 @@ from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, Fingerprint, Finished, HeartbeatAnswer
 from shoal.protocol.node import Node
 from shoal.protocol.transfer import send_file
-from shoal.rollout.produce import Producer
 from shoal.shardcast import Client, FetchError, Manifest
 from shoal.shardcast.fetch.client import Follower
+from shoal.worker.produce import Producer
 
 IDLE_S = 0.1
 BUSY_S = 1.0  # it looks after its upload so often while it can take no other task
