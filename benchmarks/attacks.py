@@ -1,4 +1,4 @@
-"""The attack matrix: what a validator finds in honest work and in every lie of `shoal.adversary.attacks`.
+"""The attack matrix: what a validator finds in honest work and in every lie of `adversary/attacks.py`.
 
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --n 200        every attack
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --only honest  some; keeps other results
@@ -39,12 +39,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
 from by_vllm import KIND, REACH, ByVllm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import describe
 
 from shoal import config, toploc
-from shoal.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
 from shoal.cli.calibrate import RUN
 from shoal.config import Config
 from shoal.coordinator.trust import bets

@@ -9,9 +9,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.adversary.attacks import ATTACKS
-from shoal.adversary.tokens import OtherSampling
-from shoal.adversary.weights import Fp8Cache
+from adversary.attacks import ATTACKS
+from adversary.tokens import OtherSampling
+from adversary.weights import Fp8Cache
+
 from shoal.engine.protocol import Completion, Respond, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine

@@ -4,7 +4,7 @@
     python benchmarks/page_pictures.py RUN --sites              docs/images/dashboard-sites.png, of a run over sites
     python benchmarks/page_pictures.py RUN --chat "QUESTION"    docs/images/chat-*.png, with two of the run's versions
 
-RUN is a finished run, for the dashboard one with a cheating worker (`shoal run configs/tiny-byzantine.toml --out RUN`).
+RUN is a finished run, for the dashboard one with a cheating worker (`benchmarks/byzantine.py`).
 Look at what it took before you commit it. Needs `make browser`.
 """
 

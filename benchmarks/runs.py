@@ -1,8 +1,7 @@
 """Whole runs of a config, and what came of each: accuracy before and after, verdicts, time, memory.
 
     python benchmarks/runs.py quickstart --seeds 0 1 2
-    python benchmarks/runs.py quickstart-byzantine --cheats
-    python benchmarks/runs.py tiny-byzantine --cheats
+    python benchmarks/runs.py tiny --cheats                 one run for each lie, each with a worker that lies so
     python benchmarks/runs.py functions --finished runs/functions-0      records runs that `shoal run` has made; runs nothing
     python benchmarks/runs.py quickstart --plot              docs/images/quickstart.png from the results; runs nothing
 
@@ -16,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+from adversary.cheats import CHEATS
+from byzantine import liars
 from machine import describe
 
-from shoal.config import Cheat
 from shoal.protocol.messages import Evaluation
 from shoal.tracking.legs import read_legs
 from shoal.tracking.report import draw_curve
@@ -32,8 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="name of a file in configs/, without .toml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    every = get_args(Cheat)
-    parser.add_argument("--cheats", nargs="*", choices=every, help="a run for each of these lies (none named: for all)")
+    parser.add_argument("--cheats", nargs="*", choices=list(CHEATS), help="a run for each of these lies (none: all)")
     parser.add_argument("--label", help="name of the results file (default: the config's name)")
     parser.add_argument("--finished", type=Path, nargs="+", default=[], help="record these folders of finished runs")
     parser.add_argument("--plot", action="store_true", help="draw the first run of the results; run nothing")
@@ -41,7 +40,7 @@ def main() -> None:
     if arguments.plot:
         plot(arguments.label or arguments.config)
         return
-    kinds = [""] if arguments.cheats is None else arguments.cheats or every
+    kinds = [""] if arguments.cheats is None else arguments.cheats or list(CHEATS)
     (HERE / "results").mkdir(exist_ok=True)
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
     path = HERE / "results" / f"{arguments.label or arguments.config}.json"
@@ -59,14 +58,16 @@ def main() -> None:
 
 
 def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, Any]:
-    """One `shoal run`."""
+    """One `shoal run`, and the worker that lies in it, if any."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         argv = [sys.executable, "-m", "shoal", "run", str(HERE.parent / "configs" / f"{config}.toml")]
-        argv += ["--seed", str(seed), "--out", str(out), *(["--set", f"workers.cheat={cheat}"] if cheat else []), *more]
-        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        if done.returncode != 0:
-            raise SystemExit(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}")
+        argv += ["--seed", str(seed), "--out", str(out), *more]
+        run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with liars(run, out, [cheat] if cheat else []):
+            printed, _ = run.communicate()
+        if run.returncode != 0:
+            raise SystemExit(f"{' '.join(argv)} failed:\n{printed[-2000:]}")
         return record(out, cheat)
 
 

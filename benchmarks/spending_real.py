@@ -2,7 +2,7 @@
 
     python benchmarks/spending_real.py configs/tiny.toml --better DIR/v000024 --most 30
 
-`spending.py` simulates it at length; here a model generates, the attacks of `shoal.adversary` change what they can, a
+`spending.py` simulates it at length; here a model generates, the attacks of `adversary/` change what they can, a
 validator's own judge prefills and judges, and the coordinator's own bets and capital find the worker or do not. Both
 compute in fp32: an honest worker has no mismatch there, so all that is found is the attacker's. --better is a later version
 of the same run, for the attacker that leans its weights towards it (or away from it).
@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from adversary.lab import Attack, Lab
+from adversary.nearly import NearLogprobs, NearTemperature, NearWeights
+from adversary.tolerance import PLANS, SPENT, SpendsTolerance
 from attacks import LIMITS, command, identity
 from machine import describe
 
 from shoal import config
-from shoal.adversary.lab import Attack, Lab
-from shoal.adversary.nearly import NearLogprobs, NearTemperature, NearWeights
-from shoal.adversary.tolerance import PLANS, SPENT, SpendsTolerance
 from shoal.cli.calibrate import RUN
 from shoal.config import Config
 from shoal.coordinator.trust import bets

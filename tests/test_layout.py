@@ -53,7 +53,6 @@ ROOMS = {
         "ledger", "model", "protocol", "sandbox", "serve", "shardcast", "store", "tasks", "tracking", "validator",
         "view", "worker",
     ],
-    "adversary": ["cli", "config", "engine", "model", "protocol", "store", "tasks", "toploc", "worker"],
 }  # fmt: skip
 PROCESSES = ["learner", "worker", "validator", "coordinator"]
 LIBRARIES = [
@@ -194,7 +193,7 @@ def test_a_process_reaches_no_other_process(process: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_reaches_no_process(library: str) -> None:
-    processes = {*PROCESSES, "evals", "audit", "serve", "cli", "adversary"}
+    processes = {*PROCESSES, "evals", "audit", "serve", "cli"}
     for name in members(library):
         assert {other for other in reached(name) if room(other) in processes} == set()
 
@@ -213,16 +212,6 @@ def test_the_rooms_of_a_room_have_an_order_too(outer: str) -> None:
         if sub_room(module):
             imports[sub_room(module)] |= {sub_room(other) for other in own(module)} - {sub_room(module), ""}
     assert imports == {name: set(allowed) for name, allowed in SUB_ROOMS[outer].items()}
-
-
-def test_lies_are_kept_apart_from_the_honest_code() -> None:
-    honest = [name for name in MODULES if room(name) != "adversary"]
-    assert [name for name in honest if any(room(other) == "adversary" for other in own(name))] == []
-    # `shoal run` starts a liar as a process, where the config asks for one; the docstring of the role names them.
-    assert {name for name in honest if "shoal.adversary" in MODULES[name].read_text()} == {
-        "cli.launch.members",
-        "cli.roles",
-    }
 
 
 def test_nothing_is_ever_unpickled() -> None:

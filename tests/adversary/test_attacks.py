@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.adversary.attacks import ATTACKS, Lab
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.adversary.attacks import ATTACKS, Lab
 from shoal.cli.calibrate import RUN
 from shoal.config import parse
 from shoal.engine.torch_engine import TorchEngine

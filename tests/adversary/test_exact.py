@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.adversary.attacks import ATTACKS, Lab
 
-from shoal.adversary.attacks import ATTACKS, Lab
 from shoal.cli.calibrate import RUN
 from shoal.engine.torch_engine import TorchEngine
 from shoal.validator.case import Case

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from benchmarks.adversary.attacks import ATTACKS, Attack, Lab
+from benchmarks.adversary.nearly import NearTemperature
+from benchmarks.adversary.tolerance import FAR, PLANS, SPENT, Plan, SpendsTolerance, Swap, Tried
 
-from shoal.adversary.attacks import ATTACKS, Attack, Lab
-from shoal.adversary.nearly import NearTemperature
-from shoal.adversary.tolerance import FAR, PLANS, SPENT, Plan, SpendsTolerance, Swap, Tried
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.messages import Spent

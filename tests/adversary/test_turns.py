@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
+from benchmarks.adversary.cheats import CHEATS
 
-from shoal.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
-from shoal.adversary.cheats import CHEATS
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.messages import HARD, Reason
 from shoal.store.rollouts import read_submission

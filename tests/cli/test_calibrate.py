@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.adversary.cheats import QuantizedWeights
 
 from shoal import config as config_module
-from shoal.adversary.cheats import QuantizedWeights
 from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, CalibrationError, bounds, by_pair, calibrate, honest_figures
 from shoal.cli.main import FAILED, main
 from shoal.engine.torch_engine import TorchEngine

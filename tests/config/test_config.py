@@ -225,7 +225,6 @@ def test_an_override_of_an_unknown_key_is_refused_like_one_in_the_file(tmp_path:
         (["learner.lr=inf"], "learner.lr: "),
         (["sampling.group_size=1"], "sampling.group_size: "),
         (["run.steps=1.5"], "run.steps: "),
-        (["workers.cheat=lying"], "workers.cheat.0: "),
         (["model=small"], "write it as section.key=value"),
     ],
 )

@@ -14,12 +14,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from benchmarks.byzantine import liars
 
 from shoal.protocol.address import Address
 
 from .browsing import Watched
 
-CONFIG = Path(__file__).parents[2] / "configs" / "tiny-byzantine.toml"
+CONFIG = Path(__file__).parents[2] / "configs" / "tiny.toml"
 DEADLINE_S = 900.0  # on a very busy machine; a quiet one takes about a minute
 STEPS = 30
 LATER = 5  # steps that must still come after each death
@@ -74,7 +75,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
     )
     try:
         until(lambda: answers(f"http://127.0.0.1:{port}"), "the dashboard")
-        yield out, f"http://127.0.0.1:{port}"
+        with liars(run, out, ["older_weights"]):
+            yield out, f"http://127.0.0.1:{port}"
     finally:
         run.send_signal(signal.SIGINT)
         run.communicate(timeout=DEADLINE_S)

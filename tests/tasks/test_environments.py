@@ -265,11 +265,6 @@ def test_an_unknown_environment_is_refused_with_the_known_ones() -> None:
     [
         ({"sampling": {"max_turns": 1}}, "needs sampling.max_turns of at least 2"),
         ({"tasks": {"sources": [{"generator": "arithmetic"}]}}, "needs a source with an environment"),
-        (
-            {"tasks": {"sources": [{"generator": "arithmetic"}]}, "sampling": {"max_turns": 1}}
-            | {"workers": {"cheat": "forged_tool"}},
-            "forged_tool",
-        ),
     ],
 )
 def test_turns_and_environments_go_together(sections: dict[str, Any], message: str) -> None:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.adversary.cheats import QuantizedWeights
 
 from shoal import config as config_module
-from shoal.adversary.cheats import QuantizedWeights
 from shoal.cli.main import DONE, USAGE, main
 from shoal.coordinator import curriculum
 from shoal.coordinator.state.connection import open_sqlite

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from benchmarks.adversary.cheats import QuantizedWeights, WrongTemperature, round_to_4_bits_
 
 from shoal import toploc
-from shoal.adversary.cheats import QuantizedWeights, WrongTemperature, round_to_4_bits_
 from shoal.engine.protocol import Completion, Sampling
 from shoal.model.load import load_model, save_model
 from shoal.model.logprobs import token_logprobs

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.adversary.cheats import QuantizedWeights
 
-from shoal.adversary.cheats import QuantizedWeights
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.protocol.messages import MILLION, CurriculumPage, Outcomes, Reason
 from shoal.store.rollouts import PROOF_BYTES, Rollout, read_accepted

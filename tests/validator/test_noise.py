@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.adversary.cheats import WrongTemperature
 
-from shoal.adversary.cheats import WrongTemperature
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.messages import Reason

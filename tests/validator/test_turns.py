@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.adversary.cheats import CHEATS
 
-from shoal.adversary.cheats import CHEATS
 from shoal.model.turns import model_positions, model_spans, model_tokens
 from shoal.protocol.messages import HARD, Reason, Verdict
 from shoal.store.rollouts import Rollout, RolloutFileError, read_accepted, read_submission

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.adversary.cheats import CHEATS
 
-from shoal.adversary.cheats import CHEATS
 from shoal.config import Config
 from shoal.protocol.messages import HARD, Reason, Verdict
 from shoal.store.rollouts import read_submission

@@ -114,7 +114,7 @@ def run_worker(
     producer_type: type | None = None,
     engine: EngineName = "torch",
 ) -> str:
-    """Follow the newest weights and generate rollouts. `producer_type`: a liar of `shoal.adversary.cheats`, or honest."""
+    """Follow the newest weights and generate rollouts. `producer_type`: `Producer`, or one that lies."""
     from shoal.engine.one_thread import OneThread
     from shoal.worker.loop import Worker, follow
     from shoal.worker.produce import Producer

@@ -12,6 +12,6 @@ Every room may import this one; it imports only `shoal.errors`.
 
 from shoal.config.config import Config
 from shoal.config.loading import ConfigError, dumps, load, parse
-from shoal.config.sections import Cheat, EngineName, TrackerName
+from shoal.config.sections import EngineName, TrackerName
 
-__all__ = ["Cheat", "Config", "ConfigError", "EngineName", "TrackerName", "dumps", "load", "parse"]
+__all__ = ["Config", "ConfigError", "EngineName", "TrackerName", "dumps", "load", "parse"]

@@ -128,5 +128,3 @@ class Config(Section):
                 f"sampling.max_turns = {self.sampling.max_turns} needs a source with an environment "
                 '(environment = "calculator" in [[tasks.sources]])'
             )
-        if not answered and "forged_tool" in self.workers.cheat:
-            yield 'workers.cheat = "forged_tool" needs a source with an environment'

@@ -4,30 +4,15 @@ Defaults with the source INTELLECT-2 are that paper's, all others Shoal's own; `
 `checking` holds what work and machines must meet, `recipe` the learning.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shoal.config.section import PAPER, Section
 
-Cheat = Literal[
-    "older_weights",
-    "quantized_weights",
-    "forged_reward",
-    "wrong_temperature",
-    "replayed_submission",
-    "forged_tool",
-    "faked_fingerprint",
-]
-
 EngineName = Literal["torch", "vllm"]
 TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
-
-
-def _as_list(value: object) -> object:
-    """A single cheat may be written without brackets."""
-    return [value] if isinstance(value, str) and value else value or []
 
 
 class RunSection(Section):
@@ -207,9 +192,6 @@ class WorkerSection(Section):
         le=16,
         description="submissions that a worker may generate at once, so that its batch stays full while the longest "
         "completions of one end",
-    )
-    cheat: Annotated[list[Cheat], BeforeValidator(_as_list)] = Field(
-        default=[], description="cheating workers that `shoal run` adds, one per entry (for tests and demonstrations)"
     )
 
     def engine(self, number: int) -> EngineName:

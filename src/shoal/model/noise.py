@@ -7,7 +7,6 @@ There are two schemes (`sampling.noise`), and a run has one:
 
 Invariant: noise depends only on integers. The integers and the uniforms are exact; the float32 logarithms that follow are
 exact on one kind of machine, and within a few units in the last place elsewhere (GPUs have fast ones).
-Called by `sampling` and by the attacker that knows every score (adversary/tolerance.py).
 Left out: vLLM's noise in float64 and for drafted tokens; Shoal asks vLLM for neither.
 Sources: splitmix64, Steele et al. 2014; MurmurHash3, Appleby (public domain); vLLM 0.32.0,
 vllm/v1/worker/gpu/sample/gumbel.py (Apache 2.0), which `tests/model/test_noise.py` runs next to this.

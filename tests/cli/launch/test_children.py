@@ -56,7 +56,7 @@ def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> N
 
 
 def test_an_error_is_repeated_from_its_beginning(tmp_path: Path) -> None:
-    child = Child("worker-0", [], "", tmp_path / "log", multiprocessing.get_context("spawn"))
+    child = Child("worker-0", [], tmp_path / "log", multiprocessing.get_context("spawn"))
     child.log.write_text("starting\nshoal worker: the port 8000 is in use" + " and so on" * 1000 + "\n")
     assert child.last_words().startswith("shoal worker: the port 8000 is in use and so on")
     assert len(child.last_words()) == MAX_WORDS + 1
@@ -65,7 +65,7 @@ def test_an_error_is_repeated_from_its_beginning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("status", [2, 4])
 def test_a_failure_that_a_restart_does_not_mend_stops_the_run_at_once(tmp_path: Path, status: int) -> None:
     children = Children(tmp_path, 5, "cuda")
-    child = Child("relay-0", [], "", tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
+    child = Child("relay-0", [], tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
     child.log.write_text("shoal relay: [Errno 98] port 80 is in use\n")
     children.all.append(child)
     with pytest.raises(ChildError, match=r"relay-0 cannot run: shoal relay: \[Errno 98\] port 80 is in use"):
@@ -76,7 +76,7 @@ def test_a_failure_that_a_restart_does_not_mend_stops_the_run_at_once(tmp_path: 
 @pytest.mark.parametrize("status", [1, -9])
 def test_a_crash_is_followed_by_a_restart(tmp_path: Path, status: int) -> None:
     children, said = Children(tmp_path, 5, "cuda"), list[str]()
-    child = Child("relay-0", [], "", tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
+    child = Child("relay-0", [], tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
     child.log.write_text("shoal relay: no route to host\n")
     children.all.append(child)
     children.revive(said.append)

@@ -22,12 +22,10 @@ def test_a_members_invite_is_its_owners_alone_and_is_kept(tmp_path: Path) -> Non
     assert read_invite(str(path)) == found
 
 
-def test_workers_and_cheaters_are_started_with_the_engines_in_turn(tmp_path: Path) -> None:
-    settings = parse(
-        {"workers": {"engines": ["torch", "vllm"], "count": 3, "cheat": ["forged_reward", "wrong_temperature"]}}
-    )
+def test_workers_are_started_with_the_engines_in_turn(tmp_path: Path) -> None:
+    settings = parse({"workers": {"engines": ["torch", "vllm"], "count": 3}})
     started = {one.name: members.command(one, settings, tmp_path, 2) for one in members.members(settings)}
     with_vllm = {
         name for name, words in started.items() if words[words.index("--join") + 2 :][:2] == ["--engine", "vllm"]
     }
-    assert with_vllm == {"worker-1", "cheater-1"}
+    assert with_vllm == {"worker-1"}

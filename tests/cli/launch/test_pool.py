@@ -35,7 +35,7 @@ def pool(folder: Path, url: str = "http://127.0.0.1:8700", **config: Any) -> Poo
 
 def planned(swarm: PoolSwarm) -> dict[str, list[str]]:
     swarm._resolve({})
-    return {name: command for name, command, _ in swarm.plan()}
+    return dict(swarm.plan())
 
 
 def test_every_trusted_role_is_started_and_no_worker(tmp_path: Path) -> None:

@@ -12,17 +12,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from benchmarks.adversary.cheats import CHEATS
+from benchmarks.byzantine import liars
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.cli.launch.children import ChildError
 from shoal.cli.launch.swarm import Swarm, SwarmError
-from shoal.config import Cheat, load, parse
+from shoal.config import load, parse
 from shoal.ledger.chain import read_export, verify_chain, write_export
 from shoal.model import numerics
 from shoal.model.sources import resolve
@@ -387,8 +389,9 @@ def test_kill_9_of_any_process_is_survived(victim: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", list(EXPECTED))
 def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    swarm = start(out, "--set", f"workers.cheat={kind}", config="tiny-byzantine")
-    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    swarm = start(out)
+    with liars(swarm, out, [kind]):
+        printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     summary = summary_of(out)
     assert summary["slashed"] == ["cheater"]
@@ -404,9 +407,9 @@ def test_a_faked_fingerprint_leaves_its_class_and_is_no_lie_and_a_lie_beside_it_
     if numerics.refusal("float32"):
         pytest.skip(f"no exact numerics here: {numerics.refusal('float32')}")
     out = tmp_path / "run"
-    cheats = '["faked_fingerprint", "quantized_weights"]'
-    swarm = start(out, "--set", f"workers.cheat={cheats}", "--set", "model.dtype=float32", config="tiny-byzantine")
-    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    swarm = start(out, "--set", "model.dtype=float32")
+    with liars(swarm, out, ["faked_fingerprint", "quantized_weights"]):
+        printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     summary = summary_of(out)
     assert summary["slashed"] == ["cheater-1"]
@@ -453,7 +456,6 @@ SHORT = {
     "coordinator.prompts_per_step": 8,
     "coordinator.online_filter": "false",
     "workers.groups_per_submission": 4,
-    "workers.cheat": "forged_tool",
     "evaluator.n": 16,
     "evaluator.n_between": 16,
 }
@@ -475,7 +477,7 @@ def calling_config(folder: Path) -> Path:
                 {"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, said, strict=True)
             ]
             calls.write(json.dumps({"messages": messages}) + "\n")
-    text = (CONFIGS / "tiny-byzantine.toml").read_text()
+    text = (CONFIGS / "tiny.toml").read_text()
     text = text.replace("operand_max = 99 }", 'operand_max = 99 }\nenvironment = "calculator"')
     path = folder / "calling.toml"
     path.write_text(text + SFT.format(data=folder / "calls.jsonl"))
@@ -483,20 +485,22 @@ def calling_config(folder: Path) -> Path:
 
 
 def test_every_lie_is_told_in_a_run() -> None:
-    assert {*EXPECTED, "forged_tool", "faked_fingerprint"} == set(get_args(Cheat))
+    assert {*EXPECTED, "forged_tool", "faked_fingerprint"} == set(CHEATS)
 
 
 @pytest.mark.slow
 def test_a_worker_that_forges_a_tools_answers_is_slashed(tmp_path: Path) -> None:
     path, out = calling_config(tmp_path), tmp_path / "run"
     chosen = [part for key, value in SHORT.items() for part in ("--set", f"{key}={value}")]
-    for verb, model, folder in (
-        ("sft", tmp_path / "start", tmp_path / "sft"),
-        ("run", tmp_path / "sft" / "model", out),
+    for verb, model, folder, lies in (
+        ("sft", tmp_path / "start", tmp_path / "sft", []),
+        ("run", tmp_path / "sft" / "model", out, ["forged_tool"]),
     ):
         argv = [sys.executable, "-m", "shoal", verb, str(path), "--out", str(folder), "--set", f"model.name={model}"]
-        done = subprocess.run([*argv, *chosen], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        command = subprocess.Popen([*argv, *chosen], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with liars(command, folder, lies):
+            printed, _ = command.communicate(timeout=DEADLINE_S)
+        assert command.returncode == 0, printed
     summary = summary_of(out)
     assert summary["slashed"] == ["cheater"]
     assert set(summary["reject_reasons"]) == {"environment"}

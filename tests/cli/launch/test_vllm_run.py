@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.byzantine import liars
 
 from shoal.engine.vllm.client import PYTHON
 
@@ -21,18 +23,14 @@ TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
 SMALL = ["evaluator.n=16", "evaluator.batch=16", "tasks.heldout=16"]
 
 
-def run(out: Path, *settings: str) -> dict[str, Any]:
-    """The summary of a run with these settings."""
+def run(out: Path, *settings: str, lies: Sequence[str], engine: str = "vllm") -> dict[str, Any]:
+    """The summary of a run with these settings, and with liars that generate with `engine`."""
     words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "run", str(TINY), "--out", str(out), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1700,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    argv = [sys.executable, "-m", "shoal", "run", str(TINY), "--out", str(out), *words]
+    started = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with liars(started, out, lies, engine):
+        printed, _ = started.communicate(timeout=1700)
+    assert started.returncode == 0, printed[-4000:]
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 
@@ -41,8 +39,8 @@ def run_with_a_liar(out: Path, engine: str, liar: str, *settings: str) -> dict[s
     """The summary of 12 steps with one honest worker on this engine, none of whose work was rejected, and a slashed liar."""
     if engine == "vllm" and not os.environ.get(PYTHON):
         pytest.skip(f"{PYTHON} names no environment with vLLM (docs/vllm.md)")
-    kinds = (f'workers.engines=["{engine}"]', f'workers.cheat=["{liar}"]')
-    summary = run(out, "run.steps=12", "workers.count=1", *kinds, *settings)
+    honest = ("run.steps=12", "workers.count=1", f'workers.engines=["{engine}"]')
+    summary = run(out, *honest, *settings, lies=[liar], engine=engine)
     assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]
     assert summary["slashed"] == ["cheater"], summary
     return summary
@@ -54,7 +52,7 @@ def test_a_run_on_vllm_trains_and_its_liars_are_slashed(tmp_path: Path) -> None:
         "run.steps=12",
         "workers.count=1",
         'workers.engines=["vllm"]',
-        'workers.cheat=["quantized_weights", "wrong_temperature"]',
+        lies=["quantized_weights", "wrong_temperature"],
     )
     assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]
     assert set(summary["slashed"]) == {"cheater-0", "cheater-1"}, summary["reject_reasons"]
@@ -66,7 +64,7 @@ def test_vllm_and_torch_workers_feed_one_run_and_the_liar_among_them_is_slashed(
         tmp_path / "run",
         "run.steps=40",  # so many that vLLM, which starts later, comes to work
         'workers.engines=["vllm", "torch"]',
-        'workers.cheat=["quantized_weights"]',  # the first of the cheating workers: vLLM's
+        lies=["quantized_weights"],
     )
     assert min(summary["accepted"][name] for name in ("worker-0", "worker-1")) > 0, summary["accepted"]
     assert summary["rejected"] == {"worker-0": 0, "worker-1": 0, "cheater": summary["rejected"]["cheater"]}

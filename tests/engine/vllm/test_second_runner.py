@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.adversary.cheats import WrongTemperature
 
-from shoal.adversary.cheats import WrongTemperature
 from shoal.cli.calibrate import RUN
 from shoal.config import load
 from shoal.engine.protocol import Completion, Sampling

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.adversary.cheats import QuantizedWeights, WrongTemperature
 
-from shoal.adversary.cheats import QuantizedWeights, WrongTemperature
 from shoal.cli.calibrate import RUN
 from shoal.config import Config, load
 from shoal.engine.vllm.client import VllmEngine

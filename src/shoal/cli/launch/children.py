@@ -52,7 +52,6 @@ class Child:
 
     name: str
     command: list[str]
-    module: str  # whose `main` takes the command
     log: Path
     context: BaseContext
     restarts: int = 0
@@ -61,7 +60,7 @@ class Child:
     ended: bool = False  # as intended: it is done, or evicted
 
     def start(self) -> None:
-        arguments = (self.module, self.command, self.log)
+        arguments = (self.command, self.log)
         self.process = self.context.Process(target=_become, args=arguments, name=self.name, daemon=True)  # type: ignore[attr-defined]
         self.process.start()
 
@@ -92,15 +91,15 @@ class Children:
         self.context: BaseContext = multiprocessing.get_context("forkserver" if forks else "spawn")
         self.context.set_forkserver_preload(["shoal.cli.launch.preload"])
 
-    def start(self, name: str, command: list[str], module: str = "shoal.cli") -> Child:
-        child = Child(name, command, module, self.logs / f"{name}.log", self.context)
+    def start(self, name: str, command: list[str]) -> Child:
+        child = Child(name, command, self.logs / f"{name}.log", self.context)
         self.all.append(child)
         child.start()
         return child
 
     def run(self, name: str, command: list[str]) -> str:
         """Run a `shoal` command to its end. Returns the last line it printed. Raises ChildError if it fails."""
-        child = Child(name, command, "shoal.cli", self.logs / f"{name}.log", self.context)
+        child = Child(name, command, self.logs / f"{name}.log", self.context)
         child.start()
         assert child.process is not None
         try:
@@ -162,7 +161,7 @@ class Children:
                 each.join()
 
 
-def _become(module: str, command: list[str], log: Path) -> None:
+def _become(command: list[str], log: Path) -> None:
     """In the child: start a new session, write output to the log, set the title; then run the command."""
     starter, forker = multiprocessing.parent_process(), os.getppid()
     assert starter is not None
@@ -172,4 +171,4 @@ def _become(module: str, command: list[str], log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     setproctitle(" ".join(["shoal", *command]))
-    sys.exit(importlib.import_module(module).main(command))
+    sys.exit(importlib.import_module("shoal.cli").main(command))

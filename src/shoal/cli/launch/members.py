@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from shoal.cli.preflight.cores import share_threads
-from shoal.config import Cheat, Config
+from shoal.config import Config
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import Role
@@ -23,29 +22,20 @@ MEETING = "meet"  # name and folder of the meeting of the learner's sites
 class Member:
     name: str
     role: Role
-    command: str  # the role, or the kind of cheat
 
 
 def members(config: Config) -> Iterator[Member]:
     """Every process except coordinator and meeting, in the order in which they start."""
     for i in range(config.learner.sites.sites if config.learner.sites else 1):
-        yield Member(f"learner-{i}" if i else "learner", "learner", "learner")
-    yield Member("origin", "origin", "origin")
+        yield Member(f"learner-{i}" if i else "learner", "learner")
+    yield Member("origin", "origin")
     for i in range(config.relays.count):
-        yield Member(f"relay-{i}", "relay", "relay")
+        yield Member(f"relay-{i}", "relay")
     for i in range(config.validator.count):
-        yield Member(f"validator-{i}" if config.validator.count > 1 else "validator", "validator", "validator")
+        yield Member(f"validator-{i}" if config.validator.count > 1 else "validator", "validator")
     for i in range(config.workers.count):
-        yield Member(f"worker-{i}", "worker", "worker")
-    cheats = config.workers.cheat
-    for i, cheat in enumerate(cheats):
-        yield Member(f"cheater-{i}" if len(cheats) > 1 else "cheater", "worker", cheat)
-    yield Member("evaluator", "evaluator", "evaluator")
-
-
-def module_of(command: str) -> str:
-    """The module whose `main` takes this command."""
-    return "shoal.adversary.cheats" if command in get_args(Cheat) else "shoal.cli"
+        yield Member(f"worker-{i}", "worker")
+    yield Member("evaluator", "evaluator")
 
 
 def coordinator_command(run: str, out: Path, url: str) -> list[str]:
@@ -72,15 +62,11 @@ def command(member: Member, config: Config, out: Path, cores: int) -> list[str]:
     more = ["--watch", str(out / (MEETING if sites else "learner") / "versions")] if member.role == "origin" else []
     if member.role == "learner" and sites:
         more = ["--site", str(site_invites(config, out)[int(member.name.removeprefix("learner").lstrip("-") or 0)])]
-    if member.role == "worker" and (engine := config.workers.engine(_number(member.name))) != "torch":
-        more = ["--engine", engine]
+    if member.role == "worker":
+        engine = config.workers.engine(int(member.name.removeprefix("worker-")))
+        more = ["--engine", engine] if engine != "torch" else []
     where = ["--dir", str(folder), "--threads", str(threads)]
-    return [member.command, "--join", str(folder / "invite"), *more, *where]
-
-
-def _number(name: str) -> int:
-    """Of a worker, or of a cheater among the cheaters."""
-    return int(name.rpartition("-")[2]) if "-" in name else 0
+    return [member.role, "--join", str(folder / "invite"), *more, *where]
 
 
 def invite(member: Member, coordinator: Identity, run: str, url: str, out: Path) -> None:

@@ -55,7 +55,7 @@ class PoolSwarm(Swarm):
 
     def _resolve(self, found: dict[str, Any]) -> None:
         """The pool's config stays as it is: each machine measures its own dtype. No worker is here, or may be late."""
-        workers = self.config.workers.model_copy(update={"count": 0, "cheat": []})
+        workers = self.config.workers.model_copy(update={"count": 0})
         patient = self.config.run.model_copy(update={"stall_s": math.inf})
         self.here = self.config.model_copy(update={"workers": workers, "run": patient})
 
@@ -105,7 +105,7 @@ def trusted_invites(folder: Path) -> dict[Member, Path]:
         invite = read_invite(str(path))
         payload = open_payload(invite.signed.model_dump_json(), invite.key, invite.run)
         if payload.role in TRUSTED:
-            found[Member(payload.name, payload.role, payload.role)] = path
+            found[Member(payload.name, payload.role)] = path
     for role in NEEDED:
         if (count := sum(member.role == role for member in found)) != 1:
             raise PoolUpError(

@@ -193,14 +193,13 @@ class Swarm:
             self._wait_for_meeting()
         for member in self._members():
             self._invite(member)
-        for name, command, module in self.plan():
-            self.children.start(name, command, module)
+        for name, command in self.plan():
+            self.children.start(name, command)
 
-    def plan(self) -> Iterator[tuple[str, list[str], str]]:
-        """Every process but coordinator and meeting, in the order to start them: name, command line, module."""
+    def plan(self) -> Iterator[tuple[str, list[str]]]:
+        """Every process but coordinator and meeting, in the order to start them: name and command line."""
         for member in self._members():
-            command = members.command(member, self.here, self.out, self.cores)
-            yield member.name, command, members.module_of(member.command)
+            yield member.name, members.command(member, self.here, self.out, self.cores)
 
     def _coordinator_command(self) -> list[str]:
         """Its command line; from now on the run has its name and its address."""

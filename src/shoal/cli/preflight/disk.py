@@ -44,7 +44,7 @@ def needs(config: Config, parameters: int) -> Needs:
     written = math.ceil(steps / learner.steps_between_checkpoints(0 if learner.lora else parameters))
     kept_for_good = steps // learner.keep_every if learner.keep_every else 0
     checkpoints = (min(learner.keep_last + 1, written) + kept_for_good) * checkpoint
-    workers = (config.workers.count + len(config.workers.cheat)) * versions(WORKER_KEEP)
+    workers = config.workers.count * versions(WORKER_KEEP)
     validators = config.validator.count * versions(config.coordinator.async_level + 2)
     evaluator = versions(EVALUATOR_KEEP)
     sites, meeting_round, meeting = 1, 0, 0

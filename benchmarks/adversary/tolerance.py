@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal.adversary.lab import Attack
 from shoal.engine.protocol import Completion
 from shoal.model.head import logits
 from shoal.model.noise import NOISES
 from shoal.tasks.derive import GroupPlan
+
+from .lab import Attack
 
 SPENT = 0.9  # of each limit
 FAR = 4  # margins: the validator rejects a submission with one token beyond

@@ -1,6 +1,6 @@
-"""Workers that lie. No honest module imports this room.
+"""Workers that lie.
 
-cheats   the lies of the byzantine configs: processes that `shoal run` starts
+cheats   lies of a worker in a live run: `liar.py` is its process
 attacks  the attack matrix, by name: lies about the work (`weights`), the tokens (`tokens`, `tolerance`),
          the report (`proofs`)
 lab      the honest producer that every attack of the matrix extends

@@ -2,7 +2,6 @@
 
 Invariant: an `Attack` without overrides is honest. Each subclass changes what its docstring says, and keeps every other
 field as consistent as an attacker can cheaply make it.
-Called by `weights`, `tokens` and `proofs`. The lies that a live run can be given are in `cheats`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

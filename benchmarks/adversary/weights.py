@@ -1,7 +1,6 @@
 """Lies about the computation: other weights, a rounded cache, another prompt.
 
 Claimed logprobs and proofs are those of the attacker's own forward.
-Called by `attacks`.
 """
 
 from collections.abc import Sequence
@@ -12,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.adversary.cheats import round_linears_, round_to_4_bits_
-from shoal.adversary.lab import Attack, outputs_changed
 from shoal.engine.protocol import Completion
 from shoal.tasks.derive import GroupPlan
 from shoal.tasks.prompt import prompt_tokens
+
+from .cheats import round_linears_, round_to_4_bits_
+from .lab import Attack, outputs_changed
 
 STALE_STEPS = 5
 

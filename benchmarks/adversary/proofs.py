@@ -1,7 +1,7 @@
 """Lies about finished work: forged rewards and logprobs, copied or replayed work, and forged proofs.
 
 If the lie is in the proofs, then tokens, logprobs and rewards are honest.
-Called by `attacks`. Paper: TOPLOC (arXiv 2501.16007).
+Paper: TOPLOC (arXiv 2501.16007).
 """
 
 import math
@@ -11,13 +11,14 @@ from dataclasses import replace
 import torch
 
 from shoal import toploc
-from shoal.adversary.lab import Attack
 from shoal.engine.protocol import Completion
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, Rollout
 from shoal.tasks.derive import GroupPlan
 from shoal.toploc.chunk import peaks
 from shoal.toploc.field import PRIME
+
+from .lab import Attack
 
 UNASSIGNED = 10_000_000  # added to a submission's number: work that nobody asked for
 TOP_K = PROOF_BYTES // 2 - 1

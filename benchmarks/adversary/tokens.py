@@ -2,7 +2,6 @@
 
 Hidden states and logprobs are those of the stated weights for the submitted tokens, so only the tokens themselves can
 reveal these lies.
-Called by `attacks`.
 """
 
 import hashlib
@@ -14,11 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.adversary.cheats import round_linears_, round_to_4_bits_
-from shoal.adversary.lab import Attack, outputs_changed
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.tasks.derive import GroupPlan
+
+from .cheats import round_linears_, round_to_4_bits_
+from .lab import Attack, outputs_changed
 
 TOP_K = 5
 TOP_P = 0.9

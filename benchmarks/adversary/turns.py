@@ -1,14 +1,14 @@
 """Lies about what an environment answered. The model's own tokens, their proofs and logprobs are honest.
 
 An environment's tokens are neither sampled nor proven, so to choose them is to choose what the model reads.
-Called by `attacks`, for configs whose tasks have an environment.
 """
 
 from collections.abc import Sequence
 
-from shoal.adversary.cheats import ForgedTool, hint
-from shoal.adversary.lab import Attack
 from shoal.tasks.derive import GroupPlan
+
+from .cheats import ForgedTool, hint
+from .lab import Attack
 
 
 class ForgedAnswer(ForgedTool, Attack):

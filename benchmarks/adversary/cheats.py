@@ -1,30 +1,23 @@
 """Workers that lie, each in one way, by overriding one method of the honest producer.
 
-`shoal run` starts one for each name in `workers.cheat`; the worker itself never imports this module. Each kind lies from
-its first submission on, so every one of its submissions must be rejected; `forged_tool` from its first call of a tool on.
+`liar.py` starts one, `byzantine.py` a run with some. Each kind lies from its first submission on, so every one of its
+submissions must be rejected; `forged_tool` from its first call of a tool on, so it needs tasks with an environment.
 All are slashed but `faked_fingerprint`, which is not paid until it is put out of the class; then its work, which is
 honest, is judged by the limits.
 """
 
-import argparse
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import get_args
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.cli.launch import process
-from shoal.cli.roles import run_worker
-from shoal.config import Cheat, EngineName
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.load import WEIGHTS
-from shoal.protocol.invite import read_invite
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import Rollout
 from shoal.tasks import Task
@@ -112,7 +105,7 @@ class FakedFingerprint(Producer):
         return self.fast.generate(prompts, [plan.seeds for plan in plans], self.sampling, self.responder(plans))
 
 
-CHEATS: dict[Cheat, type[Producer]] = {
+CHEATS: dict[str, type[Producer]] = {
     "older_weights": OlderWeights,
     "quantized_weights": QuantizedWeights,
     "forged_reward": ForgedReward,
@@ -153,22 +146,3 @@ def rounded_copy(folder: Path, to: Path) -> Path:
             weight.copy_(rounded_OI)
     save_file(weights, to / WEIGHTS, {"format": "pt"})
     return to
-
-
-def main(argv: list[str] | None = None) -> int:
-    """`python -m shoal.adversary.cheats KIND --join INVITE --dir DIR`: a worker that lies."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=list(CHEATS))
-    parser.add_argument("--join", required=True)
-    parser.add_argument("--dir", type=Path, required=True)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--engine", choices=get_args(EngineName), default="torch")
-    arguments = parser.parse_args(argv)
-    stop = process.begin(f"worker that lies ({arguments.kind})", threads=arguments.threads)
-    invite, kind = read_invite(arguments.join), CHEATS[arguments.kind]
-    ended = run_worker(invite, arguments.dir, arguments.threads, stop, kind, arguments.engine)
-    return 3 if ended == "evicted" else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

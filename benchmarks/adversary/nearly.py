@@ -6,7 +6,6 @@
 
 How far each goes is set from outside, by `lean`: whoever can run the validator finds what passes.
 Invariant: a strength of 0 is honest.
-Called by benchmarks/spending_real.py.
 """
 
 from collections.abc import Sequence
@@ -15,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from shoal.adversary.lab import Attack
-from shoal.adversary.tokens import OtherSampling
 from shoal.engine.protocol import Completion
 from shoal.model.load import load_model
 from shoal.tasks.derive import GroupPlan
+
+from .lab import Attack
+from .tokens import OtherSampling
 
 
 class NearTemperature(OtherSampling):

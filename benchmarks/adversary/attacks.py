@@ -6,12 +6,12 @@
 
 `honest` is the control: it must always be accepted. docs/trust.md lists the attacks that a validator of the newest version
 accepts some of, and why they do no harm.
-Called by the attack matrix and its tests; never by a worker.
 """
 
-from shoal.adversary import proofs, tokens, tolerance, turns, weights
-from shoal.adversary.lab import Attack, Lab
 from shoal.config import Config
+
+from . import proofs, tokens, tolerance, turns, weights
+from .lab import Attack, Lab
 
 __all__ = ["ATTACKS", "TOOL_ATTACKS", "Attack", "Lab", "attacks_on"]
 

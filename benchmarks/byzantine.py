@@ -1,0 +1,76 @@
+"""`shoal run` with workers that lie: each joins the run by an invite, as a stranger's worker joins a pool.
+
+    python benchmarks/byzantine.py configs/tiny.toml --out runs/byzantine
+    python benchmarks/byzantine.py configs/tiny.toml --out DIR --lies quantized_weights forged_reward --set run.steps=30
+
+`adversary/cheats.py` lists the lies. Other arguments are those of `shoal run`. A liar is named `cheater`, or `cheater-0` and
+so on; its folder and log are where those of the run's own processes are.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.coordinator.operating import invite_from
+
+HERE = Path(__file__).parent
+START_S = 600.0  # until a run can be joined, on a very busy machine
+STOP_S = 10.0
+POLL_S = 0.1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--lies", nargs="+", default=["older_weights"], help="a worker for each of these")
+    parser.add_argument("--engine", default="torch", help="what the liars generate with")
+    arguments, more = parser.parse_known_args()
+    argv = [sys.executable, "-m", "shoal", "run", arguments.config, "--out", str(arguments.out), *more]
+    with subprocess.Popen(argv) as run, liars(run, arguments.out, arguments.lies, arguments.engine):
+        try:
+            return run.wait()
+        except KeyboardInterrupt:  # the terminal has sent it to the run, too
+            return run.wait()
+
+
+@contextmanager
+def liars(run: subprocess.Popen, out: Path, kinds: Sequence[str], engine: str = "torch") -> Iterator[None]:
+    """Within the context, workers that lie take part in this `shoal run --out out`.
+
+    None starts if `run` ends before it can be joined. Raises TimeoutError.
+    """
+    coordinator = out / "coordinator"
+    deadline_s = time.monotonic() + START_S
+    while kinds and run.poll() is None and not (coordinator / "coordinator.json").exists():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the run in {out} cannot be joined after {START_S:.0f} s; see {out / 'logs'}")
+        time.sleep(POLL_S)
+    started = []
+    try:
+        for number, kind in enumerate(kinds if run.poll() is None else []):
+            name = f"cheater-{number}" if len(kinds) > 1 else "cheater"
+            folder = out / name
+            folder.mkdir(mode=0o700, exist_ok=True)
+            invite_from(coordinator, "worker", name, None, days=1).save(folder / "invite")
+            argv = [sys.executable, str(HERE / "liar.py"), kind, "--join", str(folder / "invite"), "--dir", str(folder)]
+            with (out / "logs" / f"{name}.log").open("ab") as log:
+                started.append(subprocess.Popen([*argv, "--engine", engine], stdout=log, stderr=subprocess.STDOUT))
+        yield
+    finally:
+        for liar in started:
+            liar.terminate()
+        for liar in started:
+            try:
+                liar.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                liar.kill()
+                liar.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
