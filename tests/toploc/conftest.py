@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.toploc import Thresholds
 from shoal.toploc.chunk import peaks
-from shoal.toploc.verify import compare
+from shoal.toploc.prove import compare
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.toploc import build, verify
-from shoal.toploc.chunk import peaks
-from shoal.toploc.largest import largest
+from shoal.toploc.chunk import largest, peaks
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.toploc import BFLOAT16, ChunkResult, Thresholds, build, build_many, verify, verify_many
 from shoal.toploc.field import PRIME
-from shoal.toploc.verify import compare
+from shoal.toploc.prove import compare
 
 AcceptedConstants = Callable[[Tensor, Thresholds], dict[int, int]]
 

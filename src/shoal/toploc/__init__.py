@@ -11,10 +11,18 @@ hidden states its maker had, not how tokens were sampled from them.
 Paper: TOPLOC, arXiv 2501.16007, sections 3 and 4.
 """
 
-from shoal.toploc.build import build, build_many
 from shoal.toploc.proof import ProofError, from_base64, parse, to_base64
-from shoal.toploc.result import BFLOAT16, FLOAT16, PRESETS, ChunkResult, Thresholds
-from shoal.toploc.verify import verify, verify_many
+from shoal.toploc.prove import (
+    BFLOAT16,
+    FLOAT16,
+    PRESETS,
+    ChunkResult,
+    Thresholds,
+    build,
+    build_many,
+    verify,
+    verify_many,
+)
 
 __all__ = [
     "BFLOAT16",

@@ -3,7 +3,7 @@
 Invariant: all values are whole numbers in float64. Residues are below 2^16, products below 2^32, and a sum has at most a
 few hundred products. So all values stay far below 2^50, the limit up to which `_reduce` is exact, and no result depends
 on rounding, on the order of summation or on the device.
-Called by `build` (interpolate) and `verify` (evaluate). Leaves out subquadratic algorithms: at 128 points these are a few
+Leaves out subquadratic algorithms: at 128 points these are a few
 matrix products.
 
 Paper: TOPLOC section 3 (polynomial encoding). Shapes: B polynomials, K coefficients or points, N points; powers

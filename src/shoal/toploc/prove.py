@@ -1,0 +1,199 @@
+"""Building proofs and verifying them: the two sides of a commitment.
+
+Invariants: a proof's polynomial passes through (index mod modulus, raw 16 bits) of every one of its chunk's top_k entries.
+`verify` returns one ChunkResult per chunk of the verifier's own hidden states, never fewer; a malformed, missing or extra
+proof raises ProofError.
+The arithmetic runs on the device of the hidden states (after the last norm, before the output head, of generated tokens);
+only the coefficients are copied. Left out: a separate comparison of indices, because an entry that only the verifier chose
+evaluates to a random value and is a mismatch; and calibration of thresholds (`shoal calibrate`).
+
+The public package takes a list of activations: the prompt's, which get their own proof, then one per decoded token. To
+get the same proofs here, concatenate them and pass the prompt's length as prefill_tokens. For its skip_prefill, pass
+only the decoded tokens and prefill_tokens 0, as Shoal's roles do. Given one tensor, its verifier finds the same figures,
+except for the median (see ChunkResult). Given a list of activations, prefill first, it ignores the modulus and rejects
+honest proofs, including its own, if that is not 65497.
+
+Paper: TOPLOC sections 3 (proofs) and 4 (error metrics and thresholds).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from shoal.toploc.chunk import peaks
+from shoal.toploc.field import PRIME, evaluate, interpolate
+from shoal.toploc.proof import ProofError, injective_modulus, parse, serialise
+
+# The leading coefficients of an interpolant of real data are uniform: all eight are zero once in 65497^8. In a forged
+# polynomial of low degree, such as a constant, they are zero. Unless every value is exact, no entry of such a chunk agrees.
+_LEADING = 8
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """Differences over a chunk's top_k entries, the verifier's against the proof's.
+
+    exponent_mismatches: entries whose exponent bits differ, 0..top_k.
+    mantissa_error_mean, mantissa_error_median: absolute difference of the mantissa bits as integers (units of the last
+    place), over the entries whose exponents agree; infinity if none do. The sign bit is ignored. The median of an even
+    number of entries is the mean of the middle two (the public package's tensor path takes the upper one).
+    """
+
+    exponent_mismatches: int
+    mantissa_error_mean: float
+    mantissa_error_median: float
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The largest accepted errors, inclusive."""
+
+    exponent_mismatches: float
+    mantissa_error_mean: float
+    mantissa_error_median: float
+
+    def passes(self, result: ChunkResult) -> bool:
+        """Whether every figure is within its limit. NaN is not."""
+        return (
+            result.exponent_mismatches <= self.exponent_mismatches
+            and result.mantissa_error_mean <= self.mantissa_error_mean
+            and result.mantissa_error_median <= self.mantissa_error_median
+        )
+
+
+BFLOAT16 = Thresholds(exponent_mismatches=38, mantissa_error_mean=10, mantissa_error_median=8)
+"""For bfloat16 at top_k 128 (TOPLOC section 4).
+
+SmolLM2-135M decoded by a worker and prefilled by a validator differed by at most 6 / 2.1 / 2 (exponents, mean, median;
+32 chunks of two texts, arithmetic in bfloat16, float16 or float32 on either side); weights rounded to 4 bits by at
+least 19 / 12.4 / 6, and every such chunk failed. Weights rounded to 8 bits, at most 8 / 3.9 / 2, pass.
+
+The looser 60/40/40 used elsewhere accept a constant polynomial, which needs no hidden states. Most peaks lie in one or two
+binades, so a constant in the right one agrees with more than half of the exponents, and random 7-bit mantissas differ by
+about 40. The same constant passes in 15 of 16 real chunks (tests/toploc/test_toploc_real.py). These thresholds accept no
+constant on heavy-tailed hidden states. On Gaussian ones the 128 largest values are so close together that a well-chosen
+constant can pass. Therefore `verify` rejects constants by their degree, with any thresholds.
+"""
+
+FLOAT16 = Thresholds(exponent_mismatches=38, mantissa_error_mean=40, mantissa_error_median=32)
+"""For float16 at top_k 128; measured, as the paper has none.
+
+A unit of its 10-bit mantissa is an eighth of bfloat16's, so at the same relative error BFLOAT16's limits would be 80 and
+64. But float16 arithmetic is more precise too: the 32 chunks above differed by at most 2 / 2 / 2 between float16 and
+float32, by 6 / 18.1 / 13 if one side computed in bfloat16, and with 4-bit weights by at least 18 / 100 / 47. These limits
+are half of BFLOAT16's relative error: twenty times the first, twice the second, and well below the third. Weights
+rounded to 8 bits, at most 8 / 30.7 / 19, pass here too.
+"""
+
+PRESETS: Mapping[torch.dtype, Thresholds] = MappingProxyType(
+    {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: BFLOAT16}
+)
+"""By the dtype of the hidden states. float32 is rounded to bfloat16 before the comparison."""
+
+
+def build(hidden_TH: Tensor, *, chunk_tokens: int = 32, top_k: int = 128, prefill_tokens: int = 0) -> list[bytes]:
+    """One proof of 2 + 2 * top_k bytes for the first `prefill_tokens` tokens together, if any, then one per
+    `chunk_tokens` tokens. The last chunk may be shorter.
+
+    float32 is rounded to bfloat16. The bytes do not hold the dtype, so the verifier must use the same one. top_k must be
+    at most H, or a last chunk of one token cannot be proven (ProofError). Raises ValueError for tensors that are not
+    finite, not 2-D or of another dtype, and for prefill_tokens outside 0..T.
+    """
+    return build_many([hidden_TH], chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens)[0]
+
+
+def build_many(
+    hiddens: Sequence[Tensor],
+    *,
+    chunk_tokens: int = 32,
+    top_k: int = 128,
+    prefill_tokens: int | Sequence[int] = 0,
+) -> list[list[bytes]]:
+    """`build` for each sequence, with the arithmetic of all chunks batched. Returns one list per sequence.
+
+    prefill_tokens is one number for all sequences, or a list with one number for each.
+    """
+    found = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens)
+    modulus_B = injective_modulus(found.index_BK)
+    coefficients_BK = interpolate(found.index_BK % modulus_B[:, None], found.bits_BK % PRIME)
+    proofs = iter(serialise(modulus_B, coefficients_BK))
+    return [[next(proofs) for _ in range(count)] for count in found.chunks_per_sequence]
+
+
+def verify(
+    hidden_TH: Tensor,
+    proofs: Sequence[bytes],
+    *,
+    chunk_tokens: int = 32,
+    top_k: int = 128,
+    prefill_tokens: int = 0,
+) -> list[ChunkResult]:
+    """Compare one sequence's proofs with the verifier's own hidden states of the same tokens.
+
+    `chunk_tokens`, `top_k`, `prefill_tokens` and the dtype (float32 counts as bfloat16) must be the prover's.
+    Raises ProofError if a proof is malformed or the number of proofs is wrong. Raises ValueError if `hidden_TH` itself is
+    unusable, which is not evidence against the prover.
+    """
+    (results,) = verify_many(
+        [hidden_TH], [proofs], chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens
+    )
+    return results
+
+
+def verify_many(
+    hiddens: Sequence[Tensor],
+    proofs: Sequence[Sequence[bytes]],
+    *,
+    chunk_tokens: int = 32,
+    top_k: int = 128,
+    prefill_tokens: int | Sequence[int] = 0,
+) -> list[list[ChunkResult]]:
+    """`verify` for each sequence, with the arithmetic of all chunks batched on the hidden states' device.
+
+    The first malformed proof raises for the whole call. ProofError.sequence is its sequence, so that a caller with several
+    provers can drop it and call again.
+    """
+    if len(hiddens) != len(proofs):
+        raise ValueError(f"{len(hiddens)} sequences but proofs for {len(proofs)}")
+    own = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens)
+    parsed = []
+    for sequence, (expected, given) in enumerate(zip(own.chunks_per_sequence, proofs, strict=True)):
+        if len(given) != expected:
+            fault = "missing" if len(given) < expected else "extra"
+            reason = f"{fault}: {len(given)} proofs for {expected} chunks"
+            raise ProofError(reason, sequence=sequence, proof=min(len(given), expected))
+        parsed.append(parse(given, top_k=top_k, sequence=sequence))
+    modulus_B = torch.cat([modulus for modulus, _ in parsed]).to(own.index_BK.device)
+    coefficients_BK = torch.cat([coefficients for _, coefficients in parsed]).to(own.index_BK.device)
+
+    proven_BK = evaluate(coefficients_BK, own.index_BK % modulus_B[:, None])
+    low_degree_B = (coefficients_BK[:, -_LEADING:] == 0).all(dim=1)
+    forged_B = low_degree_B & (proven_BK != own.bits_BK).any(dim=1)
+    results = iter(compare(own.bits_BK, proven_BK, forged_B, mantissa_bits=own.mantissa_bits))
+    return [[next(results) for _ in range(count)] for count in own.chunks_per_sequence]
+
+
+def compare(own_BK: Tensor, proven_BK: Tensor, forged_B: Tensor, *, mantissa_bits: int) -> list[ChunkResult]:
+    """The errors of each row of raw 16-bit values. No entry of a row in `forged_B` agrees."""
+    exponent_own_BK = (own_BK & 0x7FFF) >> mantissa_bits
+    exponent_proven_BK = (proven_BK & 0x7FFF) >> mantissa_bits
+    mantissa_mask = (1 << mantissa_bits) - 1
+    agree_BK = (exponent_own_BK == exponent_proven_BK) & ~forged_B[:, None]
+    error_BK = ((own_BK & mantissa_mask) - (proven_BK & mantissa_mask)).abs().double()
+
+    agreeing_B = agree_BK.sum(dim=1)
+    mean_B = error_BK.where(agree_BK, 0.0).sum(dim=1) / agreeing_B.clamp(min=1)
+    mean_B[agreeing_B == 0] = inf
+    # Disagreeing entries are infinities and sort last; with none agreeing the median is infinite too.
+    ascending_BK = error_BK.where(agree_BK, inf).sort(dim=1).values
+    middle_B2 = torch.stack([(agreeing_B - 1).clamp(min=0) // 2, agreeing_B // 2], dim=1)
+    median_B = ascending_BK.gather(1, middle_B2).mean(dim=1)
+    mismatches_B = own_BK.shape[1] - agreeing_B
+    return [
+        ChunkResult(mismatches, mean, median)
+        for mismatches, mean, median in zip(mismatches_B.tolist(), mean_B.tolist(), median_B.tolist(), strict=True)
+    ]
