@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--label", help="name of the results file (default: the config's name)")
     parser.add_argument("--finished", type=Path, nargs="+", default=[], help="record these folders of finished runs")
     parser.add_argument("--plot", action="store_true", help="draw the first run of the results; run nothing")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to `shoal run`")
     arguments, more = parser.parse_known_args()
+    more += [word for setting in arguments.set for word in ("--set", setting)]
     if arguments.plot:
         plot(arguments.label or arguments.config)
         return
