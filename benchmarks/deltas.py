@@ -6,7 +6,7 @@ Each folder holds v000000, v000001, .... At most --most consecutive pairs per la
 thread with both versions in the page cache. Writes every pair and the medians to benchmarks/results/deltas.json after each
 label. Times are wall-clock and CPU seconds; only the first depend on other load.
 
-    files     shoal.shardcast.format.delta as a node uses it: two folders to a delta, and a folder and the delta to a folder
+    files     shoal.shardcast.delta as a node uses it: two folders to a delta, and a folder and the delta to a folder
     links     encode, transfer of the delta and apply, against the transfer of the full version (bf16, a tokenizer)
     a model   in bf16 that holds the old version is updated: from the new folder, as engines do, or in place from the
               decoded delta
@@ -43,9 +43,9 @@ import zstandard
 from machine import describe
 
 from shoal.model.load import load_model, load_weights_
-from shoal.shardcast.format import delta
-from shoal.shardcast.format.delta import MAGIC, PIECE_WORDS, Kind, Link, Reader, Writer
-from shoal.shardcast.format.files import StoredTensor, read_layout
+from shoal.shardcast import delta
+from shoal.shardcast.delta import MAGIC, PIECE_WORDS, Kind, Link, Reader, Writer
+from shoal.shardcast.files import StoredTensor, read_layout
 
 LINKS_BITS_S = {"1 Gb/s": 1e9, "100 Mb/s": 1e8}
 WAYS_EVERY = 4  # pairs

@@ -72,15 +72,19 @@ LOOSE = {"", "__main__", "errors", "evidence", "files"}  # modules at the root
 
 SUB_ROOMS = {  # likewise, of rooms that have rooms of their own; their loose modules stand above these
     "shardcast": {
-        "format": [],
-        "contents": ["format"],
-        "store": ["format"],
-        "fetch": ["format"],
-        "growing": ["contents", "format"],
-        "origin": ["contents", "format", "growing", "store"],
-        "relay": ["fetch", "format", "store"],
-        "serve": ["format", "store"],
-        "alone": ["contents", "fetch", "format", "origin", "relay", "serve", "store"],
+        "manifest": [],
+        "files": ["manifest"],
+        "delta": ["files"],
+        "contents": ["files", "manifest"],
+        "store": ["manifest"],
+        "connections": [],
+        "guard": ["connections", "manifest"],
+        "server": ["connections", "guard", "manifest", "store"],
+        "fetch": ["delta", "files", "manifest"],
+        "growing": ["contents", "files", "manifest"],
+        "origin": ["contents", "delta", "files", "growing", "manifest", "store"],
+        "relay": ["fetch", "manifest", "store"],
+        "alone": ["contents", "fetch", "manifest", "origin", "relay", "server", "store"],
     },
     "coordinator": {
         "state": [],

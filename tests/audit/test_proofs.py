@@ -11,7 +11,7 @@ from blake3 import blake3
 from shoal.audit.found import Found, Rejected
 from shoal.audit.opened import BrokenError
 from shoal.audit.proofs import judge_rejections
-from shoal.shardcast.format.listing import version_name
+from shoal.shardcast.manifest import version_name
 from shoal.store.folder import Folder
 from shoal.worker.produce import Producer
 

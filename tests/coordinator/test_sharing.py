@@ -54,7 +54,7 @@ from shoal.protocol.node import Node
 from shoal.protocol.pace import Strangers
 from shoal.protocol.server import Front
 from shoal.protocol.signing import SignedAuth, sign_request
-from shoal.shardcast.serve.guard import BURST_S
+from shoal.shardcast.guard import BURST_S
 
 from ..servers import free_port
 from .support import config, payload

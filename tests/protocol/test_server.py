@@ -27,7 +27,7 @@ from shoal.protocol.pace import (
 )
 from shoal.protocol.server import read_body
 from shoal.protocol.signing import SignatureError, SignedHead, content_digest
-from shoal.shardcast.serve.guard import BURST_S
+from shoal.shardcast.guard import BURST_S
 
 
 def head_of(body: bytes) -> SignedHead:

@@ -10,7 +10,7 @@ from resource import RUSAGE_SELF, getrusage
 from support import RUN, access, client, contents, origin, relay, serving
 
 from shoal.shardcast import origin as origin_module
-from shoal.shardcast.format.manifest import FileEntry
+from shoal.shardcast.manifest import FileEntry
 
 
 def say(**facts) -> None:

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from shoal.shardcast import Access, Client, Limits, Origin, Relay, Store, app, public_key_hex, serve
 from shoal.shardcast.fetch.source import Incoming, Source, Standing
 from shoal.shardcast.fetch.sources import Sources
-from shoal.shardcast.format.manifest import Part, ShardEntry
+from shoal.shardcast.manifest import Part, ShardEntry
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"o" * 32)

@@ -16,9 +16,8 @@ from shoal.shardcast.fetch import cache as cache_module
 from shoal.shardcast.fetch import download as download_module
 from shoal.shardcast.fetch.cache import PartialShard
 from shoal.shardcast.fetch.source import Standing
-from shoal.shardcast.format.files import StreamFiles
-from shoal.shardcast.format.listing import Listing
-from shoal.shardcast.format.manifest import SIGNATURE_DOMAIN, FileEntry
+from shoal.shardcast.files import StreamFiles
+from shoal.shardcast.manifest import SIGNATURE_DOMAIN, FileEntry, Listing
 
 from . import virtual
 from .support import (

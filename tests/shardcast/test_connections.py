@@ -14,8 +14,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from shoal.shardcast.serve import connections
-from shoal.shardcast.serve.connections import PATIENCE, Connection, Listener, Patience
+from shoal.shardcast import connections
+from shoal.shardcast.connections import PATIENCE, Connection, Listener, Patience
 
 
 class Door:
@@ -132,7 +132,7 @@ def test_a_starting_role_takes_all_the_system_gives(soft_limit: None) -> None:
 SERVER = """
 import asyncio, sys, resource
 from pathlib import Path
-from shoal.shardcast.serve.server import app, serve
+from shoal.shardcast.server import app, serve
 
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from shoal.shardcast.format import delta
-from shoal.shardcast.format.delta import MAGIC, DeltaError, DeltaStats, Kind, Link, apply, encode, passes
-from shoal.shardcast.format.files import LayoutError, read_layout
+from shoal.shardcast import delta
+from shoal.shardcast.delta import MAGIC, DeltaError, DeltaStats, Kind, Link, apply, encode, passes
+from shoal.shardcast.files import LayoutError, read_layout
 
 from .support import contents
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from shoal.shardcast import FetchError
+from shoal.shardcast.fetch import BadData
 from shoal.shardcast.fetch.download import Download
-from shoal.shardcast.fetch.errors import BadData
 
 from . import virtual
 from .support import (

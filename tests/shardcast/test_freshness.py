@@ -14,12 +14,11 @@ from pydantic import ValidationError
 
 from shoal.shardcast import Access, FetchError, Origin, PublishError, Store
 from shoal.shardcast.alone import publish, watch
-from shoal.shardcast.fetch.errors import disk_errors
+from shoal.shardcast.fetch import disk_errors
 from shoal.shardcast.fetch.plan import Freshness
 from shoal.shardcast.fetch.reach import proxy_for
-from shoal.shardcast.format.listing import Listing, Newest, SignedNewest
-from shoal.shardcast.format.manifest import MAX_SHARDS
-from shoal.shardcast.serve.server import serve, url_of
+from shoal.shardcast.manifest import MAX_SHARDS, Listing, Newest, SignedNewest
+from shoal.shardcast.server import serve, url_of
 from shoal.shardcast.store import StoreLockedError
 
 from .support import (

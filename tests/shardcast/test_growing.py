@@ -13,7 +13,7 @@ from shoal.shardcast import growing as growing_module
 from shoal.shardcast import origin as origin_module
 from shoal.shardcast.fetch import download as download_module
 from shoal.shardcast.fetch.sources import Sources
-from shoal.shardcast.format.files import read_layout
+from shoal.shardcast.files import read_layout
 from shoal.shardcast.origin import Handover
 
 from .support import (

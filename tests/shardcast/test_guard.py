@@ -10,10 +10,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.files import write_file
-from shoal.shardcast.format.manifest import public_key_hex
-from shoal.shardcast.serve import guard as guard_module
-from shoal.shardcast.serve.guard import PASS_S, RENEW_S, Guard, Passes, Rates, Refused, check, issue, visit
-from shoal.shardcast.serve.server import app, serve
+from shoal.shardcast import guard as guard_module
+from shoal.shardcast.guard import PASS_S, RENEW_S, Guard, Passes, Rates, Refused, check, issue, visit
+from shoal.shardcast.manifest import public_key_hex
+from shoal.shardcast.server import app, serve
 
 POOL = Ed25519PrivateKey.from_private_bytes(b"p" * 32)
 OTHER = Ed25519PrivateKey.from_private_bytes(b"o" * 32)

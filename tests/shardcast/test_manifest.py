@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.shardcast import Manifest, ManifestError, SignedManifest
-from shoal.shardcast.format.manifest import SIGNATURE_DOMAIN
+from shoal.shardcast.manifest import SIGNATURE_DOMAIN
 
 from .support import KEY, OTHER_KEY, PUBLIC_KEY, PUBLICATION
 

@@ -9,11 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from shoal.files import NewFile
-from shoal.shardcast import Manifest, ManifestError, Origin
+from shoal.shardcast import Manifest, ManifestError, Origin, delta
 from shoal.shardcast import origin as origin_module
-from shoal.shardcast.format import delta
-from shoal.shardcast.format.files import read_layout
-from shoal.shardcast.format.manifest import FileEntry
+from shoal.shardcast.files import read_layout
+from shoal.shardcast.manifest import FileEntry
 from shoal.shardcast.origin import shard_bytes
 
 from .support import (

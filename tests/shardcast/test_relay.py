@@ -14,7 +14,7 @@ from shoal import files as files_module
 from shoal.files import temporary
 from shoal.shardcast import Access, Relay, Store
 from shoal.shardcast import origin as origin_module
-from shoal.shardcast.format.manifest import FileEntry
+from shoal.shardcast.manifest import FileEntry
 from shoal.shardcast.relay import by_choice
 
 from .support import (

@@ -13,13 +13,13 @@ import pytest
 from aiohttp import web
 
 from shoal.shardcast import FetchError, ManifestError, SignedManifest
+from shoal.shardcast import manifest as manifest_module
+from shoal.shardcast.fetch import BadData, SourceError
 from shoal.shardcast.fetch import download as download_module
 from shoal.shardcast.fetch import source as source_module
-from shoal.shardcast.fetch.errors import BadData, SourceError
 from shoal.shardcast.fetch.source import Incoming
 from shoal.shardcast.fetch.sources import Sources
-from shoal.shardcast.format import manifest as manifest_module
-from shoal.shardcast.format.listing import MAX_LISTING_BYTES, Listing
+from shoal.shardcast.manifest import MAX_LISTING_BYTES, Listing
 
 from .support import (
     OTHER_KEY,

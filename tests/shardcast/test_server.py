@@ -27,11 +27,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from yarl import URL
 
 from shoal.files import NewFile, temporary
-from shoal.shardcast.format.manifest import Delta, FileEntry, Manifest, SignedManifest, Stream
-from shoal.shardcast.serve import connections
-from shoal.shardcast.serve.connections import LISTENER, LOG, PATIENCE, Patience, network
-from shoal.shardcast.serve.guard import Guard
-from shoal.shardcast.serve.server import app, serve
+from shoal.shardcast import connections
+from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Patience, network
+from shoal.shardcast.guard import Guard
+from shoal.shardcast.manifest import Delta, FileEntry, Manifest, SignedManifest, Stream
+from shoal.shardcast.server import app, serve
 from shoal.shardcast.store import Store
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
@@ -734,9 +734,9 @@ def test_one_client_is_an_ipv4_address_or_an_ipv6_network():
 CROWDED = """
 import asyncio, sys
 from pathlib import Path
-from shoal.shardcast.serve.connections import Patience
-from shoal.shardcast.serve.guard import Guard
-from shoal.shardcast.serve.server import app, serve
+from shoal.shardcast.connections import Patience
+from shoal.shardcast.guard import Guard
+from shoal.shardcast.server import app, serve
 
 async def main():
     guard = Guard(audience="test", connections=5000, total_connections=5000)

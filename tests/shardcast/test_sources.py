@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from shoal.shardcast import FetchError
-from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
+from shoal.shardcast.fetch import BadData, NotHeld, SourceError
 from shoal.shardcast.fetch.source import Incoming, Standing
 from shoal.shardcast.fetch.sources import Sources
 

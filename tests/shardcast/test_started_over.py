@@ -10,7 +10,7 @@ import pytest
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.fetch.source import Access
-from shoal.shardcast.format.listing import CURRENT_S, Newest, SignedNewest, latest
+from shoal.shardcast.manifest import CURRENT_S, Newest, SignedNewest, latest
 
 from .support import (
     KEY,

@@ -9,8 +9,7 @@ import pytest
 from shoal import files as files_module
 from shoal.files import NewFile, temporary
 from shoal.shardcast import Origin, Store
-from shoal.shardcast.format.listing import MAX_VERSIONS
-from shoal.shardcast.format.manifest import Delta, FileEntry, Manifest, Stream
+from shoal.shardcast.manifest import MAX_VERSIONS, Delta, FileEntry, Manifest, Stream
 from shoal.shardcast.store import StoreFullError, chain, stored_bytes
 
 from .support import (

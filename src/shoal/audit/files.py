@@ -27,9 +27,8 @@ from shoal.coordinator.submissions import Submissions
 from shoal.learner.record import CHECKPOINT, SIGNED
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import CheckpointRecord
-from shoal.shardcast.format.files import StreamFiles
-from shoal.shardcast.format.listing import parse_version
-from shoal.shardcast.format.manifest import Manifest
+from shoal.shardcast.files import StreamFiles
+from shoal.shardcast.manifest import Manifest, parse_version
 from shoal.shardcast.store import Store
 from shoal.store.folder import HASH, Folder
 from shoal.tasks.compiled.table import Manifest as TaskManifest

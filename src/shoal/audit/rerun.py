@@ -18,7 +18,7 @@ from shoal.audit.found import Found
 from shoal.audit.opened import BrokenError, Opened, naming
 from shoal.audit.work import gather_step
 from shoal.protocol.messages import Computed
-from shoal.shardcast.format.listing import version_name
+from shoal.shardcast.manifest import version_name
 
 CHECKPOINT = "step-{:06d}"
 

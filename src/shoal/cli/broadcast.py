@@ -23,10 +23,10 @@ from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Ok, Policy, Status
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
+from shoal.shardcast.connections import server_context
 from shoal.shardcast.contents import check_apart
 from shoal.shardcast.origin import Handover
-from shoal.shardcast.serve.connections import server_context
-from shoal.shardcast.serve.server import url_of
+from shoal.shardcast.server import url_of
 
 WATCH_S = 0.1
 LOOK_S = 2.0  # between two looks at where the origin is, while it is not reached

@@ -93,8 +93,8 @@ async def _meet(
     from shoal.diloco.invites import site_invite
     from shoal.diloco.serve import Server, serve
     from shoal.protocol.node import KEY
-    from shoal.shardcast.serve.connections import server_context
-    from shoal.shardcast.serve.server import url_of
+    from shoal.shardcast.connections import server_context
+    from shoal.shardcast.server import url_of
 
     identity = Identity.load_or_create(folder / KEY)
     run = run_id(name, identity.public)

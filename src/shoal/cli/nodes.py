@@ -90,7 +90,7 @@ def relay(arguments: argparse.Namespace) -> int:
 def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
     """Set this process up as a server; returns the event that a signal sets."""
     from shoal.cli.launch import process
-    from shoal.shardcast.serve.connections import raise_limit
+    from shoal.shardcast.connections import raise_limit
 
     os.umask(0o077)
     raise_limit()

@@ -170,7 +170,7 @@ def _store(arguments: argparse.Namespace) -> Store:
 
 def _address(arguments: argparse.Namespace) -> Address:
     from shoal.shardcast.alone import Address
-    from shoal.shardcast.serve.connections import server_context
+    from shoal.shardcast.connections import server_context
 
     return Address(
         arguments.host or "127.0.0.1", arguments.port or 0, server_context(arguments.tls_cert, arguments.tls_key)

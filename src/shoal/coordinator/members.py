@@ -29,7 +29,7 @@ from shoal.coordinator.state.connection import SERIAL, Connection
 from shoal.protocol.address import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Intake, InvitePayload, Registered, Role
 from shoal.shardcast.fetch.reach import OutOfReach, check_host
-from shoal.shardcast.serve.guard import Rates
+from shoal.shardcast.guard import Rates
 
 DOWNLOADS = [
     f"""CREATE TABLE IF NOT EXISTS transfers (

@@ -31,7 +31,7 @@ from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS, save_model
 from shoal.protocol.messages import Ok, StepReport
 from shoal.protocol.node import Node
-from shoal.shardcast.format.listing import version_name
+from shoal.shardcast.manifest import version_name
 
 MODEL = "model"  # folder of the trained model, once the run has finished
 

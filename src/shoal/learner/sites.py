@@ -40,7 +40,7 @@ from shoal.learner.site_policy import LATE, PolicySite, Way, about_of, terms_of
 from shoal.model.load import WEIGHTS, save_model
 from shoal.protocol.messages import Batch, BatchGroup, Ok, Status, StepReport
 from shoal.protocol.node import Node
-from shoal.shardcast.format.listing import version_name
+from shoal.shardcast.manifest import version_name
 
 log = logging.getLogger(__name__)
 

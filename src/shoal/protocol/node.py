@@ -46,7 +46,7 @@ from shoal.protocol.messages import (
 from shoal.protocol.signing import SignedAuth
 from shoal.shardcast import Access, Arrival
 from shoal.shardcast.fetch.reach import client_context
-from shoal.shardcast.serve.guard import Passes
+from shoal.shardcast.guard import Passes
 
 HEARTBEAT_S = 1.0
 UNREADABLE = 400  # HTTP status

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shoal.protocol.answers import Refusal
-from shoal.shardcast.serve.guard import Rates
+from shoal.shardcast.guard import Rates
 
 # Requests a second, each with a burst of 10 s (`rates.BURST_S`). A node beats once a second, and a validator that waits for
 # work asks ten times a second.

@@ -30,7 +30,7 @@ from shoal.protocol.answers import Refusal, sign_answer
 from shoal.protocol.identity import Identity
 from shoal.protocol.pace import LARGE_BYTES, Pace, Strangers, Untaken
 from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, verify_head
-from shoal.shardcast.serve.connections import LISTENER, LOG, PATIENCE, Listener, network, started
+from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, network, started
 
 MAX_SMALL_BYTES = 4 << 10  # a registration, a claim, a version, an evaluation: a few fields
 BODY_TIMEOUT_S = 30.0  # for a whole message, and for the next piece of a file

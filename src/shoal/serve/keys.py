@@ -13,7 +13,7 @@ from aiohttp import web
 
 from shoal.errors import UserError
 from shoal.files import write_new_file
-from shoal.shardcast.serve.connections import network
+from shoal.shardcast.connections import network
 
 LEAST = 16  # characters of a key
 

@@ -33,7 +33,7 @@ from shoal.serve.openai.routes import OpenAI, unknown
 from shoal.serve.sources import Source
 from shoal.serve.threads import Places, Threads
 from shoal.serve.versions import Versions
-from shoal.shardcast.serve.connections import LISTENER, Listener, Patience, started
+from shoal.shardcast.connections import LISTENER, Listener, Patience, started
 from shoal.web.headers import secure
 
 PATIENCE = Patience(slowest_Bps=1.0)  # a reply is slow text: only a reader who takes nothing is cut

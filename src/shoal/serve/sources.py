@@ -17,7 +17,7 @@ from shoal.errors import UserError
 from shoal.evals.local import label_of
 from shoal.model import sources
 from shoal.model.load import WEIGHTS
-from shoal.shardcast.format.listing import parse_version
+from shoal.shardcast.manifest import parse_version
 
 CONFIG = "config.toml"
 VERSIONS = Path("learner") / "versions"

@@ -21,14 +21,13 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.shardcast.contents import check_apart
+from shoal.shardcast.fetch import FetchError
 from shoal.shardcast.fetch.client import Client, Progress
-from shoal.shardcast.fetch.errors import FetchError
 from shoal.shardcast.fetch.source import Access
-from shoal.shardcast.format.listing import parse_version
-from shoal.shardcast.format.manifest import Manifest, public_key_hex
+from shoal.shardcast.manifest import Manifest, parse_version, public_key_hex
 from shoal.shardcast.origin import Handover, Origin
 from shoal.shardcast.relay import Relay
-from shoal.shardcast.serve.server import app, serve, url_of
+from shoal.shardcast.server import app, serve, url_of
 from shoal.shardcast.store import Store
 
 LOOK_AGAIN_S = 0.1

@@ -22,8 +22,8 @@ from pydantic import ValidationError
 
 from shoal.errors import ShoalError
 from shoal.files import CHUNK_BYTES
-from shoal.shardcast.format.files import LayoutError, layout_of
-from shoal.shardcast.format.manifest import FileEntry, ManifestError, TensorEntry, check_paths, first_problem
+from shoal.shardcast.files import LayoutError, layout_of
+from shoal.shardcast.manifest import FileEntry, ManifestError, TensorEntry, check_paths, first_problem
 
 SCANNED_BYTES = 64 << 20
 PIECE_BYTES, OVERLAP_BYTES = 4 << 20, 256

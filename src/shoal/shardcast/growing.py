@@ -17,9 +17,8 @@ from typing import Any
 
 from shoal.files import CHUNK_BYTES
 from shoal.shardcast.contents import entry, files_at, in_order, listed
-from shoal.shardcast.format.files import final_size_bytes
-from shoal.shardcast.format.listing import version_name
-from shoal.shardcast.format.manifest import ManifestError
+from shoal.shardcast.files import final_size_bytes
+from shoal.shardcast.manifest import ManifestError, version_name
 
 LOOK_AGAIN_S = 0.01
 STALL_S = 60.0

@@ -27,24 +27,27 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.files import CHUNK_BYTES, NewFile, discard, new_file
+from shoal.shardcast import delta
 from shoal.shardcast.contents import PublishError, check_apart, file_chunks, file_times, files_at
-from shoal.shardcast.format import delta
-from shoal.shardcast.format.delta import Files, Folder
-from shoal.shardcast.format.files import Cutter, LayoutError, StreamFiles, alongside, cut
-from shoal.shardcast.format.listing import Newest, SignedNewest, parse_version, version_name
-from shoal.shardcast.format.manifest import (
+from shoal.shardcast.delta import Files, Folder
+from shoal.shardcast.files import Cutter, LayoutError, StreamFiles, alongside, cut
+from shoal.shardcast.growing import TEMPORARY, GivenUpError, Growing
+from shoal.shardcast.manifest import (
     MAX_SHARDS,
     MAX_SIZE_BYTES,
     Delta,
     FileEntry,
     Manifest,
     ManifestError,
+    Newest,
     Part,
     SignedManifest,
+    SignedNewest,
     Stream,
+    parse_version,
     public_key_hex,
+    version_name,
 )
-from shoal.shardcast.growing import TEMPORARY, GivenUpError, Growing
 from shoal.shardcast.store import Store, StoreFullError, chain
 
 STATE_S = 5.0  # between two statements that say the same

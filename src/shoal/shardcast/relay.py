@@ -30,13 +30,22 @@ from math import log
 from blake3 import blake3
 
 from shoal.files import CHUNK_BYTES
+from shoal.shardcast.fetch import BadData, FetchError, NotHeld, ReplacedError, first_error
 from shoal.shardcast.fetch.download import Download, Movement
-from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, ReplacedError, first_error
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
 from shoal.shardcast.fetch.sources import Sources
-from shoal.shardcast.format.listing import MAX_HOPS, Listing, Newest, SignedNewest, latest
-from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry
+from shoal.shardcast.manifest import (
+    MAX_HOPS,
+    Listing,
+    Manifest,
+    ManifestError,
+    Newest,
+    Part,
+    ShardEntry,
+    SignedNewest,
+    latest,
+)
 from shoal.shardcast.store import Store, chain, stored_bytes
 
 SLOW = 0.25  # siblings below this share of the best one's speed are skipped

@@ -29,8 +29,18 @@ from filelock import FileLock, Timeout
 
 from shoal.errors import ShoalError
 from shoal.files import CHUNK_BYTES, NewFile, discard, remove_leftovers, write_file
-from shoal.shardcast.format.listing import MAX_VERSIONS, Listing, SignedNewest, parse_version, shard_name, version_name
-from shoal.shardcast.format.manifest import Manifest, Part, ShardEntry, SignedManifest
+from shoal.shardcast.manifest import (
+    MAX_VERSIONS,
+    Listing,
+    Manifest,
+    Part,
+    ShardEntry,
+    SignedManifest,
+    SignedNewest,
+    parse_version,
+    shard_name,
+    version_name,
+)
 
 FILE_MODE, FOLDER_MODE = 0o644, 0o755  # of a public store, so that another user's nginx can serve it
 _LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store; a forked child does not hold its parent's

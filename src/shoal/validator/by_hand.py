@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.protocol.messages import Assignment
-from shoal.shardcast.format.listing import version_name
+from shoal.shardcast.manifest import version_name
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Header, RolloutFileError
 from shoal.tasks.curriculum import Fetch, no_pages

@@ -31,7 +31,7 @@ from shoal.protocol.invite import InviteError, open_payload
 from shoal.protocol.messages import Ok, Role
 from shoal.protocol.pace import Pace
 from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, Request, refusal
-from shoal.shardcast.serve.guard import issue
+from shoal.shardcast.guard import issue
 from shoal.store.folder import Folder, StoreError
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, InviteError, open_payload
 from shoal.protocol.messages import VERSION, ClosedRun, RunList, RunOffer, Status
 from shoal.protocol.server import Front, listen
-from shoal.shardcast.serve.server import url_of
+from shoal.shardcast.server import url_of
 from shoal.tracking.record import Record
 from shoal.tracking.report import CURVE, SUMMARY, write_report
 from shoal.tracking.trackers import open_tracker

@@ -24,7 +24,7 @@ from shoal.serve.decoding.scheduler import BusyError, TooLargeError
 from shoal.serve.openai.requests import RequestError
 from shoal.serve.threads import Places, Threads, received
 from shoal.serve.versions import NoPlaceError, UnknownVersionError, Versions
-from shoal.shardcast.serve.connections import network
+from shoal.shardcast.connections import network
 from shoal.web.files import SHARED, Files
 from shoal.web.guard import Allowance, RefusedError, from_own_page
 

@@ -1,1 +1,62 @@
-"""Downloads a published version into a folder: servers, shards, the local cache, and updates in place."""
+"""Downloads: from servers that nobody trusts into a folder. Here: one server's failure (`SourceError`), or that of a whole
+fetch (`FetchError`)."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.errors import ShoalError
+
+
+class SourceError(Exception):
+    """This server did not deliver now; it may later."""
+
+    def __init__(self, url: str, reason: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.url, self.reason = url, reason
+        self.retry_after_s = retry_after_s  # as the server asked in Retry-After
+
+
+class NotHeld(SourceError):
+    """The server says that it does not have this."""
+
+
+class BadData(SourceError):
+    """The server sent something that the learner did not publish."""
+
+
+class FetchError(ShoalError):
+    """What could not be fetched, from which servers, and the next step."""
+
+    restart_helps = True  # relays come and go
+
+
+class NoRouteError(FetchError):
+    """No server offers the parent of a delta yet."""
+
+
+class ReplacedError(FetchError):
+    """An incomplete version was abandoned by its publisher and published again."""
+
+
+def first_error(errors: ExceptionGroup) -> Exception:
+    """The first FetchError of several tasks, else the first exception (a bug)."""
+    return next((error for error in errors.exceptions if isinstance(error, FetchError)), errors.exceptions[0])
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turns an OSError, and a name that this machine cannot write, into a FetchError that names the folder."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise FetchError(f"this machine cannot write the name {error.object!r}; set LC_ALL=C.UTF-8") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise FetchError(
+                f"no space left for {folder}; free some and fetch again (finished shards are kept)"
+            ) from error
+        raise FetchError(f"cannot write {folder}: {error}") from error

@@ -26,10 +26,19 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from shoal.files import discard, fsync, write_all, write_file
-from shoal.shardcast.fetch.errors import FetchError, disk_errors
-from shoal.shardcast.format.files import StreamFiles
-from shoal.shardcast.format.listing import Newest, latest, parse_version, version_name
-from shoal.shardcast.format.manifest import FileEntry, Manifest, ManifestError, ShardEntry, SignedManifest
+from shoal.shardcast.fetch import FetchError, disk_errors
+from shoal.shardcast.files import StreamFiles
+from shoal.shardcast.manifest import (
+    FileEntry,
+    Manifest,
+    ManifestError,
+    Newest,
+    ShardEntry,
+    SignedManifest,
+    latest,
+    parse_version,
+    version_name,
+)
 
 RECORD_EVERY_BYTES = 1 << 20
 

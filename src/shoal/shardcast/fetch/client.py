@@ -23,17 +23,17 @@ from itertools import cycle
 from pathlib import Path
 
 from shoal.files import discard
+from shoal.shardcast import delta
+from shoal.shardcast.delta import DeltaError, Link
+from shoal.shardcast.fetch import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors
 from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial, delta_path
 from shoal.shardcast.fetch.download import fetch_stream
-from shoal.shardcast.fetch.errors import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors
 from shoal.shardcast.fetch.plan import Freshness, Step, offered, plan
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
 from shoal.shardcast.fetch.sources import CATCHES_UP_IN_S, Sources
-from shoal.shardcast.format import delta
-from shoal.shardcast.format.delta import DeltaError, Link
-from shoal.shardcast.format.files import Cutter, alongside
-from shoal.shardcast.format.manifest import FileEntry, Manifest
+from shoal.shardcast.files import Cutter, alongside
+from shoal.shardcast.manifest import FileEntry, Manifest
 
 LOOK_AGAIN_S = 0.2
 WITNESSES = 2  # servers asked for their newest version, as one may be behind

@@ -21,12 +21,12 @@ from math import inf
 from statistics import median
 from typing import Protocol
 
+from shoal.shardcast.fetch import FetchError, ReplacedError, first_error
 from shoal.shardcast.fetch.cache import Partial
-from shoal.shardcast.fetch.errors import FetchError, ReplacedError, first_error
 from shoal.shardcast.fetch.plan import offered
 from shoal.shardcast.fetch.source import Incoming, Offer, Sink, Source
 from shoal.shardcast.fetch.sources import Sources, loop_time
-from shoal.shardcast.format.manifest import Part, ShardEntry
+from shoal.shardcast.manifest import Part, ShardEntry
 
 LOOK_AGAIN_S = 0.05
 LEAST_BPS = 1024  # below that a download does not move

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.shardcast.delta import DeltaError, Kind, Places, Reader, Words, pieces
 from shoal.shardcast.fetch.cache import delta_path, read_manifest
-from shoal.shardcast.format.delta import DeltaError, Kind, Places, Reader, Words, pieces
-from shoal.shardcast.format.files import StoredTensor, StreamFiles, as_one_tensor, read_layout
-from shoal.shardcast.format.manifest import FileEntry, Manifest, ManifestError
+from shoal.shardcast.files import StoredTensor, StreamFiles, as_one_tensor, read_layout
+from shoal.shardcast.manifest import FileEntry, Manifest, ManifestError
 
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}  # torch has few operations on unsigned integers
 

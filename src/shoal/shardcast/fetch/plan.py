@@ -1,6 +1,6 @@
 """Which version to fetch, and by which streams.
 
-The newest: of the versions that servers offer, and of those that are here; `format/listing` says how publications compare.
+The newest: of the versions that servers offer, and of those that are here; `manifest.latest` says how publications compare.
 The route with the fewest bytes:
 
     from an empty cache      the content of the version or of an earlier anchor, then the deltas after that
@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial as bind
 
+from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, SourceError
 from shoal.shardcast.fetch.cache import Cache
-from shoal.shardcast.fetch.errors import FetchError, NoRouteError, NotHeld, SourceError
 from shoal.shardcast.fetch.source import Access, Offer, Source
 from shoal.shardcast.fetch.sources import Sources
-from shoal.shardcast.format.listing import Newest, latest
-from shoal.shardcast.format.manifest import Manifest, Part
+from shoal.shardcast.manifest import Manifest, Newest, Part, latest
 
 
 class Freshness:

@@ -26,7 +26,7 @@ from aiohttp import ThreadedResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from shoal.shardcast.fetch.errors import FetchError
+from shoal.shardcast.fetch import FetchError
 
 
 class Proxy(NamedTuple):

@@ -26,24 +26,22 @@ import aiohttp
 from blake3 import blake3
 from pydantic import ValidationError
 
-from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
+from shoal.shardcast.fetch import BadData, NotHeld, SourceError
 from shoal.shardcast.fetch.reach import OutOfReach, Reach, Resolver, check_host, is_proxy, proxy_for
-from shoal.shardcast.format.listing import (
+from shoal.shardcast.manifest import (
     MAX_LISTING_BYTES,
+    MAX_MANIFEST_BYTES,
     Listing,
+    Manifest,
+    ManifestError,
     Newest,
+    Part,
+    ShardEntry,
+    SignedManifest,
     SignedNewest,
     latest,
     shard_name,
     version_name,
-)
-from shoal.shardcast.format.manifest import (
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    ManifestError,
-    Part,
-    ShardEntry,
-    SignedManifest,
 )
 
 
@@ -153,7 +151,7 @@ class Access:
     public_key: str  # the learner's, ed25519, hex
     run: str | None = None
     limits: Limits = field(default_factory=Limits)
-    token: Callable[[str], str] | None = None  # a reader's pass for the server at this URL, see `serve.passes`
+    token: Callable[[str], str] | None = None  # a reader's pass for the server at this URL, see `guard.Passes`
     tls: ssl.SSLContext | None = None
     reach: Reach | None = None  # of addresses that others name; None: any, the user named them
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL

@@ -23,9 +23,9 @@ from typing import TypeVar
 
 import aiohttp
 
-from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, SourceError
+from shoal.shardcast.fetch import BadData, FetchError, NotHeld, SourceError
 from shoal.shardcast.fetch.source import Access, Incoming, Source, Standing, open_session
-from shoal.shardcast.format.manifest import Part, ShardEntry
+from shoal.shardcast.manifest import Part, ShardEntry
 
 T = TypeVar("T")
 Question = Callable[[Source], Awaitable[T]]

@@ -30,10 +30,9 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from shoal.files import temporary
-from shoal.shardcast.format.listing import VERSION_PATTERN, parse_version
-from shoal.shardcast.format.manifest import ManifestError, Part, Stream
-from shoal.shardcast.serve.connections import LISTENER, LOG, PATIENCE, Listener, Patience, started
-from shoal.shardcast.serve.guard import Guard
+from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, Patience, started
+from shoal.shardcast.guard import Guard
+from shoal.shardcast.manifest import VERSION_PATTERN, ManifestError, Part, Stream, parse_version
 from shoal.shardcast.store import Store
 
 MAX_PARSED = 64

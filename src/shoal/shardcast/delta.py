@@ -41,7 +41,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from shoal.files import CHUNK_BYTES
-from shoal.shardcast.format.files import LayoutError, StoredTensor, as_one_tensor, layout_of, read_layout
+from shoal.shardcast.files import LayoutError, StoredTensor, as_one_tensor, layout_of, read_layout
 
 MAGIC = b"shoal delta 1\n"
 PIECE_WORDS = 1 << 20

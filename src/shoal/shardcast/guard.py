@@ -29,8 +29,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import BaseModel, ConfigDict
 
-from shoal.shardcast.format.manifest import Hash
-from shoal.shardcast.serve.connections import LISTENER, network
+from shoal.shardcast.connections import LISTENER, network
+from shoal.shardcast.manifest import Hash
 
 MAX_CLIENTS = 100_000
 BURST_S = 10.0  # of its rate, by which a client may be ahead

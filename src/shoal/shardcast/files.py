@@ -21,7 +21,7 @@ from typing import BinaryIO, TypeVar
 from blake3 import blake3
 
 from shoal.files import CHUNK_BYTES, NewFile
-from shoal.shardcast.format.manifest import FileEntry, Stream
+from shoal.shardcast.manifest import FileEntry, Stream
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # of all others: 1
