@@ -32,10 +32,9 @@ from torch import Tensor
 
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.codec import Kind
-from shoal.diloco.direct import Direct
 from shoal.diloco.fragments import Fragments
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import Greeting, Terms
+from shoal.diloco.messages import SILENT, Greeting, Terms
 from shoal.diloco.site import Site
 from shoal.files import write_file
 
@@ -111,24 +110,24 @@ def sparse(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
         agreed = Agreed.of(first.tensors, terms.fragments)
         meeting = Meeting(Path(folder), terms, {}, "benchmark", lambda: agreed)
         names = [f"site-{number}" for number in range(setting.sites)]
-        exchanges = [Direct(meeting, name) for name in names]
-        sites = [Site(each.name, terms, Agreed.of(first.tensors, terms.fragments)) for each in exchanges]
-        for exchange in exchanges:
-            exchange.join(Greeting(about={}, round=0, digests=agreed.digests))
+        sites = [Site(name, terms, Agreed.of(first.tensors, terms.fragments)) for name in names]
+        for name in names:
+            meeting.join(name, Greeting(about={}, round=0, digests=agreed.digests))
         for step in range(1, STEPS + 1):
             trainees.step(BEFORE + step - 1)
             last = step == STEPS
             if step % every == 0:
                 offers = [site.offer(tensors) for site, tensors in zip(sites, trainees.tensors, strict=True)]
-                for exchange, (digest, offered) in zip(exchanges, offers, strict=True):
-                    exchange.offer(meeting.round, digest, offered)
+                for name, (digest, offered) in zip(names, offers, strict=True):
+                    meeting.offer(name, meeting.round, digest, offered, SILENT)
+                meeting.close()
                 sent += len(offers[0][1])
             if step >= every and (step % every == setting.delay or last):
-                for exchange, site, tensors in zip(exchanges, sites, trainees.tensors, strict=True):
-                    found = exchange.outcome(site.round)
-                    assert isinstance(found, tuple)
-                    site.apply(tensors, *found, 0.0 if last else setting.keep)
-                received += len(found[1])
+                for site, tensors in zip(sites, trainees.tensors, strict=True):
+                    outcome, average = meeting.outcome(site.name, site.round), meeting.average(site.round)
+                    assert outcome is not None
+                    site.apply(tensors, outcome, average, 0.0 if last else setting.keep)
+                received += len(average)
         assert len({tuple(site.agreed.digests) for site in sites}) == 1
         for number, vector in enumerate(sites[0].agreed.parameters):  # what all agree on, whichever fragment came last
             terms.fragments.scatter_(trainees.tensors[0], number, vector)

@@ -1,16 +1,15 @@
-"""Share of the time that two sites compute, over an emulated wide-area network: DiLoCo, streaming, and data-parallel.
+"""Share of the time that two sites compute, over an emulated wide-area network: DiLoCo, plain and streaming.
 
     python benchmarks/diloco_wan.py --repeats 2 --out benchmarks/results/diloco_wan.json
 
 Two sites and the meeting in network namespaces of their own, 100 Mb/s each way and a round trip of 50 ms between any two
-(`wan/network.py`). All are real processes with one thread each: `shoal meet` and `shoal pretrain --join`; for data-parallel
-`shoal pretrain` with torchrun's environment and `pretrain.parallel = "replicas"`, where gloo sums float32 gradients from
-site to site while the backward pass computes others. The model is a small llama with new weights, the text Python's
-standard library.
+(`wan/network.py`). All are real processes with one thread each: `shoal meet` and `shoal pretrain --join`. The model is a
+small llama with new weights, the text Python's standard library. The file's figures of data-parallel training are of an
+earlier commit, which had it.
 
-`compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round or step,
+`compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round,
 and, when streaming, before the last round, which waits for its result. Encoding and the outer step count as not computing.
-`busiest_Mbps` is the most that the meeting's link (data-parallel: a site's) carried one way in any second, with IP headers.
+`busiest_Mbps` is the most that the meeting's link carried one way in any second, with IP headers.
 `late` in `stats`: packets that the emulator delivered more than 5 ms late for lack of CPU.
 Needs root on Linux, gcc and iproute2.
 """
@@ -37,7 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {  # the sites' settings and the number of
     "H = 50": {"inner_steps": 50, "steps": 150},
     "H = 10": {"inner_steps": 10, "steps": 50},
     "H = 10, streaming": {"inner_steps": 10, "fragments": 2, "delay": 4, "keep": 0.5, "steps": 50},
-    "data-parallel": {"steps": 30},
 }
 
 
@@ -56,15 +54,14 @@ def main() -> None:
     held |= {"tokens_per_step_and_site": TOKENS * BATCH, "parameters": write_model(), "runs": []}
     for repeat in range(arguments.repeats):
         for name in arguments.settings:
-            run = data_parallel if name == "data-parallel" else sites
-            found = run(FOLDER / f"{name}-{repeat}", dict(SETTINGS[name]))
+            found = sites(FOLDER / f"{name}-{repeat}", dict(SETTINGS[name]))
             held["runs"].append({"name": name, "settings": SETTINGS[name], "repeat": repeat} | found)
             arguments.out.write_text(json.dumps(held) + "\n")
             print(name, json.dumps(found["summary"]), flush=True)  # noqa: T201
 
 
 def sites(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    config = write_config(folder, BATCH, settings)
+    config = write_config(folder, settings)
     network = Network(PLAN, 0)
     try:
         meet = [*SHOAL, "meet", config, "--dir", folder / "meet", "--threads", "1"]
@@ -93,37 +90,6 @@ def sites(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         },
         "stats": stats,
         "rounds": rounds,
-        "course": course,
-    }
-
-
-def data_parallel(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    config = write_config(folder, 2 * BATCH, settings)
-    network = Network(PLAN, 0)
-    try:
-        ranks = []
-        for rank in range(2):
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": "wan0", "MASTER_ADDR": network.address("client0")}
-            environment |= {"MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": "0"}
-            command = [*SHOAL, "pretrain", config, "--out", folder / "out", "--threads", "1"]
-            command += ["--set", "pretrain.parallel=replicas"]
-            ranks.append(network.start(f"client{rank}", command, folder / f"{rank}.log", env=environment))
-        course = watch(network, "client0", lambda: all(each.poll() is not None for each in ranks), folder)
-        stats = network.stats()
-    finally:
-        network.close()
-    steps = [line for line in metrics(folder / "out") if "loss" in line]
-    computed_s, waited_s = (per(steps[0], steps[-1], name, "step") for name in ("computed_s", "waited_s"))
-    return {
-        "summary": {
-            "compute": [share(steps[0], steps[-1])],
-            "step_s": [computed_s],
-            "waited_s_per_step": waited_s,
-            "busiest_Mbps": busiest(course),
-            "sent_bytes_per_step": [per(steps[0], steps[-1], "sent_bytes", "step")],
-        },
-        "stats": stats,
-        "steps": steps,
         "course": course,
     }
 
@@ -204,7 +170,7 @@ def write_model() -> int:
     return sum(parameter.numel() for parameter in plain_model(FOLDER / "model", 0).parameters())
 
 
-def write_config(folder: Path, batch: int, settings: dict[str, Any]) -> Path:
+def write_config(folder: Path, settings: dict[str, Any]) -> Path:
     folder.mkdir()
     text = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in text))
@@ -212,7 +178,7 @@ def write_config(folder: Path, batch: int, settings: dict[str, Any]) -> Path:
     config = folder / "wan.toml"
     config.write_text(
         f"[model]\nname = '{FOLDER}/model'\ndtype = 'float32'\n"
-        f"[pretrain]\ndata = '{folder}/text.jsonl'\nsteps = {steps}\nbatch = {batch}\nmicro_batch = {MICRO_BATCH}\n"
+        f"[pretrain]\ndata = '{folder}/text.jsonl'\nsteps = {steps}\nbatch = {BATCH}\nmicro_batch = {MICRO_BATCH}\n"
         f"tokens = {TOKENS}\nlr = 1e-3\nwarmup_steps = 20\nheldout = 0\nshare = 8\ncheckpoint_every = {steps}\n"
         "[sites]\nsites = 2\nwait_s = 120\nhost = '0.0.0.0'\nport = 7000\n"
         + "".join(f"{key} = {value}\n" for key, value in settings.items())

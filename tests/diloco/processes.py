@@ -1,4 +1,4 @@
-"""`shoal meet` and sites of `shoal pretrain` or `shoal sft` as real processes, for the slow tests."""
+"""`shoal meet` and sites of `shoal pretrain` as real processes, for the slow tests."""
 
 import json
 import os

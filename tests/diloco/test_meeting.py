@@ -13,7 +13,6 @@ from torch import Tensor
 from shoal.diloco import archive
 from shoal.diloco.agreed import Agreed, StateError
 from shoal.diloco.codec import KINDS, Kind, encode
-from shoal.diloco.direct import Direct
 from shoal.diloco.fragments import Fragments
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
@@ -28,6 +27,7 @@ from shoal.diloco.messages import (
 from shoal.diloco.report import summary
 from shoal.diloco.site import DifferentError, SilenceError, Site, meet
 from shoal.files import write_pieces
+from tests.diloco.direct import Direct
 
 SHAPES = {"model.layers.0.w": (20, 5), "model.layers.1.w": (20, 5), "embed": (30, 4)}
 ABOUT = {"model": "abc", "sites.inner_steps": "50"}

@@ -1,7 +1,7 @@
 """`shoal meet CONFIG --dir DIR`: where the sites of one training meet. It writes an invite for each site, and serves until
 the last round is over and every site has left.
 
-The config says what is trained: with [learner.sites] a run's learner, with `sft.data` conversations, else plain text.
+The config says what is trained: with [learner.sites] a run's learner, else plain text.
 """
 
 from __future__ import annotations
@@ -48,25 +48,7 @@ def _meeting_of(config: Config) -> tuple[MeetingSection, Callable[[Path, str], M
         from shoal.cli.roles import learner_meeting
 
         return config.learner.sites, lambda folder, run: learner_meeting(config, folder, run)
-    open_meeting = _sft if config.sft.data and not config.pretrain.data else _pretraining
-    return config.sites, lambda folder, run: open_meeting(config, folder, run)
-
-
-def _sft(config: Config, folder: Path, run: str) -> Meeting:
-    from shoal.cli.launch.prepare import model_folder
-    from shoal.diloco.agreed import Agreed
-    from shoal.diloco.meeting import Meeting
-    from shoal.learner.sft.batch import load_data, plan
-    from shoal.learner.sft.sites import sft_about, sft_terms
-    from shoal.learner.sft.trainer import open_policy
-    from shoal.model.load import load_tokenizer
-
-    where = model_folder(config.model.name)
-    data = load_data(load_tokenizer(where), where, config)  # the rounds follow from it
-    policy = open_policy(where, config, "float32")
-    terms = sft_terms(plan([len(each.tokens) for each in data.train], config.sft, config.run.seed), config, policy)
-    first = Agreed.of(policy.masters, terms.fragments)
-    return Meeting(folder, terms, sft_about(data, config, policy, where), run, lambda: first)
+    return config.sites, lambda folder, run: _pretraining(config, folder, run)
 
 
 def _pretraining(config: Config, folder: Path, run: str) -> Meeting:

@@ -26,11 +26,6 @@ class PretrainSection(Section):
         default=512, ge=1, description="sequences per step and site, over all its ranks", json_schema_extra=DILOCO
     )
     micro_batch: int = Field(default=8, ge=1, description="sequences computed at once")
-    parallel: Literal["shards", "replicas"] = Field(
-        default="shards",
-        description="what ranks under torchrun hold: a part of the weights and moments (FSDP2), or all of them, "
-        "whose gradients are summed each step",
-    )
     tokens: int = Field(default=1024, ge=2, description="tokens of a sequence", json_schema_extra=DILOCO)
     lr: float = Field(default=4e-4, gt=0, description="largest AdamW learning rate", json_schema_extra=DILOCO)
     final_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step, reached along a cosine")
@@ -100,7 +95,7 @@ class LearnerSitesSection(MeetingSection):
 
 
 class SitesSection(MeetingSection):
-    """Several sites of `shoal pretrain` or `shoal sft` that train one model and meet once in many steps (`shoal meet`)."""
+    """Several sites of `shoal pretrain` that train one model and meet once in many steps (`shoal meet`)."""
 
     inner_steps: int = Field(
         default=500, ge=1, description="inner steps between two meetings of a fragment", json_schema_extra=DILOCO

@@ -3,7 +3,7 @@
 Under torchrun a site has several ranks (`ranks`). Its leader alone talks to the meeting and holds what is agreed: masters
 are gathered for it in float32, and what it makes of them is spread again.
 Invariant: all ranks of a site make the same calls, and each learns whether the leader's call was LATE, failed or went well.
-Called by `sites` and `sft`. DiLoCo: arXiv 2311.08105. Left out: delayed results, fragments.
+Called by `sites`. DiLoCo: arXiv 2311.08105. Left out: delayed results, fragments.
 """
 
 import json

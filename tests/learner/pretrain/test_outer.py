@@ -13,11 +13,11 @@ from torch import Tensor
 
 from shoal.config import ConfigError, load, parse
 from shoal.diloco.agreed import Agreed
-from shoal.diloco.direct import Direct
 from shoal.diloco.meeting import Meeting
 from shoal.learner.pretrain.checkpoint import CheckpointError, Progress, read, write
 from shoal.learner.pretrain.outer import Outer, terms_of
 from shoal.learner.pretrain.trainer import Pretraining
+from tests.diloco.direct import Direct
 
 LOCK = threading.Lock()
 ABOUT = {"model": "m"}

@@ -10,7 +10,7 @@ from shoal.diloco.about import about_model
 from shoal.learner.pretrain.text import Corpus
 
 OWN = {  # what may differ from site to site, or between a stop and a resumption
-    "pretrain": {"data", "micro_batch", "parallel", "eval_every", "checkpoint_every"},
+    "pretrain": {"data", "micro_batch", "eval_every", "checkpoint_every"},
     "sites": {
         "wait_s",
         "give_up_s",

@@ -1,18 +1,15 @@
 """The model that is trained, its optimizer and one update: on one rank, or on several that act as one.
 
-    pretrain.parallel = "shards"    FSDP2 (`learner.ranks`): each rank holds a part of the weights and moments
-    pretrain.parallel = "replicas"  each rank holds all of them; their gradients are summed during the backward pass
-
-The leader trains. Each call that it makes here is told to the other ranks, which are in `follow` and make the same call.
+Several ranks hold weights and moments in shards (FSDP2, `learner.ranks`). The leader trains. Each call that it makes here is
+told to the other ranks, which are in `follow` and make the same call.
 Invariant: a step has the same micro-batches on any number of ranks, so its result differs only by the order in which their
 gradients are summed. After `push` all ranks have the leader's weights.
-Called by the trainer.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,7 +22,6 @@ from shoal.config import ConfigError
 from shoal.config.sites import PretrainSection
 from shoal.errors import ShoalError
 from shoal.learner.pretrain.outer import named
-from shoal.learner.pretrain.replicas import GradientSums
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
 from shoal.model.sharded import local, own_rows
@@ -54,7 +50,7 @@ class Net:
         self._check_shares()
         self.root = Root(self.model)
         self.tensors = named(self.model)  # on the leader: the parameters, whole; live, or as of the last `pull`
-        self.sharded = self.ranks.size > 1 and settings.parallel == "shards"
+        self.sharded = self.ranks.size > 1
         if self.sharded:
             held = self.tensors if self.ranks.leads else {}
             self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
@@ -62,17 +58,6 @@ class Net:
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = self._optimizer()
         self.updates = 0  # since the moments were zero
-        self.sums = GradientSums(self.parameters.values()) if self.ranks.size > 1 and not self.sharded else None
-
-    @property
-    def waited_s(self) -> float:
-        """For the replicas' gradients, once the backward passes had ended."""
-        return self.sums.waited_s if self.sums else 0.0
-
-    @property
-    def sent_bytes(self) -> int:
-        """What a ring sends of the replicas' gradients."""
-        return 2 * (self.ranks.size - 1) * self.sums.summed_bytes // self.ranks.size if self.sums else 0
 
     def step(self, ids_BT: Tensor, *, lr: float, number: int) -> tuple[float, float]:
         """Update once. Returns the mean loss in nats per token and the gradient's norm. Raises DivergedError."""
@@ -176,13 +161,11 @@ class Net:
     def _gradients(self, ids_BT: Tensor) -> float:
         """Compute the gradients of the step's mean loss, a micro-batch at a time. Returns the loss."""
         total = torch.zeros(1, device=self.device)
-        mine = self._micro_batches(ids_BT)[self.ranks.rank :: self.ranks.size]
-        for number, micro_MT in enumerate(mine, start=1):
+        for micro_MT in self._micro_batches(ids_BT)[self.ranks.rank :: self.ranks.size]:
             loss = self._loss(micro_MT) * (len(micro_MT) / len(ids_BT))
             total += loss.detach()
-            with self.sums.backward(total) if self.sums and number == len(mine) else nullcontext():
-                loss.backward()  # type: ignore[no-untyped-call]
-        return float(total) if self.sums else self.ranks.sum({"loss": float(total)})["loss"]
+            loss.backward()  # type: ignore[no-untyped-call]
+        return self.ranks.sum({"loss": float(total)})["loss"]
 
     def _loss(self, ids_BT: Tensor) -> Tensor:
         """Mean over the sequences' tokens but their first."""

@@ -90,16 +90,15 @@ class Pretraining:
         """One inner step."""
         started_s = time.monotonic()
         ids_BT = self.stream.sequences(self.settings.batch, self.settings.tokens)
-        lr, waited_s = rate(self.progress.step, self.settings), self.net.waited_s
+        lr = rate(self.progress.step, self.settings)
         loss, norm = self.net.step(ids_BT, lr=lr, number=self.progress.step + 1)
         self.progress.step += 1
         seconds = time.monotonic() - started_s
-        self.computed_s += seconds - (self.net.waited_s - waited_s)
+        self.computed_s += seconds
         if self.outer is not None:
             self.outer.loss, self.outer.computed_s = loss, self.computed_s
         figures = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens": ids_BT.numel()}
-        spent = self._spent() if self.net.sent_bytes else {}
-        self.record(**figures, tokens_per_s=round(ids_BT.numel() / seconds), **spent)
+        self.record(**figures, tokens_per_s=round(ids_BT.numel() / seconds))
         if time.monotonic() - self.logged_s > LOG_EVERY_S:
             self.logged_s = time.monotonic()
             log.info("step %d of %d: loss %.3f", self.progress.step, self.settings.steps, loss)
@@ -176,19 +175,12 @@ class Pretraining:
             left_out=outcome.left_out if outcome else None,
             missing=outcome.missing if outcome else None,
             digests=self.outer.site.agreed.digests,
-            **self._spent(),
+            sent_bytes=self.outer.sent_bytes,  # since the start, like the rest
+            received_bytes=self.outer.received_bytes,
+            computed_s=round(self.computed_s, 3),
+            waited_s=round(self.outer.waited_s, 3),
+            elapsed_s=round(time.monotonic() - self.started_s, 3),
         )
-
-    def _spent(self) -> dict[str, float]:
-        """Since the start: bytes to and from other sites, and the seconds of computing and of waiting for them."""
-        outer, net = self.outer, self.net
-        return {
-            "sent_bytes": net.sent_bytes + (outer.sent_bytes if outer else 0),
-            "received_bytes": net.sent_bytes + (outer.received_bytes if outer else 0),
-            "computed_s": round(self.computed_s, 3),
-            "waited_s": round(net.waited_s + (outer.waited_s if outer else 0.0), 3),
-            "elapsed_s": round(time.monotonic() - self.started_s, 3),
-        }
 
 
 def rate(step: int, settings: PretrainSection) -> float:

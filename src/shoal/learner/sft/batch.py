@@ -39,13 +39,6 @@ class Data:
     heldout: list[Example]
     ends: set[int]  # tokens that end an assistant's turn
 
-    def digest(self) -> str:
-        """A hash of what is trained on."""
-        found = hashlib.sha256()
-        for example in self.train:
-            found.update(repr(example.spans).encode() + example.tokens.tobytes())
-        return found.hexdigest()
-
     def to_bytes(self) -> bytes:
         """For `from_bytes` on the other ranks of this machine: a line of JSON, then all tokens."""
         parts = [[[len(each.tokens), each.spans] for each in part] for part in (self.train, self.heldout)]

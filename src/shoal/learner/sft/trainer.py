@@ -5,7 +5,7 @@ loss is the mean over all trained tokens of its conversations, with one denomina
 Invariant: the conversations of an update are a pure function of seed, epoch and data. So the position in the data is the
 number of updates done, and a resumed run equals the uninterrupted one (bitwise on the CPU).
 Called by `shoal sft`, under torchrun on every rank: each computes its share of an update's micro-batches, and the leader
-writes the files. `sites` spreads it over several sites. Left out: learning rates that decay, LoRA.
+writes the files. Left out: learning rates that decay, LoRA.
 """
 
 import json

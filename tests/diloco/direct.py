@@ -1,4 +1,4 @@
-"""A site in the same process as the meeting: `Roster` and `Exchange` without a network. Called by tests and benchmarks."""
+"""A site in the same process as the meeting, for tests."""
 
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import SILENT, Figures, Greeting, Outcome, Welcome
