@@ -38,6 +38,7 @@ import torch.distributed as dist
 from learner_memory import MODELS
 from machine import describe
 
+from shoal.cli.preflight.work import sizes_of
 from shoal.config import parse
 from shoal.learner.balance import cost, order
 from shoal.learner.batch import Row, Rows
@@ -47,7 +48,6 @@ from shoal.learner.group import Group, Outline, decode, encode
 from shoal.learner.groups import Gathering
 from shoal.learner.metrics import Shape, forward_flops
 from shoal.learner.ranks import Ranks
-from shoal.learner.work import sizes_of
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.store.columns import ACCEPTED, content_digest, from_table

@@ -8,7 +8,7 @@ activation checkpointing, no reference model, and rows of 40,960 positions (5 co
 and no memory. It loads, makes an update of two rows, computes another row, and gathers a version. Its device is one that
 exists in name only (`tests/learner/pretend.py`). Counted are
 
-    peak      bytes of all storages alive on the device, at the most; against the arithmetic of `learner/memory`
+    peak      bytes of all storages alive on the device, at the most; against the arithmetic of `cli/preflight/memory`
     host      the same on the host; and the largest slice of a tensor that is read at once, and the largest tensor that
               rank 0 gathers to publish
     traffic   what the rank receives by collectives of weights and gradients for a row
@@ -46,14 +46,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config
 
+from shoal.cli.preflight.memory import CONTEXT_BYTES, memory_of
+from shoal.cli.preflight.work import Work, sizes_of
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner import masters
 from shoal.learner import policy as policy_module
 from shoal.learner.masters import collect
-from shoal.learner.memory import CONTEXT_BYTES, memory_of
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
-from shoal.learner.work import Work, sizes_of
 from shoal.model import attention, head
 from shoal.model.sharded import Sharded
 from shoal.model.tree import Pack, Tree, pack

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.preflight.cores import shares
+from shoal.cli.preflight.memory import memory_of
 from shoal.cli.preflight.speed import Pace, Speed, measure, pace, speed
+from shoal.cli.preflight.work import BUNDLED, Work, work_of
 from shoal.config import Config, load
-from shoal.learner.memory import memory_of
-from shoal.learner.work import BUNDLED, Work, work_of
 from shoal.model.dtype import pick
 
 ROOT = Path(__file__).parent.parent

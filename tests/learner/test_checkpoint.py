@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import hf_storage
 
+from shoal.config.recipe import LearnerSection
 from shoal.learner.batch import micro_batches
 from shoal.learner.checkpoint import CheckpointError, Checkpoints, Progress
 from shoal.learner.groups import Group
@@ -309,3 +310,12 @@ def test_a_full_disk_names_the_folder_and_leaves_older_checkpoints(
     with pytest.raises(OSError, match=rf"{tmp_path}/\.step-000002.*No space left on device"):
         checkpoints.finish()
     assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1
+
+
+@pytest.mark.parametrize(
+    ("billions", "steps", "every"),
+    [(0.135, None, 1), (0.83, None, 1), (7.6, None, 10), (32.8, None, 40), (32.8, 1, 1), (0.135, 8, 8)],
+)
+def test_checkpoints_write_ten_gigabytes_a_step_or_less(billions: float, steps: int | None, every: int) -> None:
+    section = LearnerSection() if steps is None else LearnerSection(checkpoint_every=steps)
+    assert section.steps_between_checkpoints(round(billions * 1e9)) == every

@@ -208,7 +208,6 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
     """
     import torch
 
-    from shoal.learner import footprint
     from shoal.learner.loop import Learner
     from shoal.learner.policy import Policy
     from shoal.learner.ranks import Ranks
@@ -225,7 +224,14 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
         policy = Policy(model, config.learner, dtype, device, config.sampling.temperature, ranks, picked)
         numerics.insist(config.model.numerics, policy.model)  # before anybody gets a version
         if ranks.leads:
-            log.info("%s", "; ".join(footprint.lines(config, policy)))
+            every = config.learner.steps_between_checkpoints(policy.trained)
+            log.info(
+                "%.0f million trained parameters on %d rank(s), %s; a checkpoint every %d step(s)",
+                policy.trained / 1e6,
+                ranks.size,
+                "masters, moments and summed gradients on the host" if policy.offloads else "nothing on the host",
+                every,
+            )
         if site is None:
             learner = Learner(node, config, policy, folder)
         else:

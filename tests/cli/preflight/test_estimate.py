@@ -10,10 +10,10 @@ import pytest
 from shoal.cli.main import DONE, FAILED, main
 from shoal.cli.preflight.cores import shares
 from shoal.cli.preflight.estimate import START_S, Estimate, estimate, evaluation, expected_length, of_measured
+from shoal.cli.preflight.memory import memory_of
 from shoal.cli.preflight.speed import pace, rollouts_s, speed
+from shoal.cli.preflight.work import BUNDLED, work_of
 from shoal.config import Config, parse
-from shoal.learner.memory import memory_of
-from shoal.learner.work import BUNDLED, work_of
 from shoal.view import figures
 from shoal.view.figures import duration
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from shoal.cli.preflight.work import BUNDLED, forward_flops, sizes_of, work_of
 from shoal.config import load
 from shoal.learner import metrics
-from shoal.learner.work import BUNDLED, forward_flops, sizes_of, work_of
 
 ROOT = Path(__file__).parents[3]
 

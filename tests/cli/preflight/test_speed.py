@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.cli.preflight.memory import BASE_BYTES, CONTEXT_BYTES, SHARED_BYTES, SPARE, activation_bytes, memory_of
 from shoal.cli.preflight.speed import (
     COORDINATION_S,
     LOCAL_BPS,
@@ -18,9 +19,7 @@ from shoal.cli.preflight.speed import (
     speed,
     validation_s,
 )
-from shoal.config import parse
-from shoal.learner.memory import BASE_BYTES, CONTEXT_BYTES, SHARED_BYTES, SPARE, activation_bytes, memory_of
-from shoal.learner.work import (
+from shoal.cli.preflight.work import (
     Sizes,
     SizesError,
     Work,
@@ -33,6 +32,7 @@ from shoal.learner.work import (
     version_bytes,
     work_of,
 )
+from shoal.config import parse
 
 SIZES = Sizes(hidden=4, intermediate=8, layers=2, width=4, kv_width=2, vocab=10, tied=True)
 WORK = Work(

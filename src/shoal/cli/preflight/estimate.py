@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.cli.preflight.cores import shares
+from shoal.cli.preflight.memory import memory_of
 from shoal.cli.preflight.speed import Speed, pace, rollouts_s, speed
+from shoal.cli.preflight.work import BUNDLED, COMPUTE_BYTES, Sizes, SizesError, Work, sizes_of, work_of
 from shoal.config import Config
-from shoal.learner.memory import memory_of
-from shoal.learner.work import BUNDLED, COMPUTE_BYTES, Sizes, SizesError, Work, sizes_of, work_of
 from shoal.model import sources
 from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.task import Task

@@ -40,7 +40,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.cli.preflight.machine import memory_bytes
-from shoal.learner.work import Sizes, Work, attention_flops, cache_bytes_per_token, dense_flops, passes, version_bytes
+from shoal.cli.preflight.work import (
+    Sizes,
+    Work,
+    attention_flops,
+    cache_bytes_per_token,
+    dense_flops,
+    passes,
+    version_bytes,
+)
 
 PRODUCTS = 0.9  # share of peak of a CPU's products in training and prefill
 AROUND = 475e9  # FLOP/s of products that would take as long as what is around them does on one core

@@ -24,7 +24,7 @@ bytes for each entry of the head (`learner_memory.json`).
 
 from dataclasses import dataclass
 
-from shoal.learner.work import Sizes, Work, cache_bytes_per_token
+from shoal.cli.preflight.work import Sizes, Work, cache_bytes_per_token
 
 MB = 10**6
 BASE_BYTES = {  # of a process, without its model
