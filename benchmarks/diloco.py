@@ -30,9 +30,8 @@ from filelock import FileLock
 from machine import commit
 from torch import Tensor
 
-from shoal.diloco.agreed import Agreed
+from shoal.diloco.agreed import Agreed, Fragments
 from shoal.diloco.codec import Kind
-from shoal.diloco.fragments import Fragments
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import SILENT, Greeting, Terms
 from shoal.diloco.site import Site

@@ -42,7 +42,7 @@ def digest(vector: Any) -> str:
 
 
 def terms_of(peers: int, count: int) -> Any:
-    from shoal.diloco.fragments import Fragments
+    from shoal.diloco.agreed import Fragments
     from shoal.diloco.messages import Terms
 
     outer = {"kind": KIND, "lr": LR, "momentum": MOMENTUM}
@@ -53,8 +53,8 @@ def meeting(where: str, peers: int, count: int) -> None:
     import torch
 
     from shoal.diloco.agreed import Agreed
-    from shoal.diloco.invites import site_invite
     from shoal.diloco.meeting import Meeting
+    from shoal.diloco.messages import site_invite
     from shoal.diloco.serve import Server, serve
     from shoal.protocol.identity import Identity
 

@@ -25,8 +25,7 @@ from diloco_model import Size, Trainee, perplexity, processor, tokens
 from machine import commit
 from torch import Tensor
 
-from shoal.diloco.fragments import Fragments
-from shoal.diloco.outer import outer_step, pseudo_gradient
+from shoal.diloco.agreed import Fragments, outer_step, pseudo_gradient
 from shoal.files import write_file
 
 SITES = 2

@@ -14,9 +14,8 @@ import torch
 
 from shoal.diloco import serve
 from shoal.diloco.codec import encode
-from shoal.diloco.invites import JoinRequest
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import BadOfferError, Figures, Greeting, MeetingError
+from shoal.diloco.messages import BadOfferError, Figures, Greeting, JoinRequest, MeetingError
 from shoal.diloco.remote import Remote
 from shoal.diloco.serve import Nonces
 from shoal.protocol import pace

@@ -5,11 +5,9 @@ import torch
 from torch import Tensor
 
 from shoal.diloco import codec
-from shoal.diloco.agreed import Agreed
+from shoal.diloco.agreed import Agreed, Fragments, digest, mix, outer_step, pseudo_gradient
 from shoal.diloco.codec import KINDS, CodecError, Encoded, ErrorFeedback, Kind, decode, encode, most_bytes
-from shoal.diloco.fragments import Fragments, digest
-from shoal.diloco.judge import refused
-from shoal.diloco.outer import mix, outer_step, pseudo_gradient
+from shoal.diloco.meeting import refused
 
 ROUNDING = {"fp64": 0.0, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # relative, of a float
 

@@ -1,6 +1,7 @@
 """Sites and their meeting in one process: rounds, members who come and go, restarts at every moment."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from hashlib import sha256
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor
 
 from shoal.diloco import archive
-from shoal.diloco.agreed import Agreed, StateError
+from shoal.diloco.agreed import Agreed, Fragments, StateError
 from shoal.diloco.codec import KINDS, Kind, encode
-from shoal.diloco.fragments import Fragments
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
     BadOfferError,
@@ -23,8 +23,10 @@ from shoal.diloco.messages import (
     Greeting,
     MeetingError,
     Terms,
+    about_model,
+    compare,
 )
-from shoal.diloco.report import summary
+from shoal.diloco.serve import summary
 from shoal.diloco.site import DifferentError, SilenceError, Site, meet
 from shoal.files import write_pieces
 from tests.diloco.direct import Direct
@@ -585,3 +587,15 @@ def test_a_state_that_changed_on_disk_is_not_what_the_meeting_describes(tmp_path
     assert described.sha256 == sha256(path.read_bytes()).hexdigest()
     flip(path, -1)
     assert meeting.state()[0] == described
+
+
+@pytest.mark.parametrize(("file", "what"), [("config.json", "model"), ("tokenizer.json", "tokenizer")])
+def test_a_site_with_another_model_or_tokenizer_is_told_which(
+    file: str, what: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(tiny_folder, tmp_path / "other"))
+    compare("site-1", about_model(other), about_model(tiny_folder))
+    held = json.loads((other / file).read_text())
+    (other / file).write_text(json.dumps(held | {"version": "another"}))
+    with pytest.raises(MeetingError, match=f"site-1 has another {what}: .* give every site the same {what}$"):
+        compare("site-1", about_model(other) | {"data": "x"}, about_model(tiny_folder) | {"data": "y"})

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from shoal.diloco.agreed import Agreed
-from shoal.diloco.invites import site_invite
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import BadOfferError, ClosedError, Greeting, MeetingError, Terms
+from shoal.diloco.messages import BadOfferError, ClosedError, Greeting, MeetingError, Terms, site_invite
 from shoal.diloco.remote import Remote
 from shoal.diloco.serve import Server, serve
 from shoal.diloco.site import Site, meet

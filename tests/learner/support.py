@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.config import Config, parse
 from shoal.config.recipe import LearnerSection, LossSection
-from shoal.diloco.invites import name_of
+from shoal.diloco.messages import name_of
 from shoal.diloco.remote import Remote
 from shoal.learner.batch import MicroBatch, micro_batches
 from shoal.learner.groups import Group

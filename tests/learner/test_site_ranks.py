@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from shoal.config import Config
-from shoal.diloco.invites import site_invite
 from shoal.diloco.meeting import Meeting
+from shoal.diloco.messages import site_invite
 from shoal.diloco.serve import Server, serve
 from shoal.protocol.identity import Identity
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from shoal.config import Config, ConfigError, parse
-from shoal.diloco.agreed import Agreed
-from shoal.diloco.fragments import Fragments
+from shoal.diloco.agreed import Agreed, Fragments
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Figures, Outcome, Terms
 from shoal.learner.groups import Fetched

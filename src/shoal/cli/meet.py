@@ -72,7 +72,7 @@ async def _meet(
     name: str,
     stop: threading.Event,
 ) -> None:
-    from shoal.diloco.invites import site_invite
+    from shoal.diloco.messages import site_invite
     from shoal.diloco.serve import Server, serve
     from shoal.protocol.node import KEY
     from shoal.shardcast.connections import server_context

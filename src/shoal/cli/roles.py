@@ -255,7 +255,7 @@ def _check_site(config: Config, site: Invite | None) -> None:
 def _at_site(
     node: Node | None, config: Config, policy: Policy, folder: Path, site: Invite, stop: threading.Event
 ) -> Learner:
-    from shoal.diloco.invites import name_of
+    from shoal.diloco.messages import name_of
     from shoal.diloco.remote import Remote
     from shoal.learner.sites import SiteLearner, learner_terms, settings_of
 

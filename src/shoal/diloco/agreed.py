@@ -1,10 +1,25 @@
-"""What all sites agree on: parameters and velocity of the outer optimizer, fragment by fragment, and their file.
+"""What all sites agree on: parameters and velocity of the outer optimizer, in fragments, and the outer step.
 
-Invariant: it changes by `step` alone, so equal rounds give equal bits. As bytes it is safetensors, never a pickle.
-Called by `site`, which holds a copy, and `meeting`, whose copy decides.
+    pseudo-gradient   d_i = θ − θ_i                      DiLoCo (arXiv 2311.08105), algorithm 1, line 11
+    average           d   = 1/n Σ d_i                    line 12; weighted where sites were dealt unequal work
+    velocity          v'  = μ·v + d                      SGD with Nesterov momentum as in Sutskever et al. 2013,
+    parameters        θ'  = θ − η·(d + μ·v')             in the form of torch.optim.SGD(nesterov=True)
+    delayed           θ_i ← α·θ_i + (1 − α)·θ'           Streaming DiLoCo (arXiv 2501.18512), algorithm 2
+
+θ are the parameters that all sites agree on, θ_i those of site i after its inner steps. The papers use η = 0.7, μ = 0.9.
+Fragments are vectors that travel in turn, so that the link is never asked for all parameters at once. Layers are dealt to
+them in turn (the strided pattern of Streaming DiLoCo, section 2.3); what belongs to no layer goes to the smallest fragment.
+One fragment is plain DiLoCo.
+
+Invariant: equal arguments give equal bits on every machine. Each line above is one product or one sum in float64, which IEEE
+754 rounds in one way only, and each result is rounded to float32 once. There is no sum over elements. Every parameter is in
+one fragment, and the state as bytes is safetensors, never a pickle.
 """
 
+import re
 from collections.abc import Mapping
+from hashlib import sha256
+from math import prod
 
 import torch
 from safetensors import SafetensorError
@@ -12,9 +27,66 @@ from safetensors.torch import load
 from torch import Tensor
 
 from shoal.diloco.codec import Encoded, parts
-from shoal.diloco.fragments import Fragments, digest
-from shoal.diloco.outer import outer_step
 from shoal.errors import ShoalError
+
+
+def pseudo_gradient(agreed: Tensor, local: Tensor) -> Tensor:
+    """θ − θ_i in float64, where the difference of two float32 is exact unless one is 2^29 times the other."""
+    return agreed.double() - local.double()
+
+
+def outer_step(
+    agreed: Tensor, velocity: Tensor, average: Tensor, *, lr: float, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """θ' and v', both float32."""
+    moved = velocity.double().mul_(momentum).add_(average.double()).float()
+    change = moved.double().mul_(momentum).add_(average.double()).mul_(lr)
+    return agreed.double().sub_(change).float(), moved
+
+
+def mix(local: Tensor, agreed: Tensor, keep: float) -> Tensor:
+    """What a site goes on with: `keep` of its own parameters and the rest of the agreed ones. 0: the agreed ones."""
+    return local * keep + agreed * (1 - keep)
+
+
+LAYER = re.compile(r"\.(\d+)\.")
+
+
+class Fragments:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], count: int = 1) -> None:
+        self.shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
+        self.names: list[list[str]] = [[] for _ in range(count)]
+        loose = []
+        for name in self.shapes:
+            layer = LAYER.search(name)
+            self.names[int(layer[1]) % count].append(name) if layer else loose.append(name)
+        for name in sorted(loose, key=lambda name: (-prod(self.shapes[name]), name)):
+            min(self.names, key=self._size).append(name)
+        self.sizes = [self._size(names) for names in self.names]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def gather(self, tensors: Mapping[str, Tensor], number: int) -> Tensor:
+        """A copy of a fragment's parameters as one float32 vector on the CPU."""
+        return torch.cat([tensors[name].detach().flatten().to("cpu", torch.float32) for name in self.names[number]])
+
+    @torch.no_grad()
+    def scatter_(self, tensors: Mapping[str, Tensor], number: int, values: Tensor) -> None:
+        """Sets a fragment's parameters to these values."""
+        at = 0
+        for name in self.names[number]:
+            shape = self.shapes[name]
+            tensors[name].copy_(values[at : at + prod(shape)].view(shape))
+            at += prod(shape)
+
+    def _size(self, names: list[str]) -> int:
+        return sum(prod(self.shapes[name]) for name in names)
+
+
+def digest(values: Tensor) -> str:
+    """SHA-256 of a vector's bytes: equal for equal bits."""
+    return sha256(values.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 class StateError(ShoalError):

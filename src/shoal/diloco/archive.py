@@ -5,22 +5,22 @@
 
 Invariant: a file is whole under its name (`files`), and `meeting.json`, written last, names only rounds whose files are
 there, with the SHA-256 of each and of itself. What is read back is what was written, or StateError. The newest KEPT rounds
-stay. Called by `meeting`.
+stay.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
-from shoal.diloco.agreed import Agreed, StateError
+from shoal.diloco.agreed import Agreed, Fragments, StateError
 from shoal.diloco.codec import ErrorFeedback
-from shoal.diloco.fragments import Fragments
 from shoal.diloco.messages import StateDescriptor
-from shoal.diloco.vectors import pieces
 from shoal.files import keep_lines, remove_leftovers, write_file, write_pieces
 
 KEPT = 2  # rounds whose state and average stay
@@ -119,3 +119,16 @@ def _checksum(held: dict[str, Any]) -> str:
 
 def _damaged(path: Path) -> StateError:
     return StateError(f"{path} is damaged: it is not what was written. Restore the meeting's folder from a backup")
+
+
+def pieces(vectors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The file's bytes: its header, then each vector from where it is."""
+    entries, end_bytes = {}, 0
+    for name, vector in vectors.items():
+        begin_bytes, end_bytes = end_bytes, end_bytes + 4 * len(vector)
+        entries[name] = {"dtype": "F32", "shape": [len(vector)], "data_offsets": [begin_bytes, end_bytes]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for vector in vectors.values():
+        yield vector.float().contiguous().view(torch.uint8).numpy().data

@@ -9,7 +9,6 @@ e' = (x + e) − decode(encode(x + e)). So over time what was decoded adds up to
 Karimireddy et al. 2019 (arXiv 1901.09847); for the average as well, which the meeting rounds: DoubleSqueeze (1905.05957).
 
 Invariant: `decode` depends on the bytes alone and gives the same bits everywhere. A number that is not finite stays so.
-Called by `site` and `meeting`.
 """
 
 import math

@@ -1,31 +1,32 @@
 """The meeting of all sites: who takes part, the open round, and what is agreed. It knows no network and no clock of its own.
 
 A round is open until every expected site has offered, or until `wait_s` after the first offer if a quorum has. Then the
-offers that stand (`judge`) are averaged, the average is rounded once, and its bytes are the round's result: every site and
-the meeting decode the same bytes and make the same step. A site that was missing is not waited for again until it is back.
+offers that stand (`refused` names the others) are averaged, the average is rounded once, and its bytes are the round's
+result: every site and the meeting decode the same bytes and make the same step. A site that was missing is not waited for
+again until it is back.
 
 Invariant: what was answered survives a kill at any moment. A round's files are written before `meeting.json` names the next
 round, and a restarted meeting takes up the round that it names; only the open round's offers are lost, and sites give them
 again. So at most one outer step is lost, and never a part of one.
-Called by `serve`, tests and benchmarks, one call at a time. Left out: sites that lie; sharing the work of averaging.
+One call at a time. Left out: sites that lie (a majority of them can move the median of norms, and one can send a wrong
+direction of modest length); sharing the work of averaging.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.diloco.about import compare
 from shoal.diloco.agreed import Agreed, StateError
 from shoal.diloco.archive import KEPT, Archive
 from shoal.diloco.codec import CodecError, Encoded, ErrorFeedback
-from shoal.diloco.judge import refused
 from shoal.diloco.members import Members
 from shoal.diloco.messages import (
     BadOfferError,
@@ -39,6 +40,7 @@ from shoal.diloco.messages import (
     StateDescriptor,
     Terms,
     Welcome,
+    compare,
 )
 
 PAST = 16  # norms that say what is usual
@@ -326,3 +328,23 @@ class Meeting:
         self.agreed, self.feedback = self.archive.state(self.round, self.terms.fragments)
         self.archive.drop_records(self.round)
         log.info("the meeting goes on in round %d", self.round)
+
+
+FEWEST = 3  # norms that a median of one round needs; it would follow one of two
+
+
+def refused(norms: Mapping[str, float], past: Sequence[float], factor: float, parameters: float) -> dict[str, str]:
+    """The sites that are left out, and why. `past` are norms that were averaged in recent rounds.
+
+    `parameters`: the parameters' norm when the round began. It replaces the median where there is none.
+    """
+    why = {name: "not finite" for name, norm in norms.items() if not math.isfinite(norm)}
+    usual = [median(past)] if past else []
+    if len(norms) - len(why) >= FEWEST:
+        usual.append(median(norm for name, norm in norms.items() if name not in why))
+    if not usual and parameters:
+        usual.append(parameters)
+    for name, norm in norms.items():
+        if name not in why and usual and norm > factor * max(usual):
+            why[name] = f"its norm {norm:.3g} is more than {factor:g} times the usual {max(usual):.3g}"
+    return why

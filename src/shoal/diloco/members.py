@@ -3,7 +3,6 @@
 A site that is missing again and again, because it crashes or lies, is waited for less and less often: after n rounds in a
 row that waited for it in vain, the next one to wait is the 2^(n−1)-th from then. One offer that comes in time ends that.
 Invariant: a share is given once. What is left of one whose site lost its place is lost, and counted.
-Called by `meeting`, which says when somebody is expected no more.
 """
 
 import logging

@@ -1,18 +1,23 @@
-"""What sites and the meeting tell each other, and the terms they meet on.
+"""What sites and the meeting tell each other, the terms they meet on, what must be equal at all sites, and what the meeting
+signs: an invite for each site, and which bytes a state file has.
 
-Invariant: every field is bounded. Vectors travel beside these messages, as bytes of `codec`.
-Called by `meeting`, `serve`, `remote`, `site`.
+Invariant: every field is bounded. Vectors travel beside these messages, as bytes of `codec`. Two sites whose `about` agree
+compute the same thing from the same data. Nothing is believed that the meeting's key, which is in the invite, did not sign.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import Annotated, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shoal.diloco.agreed import Fragments
 from shoal.diloco.codec import Kind
-from shoal.diloco.fragments import Fragments
 from shoal.protocol.answers import Refusal
+from shoal.protocol.identity import Identity, IdentityError, Signed
+from shoal.protocol.invite import Invite
 
 PIECE_BYTES = 8 << 20  # of the state, in one answer
 DIGEST = r"^[0-9a-f]{64}$"
@@ -101,7 +106,7 @@ class Outcome(Message):
     digest: Digest  # of the fragment's agreed parameters afterwards
 
 
-class Progress(Message):
+class RoundProgress(Message):
     outcome: Outcome | None
     waiting_for: list[str]
 
@@ -196,3 +201,81 @@ class Exchange(Protocol):
     def state(self, why: str) -> tuple[int, bytes]:
         """The open round and what is agreed before it, verified."""
         ...
+
+
+FILES = {
+    "model": ("config.json",),
+    "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
+}
+
+
+def about_model(folder: Path) -> dict[str, str]:
+    """Architecture and tokenizer of the model in this folder."""
+    return {what: _digest([folder / name for name in names]) for what, names in FILES.items()}
+
+
+def compare(name: str, about: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Raises MeetingError, which names what differs, if a site trains something else than the run.
+
+    Data come last: if the tokenizer differs, so may they.
+    """
+    for key in sorted({*ours, *about}, key=lambda key: (key == "data", key)):
+        if ours.get(key) != about.get(key):
+            raise MeetingError(
+                f"{name} has another {key}: {_short(about.get(key))}, and the run has {_short(ours.get(key))}; "
+                f"give every site the same {key}"
+            )
+
+
+def _digest(paths: list[Path]) -> str:
+    found = sha256()
+    for path in paths:
+        if path.exists():
+            found.update(path.name.encode() + sha256(path.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def _short(text: str | None) -> str:
+    return "none" if text is None else text[:60]
+
+
+DOMAIN, STATE_DOMAIN = "site-invite", "site-state"
+
+
+class SiteInvite(BaseModel):
+    """What the meeting signed for one site."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    run: str
+    name: str
+
+
+class JoinRequest(Message):
+    invite: Signed
+    greeting: Greeting
+
+
+def site_invite(identity: Identity, url: str, run: str, name: str) -> Invite:
+    """The text that one site joins with."""
+    payload = SiteInvite(run=run, name=name).model_dump_json()
+    return Invite(url=url, key=identity.public, run=run, signed=Signed.make(identity, payload, domain=DOMAIN))
+
+
+def name_of(invite: Invite) -> str:
+    """The site that an invite is for. Raises MeetingError for an invite of another kind."""
+    try:
+        return SiteInvite.model_validate_json(invite.signed.open(invite.key, domain=DOMAIN)).name
+    except (IdentityError, ValidationError) as error:
+        raise MeetingError("this is not an invite for a site: `shoal meet` writes them to its folder") from error
+
+
+def open_descriptor(signed: Signed, key: str, run: str) -> StateDescriptor:
+    """What the meeting signed of a state file. Raises MeetingError."""
+    try:
+        described = StateDescriptor.model_validate_json(signed.open(key, domain=STATE_DOMAIN))
+    except (IdentityError, ValidationError) as error:
+        raise MeetingError(f"the state is not signed by this run's meeting: {error}") from error
+    if described.run != run:
+        raise MeetingError(f"the state is of run {described.run}, not {run}")
+    return described

@@ -2,7 +2,6 @@
 
 Invariant: it believes only answers that the meeting's key, which is in the invite, signed for its own request, and a state
 only if its bytes are those of a signed descriptor. It opens no port.
-Called by `shoal pretrain` and `shoal sft` with --join, and by `shoal learner --site`.
 """
 
 import threading
@@ -14,7 +13,6 @@ from urllib.parse import quote
 import httpx
 
 from shoal.diloco.codec import most_bytes
-from shoal.diloco.invites import JoinRequest, name_of, open_descriptor
 from shoal.diloco.messages import (
     PIECE_BYTES,
     SILENT,
@@ -23,14 +21,17 @@ from shoal.diloco.messages import (
     Figures,
     ForgottenError,
     Greeting,
+    JoinRequest,
     MeetingError,
     Outcome,
-    Progress,
+    RoundProgress,
     Share,
     StateDescriptor,
     Terms,
     Welcome,
     Why,
+    name_of,
+    open_descriptor,
 )
 from shoal.protocol.calling import NodeError, RefusedError
 from shoal.protocol.identity import Identity, Signed
@@ -95,7 +96,7 @@ class Remote:
 
     def outcome(self, round: int) -> tuple[Outcome, bytes] | list[str]:
         try:
-            progress = self.node.get(f"/v1/rounds/{round}", Progress)
+            progress = self.node.get(f"/v1/rounds/{round}", RoundProgress)
             if progress.outcome is None:
                 return progress.waiting_for
             size = self.terms.fragments.sizes[self.terms.fragment(round)]

@@ -32,20 +32,25 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from shoal.diloco.codec import most_bytes
-from shoal.diloco.invites import DOMAIN, STATE_DOMAIN, JoinRequest, SiteInvite
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
+    DOMAIN,
     PIECE_BYTES,
+    SILENT,
+    STATE_DOMAIN,
     ClosedError,
     Dealt,
     Figures,
+    JoinRequest,
     MeetingError,
-    Progress,
+    MeetingStatus,
+    Outcome,
+    RoundProgress,
     Share,
+    SiteInvite,
     Welcome,
     Why,
 )
-from shoal.diloco.report import summary
 from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.protocol.answers import Refusal
@@ -194,7 +199,7 @@ class Server:
         self.offered.set()
         return Ok()
 
-    async def _outcome(self, request: Request) -> Progress:
+    async def _outcome(self, request: Request) -> RoundProgress:
         deadline_s = time.monotonic() + POLL_S
         look = partial(self.meeting.outcome, self.names[request.key], int(request.match["round"]))
         ended = self.ended
@@ -202,7 +207,7 @@ class Server:
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), deadline_s - time.monotonic())
             ended = self.ended
-        return Progress(outcome=outcome, waiting_for=[] if outcome else self.meeting.waiting_for())
+        return RoundProgress(outcome=outcome, waiting_for=[] if outcome else self.meeting.waiting_for())
 
     async def _average(self, request: Request) -> bytes:
         return await self._alone(partial(self.meeting.average, int(request.match["round"])))
@@ -252,3 +257,23 @@ async def serve(
 def _piece(path: Path, offset_bytes: int) -> bytes:
     with path.open("rb") as file:
         return os.pread(file.fileno(), PIECE_BYTES, offset_bytes)
+
+
+def summary(outcome: Outcome, status: MeetingStatus) -> str:
+    """One line about a round that ended: who counted, with what loss, and how each spent its time."""
+    told = [f"{name} {_told(status.sites[name].figures or SILENT)}" for name in outcome.kept]
+    told += [f"{name} left out" for name in outcome.left_out] + [f"{name} missing" for name in outcome.missing]
+    return f"round {outcome.round + 1} of {status.rounds}: " + "; ".join(told)
+
+
+def _told(figures: Figures) -> str:
+    total_s = figures.computed_s + figures.waited_s + figures.synced_s or 1.0
+    shares = [
+        f"{100 * seconds / total_s:.0f} % {what}"
+        for what, seconds in (
+            ("computing", figures.computed_s),
+            ("waiting for data", figures.waited_s),
+            ("for sites", figures.synced_s),
+        )
+    ]
+    return (f"loss {figures.loss:.4g}, " if figures.loss is not None else "") + ", ".join(shares)

@@ -6,7 +6,6 @@
     site.apply(tensors, outcome, data)            the same outer step as everywhere; checks that the digest is the same
 
 Invariant: after `apply` or `adopt` the copy of what is agreed is the meeting's, bit for bit, or an error says so.
-Called by `pretrain.outer` and `learner.sites`. Left out: the inner optimizer, which stays at its site (DiLoCo).
 """
 
 import time
@@ -15,10 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from shoal.diloco.agreed import Agreed
+from shoal.diloco.agreed import Agreed, mix, pseudo_gradient
 from shoal.diloco.codec import Encoded, ErrorFeedback
 from shoal.diloco.messages import SILENT, Exchange, Figures, ForgottenError, Outcome, Terms
-from shoal.diloco.outer import mix, pseudo_gradient
 from shoal.errors import ShoalError
 
 

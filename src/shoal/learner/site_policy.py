@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.sites import MeetingSection
-from shoal.diloco.agreed import Agreed
-from shoal.diloco.fragments import Fragments
+from shoal.diloco.agreed import Agreed, Fragments
 from shoal.diloco.messages import ClosedError, Exchange, Figures, Greeting, Outcome, Roster, Terms
 from shoal.diloco.site import DifferentError, SilenceError, Site, meet
 from shoal.errors import ShoalError

@@ -25,8 +25,7 @@ from blake3 import blake3
 
 from shoal.config import Config
 from shoal.config.sites import MeetingSection
-from shoal.diloco.agreed import Agreed
-from shoal.diloco.fragments import Fragments
+from shoal.diloco.agreed import Agreed, Fragments
 from shoal.diloco.messages import Exchange, Outcome, Roster, Terms
 from shoal.files import commit_folder
 from shoal.learner import metrics

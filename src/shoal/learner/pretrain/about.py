@@ -6,7 +6,7 @@ Invariant: two that agree here compute the same thing from the same data. Called
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.diloco.about import about_model
+from shoal.diloco.messages import about_model
 from shoal.learner.pretrain.text import Corpus
 
 OWN = {  # what may differ from site to site, or between a stop and a resumption

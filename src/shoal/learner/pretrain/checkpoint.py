@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from shoal.diloco.fragments import digest
+from shoal.diloco.agreed import digest
 from shoal.errors import ShoalError
 from shoal.files import remove_leftovers, write_file
 

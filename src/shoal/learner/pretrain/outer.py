@@ -23,8 +23,7 @@ from torch import Tensor
 
 from shoal.config import Config, ConfigError
 from shoal.config.sites import SitesSection
-from shoal.diloco.agreed import Agreed
-from shoal.diloco.fragments import Fragments
+from shoal.diloco.agreed import Agreed, Fragments
 from shoal.diloco.messages import ClosedError, Exchange, Figures, Greeting, Outcome, Roster, Terms
 from shoal.diloco.site import DifferentError, Site, meet
 from shoal.files import write_file
