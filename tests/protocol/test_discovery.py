@@ -1,4 +1,4 @@
-"""The list of runs at a listener that is a function: what of it is believed."""
+"""The offer of a run whose coordinator is a function: what of it is believed."""
 
 from collections.abc import Callable
 from hashlib import sha256
@@ -7,62 +7,84 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.config.checking import RequirementsSection
 from shoal.protocol import discovery
 from shoal.protocol.answers import sign_answer
-from shoal.protocol.discovery import DOMAIN, DiscoveryError, FoundRuns, find_runs
-from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.messages import VERSION, RunList
+from shoal.protocol.discovery import DiscoveryError, find_run, open_invite
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import InviteError, make_invite, run_id
+from shoal.protocol.messages import VERSION, RunOffer
 
-from ..cli.test_discover import OWNER, offer
-
-OTHER = Identity.generate()
-
-
-def found(
-    *,
-    protocol: int = VERSION,
-    signer: Identity = OWNER,
-    list_signer: Identity = OWNER,
-    domain: str = DOMAIN,
-    key: str = "",
-    **changed: Any,
-) -> FoundRuns:
-    """What `find_runs` makes of a list with one offer; `signer` signs the answer, `list_signer` the list."""
-
-    def listener(request: httpx.Request) -> httpx.Response:
-        assert str(request.url) == "http://h:1/runs"
-        listed = RunList(protocol=protocol, runs=[offer("sums", **changed)])
-        body = Signed.make(list_signer, listed.model_dump_json(), domain=domain).model_dump_json().encode()
-        answer = {"status": 200, "body_sha256": sha256(body).digest(), "created_s": 1}
-        return httpx.Response(200, content=body, headers=sign_answer(signer, request.headers, **answer))
-
-    return find_runs("http://h:1/runs/sums", client(listener), key)
+URL = "http://h:1"
+OWNER, OTHER = Identity.generate(), Identity.generate()
+RUN = run_id("sums", OWNER.public)
 
 
-def client(listener: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
-    return httpx.Client(transport=httpx.MockTransport(listener))
+def offer(**changed: Any) -> RunOffer:
+    fields: dict[str, Any] = {
+        "protocol": VERSION,
+        "run": RUN,
+        "key": OWNER.public,
+        "model": "bundled:tiny",
+        "state": "running",
+        "step": 3,
+        "steps": 24,
+        "workers": 2,
+        "places_free": None,
+        "requirements": RequirementsSection().model_dump(),
+    }
+    return RunOffer(**fields | changed)
 
 
-def test_a_list_is_read_from_the_listener_of_a_runs_url() -> None:
-    assert [one.place for one in found().runs.runs] == ["sums"] and found().url == "http://h:1"
-    assert found(key=OWNER.public).key == OWNER.public
+def client(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
+    return httpx.Client(transport=httpx.MockTransport(answer))
+
+
+def signed(request: httpx.Request, body: bytes, signer: Identity = OWNER) -> httpx.Response:
+    answer = {"status": 200, "body_sha256": sha256(body).digest(), "created_s": 1}
+    return httpx.Response(200, content=body, headers=sign_answer(signer, request.headers, **answer))
+
+
+def found(*, signer: Identity = OWNER, trusted: str = "", **changed: Any) -> RunOffer:
+    """What `find_run` makes of an offer; `signer` signs the answer."""
+
+    def coordinator(request: httpx.Request) -> httpx.Response:
+        assert str(request.url) == f"{URL}/v1/offer"
+        return signed(request, offer(**changed).model_dump_json().encode(), signer)
+
+    return find_run(f"{URL}/", client(coordinator), trusted)
+
+
+def test_an_offer_is_believed_with_its_coordinators_signature() -> None:
+    assert found() == found(trusted=OWNER.public) == offer()
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"protocol": VERSION + 1}, f"speaks protocol {VERSION + 1}, this machine {VERSION}: install its version"),
-        ({"requirements": {"memory_gib": 8, "magic": 1}}, "is not a list of runs of this version"),
-        ({"key": OTHER.public}, "cannot be trusted: "),
+        ({"requirements": {"memory_gib": 8, "magic": 1}}, "is no offer of this version"),
         ({"signer": OTHER}, "cannot be trusted: "),
-        ({"list_signer": OTHER}, "cannot be trusted: "),
-        ({"domain": "run"}, "cannot be trusted: the signature of "),
-        ({"signer": OTHER, "list_signer": OTHER, "key": OWNER.public}, "cannot be trusted: "),
+        ({"signer": OTHER, "key": OTHER.public, "trusted": OWNER.public}, "cannot be trusted: "),
     ],
 )
 def test_what_is_not_believed(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(DiscoveryError, match=words):
         found(**changed)
+
+
+def test_an_offer_that_somebody_changed_or_kept_is_not_believed() -> None:
+    kept: list[httpx.Response] = []
+
+    def changing(request: httpx.Request) -> httpx.Response:
+        real = signed(request, offer().model_dump_json().encode())
+        kept.append(real)
+        return httpx.Response(200, headers=real.headers, content=real.content.replace(b'"step":3', b'"step":4'))
+
+    with pytest.raises(DiscoveryError, match="its body is not the one that was signed"):
+        find_run(URL, client(changing))
+    with pytest.raises(DiscoveryError, match="not over this answer to this request"):
+        find_run(URL, client(lambda request: httpx.Response(200, headers=kept[0].headers, content=kept[0].content)))
 
 
 @pytest.mark.parametrize(
@@ -71,18 +93,33 @@ def test_what_is_not_believed(changed: dict[str, Any], words: str) -> None:
         (httpx.Response(404, text="nothing"), "answers 404: no Shoal coordinator"),
         (httpx.Response(200, stream=httpx.ByteStream(b"x"), headers={"content-encoding": "gzip"}), "answers in gzip"),
         (httpx.Response(200, content=bytes(101)), "more than 100 bytes; tell its operator"),
-        (httpx.Response(200, content=b"{}"), "not a list of runs"),
+        (httpx.Response(200, content=b"{}"), "is no offer"),
     ],
 )
-def test_what_is_no_list(response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_offer(response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "MOST_BYTES", 100)
     with pytest.raises(DiscoveryError, match=words):
-        find_runs("http://h:1", client(lambda request: response))
+        find_run(URL, client(lambda request: response))
 
 
-def test_a_listener_that_is_away_is_named() -> None:
+def test_a_coordinator_that_is_away_is_named() -> None:
     def away(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
 
     with pytest.raises(DiscoveryError, match="nothing answers at http://h:1 .refused."):
-        find_runs("http://h:1", client(away))
+        find_run(URL, client(away))
+
+
+def test_only_an_open_invite_of_the_run_itself_is_taken() -> None:
+    fields = {"url": URL, "run": RUN, "role": "worker", "name": "g", "expires_s": 2**40}
+    own, foreign = make_invite(OWNER, **fields, open=True), make_invite(OTHER, **fields, open=True)
+    assert open_invite(offer(invite=own.encode())) == own
+    for made, key, words in (
+        (None, OWNER, "takes only workers with an invite"),
+        (foreign, OWNER, "is of another run"),
+        (foreign, OTHER, "did not found the run"),
+        (foreign.model_copy(update={"key": OWNER.public}), OWNER, "not signed by this coordinator"),
+        (make_invite(OWNER, **fields), OWNER, "for one node only"),
+    ):
+        with pytest.raises((DiscoveryError, InviteError), match=words):
+            open_invite(offer(invite=made.encode() if made else "", key=key.public))

@@ -4,8 +4,7 @@
     shoal pool init CONFIG --dir DIR     a pool of several machines: the coordinator's folder and all invites
     shoal pool up DIR                    its trusted roles, all on this machine, on one screen
     shoal coordinator --dir DIR          its control plane; `invite`, `evict`, `drain`, `readmit`; `status`, `backup`
-    shoal coordinator --runs FOLDER      the control plane of several pools at one address; `pool close`, `pool reopen`
-    shoal discover URL                   which runs are there, and which of them this machine may join
+    shoal discover URL                   which run is there, and may this machine join it?
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal check [CONFIG]                 will a run work here, how long, how much memory and disk, what to do

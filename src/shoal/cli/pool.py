@@ -33,7 +33,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     init.set_defaults(action=init_pool)
     takes_config(init)
     init.add_argument("--dir", type=Path, required=True, help="the coordinator's new folder")
-    init.add_argument("--url", required=True, help="how nodes reach it: http://HOST:PORT[/runs/NAME]")
+    init.add_argument("--url", required=True, help="how nodes reach it: http://HOST:PORT")
     init.add_argument("--run", default="", help="name of the run (default: the config's name)")
     init.add_argument("--workers", type=NODES, help="invites for workers (default: workers.count)")
     init.add_argument("--relays", type=NODES, help="invites for relays (default: relays.count)")
@@ -46,25 +46,12 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     up.set_defaults(action=up_pool)
     up.add_argument("dir", type=Path, help="the folder that `shoal pool init` made")
     takes_dashboard(up)
-    for name, action, what in (
-        ("close", close_pool, "stop serving one run of a shared listener; its other runs continue"),
-        ("reopen", reopen_pool, "serve it again from the next start of its coordinator on"),
-    ):
-        parser = actions.add_parser(name, help=what)
-        parser.add_argument("dir", type=Path, help="the run's folder")
-        parser.set_defaults(action=action)
 
-    coordinator_ = commands.add_parser("coordinator", help="the control plane of a pool, or of several at one address")
+    coordinator_ = commands.add_parser("coordinator", help="the control plane of a pool")
     takes_config(coordinator_, required=False)
-    where = coordinator_.add_mutually_exclusive_group(required=True)
-    where.add_argument("--dir", type=Path, help="its own folder: key, databases, rollouts")
-    where.add_argument("--runs", type=Path, metavar="FOLDER", help="serve every pool in FOLDER/NAME at /runs/NAME")
+    coordinator_.add_argument("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
     coordinator_.add_argument("--run", default="", help="name of the run (default: the config's name)")
-    coordinator_.add_argument("--port", type=port, help="overrides coordinator.port; needed with --runs")
-    coordinator_.add_argument("--host", help="with --runs: address to listen on (default: 127.0.0.1)")
-    coordinator_.add_argument(
-        "--connections", type=whole(1, 1 << 20), help="with --runs: from one address (default: 256)"
-    )
+    coordinator_.add_argument("--port", type=port, help="overrides coordinator.port")
     coordinator_.add_argument("--record", type=Path, metavar="DIR", help="folder of the metrics (default: --dir)")
     coordinator_.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
     takes_threads(coordinator_)
@@ -75,7 +62,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     invite_.add_argument("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
     invite_.add_argument("--url", help="how the node reaches the coordinator (default: the pool's URL)")
     invite_.add_argument("--open", action="store_true", help="for any worker that has staked what the run requires")
-    invite_.add_argument("--publish", action="store_true", help="with --open: list it for `shoal discover`")
+    invite_.add_argument("--publish", action="store_true", help="with --open: offer it to `shoal discover`")
     invite_.add_argument("--days", type=days, default=7.0, help="until the invite expires (default: 7)")
     invite_.add_argument(
         "--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)"
@@ -103,20 +90,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 def pool(arguments: argparse.Namespace) -> int | None:
     status: int | None = arguments.action(arguments)
     return status
-
-
-def close_pool(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import close_pool
-
-    close_pool(arguments.dir)
-    say(f"the pool in {arguments.dir} is closed: its coordinator answers nobody from now on")
-
-
-def reopen_pool(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import reopen_pool
-
-    reopen_pool(arguments.dir)
-    say("it is served again once its coordinator is restarted")
 
 
 def init_pool(arguments: argparse.Namespace) -> None:
@@ -152,18 +125,12 @@ def up_pool(arguments: argparse.Namespace) -> int:
 
 
 def coordinator(arguments: argparse.Namespace) -> None:
-    if arguments.runs:
-        _serve_runs(arguments)
-        return
-    if arguments.host or arguments.connections:
-        raise UsageError("--host and --connections go with --runs; for one run set coordinator.host, .connections")
     stop = begin("coordinator", arguments)
     from shoal.cli.launch.task_data import FOLDER, build_tasks
     from shoal.cli.preflight.problems import check_length
     from shoal.coordinator.http.serving import serve_forever
     from shoal.coordinator.operating import CONFIG, PoolFolderError, open_pool
     from shoal.coordinator.state.folder import KEY
-    from shoal.protocol.address import split_url
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import run_id
 
@@ -176,10 +143,6 @@ def coordinator(arguments: argparse.Namespace) -> None:
         except PoolFolderError as error:
             raise UsageError(str(error)) from error
         name, url = address.run, address.url
-        if split_url(url)[1]:
-            raise UsageError(
-                f"{url} is one of several: start it with `shoal coordinator --runs {arguments.dir.parent}`"
-            )
     elif (arguments.dir / CONFIG).exists():
         raise UsageError(
             f"{arguments.dir} has a config of its own; start it with: shoal coordinator --dir {arguments.dir}"
@@ -202,38 +165,13 @@ def coordinator(arguments: argparse.Namespace) -> None:
     )
 
 
-def _serve_runs(arguments: argparse.Namespace) -> None:
-    alone = (arguments.config, arguments.overrides, arguments.overlays, arguments.run, arguments.record)
-    if any(alone) or arguments.no_report:
-        raise UsageError("with --runs, each run has its config, name and metrics in its own folder")
-    if arguments.port is None:
-        raise UsageError("with --runs, say where to listen: --port PORT")
-    if not arguments.runs.is_dir():
-        raise UsageError(f"no folder at {arguments.runs}: it holds the folder of each run that is served")
-    stop = begin("coordinator", arguments)
-    from shoal.cli.launch.task_data import FOLDER, build_tasks
-    from shoal.cli.preflight.problems import check_length
-    from shoal.config import Config
-    from shoal.coordinator.http.sharing import serve_shared
-    from shoal.coordinator.operating import open_pool
-    from shoal.protocol.address import Address
-
-    def load(folder: Path) -> tuple[Config, Address]:
-        config, address = open_pool(folder)
-        check_length(config)
-        return build_tasks(config, folder / FOLDER)[0], address
-
-    host, connections = arguments.host or "127.0.0.1", arguments.connections or 256
-    serve_shared(arguments.runs, load, stop, host=host, port=arguments.port, connections=connections)
-
-
 def invite(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.http.serving import OPEN_INVITE
     from shoal.coordinator.operating import invite_from
+    from shoal.coordinator.state.folder import OPEN_INVITE
 
     if arguments.publish:
         if not arguments.open or arguments.out or arguments.url:
-            raise UsageError("--publish goes with --open, and without --out and --url: it lists the invite as it is")
+            raise UsageError("--publish goes with --open, and without --out and --url: it offers the invite as it is")
         arguments.out = arguments.dir / OPEN_INVITE
         arguments.out.unlink(missing_ok=True)  # the new one takes its place
     if arguments.out and arguments.out.exists():

@@ -2,7 +2,7 @@
 
     DIR/identity.pem       the coordinator's key           DIR/config.toml          the resolved config
     DIR/coordinator.json   the pool's URL and run name     DIR/invites/NAME.invite  one per node, mode 0600
-    DIR/tasks/             the task set, by hash           DIR/closed               it is served no longer
+    DIR/tasks/             the task set, by hash
 
 Invariants: `coordinator.json` is written last, so a folder that has it is complete; an existing folder is never changed.
 Members are steered by the table in `nodes`, in the coordinator's database; the coordinator sees it at the member's next
@@ -27,11 +27,11 @@ from shoal.config.config import LOOPBACK
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import Event, Node, Nodes
 from shoal.coordinator.state.connection import Connection, copy_sqlite, open_sqlite
-from shoal.coordinator.state.folder import CLOSED, KEY, NONCES, TABLES, TASKS, Nonces, open_tables
+from shoal.coordinator.state.folder import KEY, NONCES, TABLES, TASKS, Nonces, open_tables
 from shoal.coordinator.trust import EvidenceTable
 from shoal.errors import UserError
 from shoal.files import discard, fsync, write_file
-from shoal.protocol.address import Address, AddressError, coordinator_url, split_url
+from shoal.protocol.address import Address, AddressError, server_url
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite, run_id
 from shoal.protocol.messages import Role
@@ -88,10 +88,7 @@ def found_pool(
 
     Raises PoolFolderError, AddressError.
     """
-    url = coordinator_url(url)
-    place = split_url(url)[1]
-    if place and folder.resolve().name != place:
-        raise PoolFolderError(f"a run at {url} has a folder of its place's name: --dir RUNS/{place}, not {folder}")
+    url = server_url(url)
     settings = _reachable(config, url)
     check_new(folder)
     expires_s = int(time.time() + days * 86_400)
@@ -118,20 +115,6 @@ def open_pool(folder: Path) -> tuple[Config, Address]:
             f"{folder} holds no pool; make one with `shoal pool init CONFIG --dir {folder} --url URL`"
         )
     return config_module.load(folder / CONFIG), Address.read(folder)
-
-
-def close_pool(folder: Path) -> None:
-    """The pool is served no longer, from now on; others at its listener are. Raises AddressError, PoolFolderError."""
-    if not split_url(Address.read(folder).url)[1]:
-        raise PoolFolderError(f"the pool in {folder} has its coordinator for itself: stop that")
-    write_file(folder / CLOSED, b"")
-
-
-def reopen_pool(folder: Path) -> None:
-    """It is served again once its coordinator is restarted. Raises PoolFolderError."""
-    if not (folder / CLOSED).exists():
-        raise PoolFolderError(f"the pool in {folder} is not closed")
-    (folder / CLOSED).unlink()
 
 
 def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float, *, open: bool = False) -> Invite:
@@ -211,19 +194,17 @@ def back_up(folder: Path, copy: Path) -> int:
 def _reachable(config: Config, url: str) -> Config:
     """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host.
 
-    A run that shares a listener has none of its own. Relays may be as near as the coordinator: one on a private network has
-    relays there too.
+    Relays may be as near as the coordinator: one on a private network has relays there too.
     """
     parts, section = urlsplit(url), config.coordinator
     changed: dict[str, int | str] = {}
-    is_shared = bool(split_url(url)[1])
-    if not section.port and not is_shared:
+    if not section.port:
         if parts.scheme == "https":
             raise PoolFolderError(
                 f"{url} is a proxy's (the coordinator itself speaks http): add --set coordinator.port=PORT, where it listens"
             )
         changed["port"] = parts.port or 80
-    if not is_shared and "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
+    if "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
         changed["host"] = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
     reach = narrowest(parts.hostname or "") if config.relays.reach == "auto" else config.relays.reach
     relays = config.relays.model_copy(update={"reach": reach})
@@ -236,12 +217,9 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
         f"pool {address.run}: {len(roles)} invites in {folder / INVITES}, each for one node. Keep them secret.",
         "",
     ]
-    start = f"--dir {shlex.quote(str(folder))}"
-    if split_url(address.url)[1]:
-        start = f"--runs {shlex.quote(str(folder.parent))} --port {urlsplit(address.url).port or 'PORT'}"
     lines += [
         "here:",
-        f"  shoal coordinator {start}",
+        f"  shoal coordinator --dir {shlex.quote(str(folder))}",
         "",
         f"on each node's machine, with its invite from {folder / INVITES}:",
     ]

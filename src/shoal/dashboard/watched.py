@@ -26,7 +26,7 @@ from shoal.errors import UserError
 from shoal.ledger.interface import JSON, Entry
 from shoal.ledger.stakes import LedgerStakes
 from shoal.ledger.table import read_since
-from shoal.protocol.address import Address, AddressError, coordinator_url
+from shoal.protocol.address import Address, AddressError, server_url
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
@@ -155,7 +155,7 @@ class WatchedPool:
     """A coordinator elsewhere, by its URL."""
 
     def __init__(self, url: str, client: httpx.Client) -> None:
-        self.pool = PoolWatch(coordinator_url(url), client)
+        self.pool = PoolWatch(server_url(url), client)
         self.history = self.pool.history
         self.name = url
         self.queries: Queries | None = None

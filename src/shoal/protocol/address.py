@@ -1,9 +1,6 @@
 """Where a pool's coordinator is: a URL, and the file in its folder that holds it.
 
-    http(s)://HOST[:PORT]              one run has the listener for itself
-    http(s)://HOST[:PORT]/runs/PLACE   several runs share it, each at its own place
-
-Invariant: nothing else stands in a URL, so that signed paths are the same on both sides.
+Invariant: a URL is http(s)://HOST[:PORT] and nothing else, so that signed paths are the same on both sides.
 Written by the coordinator and `shoal pool init`; read by `shoal invite`, `shoal status` and `shoal run --resume`.
 """
 
@@ -18,7 +15,6 @@ from shoal.errors import UserError
 from shoal.files import write_file
 
 FILE = "coordinator.json"
-PLACE = re.compile("[a-z0-9][a-z0-9-]{0,39}")
 FOREIGN = re.compile(r"[\s?#@]")  # of a query, a fragment or a user; urlsplit drops some of these without a word
 
 
@@ -51,14 +47,6 @@ class Address(BaseModel):
         write_file(folder / FILE, self.model_dump_json().encode())
 
 
-def coordinator_url(text: str) -> str:
-    """`text` without a trailing slash. Raises AddressError unless it is http(s)://HOST[:PORT], or that and /runs/PLACE."""
-    listener, _, place = text.rstrip("/").partition("/runs/")
-    if place and not PLACE.fullmatch(place):
-        raise AddressError(f"{text[:80]!r} is not a run's URL: PLACE in /runs/PLACE is 1 to 40 of a to z, 0 to 9 and -")
-    return f"{server_url(listener)}/runs/{place}" if place else server_url(text)
-
-
 def server_url(text: str) -> str:
     """`text` without a trailing slash. Raises AddressError unless it is http(s)://HOST[:PORT]."""
     try:
@@ -68,22 +56,14 @@ def server_url(text: str) -> str:
         parts, has_port = urlsplit(""), False
     rest = parts.path.strip("/") or FOREIGN.search(text)
     if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or rest or len(text) > 150:
-        raise AddressError(
-            f"{text[:80]!r} is not a coordinator's URL: write http://HOST:PORT, or http://HOST:PORT/runs/PLACE"
-        )
+        raise AddressError(f"{text[:80]!r} is not a coordinator's URL: write http://HOST:PORT")
     return text.rstrip("/")
-
-
-def split_url(url: str) -> tuple[str, str]:
-    """The listener's URL and the run's place at it, "" for a run that has the listener for itself."""
-    listener, _, place = url.partition("/runs/")
-    return listener, place
 
 
 def find_coordinator(where: str) -> str:
     """The coordinator's URL, given as itself or as a folder that holds it. Raises AddressError."""
     if "://" in where:
-        return coordinator_url(where)
+        return server_url(where)
     if not Path(where).is_dir():
         raise AddressError(f"{where[:80]!r} is neither a folder nor a coordinator's URL, as in http://HOST:PORT")
     return Address.read(Path(where)).url

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.errors import UserError
 from shoal.files import write_file
-from shoal.protocol.address import AddressError, coordinator_url
+from shoal.protocol.address import AddressError, server_url
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.messages import InvitePayload, Role
 
@@ -43,7 +43,7 @@ class Invite(BaseModel):
             raise InviteError(f"not an invite: it must start with {PREFIX!r}")
         try:
             invite = cls.model_validate_json(base64.urlsafe_b64decode(text.removeprefix(PREFIX)))
-            coordinator_url(invite.url)
+            server_url(invite.url)
             return invite
         except (ValueError, AddressError) as error:  # base64's, the text's encoding, or pydantic's
             raise InviteError("the invite is damaged; copy all of it again") from error
@@ -79,7 +79,7 @@ def make_invite(
 
     `identity` is the coordinator's, `expires_s` a unix time.
     """
-    url = coordinator_url(url)
+    url = server_url(url)
     payload = InvitePayload(run=run, role=role, name=name, nonce=secrets.token_hex(16), expires_s=expires_s, open=open)
     signed = Signed.make(identity, payload.model_dump_json(), domain=DOMAIN)
     return Invite(url=url, key=identity.public, run=run, signed=signed)

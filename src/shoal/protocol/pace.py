@@ -83,7 +83,7 @@ class Pace:
 
 
 class Strangers:
-    """Of one listener, whichever of its runs they ask."""
+    """Of one listener."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic

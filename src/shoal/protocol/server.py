@@ -11,7 +11,7 @@ is read at a bounded rate, and not kept: a sender that reads no answer before it
 of bodies takes little of this process. Errors that a message explains become their status; any other is a bug, and a 500 of
 its own route only.
 
-A listener has one `Front`, which stands before all of its runs; a run has one `Admission`. Limits are in `pace`.
+A listener has one `Front`, its run one `Admission`. Limits are in `pace`.
 """
 
 import asyncio

@@ -71,16 +71,9 @@ def test_a_process_gets_its_invite_with_its_mode_and_the_pool_keeps_its_config(t
     assert (tmp_path / "pool" / "config.toml").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("url", "config", "words"),
-    [
-        ("http://127.0.0.1:8700/runs/pool", {}, "is one of several runs"),
-        ("http://127.0.0.1:8700", {"learner": {"sites": {"sites": 2}}}, "shoal meet"),
-    ],
-)
-def test_a_pool_that_is_started_otherwise_is_refused(tmp_path: Path, url: str, config: Any, words: str) -> None:
-    with pytest.raises(PoolUpError, match=words):
-        pool(tmp_path / "pool", url, **config)
+def test_a_pool_whose_learner_has_several_sites_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PoolUpError, match="shoal meet"):
+        pool(tmp_path / "pool", learner={"sites": {"sites": 2}})
 
 
 def test_a_pool_without_a_learner_here_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,12 +11,44 @@ import httpx
 import pytest
 
 from ...servers import free_port
-from .test_outgrown_run import PATIENCE_S
-from .test_two_runs import SETTINGS, TINY, answers, done, logs, start
+from .test_outgrown_run import PATIENCE_S, finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
 STEPS = 5
+SETTINGS = [
+    "coordinator.prompts_per_step=8",
+    "workers.groups_per_submission=4",
+    "evaluator.n=16",
+    "evaluator.batch=16",
+    "tasks.heldout=16",
+]
+
+
+def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    """A command whose output goes to a log of its own."""
+    with (folder / f"{'-'.join(word.replace('/', '_') for word in words[:4])[:120]}.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "shoal", *words], cwd=folder, text=True, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def done(folder: Path, *words: str) -> str:
+    command = [sys.executable, "-m", "shoal", *words]
+    return finished(subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+
+
+def answers(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(f"{url}/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def logs(folder: Path) -> str:
+    """The end of every log there."""
+    return "".join(f"\n{log.name}: {log.read_text()[-1500:]}" for log in sorted(folder.glob("*.log")))
 
 
 def test_a_copy_of_a_lost_coordinator_completes_the_run(tmp_path: Path) -> None:

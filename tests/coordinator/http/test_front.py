@@ -150,7 +150,7 @@ def test_task_data_counts_too(thrifty: Site) -> None:
     refused(greedy.get(f"/v1/tasks/{'ab' * 32}"), 429, "of answers to this node")
 
 
-@pytest.mark.parametrize("path", ["/v1/run", "/v1/status", "/v1/history", "/metrics", "/runs"])
+@pytest.mark.parametrize("path", ["/v1/run", "/v1/status", "/v1/history", "/metrics", "/v1/offer"])
 def test_what_strangers_read_counts_in_bytes_and_members_still_beat(thrifty: Site, path: str) -> None:
     """From the same address."""
     worker = thrifty.register("worker", "worker")

@@ -17,11 +17,14 @@ import pytest
 
 from shoal.config import parse
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.http.serving import serve_forever
+from shoal.coordinator.http.serving import ServedRun, serve_forever
 from shoal.coordinator.operating import invite_from
+from shoal.coordinator.state.folder import OPEN_INVITE
 from shoal.protocol.address import FILE as ADDRESS
+from shoal.protocol.address import Address
+from shoal.protocol.discovery import DiscoveryError, find_run
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.invite import make_invite
+from shoal.protocol.invite import InviteError, make_invite
 from shoal.protocol.messages import LARGEST, VERSION, HeartbeatAnswer, Role, RunDescriptor, Status
 from shoal.protocol.signing import SignedAuth, sign_request
 
@@ -124,6 +127,28 @@ def test_health_and_status_are_open(site: Site) -> None:
     assert status.run == RUN and len(status.nodes) >= len(ROLES)
 
 
+def test_a_run_offers_itself_to_machines_that_look_for_one(site: Site) -> None:
+    offer = find_run(site.url, ANYONE, site.identity.public)
+    assert (offer.run, offer.state, offer.step, offer.steps) == (RUN, "running", 0, CONFIG.run.steps)
+    assert offer.workers >= 1 and offer.places_free is None and offer.invite == ""
+    with pytest.raises(DiscoveryError, match="cannot be trusted"):
+        find_run(site.url, ANYONE, Identity.generate().public)
+
+
+def test_only_a_published_invite_that_is_open_and_valid_is_offered(tmp_path: Path) -> None:
+    identity = Identity.load_or_create(tmp_path / "identity.pem")
+    Address(url="http://h:1", run=RUN).write(tmp_path)
+    coordinator, path = Coordinator(CONFIG, RUN, identity, tmp_path), tmp_path / OPEN_INVITE
+    assert coordinator.published_invite() == ""
+    for days, offered in ((1, True), (-1, False)):
+        invite = invite_from(tmp_path, "worker", "guest", None, days, open=True)
+        invite.save(path)
+        assert coordinator.published_invite() == (invite.encode() if offered else "")
+    invite_from(tmp_path, "worker", "one", None, 1).save(path)
+    with pytest.raises(InviteError, match="is not an open invite"):  # a private one is not for the public
+        ServedRun(CONFIG, RUN, tmp_path)
+
+
 def test_a_node_of_another_version_is_told_so(site: Site) -> None:
     made = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="old", expires_s=int(time.time()) + 60)
     for said in ({}, {"protocol": VERSION + 1}):
@@ -145,7 +170,7 @@ def test_only_the_operator_books_stakes(site: Site) -> None:
 
 # --- who asks --------------------------------------------------------------------------------------------------------
 
-OPEN = {("GET", "/healthz"), ("GET", "/v1/run"), ("GET", "/v1/status"), ("GET", "/v1/history"), ("GET", "/metrics")}
+OPEN = {("GET", path) for path in ("/healthz", "/metrics", "/v1/run", "/v1/offer", "/v1/status", "/v1/history")}
 ALLOWED = {
     ("POST", "/v1/register"): {*ROLES, "stranger"},
     ("POST", "/v1/bookings"): set(),  # the operator
@@ -441,6 +466,8 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
         learner.post("/v1/steps", json=report).raise_for_status()
     (kept,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(kept)["loss"] == 0.5, "the step before the stop is kept too"
+    with sqlite3.connect(tmp_path / "pool.sqlite") as database:
+        assert database.execute("SELECT kind FROM ledger ORDER BY seq DESC LIMIT 1").fetchone() == ("sealed",)
     with served(tmp_path) as url:  # and after a restart all of it is still there
         status = Status.model_validate_json(ANYONE.get(f"{url}/v1/status").content)
         assert (status.step, status.trained) == (1, 1)

@@ -20,7 +20,7 @@ from shoal.cli.launch.members import Member
 from shoal.cli.launch.swarm import Swarm
 from shoal.config import Config
 from shoal.errors import UserError
-from shoal.protocol.address import Address, split_url
+from shoal.protocol.address import Address
 from shoal.protocol.invite import open_payload, read_invite
 from shoal.protocol.messages import Role, Status
 
@@ -41,11 +41,6 @@ class PoolSwarm(Swarm):
 
     def __init__(self, folder: Path, config: Config, address: Address, dashboard: int | None = None) -> None:
         """Raises PoolUpError, InviteError."""
-        if split_url(address.url)[1]:
-            raise PoolUpError(
-                f"{address.url} is one of several runs at one address: start its coordinator with `shoal coordinator "
-                f"--runs {folder.parent}`, and each other role by its own command"
-            )
         if config.learner.sites:
             raise PoolUpError("a learner with several sites is started by `shoal meet` and a command for each site")
         super().__init__(config, address.run, folder, local_url(config, address), dashboard=dashboard)

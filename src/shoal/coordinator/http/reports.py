@@ -1,4 +1,5 @@
-"""What anyone may read of a run: its state (`/v1/status`) and its figures in Prometheus' text format (`/metrics`).
+"""What anyone may read of a run: its state (`/v1/status`), how a machine that looks for one joins it (`/v1/offer`), and its
+figures in Prometheus' text format (`/metrics`).
 
 An answer that is costly to make is made again only now and then:
 
@@ -27,7 +28,17 @@ from shoal.coordinator.credit import Credits
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import State
 from shoal.coordinator.trust import EvidenceTable, most_unchecked
-from shoal.protocol.messages import Capability, Exactness, Grading, NodeStatus, Outcomes, Stats, Status
+from shoal.protocol.messages import (
+    VERSION,
+    Capability,
+    Exactness,
+    Grading,
+    NodeStatus,
+    Outcomes,
+    RunOffer,
+    Stats,
+    Status,
+)
 
 SHARE = 0.1
 RECENT_ROLLOUTS = 512  # grader errors are counted among these
@@ -49,6 +60,24 @@ class Costly:
         took_s = self.monotonic() - begun_s
         self._until_s = begun_s + took_s / SHARE
         return self._made
+
+
+def read_offer(db: Database, config: Config, run: str, key: str, invite: str) -> RunOffer:
+    """What this run tells a machine that looks for one."""
+    workers, places = db.nodes.count_workers(db.clock() - config.coordinator.node_timeout_s), config.requirements.places
+    return RunOffer(
+        protocol=VERSION,
+        run=run,
+        key=key,
+        model=config.model.name[:200],
+        state="finished" if db.is_finished(config.run.steps) else "running",
+        step=min(db.open_step(), config.run.steps),
+        steps=config.run.steps,
+        workers=workers,
+        places_free=max(places - workers, 0) if places else None,
+        requirements=config.requirements.model_dump(),
+        invite=invite,
+    )
 
 
 def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) -> Status:

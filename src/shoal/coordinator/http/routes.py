@@ -1,8 +1,8 @@
 """The coordinator's HTTP interface: a table of routes. Each route checks who asks, then calls the pool.
 
-Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/status` and `/v1/history` answer without a fresh signature by a
-registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite; `/v1/bookings` one by the
-coordinator's own key, which its operator has.
+Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/offer`, `/v1/status` and `/v1/history` answer without a fresh
+signature by a registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite;
+`/v1/bookings` one by the coordinator's own key, which its operator has.
 What all routes share is in `protocol.server`; the routes of rollout files are in `files`.
 """
 
@@ -21,13 +21,13 @@ from shoal.coordinator.assignment import nonce_secret
 from shoal.coordinator.credit import BookedStakes, ChainStakes, Settlement
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import FileRoutes, open_bucket
-from shoal.coordinator.http.reports import Costly, read_metrics, read_status
+from shoal.coordinator.http.reports import Costly, read_metrics, read_offer, read_status
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.state.connection import DatabaseFullError, DatabaseLostError
-from shoal.coordinator.state.folder import TASKS, open_state
+from shoal.coordinator.state.folder import OPEN_INVITE, TASKS, open_state
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.invite import InviteError, open_payload
+from shoal.protocol.invite import Invite, InviteError, open_payload
 from shoal.protocol.messages import Ok, Role
 from shoal.protocol.pace import Pace
 from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, Request, refusal
@@ -59,7 +59,7 @@ class Coordinator:
         lead: "Lead | None" = None,
         front: Front | None = None,
     ) -> None:
-        """`lead`: of its PostgreSQL (`coordinator.database`); None: its state is in `folder`. `front`: of the listener."""
+        """`lead`: of its PostgreSQL (`coordinator.database`); None: its state is in `folder`."""
         self.config = config
         self.run = run
         self.identity = identity
@@ -76,20 +76,29 @@ class Coordinator:
         self.store = Folder(folder / "store")
         self.store.clean()
         self.files = FileRoutes(config, self.pool, self.store, open_bucket(config), self.admission)
-        self.tasks = folder / TASKS
+        self.folder = folder
         self._status_text = Costly(lambda: self.status().model_dump_json())
+        self._offer_text = Costly(self._make_offer)
         self._metrics_text = Costly(lambda: read_metrics(self.pool.db))
         self._grants: dict[str, tuple[float, str]] = {}  # by key: until when, and the grant
 
     def status(self) -> messages.Status:
         return read_status(self.pool.db, self.config, self.run, self.pool.notices)
 
-    def app(self) -> web.Application:
-        """The run behind a front, as it has a listener for itself."""
-        return self.front.attach(self.routes())
+    def published_invite(self) -> str:
+        """The open invite that the operator published; "" if there is none or it has expired. Raises InviteError."""
+        path = self.folder / OPEN_INVITE
+        if not path.exists():
+            return ""
+        invite = Invite.decode(path.read_text())
+        payload = open_payload(invite.signed.model_dump_json(), self.identity.public, self.run)
+        if not payload.open:
+            raise InviteError(
+                f"{path} is not an open invite; remove it, or make one with `shoal invite --open --publish`"
+            )
+        return invite.encode() if time.time() < payload.expires_s else ""
 
-    def routes(self) -> web.Application:
-        """The run without its front, which the listener has."""
+    def app(self) -> web.Application:
         m, pool, anyone, signed = messages, self.pool, self.front.open_to_all, self.admission.signed
         verdict_bytes = MAX_REPORT_BYTES + self.config.workers.largest * MAX_SAMPLE_BYTES
         app = web.Application()
@@ -98,6 +107,7 @@ class Coordinator:
             [
                 web.get("/healthz", anyone(self._healthz)),
                 web.get("/v1/run", anyone(self._run)),
+                web.get("/v1/offer", anyone(self._offer)),
                 web.get("/v1/status", anyone(self._status)),
                 web.get("/v1/history", anyone(self._history)),
                 web.get("/metrics", anyone(self._metrics)),
@@ -123,7 +133,7 @@ class Coordinator:
                 web.post("/v1/evaluations", signed(_report(m.Evaluation, pool.learning.evaluated), ["evaluator"])),
             ]
         )
-        return app
+        return self.front.attach(app)
 
     # --- open to all -------------------------------------------------------------------------------------------------
 
@@ -138,6 +148,13 @@ class Coordinator:
         )
         signed = Signed.make(self.identity, descriptor.model_dump_json(), domain="run")
         return web.json_response(text=signed.model_dump_json())
+
+    async def _offer(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._offer_text.get(), content_type="application/json", charset="utf-8")
+
+    def _make_offer(self) -> str:
+        key, invite = self.identity.public, self.published_invite()
+        return read_offer(self.pool.db, self.config, self.run, key, invite).model_dump_json()
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.Response(body=self._status_text.get(), content_type="application/json", charset="utf-8")
@@ -206,10 +223,11 @@ class Coordinator:
     async def _task_data(self, request: Request) -> Answer:
         """The manifest of the task set, one of its chunks, or a reward's source: immutable, and checked by who asks."""
         name = request.match["sha256"]
-        if not SHA256.fullmatch(name) or not (self.tasks / name).is_file():
+        path = self.folder / TASKS / name
+        if not SHA256.fullmatch(name) or not path.is_file():
             raise PoolError(f"no task data {name[:64]!r} here", 404)
-        self.admission.pace.moved(request.key, (self.tasks / name).stat().st_size)
-        return web.FileResponse(self.tasks / name)
+        self.admission.pace.moved(request.key, path.stat().st_size)
+        return web.FileResponse(path)
 
     # --- checking and learning ---------------------------------------------------------------------------------------
 

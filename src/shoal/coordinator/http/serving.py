@@ -1,11 +1,7 @@
 """The coordinator as a process that serves one run: opened from its folder, kept on record while it is served, then sealed.
 
 Its folder holds its key, databases and the store, and its URL in `coordinator.json`, for `shoal invite` and `shoal status`.
-`GET /runs` is the signed list of a listener's runs, for machines that look for one. `sharing` serves several runs at one
-listener instead.
-Invariants: a `ServedRun` is the one owner of the run's metrics: it writes their files and feeds the tracker. It shares
-nothing with another run of the same process. The list says what each run says of itself now, and has its open invite only
-while that is valid.
+Invariant: a `ServedRun` is the one owner of the run's metrics: it writes their files and feeds the tracker.
 """
 
 import asyncio
@@ -13,25 +9,18 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aiohttp import web
-
 from shoal.config import Config
 from shoal.coordinator.database import record_start, seal
-from shoal.coordinator.http.reports import Costly
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.pool import TABLE_NAMES
 from shoal.coordinator.state.folder import KEY
 from shoal.protocol.address import Address
-from shoal.protocol.discovery import DOMAIN
-from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.invite import Invite, InviteError, open_payload
-from shoal.protocol.messages import VERSION, ClosedRun, RunList, RunOffer, Status
-from shoal.protocol.server import Front, listen
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Status
+from shoal.protocol.server import listen
 from shoal.shardcast.server import url_of
 from shoal.tracking.record import Record
 from shoal.tracking.report import CURVE, SUMMARY, write_report
@@ -42,7 +31,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 RECORD_S = 2.0
-OPEN_INVITE = "open.invite"  # in a coordinator's folder: what `shoal invite --open --publish` wrote
 
 log = logging.getLogger(__name__)
 
@@ -54,19 +42,19 @@ class ServedRun:
         run: str,
         folder: Path,
         *,
-        front: Front | None = None,
         lead: "Lead | None" = None,
         record_to: Path | None = None,
         reports: bool = True,
     ) -> None:
-        """Open the run. Its metrics are kept in `record_to` (default: `folder`). `front`: of the listener.
+        """Open the run. Its metrics are kept in `record_to` (default: `folder`).
 
         `reports`: when the run has finished, write summary and picture there too. Raises TrackerError, PoolError,
-        LedgerError, and what the database raises.
+        LedgerError, InviteError if the published invite is not this run's, and what the database raises.
         """
         identity = Identity.load_or_create(folder / KEY)
         self.folder = folder
-        self.coordinator = Coordinator(config, run, identity, folder, lead=lead, front=front)
+        self.coordinator = Coordinator(config, run, identity, folder, lead=lead)
+        self.coordinator.published_invite()
         self.lead = lead
         self.reports = reports
         self.record = Record(record_to or folder, self.coordinator.pool.notices.append)
@@ -166,83 +154,11 @@ def serve_forever(
 
 async def _serve(served: ServedRun, port: int, stop: threading.Event, url: str) -> None:
     coordinator, section = served.coordinator, served.coordinator.config.coordinator
-    application = coordinator.app()
-    address = Address(url=url, run=coordinator.run)
-    attach_board(
-        application,
-        coordinator.front,
-        coordinator.identity,
-        lambda: [offer(coordinator, served.folder, "", address.url)],
-    )
-    async with listening(application, section.host, port, section.connections) as listens_at:
-        address = Address(url=url or listens_at, run=coordinator.run)
-        address.write(served.folder)
-        log.info("run %s: listening at %s", coordinator.run, address.url)
-        await served.live(stop)
-
-
-@asynccontextmanager
-async def listening(application: web.Application, host: str, port: int, per_address: int) -> AsyncIterator[str]:
-    """Serve the application inside the block, with `per_address` connections from one address. Yields the URL.
-
-    Raises OSError if the port is taken.
-    """
-    runner, bound = await listen(application, host, port, per_address=per_address)
+    runner, bound = await listen(coordinator.app(), section.host, port, per_address=section.connections)
     try:
-        yield url_of(host, bound)
+        address = Address(url=url or url_of(section.host, bound), run=coordinator.run)
+        address.write(served.folder)
+        log.info("run %s: listening at %s, key %s", coordinator.run, address.url, coordinator.identity.public)
+        await served.live(stop)
     finally:
         await runner.cleanup()
-
-
-def attach_board(
-    application: web.Application, front: Front, identity: Identity, listed: Callable[[], list[RunOffer | ClosedRun]]
-) -> None:
-    """Give the application the route. `identity` signs the list."""
-
-    def make() -> str:
-        found = listed()
-        runs = RunList(
-            protocol=VERSION,
-            runs=[one for one in found if isinstance(one, RunOffer)],
-            closed=[one for one in found if isinstance(one, ClosedRun)],
-        )
-        return Signed.make(identity, runs.model_dump_json(), domain=DOMAIN).model_dump_json()
-
-    board = Costly(make)
-
-    async def respond(request: web.Request) -> web.Response:
-        return web.Response(body=board.get(), content_type="application/json", charset="utf-8")
-
-    application.add_routes([web.get("/runs", front.open_to_all(respond))])
-
-
-def offer(coordinator: Coordinator, folder: Path, place: str, url: str) -> RunOffer:
-    """What this run says of itself. Raises InviteError if the published invite is not its own."""
-    config, pool = coordinator.config, coordinator.pool
-    workers, places = pool.members.count_workers(), config.requirements.places
-    return RunOffer(
-        place=place,
-        run=coordinator.run,
-        key=coordinator.identity.public,
-        url=url,
-        model=config.model.name[:200],
-        state="finished" if pool.db.is_finished(config.run.steps) else "running",
-        step=min(pool.db.open_step(), config.run.steps),
-        steps=config.run.steps,
-        workers=workers,
-        places_free=max(places - workers, 0) if places else None,
-        requirements=config.requirements.model_dump(),
-        invite=_open_invite(coordinator, folder),
-    )
-
-
-def _open_invite(coordinator: Coordinator, folder: Path) -> str:
-    """The published invite, "" if there is none or it has expired."""
-    path = folder / OPEN_INVITE
-    if not path.exists():
-        return ""
-    invite = Invite.decode(path.read_text())
-    payload = open_payload(invite.signed.model_dump_json(), coordinator.identity.public, coordinator.run)
-    if not payload.open:
-        raise InviteError(f"{path} is not an open invite; remove it, or make one with `shoal invite --open --publish`")
-    return invite.encode() if time.time() < payload.expires_s else ""

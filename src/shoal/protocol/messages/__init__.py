@@ -4,7 +4,7 @@ Invariant: models are strict: unknown fields, wrong types and out-of-range numbe
 Every room that talks over HTTP imports this, never a file in it; nothing else of Shoal is imported here.
 
     who asks      what                                  request -> answer
-    anyone        GET  /runs                            -> Signed[RunList] (all runs of this listener)
+    anyone        GET  /v1/offer                        -> RunOffer (believed only if the answer is signed)
     anyone        GET  /v1/run                          -> Signed[RunDescriptor]
     new node      POST /v1/register                     Registration -> Registered
     operator      POST /v1/bookings                     Booking -> Ok (of stakes, where no chain keeps them)
@@ -29,8 +29,6 @@ Every room that talks over HTTP imports this, never a file in it; nothing else o
     anyone        GET  /v1/status                       -> Status (now)
     anyone        GET  /v1/history?after=CURSOR         -> History (metrics, evaluations, samples after the cursor)
     anyone        GET  /metrics                         -> the pool's metrics, in Prometheus' text format
-
-Where several runs share a listener, all but `/runs` is under `/runs/PLACE`.
 """
 
 from shoal.protocol.messages.checking import (
@@ -49,8 +47,15 @@ from shoal.protocol.messages.checking import (
     Spent,
     Verdict,
 )
-from shoal.protocol.messages.discovery import MOST_RUNS, ClosedRun, RunList, RunOffer
-from shoal.protocol.messages.joining import Booking, Capability, InvitePayload, Registered, Registration, RunDescriptor
+from shoal.protocol.messages.joining import (
+    Booking,
+    Capability,
+    InvitePayload,
+    Registered,
+    Registration,
+    RunDescriptor,
+    RunOffer,
+)
 from shoal.protocol.messages.learning import (
     Batch,
     BatchGroup,
@@ -81,10 +86,10 @@ from shoal.protocol.messages.watching import Exactness, Grading, History, NodeSt
 
 __all__ = [
     "Announced", "Assignment", "BEYOND", "Batch", "BatchGroup", "Booking", "Capability", "CheckpointRecord", "Claim",
-    "ClaimRequest", "Claims", "ClosedRun", "Computed", "ContentOwner", "CurriculumPage", "Evaluation", "Exactness",
+    "ClaimRequest", "Claims", "Computed", "ContentOwner", "CurriculumPage", "Evaluation", "Exactness",
     "Fingerprint", "Finished", "Grading", "Grant", "GroupResult", "HARD", "Heartbeat", "HeartbeatAnswer", "History",
-    "Intake", "InvitePayload", "LARGEST", "Link", "MAX_SENDERS", "MILLION", "MOST_RUNS", "MissedTasks", "NodeState",
+    "Intake", "InvitePayload", "LARGEST", "Link", "MAX_SENDERS", "MILLION", "MissedTasks", "NodeState",
     "NodeStatus", "Ok", "Outcomes", "Policy", "Reason", "Registered", "Registration", "Replay", "Role",
-    "RunDescriptor", "RunList", "RunOffer", "Sample", "Signal", "Spent", "Stats", "Status", "StepRecord",
+    "RunDescriptor", "RunOffer", "Sample", "Signal", "Spent", "Stats", "Status", "StepRecord",
     "StepReport", "Stored", "VERSION", "Verdict", "WorkerSample",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from shoal.protocol.messages.terms import Count, Message, NodeName, Role, Url
+from shoal.protocol.messages.terms import Count, Hex64, Message, NodeName, Role, Url
 
 
 class InvitePayload(Message):
@@ -33,6 +33,22 @@ class RunDescriptor(Message):
     run: str
     config: dict[str, Any]
     keys: dict[Role, list[str]]  # registered keys of the trusted roles; origin's sign manifests, validator's files
+
+
+class RunOffer(Message):
+    """What a run tells a machine that looks for one: what it requires of workers, and how they join it."""
+
+    protocol: int
+    run: str = Field(max_length=120)  # its id, the audience of what is signed for it
+    key: str = Hex64  # its coordinator's, which signs the answer
+    model: str = Field(max_length=200)
+    state: Literal["running", "finished"]
+    step: Count
+    steps: Count
+    workers: Count  # that live
+    places_free: Count | None  # None: any number
+    requirements: dict[str, Any]  # `[requirements]` of its config
+    invite: str = Field(default="", max_length=4_000)  # open, for any worker with stake; "": only who was invited
 
 
 class Capability(Message):
