@@ -15,7 +15,7 @@ from argon2 import PasswordHasher
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.serve.service import Service, Settings
-from shoal.serve.sources import Source, source_of
+from shoal.serve.versions import Source, source_of
 
 KEY = "sk-a-key-for-these-tests"
 DEADLINE_S = 60.0

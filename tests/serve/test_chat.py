@@ -10,7 +10,7 @@ from shoal.cli import main
 from shoal.config import Config
 from shoal.files import copy_tree
 from shoal.serve import proof
-from shoal.serve.sources import Source
+from shoal.serve.versions import Source
 
 from .people import PASSWORD, Person
 from .support import CHEAP, Running, serving, until
@@ -175,7 +175,7 @@ def test_deleting_the_account_deletes_everything(page: Running) -> None:
 
 
 def test_a_source_names_what_it_offers(run_folder: Path) -> None:
-    from shoal.serve.sources import SourceError, source_of
+    from shoal.serve.versions import SourceError, source_of
 
     source = source_of(str(run_folder))
     assert isinstance(source, Source) and isinstance(source.config, Config)

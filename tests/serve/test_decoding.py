@@ -10,11 +10,10 @@ import torch
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import numerics
-from shoal.serve.decoding.generation import Ask, Generation
-from shoal.serve.decoding.scheduler import BusyError, Limits, Scheduler, TooLargeError
-from shoal.serve.decoding.text import Text, replay
-from shoal.serve.sources import Offer
-from shoal.serve.versions import Held, load
+from shoal.serve.generation import Ask, Generation
+from shoal.serve.scheduler import BusyError, Limits, Scheduler, TooLargeError
+from shoal.serve.text import Text, replay
+from shoal.serve.versions import Held, Offer, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

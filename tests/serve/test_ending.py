@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from shoal.serve import proof
-from shoal.serve.asking import encode
-from shoal.serve.decoding.generation import Ask, Generation
-from shoal.serve.decoding.scheduler import Limits, Scheduler
-from shoal.serve.decoding.text import HELD_TOKENS, Stop, Text, replay
+from shoal.serve.generation import Ask, Generation
+from shoal.serve.prompt import encode
+from shoal.serve.scheduler import Limits, Scheduler
+from shoal.serve.text import HELD_TOKENS, Stop, Text, replay
 from shoal.serve.versions import Held
 
 from .test_decoding import held

@@ -10,9 +10,9 @@ import pytest
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.serve import proof
-from shoal.serve.decoding.generation import Likely
-from shoal.serve.decoding.scheduler import Limits
+from shoal.serve.generation import Likely
 from shoal.serve.openai.answers import text_logprobs
+from shoal.serve.scheduler import Limits
 
 from .support import DEADLINE_S, KEY, Running, engine, serving, until
 

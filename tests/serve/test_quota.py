@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.serve.chat import accounts as database
 from shoal.serve.chat import conversations as module
-from shoal.serve.chat import database
 from shoal.serve.chat.accounts import BROWSERS, Accounts
 from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, ROW_BYTES, Conversations
 from shoal.web.guard import RefusedError

@@ -10,9 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts
-from shoal.serve.chat.database import connect
-from shoal.serve.keys import KeyFileError, Keys
+from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts, connect
+from shoal.serve.openai.routes import KeyFileError, Keys
 from shoal.web.guard import RefusedError
 from shoal.web.headers import POLICY
 

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from shoal.engine import batch
 from shoal.model.load import save_model
 from shoal.serve import proof
-from shoal.serve.decoding.text import Text, replay
 from shoal.serve.openai.forms import Form
 from shoal.serve.openai.requests import RequestError
 from shoal.serve.openai.tools import Call, Reading, form_of
+from shoal.serve.text import Text, replay
 
 from .support import KEY, Running, serving
 

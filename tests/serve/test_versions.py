@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from shoal.files import copy_tree, discard
-from shoal.serve.sources import Source
-from shoal.serve.versions import NoPlaceError, UnknownVersionError, Versions
+from shoal.serve.versions import NoPlaceError, Source, UnknownVersionError, Versions
 
 from .support import engine
 

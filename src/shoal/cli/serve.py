@@ -62,7 +62,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 def serve(arguments: argparse.Namespace) -> None:
     from shoal.cli.launch import process
     from shoal.cli.launch.door import listen
-    from shoal.serve.sources import source_of
+    from shoal.serve.versions import source_of
 
     if arguments.open and arguments.host not in ("127.0.0.1", "localhost", "::1"):
         raise UsageError("--open has no login, so it serves this machine only; leave --host out, or --open")
@@ -70,7 +70,7 @@ def serve(arguments: argparse.Namespace) -> None:
     source = source_of(arguments.what)
     listen(arguments.host, arguments.port, "the endpoint").close()  # a port that is taken costs no loading of weights
     from shoal.model.threads import compute_on
-    from shoal.serve.decoding.scheduler import Limits
+    from shoal.serve.scheduler import Limits
     from shoal.serve.service import Settings, serve_forever
 
     compute_on(arguments.threads)
@@ -98,7 +98,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def verify_reply(arguments: argparse.Namespace) -> int:
-    from shoal.serve.sources import source_of
+    from shoal.serve.versions import source_of
 
     source = source_of(arguments.model)
     from shoal.model.threads import compute_on

@@ -8,7 +8,6 @@ true, that the server did not try several seeds and show the reply it liked, or 
 version: `shoal verify-reply --model` names weights that you trust.
 Invariant: nothing in a Reply is believed; all of it is computed again from messages, seed and weights. Within one exactness
 class that must give the same bits, elsewhere it must stay within the validator's limits.
-Called by `chat` and `openai` (build), by the page's button and `shoal verify-reply` (verify).
 Left out: a signature (who served a reply is not what is verified).
 """
 
@@ -31,10 +30,10 @@ from shoal.errors import ShoalError
 from shoal.model import head
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
-from shoal.serve.asking import PromptError, encode
-from shoal.serve.decoding.generation import Generation
-from shoal.serve.decoding.text import STOP_CHARACTERS, STOPS, Finish, Text, replay
+from shoal.serve.generation import Generation
 from shoal.serve.openai.tools import shown_with
+from shoal.serve.prompt import PromptError, encode
+from shoal.serve.text import STOP_CHARACTERS, STOPS, Finish, Text, replay
 from shoal.serve.versions import Held
 from shoal.web.guard import json_fault
 

@@ -6,8 +6,7 @@
 
 Invariant: the place of a call is free when its thread has ended, also when nobody waits for it any more. A call whose
 client left before its turn never runs.
-Called by the routes of `openai` and `chat`, by `accounts` and `conversations`. Left out: ending a call that runs. A long one
-asks from time to time whether it should end.
+Left out: ending a call that runs. A long one asks from time to time whether it should end.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from shoal.serve.decoding.scheduler import BusyError
+from shoal.serve.scheduler import BusyError
 from shoal.serve.versions import Held
 from shoal.web.guard import json_body
 

@@ -2,7 +2,6 @@
 
 Invariant: every method takes the user whose conversation it must be; of another's it finds nothing. A conversation's row
 holds the size of all its messages, which each addition is charged to first, so one user cannot fill the disk.
-Called by `routes` and `replies`; what reads much, by a thread (`Stored`).
 """
 
 import json
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shoal.serve.chat.database import check_room
+from shoal.serve.chat.accounts import check_room
 from shoal.serve.threads import Threads
 from shoal.web.guard import RefusedError
 

@@ -3,7 +3,6 @@
     submit -> relay pieces to the reader -> build the proof -> save the message
 
 Invariant: a reply is saved once, whole or up to where it was stopped, with the seed and proof of exactly that text.
-Called by `routes`.
 """
 
 import asyncio
@@ -17,11 +16,11 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.serve import proof
-from shoal.serve.asking import as_trained, encode
 from shoal.serve.chat.conversations import Conversations, Stored
-from shoal.serve.decoding.generation import Ask, Generation
-from shoal.serve.decoding.scheduler import BusyError, Scheduler
+from shoal.serve.generation import Ask, Generation
 from shoal.serve.openai.routes import new_seed, tokens_left
+from shoal.serve.prompt import as_trained, encode
+from shoal.serve.scheduler import BusyError, Scheduler
 from shoal.serve.threads import Threads
 from shoal.serve.versions import Held, Versions
 from shoal.web.guard import RefusedError

@@ -2,7 +2,7 @@
 
 Invariant: whatever changes something needs a session, its CSRF token in a header, JSON, and a request from this page; a
 reader gets only what is theirs.
-Attached by `service`. Left out: mail, teams, files.
+Left out: mail, teams, files.
 """
 
 import asyncio
@@ -10,23 +10,67 @@ import json
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.serve import proof
-from shoal.serve.asking import PromptError
 from shoal.serve.chat.accounts import Accounts, Opened, Session, same
-from shoal.serve.chat.conversations import Conversations, Stored
+from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, Stored
 from shoal.serve.chat.replies import Replies, Wanted
-from shoal.serve.chat.requests import LARGE_BYTES, SMALL_BYTES, Asked, Change, Credentials, Strict, body, parsed
-from shoal.serve.decoding.scheduler import BusyError, TooLargeError
 from shoal.serve.openai.requests import RequestError
+from shoal.serve.prompt import PromptError
+from shoal.serve.scheduler import BusyError, TooLargeError
 from shoal.serve.threads import Places, Threads, received
 from shoal.serve.versions import NoPlaceError, UnknownVersionError, Versions
 from shoal.shardcast.connections import network
 from shoal.web.files import SHARED, Files
-from shoal.web.guard import Allowance, RefusedError, from_own_page
+from shoal.web.guard import Allowance, RefusedError, from_own_page, json_body
+
+SMALL_BYTES, LARGE_BYTES = 4096, 4 * MESSAGE_CHARACTERS + 4096
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Credentials(Strict):
+    name: Annotated[str, Field(max_length=200)]
+    password: Annotated[str, Field(max_length=2000)]
+
+
+class Asked(Strict):
+    """A new message (`content`), or another reply to the message `parent`."""
+
+    content: Annotated[str, Field(min_length=1, max_length=MESSAGE_CHARACTERS)] | None = None
+    parent: Annotated[str, Field(max_length=40)] | None = None
+    models: Annotated[list[Annotated[str, Field(max_length=300)]], Field(min_length=1, max_length=2)]
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    target: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    as_trained: bool = False
+
+
+class Change(Strict):
+    title: Annotated[str, Field(max_length=200)] | None = None
+    leaf: Annotated[str, Field(max_length=40)] | None = None
+
+
+async def body(request: web.Request, kind: type[Kind], most_bytes: int) -> Kind:
+    """Raises RefusedError."""
+    return parsed(await json_body(request, most_bytes), kind)
+
+
+def parsed(data: bytes, kind: type[Kind]) -> Kind:
+    """Raises RefusedError."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise RefusedError(400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+
 
 STATIC = Path(__file__).parent / "static"
 SESSION, DEVICE = "shoal_session", "shoal_device"

@@ -1,7 +1,7 @@
 """The OpenAPI document of the API's routes. Requests are described by the models that parse them (`requests`).
 
 Invariant: an answer has a status and a shape that stand here; a test asks at random and compares.
-Called by `routes`, which serves it at /openapi.json. Left out: the chat page's own routes, which change with the page.
+Left out: the chat page's own routes, which change with the page.
 """
 
 from typing import Any

@@ -6,7 +6,7 @@
     gemma      name{key:<|"|>value<|"|>, ...}
 
 Invariant: what is read is a whole call or nothing; no text of a model runs as code.
-Called by `tools`, which finds a template's form and tells calls from text. Left out: positional arguments.
+Left out: positional arguments.
 """
 
 import ast

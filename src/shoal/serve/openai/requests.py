@@ -2,8 +2,7 @@
 
 Invariant: a request that is accepted is answered as it asks. Of a parameter that is not supported, the values that change
 nothing are accepted (`ONLY`).
-Called by `routes`; `document` describes these models to clients. Left out: images, `top_p`, penalties (a seed replays only
-the full distribution).
+Left out: images, `top_p`, penalties (a seed replays only the full distribution).
 """
 
 import json
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shoal.errors import ShoalError
-from shoal.serve.decoding.text import STOP_CHARACTERS, STOPS
+from shoal.serve.text import STOP_CHARACTERS, STOPS
 
 Words = Annotated[str, Field(max_length=400_000)]
 StopString = Annotated[str, Field(max_length=STOP_CHARACTERS)]

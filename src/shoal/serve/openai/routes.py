@@ -4,34 +4,93 @@
     -> JSON at the end, or server-sent events as they come
 
 Invariant: a client that leaves early frees its rows; refusals have OpenAI's shape; a 429 or 503 says when to try again.
-Attached by `service`.
+API keys are compared by their digests in constant time, and never written to a log.
 """
 
 import asyncio
 import hashlib
+import hmac
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from shoal.config import Config
-from shoal.serve.asking import PromptError, TooLongError, as_trained, check_length, encode
-from shoal.serve.decoding.generation import Ask, Generation
-from shoal.serve.decoding.grammar import Grammar, GrammarError, compiled
-from shoal.serve.decoding.scheduler import BusyError, Scheduler, TooLargeError
-from shoal.serve.keys import Keys
-from shoal.serve.openai import answers
-from shoal.serve.openai.answering import Answer
+from shoal.errors import UserError
+from shoal.files import write_new_file
+from shoal.serve.generation import Ask, Generation, Grammar, GrammarError, compiled
+from shoal.serve.openai.answers import Answer
+from shoal.serve.openai.answers import error as error_body
 from shoal.serve.openai.document import document
 from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, Kind, RequestError, read
 from shoal.serve.openai.tools import FORCED, forced, form_of, offered
+from shoal.serve.prompt import PromptError, TooLongError, as_trained, check_length, encode
+from shoal.serve.scheduler import BusyError, Scheduler, TooLargeError
 from shoal.serve.threads import SMALL_BYTES, Places, Threads, received
 from shoal.serve.versions import Held, NoPlaceError, UnknownVersionError, Versions
+from shoal.shardcast.connections import network
 from shoal.web.guard import RefusedError
+
+LEAST = 16  # characters of a key
+
+
+class KeyFileError(UserError):
+    """A key file that cannot be read."""
+
+
+class Keys:
+    """The API's bearer keys: whose request is this? A key file holds one `NAME KEY` a line."""
+
+    def __init__(self, keys: dict[str, str] | None) -> None:
+        """`keys`: names by key; None lets everyone ask."""
+        self._names = None if keys is None else {_digest(key): name for key, name in keys.items()}
+
+    @classmethod
+    def read(cls, path: Path) -> "Keys":
+        """Raises KeyFileError."""
+        found: dict[str, str] = {}
+        try:
+            lines = path.read_text().splitlines()
+        except OSError as error:
+            raise KeyFileError(f"{path}: {error.strerror}; it should hold one `NAME KEY` a line") from error
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            words = line.split()
+            if len(words) != 2 or len(words[1]) < LEAST:
+                raise KeyFileError(f"{path}, line {number}: write `NAME KEY`, a key of {LEAST} characters or more")
+            found[words[1]] = words[0]
+        return cls(found)
+
+    @classmethod
+    def read_or_make(cls, path: Path) -> "Keys":
+        """The keys in this file; a new file with one random key if there is none."""
+        if not path.exists():
+            write_new_file(path, f"local sk-{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
+        return cls.read(path)
+
+    def caller(self, request: web.Request) -> str | None:
+        """Whose request this is; None: nobody's who may ask."""
+        if self._names is None:
+            return f"address {network(request.remote or '')}"
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            return None
+        given, caller = _digest(key.strip()), None
+        for digest, name in self._names.items():
+            if hmac.compare_digest(digest, given):
+                caller = f"key {name}"
+        return caller
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
 
 BODY_BYTES = 4 << 20
 DEFAULT_TOKENS = 1024  # of a chat reply that states no limit; fewer where the model has no room
@@ -280,4 +339,4 @@ def refusal(
     retry_s: int = 0,
 ) -> web.Response:
     headers = {"Retry-After": str(retry_s)} if retry_s else {}
-    return web.json_response(answers.error(message, kind=kind, param=param, code=code), status=status, headers=headers)
+    return web.json_response(error_body(message, kind=kind, param=param, code=code), status=status, headers=headers)

@@ -4,9 +4,8 @@
     Reading    the text of a reply, piece by piece -> text and calls
 
 Invariant: nothing that the model wrote is lost. Text that is not a complete call of an offered function stays text.
-A streamed reply gives the same result as one that is not streamed. Of a call, each
-character is read once.
-Called by `routes` (form_of), `answering` (Reading) and `proof`. Left out: reasoning apart from the text.
+A streamed reply gives the same result as one that is not streamed. Each character of a call is read once.
+Left out: reasoning apart from the text.
 """
 
 import json
@@ -17,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.serve.asking import PromptError, written
 from shoal.serve.openai.forms import DECODER, FORMS, Form, read
 from shoal.serve.openai.requests import ChatRequest, NamedTool, RequestError
+from shoal.serve.prompt import PromptError, written
 
 SPACES = 1000  # that are held because a call may follow
 HEAD = 200  # characters between a mark and the arguments

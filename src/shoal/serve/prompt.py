@@ -1,7 +1,6 @@
 """From messages to prompt tokens, as the model's template and, if asked, the run's training say.
 
 Invariant: the tokens follow from (messages, version) alone, so that a verifier makes them again.
-Called by the routes of `openai` and `chat`, and by `proof`.
 """
 
 import json

@@ -4,7 +4,7 @@
 
 It runs in a thread of its own; requests come from the event loop, and pieces go back to it once a step.
 Invariant: at most `Limits.waiting` completions wait. A request that finds no room is told when to try again; no queue grows
-without bound. Called by `service`.
+without bound.
 """
 
 import math
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from shoal.engine import scheduler as engine
 from shoal.errors import ShoalError
-from shoal.serve.decoding.generation import Generation, Piece
+from shoal.serve.generation import Generation, Piece
 
 IDLE_S = 0.5
 STOP_S = 1.0

@@ -2,7 +2,6 @@
 
 Invariant: the pieces together are the row's text up to the first stop string that is whole in it, whatever the tokens'
 borders are. Text and ending follow from the tokens and what was asked. The time is linear in the tokens.
-Called by the scheduler, and by `proof` to read a reply's tokens again.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,1 +1,0 @@
-"""Continuous batching: rows, the text of a row, the scheduler that steps them all."""
