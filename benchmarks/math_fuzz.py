@@ -17,9 +17,8 @@ from typing import Any
 
 from machine import describe
 
-from shoal.tasks.rewards.killable.pool import Killable, Result
-from shoal.tasks.rewards.math.final_answer import final_answer
-from shoal.tasks.rewards.math.reward import CPU_S, EQUALITY, MEMORY_BYTES, Math
+from shoal.sandbox import Call
+from shoal.tasks.rewards.math import CPU_S, Math, final_answer
 from shoal.tasks.task import Grade, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the fuzzers are test code
@@ -30,17 +29,16 @@ HERE = Path(__file__).parent
 SLACK_S = 0.1 * CPU_S
 
 
-class Watched(Killable):
-    """Remembers how each comparison ended."""
+def watch(reward: Math, ended: list[tuple[Any, Call]]) -> None:
+    """Remember how each comparison ended."""
+    calls = reward.grader.calls
 
-    def __init__(self, **limits: Any) -> None:
-        super().__init__(EQUALITY, "judge", cpu_s=CPU_S, memory_bytes=MEMORY_BYTES, **limits)
-        self.ended: list[tuple[Any, Result]] = []
-
-    def run(self, values: Sequence[Any]) -> list[Result]:
-        found = super().run(values)
-        self.ended.extend(zip(values, found, strict=True))
+    def watched(values: Sequence[Any]) -> list[Call]:
+        found = calls(values)
+        ended.extend(zip(values, found, strict=True))
         return found
+
+    reward.grader.calls = watched  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -49,9 +47,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=1, help="processes that compare")
     arguments = parser.parse_args()
-    reward = Math()
-    reward.pool = pool = Watched(size=arguments.size)
-    pool.start()
+    reward, ended = Math(size=arguments.size), list[tuple[Any, Call]]()
+    watch(reward, ended)
+    reward.grade([Task("warm", "", "1/2")], ["0.5"])
+    ended.clear()
     cases = list(answers(arguments.seed, arguments.answers))
     machine = describe()
     start_s = time.perf_counter()
@@ -63,7 +62,7 @@ def main() -> None:
         print(f"{len(grades)} of {len(cases)}", file=sys.stderr)  # noqa: T201
     elapsed_s = time.perf_counter() - start_s
     reward.close()
-    slowest = sorted(pool.ended, key=lambda one: -one[1].cpu_s)
+    slowest = sorted(ended, key=lambda one: -one[1].cpu_s)
     cpu_s = [result.cpu_s for _, result in slowest]
     report = {
         "command": f"python benchmarks/math_fuzz.py --answers {len(cases)} --seed {arguments.seed} --size {arguments.size}",
@@ -82,7 +81,7 @@ def main() -> None:
         "memory_mib_most": max(result.memory_bytes for _, result in slowest) >> 20,
         "seconds": round(elapsed_s, 1),
         "slowest": [
-            {"cpu_s": result.cpu_s, "ending": result.ending, "gold": value["gold"], "answer": value["answer"][:100]}
+            {"cpu_s": result.cpu_s, "ending": result.ending, "gold": value[0], "answer": value[1][:100]}
             for value, result in slowest[:10]
         ],
     }

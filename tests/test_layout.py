@@ -23,7 +23,7 @@ ROOMS = {
     "protocol": ["config", "errors", "files", "shardcast"],
     "store": ["errors", "files", "model", "protocol"],
     "ledger": ["errors", "files", "protocol"],
-    "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
+    "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
     "diloco": ["errors", "files", "protocol", "shardcast"],
     "engine": ["errors", "files", "model", "shardcast"],
     "view": ["errors", "protocol", "shardcast"],

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import TIERS, Limits, Program, Result, Sandbox, SandboxError, Tier, places, problem, process
+from shoal.sandbox import TIERS, Limits, Program, Result, Sandbox, SandboxError, Tier, problem, process
 from shoal.sandbox.limits import MIB
 
 ROOT = os.getuid() == 0
@@ -643,7 +643,7 @@ def test_the_other_walls_hold_without_one(box: Sandbox, missing: str, monkeypatc
     strong(box)
     whole = process.sources()
     line = {"seccomp": "    FILTERS[request[\"processes\"] > 1].apply()\n",
-            "landlock": "    landlock.restrict(config[\"binds\"], config[\"devices\"], scratch)\n"}[missing]  # fmt: skip
+            "landlock": "    kernel.restrict_files(config[\"binds\"], config[\"devices\"], scratch)\n"}[missing]  # fmt: skip
     assert line in whole["shoal.sandbox.program"]
     weakened = whole | {"shoal.sandbox.program": whole["shoal.sandbox.program"].replace(line, "")}
     monkeypatch.setattr(process, "sources", lambda: weakened)
@@ -713,9 +713,9 @@ def test_many_attackers_at_once(box: Sandbox) -> None:
 
 BECOME_PLAIN = """
 import os, sys
-from shoal.sandbox import mounts
+from shoal.sandbox import launch
 python, source, *needed = sys.argv[1:]
-mounts.reveal([path for path in (source, *needed) if not mounts.enterable(path)])
+launch.reveal([path for path in (source, *needed) if not launch.enterable(path)])
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)
 os.setresuid(65534, 65534, 65534)
@@ -746,11 +746,11 @@ def test_it_holds_for_a_plain_user_too(tmp_path: Path) -> None:
     """Also where only root may enter the folders of the interpreter and of the sources."""
     if all(map(problem, STRONG)):
         pytest.skip(problem("kernel"))
-    source, needed = tmp_path / "src", [*places.binds(), *filter(None, [places.bwrap()])]
+    source, needed = tmp_path / "src", [*process.binds(), *filter(None, [process.bwrap()])]
     shutil.copytree(Path(process.__file__).parent, source / "shoal" / "sandbox", copy_function=shutil.copyfile)
     for path in (source, *source.rglob("*")):
         path.chmod(0o755)
-    python = places.executable()
+    python = process.executable()
     done = subprocess.run(
         [python, "-S", "-c", BECOME_PLAIN, python, source, *needed],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"},
@@ -767,7 +767,7 @@ def test_it_holds_for_a_plain_user_too(tmp_path: Path) -> None:
 
 
 def test_a_weak_sandbox_is_never_taken_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.sandbox.tiers.problem", lambda tier: "" if tier == "rlimits" else "no")
+    monkeypatch.setattr("shoal.sandbox.pool.problem", lambda tier: "" if tier == "rlimits" else "no")
     with pytest.raises(SandboxError, match="rlimits"):
         Sandbox()
 

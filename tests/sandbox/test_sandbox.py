@@ -1,5 +1,6 @@
 """What a program gets, how it ends, conversations, the pool."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -23,8 +24,8 @@ from shoal.sandbox import (
     Tier,
     best_tier,
     interpreter,
-    places,
     problem,
+    process,
 )
 from shoal.sandbox.limits import MIB
 from shoal.sandbox.process import ServerProcess
@@ -335,15 +336,15 @@ def test_everything_dies_with_a_killed_parent(box: Sandbox) -> None:
 
 
 def test_the_best_tier_is_a_strong_one_or_an_error_that_says_how_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.sandbox.tiers.problem", lambda tier: f"no {tier}" if tier != "rlimits" else "")
+    monkeypatch.setattr("shoal.sandbox.pool.problem", lambda tier: f"no {tier}" if tier != "rlimits" else "")
     with pytest.raises(SandboxError, match='no bubblewrap\nno kernel\n.*"rlimits" by name'):
         best_tier()
-    monkeypatch.setattr("shoal.sandbox.tiers.problem", lambda tier: "no" if tier == "bubblewrap" else "")
+    monkeypatch.setattr("shoal.sandbox.pool.problem", lambda tier: "no" if tier == "bubblewrap" else "")
     assert best_tier() == "kernel"
 
 
 def test_an_unavailable_tier_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.sandbox.places.bwrap", lambda: None)
+    monkeypatch.setattr("shoal.sandbox.process.bwrap", lambda: None)
     assert "make sandbox" in problem.__wrapped__("bubblewrap")
     with pytest.raises(SandboxError, match="bubblewrap, kernel, rlimits"):
         Sandbox("docker")
@@ -372,9 +373,11 @@ def test_it_starts_whatever_the_umask_of_its_owner(box: Sandbox) -> None:
 
 
 def test_a_package_that_programs_could_not_see_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "SCRATCH", sys.prefix)
+    numpy = importlib.util.find_spec("numpy")
+    assert numpy is not None and numpy.origin is not None
+    monkeypatch.setattr(process, "SCRATCH", str(Path(numpy.origin).resolve().parents[1]))
     with pytest.raises(SandboxError, match=r"import numpy, but it is installed below .*: install Shoal elsewhere"):
-        places.installed(["numpy"])
+        process.installed(["numpy"])
 
 
 def test_a_package_by_name_may_be_imported_and_its_neighbours_may_not(box: Sandbox) -> None:
@@ -395,11 +398,11 @@ def test_a_package_that_is_not_installed_is_named(box: Sandbox) -> None:
 def test_it_shows_the_library_behind_a_virtual_environment_and_not_the_environment(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    read = "from shoal.sandbox import places; print(*places.binds(), sep='\\n')"
-    source = str(Path(places.__file__).parents[2])
+    read = "from shoal.sandbox import process; print(*process.binds(), sep='\\n')"
+    source = str(Path(process.__file__).parents[2])
     command = [environment / "bin" / "python", "-c", read]
     shown = subprocess.run(command, env={"PYTHONPATH": source}, capture_output=True, text=True, check=True).stdout
-    assert shown.splitlines() == places.binds() and str(environment) not in shown
+    assert shown.splitlines() == process.binds() and str(environment) not in shown
 
 
 def test_it_starts_where_only_root_may_enter_the_folder_of_temporary_files(
@@ -421,7 +424,7 @@ def test_it_starts_where_only_root_may_enter_the_folder_of_bubblewrap(
         pytest.skip(reason)
     closed = tmp_path / "closed"
     closed.mkdir(0o700)
-    shutil.copy(str(places.bwrap()), closed)
+    shutil.copy(str(process.bwrap()), closed)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         Path(folder, "bwrap").symlink_to(closed / "bwrap")
@@ -438,7 +441,7 @@ def test_an_interpreter_that_only_root_may_read_is_named_with_the_remedy(
         pytest.skip(reason)
     closed = tmp_path / "closed"
     closed.mkdir(0o700)
-    binds = [*places.binds(), str(closed)]
-    monkeypatch.setattr(places, "binds", lambda: binds)
+    binds = [*process.binds(), str(closed)]
+    monkeypatch.setattr(process, "binds", lambda: binds)
     with pytest.raises(SandboxError, match=f"{closed}.*chmod -R go"):
         ServerProcess(tier)

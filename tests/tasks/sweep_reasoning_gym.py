@@ -27,11 +27,10 @@ def main() -> None:
         options: dict[str, Any] = {"dataset": name, "size": SIZE}
         if name == "composite":
             options["datasets"] = [{"name": "chain_sum"}, {"name": "countdown", "weight": 2.0}]
-        rows = list(gym.rows(options))
+        rows = gym.rows(options)
         values = [json.loads(row["metadata"]) | {"question": row["question"]} for row in rows]
         gym.prepare(json.dumps(values[0]["setting"]))
-        entries = [gym.decode(value["entry"]) | {"question": value["question"]} for value in values]
-        again = [gym.encode({**gym.dataset[n], "question": ""}) for n in range(SIZE)]
+        entries = [gym.drawn(gym.dataset, n) for n in range(SIZE)]
         compiled.clear()
         for answer in (MARK, f"{MARK} + 1", f"[{MARK}]"):
             with contextlib.suppress(Exception):  # only what was compiled counts
@@ -39,7 +38,7 @@ def main() -> None:
         line = {
             "name": name,
             "evaluated": any(MARK in text for text in compiled),
-            "kept": again == [gym.encode({**entry, "question": ""}) for entry in entries],
+            "same": [entry["question"] for entry in entries] == [row["question"] for row in rows],
             "gold": [scored(gym, value, row["answer"]) for value, row in zip(values, rows, strict=True)],
             "tagged": [
                 scored(gym, value, f"<think>hm</think> It is <answer> {row['answer']} </answer>.")

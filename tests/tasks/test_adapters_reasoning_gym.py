@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from shoal.config.tasks import SourceSection, TaskSection
-from shoal.tasks import Graders, load
-from shoal.tasks.adapters import reasoning_gym
+from shoal.tasks import Graders, inside, load
+from shoal.tasks.inside import GraderStartError
+from shoal.tasks.libraries import REASONING_GYM, LibraryReward, reasoning_gym
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
 
 if importlib.util.find_spec("reasoning_gym") is None:
@@ -32,7 +33,7 @@ UNSEEDED = {"codeio"}  # its shipped programs draw random numbers of their own
 @pytest.fixture(scope="module")
 def swept() -> dict[str, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-P", str(SWEEP), str(reasoning_gym.LIBRARY.file)],
+        [sys.executable, "-P", str(SWEEP), str(Path(inside.__file__).with_name("gym.py"))],
         env=os.environ | {"PYTHONHASHSEED": "0", "TZ": "UTC"},
         capture_output=True,
         text=True,
@@ -43,13 +44,12 @@ def swept() -> dict[str, dict[str, Any]]:
 
 
 def rows(**options: Any) -> list[Task]:
-    listed = reasoning_gym.reasoning_gym(options)
+    listed = reasoning_gym(options)
     return [Task(id=f"gym/{n}", source="gym", **row) for n, row in enumerate(listed)]
 
 
 def graded(tasks: list[Task], completions: list[str], cpu_s: float = 10.0) -> list[Grade]:
-    reward = reasoning_gym.reward()
-    reward.cpu_s = cpu_s
+    reward = LibraryReward(REASONING_GYM, cpu_s=cpu_s)
     try:
         return reward.grade(tasks, completions)
     finally:
@@ -68,8 +68,8 @@ def test_a_wrong_answer_scores_less_in_all_data_sets_but_one(swept: dict[str, di
     assert {outcome for line in swept.values() for _, outcome in line["wrong"]} == {"graded", "wrong_format"}
 
 
-def test_entries_survive_json_with_tuples_and_integer_keys(swept: dict[str, dict[str, Any]]) -> None:
-    assert {name for name, line in swept.items() if not line["kept"]} <= UNSEEDED
+def test_an_entry_is_the_same_when_it_is_drawn_again(swept: dict[str, dict[str, Any]]) -> None:
+    assert {name for name, line in swept.items() if not line["same"]} <= UNSEEDED
 
 
 def test_the_data_sets_that_evaluate_answers_are_those_that_are_guarded(swept: dict[str, dict[str, Any]]) -> None:
@@ -95,20 +95,28 @@ def test_no_answer_runs_as_code(name: str, tmp_path: Path) -> None:
     assert all(grade.score < 0.5 and grade.outcome == "graded" for grade in grades), grades
 
 
-@pytest.mark.parametrize("name", ["bitwise_arithmetic", "number_sorting", "simple_integration"])
-def test_no_entry_runs_as_code(name: str, tmp_path: Path) -> None:
-    """Entries come from the run's author, whom a worker need not trust."""
+def test_no_option_runs_as_code(tmp_path: Path) -> None:
+    """Options come from the run's author, whom a worker need not trust; some data sets evaluate what they are made of."""
     mark = tmp_path / "mark"
     run = f"__import__('pathlib').Path({str(mark)!r}).mkdir()"
-    (task,) = rows(dataset=name, size=1)
+    for options in (
+        {"dataset": "simple_equations", "operators": [run]},
+        {"dataset": "composite", "datasets": [{run: 1}]},
+    ):
+        with pytest.raises(TasksNotFoundError, match="evaluate them as code"):
+            reasoning_gym(options)
+    (task,) = rows(dataset="simple_equations", size=1)
     hostile = json.loads(task.metadata)
-    entry = hostile["entry"]
-    entry["answer"] = f"[{run}]"
-    entry["metadata"] |= {"problem": run, "integrand": run}
-    answers = [task.answer, "[1]", "0x1", f"[{run}]"]
-    grades = graded([replace(task, metadata=json.dumps(hostile))] * len(answers), answers)
+    hostile["setting"]["operators"] = [run]
+    with pytest.raises(GraderStartError, match="evaluate them as code"):
+        graded([replace(task, metadata=json.dumps(hostile))], [task.answer])
     assert not mark.exists()
-    assert all(grade.score < 0.5 for grade in grades), grades
+
+
+def test_a_task_whose_question_is_not_that_of_its_entry_is_a_grader_error() -> None:
+    (task,) = rows(dataset="chain_sum", size=1)
+    (grade,) = graded([replace(task, question="1 + 1 =")], [task.answer])
+    assert grade.outcome == "grader_error" and "another question" in grade.detail
 
 
 def test_no_answer_names_the_grader_s_variables() -> None:
@@ -139,7 +147,7 @@ def test_a_question_that_is_drawn_twice_is_listed_once() -> None:
 def test_a_task_of_another_version_is_a_grader_error() -> None:
     (task,) = rows(dataset="chain_sum", size=1)
     metadata = json.loads(task.metadata)
-    old = Task(task.id, task.question, task.answer, "gym", metadata=json.dumps(metadata | {"version": "0.1.0"}))
+    old = replace(task, metadata=json.dumps(metadata | {"version": "0.1.0"}))
     (grade,) = graded([old], [task.answer])
     assert grade.outcome == "grader_error" and "0.1.0" in grade.detail
 
@@ -159,7 +167,7 @@ def test_a_task_of_another_version_is_a_grader_error() -> None:
 )
 def test_wrong_options_are_one_clear_message(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
-        reasoning_gym.reasoning_gym(options)
+        reasoning_gym(options)
 
 
 def test_a_config_with_this_source_has_its_tasks_and_its_reward() -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from shoal.config.tasks import SourceSection, TaskSection
-from shoal.tasks import Graders, load
-from shoal.tasks.adapters import verifiers
+from shoal.tasks import Graders, inside, load
+from shoal.tasks.libraries import ENVIRONMENTS, PYTHON, VERIFIERS, LibraryReward, verifiers
 from shoal.tasks.task import Grade, Task
 
-INTERPRETER = os.environ.get(verifiers.PYTHON) or sys.executable
+INTERPRETER = os.environ.get(PYTHON) or sys.executable
 if subprocess.run([INTERPRETER, "-P", "-c", "import verifiers.v1"], capture_output=True).returncode:
     pytest.skip(
         "verifiers is not installed, nor named by SHOAL_VERIFIERS_PYTHON: pip install 'shoal[verifiers]'",
@@ -52,7 +52,7 @@ class Sums(vf.Taskset[Sum, Config]):
 @pytest.fixture(autouse=True)
 def _path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv(verifiers.ENVIRONMENTS, "sums")
+    monkeypatch.setenv(ENVIRONMENTS, "sums")
 
 
 def written(folder: Path, name: str = "sums", **parts: str) -> Path:
@@ -63,12 +63,12 @@ def written(folder: Path, name: str = "sums", **parts: str) -> Path:
 
 
 def rows(**options: Any) -> list[Task]:
-    listed = verifiers.verifiers({"environment": "sums"} | options)
+    listed = verifiers({"environment": "sums"} | options)
     return [Task(id=f"sums/{n}", source="sums", **row) for n, row in enumerate(listed)]
 
 
 def graded(tasks: list[Task], completions: list[str]) -> list[Grade]:
-    reward = verifiers.reward()
+    reward = LibraryReward(VERIFIERS)
     try:
         return reward.grade(tasks, completions)
     finally:
@@ -123,24 +123,6 @@ def test_a_config_with_this_source_has_its_tasks_and_its_reward_and_an_edit_chan
 
 
 REFUSED = {
-    "judge": (
-        {
-            "more": member("""
-                @vf.reward
-                async def liked(self, trace) -> float:
-                    return float((await Taste(vf.JudgeConfig()).evaluate(trace=trace)).text == "yes")"""),
-            "data": PARTS["data"] + "\nclass Taste(vf.Judge[bool]):\n    prompt = 'Good?'",
-        },
-        r"its rubric asks a judge model \(.*Taste",
-    ),
-    "judge_in_config": (
-        {
-            "head": PARTS["head"] + "\nclass Knobs(vf.TaskConfig):\n    liking: vf.JudgeConfig = vf.JudgeConfig()",
-            "task": "class Sum(vf.Task[Data, vf.State, Knobs]):",
-            "config": "class Config(vf.TasksetConfig):\n    top: int = 6\n    task: Knobs = Knobs()",
-        },
-        r"judge model \(config.task.liking\)",
-    ),
     "sandbox": (
         {"more": member("@vf.reward\nasync def passes(self, trace, runtime) -> float:\n    return 1.0")},
         "reward passes needs a sandbox",
@@ -197,20 +179,6 @@ REFUSED = {
         {"config": PARTS["config"], "set": PARTS["set"].replace("def load", "INFINITE = True\n    def load")},
         "has tasks without end: give options.size",
     ),
-    "network": (
-        {
-            "head": PARTS["head"] + "\nimport socket",
-            "more": member("""
-                @vf.metric
-                async def asks(self, trace) -> float:
-                    try:
-                        socket.create_connection(("127.0.0.1", 9), timeout=1)
-                    except OSError:
-                        return 0.0
-                    return 1.0"""),
-        },
-        "a reward asks for the network",
-    ),
 }
 
 
@@ -250,7 +218,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     asked = [{"environment": f"sums_{name}"} for name in REFUSED]
     asked += [{"environment": "sums"} | options for options in [{}, *(options for options, _ in WRONG_OPTIONS)]]
     done = subprocess.run(
-        [INTERPRETER, "-P", "-c", ASK, str(verifiers.library().file)],
+        [INTERPRETER, "-P", "-c", ASK, str(Path(inside.__file__).with_name("tasksets.py"))],
         input=json.dumps(asked),
         env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
@@ -274,12 +242,17 @@ def test_wrong_options_are_one_clear_message(number: int, said: list[str]) -> No
 def test_a_reward_that_fails_or_asks_outside_later_is_a_grader_error_and_never_0(tmp_path: Path) -> None:
     written(
         tmp_path,
-        head=PARTS["head"] + "\nimport subprocess",
+        head=PARTS["head"] + "\nimport socket, subprocess",
+        data=PARTS["data"] + "\nclass Taste(vf.Judge[bool]):\n    prompt = 'Good?'",
         reward=member("""
             @vf.reward
             async def correct(self, trace) -> float:
                 match trace.last_reply:
                     case "raise": raise ValueError("no such answer")
+                    case "judge": return float((await Taste(vf.JudgeConfig()).evaluate(trace=trace)).text == "yes")
+                    case "network":
+                        try: socket.create_connection(("127.0.0.1", 9), timeout=1)
+                        except OSError: return 0.0
                     case "program":
                         try: subprocess.run(["true"])
                         except OSError: return 0.0
@@ -287,10 +260,13 @@ def test_a_reward_that_fails_or_asks_outside_later_is_a_grader_error_and_never_0
                     case "nothing": return float("nan")
                 return 1.0"""),
     )
-    tasks = rows(size=1) * 5
-    grades = graded(tasks, ["raise", "program", "much", "nothing", "fine"])
-    assert [grade.outcome for grade in grades] == ["grader_error"] * 4 + ["graded"]
-    for grade, text in zip(grades, ["no such answer", "another program", "max_reward", "nan"], strict=False):
+    told = {
+        "raise": "no such answer", "judge": "", "network": "the network", "program": "another program", "much": "max_reward",
+        "nothing": "nan",
+    }  # fmt: skip
+    *failed, fine = graded(rows(size=1) * (len(told) + 1), [*told, "fine"])
+    assert {grade.outcome for grade in failed} == {"grader_error"} and fine.outcome == "graded"
+    for grade, text in zip(failed, told.values(), strict=True):
         assert text in grade.detail
 
 

@@ -8,11 +8,9 @@ import pytest
 
 from shoal.sandbox import Limits, best_tier
 from shoal.tasks import Grade, Task
-from shoal.tasks.rewards.code import Code
-from shoal.tasks.rewards.code import reward as reward_module
-from shoal.tasks.rewards.code.compare import Pairs, SetItems, same_output, same_value, shown
-from shoal.tasks.rewards.code.extract import program_of
-from shoal.tasks.rewards.code.tests import TestsError, read_tests
+from shoal.tasks.rewards.code import Code, program_of
+from shoal.tasks.rewards.compare import Pairs, SetItems, same_output, same_value, shown
+from shoal.tasks.sources.code_tests import TestsError, read_tests
 
 ADD = {"kind": "functional", "entry": "add", "cases": [{"args": [1, 2], "output": 3}, {"args": [-1, 1], "output": 0}]}
 ECHO = {"kind": "stdin", "cases": [{"input": "3\n1 2 3\n", "output": "6\n"}, {"input": "1\n5", "output": "5"}]}
@@ -35,7 +33,7 @@ def grade(code: Code, tests: Any, completion: str) -> Grade:
 def test_the_tests_of_a_task_are_read_once_for_all_its_completions(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be many megabytes of JSON."""
     read: list[str] = []
-    monkeypatch.setattr(reward_module, "read_tests", lambda text: read.append(text) or read_tests(text))
+    monkeypatch.setattr("shoal.tasks.rewards.code.read_tests", lambda text: read.append(text) or read_tests(text))
     one, other = (Task(f"t/{n}", "", "", tests=tests) for n, tests in enumerate((json.dumps(ADD), "no JSON")))
     right, wrong = "def add(a, b): return a + b", "def add(a, b): return 7"
     grades = code.grade([one, one, other, one, other], [right, wrong, right, right, wrong])

@@ -22,8 +22,7 @@ from shoal.tasks.environments.calculator import (
     value,
     written,
 )
-from shoal.tasks.environments.template import Frame, without
-from shoal.tasks.prompt import ChatTemplateError
+from shoal.tasks.prompt import ChatTemplateError, Frame, without
 
 from .. import turns as conversations
 from ..turns import ASSISTANT, ENDS, EOS, MAX_TOKENS, USER, config, register

@@ -15,9 +15,8 @@ from shoal.config.tasks import SourceSection, TaskSection
 from shoal.sandbox import Budget
 from shoal.tasks import Task
 from shoal.tasks.environments import Environment, close, environments_of, try_out
-from shoal.tasks.environments.own import FAILED, LONGEST
-from shoal.tasks.rewards.own.file import check_environment
-from shoal.tasks.trust import TRUST
+from shoal.tasks.own import FAILED, LONGEST_ANSWER, check_environment
+from shoal.tasks.task import TRUST
 
 from ..turns import config
 
@@ -47,8 +46,8 @@ class Dies:
     def respond(self, task, seed, turns): os._exit(0)
 class Lies:
     def respond(self, task, seed, turns):
-        channel, wire = sys.modules["channel"], sys.modules["wire"]
-        channel.send(b"V" + wire.pack(dict.fromkeys(n * (2**61 - 1) for n in range(1, 2000))))
+        channel = sys.modules["channel"]
+        channel.send(b"V" + channel.pack(dict.fromkeys(n * (2**61 - 1) for n in range(1, 2000))))
 class Reads:
     def respond(self, task, seed, turns): return str(os.path.exists("/etc/passwd"))
 """
@@ -115,7 +114,7 @@ def test_one_that_fails_is_answered_with_an_error_and_the_log_says_why_once(
 
 @pytest.mark.usefixtures("_place")
 def test_an_answer_is_bounded_and_whole_text(made: Any) -> None:
-    assert made("Long").respond(TASK, 0, ["a"]) == "x?" * (LONGEST // 2) + "..."
+    assert made("Long").respond(TASK, 0, ["a"]) == "x?" * (LONGEST_ANSWER // 2) + "..."
 
 
 def test_what_its_process_answers_is_never_built_as_a_set(made: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,7 +158,7 @@ def test_it_may_import_numpy_where_the_config_says_so(made: Any) -> None:
 
 
 def test_a_task_set_without_the_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"mine.py:Echo': the task set does not hold mine.py; make it again"):
+    with pytest.raises(ConfigError, match=r"mine.py:Echo' .*: the task set does not hold mine.py; make it again"):
         environments_of(settings("Echo"), {})
 
 

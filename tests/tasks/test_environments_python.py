@@ -3,16 +3,13 @@
 import doctest
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from shoal.config import ConfigError
-from shoal.config.tasks import SandboxSection
 from shoal.sandbox import Budget, Limits
 from shoal.tasks import Task
-from shoal.tasks.environments import ENVIRONMENTS, close, environments_of, python
-from shoal.tasks.environments.plain import plain
+from shoal.tasks.environments import close, environments_of, python
 from shoal.tasks.environments.python import (
     LONGEST_PROGRAM,
     MOST_CHARACTERS,
@@ -22,6 +19,7 @@ from shoal.tasks.environments.python import (
     last_program,
     refusal,
 )
+from shoal.tasks.inside.plain import plain
 
 from ..turns import config
 
@@ -310,9 +308,11 @@ def test_sources_share_one_sandbox_under_the_runs_limits() -> None:
 
 
 def test_no_wall_is_refused_unless_a_person_trusts_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: Any = {"sandbox": {"tier": "rlimits"}}
+    settings = config(
+        tasks={"sources": [{"generator": "arithmetic", "environment": "python"}], "sandbox": {"tier": "rlimits"}}
+    )
     monkeypatch.delenv("SHOAL_TRUST_RUN", raising=False)
-    with pytest.raises(ConfigError, match="'python' cannot run programs on this machine.*SHOAL_TRUST_RUN=1"):
-        ENVIRONMENTS["python"](SandboxSection(tier="rlimits"))
+    with pytest.raises(ConfigError, match="'python' cannot run on this machine.*SHOAL_TRUST_RUN=1"):
+        environments_of(settings)
     monkeypatch.setenv("SHOAL_TRUST_RUN", "1")
-    close(environments_of(config("python", tasks=settings | config("python").tasks.model_dump(include={"sources"}))))
+    close(environments_of(settings))

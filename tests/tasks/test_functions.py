@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.tasks.sources.functions import KINDS, functions
+from shoal.tasks.sources.generators import KINDS, functions
 
 
 def test_kinds_and_constants_give_one_task_each() -> None:

@@ -33,7 +33,9 @@ def test_every_reward_that_runs_something_runs_nothing_after_the_end_of_the_budg
     files = {"mine.py": b"def slow(task, completion): return 1.0"}
     with Graders(section(name), files=files, budget=(budget := Budget())) as found:
         reward = found._reward(found.section.source("some"), name)
-        assert getattr(reward, "pool", reward).budget is budget  # type: ignore[attr-defined]
+        for inner in ("code", "grader", "function", "sandbox"):
+            reward = getattr(reward, inner, reward)
+        assert reward.budget is budget  # type: ignore[attr-defined]
 
 
 def test_in_a_mixed_source_each_task_is_graded_by_its_own_reward() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tasks.rewards.killable.pool import Result
-from shoal.tasks.rewards.math.reward import CPU_S, Math
+from shoal.sandbox import Call
+from shoal.tasks.rewards.math import CPU_S, Math
 from shoal.tasks.task import Grade, Task
 from tests.fuzzing.answers import answers
 
@@ -113,30 +113,29 @@ def test_gold_answers_come_in_many_wrappings(reward: Math, gold: str) -> None:
     ]
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, result: Result) -> Grade:
+def ended(monkeypatch: pytest.MonkeyPatch, call: Call) -> Grade:
     reward = Math()
-    monkeypatch.setattr(reward.pool, "run", lambda values: [result] * len(values))
+    monkeypatch.setattr(reward.grader, "calls", lambda values: [call] * len(values))
     return grade(reward, "1/2", "0.5")
 
 
 def test_how_a_comparison_ends_becomes_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    equal = {"equal": True, "detail": ""}
-    assert ended(monkeypatch, Result("answered", equal, cpu_s=0.1)) == Grade(1.0)
-    assert ended(monkeypatch, Result("answered", equal, cpu_s=0.6)) == Grade(1.0, repeatable=False)
-    assert ended(monkeypatch, Result("answered", equal, memory_bytes=300 << 20)) == Grade(1.0, repeatable=False)
-    raised = ended(monkeypatch, Result("raised", detail="TypeError: x"))
+    assert ended(monkeypatch, Call("answered", (True, ""), repeatable=True)) == Grade(1.0)
+    assert ended(monkeypatch, Call("answered", (True, ""))) == Grade(1.0, repeatable=False)
+    raised = ended(monkeypatch, Call("raised", detail="TypeError: x", repeatable=True))
     assert raised == Grade(0.0, "grader_error", "TypeError: x")
-    late = ended(monkeypatch, Result("cpu", cpu_s=1.0))
-    assert late == Grade(0.0, "grader_error", "the limit of 1 s of CPU time passed", repeatable=False)
-    for result in (Result("wall"), Result("died", detail="SIGSEGV")):
-        found = ended(monkeypatch, result)
+    slow = ended(monkeypatch, Call("timeout", cpu_s=1.01))
+    assert slow == Grade(0.0, "grader_error", "the limit of 1 s of CPU time passed", repeatable=False)
+    assert ended(monkeypatch, Call("timeout", cpu_s=0.5)).detail == "the limit of 60 s passed"
+    for call in (Call("late"), Call("memory"), Call("output"), Call("died", detail="SIGSEGV")):
+        found = ended(monkeypatch, call)
         assert (found.score, found.outcome, found.repeatable) == (0, "grader_error", False)
 
 
 def test_the_same_answer_is_compared_once(reward: Math, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    run = reward.pool.run
-    monkeypatch.setattr(reward.pool, "run", lambda values: asked.extend(values) or run(values))
+    calls = reward.grader.calls
+    monkeypatch.setattr(reward.grader, "calls", lambda values: asked.extend(values) or calls(values))
     grades = reward.grade([Task("t", "", "1/2")] * 6, ["0.5", "0.5", r"\boxed{0.5}", "0.6", "", "1/2"])
     assert ([one.score for one in grades], len(asked)) == ([1, 1, 1, 0, 0, 1], 2)
 
@@ -164,16 +163,16 @@ def test_ten_megabytes_are_no_problem(reward: Math) -> None:
 
 def fuzz(count: int) -> None:
     reward = Math()
-    results: list[Result] = []
-    run = reward.pool.run
-    reward.pool.run = lambda values: results.extend(run(values)) or results[-len(values) :]  # type: ignore[method-assign]
+    ended: list[Call] = []
+    calls = reward.grader.calls
+    reward.grader.calls = lambda values: ended.extend(calls(values)) or ended[-len(values) :]  # type: ignore[method-assign]
     grades = [grade(reward, gold, completion) for gold, completion in answers(0, count)]
     reward.close()
     assert len(grades) == count
-    assert max(result.cpu_s for result in results) < 1.5 * CPU_S
-    assert {one.score for one in grades} <= {0, 1} and {result.ending for result in results} <= {
+    assert max(call.cpu_s for call in ended) < 1.5 * CPU_S
+    assert {one.score for one in grades} <= {0, 1} and {call.ending for call in ended} <= {
         "answered",
-        "cpu",
+        "timeout",
         "raised",
     }
     assert not [one.detail for one in grades if "Refused" in one.detail]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tasks.rewards.killable.pool import Killable
-from shoal.tasks.rewards.math.equality import Refused, harmless, refuse
-from shoal.tasks.rewards.math.reward import EQUALITY, Math
+from shoal.sandbox import PLAIN, Function, Sandbox
+from shoal.tasks.inside import source as text_of
+from shoal.tasks.inside.equality import Refused, harmless, refuse
+from shoal.tasks.rewards.math import Math
 from shoal.tasks.task import Task
 
 
@@ -142,22 +143,14 @@ def test_no_process_socket_or_file_is_touched(event: str) -> None:
         refuse("open", ("/tmp/x", "w", 0))
 
 
-def test_the_guard_is_on_in_the_process_that_compares(tmp_path: Path) -> None:
+def test_the_guard_is_on_in_the_process_that_compares() -> None:
     """Without the hook this child would write."""
-    file = tmp_path / "attack.py"
-    file.write_text(
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('equality', {str(EQUALITY)!r})\n"
-        "equality = importlib.util.module_from_spec(spec); spec.loader.exec_module(equality)\n"
-        "def attack(code):\n"
-        "    equality.judge({'gold': '1/2', 'answer': '0.5'})\n"
-        "    return repr(eval(code))\n"
-    )
-    with Killable(file, "attack") as pool:
+    attack = "\ndef attack(code):\n    judge(['1/2', '0.5'])\n    return repr(eval(code))\n"
+    with Sandbox(PLAIN, preloaded={"equality": text_of("equality") + attack}) as box:
         codes = ["__import__('os').getpid()", "open('/dev/null', 'w')", "(1).__class__"]
-        results = pool.run(codes)
-    assert [result.ending for result in results] == ["raised"] * 3
-    assert all("Refused" in result.detail for result in results)
+        calls = Function(box, "import channel, equality; channel.serve(equality.attack)").calls(codes)
+    assert [call.ending for call in calls] == ["raised"] * 3
+    assert all("Refused" in call.detail for call in calls)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.tasks.rewards.math.reward import Math
+from shoal.tasks.rewards.math import Math
 from shoal.tasks.task import Grade, Task
 
 EQUAL = [

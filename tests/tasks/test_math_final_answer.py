@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.tasks.rewards.math.final_answer import CONSIDERED, final_answer
+from shoal.tasks.rewards.math import CONSIDERED, final_answer
 
 ANSWERS = [
     # boxed: the last one counts

@@ -9,11 +9,10 @@ import pytest
 
 from shoal.config import ConfigError
 from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
-from shoal.sandbox import Limits, SandboxError, best_tier
+from shoal.sandbox import SandboxError, best_tier
 from shoal.tasks import Grade, Graders, Task
+from shoal.tasks.own import AuthorCode, OwnReward, check_function
 from shoal.tasks.rewards.graders import TRUST, GradeError
-from shoal.tasks.rewards.own.file import check_function
-from shoal.tasks.rewards.own.reward import Own, SandboxedFunction
 
 SOURCE = """
 import json, math, os, random, time
@@ -178,11 +177,11 @@ def test_what_its_process_answers_is_never_built_as_a_set() -> None:
     source = (
         "import os, sys\n"
         "def answers(task, completion):\n"
-        "    channel, wire = sys.modules['channel'], sys.modules['wire']\n"
-        "    channel.send(b'V' + wire.pack(dict.fromkeys(n * (2**61 - 1) for n in range(1, 2000))))\n"
+        "    channel = sys.modules['channel']\n"
+        "    channel.send(b'V' + channel.pack(dict.fromkeys(n * (2**61 - 1) for n in range(1, 2000))))\n"
         "    os._exit(0)\n"
     )
-    own = Own("a.py:answers", source, Limits(), size=1)
+    own = OwnReward("a.py:answers", AuthorCode("a.py:answers", {"a.py": source.encode()}, SandboxSection()))
     try:
         [found] = own.grade([TASK], ["x"])
         assert found.outcome == "grader_error" and "a set or a dict" in found.detail
@@ -206,7 +205,8 @@ def test_a_completion_of_ten_megabytes(place: str) -> None:
 
 def test_a_score_near_the_limit_is_not_repeatable() -> None:
     source = "import time\ndef slow(task, completion):\n    time.sleep(1.2)\n    return 1"
-    own = Own("slow.py:slow", source, Limits(wall_s=2.0), size=1)
+    code = AuthorCode("slow.py:slow", {"slow.py": source.encode()}, SandboxSection(wall_s=2.0))
+    own = OwnReward("slow.py:slow", code)
     try:
         [found] = own.grade([TASK], ["x"])
         assert not found.repeatable
@@ -270,7 +270,7 @@ def test_bare_limits_need_the_word_of_the_machines_owner(monkeypatch: pytest.Mon
 
 
 def test_what_cannot_start_here_is_known_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.tasks.rewards.own.reward.Sandbox", no_sandbox)
+    monkeypatch.setattr("shoal.tasks.own.Sandbox", no_sandbox)
     with (
         graders("mine.py:exact") as graded,
         pytest.raises(GradeError, match=r"no sandbox here; .*tasks\.sandbox\.tier") as error,
@@ -304,8 +304,8 @@ def test_a_failing_machine_gives_no_grades(monkeypatch: pytest.MonkeyPatch) -> N
             raise SandboxError("no memory")
         return real(self, call)  # type: ignore[arg-type]
 
-    real = SandboxedFunction.ask
-    monkeypatch.setattr(SandboxedFunction, "ask", ask)
+    real = AuthorCode.ask
+    monkeypatch.setattr(AuthorCode, "ask", ask)
     with graders("mine.py:exact") as graded:
         with pytest.raises(GradeError, match="cannot grade: no memory"):
             graded.grade([TASK], ["4"])

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks.sources import schemas
-from shoal.tasks.sources.fields import Fields, LeftOutError, RowError
+from shoal.tasks.sources.rows import Fields, LeftOutError, RowError
 
 Row = dict[str, Any]
 

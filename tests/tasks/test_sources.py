@@ -14,7 +14,7 @@ from pyarrow import parquet
 from shoal import tasks
 from shoal.config import ConfigError, load, parse
 from shoal.config.tasks import SourceSection, TaskSection
-from shoal.tasks.sources.locate import of_split
+from shoal.tasks.sources.reading import of_split
 from shoal.tasks.task import TasksNotFoundError
 
 DATA = Path(os.environ.get("SHOAL_DATA") or Path(__file__).parents[3] / "shared" / "data")

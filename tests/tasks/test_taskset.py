@@ -12,9 +12,9 @@ import pytest
 
 from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
-from shoal.tasks.compiled import compiling, table
-from shoal.tasks.compiled.spool import Spool, content_id
-from shoal.tasks.sources.fields import Fields
+from shoal.tasks import compiling, taskset
+from shoal.tasks.compiling import Spool, content_id
+from shoal.tasks.sources.rows import Fields
 from shoal.tasks.task import Task, TasksNotFoundError
 
 # Digests cover Arrow's bytes. If a new pyarrow writes others, this one changes: say so in the release notes, because
@@ -39,7 +39,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (compiling, table):
+    for module in (compiling, taskset):
         monkeypatch.setattr(module, "CHUNK_ROWS", 16)
 
 
@@ -162,7 +162,7 @@ def test_no_task_is_kept_in_memory(source: Path) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_only_so_many_chunks_are_open_at_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "OPEN_CHUNKS", 3)
+    monkeypatch.setattr(taskset, "OPEN_CHUNKS", 3)
     found = tasks.load(section(source))
     assert len(list(found.train)) == 296 and len(found.store.mapped) == 3
 
@@ -240,7 +240,7 @@ def test_a_manifest_of_another_form_is_refused(data: bytes, tmp_path: Path) -> N
 def manifest(**changed: Any) -> bytes:
     chunk = {"sha256": "0" * 64, "rows": 1, "size_bytes": 1}
     source = {"name": "arithmetic", "chunks": [chunk], "train": 1, "heldout": 0}
-    held: dict[str, Any] = {"format": table.FORMAT, "sources": [source], "heldout": [], "files": {}}
+    held: dict[str, Any] = {"format": taskset.FORMAT, "sources": [source], "heldout": [], "files": {}}
     return json.dumps(held | changed).encode()
 
 
@@ -254,13 +254,13 @@ def test_no_fetch_may_bring_more_than_the_manifest_says(source: Path, tmp_path: 
 
     found = tasks.join(asked, tmp_path / "worker", fetch)
     found.train[0]
-    assert limits == [table.MANIFEST_BYTES, found.manifest.sources[0].chunks[0].size_bytes]
+    assert limits == [taskset.MANIFEST_BYTES, found.manifest.sources[0].chunks[0].size_bytes]
 
 
 def test_a_chunk_of_another_size_than_its_manifest_says_is_refused(tmp_path: Path) -> None:
-    store = table.Store(tmp_path)
-    texts = [pa.array(["text"]) for _ in table.COLUMNS]
-    chunk = store.write(pa.table(texts, schema=table.SCHEMA))
+    store = taskset.Store(tmp_path)
+    texts = [pa.array(["text"]) for _ in taskset.COLUMNS]
+    chunk = store.write(pa.table(texts, schema=taskset.SCHEMA))
     with pytest.raises(TasksNotFoundError, match="bytes, their manifest says"):
         store.batch(chunk.model_copy(update={"size_bytes": chunk.size_bytes + 1}))
 
@@ -268,16 +268,16 @@ def test_a_chunk_of_another_size_than_its_manifest_says_is_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     "changed",
     [
-        {"heldout": [{"sha256": "0" * 64, "rows": 1, "size_bytes": table.MOST_CHUNK_BYTES + 1}]},
-        {"heldout": [{"sha256": "0" * 64, "rows": 1, "size_bytes": 1}] * (table.MOST_CHUNKS + 1)},
-        {"files": {f"{n}.py": "0" * 64 for n in range(table.MOST_FILES + 1)}},
+        {"heldout": [{"sha256": "0" * 64, "rows": 1, "size_bytes": taskset.MAX_CHUNK_BYTES + 1}]},
+        {"heldout": [{"sha256": "0" * 64, "rows": 1, "size_bytes": 1}] * (taskset.MAX_CHUNKS + 1)},
+        {"files": {f"{n}.py": "0" * 64 for n in range(taskset.MAX_FILES + 1)}},
     ],
     ids=["chunk", "chunks", "files"],
 )
 def test_a_manifest_has_bounds(changed: dict[str, Any]) -> None:
-    table.Manifest.decode(manifest())
+    taskset.Manifest.decode(manifest())
     with pytest.raises(TasksNotFoundError, match="is not of this version"):
-        table.Manifest.decode(manifest(**changed))
+        taskset.Manifest.decode(manifest(**changed))
 
 
 @pytest.mark.parametrize("order", [("math", "number", ""), ("number", "", "math"), ("math", "", "number")])
@@ -307,14 +307,14 @@ def test_no_manifest_names_a_file_outside_of_the_tasks_folder(tmp_path: Path) ->
 
 def test_a_chunk_whose_offsets_lead_out_of_its_text_is_refused(tmp_path: Path) -> None:
     """Arrow reads what they point at, which is this process's memory."""
-    store = table.Store(tmp_path)
-    texts = [pa.array(["some text"] * 2) for _ in table.COLUMNS]
-    chunk = store.write(pa.table(texts, schema=table.SCHEMA))
+    store = taskset.Store(tmp_path)
+    texts = [pa.array(["some text"] * 2) for _ in taskset.COLUMNS]
+    chunk = store.write(pa.table(texts, schema=taskset.SCHEMA))
     good = store.read(chunk.sha256, chunk.size_bytes)
     offsets = b"".join(n.to_bytes(4, "little") for n in (0, 9, 18))
-    assert good.count(offsets) == len(table.COLUMNS)
+    assert good.count(offsets) == len(taskset.COLUMNS)
     bad = good.replace(offsets, b"".join(n.to_bytes(4, "little") for n in (0, 9, 1 << 30)))
-    hostile = table.Chunk(sha256=store.put(bad), rows=2, size_bytes=len(bad))
+    hostile = taskset.Chunk(sha256=store.put(bad), rows=2, size_bytes=len(bad))
     with pytest.raises(TasksNotFoundError, match="not readable as task data"):
         store.batch(hostile)
 

@@ -13,7 +13,7 @@ from shoal.store.rollouts import read_submission
 from shoal.tasks import Task
 from shoal.tasks.environments import ENVIRONMENTS, Environment, close
 from shoal.tasks.environments.python import STOPPED, Python
-from shoal.tasks.rewards.graders import limits_of
+from shoal.tasks.own import limits_of
 from shoal.worker.produce import Producer
 
 from ..turns import MAX_TOKENS, USER, config

@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.config.tasks import SourceSection
 from shoal.evals.completions import EvalUsageError
-from shoal.tasks.compiled.spool import content_id
+from shoal.tasks.compiling import content_id
 from shoal.tasks.sources.reading import Reading
 from shoal.tasks.task import Task
 

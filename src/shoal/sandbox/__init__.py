@@ -1,4 +1,6 @@
-"""Run model-written Python where it can harm nothing. Imports nothing else of Shoal.
+"""One pool of child processes: model-written Python where it can harm nothing, and trusted code that must end in time.
+
+Imports nothing else of Shoal.
 
     with Sandbox() as box:
         result = box.run(Program("print(input()[::-1])", stdin=b"abc"))
@@ -22,31 +24,50 @@ Expected outputs stay outside: run the program on an input, or call its function
 | system calls by list: no mount, unshare, io_uring, keyctl, ptrace, bpf, userfaultfd, clone3, memfd | yes | yes | no |
 | further user namespaces forbidden by two mechanisms | yes | one | no |
 
+A fourth tier, `plain`, is for code that the machine's owner trusts: it has the first line and the limits of CPU time
+and memory, and is otherwise the user that started it, with what is installed. `Function` calls code in any tier with
+plain data.
+
 bubblewrap and kernel have the same Landlock rules, seccomp filter and limits. bubblewrap's walls are built by a program that
-many eyes have read; kernel's by `launch.py` and `mounts.py`.
+many eyes have read; kernel's by `launch.py`.
 
 The same program ends alike everywhere with the same interpreter (`interpreter()`): hash seed 0, `random` seeded with 0, an
 empty environment, fixed arguments, UTC. Left alone: the clock, `os.urandom`, addresses. Left out: other systems than Linux,
-kernels before 5.14, installed packages but those in `packages`, GPUs; bugs of the kernel itself. aarch64 has its numbers of
-calls but was never run.
+kernels before 5.14 (the strong tiers), installed packages but those in `packages`, GPUs; bugs of the kernel itself.
+aarch64 has its numbers of calls but was never run.
 """
 
 from shoal.sandbox.conversation import Conversation
-from shoal.sandbox.limits import Budget, Limits, Outcome, Program, Result, SandboxError
-from shoal.sandbox.pool import Sandbox
+from shoal.sandbox.function import Call, Function
+from shoal.sandbox.limits import (
+    PLAIN,
+    TIERS,
+    Budget,
+    Limits,
+    Outcome,
+    Program,
+    Result,
+    SandboxError,
+    StartError,
+    Tier,
+)
+from shoal.sandbox.pool import Sandbox, best_tier, problem
 from shoal.sandbox.process import interpreter
-from shoal.sandbox.tiers import TIERS, Tier, best_tier, problem
 
 __all__ = [
+    "PLAIN",
     "TIERS",
     "Budget",
+    "Call",
     "Conversation",
+    "Function",
     "Limits",
     "Outcome",
     "Program",
     "Result",
     "Sandbox",
     "SandboxError",
+    "StartError",
     "Tier",
     "best_tier",
     "interpreter",

@@ -1,7 +1,7 @@
 """One running program, seen from outside: read what it writes, send it frames, stop it at its limits.
 
 Invariant: nothing that the program does makes a call here take longer than its wall limit and `GRACE_S`, or keeps more than
-`output_bytes` (and one read) in memory. Called by `pool.py` for every run, and by graders that talk to a program.
+`output_bytes` (and one read) in memory.
 Left out: the meaning of frames. A program's answers are untrusted bytes; parse them with limits and never unpickle them.
 """
 
@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from shoal.sandbox.limits import Limits, Outcome, Program, Result, SandboxError
+from shoal.sandbox.limits import PLAIN, Limits, Outcome, Program, Result, SandboxError
 from shoal.sandbox.process import ServerProcess
 
 GRACE_S = 5.0  # for the keeper to kill and report after the leash was pulled; then the whole server is killed
 CHUNK = 1 << 16
+LONGEST_WAIT_S = 3600.0  # of one call of `poll`
 OUT_OF_MEMORY = 10  # SIGUSR1, see program.py
 
 Stream = Literal["stdout", "stderr", "frames"]
@@ -43,13 +44,19 @@ class Conversation:
         self._start(program, frames)
 
     def _start(self, program: Program, frames: bool) -> None:
-        pairs = [os.pipe() for _ in range(3 if frames else 2)]
+        if program.to_log and self._server.tier != PLAIN:
+            raise SandboxError(
+                "only programs of the tier plain may print to the log: no other gets a descriptor of the host's"
+            )
+        streams = [*([] if program.to_log else ["stdout", "stderr"]), *(["frames"] if frames else [])]
+        pairs = {name: os.pipe() for name in streams}
         self._leash, their_leash = socket.socketpair()
-        self._reading = {read: name for (read, _), name in zip(pairs, self._text, strict=False)}
-        theirs = [pairs[0][1], pairs[1][1], their_leash.fileno()]
+        self._reading = {read: name for name, (read, _) in pairs.items()}
+        written = {name: write for name, (_, write) in pairs.items()}
+        theirs = [written.get("stdout") or os.dup(2), written.get("stderr") or os.dup(2), their_leash.fileno()]
         if frames:
             incoming, self._sending = os.pipe()
-            theirs += [incoming, pairs[2][1]]
+            theirs += [incoming, written["frames"]]
             os.set_blocking(self._sending, False)
         for descriptor in (*self._reading, self._leash.fileno()):
             os.set_blocking(descriptor, False)
@@ -129,10 +136,11 @@ class Conversation:
         if not reports and self._stopped is None and self._server.tier != "rlimits":
             raise SandboxError(f"the sandbox server (tier {self._server.tier}) died under a program; run it again")
         code = reports[0]["code"] if reports else None
-        cpu_s = reports[0]["cpu_s"] if reports else 0.0
+        cpu_s, memory_bytes = (reports[0]["cpu_s"], reports[0]["memory_bytes"]) if reports else (0.0, 0)
         outcome = self._stopped or self._judge(code, reports[0]["timely"] if reports else True, cpu_s)
+        code = None if self._stopped else code
         stdout, stderr = bytes(self._text["stdout"]), bytes(self._text["stderr"])
-        return Result(outcome, None if self._stopped else code, stdout, stderr, cpu_s, wall_s, self._server.tier)
+        return Result(outcome, code, stdout, stderr, cpu_s, wall_s, memory_bytes, self._server.tier)
 
     def _judge(self, code: int | None, timely: bool, cpu_s: float) -> Outcome:
         if not timely or cpu_s >= self._limits.cpu_s:
@@ -159,7 +167,7 @@ class Conversation:
                 poll.register(self._leash.fileno(), select.POLLIN)
             if self._to_send and self._sending >= 0:
                 poll.register(self._sending, select.POLLOUT)
-            left_s = deadline - time.monotonic()
+            left_s = min(deadline - time.monotonic(), LONGEST_WAIT_S)
             ready = poll.poll(max(0.0, left_s * 1000))
             for descriptor, _ in ready:
                 self._move(descriptor)

@@ -1,34 +1,33 @@
 """From a bare interpreter to the fork server inside its walls: the first code of every new process, once per server.
 
-Invariant: what follows in this process is no longer host root, whoever started it: a process of real uid 0 escapes
-RLIMIT_NPROC and could read root's files. So root first becomes a uid that no account has. Then
+Invariants: what follows in this process is no longer host root, whoever started it: a process of real uid 0 escapes
+RLIMIT_NPROC and could read root's files. So root first becomes a uid that no account has. All mounts are made in a mount
+namespace of its own; the host's never change. Then
 `bubblewrap`  executes bwrap, which executes the interpreter again for `server.main`;
-`kernel`      makes the same namespaces and the same root folder by itself (`mounts.py`) and becomes process 1;
-`rlimits`     continues as it is.
-Called by `pool.py`, in an interpreter with an empty environment that got its modules through a file descriptor.
-Left out: seccomp, Landlock and limits. Each program gets its own, in `program.py`.
+`kernel`      makes the same namespaces and the same root folder by itself and becomes process 1;
+`rlimits`     continues as it is;
+`plain`       has no walls, and has stayed the user that it was.
+The interpreter got its modules through a file descriptor; but in `plain` its environment is empty.
+Left out: seccomp, Landlock and limits, which each program gets in `program.py`; scratch space, see `server.py`.
 """
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.sandbox import kernel, mounts, server
+from shoal.sandbox import kernel, server
 
 INSIDE_UID = 1000
-NAMESPACES = (
-    kernel.CLONE_NEWUSER
-    | kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWCGROUP
-)
+STAGE = "/tmp"  # noqa: S108 - covered by a tmpfs in a namespace of its own
+NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
+NAMESPACES |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 
 
 def main(config: dict[str, Any]) -> None:
+    if config["plain"]:
+        server.main(config)
     os.umask(0o022)  # the caller's may close the folders made here to the user that this becomes
     os.chdir("/")
     if os.getuid() == 0:
@@ -43,7 +42,7 @@ def main(config: dict[str, Any]) -> None:
 def become_nobody(config: dict[str, Any]) -> None:
     """From root to a plain user for ever. Folders that only root may enter are opened in a private mount namespace."""
     own = {"bubblewrap": [config["bwrap"]], "rlimits": [config["scratch"]]}.get(config["tier"], [])
-    mounts.reveal([path for path in (*config["binds"], *own) if not mounts.enterable(path)])
+    reveal([path for path in (*config["binds"], *own) if not enterable(path)])
     os.setgroups([])
     try:
         os.setresgid(*[config["host_uid"]] * 3)
@@ -89,4 +88,56 @@ def enter_namespaces(config: dict[str, Any]) -> None:
         os.waitpid(child, 0)
         os._exit(0)
     os.setsid()
-    mounts.minimal_root(config["binds"], config["links"], config["devices"])
+    minimal_root(config["binds"], config["links"], config["devices"])
+
+
+def enterable(path: str) -> bool:
+    """Whether everyone may pass through all folders above `path`."""
+    return all(parent.stat().st_mode & 1 for parent in Path(path).parents)
+
+
+def reveal(paths: Sequence[str]) -> None:
+    """Put an empty folder over each one that only root may enter, and bind just `paths` back into it."""
+    if not paths:
+        return
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    sources = [os.open(path, os.O_PATH) for path in paths]
+    for folder in sorted({closed_folder(path) for path in paths}):
+        kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
+    for path, source in zip(paths, sources, strict=True):
+        bind(f"/proc/self/fd/{source}", path, Path(f"/proc/self/fd/{source}").is_dir())
+        os.close(source)
+
+
+def closed_folder(path: str) -> str:
+    """The topmost folder above `path` that only root may enter."""
+    return str(next(folder for folder in reversed(Path(path).parents) if not folder.stat().st_mode & 1))
+
+
+def minimal_root(binds: Sequence[str], links: Sequence[Sequence[str]], devices: Sequence[str]) -> None:
+    """A read-only root of `binds` (read-only), `links` and `devices` with an empty /tmp; needs a fresh mount namespace."""
+    sources = [os.open(path, os.O_PATH) for path in (*binds, *devices)]
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
+    for path, source in zip((*binds, *devices), sources, strict=True):
+        bind(f"/proc/self/fd/{source}", STAGE + path, Path(f"/proc/self/fd/{source}").is_dir())
+        os.close(source)
+        if path not in devices:
+            only_read = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
+            kernel.mount_attributes(STAGE + path, only_read, recursive=True)
+    for path, target in links:
+        Path(STAGE + path).parent.mkdir(parents=True, exist_ok=True)
+        Path(STAGE + path).symlink_to(target)
+    Path(STAGE + "/tmp").mkdir()
+    kernel.make_root(STAGE)
+    kernel.mount_attributes("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
+
+
+def bind(source: str, target: str, folder: bool) -> None:
+    if folder:
+        Path(target).mkdir(parents=True, exist_ok=True)
+    else:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)

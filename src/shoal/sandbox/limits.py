@@ -1,6 +1,6 @@
 """What goes into the sandbox and what comes out: a program, its limits, its result, and the error of the room.
 
-Invariant: values only, but for `Budget`. Called by everything else in the room, on both sides of its wall.
+Invariant: values only, but for `Budget`.
 Left out: comparing outputs. Expected outputs never enter the sandbox.
 """
 
@@ -9,16 +9,24 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Literal, get_args
 
 MIB = 1 << 20
-LEAST_MEMORY_BYTES = 64 * MIB  # the interpreter itself takes about 25 MiB of address space
+MIN_MEMORY_BYTES = 64 * MIB  # the interpreter itself takes about 25 MiB of address space
 
+Tier = Literal["bubblewrap", "kernel", "rlimits"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+STRONG: tuple[Tier, ...] = ("bubblewrap", "kernel")
+PLAIN = "plain"  # for code that this machine's owner trusts
 Outcome = Literal["exited", "killed", "timeout", "memory", "output"]
 
 
 class SandboxError(Exception):
     """The sandbox itself failed or cannot be built here. A program's own failure is a `Result`, never this."""
+
+
+class StartError(SandboxError):
+    """A server does not start: its interpreter or what it imports; the message has its last line."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,7 @@ class Limits:
     has used that much; the kernel stops each further process after 2 * `cpu_s` + 3 s at most. `memory_bytes` is address
     space, the interpreter included, divided evenly among `processes`. With `processes` at 1 a program cannot fork or execute
     another one. `output_bytes` covers stdout, stderr and frames together.
+    In the tier `plain`, memory is counted beyond what the server has imported, and processes, threads and scratch are not.
     """
 
     wall_s: float = 10.0
@@ -45,10 +54,10 @@ class Limits:
                 raise SandboxError(f"limit {name} is {getattr(self, name)}: give a number above 0")
         if self.threads < 0:
             raise SandboxError(f"limit threads is {self.threads}: give 0 or more")
-        if self.memory_bytes < LEAST_MEMORY_BYTES * self.processes:
+        if self.memory_bytes < MIN_MEMORY_BYTES * self.processes:
             raise SandboxError(
                 f"limit memory_bytes is {self.memory_bytes} for {self.processes} processes: "
-                f"give at least {LEAST_MEMORY_BYTES} for each"
+                f"give at least {MIN_MEMORY_BYTES} for each"
             )
 
 
@@ -85,6 +94,7 @@ class Program:
     source: str
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
+    to_log: bool = False  # what it prints goes to this process's stderr, not into the result
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -110,4 +120,5 @@ class Result:
     stderr: bytes
     cpu_s: float  # of all its processes, start-up included
     wall_s: float
+    memory_bytes: int  # resident, at the peak; in the tier `plain` beyond what the server had before
     tier: str

@@ -1,23 +1,41 @@
-"""A sandbox: warm fork servers, each of which runs one program at a time.
+"""A sandbox: warm fork servers, each of which runs one program at a time, in the strongest tier here or a named one.
 
-Invariant: every program gets a fresh child of a server that never ran one itself; a server that died or failed is replaced
-before its next use. Safe for several threads. Called by code rewards, tools and rewards of your own.
-Left out: grading. Nothing here knows what a right answer is.
+Invariants: every program gets a fresh child of a server that never ran one itself; a server that died or failed is replaced
+before its next use. Nobody gets a weaker tier than the two strong ones without asking for it by name. "Works" is tried, not
+guessed: a program must run, and must be refused a socket where the tier promises that. Safe for several threads.
+Left out: grading. Nothing here knows what a right answer is. Other systems than Linux.
 """
 
+import math
 import queue
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from types import TracebackType
 
+from shoal.sandbox import process
 from shoal.sandbox.conversation import Conversation
-from shoal.sandbox.limits import Budget, Limits, Program, Result, SandboxError
+from shoal.sandbox.limits import PLAIN, STRONG, TIERS, Budget, Limits, Program, Result, SandboxError, Tier
 from shoal.sandbox.process import ServerProcess
-from shoal.sandbox.tiers import Tier, best_tier, check
 
 QUEUE_S = 300.0  # how long a caller waits for a free server
-LEAST_WALL_S = 1e-3  # of a program that begins after the end of the budget
+MIN_WALL_S = 1e-3  # of a program that begins after the end of the budget
+REMEDY = {
+    "bubblewrap": "install bubblewrap 0.8 or newer (`make sandbox`) and allow user namespaces; "
+    "Ubuntu forbids them to most programs: sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+    "kernel": "it needs Linux 5.14 or newer on x86_64 or aarch64, with Landlock, seccomp and user namespaces allowed",
+    "rlimits": "it needs Linux 5.4 or newer",
+}
+PROBE = """
+import socket
+try:
+    socket.socket()
+    print("a socket")
+except PermissionError:
+    print("no socket")
+"""
 
 
 class Sandbox:
@@ -28,6 +46,7 @@ class Sandbox:
     `preloaded` is source by module name, compiled and run once in each server: code of your own that programs import.
     `packages` are installed ones that programs may import too, by name; each server imports them once.
     `budget` stops all programs at its end.
+    `python` is the interpreter of the tier "plain", whose programs are this user's in every respect but their limits.
     """
 
     def __init__(
@@ -39,14 +58,15 @@ class Sandbox:
         preloaded: Mapping[str, str] | None = None,
         packages: Sequence[str] = (),
         budget: Budget | None = None,
+        python: str | None = None,
     ) -> None:
         if size < 1:
             raise SandboxError(f"sandbox size is {size}: give 1 or more")
-        self.tier: Tier = best_tier() if tier is None else check(tier)
+        self.tier: str = best_tier() if tier is None else check(tier)
         self.limits = limits or Limits()
         self.budget = budget or Budget()
-        self._queue_s = queue_s
-        self._preloaded, self._packages = preloaded, packages
+        self.size, self._queue_s = size, queue_s
+        self._preloaded, self._packages, self._python = preloaded, packages, python
         self._lock = threading.Lock()
         self._closed = False
         self._busy: set[ServerProcess] = set()
@@ -92,7 +112,8 @@ class Sandbox:
         server = self._take()
         try:
             limits = limits or self.limits
-            limits = replace(limits, wall_s=max(min(limits.wall_s, self.budget.left_s), LEAST_WALL_S))
+            if limits.wall_s < math.inf:  # what has no end is its owner's to stop
+                limits = replace(limits, wall_s=max(min(limits.wall_s, self.budget.left_s), MIN_WALL_S))
             return Conversation(server, program, limits, frames, lambda: self._give_back(server))
         except BaseException:
             server.kill()
@@ -113,7 +134,7 @@ class Sandbox:
             if server and server.dead:
                 server.kill()
                 server = None
-            server = server or ServerProcess(self.tier, self._preloaded, self._packages)
+            server = server or ServerProcess(self.tier, self._preloaded, self._packages, self._python)
         except BaseException:
             self._idle.put(None)
             raise
@@ -133,3 +154,47 @@ class Sandbox:
             self._idle.put(None)
         else:
             self._idle.put(server)
+
+
+@cache
+def problem(tier: Tier) -> str:
+    """Why a tier does not work here, with the remedy; empty if it works. Tried once in a process."""
+    if not sys.platform.startswith("linux"):
+        return f"the sandbox needs Linux, and this is {sys.platform}"
+    if tier == "bubblewrap" and process.bwrap() is None:
+        return f"sandbox tier bubblewrap: no program bwrap found; {REMEDY[tier]}"
+    try:
+        server = ServerProcess(tier)
+        try:
+            result = Conversation(server, Program(PROBE), Limits(wall_s=20.0), frames=False, done=lambda: None).close()
+        finally:
+            server.kill()
+    except (SandboxError, OSError) as error:
+        return f"{error}; {REMEDY[tier]}"
+    expected = b"no socket\n" if tier in STRONG else b"a socket\n"
+    if result.stdout != expected:
+        return f"sandbox tier {tier} ran a program with a wrong result: {result}"
+    return ""
+
+
+def best_tier() -> Tier:
+    """The strongest tier that works here. SandboxError if that would be `rlimits`."""
+    for tier in STRONG:
+        if not problem(tier):
+            return tier
+    reasons = "\n".join(problem(tier) for tier in STRONG)
+    raise SandboxError(
+        f"no strong sandbox works here:\n{reasons}\n"
+        'To run model-written code without one, which protects only memory and time, ask for tier "rlimits" by name.'
+    )
+
+
+def check(tier: str) -> str:
+    """Return the tier of this name, if it works here. Raises SandboxError."""
+    if tier == PLAIN:
+        return tier
+    if tier not in TIERS:
+        raise SandboxError(f"unknown sandbox tier {tier!r}: one of {', '.join(TIERS)}")
+    if reason := problem(tier):
+        raise SandboxError(reason)
+    return tier

@@ -1,13 +1,16 @@
-"""One fork server, seen from outside: start it, hand it a program, kill it.
+"""One fork server, seen from outside: start it, hand it a program, kill it; and what of the host's files it shows.
 
-Invariant: `kill` needs nobody's help: the kernel kills the server by its process descriptor and, in the strong tiers, all
-that is inside with it. A start that fails raises SandboxError with the reason. Called by `pool.py`.
-Left out: reading the program's output, see `conversation.py`.
+Invariants: `kill` needs nobody's help: the kernel kills the server by its process descriptor and, in the strong tiers, all
+that is inside with it. A start that fails raises SandboxError with the reason. The files shown are the interpreter, its
+library, the system's shared libraries and four devices: nothing of a person's, of Shoal's or of /etc (but the loader's
+cache).
+Left out: reading the program's output, see `conversation.py`; installed packages but for those that a caller names.
 """
 
 import base64
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import platform
@@ -17,20 +20,25 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal.sandbox import places
-from shoal.sandbox.limits import Limits, Program, SandboxError
-from shoal.sandbox.server import DONE, READY
+from shoal.sandbox.limits import PLAIN, STRONG, Limits, Program, SandboxError, StartError
+from shoal.sandbox.server import DONE, READY, SCRATCH
 
 START_S = 20.0
+PLAIN_START_S = 120.0  # it may import what takes long
 HIGH_UID = 0x70000000  # no account has a uid up here
-INSIDE = ("kernel", "landlock", "seccomp", "channel", "program", "keeper", "server", "mounts", "launch")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/etc/ld.so.cache")
+INSIDE = ("kernel", "seccomp", "channel", "program", "server", "launch")
 BOOT = """
 import json, os, sys, types
 blob = json.loads(os.pread(int(sys.argv[1]), 1 << 24, 0))
@@ -46,10 +54,18 @@ sys.modules[sys.argv[2]].main(blob["config"])
 
 
 class ServerProcess:
-    def __init__(self, tier: str, preloaded: Mapping[str, str] | None = None, packages: Sequence[str] = ()) -> None:
+    """`preloaded` and `packages` as in `Sandbox`. In the tier `plain`, `python` is the interpreter (None: this one)."""
+
+    def __init__(
+        self,
+        tier: str,
+        preloaded: Mapping[str, str] | None = None,
+        packages: Sequence[str] = (),
+        python: str | None = None,
+    ) -> None:
         """Start one and wait until it is warm. SandboxError says why it could not."""
         self.tier, self._preloaded, self._packages = tier, dict(preloaded or {}), list(packages)
-        self._folders = places.installed(self._packages)
+        self._folders = installed(self._packages)
         self._lock = threading.Lock()  # of `kill`: the pool may close while a caller gives up
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._host_uid = HIGH_UID + random.SystemRandom().randrange(1 << 24)
@@ -58,6 +74,9 @@ class ServerProcess:
         )  # else a mount of each program
         if self._scratch and os.getuid() == 0:
             os.chown(self._scratch, self._host_uid, self._host_uid)
+        plain = tier == PLAIN
+        isolated = [] if plain else ["-s", "-S"]
+        interpreter_path = (python or sys.executable) if plain else executable()
         parent, self._errors = os.pidfd_open(os.getpid()), os.memfd_create("errors")
         blob = os.memfd_create("server")
         try:
@@ -65,43 +84,49 @@ class ServerProcess:
                 config = self._config(theirs.fileno(), parent, blob)
                 write_all(blob, json.dumps({"modules": sources(), "config": config}).encode())
                 self._process = subprocess.Popen(
-                    [places.executable(), "-s", "-S", "-P", "-c", BOOT, str(blob), "shoal.sandbox.launch"],
-                    env={"PYTHONHASHSEED": "0"},
-                    cwd="/",
+                    [interpreter_path, *isolated, "-P", "-c", BOOT, str(blob), "shoal.sandbox.launch"],
+                    env={**(os.environ if plain else {}), "PYTHONHASHSEED": "0"},
+                    cwd=None if plain else "/",
                     stdin=subprocess.DEVNULL,
                     stdout=self._errors,
                     stderr=self._errors,
                     pass_fds=(theirs.fileno(), parent, blob),
                     start_new_session=True,
                 )
+        except OSError as error:
+            self._control.close()
+            os.close(self._errors)
+            raise StartError(f"sandbox tier {tier} cannot start: {interpreter_path}: {error.strerror}") from error
         finally:
             os.close(parent)
             os.close(blob)
-        self._server_fd = self._handshake()
+        self._server_fd = self._handshake(PLAIN_START_S if plain else START_S)
 
     def _config(self, control: int, parent: int, blob: int) -> dict[str, Any]:
         root = os.getuid() == 0
         return {
             "tier": self.tier,
+            "strong": self.tier in STRONG,
+            "plain": self.tier == PLAIN,
             "preloaded": self._preloaded,
             "control": control,
             "parent": parent,
             "blob": blob,
             "boot": BOOT,
-            "bwrap": places.bwrap(),
+            "bwrap": bwrap(),
             "packages": self._packages,
             "paths": list(dict.fromkeys(str(folder.parent) for folder in self._folders)),
-            "binds": places.outermost([*places.binds(), *map(str, self._folders)]),
-            "links": places.links(),
-            "devices": list(places.DEVICES),
+            "binds": outermost([*binds(), *map(str, self._folders)]),
+            "links": links(),
+            "devices": list(DEVICES),
             "scratch": self._scratch,
             "host_uid": self._host_uid,
             # Without a user namespace or a uid of its own, the limit would count all processes of this user.
-            "counts_processes": self.tier != "rlimits" or root,
+            "counts_processes": self.tier in STRONG or (self.tier == "rlimits" and root),
         }
 
-    def _handshake(self) -> int:
-        self._control.settimeout(START_S)
+    def _handshake(self, timeout_s: float) -> int:
+        self._control.settimeout(timeout_s)
         try:
             message, descriptors, _, _ = socket.recv_fds(self._control, 1 << 12, 1)
         except TimeoutError:
@@ -109,13 +134,11 @@ class ServerProcess:
         if not message.startswith(READY) or len(descriptors) != 1:
             self._process.kill()
             self._process.wait()
-            said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
+            lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
             self._control.close()
             os.close(self._errors)
             shutil.rmtree(self._scratch, ignore_errors=True)
-            raise SandboxError(
-                f"sandbox tier {self.tier} cannot start: {said.splitlines()[-1] if said else 'no answer'}"
-            )
+            raise StartError(f"sandbox tier {self.tier} cannot start: {lines[-1] if lines else 'no answer'}")
         self.python = message[len(READY) :].decode()
         return descriptors[0]
 
@@ -197,3 +220,59 @@ def seal(descriptor: int) -> None:
 def interpreter() -> str:
     """The version of the interpreter that runs the programs, to be recorded with scores: `CPython 3.11.7 x86_64`."""
     return f"{platform.python_implementation()} {platform.python_version()} {platform.machine()}"
+
+
+# --- what the sandbox shows of the host ------------------------------------------------------------------------------
+
+
+@cache
+def executable() -> str:
+    """The real interpreter behind a virtual environment's."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+@cache
+def binds() -> list[str]:
+    """Files and folders to show read-only, none inside another."""
+    prefix = Path(os.path.realpath(sys.base_prefix))
+    bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv's
+    library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]
+    return outermost([executable(), str(prefix / "lib"), *map(os.path.realpath, library), *SYSTEM])
+
+
+def outermost(wanted: Sequence[str]) -> list[str]:
+    """Those that are there, without those inside another."""
+    real = sorted({path for path in wanted if Path(path).exists() and not Path(path).is_symlink()})
+    return [path for path in real if not any(path.startswith(other + "/") for other in real)]
+
+
+def installed(packages: Sequence[str]) -> list[Path]:
+    """The folders of packages that this interpreter imports. Raises SandboxError if one is not installed."""
+    found = []
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise SandboxError(
+                f"programs in the sandbox are to import {name}, which is not installed: pip install {name}"
+            )
+        folder = Path(os.path.realpath(spec.origin)).parent
+        if folder.is_relative_to(SCRATCH):
+            raise SandboxError(
+                f"programs in the sandbox are to import {name}, but it is installed below {SCRATCH}, where each program "
+                "has an empty folder of its own: install Shoal elsewhere"
+            )
+        found += [folder, folder.with_name(f"{name}.libs")]  # shared libraries of a wheel lie beside it
+    return found
+
+
+@cache
+def links() -> list[tuple[str, str]]:
+    """Symbolic links that the system has among its library folders: (path, target)."""
+    return [(path, str(Path(path).readlink())) for path in SYSTEM if Path(path).is_symlink()]
+
+
+def bwrap() -> str | None:
+    """The real program, or None."""
+    beside = Path(sys.prefix) / "bin" / "bwrap"  # where pip puts it
+    path = shutil.which("bwrap") or (str(beside) if beside.exists() else None)
+    return path and os.path.realpath(path)

@@ -1,9 +1,9 @@
-"""The program's own process: it binds itself to its limits, then runs the model's code as `__main__`.
+"""The program's own process: it binds itself to its limits, then runs the program's code as `__main__`.
 
-Invariant: when the first line of the model's code runs, this process has no capability, no new privileges, hard limits, a
-Landlock domain, a seccomp filter, an empty environment and no descriptor but 0, 1, 2 and, in a conversation, 3 and 4. If any
-step fails, the code does not run and the pool hears why. Called by `keeper.py` right after a fork.
-Left out: trust. From then on the process belongs to the model's code; whatever it says about itself is only its word.
+Invariant: when the first line of that code runs in a strong tier, this process has no capability, no new privileges, hard
+limits, a Landlock domain, a seccomp filter, an empty environment and no descriptor but 0, 1, 2 and, in a conversation,
+3 and 4. If any step fails, the code does not run and the pool hears why.
+Left out: trust. From then on the process belongs to that code; whatever it says about itself is only its word.
 """
 
 import _sitebuiltins
@@ -23,19 +23,16 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from shoal.sandbox import channel, kernel, landlock, seccomp
+from shoal.sandbox import channel, kernel, seccomp
 
 NAME = "program.py"
 OUT_OF_MEMORY = signal.SIGUSR1  # how this process tells an uncaught MemoryError from other ends
-MOST_FILES = 64
+MAX_FILES = 64
 MAIN = types.ModuleType("__main__")
 FILTERS: dict[bool, seccomp.Filter] = {}  # by whether it allows forks; built in the server
 STACK_BYTES = 64 << 20
-OTHERS = {
-    "bubblewrap": 2,
-    "kernel": 3,
-    "rlimits": 2,
-}  # the same user's: server, keeper, and who waits for the server outside
+# Processes of the same user beside the program: server, keeper, and the process that waits for the server outside.
+OTHERS = {"bubblewrap": 2, "kernel": 3, "rlimits": 2}
 
 
 def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leash: int, scratch: str) -> NoReturn:
@@ -46,7 +43,7 @@ def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leas
         os.closerange(len(stdio), leash)
         os.closerange(leash + 1, 1 << 16)
         set_limits(request, config)
-        if config["tier"] != "rlimits":
+        if config["strong"]:
             confine(request, config, scratch)
         else:
             kernel.call_prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -58,36 +55,46 @@ def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leas
 
 
 def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
+    cpu_s = request["cpu_s"]
     values = {
         resource.RLIMIT_AS: request["memory_bytes"] // request["processes"],
-        resource.RLIMIT_CPU: 2 * math.ceil(request["cpu_s"]) + 1,  # a coarse backstop, see `keeper.wait`
-        resource.RLIMIT_FSIZE: request["scratch_bytes"],
-        resource.RLIMIT_NOFILE: MOST_FILES,
-        resource.RLIMIT_STACK: STACK_BYTES,
+        resource.RLIMIT_CPU: 2 * math.ceil(cpu_s) + 1 if math.isfinite(cpu_s) else -1,  # a backstop, see `server.wait`
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_SIGPENDING: 64,
     }
+    if config["plain"]:
+        values[resource.RLIMIT_AS] += config["reserved_bytes"]  # what the code it trusts has imported is not counted
+    else:
+        values |= {
+            resource.RLIMIT_FSIZE: request["scratch_bytes"],
+            resource.RLIMIT_NOFILE: MAX_FILES,
+            resource.RLIMIT_STACK: STACK_BYTES,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_SIGPENDING: 64,
+        }
     if config["counts_processes"]:
         values[resource.RLIMIT_NPROC] = request["processes"] + request["threads"] + OTHERS[config["tier"]]
     for limit, value in values.items():
-        _, most = resource.getrlimit(limit)
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        _, hard = resource.getrlimit(limit)
+        if value == resource.RLIM_INFINITY:
+            value = hard
+        elif hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(limit, (value, value))
 
 
 def confine(request: dict[str, Any], config: dict[str, Any], scratch: str) -> None:
     kernel.keep_capabilities(0)
     kernel.call_prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    landlock.restrict(config["binds"], config["devices"], scratch)
+    kernel.restrict_files(config["binds"], config["devices"], scratch)
     FILTERS[request["processes"] > 1].apply()
 
 
 def execute(source: str, scratch: str) -> NoReturn:
     """Run it as the interpreter would run a script, and end as the interpreter would."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.path.insert(0, scratch)
+    if scratch:
+        sys.path.insert(0, scratch)
     open_streams()
     random.seed(0)  # a fork reseeds it
     code = 1

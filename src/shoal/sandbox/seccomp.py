@@ -1,8 +1,7 @@
 """The list of system calls a program may make, as a seccomp filter.
 
 Invariant: a call that is not listed fails with EPERM, so calls that future kernels add are closed too. `clone3` answers
-ENOSYS, so that the C library falls back to `clone`, whose flags a filter can read. Called by `program.py`, last before the
-model's code.
+ENOSYS, so that the C library falls back to `clone`, whose flags a filter can read.
 Left out: nothing is trusted to this filter alone; namespaces, Landlock and limits hold without it.
 
 x86_64 is tested. The aarch64 numbers are taken from the kernel's asm-generic/unistd.h and have never run.

@@ -1,22 +1,34 @@
-"""The fork server: a warm interpreter inside the sandbox that forks a keeper for each program and never runs one itself.
+"""The fork server and its keepers: a warm interpreter forks a keeper for each program, and the keeper forks the program.
 
-Invariant: nothing that a program does reaches this process. It holds one socket to the pool, takes one request at a time and
-ends when the socket closes or the pool's process dies. In the strong tiers it is process 1, so all else inside dies with it.
-Called by `launch.py`, or by bwrap. Left out: a second program at once; the pool starts more servers for that.
+Invariants: nothing that a program does reaches the server, which never runs one itself. It holds one socket to the
+pool, takes one request at a time and ends when the socket closes or the pool's process dies. A keeper ends when the
+program ends, when the pool pulls the leash (closes its end of a socket), when the pool dies, or when the wall limit has
+passed, whichever is first; then nothing that the program started is alive. Only it writes to the leash once the
+program's code runs, so a program cannot report for itself. In the strong tiers both are process 1 of their namespaces.
+Left out: a second program at once, and the program's output; the pool starts more servers, and reads the pipes itself.
 """
 
+import base64
+import contextlib
+import fcntl
 import gc
 import importlib
+import json
+import math
 import os
+import resource
 import select
 import shutil
 import signal
 import socket
 import sys
+import tempfile
+import time
 import types
+from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.sandbox import keeper, kernel, program, seccomp
+from shoal.sandbox import kernel, program, seccomp
 
 FRESH = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
 # What programs import most; a fork shares it, and each program still has to import it by name.
@@ -25,40 +37,50 @@ WARM = [
     "functools", "heapq", "io", "itertools", "json", "linecache", "math", "operator", "queue", "random", "re", "statistics",
     "string", "textwrap", "threading", "time", "traceback", "types", "typing",
 ]  # fmt: skip
-MOST_DESCRIPTORS = 8
+MAX_DESCRIPTORS = 8
 READY, DONE = b"ready", b"done"
+SCRATCH = "/tmp"  # noqa: S108 - a fresh mount
+BACKSTOP_S = 0.5  # the pool's own clock comes first
+LONGEST_WAIT_S = 3600.0  # of one call of `poll`
+PROCESS_CPU_CLOCK = 2  # the kernel's way to name the exact CPU clock of a process
+LOWEST = 16  # numbers below are for the program's own descriptors
 
 
 def main(config: dict[str, Any]) -> NoReturn:
-    strong = config["tier"] != "rlimits"
     control = socket.socket(fileno=config["control"])
     os.close(config["blob"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.clear()
-    os.environ["PYTHONHASHSEED"] = "0"
+    if not config["plain"]:
+        os.environ.clear()
+        os.environ["PYTHONHASHSEED"] = "0"
     sys.path += config["paths"]
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would not survive a fork
+    if config["packages"]:
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would not survive a fork
     for name in (*WARM, *config["packages"]):
         importlib.import_module(name)
-    del os.environ["OPENBLAS_NUM_THREADS"]
+    if config["packages"]:
+        del os.environ["OPENBLAS_NUM_THREADS"]
     program.warm_up()
     for name, text in config["preloaded"].items():
         sys.modules[name] = module = types.ModuleType(name)
         exec(compile(text, name, "exec"), module.__dict__)
-    if strong:
+    if config["strong"]:
         program.FILTERS.update({forks: seccomp.Filter(forks) for forks in (False, True)})
         kernel.keep_capabilities(1 << kernel.CAP_SYS_ADMIN)
     else:
         kernel.call_prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     gc.collect()
     gc.freeze()
+    if config["plain"]:  # what the server has imported is not its programs'
+        pages = [int(count) for count in Path("/proc/self/statm").read_text().split()[:2]]
+        config["reserved_bytes"], config["resident_bytes"] = (count * resource.getpagesize() for count in pages)
     self_fd = os.pidfd_open(os.getpid())
     socket.send_fds(control, [READY + sys.version.encode()], [self_fd])
     os.close(self_fd)
     while serve_one(control, config):
         pass
-    if not strong:
-        keeper.end_descendants()
+    if not config["strong"]:
+        end_descendants()
         shutil.rmtree(config["scratch"], ignore_errors=True)
     os._exit(0)
 
@@ -67,13 +89,13 @@ def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
     """Wait for one request, fork its keeper, wait for its end. False: the pool has gone."""
     if readable([control.fileno(), config["parent"]]) != {control.fileno()}:
         return False
-    message, descriptors, _, _ = socket.recv_fds(control, 64, MOST_DESCRIPTORS)
+    message, descriptors, _, _ = socket.recv_fds(control, 64, MAX_DESCRIPTORS)
     if not message:
         return False
-    child = os.fork() if config["tier"] == "rlimits" else kernel.fork_into(FRESH)
+    child = kernel.fork_into(FRESH) if config["strong"] else os.fork()
     if child == 0:
         try:
-            keeper.main(config, descriptors)
+            keep(config, descriptors)
         finally:
             os._exit(1)
     for descriptor in descriptors:
@@ -84,8 +106,8 @@ def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
     if alone:
         return False
     os.waitpid(child, 0)
-    if config["tier"] == "rlimits":
-        keeper.end_descendants()  # of a keeper that its program killed
+    if not config["strong"]:
+        end_descendants()  # of a keeper that its program killed
     control.send(DONE)
     return True
 
@@ -96,3 +118,129 @@ def readable(descriptors: list[int]) -> set[int]:
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return {descriptor for descriptor, _ in poll.poll()}
+
+
+# --- the keeper of one program --------------------------------------------------------------------------------------
+
+
+def keep(config: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Prepare scratch space, start the program, wait, kill everything, report."""
+    payload, stdin, stdout, stderr, leash, *frames = raise_above(LOWEST, descriptors)
+    strong, scratch = config["strong"], ""
+    try:
+        request = json.loads(read_all(payload))
+        if not strong:
+            kernel.call_prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+            kernel.call_prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not config["plain"]:
+            scratch = make_scratch(request, config)
+        child = os.fork()
+        if child == 0:
+            try:
+                program.main(config, request, [stdin, stdout, stderr, *frames], leash, scratch)
+            finally:
+                os._exit(1)  # never back into this code
+        for descriptor in (stdin, stdout, stderr, *frames):
+            os.close(descriptor)
+        timely = wait(child, leash, time.monotonic() + request["wall_s"] + BACKSTOP_S, request["cpu_s"])
+        code = end(child, strong)
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        memory_bytes = max(0, (usage.ru_maxrss << 10) - config.get("resident_bytes", 0))
+        cpu_s = usage.ru_utime + usage.ru_stime
+        report(leash, {"code": code, "timely": timely, "cpu_s": cpu_s, "memory_bytes": memory_bytes})
+    except BaseException as error:  # noqa: BLE001 - told to the pool, which raises it
+        report(leash, {"error": f"{type(error).__name__}: {error}"})
+    if scratch and not strong:
+        shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(0)
+
+
+def raise_above(lowest: int, descriptors: list[int]) -> list[int]:
+    """Move descriptors up and close every other one but stdio: the server's socket among them."""
+    raised = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in descriptors]
+    os.closerange(3, 64)
+    lowered = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest) for descriptor in raised]
+    os.closerange(64, 1 << 16)
+    return lowered
+
+
+def read_all(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def make_scratch(request: dict[str, Any], config: dict[str, Any]) -> str:
+    """An empty folder, bounded and gone with its mount namespace in the strong tiers; the program's files in it."""
+    if config["scratch"]:
+        scratch: str = tempfile.mkdtemp(dir=config["scratch"])
+    else:
+        scratch = SCRATCH
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+        kernel.mount("tmpfs", SCRATCH, "tmpfs", flags, f"mode=0700,nr_inodes=4096,size={request['scratch_bytes']}")
+    os.chdir(scratch)
+    for name, content in request["files"].items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(base64.b64decode(content))
+    return scratch
+
+
+def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
+    """Wait until the program ends or the leash is pulled; False: its time is over.
+
+    CPU time is read here because RLIMIT_CPU counts clock ticks, and has been seen to kill at two thirds of its limit.
+    """
+    ended = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(leash, select.POLLIN | select.POLLRDHUP)
+    clock = ~child << 3 | PROCESS_CPU_CLOCK
+    try:
+        while True:
+            left_s = min(deadline - time.monotonic(), cpu_s - time.clock_gettime(clock), LONGEST_WAIT_S)
+            if poll.poll(max(0, math.ceil(left_s * 1000))):
+                return True
+            if left_s <= 0:
+                return False
+    finally:
+        os.close(ended)
+
+
+def end(child: int, strong: bool) -> int | None:
+    """Kill and reap all that is left. Return the program's exit code, or its signal as a negative number."""
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if strong:
+        assert os.getpid() == 1  # or the next line would kill the host
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+    elif not ended:
+        os.kill(child, signal.SIGKILL)
+    if not ended:
+        _, status = os.waitpid(child, 0)
+    if strong:
+        while True:
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                break
+    else:
+        end_descendants()
+    return os.waitstatus_to_exitcode(status)
+
+
+def end_descendants() -> None:
+    """Kill and reap all children until there are none; orphans come to a subreaper as its children."""
+    while True:
+        for child in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+            os.kill(child, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def report(leash: int, message: dict[str, Any]) -> None:
+    try:
+        os.write(leash, json.dumps(message).encode() + b"\n")
+    except OSError:  # the pool has gone: nobody to tell
+        sys.exit(1)

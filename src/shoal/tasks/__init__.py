@@ -7,11 +7,10 @@ from pathlib import Path
 
 from shoal.config.tasks import TaskSection
 from shoal.model.sources import cache_dir
-from shoal.tasks.compiled.compiling import compile_tasks
-from shoal.tasks.compiled.table import Fetch, Store
+from shoal.tasks.compiling import compile_tasks
 from shoal.tasks.rewards.graders import GradeError, Graders, versions
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
-from shoal.tasks.taskset import TaskSet
+from shoal.tasks.taskset import Fetch, Store, TaskSet
 
 __all__ = ["Grade", "GradeError", "Graders", "Task", "TaskSet", "TasksNotFoundError", "join", "load", "versions"]
 

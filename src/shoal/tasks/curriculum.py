@@ -14,7 +14,7 @@ A draw is rejection sampling. It first draws a task as a run without a curriculu
 its share.
 
 Invariant: whole numbers and SHA-256 only, so all machines draw the same tasks from the same pages.
-Called by `derive`. Left out: rates that differ by length target.
+Left out: rates that differ by length target.
 """
 
 import hashlib

@@ -4,7 +4,6 @@ The assignment's nonce makes them unpredictable before it is given out, also for
 
 Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call. With a
 curriculum they also need its pages, which the assignment names by their hash.
-Called by worker (`worker.produce`) and validator (`validator.judge`).
 """
 
 import hashlib

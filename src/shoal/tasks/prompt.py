@@ -1,12 +1,27 @@
-"""From a task to prompt tokens, and from completion tokens to text: the same code for worker, validator and evaluator."""
+"""Text to tokens and back: prompts, completions, and what an environment answers between two turns of the model.
+
+    ... 12*7)  <|im_end|>  \\n <|im_start|>user \\n  84  <|im_end|> \\n <|im_start|>assistant \\n  ...
+    the model's            the answer's tokens
+
+The answer is a user message, which every template has. The text around it is read from a conversation of sentinels that
+the template renders.
+Invariants: worker, validator and evaluator use this code. An answer cannot write control tokens: their names are
+deleted from its text. Left out: templates that write earlier turns again, as some do with a model's reasoning: what the
+model wrote stays.
+"""
 
 from collections.abc import Sequence
 from typing import Any
+
+from jinja2 import TemplateError
 
 from shoal.config.tasks import TaskSection
 from shoal.errors import UserError
 from shoal.tasks.budget import instruction
 from shoal.tasks.task import Task
+
+SENTINELS = ("firstquestion", "firstanswer", "secondquestion")
+ROLES = ("user", "assistant", "user")
 
 
 class ChatTemplateError(UserError):
@@ -34,3 +49,72 @@ def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length
 def completion_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
     return text
+
+
+# --- answers of an environment ----------------------------------------------------------------------------------------
+
+
+class Frame:
+    """What surrounds an answer. Raises ChatTemplateError if the tokenizer's template does not tell."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        after_turn, self.after = _around(tokenizer)
+        ends = {tokenizer.decode([token]): token for token in eos_ids}
+        for end, token in ends.items():
+            if end and after_turn.startswith(end):
+                self.end, self.end_id = end, token
+                self.before = after_turn.removeprefix(end)
+                break
+        else:
+            raise ChatTemplateError(
+                f"the chat template of {tokenizer.name_or_path} writes {after_turn[:40]!r} after the assistant's message, "
+                f"which begins with none of the end tokens {sorted(ends)}: an environment cannot answer this model; "
+                "correct eos_token_id in the model's generation_config.json, or set sampling.max_turns = 1"
+            )
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self.control = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        self.tokens("0")
+
+    def tokens(self, answer: str) -> list[int]:
+        """The tokens from behind the end token of one turn to where the model's next turn begins."""
+        text = self.end + self.before + without(self.control, answer) + self.after
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        first, *rest = ids
+        if first != self.end_id or not rest:
+            raise ChatTemplateError(
+                f"the tokenizer of {self.tokenizer.name_or_path} reads the end token {self.end!r} as another token "
+                f"({first}): an environment cannot answer this model; set sampling.max_turns = 1"
+            )
+        return rest
+
+
+def without(names: Sequence[str], text: str) -> str:
+    """The text without any of these, also those that a deletion brings about."""
+    found = True
+    while found:
+        before = text
+        for name in names:
+            text = text.replace(name, "")
+        found = text != before
+    return text
+
+
+def _around(tokenizer: Any) -> tuple[str, str]:
+    """What a template writes between an assistant's message and the user's next, and from there to the next answer."""
+    messages = [{"role": role, "content": text} for role, text in zip(ROLES, SENTINELS, strict=True)]
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except (ValueError, TemplateError) as error:
+        raise ChatTemplateError(
+            f"the chat template of {tokenizer.name_or_path} does not render a second question ({error}): an environment "
+            "cannot answer this model; set sampling.max_turns = 1, or use a model for conversations"
+        ) from error
+    if any(text.count(sentinel) != 1 for sentinel in SENTINELS):
+        raise ChatTemplateError(
+            f"the chat template of {tokenizer.name_or_path} does not write every message once: an environment cannot "
+            "answer this model; set sampling.max_turns = 1, or use a model for conversations"
+        )
+    _, _, rest = text.partition(SENTINELS[1])
+    between, _, after = rest.partition(SENTINELS[2])
+    return between, after

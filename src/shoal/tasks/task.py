@@ -1,13 +1,18 @@
-"""What a task is, what a grade is, and what every reward does.
+"""What a task is, what a grade is, and what every reward and every environment does.
 
-Invariant: a task is data and is the same on every machine; a grade follows from task and completion alone.
+Invariants: a task is data and is the same on every machine; a grade follows from task and completion alone. Only the
+machine's environment says whether its owner trusts the author of a run with it, never the config.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shoal.errors import UserError
+from shoal.sandbox import Budget
+
+TRUST = "SHOAL_TRUST_RUN"  # set to 1 by the person who runs this machine, if the author of the run is trusted with it
 
 
 @dataclass(frozen=True)
@@ -57,5 +62,43 @@ class Reward(Protocol):
         ...
 
 
+class Environment(Protocol):
+    """What answers the model between its turns. An environment inherits from this; `respond` alone is needed.
+
+    It keeps no state between calls. Where it is `deterministic`, its answer follows from the task, the rollout's seed
+    and the model's turns alone: a validator computes it again from the model's own tokens and rejects another one. It
+    slashes the worker unless an honest machine may give that answer too, which `tolerated` says.
+    """
+
+    deterministic: bool = True
+
+    def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
+        """The answer to the model's last turn; None: the conversation ends.
+
+        `turns` is what the model wrote, turn by turn, at least one. The environment's own earlier answers follow from it.
+        """
+        ...
+
+    def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
+        """Answers that an honest machine may give where another one gives another answer; None: any answer.
+
+        Asked only where a worker reports another answer than `respond` gives here. A tolerated answer does not slash the
+        worker. It is rejected all the same.
+        """
+        return ()
+
+    def within(self, budget: Budget) -> None:
+        """Stop the programs that it runs at the end of this budget, from now on."""
+        return
+
+    def close(self) -> None:
+        """End what it started."""
+        return
+
+
 class TasksNotFoundError(UserError, ValueError):
     """Tasks cannot be read, or differ from those of the config; the message names the next step."""
+
+
+def trusted() -> bool:
+    return os.environ.get(TRUST) == "1"

@@ -1,18 +1,205 @@
-"""The task set of a run: training tasks of all sources, and the held-out tasks.
+"""The task set of a run, read from disk: a manifest in JSON that names chunks of tasks in Arrow's IPC format.
 
-Invariant: a task's name is a hash of its content, and `digest` is the hash of the manifest, which holds the hash of every
-chunk. So two machines with the same digest draw the same tasks. No list of tasks is held in memory.
-Called by worker, validator, evaluator and the tools, through `tasks.load` and `tasks.join`.
+Invariants: every file is named by its SHA-256, and what is read has the hash by which it was asked for. A task's name
+is a hash of its content, and `digest` is the hash of the manifest, so two machines with the same digest draw the same
+tasks. Opening a set reads its manifest alone; a chunk is mapped into memory, and fetched where it is not on this
+machine, when a task in it is first needed. So a million tasks need no memory, and travel by need.
 """
 
 import bisect
+import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property
+from pathlib import Path
+from typing import Annotated, overload
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.config.tasks import TaskSection
-from shoal.tasks.compiled.table import FILE_BYTES, MANIFEST_BYTES, Manifest, Store, TaskView
+from shoal.files import new_file
 from shoal.tasks.task import Task, TasksNotFoundError
+
+FORMAT = "shoal-tasks-1"
+CHUNK_ROWS = 4096
+CHUNK_BYTES = 32 << 20  # characters in a chunk, unless one task alone has more
+MAX_CHUNK_BYTES = 256 << 20  # of a chunk's file: that many characters of four bytes, or one task with 64 MB of tests
+MAX_CHUNKS = 1 << 18  # of a source, or of the held-out tasks
+MAX_SOURCES = MAX_FILES = 1024
+MANIFEST_BYTES = 64 << 20
+FILE_BYTES = 1 << 20  # of a reward's source
+OPEN_CHUNKS = 64  # mapped at once: each holds a file open
+COLUMNS = [field.name for field in fields(Task)]
+SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in COLUMNS])
+
+Fetch = Callable[[str, int], bytes]  # a file by its SHA-256, and the most bytes it may have
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Field(ge=0, le=2**40)
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Chunk(Part):
+    sha256: Sha256
+    rows: int = Field(ge=1, le=CHUNK_ROWS)
+    size_bytes: int = Field(ge=1, le=MAX_CHUNK_BYTES)
+
+
+class SourceTasks(Part):
+    """The training tasks of one source."""
+
+    name: str
+    chunks: list[Chunk] = Field(max_length=MAX_CHUNKS)
+    train: int = Count
+    heldout: int = Count  # how many of the held-out tasks are its
+
+
+class Manifest(Part):
+    format: str = Field(default=FORMAT, pattern=f"^{FORMAT}$")
+    sources: list[SourceTasks] = Field(min_length=1, max_length=MAX_SOURCES)
+    heldout: list[Chunk] = Field(max_length=MAX_CHUNKS)  # of all sources
+    files: dict[str, Sha256] = Field(default={}, max_length=MAX_FILES)  # that travel with the tasks, by name
+
+    def encode(self) -> bytes:
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Manifest":
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise TasksNotFoundError(
+                f"the manifest of the task set is not of this version: {error.errors()[0]['msg']}"
+            ) from error
+
+
+class Store:
+    """Files by their SHA-256 in a folder, which `fetch` fills on demand."""
+
+    def __init__(self, folder: Path, fetch: Fetch | None = None) -> None:
+        self.folder = folder
+        self.fetch = fetch
+        self.verified: set[str] = set()
+        self.mapped: OrderedDict[str, pa.RecordBatch] = OrderedDict()
+
+    def put(self, data: bytes | memoryview) -> str:
+        sha256 = hashlib.sha256(data).hexdigest()
+        if not (self.folder / sha256).exists():
+            with new_file(self.folder / sha256) as file:
+                file.write(0, data)
+                file.commit(durable=False)  # every reader verifies the hash
+        self.verified.add(sha256)
+        return sha256
+
+    def path(self, sha256: str, most_bytes: int) -> Path:
+        """The file, fetched if it is not here, with its hash verified once. Raises TasksNotFoundError.
+
+        Nothing larger than `most_bytes` is fetched.
+        """
+        path = self.folder / sha256
+        if sha256 in self.verified:
+            return path
+        if path.exists():
+            if _hash(path) == sha256:
+                self.verified.add(sha256)
+                return path
+            if self.fetch is None:
+                raise TasksNotFoundError(f"{path} was changed: its content has another hash; delete {self.folder}")
+            path.unlink()
+        if self.fetch is None:
+            raise TasksNotFoundError(f"no task data {sha256} in {self.folder}; prepare the tasks again")
+        if self.put(self.fetch(sha256, most_bytes)) != sha256:
+            raise TasksNotFoundError(f"the task data {sha256} that the coordinator served has another hash; try again")
+        return path
+
+    def read(self, sha256: str, most_bytes: int) -> bytes:
+        return self.path(sha256, most_bytes).read_bytes()
+
+    def batch(self, chunk: Chunk) -> pa.RecordBatch:
+        """A chunk's tasks, mapped into memory. Raises TasksNotFoundError."""
+        if chunk.sha256 in self.mapped:
+            self.mapped.move_to_end(chunk.sha256)
+            return self.mapped[chunk.sha256]
+        path = self.path(chunk.sha256, chunk.size_bytes)
+        if path.stat().st_size != chunk.size_bytes:
+            raise TasksNotFoundError(
+                f"the task data {chunk.sha256} have {path.stat().st_size} bytes, their manifest says {chunk.size_bytes}"
+            )
+        batch = _mapped(path)
+        if batch.schema != SCHEMA or batch.num_rows != chunk.rows:
+            raise TasksNotFoundError(f"the task data {chunk.sha256} does not hold {chunk.rows} tasks of this version")
+        self.mapped[chunk.sha256] = batch
+        if len(self.mapped) > OPEN_CHUNKS:
+            self.mapped.popitem(last=False)
+        return batch
+
+    def write(self, table: pa.Table) -> Chunk:
+        """Store a table of at most CHUNK_ROWS tasks as one chunk. Equal tasks give equal bytes."""
+        [batch] = pa.table([column.combine_chunks() for column in table.columns], schema=SCHEMA).to_batches()
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression=None)) as writer:
+            writer.write_batch(batch)
+        data = sink.getvalue()
+        return Chunk(sha256=self.put(memoryview(data)), rows=batch.num_rows, size_bytes=data.size)
+
+
+class TaskView(Sequence[Task]):
+    """Tasks of a list of chunks. A task is built when it is asked for; none is kept."""
+
+    def __init__(self, store: Store, chunks: Sequence[Chunk]) -> None:
+        self.store = store
+        self.chunks = chunks
+        self.ends = list(itertools.accumulate(chunk.rows for chunk in chunks))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @overload
+    def __getitem__(self, at: int) -> Task: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Task]: ...
+    def __getitem__(self, at: int | slice) -> Task | list[Task]:
+        if isinstance(at, slice):
+            return [self[n] for n in range(*at.indices(len(self)))]
+        at = at + len(self) if at < 0 else at
+        if not 0 <= at < len(self):
+            raise IndexError(f"task {at} of {len(self)}")
+        number = bisect.bisect_right(self.ends, at)
+        batch = self.store.batch(self.chunks[number])
+        row = at - (self.ends[number - 1] if number else 0)
+        return Task(*(column[row].as_py() for column in batch.columns))
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[n] for n in range(len(self)))
+
+    def having(self, ids: Sequence[str]) -> Iterator[Task]:
+        """The tasks with these ids. Only they are built, but every chunk is read."""
+        wanted = pa.array(ids, pa.string())
+        for chunk in self.chunks:
+            for row in self.store.batch(chunk).filter(pc.is_in(self.store.batch(chunk)["id"], wanted)).to_pylist():
+                yield Task(**row)
+
+
+def _mapped(path: Path) -> pa.RecordBatch:
+    """Validated in full: offsets that a hostile file points beyond its text would be read as they are."""
+    try:
+        with pa.memory_map(str(path)) as source:
+            batch = pa.ipc.open_file(source).get_batch(0)
+        batch.validate(full=True)
+        return batch
+    except (pa.ArrowException, OSError) as error:
+        raise TasksNotFoundError(f"{path} is not readable as task data ({error}); delete it") from error
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class TaskSet:

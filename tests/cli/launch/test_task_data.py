@@ -7,7 +7,7 @@ import pytest
 from shoal.cli.launch.task_data import FOLDER, build_tasks
 from shoal.config import ConfigError, load, parse
 from shoal.coordinator.state.folder import TASKS
-from shoal.tasks.compiled.compiling import read_built
+from shoal.tasks.compiling import read_built
 
 CONFIG = parse({"tasks": {"heldout": 64}, "evaluator": {"n": 8, "n_between": 8}})
 

@@ -18,7 +18,7 @@ from shoal.config import Config, ConfigError
 from shoal.model import dtype, sources
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.tasks.environments import try_out
-from shoal.tasks.environments.template import Frame
+from shoal.tasks.prompt import Frame
 from shoal.tasks.rewards.graders import GradeError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.config import Config, ConfigError
 from shoal.tasks import TasksNotFoundError
-from shoal.tasks.compiled.compiling import compile_tasks, read_built
+from shoal.tasks.compiling import compile_tasks, read_built
 
 FOLDER = "tasks"  # in the coordinator's folder
 

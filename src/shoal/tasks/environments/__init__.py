@@ -1,10 +1,4 @@
-"""Environments: what answers the model between its turns, for tasks in several turns.
-
-interface      what an environment is                    calculator   calc(12*7) is answered 84
-conversation   when turns continue, and with which tokens   template     text to tokens, by the model's chat template
-python         runs the model's programs                 plain        which programs print the same everywhere
-own            a class of your own, in a file that travels with the run
-"""
+"""Environments: what answers the model between its turns. `conversation` says when turns continue, and with which tokens."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,27 +7,17 @@ from shoal.config.tasks import SandboxSection
 from shoal.sandbox import SandboxError, interpreter
 from shoal.tasks.environments.calculator import Calculator
 from shoal.tasks.environments.conversation import Conversation, responder
-from shoal.tasks.environments.interface import Environment
-from shoal.tasks.environments.own import OwnEnvironment
 from shoal.tasks.environments.python import Python
-from shoal.tasks.rewards.graders import GradeError, file_of, is_own, limits_of, packages_of, tier_of
-from shoal.tasks.rewards.own.trusted import RewardError
+from shoal.tasks.own import AuthorCode, OwnEnvironment, OwnError, is_own, limits_of, tier_of
+from shoal.tasks.task import Environment
 from shoal.tasks.taskset import TaskSet
-from shoal.tasks.trust import trusted
 
 __all__ = ["Conversation", "Environment", "close", "environments_of", "interpreter", "responder", "try_out"]
 
 
-def _python(section: SandboxSection) -> Python:
-    try:
-        return Python(limits_of(section), tier_of(section, "environment python"))
-    except (GradeError, SandboxError) as error:
-        raise ConfigError(f"the environment 'python' cannot run programs on this machine: {error}") from error
-
-
 ENVIRONMENTS: dict[str, Callable[[SandboxSection], Environment]] = {
     "calculator": lambda _: Calculator(),
-    "python": _python,
+    "python": lambda section: Python(limits_of(section), tier_of(section)),
 }
 
 
@@ -69,7 +53,7 @@ def try_out(config: Config, task_set: TaskSet) -> None:
             for turn in ("", task.answer):
                 try:
                     environment.ask(task, 0, [turn])
-                except (RewardError, SandboxError) as error:
+                except (OwnError, SandboxError) as error:
                     raise ConfigError(
                         f"source {task.source}: the environment {environment.name} fails on a trial, task {task.id} with "
                         f"the turn {turn[:80]!r}: {error}; correct the class"
@@ -84,19 +68,16 @@ def close(environments: Mapping[str, Environment]) -> None:
 
 
 def _started(name: str, section: SandboxSection, files: Mapping[str, bytes]) -> Environment:
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name](section)
-    if not is_own(name):
+    if name not in ENVIRONMENTS and not is_own(name):
         raise ConfigError(
             f"there is no environment {name!r}; choose one of {', '.join(sorted(ENVIRONMENTS))}, or a class of your own as "
             "file.py:Class"
         )
-    if file_of(name) not in files:
-        raise ConfigError(f"the environment {name!r}: the task set does not hold {file_of(name)}; make it again")
     try:
-        source, tier = files[file_of(name)].decode(errors="replace"), tier_of(section, f"environment {name}")
-        return OwnEnvironment(name, source, limits_of(section), tier, trusted(), packages_of(section))
-    except (GradeError, RewardError, SandboxError) as error:
+        if name in ENVIRONMENTS:
+            return ENVIRONMENTS[name](section)
+        return OwnEnvironment(name, AuthorCode(name, files, section))
+    except (OwnError, SandboxError) as error:
         raise ConfigError(f"the environment {name!r} cannot run on this machine: {error}") from error
 
 

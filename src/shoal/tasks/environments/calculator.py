@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from shoal.tasks.environments.interface import Environment
-from shoal.tasks.task import Task
+from shoal.tasks.task import Environment, Task
 
 CALL = "calc("
 PARENTHESIS = re.compile(r"calc\(|[()]")

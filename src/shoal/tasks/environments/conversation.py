@@ -1,4 +1,4 @@
-"""Whether a conversation continues after a turn of the model, and with which tokens: the same code for worker and validator.
+"""Environments, and whether a conversation continues after a turn of the model, and with which tokens.
 
     the model's turn ends with an end token -> its text -> the environment of the task's source -> text -> tokens
 
@@ -6,8 +6,7 @@ It ends when the environment says so, after `sampling.max_turns` turns of the mo
 the answer and one more token, or with a turn that is cut off.
 Invariants: `reply` depends on its arguments alone if the environment is deterministic. If an honest machine could have given
 an answer, `fault` does not call it a lie. Tokens in, tokens out: what the model wrote is decoded for the environment to
-read, and never tokenised again.
-Called by worker (while it samples), validator (which compares) and evaluator.
+read, and never tokenised again. Worker, validator and evaluator use this code.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +15,8 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.model.turns import model_spans
-from shoal.tasks.environments.interface import Environment
-from shoal.tasks.environments.template import Frame
-from shoal.tasks.prompt import completion_text
-from shoal.tasks.task import Task
+from shoal.tasks.prompt import Frame, completion_text
+from shoal.tasks.task import Environment, Task
 
 Reply = Callable[
     [int, int, Sequence[int], Sequence[int]], list[int] | None

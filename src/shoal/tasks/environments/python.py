@@ -8,20 +8,19 @@ The last closed block of a turn counts; a turn without one ends the conversation
 sandbox, within the limits of `tasks.sandbox`. After a failure, the exception's last line follows what was printed.
 Invariant: no program can make an honest worker slashable. An answer that differs slashes only where the program is `plain`
 and a second run here, within half of all limits, gives the same; and the reported answer is not that of a limit.
-Called by `conversation`. Left out: state between turns, files, installed packages, several programs at once.
+Left out: state between turns, files, installed packages, several programs at once.
 """
 
 import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from shoal.sandbox import Budget, Limits, Program, Result, Sandbox, SandboxError
-from shoal.sandbox.limits import LEAST_MEMORY_BYTES
-from shoal.tasks.environments.interface import Environment
-from shoal.tasks.rewards.code.extract import FENCE, PYTHON
-from shoal.tasks.task import Task
+from shoal.sandbox.limits import MIN_MEMORY_BYTES
+from shoal.tasks.inside import source
+from shoal.tasks.rewards.code import FENCE, PYTHON
+from shoal.tasks.task import Environment, Task
 
 MOST_CHARACTERS = 1_000  # of what a program prints
 MOST_OF_ERROR = 200  # characters of the exception's line
@@ -41,7 +40,7 @@ REFUSED = {"time", "datetime", "timeit", "secrets", "uuid", "platform", "os", "s
 REFUSED |= {"threading", "asyncio", "multiprocessing", "concurrent", "resource", "gc", "tracemalloc"}
 IMPORT = re.compile(r"(?:^|[;:])[ \t]*(?:import|from)[ \t]+([^;\n]*)", flags=re.MULTILINE)
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-PLAIN = Path(__file__).with_name("plain.py").read_text()
+PLAIN = source("plain")
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Python(Environment):
 
     def _half(self) -> Limits:
         limits = self.sandbox.limits
-        memory_bytes = max(limits.memory_bytes // 2, LEAST_MEMORY_BYTES)
+        memory_bytes = max(limits.memory_bytes // 2, MIN_MEMORY_BYTES)
         return replace(limits, wall_s=limits.wall_s / 2, cpu_s=limits.cpu_s / 2, memory_bytes=memory_bytes)
 
 

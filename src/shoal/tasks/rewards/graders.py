@@ -4,32 +4,30 @@ Invariant: worker, validator, evaluator and the tools grade through this, so the
 Rewards start on first use and end with `close`.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Self
 
-from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.errors import ShoalError
 from shoal.sandbox import Budget, Limits, SandboxError, interpreter
-from shoal.tasks.adapters import reasoning_gym, verifiers
-from shoal.tasks.rewards.choice import Choice
+from shoal.tasks import libraries
+from shoal.tasks.own import AuthorCode, OwnReward, file_of, is_own, limits_of, tier_of
+from shoal.tasks.rewards.answers import ShortAnswer, grade_choice, grade_number
 from shoal.tasks.rewards.code import Code
 from shoal.tasks.rewards.instructions import Instructions
-from shoal.tasks.rewards.math.reward import Math
-from shoal.tasks.rewards.number import Number
-from shoal.tasks.rewards.own.reward import Own
-from shoal.tasks.task import Grade, Reward, Task
-from shoal.tasks.trust import TRUST, trusted
+from shoal.tasks.rewards.math import Math
+from shoal.tasks.task import TRUST, Grade, Reward, Task, trusted
 
 REWARDS: dict[str, Callable[[Budget], Reward]] = {
-    "number": lambda _: Number(),
+    "number": lambda _: ShortAnswer(grade_number),
     "math": Math,
-    "choice": lambda _: Choice(),
+    "choice": lambda _: ShortAnswer(grade_choice),
     "instructions": Instructions,
-    "reasoning_gym": reasoning_gym.reward,
-    "verifiers": verifiers.reward,
+    "reasoning_gym": lambda budget: libraries.LibraryReward(libraries.REASONING_GYM, budget),
+    "verifiers": lambda budget: libraries.LibraryReward(libraries.VERIFIERS, budget),
 }
 SANDBOXED: dict[str, Callable[[Limits, str | None, Budget], Reward]] = {
     "code": lambda limits, tier, budget: Code(limits, tier, budget=budget),
@@ -68,7 +66,7 @@ class Graders:
         self.rewards: dict[str, Reward] = {}  # by name
         for source in section.sources:
             if source.generator == "verifiers":
-                verifiers.check_allowed(source.options)
+                libraries.check_allowed(source.options)
             for name in weights_of(source):
                 self._check(source, name)
 
@@ -149,13 +147,11 @@ class Graders:
     def _start(self, name: str) -> Reward:
         if name in REWARDS:
             return REWARDS[name](self.budget)
-        sandbox, tier = self.section.sandbox, tier_of(self.section.sandbox, f"reward {name}")
+        section, size = self.section.sandbox, min(8, len(os.sched_getaffinity(0)))
         try:
             if is_own(name):
-                source = self.files[file_of(name)].decode(errors="replace")
-                limits, packages = limits_of(sandbox), packages_of(sandbox)
-                return Own(name, source, limits, tier, trusted=trusted(), budget=self.budget, packages=packages)
-            return SANDBOXED[name](limits_of(sandbox), tier, self.budget)
+                return OwnReward(name, AuthorCode(name, self.files, section, size=size, budget=self.budget))
+            return SANDBOXED[name](limits_of(section), tier_of(section), self.budget)
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
             raise GradeError(
@@ -207,31 +203,3 @@ def weights_of(source: SourceSection) -> dict[str, float]:
     if isinstance(source.reward, dict):
         return source.reward
     return {source.reward: 1.0} if source.reward else {}
-
-
-def is_own(name: str) -> bool:
-    return ".py:" in name
-
-
-def limits_of(section: SandboxSection) -> Limits:
-    return Limits(wall_s=section.wall_s, cpu_s=section.cpu_s, memory_bytes=section.memory_bytes)
-
-
-def packages_of(section: SandboxSection) -> Sequence[str]:
-    """What rewards and environments of your own may import besides the standard library."""
-    return ("numpy",) if section.numpy else ()
-
-
-def tier_of(section: SandboxSection, user: str) -> str | None:
-    """The tier that is asked for; None: the strongest. Raises GradeError where `user` must not run in it."""
-    if section.tier == "rlimits" and not trusted():
-        raise GradeError(
-            f'{user}: tasks.sandbox.tier = "rlimits" protects only memory and time on this machine; set '
-            f"{TRUST}=1 here if you trust the author of this run, or use another tier"
-        )
-    return None if section.tier == "auto" else section.tier
-
-
-def file_of(name: str) -> str:
-    """The name that the file of a reward or an environment of your own has in the task set."""
-    return Path(name.rpartition(":")[0]).name

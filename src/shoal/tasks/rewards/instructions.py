@@ -2,27 +2,23 @@
 
 The grader is that of EleutherAI's lm-evaluation-harness, Google's code with its faults mended, so that scores compare with
 published ones. The score is its prompt-level strict accuracy; `parts` also holds the loose one.
-Invariant: each completion is checked in a child process of its own (`ifeval.py`, through `killable`) under a limit on CPU
-time, because the library searches with regular expressions that some texts make slow. A check that passes the limit is a
-`grader_error`.
-Needs the extra `evals`. One instruction (number of sentences) needs NLTK's data `punkt_tab`, which the library asks for over
-the network at its import.
+Invariant: each completion is checked in a child process of its own (`inside/ifeval.py`) under a limit on CPU time,
+because the library searches with regular expressions that some texts make slow. A check that passes the limit is a
+`grader_error`. Needs the extra `evals`. One instruction (number of sentences) needs NLTK's data `punkt_tab`, which the
+library asks for over the network at its import.
 """
 
 import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.sandbox import Budget
-from shoal.tasks.rewards.killable import Killable
-from shoal.tasks.rewards.killable.pool import Result, grade_of
+from shoal.tasks.inside import Grader, source
 from shoal.tasks.task import Grade, Task
 
-IFEVAL = Path(__file__).with_name("ifeval.py")
 NEEDS = ("lm_eval", "langdetect")
 CPU_S = 10.0
 MEMORY_BYTES = 1 << 30
@@ -36,7 +32,9 @@ class Instructions:
     """Its process starts with the first completion. Use `close` at the end."""
 
     def __init__(self, budget: Budget | None = None, *, cpu_s: float = CPU_S) -> None:
-        self.pool = Killable(IFEVAL, "check", cpu_s=cpu_s, memory_bytes=MEMORY_BYTES, budget=budget)
+        self.grader = Grader(
+            "instructions", source("ifeval"), "check", cpu_s=cpu_s, memory_bytes=MEMORY_BYTES, budget=budget
+        )
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """Raises MissingExtraError, GraderStartError."""
@@ -51,19 +49,19 @@ class Instructions:
                 continue
             asked[n] = {"metadata": metadata, "prompt": task.question, "completion": completion}
         if asked:
-            results = map(_explained, self.pool.run(list(asked.values())))
-            grades.update(zip(asked, (grade_of(one, self.pool, _graded) for one in results), strict=True))
+            found = map(_explained, self.grader.grades(list(asked.values()), _graded))
+            grades.update(zip(asked, found, strict=True))
         return [grades[n] for n in range(len(tasks))]
 
     def close(self) -> None:
-        self.pool.close()
+        self.grader.close()
 
 
-def _explained(result: Result) -> Result:
-    """With the remedy where NLTK's data are missing."""
-    if result.ending != "raised" or "punkt_tab" not in result.detail:
-        return result
-    return replace(result, detail="NLTK's data are missing: python -m nltk.downloader punkt_tab")
+def _explained(grade: Grade) -> Grade:
+    """Return it with the remedy where NLTK's data are missing."""
+    if grade.outcome != "grader_error" or "punkt_tab" not in grade.detail:
+        return grade
+    return replace(grade, detail="NLTK's data are missing: python -m nltk.downloader punkt_tab")
 
 
 def _check_installed() -> None:

@@ -1,11 +1,11 @@
-"""The unit tests of code tasks as JSON, and how data sets write theirs.
+"""The unit tests of code tasks as JSON: how data sets write theirs, and how the reward `code` reads them.
 
     {"kind": "stdin", "cases": [{"input": str, "output": str}]}
     {"kind": "functional", "entry": "f", "cases": [{"args": [...], "output": ...}]}
     {"kind": "asserts", "entry": "f", "code": "def check(candidate): ..." or assert lines, "prompt": "code before it"}
 
-Invariant: nothing is executed or unpickled here; a pickled string is read as data, and any other pickle is refused.
-Called by `schemas`; the reward `code` runs the tests.
+Invariants: nothing is executed or unpickled here; a pickled string is read as data, and any other pickle is refused.
+What is read is tests in one of the three shapes or a TestsError that says what is wrong; never a guess.
 """
 
 import base64
@@ -15,9 +15,11 @@ import pickletools
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from shoal.tasks.sources.fields import LeftOutError, RowError, parsed
+from shoal.errors import ShoalError
+from shoal.tasks.sources.rows import LeftOutError, RowError, parsed
 
 MAX_UNPACKED_BYTES = 64 << 20
 STRINGS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
@@ -134,3 +136,70 @@ def _lines(found: Any) -> str:
 
 def _dump(tests: dict[str, Any]) -> str:
     return json.dumps(tests, ensure_ascii=False)
+
+
+# --- read for the reward ----------------------------------------------------------------------------------------------
+
+
+Cases = TypeVar("Cases", "Stdin", "Functional")
+
+
+class TestsError(ShoalError):
+    """A task whose tests cannot be run; the message says why."""
+
+    __test__ = False  # nothing for pytest
+
+
+@dataclass(frozen=True)
+class Stdin:
+    cases: list[tuple[str, str]]  # input, expected output
+
+
+@dataclass(frozen=True)
+class Functional:
+    entry: str  # a function, or a method of a class `Solution`
+    cases: list[tuple[list[Any], Any]]  # arguments, expected value
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
+class Asserts:
+    entry: str
+    code: str
+    prompt: str = ""
+
+
+Tests = Stdin | Functional | Asserts
+
+
+def read_tests(text: str) -> Tests:
+    """Raises TestsError."""
+    if not text:
+        raise TestsError('the task has no tests: say which column holds them, fields = { tests = "..." }')
+    try:
+        tests = json.loads(text)
+        if not isinstance(tests, dict):
+            raise TestsError(f'the task\'s tests are {text[:40]}, not an object with "kind": see docs/tasks.md, Fields')
+        kind = tests["kind"]
+        if kind == "stdin":
+            return _with_cases(Stdin([(_text(case["input"]), _text(case["output"])) for case in tests["cases"]]))
+        if kind == "functional":
+            cases = [(list(case["args"]), case["output"]) for case in tests["cases"]]
+            return _with_cases(Functional(_text(tests["entry"]), cases, _text(tests.get("prompt", ""))))
+        if kind == "asserts":
+            return Asserts(_text(tests["entry"]), _text(tests["code"]), _text(tests.get("prompt", "")))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TestsError(f"the task's tests cannot be read ({type(error).__name__}: {error})") from error
+    raise TestsError(f"the task's tests are of kind {str(kind)[:40]!r}; known: stdin, functional, asserts")
+
+
+def _with_cases(tests: "Cases") -> "Cases":
+    if not tests.cases:
+        raise TestsError("the task's tests have no cases")
+    return tests
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} instead of text")
+    return value

@@ -1,7 +1,7 @@
 """Schemas of public data sets that are recognised by their columns. To add one, add a function and a line to SCHEMAS.
 
 Invariant: the first schema in the list whose columns a file has, and whose `when` accepts its first row, reads all its rows.
-Called by `sources`, for files without a field map. Columns were taken from the data sets' own pages and loaders.
+Columns were taken from the data sets' own pages and loaders.
 """
 
 import ast
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.tasks.rewards.math.final_answer import braced
-from shoal.tasks.rewards.number import last_number
+from shoal.tasks.rewards.answers import last_number
+from shoal.tasks.rewards.math import braced
 from shoal.tasks.sources import code_tests
-from shoal.tasks.sources.fields import Fields, LeftOutError, Row, RowError, as_json, metadata, parsed, text, value
+from shoal.tasks.sources.rows import Fields, LeftOutError, Row, RowError, as_json, metadata, parsed, text, value
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,25 @@ class Schema:
     read: Callable[[Row], Fields]
     reads: tuple[str, ...] = ()  # columns that it reads where they are there
     when: Callable[[Row], bool] = lambda row: True  # a look at the first row, where columns do not tell
+
+
+def columns(question: str, answer: str, reward: str, *kept: str) -> Callable[[Row], Fields]:
+    """A reader of rows whose answer is a number (reward `number`) or text in one column; `kept` is metadata."""
+
+    def read(row: Row) -> Fields:
+        gold = number(row, answer) if reward == "number" else text(row, answer).strip()
+        if not gold:
+            raise RowError(f"column {answer} is empty")
+        return Fields(text(row, question), gold, metadata=metadata(row, *kept), reward=reward)
+
+    return read
+
+
+def number(row: Row, column: str) -> str:
+    found = last_number(text(row, column))
+    if found is None:
+        raise RowError(f"column {column} holds no number")
+    return found
 
 
 # --- word problems whose answer is a number -------------------------------------------------------------------------
@@ -40,11 +59,7 @@ def gsm8k(row: Row) -> Fields:
 
 def svamp(row: Row) -> Fields:
     question = f"{text(row, 'Body').strip()} {text(row, 'Question').strip()}"
-    return Fields(question, _number(row, "Answer"), metadata=metadata(row, "ID", "Type", "Equation"), reward="number")
-
-
-def mawps(row: Row) -> Fields:
-    return Fields(text(row, "input"), _number(row, "target"), reward="number")
+    return Fields(question, number(row, "Answer"), metadata=metadata(row, "ID", "Type", "Equation"), reward="number")
 
 
 def mawps_original(row: Row) -> Fields:
@@ -53,39 +68,13 @@ def mawps_original(row: Row) -> Fields:
         raise LeftOutError("not one solution")
     return Fields(
         text(row, "sQuestion"),
-        _number({"lSolutions": solutions[0]}, "lSolutions"),
+        number({"lSolutions": solutions[0]}, "lSolutions"),
         metadata=metadata(row, "lEquations"),
         reward="number",
     )
 
 
-def calc_x(row: Row) -> Fields:
-    return Fields(text(row, "question"), _number(row, "result"), reward="number")
-
-
-def _number(row: Row, column: str) -> str:
-    number = last_number(text(row, column))
-    if number is None:
-        raise RowError(f"column {column} holds no number")
-    return number
-
-
 # --- mathematics ----------------------------------------------------------------------------------------------------
-
-
-def problem_and_answer(row: Row) -> Fields:
-    return Fields(
-        text(row, "problem"), _math(row, "answer"), metadata=metadata(row, "id", "year", "url"), reward="math"
-    )
-
-
-def aime_capital(row: Row) -> Fields:
-    return Fields(text(row, "Problem"), _math(row, "Answer"), metadata=metadata(row, "ID"), reward="math")
-
-
-def math_500(row: Row) -> Fields:
-    found = metadata(row, "unique_id", "subject", "level")
-    return Fields(text(row, "problem"), _math(row, "answer"), metadata=found, reward="math")
 
 
 def competition_math(row: Row) -> Fields:
@@ -119,13 +108,6 @@ def last_boxed(solution: str) -> str | None:
     if rest.startswith("{"):
         return (braced(solution, boxes[-1].start()) or "").strip() or None
     return re.split(r"[\s$.,]", rest, maxsplit=1)[0] or None
-
-
-def _math(row: Row, column: str) -> str:
-    answer = text(row, column).strip()
-    if not answer:
-        raise RowError(f"column {column} is empty")
-    return answer
 
 
 # --- code -----------------------------------------------------------------------------------------------------------
@@ -258,9 +240,9 @@ NUMERIC = re.compile(r"[-\u2212]?\$?[\d,]*\.?\d+", flags=re.ASCII)
 SCHEMAS = [
     Schema("GSM8K", ("question", "answer"), gsm8k, when=lambda row: "####" in str(row["answer"])),
     Schema("SVAMP", ("Body", "Question", "Answer"), svamp, ("ID", "Type", "Equation")),
-    Schema("MAWPS", ("input", "target"), mawps),
+    Schema("MAWPS", ("input", "target"), columns("input", "target", "number")),
     Schema("MAWPS (original)", ("sQuestion", "lSolutions"), mawps_original, ("lEquations",)),
-    Schema("MAWPS (Calc-X)", ("question", "result", "chain"), calc_x),
+    Schema("MAWPS (Calc-X)", ("question", "result", "chain"), columns("question", "result", "number")),
     Schema("HumanEval", ("prompt", "canonical_solution", "test", "entry_point"), humaneval, ("task_id",)),
     Schema("MBPP", ("text", "code", "test_list"), mbpp, ("task_id", "test_setup_code")),
     Schema("MBPP (sanitized)", ("prompt", "code", "test_list"), mbpp, ("task_id", "test_imports")),
@@ -283,9 +265,19 @@ SCHEMAS = [
         numina_1_5,
         ("question_type", "problem_type", "source"),
     ),
-    Schema("MATH-500", ("problem", "answer", "unique_id"), math_500, ("subject", "level")),
-    Schema("DeepScaleR, AIME", ("problem", "answer"), problem_and_answer, ("id", "year", "url")),
-    Schema("AIME (capitals)", ("Problem", "Answer"), aime_capital, ("ID",)),
+    Schema(
+        "MATH-500",
+        ("problem", "answer", "unique_id"),
+        columns("problem", "answer", "math", "unique_id", "subject", "level"),
+        ("subject", "level"),
+    ),
+    Schema(
+        "DeepScaleR, AIME",
+        ("problem", "answer"),
+        columns("problem", "answer", "math", "id", "year", "url"),
+        ("id", "year", "url"),
+    ),
+    Schema("AIME (capitals)", ("Problem", "Answer"), columns("Problem", "Answer", "math", "ID"), ("ID",)),
     Schema("MATH", ("problem", "solution"), competition_math, ("level", "type", "source")),
     Schema(
         "GPQA",

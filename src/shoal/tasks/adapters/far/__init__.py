@@ -1,1 +1,0 @@
-"""What runs in a process with another library. These files import nothing of Shoal; `tasks.adapters.library` starts them."""

@@ -1,0 +1,384 @@
+"""Compiles the sources of a config into a task set on disk: held-out tasks apart, duplicates merged, hashed in chunks.
+
+    read     each split of each source goes to a spool on disk, row by row
+    split    held-out tasks are those with the smallest hash of their question, or from `heldout_split`
+    write    training tasks per source and held-out tasks of all sources, in chunks; then the manifest
+
+Invariants: equal rows give the same files, in any order and split over any files; no question is on both sides. No more
+than one batch of rows is held as Python objects; 32 bytes a row sort them.
+"""
+
+import hashlib
+import json
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pydantic import BaseModel, ValidationError
+
+from shoal.config.tasks import SourceSection, TaskSection
+from shoal.files import write_file
+from shoal.tasks.own import check_environment, check_function
+from shoal.tasks.sources.reading import Reading
+from shoal.tasks.sources.rows import Fields
+from shoal.tasks.task import TasksNotFoundError
+from shoal.tasks.taskset import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    COLUMNS,
+    FILE_BYTES,
+    SCHEMA,
+    Chunk,
+    Manifest,
+    SourceTasks,
+    Store,
+)
+
+Numbers = np.ndarray
+MIN_TRAIN = 16
+BUILT = "built.json"
+
+
+class Spool:
+    """The rows in reading order, with the keys to sort them by in memory."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self.path = path
+        self.source = source
+        self._writer = pa.ipc.new_file(str(path), SCHEMA)
+        self._columns: dict[str, list[str]] = {name: [] for name in COLUMNS}
+        self._held_bytes = 0
+        self._high, self._low, self._ids, self._sizes = array("Q"), array("Q"), array("Q"), array("I")
+        self._rewards: dict[str, int] = {}  # by name, in reading order
+        self._reward = array("I")  # of each row, as its number there
+
+    def add(self, fields: Fields) -> None:
+        key, name = order_key(fields.question), content_id(fields)
+        self._high.append(int.from_bytes(key[:8], "big"))
+        self._low.append(int.from_bytes(key[8:], "big"))
+        self._ids.append(int(name, 16))
+        row = (
+            f"{self.source}/{name}",
+            fields.question,
+            fields.answer,
+            self.source,
+            fields.tests,
+            fields.metadata,
+            fields.reward,
+        )
+        for values, held in zip(self._columns.values(), row, strict=True):
+            values.append(held)
+        size = sum(map(len, row))
+        self._sizes.append(size)
+        self._reward.append(self._rewards.setdefault(fields.reward, len(self._rewards)))
+        self._held_bytes += size
+        if len(self._columns["id"]) == CHUNK_ROWS or self._held_bytes > CHUNK_BYTES:
+            self._flush()
+
+    def finish(self) -> None:
+        """No more rows: sort the keys, map the file. Equal tasks are one; `merged` counts the others.
+
+        Of tasks that differ in nothing but their reward, the one whose reward is first by name remains.
+        """
+        self._flush()
+        self._writer.close()
+        high, low, ids, sizes = (
+            np.frombuffer(one, dtype=one.typecode) for one in (self._high, self._low, self._ids, self._sizes)
+        )
+        ranks = {name: rank for rank, name in enumerate(sorted(self._rewards))}
+        by_name = np.array([ranks[name] for name in self._rewards], dtype=np.uint32)
+        order = np.lexsort((by_name[np.frombuffer(self._reward, dtype="I")], ids, low, high))
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = (
+            np.diff(high[order]).astype(bool) | np.diff(low[order]).astype(bool) | np.diff(ids[order]).astype(bool)
+        )
+        self.rows: Numbers = order[first]  # where to find the tasks, in the order of their questions' hash
+        self.high, self.low, self.ids, self.sizes = (one[self.rows] for one in (high, low, ids, sizes))
+        self.merged = len(order) - len(self.rows)
+        same = (np.diff(self.high) == 0) & (np.diff(self.low) == 0)
+        self.ambiguous = int(same.sum())  # tasks whose question is that of the one before, with another answer
+        self.table = pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
+
+    def _flush(self) -> None:
+        if self._columns["id"]:
+            self._writer.write_batch(
+                pa.record_batch([pa.array(held, pa.string()) for held in self._columns.values()], schema=SCHEMA)
+            )
+        self._columns = {name: [] for name in COLUMNS}
+        self._held_bytes = 0
+
+
+def order_key(question: str) -> bytes:
+    """Where a question stands, and on which side of the split: a hash of its words, spaces apart."""
+    words = " ".join(question.split())
+    return hashlib.sha256(f"shoal/tasks/{words}".encode()).digest()[:16]
+
+
+def content_id(fields: Fields) -> str:
+    """A task's name: 16 hex digits of the hash of its content."""
+    content = {"question": fields.question, "answer": fields.answer}
+    content |= {name: held for name, held in (("tests", fields.tests), ("metadata", fields.metadata)) if held}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# --- the set ----------------------------------------------------------------------------------------------------------
+
+
+class Built(BaseModel):
+    """What is in a folder of task data."""
+
+    asked: str  # hash of the part of the config that it follows from
+    digest: str  # of the set, which is the name of its manifest
+    notes: list[str]  # for people: counts per source
+
+
+@dataclass
+class Portion:
+    """One source while it is compiled: positions into its spools."""
+
+    source: SourceSection
+    reading: Reading
+    train_spool: Spool
+    heldout_spool: Spool
+    train: Numbers
+    heldout: Numbers
+    dropped: int = 0  # training tasks whose question is held out
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+def compile_tasks(section: TaskSection, folder: Path) -> Built:
+    """Build the set in `folder`, or take the one that is there if it was built for the same section.
+
+    Raises TasksNotFoundError.
+    """
+    asked = hashlib.sha256(section.model_dump_json(include={"sources", "heldout"}).encode()).hexdigest()
+    built = read_built(folder)
+    if built is None or built.asked != asked:
+        folder.mkdir(parents=True, exist_ok=True)
+        manifest, notes = _compile(section, Store(folder))
+        built = Built(asked=asked, digest=Store(folder).put(manifest.encode()), notes=notes)
+        _check_digest(section, built)
+        write_file(folder / BUILT, built.model_dump_json().encode())
+    _check_digest(section, built)
+    return built
+
+
+def _check_digest(section: TaskSection, built: Built) -> None:
+    if section.digest and section.digest != built.digest:
+        raise TasksNotFoundError(
+            f"tasks.digest is {section.digest}, but the sources give {built.digest}: a file of tasks or rewards is another "
+            "one than when this digest was made. Use the same files on every machine and for a whole run. To use the new "
+            "files, start a new run with a config without tasks.digest"
+        )
+
+
+def read_built(folder: Path) -> Built | None:
+    """What `compile_tasks` left in a folder, or None."""
+    try:
+        built = Built.model_validate_json((folder / BUILT).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+    return built if (folder / built.digest).exists() else None
+
+
+def _compile(section: TaskSection, store: Store) -> tuple[Manifest, list[str]]:
+    with tempfile.TemporaryDirectory(dir=store.folder, prefix=".spool-") as scratch:
+        shares = _shares([source.weight for source in section.sources], section.heldout)
+        portions = [
+            _read(source, share, Path(scratch) / str(number))
+            for number, (source, share) in enumerate(zip(section.sources, shares, strict=True))
+        ]
+        apart = {
+            (int(one.heldout_spool.high[at]), int(one.heldout_spool.low[at])) for one in portions for at in one.heldout
+        }
+        for portion, share in zip(portions, shares, strict=True):
+            _keep_apart(portion, apart)
+            _check_counts(portion, share)
+            if portion.source.keep:
+                portion.train = _kept(portion)
+        files = {name: store.put(data) for name, data in _own_files(section.sources).items()}
+        manifest = Manifest(
+            sources=[
+                SourceTasks(
+                    name=one.source.label,
+                    chunks=[store.write(table) for table in _slices(one.train_spool, one.train)],
+                    train=len(one.train),
+                    heldout=len(one.heldout),
+                )
+                for one in portions
+            ],
+            heldout=_write_heldout(portions, store),
+            files=dict(sorted(files.items())),
+        )
+        return manifest, [_note(portion) for portion in portions]
+
+
+# --- read and split -------------------------------------------------------------------------------------------------
+
+
+def _read(source: SourceSection, share: int, scratch: Path) -> Portion:
+    reading = Reading(source, source.split)
+    train_spool = _spooled(reading, source.label, scratch.with_suffix(".train"))
+    everything = np.arange(len(train_spool.rows))
+    if not source.heldout_split:
+        return Portion(source, reading, train_spool, train_spool, everything[share:], everything[:share])
+    apart = Reading(source, source.heldout_split)
+    heldout_spool = _spooled(apart, source.label, scratch.with_suffix(".heldout"))
+    reading.left_out += apart.left_out
+    return Portion(source, reading, train_spool, heldout_spool, everything, np.arange(len(heldout_spool.rows))[:share])
+
+
+def _spooled(reading: Reading, label: str, path: Path) -> Spool:
+    spool = Spool(path, label)
+    for fields in reading:
+        spool.add(fields)
+    spool.finish()
+    return spool
+
+
+def _keep_apart(portion: Portion, apart: set[tuple[int, int]]) -> None:
+    """Drop training tasks whose question is held out, in this source or another."""
+    spool, train = portion.train_spool, portion.train
+    highs = np.fromiter((high for high, _ in apart), dtype=np.uint64, count=len(apart))
+    suspects = np.flatnonzero(np.isin(spool.high[train], highs))
+    gone = [at for at in suspects if (int(spool.high[train[at]]), int(spool.low[train[at]])) in apart]
+    portion.train, portion.dropped = np.delete(train, gone), len(gone)
+
+
+def _kept(portion: Portion) -> Numbers:
+    """The training tasks that the manifest of `shoal filter` keeps."""
+    source, spool = portion.source, portion.train_spool
+    try:
+        listed = json.loads(Path(source.keep).expanduser().read_bytes())
+        if listed["format"] != "shoal-filter-1":
+            raise ValueError(f"its format is {listed['format']!r}")
+        names = [str(name).rpartition("/") for name in listed["kept"]]
+        ids = np.array([int(name, 16) for label, _, name in names if label == source.label], dtype=np.uint64)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TasksNotFoundError(
+            f"source {source.label}: keep = {source.keep!r} is not a manifest of `shoal filter` ({error})"
+        ) from error
+    missing = np.setdiff1d(ids, spool.ids)
+    if len(missing):
+        raise TasksNotFoundError(
+            f"source {source.label}: {len(missing)} of {len(ids)} tasks in {source.keep} are not in the source (first "
+            f"{source.label}/{int(missing[0]):016x}); its rows have changed: filter it again"
+        )
+    train = portion.train[np.isin(spool.ids[portion.train], ids)]
+    if len(train) < MIN_TRAIN:
+        raise TasksNotFoundError(
+            f"source {source.label}: {source.keep} keeps {len(train)} training tasks, {MIN_TRAIN} are needed; widen the "
+            "band of the filter"
+        )
+    return train
+
+
+def _check_counts(portion: Portion, heldout: int) -> None:
+    source = portion.source
+    if len(portion.heldout) >= heldout and len(portion.train) >= MIN_TRAIN:
+        return
+    where = source.path or source.hub or source.generator
+    hint = "; raise operand_max" if source.generator == "arithmetic" else ""
+    raise TasksNotFoundError(
+        f"source {source.label} ({where}) has {len(portion.train)} tasks to train on and {len(portion.heldout)} held out; "
+        f"{MIN_TRAIN} and {heldout} are needed: lower tasks.heldout or add tasks{hint}{_aside(portion)}"
+    )
+
+
+def _shares(weights: Sequence[float], total: int) -> list[int]:
+    """`total` in whole shares proportional to the weights.
+
+    >>> _shares([1, 1, 2], 10)
+    [2, 3, 5]
+    """
+    ends = [round(sum(weights[: n + 1]) / sum(weights) * total) for n in range(len(weights))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+# --- write ----------------------------------------------------------------------------------------------------------
+
+
+def _slices(spool: Spool, chosen: Numbers) -> Iterator[pa.Table]:
+    """Tables of the chosen tasks, each of at most CHUNK_ROWS tasks and, unless one alone is larger, CHUNK_BYTES of text."""
+    start, size_bytes = 0, 0
+    for at, position in enumerate(chosen):
+        size = int(spool.sizes[position])
+        if at > start and (at - start == CHUNK_ROWS or size_bytes + size > CHUNK_BYTES):
+            yield spool.table.take(pa.array(spool.rows[chosen[start:at]]))
+            start, size_bytes = at, 0
+        size_bytes += size
+    if start < len(chosen):
+        yield spool.table.take(pa.array(spool.rows[chosen[start:]]))
+
+
+def _write_heldout(portions: Sequence[Portion], store: Store) -> list[Chunk]:
+    """The held-out tasks of all sources in one order, so that the first n of them are a mixture too."""
+    places = [
+        (int(one.heldout_spool.high[at]), int(one.heldout_spool.low[at]), number, int(one.heldout_spool.rows[at]))
+        for number, one in enumerate(portions)
+        for at in one.heldout
+    ]
+    chunks = []
+    ordered = sorted(places)
+    while ordered:
+        count, size_bytes = 0, 0
+        tables = []
+        while count < min(len(ordered), CHUNK_ROWS) and (not count or size_bytes <= CHUNK_BYTES):
+            _, _, number, row = ordered[count]
+            tables.append(portions[number].heldout_spool.table.slice(row, 1))
+            size_bytes += tables[-1].nbytes
+            count += 1
+        chunks.append(store.write(pa.concat_tables(tables)))
+        ordered = ordered[count:]
+    return chunks
+
+
+def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
+    """Source files of rewards and environments of your own, "file.py:name", by file name without folders."""
+    found: dict[str, bytes] = {}
+    for source in sources:
+        rewards = [source.reward] if isinstance(source.reward, str) else list(source.reward)
+        named: list[tuple[str, str, Callable[[str, bytes], None]]] = [
+            ("reward", name, check_function) for name in rewards
+        ]
+        named.append(("environment", source.environment, check_environment))
+        for kind, name, check in (one for one in named if ".py:" in one[1]):
+            path = Path(name.rpartition(":")[0])
+            try:
+                data = path.expanduser().read_bytes()
+            except OSError as error:
+                raise TasksNotFoundError(
+                    f"source {source.label}: no {kind} file at {path}, from {Path.cwd()} ({error.strerror}); correct "
+                    f"the source's {kind}"
+                ) from error
+            if len(data) > FILE_BYTES:
+                raise TasksNotFoundError(f"{path} holds {len(data) / 1e6:.1f} MB; such a file holds at most 1 MB")
+            check(name, data)
+            if found.setdefault(path.name, data) != data:
+                raise TasksNotFoundError(f"two files of your own are named {path.name}; rename one of them")
+    return found
+
+
+# --- for people -----------------------------------------------------------------------------------------------------
+
+
+def _note(portion: Portion) -> str:
+    """One line that says what became of a source's rows."""
+    schemas = f" ({', '.join(portion.reading.schemas)})" if portion.reading.schemas else ""
+    counts = f"{len(portion.train):,} tasks to train on, {len(portion.heldout):,} held out"
+    return f"{portion.source.label}{schemas}: {counts}{_aside(portion)}"
+
+
+def _aside(portion: Portion) -> str:
+    spools = {id(one): one for one in (portion.train_spool, portion.heldout_spool)}.values()
+    counted = {
+        "equal rows merged": sum(spool.merged for spool in spools),
+        "rows share their question with another row, but not the rest": sum(spool.ambiguous for spool in spools),
+        "training rows dropped because their question is held out": portion.dropped,
+        **{f"rows left out: {reason}": count for reason, count in sorted(portion.reading.left_out.items())},
+    }
+    return "".join(f"; {count:,} {what}" for what, count in counted.items() if count)

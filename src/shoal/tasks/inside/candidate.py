@@ -1,0 +1,106 @@
+"""Inside the sandbox: runs a completion's code and answers calls of its functions with plain data.
+
+Invariant: no expected value ever comes here, so what the model's code does to this process (it may change all of it)
+can only change its own answers. Every frame that comes in gets one as its answer:
+
+setup   [source, prompt, entry]         R   ready
+                                        P   text: it does not parse
+                                        X   [type, message]: it raised
+call    8 bytes, then [args, kwargs]    the same 8 bytes, then
+                                        V   value
+                                        X   [type, message]: it raised
+                                        U   text: the value is not plain data
+"""
+
+import ast
+import os
+import sys
+import textwrap
+import types
+from typing import Any
+
+from shoal.sandbox.channel import DEPTH, WireError, pack, receive, send, unpack
+
+NAME = "candidate"
+# What the field's harnesses put before a solution, which often leaves its imports out.
+PREAMBLE = """
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, floor, gcd, inf, log2, sqrt
+from typing import *
+"""
+COMMON: dict[str, Any] = {}
+exec(PREAMBLE, COMMON)
+
+
+def main() -> None:
+    source, prompt, entry = unpack(receive() or b"")
+    module = types.ModuleType(NAME)
+    sys.modules[NAME] = module
+    module.__dict__.update((name, value) for name, value in COMMON.items() if not prompt and not name.startswith("__"))
+    try:
+        parts = programs(source, prompt, entry)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return send(b"P" + describe(error)[1].encode(errors="replace"))
+    try:
+        for part in parts:
+            exec(part, module.__dict__)
+        function = find(module, entry)
+    except BaseException as error:  # noqa: BLE001 - the model's code may raise anything
+        return send(b"X" + pack(describe(error)))
+    send(b"R")
+    while (frame := receive()) is not None:
+        send(frame[:8] + answer(function, frame[8:]))
+    os._exit(0)
+
+
+def programs(source: str, prompt: str, entry: str) -> list[Any]:
+    """What to execute in turn. With a prompt, a completion is a whole function or the rest of the prompt's."""
+    if not prompt:
+        return [compile(source, NAME, "exec")]
+    try:
+        tree = ast.parse(source)
+        if any(getattr(node, "name", "") == entry for node in tree.body):
+            return [compile(prompt + "\n    pass\n", "prompt", "exec"), compile(tree, NAME, "exec")]
+    except SyntaxError:
+        pass  # the rest of a function is indented
+    try:
+        return [compile(f"{prompt}\n{source}", NAME, "exec")]
+    except SyntaxError:
+        return [compile(f"{prompt}\n{textwrap.indent(source, '    ')}", NAME, "exec")]
+
+
+def find(module: types.ModuleType, entry: str) -> Any:
+    if hasattr(module, entry):
+        return getattr(module, entry)
+    if hasattr(module, "Solution"):
+        return getattr(module.Solution(), entry)
+    raise NameError(f"the program defines no {entry}")
+
+
+def answer(function: Any, call: bytes) -> bytes:
+    args, kwargs = unpack(call, depth=-DEPTH)
+    try:
+        value = function(*args, **kwargs)
+    except BaseException as error:  # noqa: BLE001 - told to the caller
+        return b"X" + pack(describe(error))
+    try:
+        return b"V" + pack(value)
+    except WireError as error:
+        return b"U" + str(error).encode(errors="replace")
+    except BaseException as error:  # noqa: BLE001 - an overridden method
+        return b"X" + pack(describe(error))
+
+
+def describe(error: BaseException) -> list[str]:
+    """The name of the nearest builtin exception type, and the message."""
+    kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
+    try:
+        message = str(error)[:500]
+    except BaseException:  # noqa: BLE001 - an overridden method
+        message = ""
+    return [kind.__name__, message if type(error) is kind else f"{type(error).__name__}: {message}"[:500]]

@@ -1,0 +1,97 @@
+"""Inside a second sandbox: runs a task's tests, whose `candidate` is a call to another process.
+
+Invariant: the model's code never runs here. Its answers come as plain data, so the tests compare builtins; only the
+frame P, sent after all tests ran, says that they passed.
+
+setup   [tests, prompt, entry]
+out     C [args, kwargs]: a call, answered by V value, X [type, message] or U text, as in `candidate`
+        P passed
+        F text: an assertion failed, or the tests raised
+        T text: the tests themselves are at fault
+"""
+
+import builtins
+import os
+from typing import Any
+
+from shoal.sandbox.channel import DEPTH, WireError, pack, receive, send, unpack
+
+# These mean something to whoever runs the tests: a StopIteration ends `all(map(...))` early, as if all were true.
+NOT_RAISED = (StopIteration, StopAsyncIteration)
+
+
+class BadAnswerError(BaseException):
+    """The candidate's answer was not plain data. No `except Exception` of the tests catches it."""
+
+
+class BadTestsError(BaseException):
+    """The tests pass something that cannot cross to the candidate's process."""
+
+
+def main() -> None:
+    tests, prompt, entry = unpack(receive() or b"")
+    try:
+        before = compile(prompt + "\n    pass\n" if prompt else "", "prompt", "exec")  # for its helper functions
+        code = compile(tests, "tests", "exec")
+    except (SyntaxError, ValueError) as error:
+        send(b"T" + text(error))
+        return
+    try:
+        check(before, code, entry)
+        send(b"P")
+    except BadTestsError as error:
+        send(b"T" + text(error))
+    except BaseException as error:  # noqa: BLE001 - an assertion, or the tests met an unexpected answer
+        send(b"F" + text(error))
+    os._exit(0)
+
+
+def check(before: Any, tests: Any, entry: str) -> None:
+    names: dict[str, Any] = {"__name__": "tests"}
+    exec(before, names)
+    names["candidate"] = names[entry] = candidate
+    names.pop("check", None)
+    exec(tests, names)
+    if "check" in names:
+        names["check"](candidate)
+
+
+def candidate(*args: Any, **kwargs: Any) -> Any:
+    try:
+        call = pack([list(args), kwargs], depth=-DEPTH)  # an argument may be an answer, of any depth
+    except WireError as error:
+        raise BadTestsError(f"the tests call it with {error}") from None
+    send(b"C" + call)
+    answer = receive()
+    if not answer:
+        os._exit(1)  # the run is over
+    kind = answer[:1]
+    if kind == b"U":
+        raise BadAnswerError(answer[1:].decode(errors="replace"))
+    try:
+        value = unpack(answer[1:])
+        name, message = value if kind == b"X" else ("", "")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadAnswerError(f"not readable: {error}") from None
+    if kind == b"X":
+        raise rebuilt(name, message)
+    return value
+
+
+def rebuilt(name: Any, message: Any) -> Exception:
+    kind = getattr(builtins, name, None) if isinstance(name, str) else None
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED):
+        try:
+            return kind(message)
+        except TypeError:  # UnicodeDecodeError and others want more
+            pass
+    return RuntimeError(f"{name}: {message}")
+
+
+def text(error: BaseException) -> bytes:
+    try:
+        message = str(error)[:500]
+    except ValueError:  # an int of too many digits
+        message = ""
+    kind = "answer" if isinstance(error, BadAnswerError) else type(error).__name__
+    return (f"{kind}: {message}" if message else kind).encode(errors="replace")

@@ -1,0 +1,108 @@
+"""Compares what a program gave with what its tests expect, outside of the sandbox.
+
+Invariant: only builtins are compared, by their own operators, in time linear in the smaller side; a program's
+objects never get here.
+
+stdout  line by line without blank lines, each line as words. A word is equal as text or as a number: exactly where the
+        expected number is whole, within FLOAT_RELATIVE and FLOAT_ABSOLUTE where it has a fraction or an exponent.
+        These are the tolerances of APPS's harness (numpy.allclose's); LiveCodeBench compares fractions exactly and
+        is stricter.
+values  as Python's == on builtins, but tuples equal lists (JSON has no tuples), keys of a dict may be numbers where
+        JSON has their text, and floats have the same tolerance. A set equals no list.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+FLOAT_RELATIVE, FLOAT_ABSOLUTE = 1e-5, 1e-8
+LONGEST_NUMBER = 4_000  # digits; longer words are compared as text
+WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,5})?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A dict as it crossed the wall. Hostile keys can make a real dict's construction quadratic."""
+
+    items: Sequence[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class SetItems:
+    items: Sequence[Any]
+
+
+def same_output(found: str, expected: str) -> bool:
+    lines = _lines(found), _lines(expected)
+    return len(lines[0]) == len(lines[1]) and all(
+        len(words) == len(wanted) and all(map(_same_word, words, wanted)) for words, wanted in zip(*lines, strict=True)
+    )
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """`found` holds builtins, Pairs and SetItems; `expected` is parsed JSON."""
+    if isinstance(expected, float) and isinstance(found, (int, float)):
+        return _close(found, expected)
+    if isinstance(expected, (list, tuple)):
+        return (
+            isinstance(found, (list, tuple)) and len(found) == len(expected) and all(map(same_value, found, expected))
+        )
+    if isinstance(expected, dict):
+        return isinstance(found, Pairs) and _same_items(found.items, expected)
+    if isinstance(found, (list, tuple, Pairs, SetItems)):
+        return False
+    return bool(found == expected)
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """A value for a person, bounded: a long int's digits alone would take quadratic time."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an int of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)):
+        text = repr(value[:most])
+    elif isinstance(value, (list, tuple)):
+        inner = ", ".join(shown(item, most // 2) for item in value[:8]) + (", ..." if len(value) > 8 else "")
+        text = f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    elif isinstance(value, (SetItems, Pairs, dict)):
+        what = "set" if isinstance(value, SetItems) else "dict"
+        text = f"a {what} of {len(value if isinstance(value, dict) else value.items)}"
+    else:
+        text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _lines(text: str) -> list[list[str]]:
+    return [words for line in text.splitlines() if (words := line.split())]
+
+
+def _same_word(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    if max(len(found), len(expected)) > LONGEST_NUMBER or not (NUMBER.fullmatch(found) and NUMBER.fullmatch(expected)):
+        return False
+    if WHOLE.fullmatch(expected):
+        return Decimal(found) == Decimal(expected)
+    return _close(float(found), float(expected))
+
+
+def _same_items(found: Sequence[tuple[Any, Any]], expected: dict[str, Any]) -> bool:
+    if len(found) != len(expected):
+        return False
+    by_key = {key if isinstance(key, str) else repr(key): value for key, value in found if _is_key(key)}
+    return by_key.keys() == expected.keys() and all(same_value(by_key[key], expected[key]) for key in expected)
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, (str, float, bool)) or (isinstance(key, int) and key.bit_length() <= 200)
+
+
+def _close(found: float, expected: float) -> bool:
+    if found == expected:
+        return True
+    try:
+        return abs(found - expected) <= FLOAT_ABSOLUTE + FLOAT_RELATIVE * abs(expected) < float("inf")
+    except OverflowError:  # an int beyond the range of floats
+        return False

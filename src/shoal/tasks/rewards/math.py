@@ -1,0 +1,255 @@
+r"""The reward `math`: 1 if the final answer of a completion equals the gold answer as mathematics, else 0.
+
+Invariants: a completion has at most one final answer, and its last `CONSIDERED` characters alone decide which. So several
+guesses are not several tries. A grade follows from the gold answer and these characters: each comparison runs in a child
+process of its own under a limit on CPU time (`inside/equality.py`), so no answer hangs or kills a run, and load changes
+no score. Three outcomes stay apart: graded; wrong_format, where the completion has no final answer; grader_error, where
+a limit passed, the child died or the library raised.
+
+The final answer, in this order:
+
+1. Text after the last `</think>`, if there is one, is all that counts.
+2. The last `\boxed{...}`, with those joined to it by "and", "or" or a comma on the same line: these are one list. If the
+   last box is empty, has no braces or never closes, there is no answer. "The final answer is" after the box overrides it.
+3. What follows the last "answer is", "answer:" or "####".
+4. The whole text, if it is mathematics without prose.
+5. Of formulas in math delimiters or environments and numbers in prose: the last.
+
+It is found in the caller, so every step is linear in the text. math-verify's own extraction is not used: it takes the
+first of two guesses ("3 or 5" is 3) and half of an interval. Left out: partial credit, proofs, text that means the
+same.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.sandbox import Budget
+from shoal.tasks.inside import Grader, source
+from shoal.tasks.task import Grade, Task
+
+CPU_S = 1.0
+MEMORY_BYTES = 512 << 20
+MAX_GOLD = 1_000  # characters that `equality` reads
+UNCLOSED = re.compile(r"^\\+boxed\s*\{(?!.*\}\s*$)", re.DOTALL)  # of a gold answer that was cut off
+INTEGER = re.compile(r"([-\u2212]?)\$?(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", re.ASCII)
+CONSIDERED = 10_000  # characters, from the end; also of an answer of 10 MB
+MARK = re.compile(r"####|\banswers?\b(?:[ \w]{0,40}?\b(?:is|are)\b|[ \w]{0,40}?[:=]|\*\*:?)[:* ]*", re.IGNORECASE)
+FINAL = re.compile(r"\bfinal\s+answer\b[ \w]{0,40}?\bis\b[:* ]*", re.IGNORECASE)
+SENTENCE_END = re.compile(r"[.!?](?=\s|\*|$)|\n")
+VERB = re.compile(r"\b(?:is|are|equals)\b", re.IGNORECASE)
+TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\*?\s*\{([^{}]{0,200})\}")
+ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]{1,20}\*?\}(?:\{[^{}]{0,20}\})?")
+COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
+# Letters that touch an operator, a digit or a bracket are a product of symbols, as in xy+1.
+WORD = re.compile(r"(?<![\w\\^+*/=<>-])[^\W\d_]{2,}(?![\w^+*/=<>({-])")
+TWO_LETTERS = frozenset("am an as at be by do go he if in is it me my no of on so to up us we".split())  # noqa: SIM905
+MATHS_WORDS = frozenset("and or pi sin cos tan log ln exp sqrt inf infinity percent".split())  # noqa: SIM905
+NUMBER = re.compile(
+    r"(?<![\w.,/^])(?:(?<![)\]])[-\u2212])?[$€£]?(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d{1,2000}(?:,\d{1,2}(?![\d,]))?|(?=\.\d))"
+    r"(?:\.\d{1,2000})?(?:/\d{1,2000})?(?:\^\{?-?\d{1,9}\}?)?%?(?![xyzn]\b)"
+)
+DELIMITERS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("\\begin{", "\\end{"), ("$", "$"))
+JOINED_CHARACTERS = 80
+JOINED_WORDS = 2  # before "and", as in \boxed{1} red ball and \boxed{2} blue ones
+Found = tuple[int, int, str]  # start, end, answer
+
+
+class Math:
+    """Its processes start with the first comparison that needs one. Use `close` at the end."""
+
+    def __init__(self, budget: Budget | None = None, *, cpu_s: float = CPU_S, size: int = 1) -> None:
+        self.grader = Grader(
+            "math", source("equality"), "judge", cpu_s=cpu_s, memory_bytes=MEMORY_BYTES, size=size, budget=budget
+        )
+
+    def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        answers = [final_answer(completion) for completion in completions]
+        pairs = [(_gold(task), answer or "") for task, answer in zip(tasks, answers, strict=True)]
+        grades = {pair: grade for pair in set(pairs) if (grade := _at_sight(*pair)) is not None}
+        asked = [pair for pair in dict.fromkeys(pairs) if pair not in grades]  # the same answer once
+        if asked:
+            grades.update(zip(asked, self.grader.grades([list(pair) for pair in asked], _answered), strict=True))
+        return [grades[pair] for pair in pairs]
+
+    def close(self) -> None:
+        self.grader.close()
+
+
+def _answered(value: Any, repeatable: bool) -> Grade:
+    equal, detail = value
+    return Grade(float(equal), detail=detail, repeatable=repeatable)
+
+
+def _gold(task: Task) -> str:
+    worked = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # a whole solution
+    found = final_answer(task.answer) if worked else None
+    return found or tidy(UNCLOSED.sub("", task.answer.removeprefix("####")))
+
+
+def _at_sight(gold: str, answer: str) -> Grade | None:
+    """The grade where no comparison is needed: no answer, the same text, two whole numbers."""
+    if not gold:
+        return Grade(0.0, "grader_error", "the task has no gold answer")
+    if not answer:
+        return Grade(0.0, "wrong_format", "no final answer in the completion")
+    if gold == answer:
+        return Grade(1.0, detail="same text")
+    whole = [_integer(gold), _integer(answer)]
+    return None if None in whole else Grade(float(whole[0] == whole[1]))
+
+
+def _integer(text: str) -> str | None:
+    """Canonical digits: int() refuses long ones."""
+    found = INTEGER.fullmatch(text)
+    if found is None:
+        return None
+    digits = found[2].replace(",", "").lstrip("0") or "0"
+    return f"-{digits}" if found[1] and digits != "0" else digits
+
+
+# --- the final answer ------------------------------------------------------------------------------------------------
+
+
+def final_answer(completion: str) -> str | None:
+    """Return the final answer, or None if there is none."""
+    text = completion[-CONSIDERED:].rpartition("</think>")[2]
+    boxes = [match.start() for match in re.finditer(r"\\(?:boxed|fbox)", text)]
+    if boxes:
+        override = list(FINAL.finditer(text, boxes[-1]))
+        return (override and _after_mark(text[override[-1].end() :], numbers_only=True)) or _boxed(text, boxes)
+    marks = list(MARK.finditer(text))
+    if marks:
+        return _after_mark(text[marks[-1].end() :])
+    return _whole(text) or _last(text)
+
+
+def tidy(answer: str) -> str:
+    """Return `answer` without surrounding spaces, math delimiters, markdown and full stop."""
+    before = None
+    while before != answer:
+        before = answer
+        answer = answer.replace('\\"', '"').strip().strip('*`"').rstrip(".,;:").strip()
+        for opening, closing in DELIMITERS:
+            inner = answer[len(opening) : -len(closing)]
+            if opening != "\\begin{" and answer.startswith(opening) and answer.endswith(closing) and inner:
+                answer = inner if opening not in inner else answer
+    return answer
+
+
+def prose(text: str) -> bool:
+    """Whether `text` has words other than those of formulas and of `\\text{}`."""
+    rest = COMMAND.sub(" ", ENVIRONMENT.sub(" ", TEXT.sub(" ", text)))
+    words = (word.lower() for word in WORD.findall(rest))
+    return any(word in TWO_LETTERS if len(word) == 2 else word not in MATHS_WORDS for word in words)
+
+
+def braced(text: str, at: int) -> str | None:
+    """Return what the braces after the command at `at` hold; None if others come first or they never close."""
+    start = text.find("{", at)
+    if start < 0 or text[at:start].strip() not in ("\\boxed", "\\fbox"):
+        return None
+    depth = 0
+    for end in range(start, len(text)):
+        if text[end] in "{}" and text[end - 1] != "\\":
+            depth += 1 if text[end] == "{" else -1
+        if depth == 0:
+            return text[start + 1 : end]
+    return None
+
+
+def _boxed(text: str, boxes: list[int]) -> str | None:
+    """The last box, or the list of those joined to it."""
+    answers: list[str] = []
+    next_start = len(text)
+    for at in reversed(boxes):
+        inner = braced(text[: next_start if answers else len(text)], at)
+        if inner is None:
+            break
+        end = text.index("{", at) + len(inner) + 2
+        if answers and not _joins(text[end:next_start]):
+            break
+        answers.append(tidy(inner))
+        next_start = at
+    return ", ".join(dict.fromkeys(reversed(answers))) or None
+
+
+def _joins(between: str) -> bool:
+    """Whether the text between two boxes makes them one list."""
+    if len(between) > JOINED_CHARACTERS or "\n" in between:
+        return False
+    plain = COMMAND.sub(" ", TEXT.sub(r" \1 ", between))
+    joined = list(re.finditer(r"\b(?:and|or)\b|[,;&]", plain))
+    if not joined:
+        return not WORD.search(plain) and "." not in plain
+    before, after = plain[: joined[0].start()], plain[joined[-1].end() :]
+    words = WORD.findall(before)
+    return len(words) <= JOINED_WORDS and not VERB.search(before) and not WORD.search(after) and "." not in plain
+
+
+def _after_mark(text: str, numbers_only: bool = False) -> str | None:
+    """The answer after a mark: the rest of its sentence if that is mathematics, else a formula or number in it."""
+    text = text.lstrip(" *\n\t:")
+    formulas = _formulas(text)
+    block = next((formula for formula in formulas if formula[0] == 0), None)
+    cut = SENTENCE_END.search(text, block[1] if block else 0)
+    sentence = text[: cut.start()] if cut else text
+    if not prose(sentence):
+        answer = tidy(sentence)
+        return answer or None if not numbers_only or any(map(str.isdigit, answer)) else None
+    spans = sorted([*(one for one in formulas if one[1] <= len(sentence)), *_numbers(sentence)])
+    if not spans:
+        return None if numbers_only else tidy(sentence) or None
+    # In "the value of $x$ is 3" the answer follows the verb. A number that begins the sentence is the answer.
+    if block is not None or spans[0][0] > 0:
+        inside = [(start, end) for start, end, _ in formulas]
+        for verb in VERB.finditer(sentence):
+            if not any(start <= verb.start() < end for start, end in inside):
+                spans = [span for span in spans if span[0] >= verb.end()] or spans
+                break
+    return spans[0][2]
+
+
+def _whole(text: str) -> str | None:
+    text = tidy(text)
+    alone = any(map(str.isalnum, text)) and "\n" not in text and not prose(text) and not _formulas(text)
+    return text if alone else None
+
+
+def _last(text: str) -> str | None:
+    found = [*_formulas(text), *_numbers(text)]
+    return max(found, key=lambda one: one[1])[2] if found else None
+
+
+def _numbers(text: str) -> list[Found]:
+    return [(match.start(), match.end(), match.group()) for match in NUMBER.finditer(text) if match.group()]
+
+
+def _formulas(text: str) -> list[Found]:
+    found: list[Found] = []
+    masked = text.replace("\\$", "  ")  # a dollar sign, no delimiter
+    for opening, closing in DELIMITERS:
+        at = masked.find(opening)
+        while at >= 0:
+            start = at + len(opening)
+            end = masked.find(closing, start)
+            if end < 0:
+                break
+            inner, after = text[start:end], end + len(closing)
+            formula = bool(inner.strip()) and "\n\n" not in inner
+            if opening == "\\begin{":
+                after = text.find("}", end) + 1
+                formula, inner = after > 0, text[at:after]
+            elif opening == "$":
+                formula = formula and _in_dollars(inner, text[after : after + 1])
+            if formula:
+                found.append((at, after, tidy(inner)))
+            at = masked.find(opening, after if formula or opening != "$" else end)
+    return [one for one in found if one[2]]
+
+
+def _in_dollars(inner: str, after: str) -> bool:
+    """Whether dollars enclose a formula. As in pandoc "$5 and $3" is none: no space inside, no digit behind."""
+    if (inner[:1].isspace() or inner[-1:].isspace()) and not COMMAND.search(inner.replace("\\$", "")):
+        return False
+    return not after.isdigit() and not (prose(inner) and " " in inner.strip())

@@ -1,0 +1,127 @@
+"""The generators `arithmetic` and `functions`: verifiable tasks for a small model and a short run.
+
+`arithmetic`  small sums and differences. A sum's text does not depend on the other options, so a sum held out in one
+run (by a
+              hash of its text) is held out in every run with as many held-out tasks.
+`functions`   small Python functions to write. A task's text and tests depend only on its kind and its constant, the
+tests are
+              computed from the expression that the text describes, and no function that ignores its argument passes them.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shoal.tasks.task import TasksNotFoundError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _read(generator: str, options: Mapping[str, Any], model: type[Model]) -> Model:
+    """Raises TasksNotFoundError for unknown or impossible options."""
+    try:
+        return model.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "".join(f"{part}: " for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise TasksNotFoundError(f"options of generator {generator}: {name}{message}") from error
+
+
+class ArithmeticOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    operand_min: int = 0
+    operand_max: int = 29
+    operations: list[Literal["+", "-"]] = ["+"]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ArithmeticOptions":
+        if not 0 <= self.operand_min <= self.operand_max:
+            raise ValueError("operand_min must be at least 0 and must not exceed operand_max")
+        return self
+
+
+def arithmetic(options: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return every sum of two operands. Raises TasksNotFoundError."""
+    asked = _read("arithmetic", options, ArithmeticOptions)
+    operands = range(asked.operand_min, asked.operand_max + 1)
+    return [
+        {"question": f"{a} {operation} {b}", "answer": str(a + b if operation == "+" else a - b), "reward": "number"}
+        for operation in dict.fromkeys(asked.operations)
+        for a in operands
+        for b in operands
+    ]
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+NUMBERS: list[Any] = [0, 1, 5, -3, 12]
+LISTS: list[Any] = [[4, 9, 2], [7, 7, 1, 12], [3], [-5, 10, 6, 0, 8]]
+WORDS: list[Any] = ["shoal", "a", "Reef", "tide pool"]
+
+# Text with {n} for the constant, the function to write, and the arguments of its tests.
+KINDS: dict[str, tuple[str, Callable[[Any, int], Any], list[Any]]] = {
+    "add": ("returns x plus {n}", lambda x, n: x + n, NUMBERS),
+    "subtract": ("returns x minus {n}", lambda x, n: x - n, NUMBERS),
+    "multiply": ("returns x times {n}", lambda x, n: x * n, NUMBERS),
+    "square_plus": ("returns the square of x plus {n}", lambda x, n: x * x + n, NUMBERS),
+    "twice_plus": ("returns twice x plus {n}", lambda x, n: 2 * x + n, NUMBERS),
+    "remainder": ("returns the remainder of x divided by {n}", lambda x, n: x % n, NUMBERS),
+    "is_multiple": ("returns True if x is divisible by {n}, else False", lambda x, n: x % n == 0, NUMBERS),
+    "is_greater": ("returns True if x is greater than {n}, else False", lambda x, n: x > n, NUMBERS),
+    "larger": ("returns the larger of x and {n}", lambda x, n: max(x, n), NUMBERS),
+    "smaller": ("returns the smaller of x and {n}", lambda x, n: min(x, n), NUMBERS),
+    "distance": ("returns the absolute difference of x and {n}", lambda x, n: abs(x - n), NUMBERS),
+    "sum_plus": ("returns the sum of the list x plus {n}", lambda x, n: sum(x) + n, LISTS),
+    "count_above": (
+        "returns how many numbers in the list x are greater than {n}",
+        lambda x, n: sum(v > n for v in x),
+        LISTS,
+    ),
+    "keep_above": (
+        "returns the numbers in the list x that are greater than {n}",
+        lambda x, n: [v for v in x if v > n],
+        LISTS,
+    ),
+    "scale": ("returns the list x with every number multiplied by {n}", lambda x, n: [v * n for v in x], LISTS),
+    "shift": ("returns the list x with {n} added to every number", lambda x, n: [v + n for v in x], LISTS),
+    "append": ("returns the list x with {n} appended to it", lambda x, n: [*x, n], LISTS),
+    "contains": ("returns True if {n} is in the list x, else False", lambda x, n: n in x, LISTS),
+    "repeat": ("returns the string x repeated {n} times", lambda x, n: x * n, WORDS),
+    "first": ("returns the first {n} characters of the string x", lambda x, n: x[:n], WORDS),
+    "last": ("returns the last {n} characters of the string x", lambda x, n: x[-n:], WORDS),
+    "longer": ("returns True if the string x has more than {n} characters, else False", lambda x, n: len(x) > n, WORDS),
+}
+
+
+class FunctionOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kinds: list[str] = list(KINDS)
+    largest: int = Field(default=50, ge=1, le=1000)  # constants are 1 to this
+
+
+def functions(options: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return a task for every kind and constant. Raises TasksNotFoundError."""
+    asked = _read("functions", options, FunctionOptions)
+    if unknown := sorted(set(asked.kinds) - set(KINDS)):
+        raise TasksNotFoundError(
+            f"options of generator functions: no kind {unknown[0]!r}; there are {', '.join(KINDS)}"
+        )
+    return [row for kind in asked.kinds for n in range(1, asked.largest + 1) if (row := _row(kind, n))]
+
+
+def _row(kind: str, n: int) -> dict[str, str] | None:
+    """None if all outputs are equal: a constant would pass."""
+    text, function, arguments = KINDS[kind]
+    cases = [{"args": [argument], "output": function(argument, n)} for argument in arguments]
+    if all(case["output"] == cases[0]["output"] for case in cases):
+        return None
+    return {
+        "question": f"Write a Python function f(x) that {text.format(n=n)}.",
+        "tests": json.dumps({"kind": "functional", "entry": "f", "cases": cases}),
+        "reward": "code",
+    }

@@ -1,0 +1,239 @@
+"""Functions that are called in children of the sandbox: every value gets an answer, whatever the function does with it."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.sandbox import PLAIN, Budget, Function, Limits, Program, Sandbox, SandboxError, StartError
+
+MODULE = """
+import os, signal, sys, time
+kept = []
+def act(value):
+    what, *more = value
+    kept.append(what)
+    if what == "add": return sum(more)
+    if what == "state": return [len(kept), hash("a"), os.getpid(), os.getppid()]
+    if what == "spin":
+        while True: pass
+    if what == "work":
+        while time.process_time() < more[0]: pass
+    if what == "sleep": time.sleep(more[0])
+    if what == "raise": raise ValueError("no " + "x" * more[0])
+    if what == "exit": sys.exit(3)
+    if what == "leave": os._exit(3)
+    if what == "crash": os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "memory": return len(bytearray(more[0]))
+    if what == "flood": return "x" * more[0]
+    if what == "object": return object()
+    if what == "set": return {1}
+    if what == "dict": return {"a": [1.5, None]}
+    if what == "print": print("noise", flush=True); return 1
+    if what == "fork":
+        child = os.fork()
+        if child == 0: time.sleep(600)
+        return child
+    if what == "where": return [os.getcwd(), os.environ.get("HOME"), sys.executable]
+    if what == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True: pass
+"""
+PROGRAM = "import channel, mine; channel.serve(mine.act)"
+LIMITS = Limits(cpu_s=0.3, wall_s=20.0, memory_bytes=256 << 20)
+
+
+def made(size: int = 1, limits: Limits = LIMITS, module: str = MODULE, keep: bool = False, **more: Any) -> Function:
+    program, setup = (f"import mine, channel; channel.serve({'mine.act'})", ["add", 1]) if keep else (PROGRAM, None)
+    return Function(Sandbox(PLAIN, limits, size, preloaded={"mine": module}, **more), program, setup, keep=keep)
+
+
+@pytest.fixture(scope="module")
+def function() -> Iterator[Function]:
+    made_once = made()
+    yield made_once
+    made_once.close()
+
+
+def test_values_come_back_in_order(function: Function) -> None:
+    assert [call.value for call in function.calls([["add", n, 1] for n in range(20)])] == list(range(1, 21))
+    assert function.calls([]) == []
+    assert function.call(["dict"]).value == {"a": [1.5, None]}
+
+
+@pytest.mark.parametrize(
+    ("value", "ending", "detail"),
+    [
+        (["spin"], "timeout", ""),
+        (["deaf"], "timeout", ""),
+        (["raise", 1], "raised", "ValueError: no x"),
+        (["raise", 10_000], "raised", "ValueError: no x"),
+        (["exit"], "raised", "SystemExit"),
+        (["leave"], "died", "exit code 3"),
+        (["crash"], "died", "exit code -11"),
+        (["memory", 1 << 30], "raised", "MemoryError"),
+        (["flood", 2_000_000], "output", ""),
+        (["object"], "raised", "WireError"),
+        (["set"], "died", "a set or a dict"),
+    ],
+)
+def test_every_ending_is_an_answer_and_the_next_value_meets_the_same_function(
+    function: Function, value: list[object], ending: str, detail: str
+) -> None:
+    bad, good = function.calls([value, ["add", 2, 3]])
+    assert bad.ending == ending and detail in bad.detail and len(bad.detail) < 600
+    assert (good.ending, good.value) == ("answered", 5)
+
+
+def test_the_clock_ends_what_waits_and_waiting_costs_no_cpu_time(function: Function) -> None:
+    with Sandbox(PLAIN, Limits(wall_s=0.5), preloaded={"mine": MODULE}) as box:
+        assert [call.ending for call in Function(box, PROGRAM).calls([["sleep", 60], ["add", 1]])] == [
+            "timeout",
+            "answered",
+        ]
+    waited = function.call(["sleep", 1.0])
+    assert waited.ending == "answered" and waited.cpu_s < 0.3, "longer than the limit of CPU time, by the clock"
+
+
+def test_no_call_begins_after_the_end_of_the_budget(function: Function) -> None:
+    late = made(budget=(budget := Budget()))
+    budget.start(0)
+    assert [call.ending for call in late.calls([["add", 1], ["add", 2]])] == ["late", "late"]
+    budget.stop()
+    assert late.call(["add", 1]).ending == "answered"
+    late.close()
+
+
+def test_use_is_measured_and_more_than_half_of_a_limit_is_not_repeatable(function: Function) -> None:
+    idle, large, huge = function.calls([["add", 1], ["memory", 100 << 20], ["memory", 150 << 20]])
+    assert large.memory_bytes - idle.memory_bytes > 90 << 20
+    assert idle.repeatable and not huge.repeatable
+    [worked] = function.calls([["work", 0.2]])
+    assert worked.cpu_s >= 0.2 > idle.cpu_s and not worked.repeatable
+
+
+def test_each_value_meets_the_same_state_and_hashes_are_the_same_everywhere(function: Function) -> None:
+    first, second = (call.value for call in function.calls([["state"], ["state"]]))
+    assert first[:2] == second[:2] and first[0] == 1
+    assert first[2] != second[2], "another child"
+    other = made()
+    assert other.call(["state"]).value[1] == first[1]
+    other.close()
+
+
+def test_what_a_function_prints_is_not_taken_for_an_answer(function: Function) -> None:
+    assert [call.value for call in function.calls([["print"], ["add", 4]])] == [1, 4]
+
+
+def test_a_killed_server_is_replaced_before_its_next_call() -> None:
+    function = made(size=2)
+    for _ in range(2):
+        function.call(["add", 1])
+        server = function.sandbox._idle.get_nowait()
+        assert server is not None
+        signal.pidfd_send_signal(server._server_fd, signal.SIGKILL)
+        function.sandbox._idle.put(server)
+        while not server.dead:
+            time.sleep(0.01)
+        assert [call.value for call in function.calls([["add", n] for n in range(6)])] == list(range(6))
+    function.close()
+
+
+def test_it_runs_as_the_user_with_what_is_installed_and_leaves_nothing_behind(function: Function) -> None:
+    assert function.call(["where"]).value == [str(Path.cwd()), os.environ.get("HOME"), sys.executable]
+    assert not alive(function.call(["fork"]).value)
+
+
+# One child that stays
+
+
+def test_a_kept_child_stays_warm_until_it_fails() -> None:
+    function = made(keep=True, limits=Limits(wall_s=1.0, cpu_s=0.1, memory_bytes=64 << 20))
+    first, second = function.call(["state"]).value, function.call(["state"]).value
+    assert (first[0], second[0]) == (2, 3) and first[2] == second[2]
+    assert function.call(["work", 0.3]).ending == "answered", "its CPU time and memory are not bounded"
+    assert function.call(["raise", 1]).detail == "ValueError: no x"
+    assert function.call(["state"]).value[2] == first[2], "an exception is an answer"
+    for fatal, ending in ((["sleep", 60], "timeout"), (["leave"], "died")):
+        assert function.call(fatal).ending == ending
+        assert function.call(["add", 2, 3]).value == 5
+    last = function.call(["state"]).value[2]
+    function.close()
+    deadline = time.monotonic() + 30
+    while alive(last) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert last != first[2] and not alive(last)
+
+
+def test_a_kept_child_may_answer_without_end() -> None:
+    """More than the limit of output, which bounds a program that stays for one call."""
+    function = made(keep=True, limits=Limits(output_bytes=1000))
+    assert [len(call.value) for call in function.calls([["flood", 900]] * 5)] == [900] * 5
+    function.close()
+
+
+def test_only_plain_programs_get_the_log() -> None:
+    with Sandbox("rlimits") as box, pytest.raises(SandboxError, match="log"):
+        box.run(Program("", to_log=True))
+
+
+# Start and end
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_the_processes_end_with_their_owner(busy: bool) -> None:
+    script = f"""
+        import os, signal, threading, time
+        from shoal.sandbox import *
+        box = Sandbox("plain", Limits(cpu_s=60.0, wall_s=60.0), preloaded={{"mine": {MODULE!r}}})
+        function = Function(box, {PROGRAM!r})
+        function.call(["add", 1])
+        print(box._idle.queue[0]._process.pid, flush=True)
+        if {busy}:
+            threading.Thread(target=function.call, args=(["spin"],), daemon=True).start()
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=120
+    )
+    server = int(ended.stdout)
+    deadline_s = time.monotonic() + 60
+    while alive(server) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not alive(server)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"), ("x =", "SyntaxError")],
+)
+def test_what_cannot_start_says_why(module: str, message: str) -> None:
+    with pytest.raises(StartError, match=message):
+        made(module=module).call([1])
+
+
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    with pytest.raises(StartError, match="/no/python"):
+        made(python="/no/python").call([1])
+
+
+def test_limits_without_end_are_allowed() -> None:
+    function = made(limits=Limits(wall_s=math.inf, cpu_s=math.inf, memory_bytes=1 << 40))
+    assert function.call(["add", 1, 2]).value == 3
+    function.close()

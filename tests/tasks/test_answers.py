@@ -1,0 +1,126 @@
+"""The rewards `number` and `choice`: which number, or letter, of a completion is its answer."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from shoal.tasks.rewards.answers import ShortAnswer, grade_choice, grade_number, letter
+from shoal.tasks.task import Task
+
+NUMBER, CHOICE = ShortAnswer(grade_number), ShortAnswer(grade_choice)
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "grade"),
+    [
+        ("70000", "So he made $70,000.", 1),
+        ("70000", "70000", 1),
+        ("70000", "#### 70,000", 1),
+        ("70000", "70,000.00 dollars", 1),
+        ("70000", r"\boxed{\$70{,}000}", 1),
+        ("70000", r"\boxed{70000} in 2 years", 1),  # the box counts
+        ("70000", r"\boxed{2}, no, \boxed{70000}", 1),  # the last one
+        ("70000", r"\boxed{x} or 70000", 1),  # a box without a number does not
+        ("70000", "70,0000", 0),
+        ("70000", "70 000", 0),
+        ("70000", "70000 or 5", 0),  # the last number counts
+        ("18", "eighteen", 0),
+        ("18", "", 0),
+        ("18", "\u0661\u0668", 0),  # digits of another script
+        ("18", "9" * 10_000, 0),  # longer than int() reads
+        ("18", "18.0000000000000000000000000001", 0),  # exactly, not as floats
+        ("18", "16+2=18", 1),
+        ("3", "8-5=3", 1),
+        ("5", "8-5", 1),  # no operand is a sign
+        ("-5", "a loss of -5", 1),
+        ("-5", "-$5", 1),
+        ("-5", "\u22125", 1),
+        ("5", ".5", 0),
+        ("0.5", ".50", 1),
+        ("0", "-0.0", 1),
+        ("5", "1, 2, 5,", 1),
+    ],
+)
+def test_the_last_number_is_the_answer(expected: str, answer: str, grade: float) -> None:
+    [found] = NUMBER.grade([Task("", "", expected)], [answer])
+    assert found.score == grade
+
+
+def test_an_answer_without_a_number_is_of_the_wrong_format() -> None:
+    outcomes = [grade.outcome for grade in NUMBER.grade([Task("", "", "5")] * 2, ["five", "6"])]
+    assert outcomes == ["wrong_format", "graded"]
+
+
+@pytest.mark.parametrize("completion", ["5", "five", ""])
+@pytest.mark.parametrize("answer", ["", "Paris"])
+def test_a_task_whose_answer_has_no_number_is_a_grader_error(answer: str, completion: str) -> None:
+    [grade] = NUMBER.grade([Task("", "", answer)], [completion])
+    assert (grade.score, grade.outcome) == (0.0, "grader_error")
+    assert grade.detail == f"the task's answer {answer!r} holds no number"
+
+
+def test_the_detail_of_a_long_number_is_short() -> None:
+    [grade] = NUMBER.grade([Task("", "", "5")], ["4" * 100_000])
+    assert len(grade.detail) < 200
+
+
+# --- choice ----------------------------------------------------------------------------------------------------------
+
+TASK = Task(id="t", question="q", answer="B")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Answer: B",
+        "answer:B",
+        "**Answer: B**",
+        "**Answer:** B",
+        "Answer: $B$",
+        "Answer: (B) 42 m/s",
+        "The correct answer is B.",
+        "The answer is **B**, because",
+        "Answer: \\boxed{B}",
+        "So it is \\boxed{\\text{B}}.",
+        "$\\boxed{(B)}$",
+        "Answer: A\nWait, no.\nAnswer: B",
+        "\\boxed{A} was wrong. Answer: B",
+        "Answer: A was wrong, \\boxed{B}",
+        "ANSWER: B",
+    ],
+)
+def test_forms_that_count(text: str) -> None:
+    assert letter(text) == "B"
+    [grade] = CHOICE.grade([TASK], [text])
+    assert (grade.score, grade.outcome) == (1.0, "graded")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "B", "I like B best", "Answer: Both are right", "The answer is I think unclear", "Answers: B", "Answer: b"],
+)
+def test_forms_that_are_no_answer(text: str) -> None:
+    [grade] = CHOICE.grade([TASK], [text])
+    assert (grade.score, grade.outcome) == (0.0, "wrong_format")
+
+
+def test_another_letter_is_wrong_and_not_a_wrong_format() -> None:
+    [grade] = CHOICE.grade([TASK], ["Answer: C"])
+    assert (grade.score, grade.outcome, grade.detail) == (0.0, "graded", "C, expected B")
+
+
+@pytest.mark.parametrize("answer", ["", "7", "BB", "b", "I"])
+def test_a_task_whose_answer_is_no_letter_is_a_grader_error(answer: str) -> None:
+    [grade] = CHOICE.grade([replace(TASK, answer=answer)], ["Answer: B"])
+    assert (grade.score, grade.outcome) == (0.0, "grader_error")
+    assert grade.detail == f"the task's answer {answer!r} is not a letter of a choice"
+
+
+@pytest.mark.parametrize(
+    "text", ["answer " * 40_000, "answer" + " " * 200_000, "answer: \\boxed{" * 20_000, "\\boxed{(" * 30_000]
+)
+def test_hostile_text_is_read_in_linear_time(text: str) -> None:
+    began = time.process_time()
+    letter(text)
+    assert time.process_time() - began < 5  # a quadratic search of these takes minutes
