@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import psutil
 from machine import commit
-from tests.audit.recorded import MALLORY, record_run
+from tests.cli.audit.recorded import MALLORY, record_run
 
 from shoal.store.folder import Folder
 from shoal.store.rollouts import read_submission, write_submission

@@ -38,10 +38,6 @@ ROOMS = {
     "evals": [
         "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",
     ],
-    "audit": [
-        "config", "coordinator", "errors", "evidence", "learner", "ledger", "model", "protocol", "shardcast", "store",
-        "tasks", "validator",
-    ],
     "serve": [
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
     ],
@@ -49,7 +45,7 @@ ROOMS = {
         "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
     ],
     "cli": [
-        "audit", "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "files", "learner",
+        "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "evidence", "files", "learner",
         "ledger", "model", "protocol", "sandbox", "serve", "shardcast", "store", "tasks", "tracking", "validator",
         "view", "worker",
     ],
@@ -197,7 +193,7 @@ def test_a_process_reaches_no_other_process(process: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_reaches_no_process(library: str) -> None:
-    processes = {*PROCESSES, "evals", "audit", "serve", "cli"}
+    processes = {*PROCESSES, "evals", "serve", "cli"}
     for name in members(library):
         assert {other for other in reached(name) if room(other) in processes} == set()
 

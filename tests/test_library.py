@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from .audit.recorded import record_run
+from .cli.audit.recorded import record_run
 
 PAGE = Path(__file__).parent.parent / "docs" / "library.md"
 SECTIONS = re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ import pytest
 from shoal.cli import main
 from shoal.ledger.chain import read_export
 
-from ..audit.recorded import COORDINATOR, identity, record_run
+from .audit.recorded import COORDINATOR, identity, record_run
 
 QUICK = ["--rerun", "0", "--proofs", "0"]
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from shoal.dashboard.server import LOOPBACK, Dashboard
 from shoal.dashboard.watched import WatchedFolder
-from tests.audit.recorded import record_run
+from tests.cli.audit.recorded import record_run
 
 MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 Serving = Callable[..., str]

@@ -18,7 +18,7 @@ from shoal.dashboard.watched import WatchedFolder
 from shoal.store.folder import Folder
 from shoal.store.rollouts import read_submission, write_submission
 
-from ..audit.recorded import MALLORY
+from ..cli.audit.recorded import MALLORY
 from ..turns import misfit
 from .conftest import MARKUP, Serving
 

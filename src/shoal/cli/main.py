@@ -35,7 +35,6 @@ from pathlib import Path
 
 from shoal import __version__
 from shoal.cli import (
-    audit,
     backup,
     check,
     dashboard,
@@ -55,6 +54,7 @@ from shoal.cli import (
     tools,
 )
 from shoal.cli.arguments import USAGE, Parser, say
+from shoal.cli.audit import commands as audit
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.errors import ShoalError, UserError, restart_helps
 

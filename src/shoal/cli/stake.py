@@ -158,7 +158,7 @@ def _deploy(arguments: argparse.Namespace) -> None:
 
 
 def _settle(arguments: argparse.Namespace) -> None:
-    from shoal.audit.opened import open_run
+    from shoal.cli.audit.opened import open_run
     from shoal.ledger.settle import settle, unsettled
 
     contract = _operated(arguments.run)
@@ -173,7 +173,7 @@ def _decide(arguments: argparse.Namespace) -> None:
 
 
 def _operated(run: Path) -> EvmStakes:
-    from shoal.audit.opened import settings_of
+    from shoal.cli.audit.opened import settings_of
     from shoal.ledger.evm.opening import open_contract
 
     if not run.is_dir():

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from shoal.cli.launch.door import Door, DoorError
-from tests.audit.recorded import record_run
+from tests.cli.audit.recorded import record_run
 
 PATIENCE_S = 120.0
 

@@ -7,7 +7,7 @@ Called by `audit`.
 
 from collections.abc import Sequence
 
-from shoal.audit.opened import BrokenError, Opened, naming
+from shoal.cli.audit.opened import BrokenError, Opened, naming
 from shoal.coordinator.pool import TABLE_NAMES
 from shoal.coordinator.state.connection import table_digest
 from shoal.ledger.head import Head, check_held, open_head

@@ -5,7 +5,7 @@ Invariant: every figure is counted from files that passed the audit, none is a r
 
 from collections import Counter
 
-from shoal.audit.found import Found
+from shoal.cli.audit.found import Found
 
 
 def by_node(found: Found) -> list[str]:

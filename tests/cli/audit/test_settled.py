@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shoal.audit.audit import Asked, audit
-from shoal.audit.opened import BrokenError
-from shoal.audit.settled import check_settled
+from shoal.cli.audit.audit import Asked, audit
+from shoal.cli.audit.opened import BrokenError
+from shoal.cli.audit.settled import check_settled
 from shoal.config import dumps
 from shoal.config.sections import LedgerSection
 from shoal.ledger.evm import opening
@@ -19,7 +19,7 @@ from shoal.ledger.settle import settle
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.identity import Identity
 
-from ..ledger.stakes_support import RevmChain
+from ...ledger.stakes_support import RevmChain
 from .recorded import ALICE, Recorded
 
 A = "a1" * 32

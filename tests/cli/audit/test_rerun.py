@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.audit import rerun as rerun_module
-from shoal.audit.opened import BrokenError
-from shoal.audit.rerun import obstacle, rerun, states
+from shoal.cli.audit import rerun as rerun_module
+from shoal.cli.audit.opened import BrokenError
+from shoal.cli.audit.rerun import obstacle, rerun, states
 from shoal.config.sites import MeetingSection
 from shoal.learner.groups import gathering, validators
 from shoal.learner.loop import Learner
@@ -23,7 +23,7 @@ from shoal.model import numerics
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import Batch, StepRecord
 
-from ..learner.support import Pool, run_config, step_file
+from ...learner.support import Pool, run_config, step_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.audit.found import Found
-from shoal.audit.opened import BrokenError, Opened, naming
-from shoal.audit.work import gather_step
+from shoal.cli.audit.found import Found
+from shoal.cli.audit.opened import BrokenError, Opened, naming
+from shoal.cli.audit.work import gather_step
 from shoal.protocol.messages import Computed
 from shoal.shardcast.manifest import version_name
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from shoal.audit.chain import check_end, check_heads
-from shoal.audit.contribution import by_node, by_step
-from shoal.audit.files import check_files
-from shoal.audit.found import Found
-from shoal.audit.opened import Opened, open_run
-from shoal.audit.settled import check_settled
-from shoal.audit.standing import check_standing
-from shoal.audit.work import Walk
+from shoal.cli.audit.chain import check_end, check_heads
+from shoal.cli.audit.contribution import by_node, by_step
+from shoal.cli.audit.files import check_files
+from shoal.cli.audit.found import Found
+from shoal.cli.audit.opened import Opened, open_run
+from shoal.cli.audit.settled import check_settled
+from shoal.cli.audit.standing import check_standing
+from shoal.cli.audit.work import Walk
 
 Say = Callable[[str], None]
 
@@ -67,13 +67,13 @@ def audit(folder: Path, asked: Asked, random: Random, say: Say) -> Found:
 
 def _again(run: Opened, found: Found, asked: Asked, random: Random, say: Say) -> None:
     """Judge hard rejections. Run drawn steps again, and judge a sample of the submissions of the version each began with."""
-    from shoal.audit.proofs import judge_again, judge_rejections
+    from shoal.cli.audit.proofs import judge_again, judge_rejections
 
     if line := judge_rejections(run, found, limit=asked.proofs):
         say(line)
     if not asked.rerun:
         return
-    from shoal.audit.rerun import obstacle, rerun, states
+    from shoal.cli.audit.rerun import obstacle, rerun, states
 
     possible = states(run, found)
     for step in sorted(random.sample(possible, min(asked.rerun, len(possible)))):

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shoal.audit.found import Accepted, Found, Rejected
-from shoal.audit.opened import BrokenError, first_of
+from shoal.cli.audit.found import Accepted, Found, Rejected
+from shoal.cli.audit.opened import BrokenError, first_of
 from shoal.config import Config
 from shoal.ledger.interface import Entry
 from shoal.protocol.messages import HARD, Reason

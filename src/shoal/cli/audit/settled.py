@@ -7,7 +7,7 @@ Called by `audit`. Left out: entries that other runs settled in the same contrac
 
 import json
 
-from shoal.audit.opened import BrokenError, Opened, naming, settings_of
+from shoal.cli.audit.opened import BrokenError, Opened, naming, settings_of
 from shoal.ledger.settle import KINDS, not_on_chain
 
 

@@ -12,9 +12,9 @@ Called by `audit`, once the tables are known to be as sealed.
 import json
 import math
 
-from shoal.audit.found import Found
-from shoal.audit.opened import BrokenError, Opened
-from shoal.audit.pay import Pay
+from shoal.cli.audit.found import Found
+from shoal.cli.audit.opened import BrokenError, Opened
+from shoal.cli.audit.pay import Pay
 from shoal.coordinator.checkers import MISMATCHES
 from shoal.coordinator.judgement import ACCIDENTS, UNUSABLE
 from shoal.coordinator.nodes import Node, Nodes

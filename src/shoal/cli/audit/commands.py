@@ -57,9 +57,9 @@ def _check_there(arguments: argparse.Namespace) -> None:
 
 def audit(arguments: argparse.Namespace) -> int:
     _check_there(arguments)
-    from shoal.audit.audit import Asked
-    from shoal.audit.audit import audit as check
-    from shoal.audit.opened import BrokenError
+    from shoal.cli.audit.audit import Asked
+    from shoal.cli.audit.audit import audit as check
+    from shoal.cli.audit.opened import BrokenError
 
     asked = Asked(
         key=arguments.key,
@@ -82,7 +82,7 @@ def audit(arguments: argparse.Namespace) -> int:
 
 def ledger(arguments: argparse.Namespace) -> None:
     _check_there(arguments)
-    from shoal.audit.opened import open_run
+    from shoal.cli.audit.opened import open_run
     from shoal.ledger.chain import write_export
 
     opened = open_run(arguments.run, key=arguments.key, export=arguments.ledger)

@@ -3,8 +3,8 @@ from random import Random
 
 import pytest
 
-from shoal.audit.audit import Asked, audit
-from shoal.audit.opened import BrokenError
+from shoal.cli.audit.audit import Asked, audit
+from shoal.cli.audit.opened import BrokenError
 from shoal.coordinator.database import record_start
 
 from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, copy_of, record_run

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shoal.audit.found import Accepted
-from shoal.audit.work import Walk
+from shoal.cli.audit.found import Accepted
+from shoal.cli.audit.work import Walk
 from shoal.config import parse
 
-from ..coordinator.support import ALICE, VALIDATOR, open_pool
+from ...coordinator.support import ALICE, VALIDATOR, open_pool
 
 CHECKS = 2
 ONE = Accepted(

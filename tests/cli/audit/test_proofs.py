@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from shoal.audit.found import Found, Rejected
-from shoal.audit.opened import BrokenError
-from shoal.audit.proofs import judge_rejections
+from shoal.cli.audit.found import Found, Rejected
+from shoal.cli.audit.opened import BrokenError
+from shoal.cli.audit.proofs import judge_rejections
 from shoal.shardcast.manifest import version_name
 from shoal.store.folder import Folder
 from shoal.worker.produce import Producer
 
-from ..validator.support import ASKED, SETTINGS, make_producer
-from ..workers import ALICE, RUN, produced, signed
+from ...validator.support import ASKED, SETTINGS, make_producer
+from ...workers import ALICE, RUN, produced, signed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VERSION = ASKED.policy_version

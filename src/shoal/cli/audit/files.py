@@ -19,8 +19,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from shoal.audit.found import Found
-from shoal.audit.opened import BrokenError, Opened, naming, read_config
+from shoal.cli.audit.found import Found
+from shoal.cli.audit.opened import BrokenError, Opened, naming, read_config
 from shoal.coordinator.database import HistoryTable as History
 from shoal.coordinator.database import Kind, config_text
 from shoal.coordinator.submissions import Submissions

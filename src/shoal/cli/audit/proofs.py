@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from shoal.audit.found import Accepted, Found, Rejected
-from shoal.audit.opened import BrokenError, Opened, naming
+from shoal.cli.audit.found import Accepted, Found, Rejected
+from shoal.cli.audit.opened import BrokenError, Opened, naming
 from shoal.config import Config
 from shoal.coordinator.curriculum import Curricula, read_page
 from shoal.model.dtype import DtypeName

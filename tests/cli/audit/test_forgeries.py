@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from shoal.audit.audit import Asked, audit
-from shoal.audit.opened import BrokenError
+from shoal.cli.audit.audit import Asked, audit
+from shoal.cli.audit.opened import BrokenError
 
 from .forgeries import FORGERIES, Ledger, dismissal, forging, reject
 from .recorded import BOB, copy_of, record_run
