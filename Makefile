@@ -23,7 +23,7 @@ STAMP := $(VENV)/.setup-$(TORCH)
 .DEFAULT_GOAL := help
 AXE_VERSION := 4.10.3
 ANVIL_VERSION := 1.7.1
-WEB := src/shoal/web
+WEB := src/shoal/watch/page
 .PHONY: help setup sandbox servers browser evm vendor run test test-slow mutants lint lint-format lint-rules lint-types format bench clean
 
 help:  ## list the targets
@@ -52,8 +52,8 @@ evm: $(STAMP)  ## install what the tests of the contract need: web3.py, vyper, p
 
 vendor:  ## fetch the pages' vendored files again, as their lock file has them (needs npm)
 	npm ci --silent --prefix $(WEB)/vendor
-	cp $(WEB)/vendor/node_modules/katex/dist/katex.min.js $(WEB)/static/
-	cp $(WEB)/vendor/node_modules/katex/LICENSE $(WEB)/static/katex-license.txt
+	cp $(WEB)/vendor/node_modules/katex/dist/katex.min.js $(WEB)/shared/
+	cp $(WEB)/vendor/node_modules/katex/LICENSE $(WEB)/shared/katex-license.txt
 	rm -r $(WEB)/vendor/node_modules
 
 run: $(STAMP)  ## train a small model with every role on this machine; ARGS="..." goes to `shoal run`

@@ -30,7 +30,7 @@ from shoal.dashboard.validation import validation
 from shoal.dashboard.watched import WatchedFolder
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.identity import Identity
-from shoal.view import Pace
+from shoal.watch.pace import Pace
 
 ROOT = Path(__file__).parent.parent
 SUBMISSIONS, GROUPS = 4, 4  # per step, per submission

@@ -16,7 +16,6 @@ ROOMS = {
     "config": ["errors"],
     "toploc": [],
     "evidence": [],
-    "web": [],
     "sandbox": [],
     "shardcast": ["errors", "files"],
     "model": ["errors"],
@@ -26,28 +25,21 @@ ROOMS = {
     "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
     "diloco": ["errors", "files", "protocol", "shardcast"],
     "engine": ["errors", "files", "model", "shardcast"],
-    "view": ["errors", "protocol", "shardcast"],
-    "tracking": ["config", "errors", "files", "protocol", "view"],
-    "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
+    "watch": ["config", "errors", "files", "protocol", "shardcast"],
+    "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "watch"],
     "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "worker": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "sandbox", "shardcast", "store", "tasks",
         "toploc",
     ],
-    "evals": [
-        "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",
-    ],
-    "serve": [
-        "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
-    ],
-    "dashboard": [
-        "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
-    ],
+    "evals": ["config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "watch"],
+    "serve": ["config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "watch"],
+    "dashboard": ["config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "watch"],
     "cli": [
         "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "evidence", "files", "learner",
-        "ledger", "model", "protocol", "sandbox", "serve", "shardcast", "store", "tasks", "tracking", "validator",
-        "view", "worker",
+        "ledger", "model", "protocol", "sandbox", "serve", "shardcast", "store", "tasks", "validator", "watch",
+        "worker",
     ],
 }  # fmt: skip
 PROCESSES = ["learner", "worker", "validator", "coordinator"]
@@ -62,7 +54,7 @@ LIBRARIES = [
     "sandbox",
     "evidence",
     "diloco",
-    "web",
+    "watch",
 ]
 LOOSE = {"", "__main__", "errors", "evidence", "files"}  # modules at the root
 

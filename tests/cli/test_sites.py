@@ -14,7 +14,7 @@ from shoal.diloco.messages import Figures, Greeting, MeetingStatus, SiteStatus
 from shoal.protocol.watch import UnreachableError
 from tests.diloco.test_meeting import ABOUT, terms
 from tests.diloco.test_serve import served
-from tests.view.support import status as pool_status
+from tests.watch.support import status as pool_status
 
 TIMES = Figures(loss=2.5, computed_s=6.0, waited_s=3.0, synced_s=1.0, received_bytes=5000)
 

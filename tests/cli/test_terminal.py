@@ -14,11 +14,11 @@ import pytest
 from rich.text import Text
 
 import shoal.cli
-import shoal.view
+import shoal.watch.terminal
 from shoal.cli.arguments import say
 from shoal.cli.launch.process import log_lines
 from shoal.errors import printable
-from shoal.view.live import Terminal
+from shoal.watch.terminal.live import Terminal
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\x7f\r"
 CONTROLS = set(ATTACK) - set("]0;owned[2J31m")
@@ -84,7 +84,7 @@ def test_a_log_line_and_its_traceback_are_printable(monkeypatch: pytest.MonkeyPa
     assert not CONTROLS & set(out.getvalue())
 
 
-@pytest.mark.parametrize("package", [shoal.cli, shoal.view])
+@pytest.mark.parametrize("package", [shoal.cli, shoal.watch.terminal])
 def test_commands_print_by_one_function_and_one_console(package: object) -> None:
     [folder] = package.__path__  # type: ignore[attr-defined]
     for path in Path(folder).glob("*.py"):

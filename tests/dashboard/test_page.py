@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.dashboard.server import STATIC
-from shoal.web.files import SHARED
+from shoal.watch.page.files import SHARED
 
 PAGE = {path.name: path for folder in (SHARED, STATIC) for path in folder.iterdir()}
 HERE = Path(__file__).parent

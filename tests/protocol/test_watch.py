@@ -11,7 +11,7 @@ from shoal.protocol import watch
 from shoal.protocol.address import Address, AddressError, find_coordinator, server_url
 from shoal.protocol.messages import History, Status
 from shoal.protocol.watch import PoolWatch, UnreachableError
-from tests.view.support import status
+from tests.watch.support import status
 
 URL = "http://pool:8700"
 STATE: Status = status().status

@@ -20,7 +20,7 @@ from shoal.serve.openai import routes, tools
 from shoal.serve.openai.forms import Form
 from shoal.serve.openai.requests import ChatRequest, RequestError, read
 from shoal.serve.openai.tools import Reading
-from shoal.web import guard
+from shoal.watch.page import guard
 
 from .people import PASSWORD, Person
 from .support import DEADLINE_S, Running, serving, until

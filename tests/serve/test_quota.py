@@ -10,7 +10,7 @@ from shoal.serve.chat import accounts as database
 from shoal.serve.chat import conversations as module
 from shoal.serve.chat.accounts import BROWSERS, Accounts
 from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, ROW_BYTES, Conversations
-from shoal.web.guard import RefusedError
+from shoal.watch.page.guard import RefusedError
 
 from .people import Person
 from .support import CHEAP, Running, serving

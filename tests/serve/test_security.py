@@ -12,8 +12,8 @@ import pytest
 
 from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts, connect
 from shoal.serve.openai.routes import KeyFileError, Keys
-from shoal.web.guard import RefusedError
-from shoal.web.headers import POLICY
+from shoal.watch.page.guard import RefusedError
+from shoal.watch.page.headers import POLICY
 
 from .people import Person
 from .support import CHEAP, Running, serving
@@ -210,7 +210,7 @@ def test_an_oversized_body_is_refused_before_it_is_read(ada: Person, page: Runni
 
 
 def test_a_body_that_dribbles_is_given_up(page: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.web.guard.json_body.__defaults__", (0.2,))
+    monkeypatch.setattr("shoal.watch.page.guard.json_body.__defaults__", (0.2,))
     host, port = page.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as raw:
         head = "POST /chat/login HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
@@ -242,7 +242,7 @@ def test_every_answer_carries_the_policy_and_no_page_needs_an_exception(page: Ru
 
 def test_nothing_on_the_page_asks_a_third_party_or_writes_markup(page: Running) -> None:
     from shoal.serve.chat.routes import STATIC
-    from shoal.web.files import SHARED
+    from shoal.watch.page.files import SHARED
 
     for path in (*SHARED.iterdir(), *STATIC.iterdir()):
         text = path.read_text()
@@ -256,7 +256,7 @@ def test_nothing_on_the_page_asks_a_third_party_or_writes_markup(page: Running) 
 
 def test_the_page_is_light(page: Running) -> None:
     from shoal.serve.chat.routes import STATIC
-    from shoal.web.files import SHARED, Files
+    from shoal.watch.page.files import SHARED, Files
 
     assert sum(Files([SHARED, STATIC]).sizes_bytes.values()) < 110_000
 

@@ -30,7 +30,7 @@ def discover(arguments: argparse.Namespace) -> None:
 
     from shoal.cli.roles import capability
     from shoal.protocol.discovery import find_run, open_invite
-    from shoal.view.figures import clean
+    from shoal.watch.figures import clean
 
     with httpx.Client(timeout=10) as client:
         offer = find_run(arguments.url, client, arguments.key)

@@ -72,7 +72,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     from shoal.evals.evaluate import CONFIG, RESULTS, evaluate, recorded
     from shoal.evals.report import PICTURE, draw, table, write_results
     from shoal.model.threads import compute_on
-    from shoal.view.live import Terminal
+    from shoal.watch.terminal.live import Terminal
 
     compute_on(arguments.threads)
     progress = Terminal(stderr=True)

@@ -53,8 +53,8 @@ def run_filter(arguments: argparse.Namespace) -> None:
     from shoal.cli.launch.prepare import model_folder
     from shoal.engine.torch_engine import TorchEngine
     from shoal.model import dtype
-    from shoal.view.live import Terminal
-    from shoal.view.progress import Progress
+    from shoal.watch.terminal.live import Terminal
+    from shoal.watch.terminal.progress import Progress
 
     console = Terminal(stderr=True)
     folder = model_folder(config.model.name)

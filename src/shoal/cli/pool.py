@@ -224,10 +224,10 @@ def status(arguments: argparse.Namespace) -> None:
     from shoal.cli.sites import meeting_at, screen, watch_meeting
     from shoal.protocol.address import find_coordinator
     from shoal.protocol.watch import PoolWatch, UnreachableError
-    from shoal.tracking.legs import wall_s
-    from shoal.tracking.report import SUMMARY
-    from shoal.view.live import Terminal
-    from shoal.view.pool import show, watch
+    from shoal.watch.legs import wall_s
+    from shoal.watch.summary import SUMMARY
+    from shoal.watch.terminal.live import Terminal
+    from shoal.watch.terminal.pool import show, watch
 
     with httpx.Client(timeout=5) as client:
         url = find_coordinator(arguments.pool)

@@ -107,7 +107,7 @@ def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
 def run_fetch(arguments: argparse.Namespace) -> None:
     from shoal.shardcast.alone import fetch, watch
     from shoal.shardcast.fetch.reach import client_context
-    from shoal.view.fetch import FetchBar
+    from shoal.watch.terminal.fetch import FetchBar
 
     key, tls = _public_key(arguments), client_context(arguments.ca)
     with FetchBar() as bars:

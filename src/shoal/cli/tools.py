@@ -111,7 +111,7 @@ def calibrate(arguments: argparse.Namespace) -> None:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    from shoal.tracking.plot import plot as draw
+    from shoal.watch.plot import plot as draw
 
     drawn = draw(arguments.runs, arguments.metrics, arguments.out)
     say(f"{arguments.out}: {', '.join(drawn)}")

@@ -7,7 +7,7 @@ from shoal.dashboard.drawing import Bars, Chart, Line
 from shoal.dashboard.queries import Queries
 from shoal.dashboard.words import is_hard
 from shoal.protocol.history import RunHistory
-from shoal.tracking.report import smoothed
+from shoal.watch.summary import smoothed
 
 
 def charts(history: RunHistory, queries: Queries, limit: int) -> Iterator[Chart]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.dashboard.queries import Queries
 from shoal.protocol.messages import Evaluation
-from shoal.view import clean
+from shoal.watch.figures import clean
 
 MOST = 360  # points
 NAMES = {  # of metrics.jsonl, by what the page calls them

@@ -20,7 +20,7 @@ from shoal.dashboard.overview import overview, run_name
 from shoal.dashboard.watched import Watched
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Status
-from shoal.view import Pace
+from shoal.watch.pace import Pace
 
 LOOK_S = 1.0
 SHARE = 0.02  # of one core, at most, for looking and telling

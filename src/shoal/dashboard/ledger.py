@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.dashboard.queries import Queries
 from shoal.dashboard.words import reason_words
-from shoal.view import clean, count
+from shoal.watch.figures import clean, count
 
 Body = dict[str, Any]
 

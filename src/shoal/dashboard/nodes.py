@@ -12,8 +12,9 @@ from shoal.dashboard.overview import is_silent
 from shoal.dashboard.queries import Queries
 from shoal.dashboard.words import said
 from shoal.protocol.messages import NodeStatus, Status
-from shoal.view import Pace, clean
-from shoal.view.tree import weights_tree
+from shoal.watch.figures import clean
+from shoal.watch.pace import Pace
+from shoal.watch.tree import weights_tree
 
 SHOWN_TAKERS = 64
 

@@ -14,10 +14,22 @@ from shoal.dashboard.queries import Queries
 from shoal.dashboard.words import is_hard, said
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, NodeStatus, Status
-from shoal.tracking.estimates import wilson
-from shoal.view import busy_frac, clean, count, duration, grader_errors, no_signal, number, percent, total
-from shoal.view.figures import SILENT_S, eta_s, rejections
-from shoal.view.sites import SiteRow, sites_of
+from shoal.watch.estimates import wilson
+from shoal.watch.figures import (
+    SILENT_S,
+    busy_frac,
+    clean,
+    count,
+    duration,
+    eta_s,
+    grader_errors,
+    no_signal,
+    number,
+    percent,
+    rejections,
+    total,
+)
+from shoal.watch.sites import SiteRow, sites_of
 
 LEAST_STEPS = 6  # before a trend is worth a word
 CLEAR = 2.0  # standard errors between the two ends of the reward, before it counts as a trend

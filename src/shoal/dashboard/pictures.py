@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.dashboard.drawing import Chart
-from shoal.tracking.report import plain, write_png
+from shoal.watch.summary import plain, write_png
 
 COLORS = {
     "accent": "#0b6a72",

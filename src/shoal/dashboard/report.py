@@ -25,8 +25,9 @@ from shoal.dashboard.watched import WatchedFolder
 from shoal.dashboard.words import said
 from shoal.files import write_file
 from shoal.protocol.history import RunHistory
-from shoal.tracking.report import read_summary
-from shoal.view import Pace, clean, count, duration, memory, number, percent
+from shoal.watch.figures import clean, count, duration, memory, number, percent
+from shoal.watch.pace import Pace
+from shoal.watch.summary import read_summary
 
 STYLE = (Path(__file__).parent / "static" / "report.css").read_text()
 MOST_SAMPLES = 12

@@ -19,7 +19,7 @@ from shoal.errors import ShoalError
 from shoal.model.turns import model_positions
 from shoal.protocol.messages.checking import MOST_MISSED
 from shoal.store.folder import Folder, Store
-from shoal.view import clean
+from shoal.watch.figures import clean
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

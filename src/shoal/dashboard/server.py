@@ -1,7 +1,7 @@
 """The dashboard's server: the page, what it asks for, and the stream of what is new.
 
 Invariant: it answers GET only and changes nothing. No answer holds a key, an invite or a signature; `public` leaves out
-addresses, ids and machines as well. Files are served by exact name (`shoal.web`). Called by `shoal dashboard`.
+addresses, ids and machines as well. Files are served by exact name (`shoal.watch.page`). Called by `shoal dashboard`.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from shoal.dashboard.timeline import timeline
 from shoal.dashboard.validation import validation
 from shoal.dashboard.watched import Watched, WatchedFolder
 from shoal.errors import ShoalError
-from shoal.web.files import SHARED, Files
-from shoal.web.headers import secure
+from shoal.watch.page.files import SHARED, Files
+from shoal.watch.page.headers import secure
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")

@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.dashboard.queries import Queries
-from shoal.view import clean
+from shoal.watch.figures import clean
 
 MOST = 3_000  # submissions
 LANES = 40  # of one role; the busiest

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.dashboard.queries import Queries
 from shoal.dashboard.words import is_hard, reason_words, said
-from shoal.view import clean
+from shoal.watch.figures import clean
 
 QUEUE = 50  # oldest that are shown
 REJECTED = 100  # newest

@@ -30,8 +30,8 @@ from shoal.protocol.address import Address, AddressError, server_url
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
-from shoal.tracking import legs
-from shoal.tracking.report import read_summary
+from shoal.watch import legs
+from shoal.watch.summary import read_summary
 
 DATABASE = "pool.sqlite"
 AWAY_S = 60.0  # a run in which nothing has happened for this long has ended, finished or not

@@ -6,7 +6,7 @@ Invariant: every `Reason` has words. Called by the rest of this room.
 import re
 
 from shoal.protocol.messages import HARD, Reason
-from shoal.view import clean
+from shoal.watch.figures import clean
 
 REASONS: dict[Reason, str] = {
     Reason.UNREADABLE: "The file could not be read as rollouts: damaged, cut off, or larger than allowed.",

@@ -26,7 +26,7 @@ from shoal.evals.suites import Suite
 from shoal.files import write_file
 from shoal.tasks.rewards.graders import Graders
 from shoal.tasks.task import Task
-from shoal.view.progress import Progress
+from shoal.watch.terminal.progress import Progress
 
 CONFIG, COMPLETIONS, GRADES, RESULTS = "eval.json", "completions.jsonl", "grades.jsonl", "results.json"
 GRADE_AT_ONCE = 64

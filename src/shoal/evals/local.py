@@ -12,7 +12,7 @@ from shoal.evals.evaluate import Contestant
 from shoal.evals.samplers import EngineSampler
 from shoal.model import sources
 from shoal.model.dtype import DtypeName
-from shoal.tracking.report import MODEL
+from shoal.watch.summary import MODEL
 
 COUNTED = (".json", ".jinja", ".safetensors", ".txt", ".model")
 

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from shoal.evals.results import Difference, Result
 from shoal.files import write_file
-from shoal.tracking.estimates import Estimate
-from shoal.tracking.plot import COLORS
-from shoal.tracking.report import INK, write_png
-from shoal.view import clean, count, percent
+from shoal.watch.estimates import Estimate
+from shoal.watch.figures import clean, count, percent
+from shoal.watch.plot import COLORS
+from shoal.watch.summary import INK, write_png
 
 PICTURE = "results.png"
 

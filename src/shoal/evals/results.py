@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.evals.completions import Answer
 from shoal.tasks.task import Grade
-from shoal.tracking.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k
+from shoal.watch.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k
 
 Graded = tuple[Answer, Grade]
 

@@ -35,7 +35,7 @@ from shoal.serve.openai.tools import shown_with
 from shoal.serve.prompt import PromptError, encode
 from shoal.serve.text import STOP_CHARACTERS, STOPS, Finish, Text, replay
 from shoal.serve.versions import Held
-from shoal.web.guard import json_fault
+from shoal.watch.page.guard import json_fault
 
 CHUNK_TOKENS = 32
 LARGEST_BYTES = 16 << 20

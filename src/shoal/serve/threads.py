@@ -20,7 +20,7 @@ from aiohttp import web
 
 from shoal.serve.scheduler import BusyError
 from shoal.serve.versions import Held
-from shoal.web.guard import json_body
+from shoal.watch.page.guard import json_body
 
 WAIT_S = 30.0  # for a place
 WAITING = 256  # of one caller

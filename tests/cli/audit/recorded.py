@@ -55,7 +55,7 @@ from shoal.store.rollouts import (
     write_accepted,
     write_submission,
 )
-from shoal.tracking.record import Record
+from shoal.watch.record import Record
 
 STEPS, NEED, GROUPS, SIZE = 3, 3, 2, 2  # a batch needs NEED groups, a submission has GROUPS
 SPENT = Spent(

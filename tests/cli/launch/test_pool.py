@@ -21,7 +21,7 @@ from shoal.config import parse
 from shoal.coordinator.operating import Invited, found_pool, open_pool
 from shoal.protocol.address import Address
 
-from ...view.support import node, status
+from ...watch.support import node, status
 
 PAGE = Path(__file__).parents[3] / "docs" / "deploy.md"
 DEADLINE_S = 3600.0  # on a very busy machine; a quiet one takes some two minutes

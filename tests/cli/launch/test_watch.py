@@ -12,7 +12,7 @@ from shoal.config import Config, parse
 from shoal.protocol.messages import History
 from shoal.protocol.watch import PoolWatch
 
-from ...view.support import node, status
+from ...watch.support import node, status
 
 
 class Site:

@@ -14,8 +14,8 @@ from shoal.cli.preflight.memory import memory_of
 from shoal.cli.preflight.speed import pace, rollouts_s, speed
 from shoal.cli.preflight.work import BUNDLED, work_of
 from shoal.config import Config, parse
-from shoal.view import figures
-from shoal.view.figures import duration
+from shoal.watch import figures
+from shoal.watch.figures import duration
 
 CORES = 2
 CPU = speed(400e9, 10e9, 24e9, CORES)

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import test from "node:test";
-import { inline, parse, render, thinking } from "../../../src/shoal/web/static/markdown.js";
+import { inline, parse, render, thinking } from "../../../src/shoal/watch/page/shared/markdown.js";
 
 const h = (kind, attributes = {}, ...children) => ({ kind, attributes, children: children.flat(9).filter(Boolean) });
 const code = (lang, text) => ({ kind: "code", lang, text });

@@ -37,10 +37,12 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
-from shoal.tracking.legs import Leg, read_legs, total, write_legs
-from shoal.tracking.record import read_evaluations, trained_steps
-from shoal.tracking.report import MODEL, SUMMARY, summary_table, write_report
-from shoal.view import LiveView, Terminal, no_signal, sample_lines
+from shoal.watch.figures import no_signal
+from shoal.watch.legs import Leg, read_legs, total, write_legs
+from shoal.watch.record import read_evaluations, trained_steps
+from shoal.watch.summary import MODEL, SUMMARY, summary_table, write_report
+from shoal.watch.terminal.live import LiveView, Terminal
+from shoal.watch.terminal.samples import sample_lines
 
 POLL_S = 0.3
 START_S = 60.0  # for the coordinator to listen

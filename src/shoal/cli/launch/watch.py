@@ -14,7 +14,7 @@ from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Grading, Status
 from shoal.protocol.watch import PoolWatch, UnreachableError
-from shoal.view import grader_errors, no_signal
+from shoal.watch.figures import grader_errors, no_signal
 
 LEAST_GRADED = 64  # rollouts before grader errors are judged
 RECENT_GRADED = 512  # of an earlier leg, whose grader may have been another, fewer are ignored

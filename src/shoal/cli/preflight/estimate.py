@@ -21,7 +21,7 @@ from shoal.config import Config
 from shoal.model import sources
 from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.task import Task
-from shoal.view.figures import duration, memory
+from shoal.watch.figures import duration, memory
 
 START_S = 35.0  # imports, processes, joining, loading the model: what whole runs took beyond the rest of the arithmetic
 USEFUL = 0.55  # share of groups that teach, over a run that begins with few: 0.54 in the quickstart

@@ -22,9 +22,9 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Status
 from shoal.protocol.server import listen
 from shoal.shardcast.server import url_of
-from shoal.tracking.record import Record
-from shoal.tracking.report import CURVE, SUMMARY, write_report
-from shoal.tracking.trackers import open_tracker
+from shoal.watch.record import Record
+from shoal.watch.summary import CURVE, SUMMARY, write_report
+from shoal.watch.trackers import open_tracker
 
 if TYPE_CHECKING:
     from shoal.coordinator.state.postgres import Lead

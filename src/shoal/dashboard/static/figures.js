@@ -20,7 +20,7 @@ export function percent(value, digits = 1) {
   return value === null || value === undefined || !Number.isFinite(value) ? NONE : `${(100 * value).toFixed(digits)} %`;
 }
 
-// 812, 81.2k, 8.1M: as `shoal.view` writes them.
+// 812, 81.2k, 8.1M: as `shoal.watch.figures` writes them.
 export function count(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
   if (value < 0) return `-${count(-value)}`;

@@ -25,7 +25,7 @@ from argon2.exceptions import InvalidHashError, VerificationError
 
 from shoal.errors import ShoalError
 from shoal.serve.threads import Threads
-from shoal.web.guard import Allowance, RefusedError
+from shoal.watch.page.guard import Allowance, RefusedError
 
 FORMAT = 2
 RESERVE_BYTES = 1 << 30  # of the disk, which a run may need, too

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shoal.serve.chat.accounts import check_room
 from shoal.serve.threads import Threads
-from shoal.web.guard import RefusedError
+from shoal.watch.page.guard import RefusedError
 
 MOST_CONVERSATIONS, MOST_MESSAGES = 2000, 2000
 MESSAGE_CHARACTERS = 100_000

@@ -23,7 +23,7 @@ from shoal.serve.prompt import as_trained, encode
 from shoal.serve.scheduler import BusyError, Scheduler
 from shoal.serve.threads import Threads
 from shoal.serve.versions import Held, Versions
-from shoal.web.guard import RefusedError
+from shoal.watch.page.guard import RefusedError
 
 
 @dataclass(frozen=True)

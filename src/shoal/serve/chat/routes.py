@@ -25,8 +25,8 @@ from shoal.serve.scheduler import BusyError, TooLargeError
 from shoal.serve.threads import Places, Threads, received
 from shoal.serve.versions import NoPlaceError, UnknownVersionError, Versions
 from shoal.shardcast.connections import network
-from shoal.web.files import SHARED, Files
-from shoal.web.guard import Allowance, RefusedError, from_own_page, json_body
+from shoal.watch.page.files import SHARED, Files
+from shoal.watch.page.guard import Allowance, RefusedError, from_own_page, json_body
 
 SMALL_BYTES, LARGE_BYTES = 4096, 4 * MESSAGE_CHARACTERS + 4096
 Kind = TypeVar("Kind", bound=BaseModel)

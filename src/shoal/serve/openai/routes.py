@@ -34,7 +34,7 @@ from shoal.serve.scheduler import BusyError, Scheduler, TooLargeError
 from shoal.serve.threads import SMALL_BYTES, Places, Threads, received
 from shoal.serve.versions import Held, NoPlaceError, UnknownVersionError, Versions
 from shoal.shardcast.connections import network
-from shoal.web.guard import RefusedError
+from shoal.watch.page.guard import RefusedError
 
 LEAST = 16  # characters of a key
 

@@ -1,0 +1,201 @@
+"""What happened between two statuses, as lines: for a log or a pipe.
+
+Invariants: each event is printed once, however often its status comes; while a step is open, a line at least once a minute
+says how far it is, by the coordinator's clock. Called by the live view.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import Status
+from shoal.watch.figures import (
+    NONE,
+    SILENT_S,
+    clean,
+    count,
+    counted,
+    duration,
+    first_of,
+    grader_errors,
+    no_signal,
+    number,
+    percent,
+    ratio,
+    useful_share,
+)
+from shoal.watch.sites import sites_of, summary
+from shoal.watch.terminal.samples import sample_lines
+
+PROGRESS_S = 60.0
+SHOWN_SAMPLES = 3
+
+
+@dataclass
+class Open:
+    """The open step when it was first seen, for its pace."""
+
+    step: int
+    have: int
+    now_s: float
+
+
+class Events:
+    """Turns successive statuses into lines of plain text, each event once."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._evaluated: set[tuple[int, bool]] = set()
+        self._rejected: dict[str, int] = {}
+        self._reasons: dict[str, int] = {}
+        self._slashed: set[str] = set()
+        self._noticed: set[str] = set()
+        self._sites: list[str] = []  # what was last said of them
+        self._suspended: set[str] = set()
+        self._flat = 0  # groups with equal rewards when that was last said
+        self._grader_errors = 0  # when they were last said
+        self._open: Open | None = None
+        self._progress_s: float | None = None  # when a line last said how far the run is
+        self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | left | evicted)
+
+    def new(self, status: Status, history: RunHistory) -> list[str]:
+        """The lines for what happened since the last call."""
+        return [
+            *self._membership(status),
+            *self._training(status, history),
+            *self._learner_sites(history),
+            *self._evaluations(history),
+            *self._rejections(status),
+            *self._slashes(status),
+            *self._notices(status),
+            *self._signal(status, history),
+            *self._grader(status),
+            *self._progress(status),
+        ]
+
+    def _membership(self, status: Status) -> Iterator[str]:
+        for node in status.nodes:
+            age_s = status.now_s - node.seen_s
+            trained = status.newest_version == status.steps  # from now on nodes end when they are done
+            silent = age_s > SILENT_S and status.state == "running" and not trained
+            gone = "left" if node.state == "left" else "silent" if silent else ""
+            now = "evicted" if node.evicted else gone or "here"
+            pid, before = self._nodes.get(node.name, (0, ""))
+            self._nodes[node.name] = (node.stats.pid or pid, now)
+            who = f"{node.name} ({node.role})"
+            if not before:
+                yield f"joined: {who}"
+            elif pid and node.stats.pid not in (0, pid):
+                yield f"restarted: {who}"
+            elif now == "here" != before:
+                yield f"rejoined: {who}"
+            if now != before and now == "evicted":
+                yield f"evicted: {who}"
+            elif now != before and now == "left":
+                yield f"left: {who}, {clean(node.reason)}"
+            elif now != before and now == "silent":
+                yield f"silent: {who}, last seen {duration(age_s)} ago"
+            if node.suspended_s and node.name not in self._suspended:
+                yield f"suspended: {who} for {duration(node.suspended_s)}: {clean(node.suspension)}"
+        self._suspended = {node.name for node in status.nodes if node.suspended_s}
+
+    def _training(self, status: Status, history: RunHistory) -> Iterator[str]:
+        first = first_of(history.metrics, "reward/mean")
+        for index in range(self._steps, len(history.metrics)):
+            self._progress_s = status.now_s
+            step = history.metrics[index]
+            reward = step.get("reward/mean")
+            since = ""
+            if index and reward is not None and first is not None:
+                since = f" ({reward - first:+.3f} since step 1)"
+            yield (
+                f"step {index + 1} of {status.steps}: reward {number(reward)}{since}, "
+                f"{count(step.get('perf/tokens'))} tokens, {_length(step)}"
+                f"rollout age mean {number(step.get('async/staleness_mean'), 1)} "
+                f"max {number(step.get('async/staleness_max'), 0)}, "
+                f"entropy {number(step.get('policy/entropy'))}, busy {number(step.get('perf/busy_s'), 1)} s, "
+                f"waiting {number(step.get('perf/waiting_s'), 1)} s"
+            )
+        self._steps = max(self._steps, len(history.metrics))
+
+    def _learner_sites(self, history: RunHistory) -> Iterator[str]:
+        """Who counts, when that changes."""
+        told, before = summary(sites) if (sites := sites_of(history.metrics)) else [], self._sites
+        if told != before:
+            self._sites = told
+            yield f"sites: {', '.join(told)}"
+
+    def _evaluations(self, history: RunHistory) -> Iterator[str]:
+        for found in history.evaluations:
+            if (found.version, found.final) in self._evaluated:
+                continue
+            self._evaluated.add((found.version, found.final))
+            yield (
+                f"held-out at v{found.version}{' (final)' if found.final else ''}: "
+                f"greedy {percent(found.greedy)}, sampled {percent(found.sampled)}, n {found.n}"
+            )
+
+    def _rejections(self, status: Status) -> Iterator[str]:
+        rejected = {node.name: node.rejected for node in status.nodes if node.role == "worker"}
+        who, why = _risen(self._rejected, rejected), _risen(self._reasons, status.reject_reasons)
+        self._rejected |= rejected
+        self._reasons |= status.reject_reasons
+        if who or why:
+            yield f"rejected: {counted(who, 'of ') or NONE}; reason: {counted(why) or NONE}"
+
+    def _slashes(self, status: Status) -> Iterator[str]:
+        for name in status.slashed:
+            if name not in self._slashed:
+                self._slashed.add(name)
+                yield f"slashed: {name}"
+
+    def _notices(self, status: Status) -> Iterator[str]:
+        for notice in status.notices:
+            if notice not in self._noticed:
+                self._noticed.add(notice)
+                yield notice
+
+    def _signal(self, status: Status, history: RunHistory) -> Iterator[str]:
+        """Groups without a signal are reported when their number has doubled, with what the model wrote."""
+        if status.signal.flat < self._flat:
+            self._flat = 0
+        if (words := no_signal(status.signal)) and status.signal.flat >= 2 * self._flat:
+            self._flat = status.signal.flat
+            yield words
+            yield from sample_lines(history.samples[-SHOWN_SAMPLES:])
+
+    def _grader(self, status: Status) -> Iterator[str]:
+        """Grader errors are reported when their number has doubled."""
+        errors = status.grading.errors
+        if errors and errors >= 2 * self._grader_errors:
+            self._grader_errors = errors
+            yield grader_errors(status.grading)
+
+    def _progress(self, status: Status) -> Iterator[str]:
+        if self._open is None or self._open.step != status.step or status.have < self._open.have:
+            self._open = Open(status.step, status.have, status.now_s)
+        if self._progress_s is None:
+            self._progress_s = status.now_s
+        if status.state != "running" or status.now_s - self._progress_s < PROGRESS_S:
+            return
+        self._progress_s = status.now_s
+        if status.step >= status.steps:
+            yield f"progress: {status.trained} of {status.steps} steps trained; every step has its rollouts"
+            return
+        pace = ratio(status.have - self._open.have, status.now_s - self._open.now_s)
+        left_s = (status.need - status.have) / pace if pace else None
+        share = useful_share(status.signal) or "no group accepted yet"
+        yield (
+            f"progress: step {status.step + 1} of {status.steps}: {status.have} of {status.need} groups accepted, "
+            f"{share}, expected in {duration(left_s)}"
+        )
+
+
+def _length(step: dict[str, float]) -> str:
+    """What missing the target lengths cost; empty without targets."""
+    lost = step.get("length_penalty/mean")
+    return "" if lost is None else f"length penalty {number(lost)}, "
+
+
+def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    return {name: n - before.get(name, 0) for name, n in now.items() if n > before.get(name, 0)}

@@ -1,0 +1,284 @@
+"""The whole run on one screen: progress, weights, nodes, verdicts.
+
+Invariant: no line is wider than the console, whatever a node reports, and progress, training and verdicts are shown on any
+terminal of at least 80x24. Called by `shoal run` and `shoal status`.
+Left out: scrolling. The tables of sites and weights need a taller terminal. Nodes that do not fit are counted; nodes with
+a problem are shown first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import Evaluation, Role, Status
+from shoal.watch.figures import (
+    NONE,
+    busy_frac,
+    by_name,
+    clean,
+    count,
+    counted,
+    duration,
+    eta_s,
+    exactness,
+    grader_errors,
+    middle,
+    more,
+    no_signal,
+    number,
+    percent,
+    ratio,
+    rejections,
+    sparkline,
+    total,
+    useful_share,
+)
+from shoal.watch.pace import Pace
+from shoal.watch.sites import sites_of, sites_table, summary
+from shoal.watch.terminal.tables import nodes_table, weights_table, worth_showing
+
+MAX_WIDTH = 120  # more would only pull the columns apart
+TAKERS = 4  # nodes in that tree that only receive, on a terminal
+FRAME = 3  # lines of a panel with a table: two borders and the headings
+FEW = 6  # nodes that are worth more than the tree of weights
+NODES: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator")
+
+
+def render(
+    status: Status,
+    history: RunHistory,
+    pace: Pace | None = None,
+    *,
+    width: int | None = None,
+    hint: str = "",
+    wall_s: float | None = None,
+) -> RenderableType:
+    """The whole screen, at most `width` columns wide. `hint`: which keys there are. `wall_s`: what the run has taken."""
+    elapsed_s = status.now_s - status.started_s if wall_s is None else wall_s
+    return Screen(status, history, pace or Pace(), width, hint, elapsed_s)
+
+
+@dataclass(frozen=True)
+class Screen:
+    """The layout for the width and height at which it is drawn."""
+
+    status: Status
+    history: RunHistory
+    pace: Pace
+    width: int | None
+    hint: str
+    elapsed_s: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self.width or MAX_WIDTH, options.max_width)
+        room = options.max_height if console.is_terminal else 10_000
+        takers = TAKERS if console.is_terminal else len(self.status.nodes)
+
+        def lines(part: RenderableType) -> int:
+            return len(console.render_lines(part, options.update(width=width, height=None), pad=False))
+
+        header = _header(self.status, self.history, self.elapsed_s, width)
+        training = _panel("training", _training(self.status, self.history, width), self.hint)
+        tree_table, takers_hidden = weights_table(self.status, width, takers)
+        weights = _panel("weights", tree_table, more(takers_hidden))
+        verdicts = Padding(_verdicts(self.status, width - 4), (0, 2))
+        room -= sum(map(lines, (header, training, verdicts)))
+        sites = self._sites(width)
+        sites = sites if room - sum(map(lines, sites)) >= FRAME + FEW else []
+        room -= sum(map(lines, sites))
+        tree = [weights] if room - lines(weights) >= FRAME + FEW else []
+        room -= sum(map(lines, tree))
+        nodes = _nodes_panel(self.status, self.pace, width, room, weights_shown=bool(tree))
+        yield from console.render(Group(header, training, *sites, *tree, nodes, verdicts), options.update(width=width))
+
+    def _sites(self, width: int) -> list[RenderableType]:
+        """The learner's sites, if it has several."""
+        sites = sites_of(self.history.metrics)
+        return [_panel("sites", sites_table(sites, width))] if sites else []
+
+
+def _panel(title: str, content: RenderableType, hint: str = "") -> Panel:
+    return Panel(
+        content,
+        title=title,
+        title_align="left",
+        subtitle=hint or None,
+        subtitle_align="right",
+        border_style="dim",
+        padding=(0, 1),
+    )
+
+
+def _header(status: Status, history: RunHistory, elapsed_s: float, width: int) -> RenderableType:
+    running, done = status.state == "running", len(history.metrics)
+    items = [
+        Text(middle(clean(status.run), max(width // 2, 12)) or NONE, style="bold"),
+        Text(status.state, style="green"),
+        Text(f"step {done} of {status.steps}"),
+        Text(f"elapsed {duration(elapsed_s)}"),
+    ]
+    if running:
+        items.append(Text(f"ETA {duration(eta_s(status, history.metrics))}"))
+    line = _flow(items, width - 4)
+    bar = ProgressBar(total=max(status.steps, 1), completed=done, complete_style="cyan", finished_style="green")
+    return Padding(Group(line, bar), (0, 2))
+
+
+def _training(status: Status, history: RunHistory, width: int) -> RenderableType:
+    cells = width - 17  # what the frame and the labels leave
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(overflow="ellipsis")
+    rows.add_row("reward", _reward(history, cells - 32))
+    last = history.metrics[-1] if history.metrics else {}
+    if len(sources := by_name(last, "reward", "mean")) > 1:
+        rows.add_row("sources", _one_line([_source(name, mean, last) for name, mean in sources.items()], cells))
+    if lengths := by_name(last, "length", "mean"):
+        lost = number(last.get("length_penalty/mean"))
+        each = [f"{clean(target)} → {number(mean, 0)}" for target, mean in lengths.items()]
+        rows.add_row("length", _one_line([f"penalty {lost}", *each], cells))
+    rows.add_row("held-out", _heldout(history.evaluations, cells))
+    rows.add_row("tokens/s", _tokens(status, history, cells))
+    rows.add_row("rollout age", _age(status, history, cells))
+    rows.add_row("learner", _learner(history, cells))
+    rows.add_row("next batch", _batch(status))
+    if sites := sites_of(history.metrics):
+        calm = all(site.well for site in sites)
+        rows.add_row("sites", _one_line(summary(sites), cells, style="" if calm else "yellow"))
+    if words := no_signal(status.signal):
+        rows.add_row("no signal", Text(words, style="yellow"))
+    if words := grader_errors(status.grading):
+        rows.add_row("grader", Text(words, style="yellow"))
+    return rows
+
+
+def _source(name: str, reward: float, step: dict[str, float]) -> str:
+    """Its mean reward, and how many of its groups the online filter left out."""
+    filtered = step.get(f"filtered/{name}", 0.0)
+    return f"{clean(name)} {number(reward)}" + (f" ({number(filtered, 0)} left out)" if filtered else "")
+
+
+def _one_line(items: Sequence[str], cells: int, style: str = "") -> Text:
+    """As many of the items as fit next to each other, and how many do not."""
+    kept = list(items)
+    while True:
+        hidden = len(items) - len(kept)
+        text = Text("   ".join([*kept, *([more(hidden)] if hidden else [])]), style=style)
+        if text.cell_len <= cells or not kept:
+            return text
+        kept.pop()
+
+
+def _reward(history: RunHistory, spark_cells: int) -> Text:
+    rewards = [step["reward/mean"] for step in history.metrics if "reward/mean" in step]
+    if not rewards:
+        return Text("no step trained yet", style="dim")
+    text = Text().append(number(rewards[-1]), style="bold")
+    if len(rewards) > 1:
+        change = rewards[-1] - rewards[0]
+        text.append(f"  {sparkline(rewards, spark_cells)}  ", style="cyan")
+        text.append(f"{change:+.3f}", style="green" if change > 0 else "yellow").append(" since step 1")
+    return text
+
+
+def _heldout(evaluations: Sequence[Evaluation], cells: int) -> Text:
+    if not evaluations:
+        return Text("not evaluated yet", style="dim")
+    first, last = evaluations[0], evaluations[-1]
+    greedy, sampled, version = percent(last.greedy), percent(last.sampled), f"v{last.version}"
+    if len(evaluations) > 1:
+        greedy = f"{percent(first.greedy)} → {greedy}"
+        sampled = f"{percent(first.sampled)} → {sampled}"
+        version = f"v{first.version} → {version}"
+    return _flow([Text(f"greedy {greedy}"), Text(f"sampled {sampled}"), Text(f"{version}, n {last.n}")], cells)
+
+
+def _tokens(status: Status, history: RunHistory, cells: int) -> Text:
+    elapsed_s = status.now_s - status.started_s
+    made, trained = status.tokens_generated, total(history.metrics, "perf/tokens")
+    items = [
+        Text(f"{count(ratio(made, elapsed_s))} generated ({count(made)} in all)"),
+        Text(f"{count(ratio(trained, elapsed_s))} trained ({count(trained)} in all)"),
+    ]
+    return _flow(items, cells)
+
+
+def _age(status: Status, history: RunHistory, cells: int) -> Text:
+    last = history.metrics[-1] if history.metrics else {}
+    mean, most = last.get("async/staleness_mean"), last.get("async/staleness_max")
+    items = [Text(f"mean {number(mean, 1)}, max {number(most, 0)} versions" if history.metrics else NONE)]
+    if status.stale_groups:
+        items.append(Text(f"{status.stale_groups} groups grew too old", style="yellow"))
+    return _flow(items, cells)
+
+
+def _learner(history: RunHistory, cells: int) -> Text:
+    if not history.metrics:
+        return Text(NONE)
+    busy, last = busy_frac(history.metrics), history.metrics[-1]
+    items = [
+        Text(f"busy {percent(busy, 0)}, waiting {percent(None if busy is None else 1 - busy, 0)}"),
+        Text(f"entropy {number(last.get('policy/entropy'))}"),
+        *([Text(f"KL {number(last['policy/kl'], 4)}")] if _has_kl(history) else []),
+        Text(f"grad norm {number(last.get('optim/grad_norm'))}"),
+    ]
+    return _flow(items, cells)
+
+
+def _has_kl(history: RunHistory) -> bool:
+    """Whether the KL term is computed: it is reported as 0 in every step if learner.loss.beta is 0."""
+    values = [step.get("policy/kl", 0.0) for step in history.metrics]
+    return isfinite(values[-1]) and "policy/kl" in history.metrics[-1] and any(values)
+
+
+def _batch(status: Status) -> Text:
+    if status.state == "finished" or status.step >= status.steps:
+        return Text("none: every step has its rollouts")
+    text = Text(f"{status.have} of {status.need} groups accepted for step {status.step + 1}")
+    return text.append(f", {share}" if (share := useful_share(status.signal)) else "")
+
+
+def _nodes_panel(status: Status, pace: Pace, width: int, room: int, *, weights_shown: bool) -> RenderableType:
+    """The nodes in at most `room` lines: a table, or one line that counts them. What has no row is counted as hidden."""
+    nodes = [node for role in NODES for node in status.nodes if node.role == role]
+    if not nodes:
+        return _panel("nodes", Text("no learner, worker, validator or evaluator yet", style="dim"))
+    elsewhere = len(status.nodes) - len(nodes) if weights_shown else 0
+    title = f"nodes ({len(status.nodes)})"
+    if room <= FRAME + 1:
+        return Padding(Text(f"{title}  {more(len(status.nodes) - elsewhere)}", style="dim"), (0, 2))
+    shown = worth_showing(nodes, status, room - FRAME)
+    table = nodes_table(shown, status, pace, width)
+    return _panel(title, table, more(len(status.nodes) - elsewhere - len(shown)))
+
+
+def _verdicts(status: Status, cells: int) -> Text:
+    workers = [node for node in status.nodes if node.role == "worker"]
+    accepted, rejected = sum(node.accepted for node in workers), sum(node.rejected for node in workers)
+    slashed = ", ".join(clean(name) for name in status.slashed)
+    missed = {clean(node.name): node.missed for node in workers if node.missed}
+    items = [
+        Text(f"verdicts  {accepted} accepted, {rejections(rejected, status.reject_reasons)}"),
+        *([Text(exactness(status.exact))] if status.exact.submissions else []),
+        Text("slashed  ").append(slashed or "none", style="bold red" if slashed else ""),
+        *([Text(f"tasks that never came  {sum(missed.values())} ({counted(missed, 'of ')})")] if missed else []),
+    ]
+    return _flow(items, cells)
+
+
+def _flow(items: Sequence[Text], cells: int) -> Text:
+    """The items next to each other. An item that does not fit starts a new line."""
+    text, used = Text(overflow="ellipsis"), 0
+    for item in items:
+        fits = used + 3 + item.cell_len <= cells
+        text.append("   " if used and fits else "\n" if used else "").append(item)
+        used = used + 3 + item.cell_len if used and fits else item.cell_len
+    return text

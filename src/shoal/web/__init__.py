@@ -1,4 +1,0 @@
-"""What all pages share: security headers, static files, request guards, allowances; `static/` holds the theme.
-
-Used by `serve` and `dashboard`. Knows no process.
-"""

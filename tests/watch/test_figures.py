@@ -1,0 +1,62 @@
+"""Figures are short, and right."""
+
+from shoal.protocol.messages import Exactness, Status
+from shoal.watch.figures import clean, count, duration, eta_s, exactness, memory, sparkline
+from shoal.watch.pace import Pace
+
+from .support import Seen, node, status, step
+
+
+def test_a_nodes_pace_is_that_of_the_window_and_survives_a_restart() -> None:
+    def at(now_s: float, tokens: int) -> Status:
+        return status(
+            now_s=now_s, nodes=[node("w", stats={"tokens": tokens, "busy_s": 40.0, "waiting_s": 10.0})]
+        ).status
+
+    pace = Pace(window_s=60)
+    pace.add(at(0, 1000))
+    assert pace.tokens_per_s(at(0, 1000).nodes[0]) == 20  # since the node's start
+    for now_s in range(10, 210, 10):
+        pace.add(at(now_s, 1000 + (0 if now_s <= 100 else 50 * (now_s - 100))))
+    assert pace.tokens_per_s(at(200, 6000).nodes[0]) == 50
+    pace.add(at(210, 10))
+    pace.add(at(220, 310))
+    assert pace.tokens_per_s(at(220, 310).nodes[0]) == 30
+    assert Pace().tokens_per_s(node("idle")) is None
+
+
+def eta(seen: Seen) -> float | None:
+    return eta_s(seen.status, seen.history.metrics)
+
+
+def test_eta_follows_the_last_steps_and_not_a_wrong_clock() -> None:
+    assert eta(status()) is None
+    assert eta(status(metrics=[step(0, 0.1)], steps=3, now_s=100.0)) == 60  # begun at 70, trained at 100
+    slow_start = [{"time_s": 0.0}, *({"time_s": 1000.0 + 10 * i} for i in range(11))]
+    assert eta(status(metrics=slow_start, steps=20, now_s=1104.0)) == 8 * 10 - 4
+    assert eta(status(metrics=slow_start, steps=20, now_s=9e9)) == 7 * 10
+    assert eta(status(metrics=slow_start, steps=20, now_s=0.0)) == 8 * 10
+
+
+def test_a_sparkline_spans_its_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1, 1, 1], 8) == "▄▄▄"
+    assert sparkline([-5.0], 8) == "▄"
+    assert sparkline([0, 0, 1, 1, 2, 2, 7, 7], 4) == "▁▂▃█"
+    assert len(sparkline(list(range(1000)), 30)) == 30
+
+
+def test_figures_are_short() -> None:
+    assert [count(n) for n in (None, 0, 812.4, 999.9, 81_234, 812_345, 5e6, 1e15)] == [
+        *("–", "0", "812", "1.0k", "81.2k", "812k", "5.0M", "1000.0T")
+    ]
+    assert [duration(s) for s in (None, -3, 59.4, 59.6, 3599, 3 * 3600 + 300, 180_000)] == [
+        *("–", "0s", "59s", "1m 00s", "59m 59s", "3h 05m", "2d 02h")
+    ]
+    assert [memory(b) for b in (0, 900 << 20, 1 << 30)] == ["–", "900 MiB", "1.0 GiB"]
+    assert clean("a\tb\x7f\u200bé漢") == "a?b??é漢"
+
+
+def test_the_exact_figure_names_unequal_tokens_only_if_there_are_any() -> None:
+    assert exactness(Exactness(submissions=80, tokens=12_300)) == "exact  80 of these, 12.3k tokens"
+    assert "3 unequal tokens" in exactness(Exactness(submissions=80, tokens=12_300, mismatched_tokens=3))

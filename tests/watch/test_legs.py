@@ -1,0 +1,61 @@
+"""A resumed run's summary covers all its legs."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.launch import swarm
+from shoal.config import parse
+from shoal.protocol.messages import Evaluation
+from shoal.watch.legs import Leg, read_legs, total, wall_s, write_legs
+from shoal.watch.record import EVALUATIONS
+from shoal.watch.summary import SUMMARY
+
+FIRST = Leg(wall_s=100.0, restarts={"learner": 1, "worker-0": 0}, peak_rss_bytes={"learner": 5}, peak_together_bytes=9)
+SECOND = Leg(wall_s=50.0, restarts={"learner": 2}, peak_rss_bytes={"learner": 3, "origin": 1}, peak_together_bytes=4)
+
+
+def test_seconds_and_restarts_are_summed_and_peaks_are_the_highest() -> None:
+    assert total([FIRST, SECOND]) == Leg(
+        wall_s=150.0,
+        restarts={"learner": 3, "worker-0": 0},
+        peak_rss_bytes={"learner": 5, "origin": 1},
+        peak_together_bytes=9,
+    )
+
+
+def test_legs_are_kept_in_the_folder(tmp_path: Path) -> None:
+    assert read_legs(tmp_path) == []
+    write_legs(tmp_path, [FIRST, SECOND])
+    assert read_legs(tmp_path) == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize(("steps", "finished"), [(2, False), (4, True)])
+def test_a_leg_that_was_killed_before_its_summary_is_finished_by_the_next(
+    steps: int, finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swarm, "summary_table", lambda summary, folder: "")
+    finals = [Evaluation(version=version, greedy=0.5, sampled=None, n=1, final=True) for version in (2, 4)]
+    (tmp_path / EVALUATIONS).write_text("".join(final.model_dump_json() + "\n" for final in finals))
+    (tmp_path / SUMMARY).write_text(json.dumps({"steps": steps}))
+    resumed = swarm.Swarm(parse({"run": {"steps": 4}}), "run-0", tmp_path, "http://127.0.0.1:1")
+    assert resumed._is_finished() == finished
+
+
+def test_the_line_that_resumes_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "my run" / "coordinator").mkdir(parents=True)
+    (tmp_path / "my run" / "coordinator" / "coordinator.json").touch()
+    stopped = swarm.Swarm(parse({}), "run-0", tmp_path / "my run", "http://127.0.0.1:1")
+    assert shlex.split(stopped._how_to_resume())[-3:] == ["run", "--resume", str(tmp_path / "my run")]
+
+
+def test_a_run_took_what_its_legs_took_and_a_running_one_since(tmp_path: Path) -> None:
+    assert wall_s(tmp_path, 0.0, running=True) is None
+    write_legs(tmp_path, [Leg(wall_s=40.0), Leg(wall_s=16.0)])
+    os.utime(tmp_path / "legs.json", (1000.0, 1000.0))
+    assert wall_s(tmp_path, 1007.0, running=True) == 63.0
+    assert wall_s(tmp_path, 1007.0, running=False) == 56.0
+    assert wall_s(tmp_path, 9999.0, running=True) == 56.0, "its coordinator goes on without it"

@@ -1,0 +1,214 @@
+"""Each event is reported once, and the terminal is restored at the end."""
+
+import io
+import os
+import termios
+
+from rich.console import Console
+
+from shoal.protocol.messages import Signal, WorkerSample
+from shoal.watch.terminal.keys import Keys
+from shoal.watch.terminal.live import LiveView
+
+from .support import Seen, finished, mid_run, node, status, step
+
+
+def plain_lines(*shown: Seen) -> list[str]:
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=70)) as view:
+        for one in shown:
+            view.update(*one)
+    return out.getvalue().splitlines()
+
+
+def test_plain_mode_prints_each_event_exactly_once() -> None:
+    here = [node("worker-0", seen_s=100.0, stats={"pid": 7}), node("worker-1", seen_s=100.0)]
+    start = status(nodes=here, now_s=101.0)
+    lines = plain_lines(status(), start, start, mid_run(), mid_run(), finished(), finished())
+    assert len(lines) == len(set(lines))
+    assert sum(line.startswith("step ") for line in lines) == 30
+    assert [line for line in lines if line.startswith("held-out")] == [
+        "held-out at v0: greedy 12.0 %, sampled 10.5 %, n 256",
+        "held-out at v2: greedy 52.0 %, sampled –, n 64",
+        "held-out at v30 (final): greedy 61.0 %, sampled 58.0 %, n 256",
+    ]
+    assert [line for line in lines if line.startswith("rejected")] == [
+        "rejected: 2 of worker-liar, 1 of worker-1; reason: 2 proof, 1 unreadable"
+    ]
+    assert [line for line in lines if line.startswith(("slashed", "evicted"))] == [
+        "evicted: worker-liar (worker)",
+        "slashed: worker-liar",
+    ]
+    assert sum(line.startswith("joined: ") for line in lines) == 8
+
+
+def test_a_plain_line_of_a_step_is_not_wrapped() -> None:
+    (line,) = [line for line in plain_lines(mid_run()) if line.startswith("step 2 ")]
+    assert line == (
+        "step 2 of 30: reward 0.250 (+0.150 since step 1), 5.0k tokens, rollout age mean 0.8 max 2, "
+        "entropy 0.410, busy 12.0 s, waiting 8.0 s"
+    )
+
+
+def test_a_later_rejection_prints_only_what_is_new() -> None:
+    nodes = [node("worker-1", seen_s=170.0, rejected=2)]
+    lines = plain_lines(mid_run(), mid_run(nodes=nodes, reject_reasons={"proof": 2, "unreadable": 1, "bounds": 1}))
+    assert lines[-1] == "rejected: 1 of worker-1; reason: 1 bounds"
+
+
+def test_coming_and_going_is_told() -> None:
+    def at(now_s: float, seen_s: float, pid: int, evicted: bool = False) -> Seen:
+        return status(now_s=now_s, nodes=[node("w", seen_s=seen_s, evicted=evicted, stats={"pid": pid})])
+
+    lines = plain_lines(
+        at(100, 100, 0),
+        at(101, 101, 7),
+        at(102, 102, 8),
+        at(140, 102, 8),
+        at(141, 141, 8),
+        at(142, 142, 8, True),
+    )
+    assert lines == [
+        "joined: w (worker)",
+        "restarted: w (worker)",
+        "silent: w (worker), last seen 38s ago",
+        "rejoined: w (worker)",
+        "evicted: w (worker)",
+    ]
+
+
+def test_a_suspension_is_told_once() -> None:
+    def at(now_s: float, left_s: float) -> Seen:
+        why = "3 tasks expired" if left_s else ""
+        return status(now_s=now_s, nodes=[node("w", seen_s=now_s, suspended_s=left_s, suspension=why)])
+
+    lines = plain_lines(at(100, 0), at(101, 60), at(102, 59), at(110, 0), at(120, 120))
+    assert lines == [
+        "joined: w (worker)",
+        "suspended: w (worker) for 1m 00s: 3 tasks expired",
+        "suspended: w (worker) for 2m 00s: 3 tasks expired",
+    ]
+
+
+def test_a_worker_that_drained_is_told_to_have_left_and_not_to_be_silent() -> None:
+    def at(now_s: float, seen_s: float, state: str) -> Seen:
+        return status(now_s=now_s, nodes=[node("w", seen_s=seen_s, state=state, reason="it asked to leave")])
+
+    lines = plain_lines(at(100, 100, "active"), at(101, 101, "draining"), at(102, 102, "left"), at(140, 102, "left"))
+    assert lines == ["joined: w (worker)", "left: w (worker), it asked to leave"]
+
+
+def test_a_finished_run_calls_nobody_silent() -> None:
+    assert not [line for line in plain_lines(finished()) if line.startswith("silent")]
+
+
+def test_in_a_terminal_the_screen_is_redrawn_and_lines_go_above_it() -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=100, height=60, force_terminal=True)) as view:
+        view.update(*mid_run())
+        view.log("stopping\nsoon \x1b[2J")
+        view.update(*finished())
+    text = out.getvalue()
+    assert "stopping" in text and "soon ?[2J" in text and "\x1b[2J" not in text
+    assert "joined:" not in text
+    assert text.rindex("step 30 of 30") > text.index("stopping") > text.index("step 3 of 30")
+    assert text.endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def sample(n: int, completion: str = "four") -> WorkerSample:
+    return WorkerSample(
+        task="2+2", prompt="2 + 2 =", completion=completion, reward=0.0, tokens=2, submission=f"{'a' * 16}-{n:06d}",
+        group=0, worker="worker-0", policy_version=3,
+    )  # fmt: skip
+
+
+def test_groups_without_a_signal_are_reported_with_completions_and_again_when_doubled() -> None:
+    def flat(n: int) -> Seen:
+        signal = Signal(groups=n, useful=0, flat=n, lowest=0.0, highest=0.0)
+        return status(signal=signal, samples=[sample(n) for n in range(9)])
+
+    lines = plain_lines(*map(flat, (31, 39, 45, 77, 78)))
+    reported = [line for line in lines if "equal rewards" in line]
+    assert [line.partition(":")[0] for line in reported] == [
+        "39 of the newest 39 groups had equal rewards, all 0.0",
+        "78 of the newest 78 groups had equal rewards, all 0.0",
+    ]
+    assert lines[1] == "completion by worker-0, version 3, reward 0.000: 2 + 2 = → four"
+    assert len(lines) == 8
+
+
+def test_a_line_a_minute_says_how_far_the_step_is() -> None:
+    def at(now_s: float, have: int) -> Seen:
+        signal = Signal(groups=2 * have, useful=have)
+        return status(now_s=now_s, have=have, step=3, nodes=[], signal=signal)
+
+    lines = plain_lines(at(100, 2), at(130, 3), at(159, 4), at(160, 4), at(190, 6), at(221, 8))
+    assert lines == [
+        "progress: step 4 of 30: 4 of 16 groups accepted, 50 % of 8 useful, expected in 6m 00s",
+        "progress: step 4 of 30: 8 of 16 groups accepted, 50 % of 16 useful, expected in 2m 41s",
+    ]
+
+
+def test_before_the_first_group_the_line_says_so() -> None:
+    lines = plain_lines(status(now_s=100), status(now_s=160))
+    assert lines == ["progress: step 1 of 30: 0 of 16 groups accepted, no group accepted yet, expected in –"]
+
+
+class Typed(Keys):
+    """Keys that were pressed before each update."""
+
+    def __init__(self, *pressed: str) -> None:
+        super().__init__(io.StringIO())
+        self.waiting = list(pressed)
+
+    def pressed(self) -> str:
+        return self.waiting.pop(0)
+
+
+def test_a_key_switches_to_the_completions_and_back() -> None:
+    out = io.StringIO()
+    seen = mid_run(samples=[sample(0), sample(1, "newest\x1b[2J\nof all")])
+    shown = []
+    with LiveView(Console(file=out, width=100, height=40, force_terminal=True), Typed("", "xs", "", "s")) as view:
+        for _ in range(4):
+            out.truncate(0)
+            view.update(*seen)
+            shown.append(out.getvalue())
+    assert ["next batch" in text for text in shown] == [True, False, False, True]
+    assert ["newest?[2J" in text and "of all" in text for text in shown] == [False, True, True, False]
+    assert shown[1].index("of all") < shown[1].index("four"), "newest first"
+
+
+def test_the_terminal_is_restored_and_keys_come_one_by_one() -> None:
+    leader, follower = os.openpty()
+    with os.fdopen(follower) as stream, os.fdopen(leader, "wb", buffering=0) as keyboard:
+        before = termios.tcgetattr(stream)
+        with Keys(stream) as keys:
+            assert keys.works and keys.pressed() == ""
+            keyboard.write(b"s")
+            assert keys.pressed() == "s", "without Enter"
+        assert termios.tcgetattr(stream) == before
+
+
+def test_where_stdin_is_no_terminal_no_key_is_read() -> None:
+    with Keys(io.StringIO("s")) as keys:
+        assert not keys.works and keys.pressed() == ""
+
+
+def test_a_step_with_length_targets_says_what_they_cost() -> None:
+    def told(**more: float) -> str:
+        [line] = [line for line in plain_lines(status(metrics=[step(0, 0.5) | more])) if line.startswith("step 1 ")]
+        return line
+
+    assert "tokens, length penalty 0.250, rollout" in told(**{"length_penalty/mean": 0.25})
+    assert "length" not in told()
+
+
+def test_grader_errors_are_reported_once_and_again_when_doubled() -> None:
+    def graded(errors: int) -> Seen:
+        return status(grading={"total": 99, "recent": 99, "errors": errors, "error": "no module named numpy"})
+
+    lines = plain_lines(*(graded(n) for n in (0, 1, 1, 2, 3, 4)))
+    told = [line for line in lines if "the grader failed" in line]
+    assert [line.partition("failed for ")[2][:2] for line in told] == ["1 ", "2 ", "4 "]
+    assert "(last: no module named numpy)" in told[0]

@@ -1,0 +1,297 @@
+"""What a person sees: the words and figures are there, no line is too long, and no node can break it."""
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shoal.protocol.messages import LARGEST, NodeStatus, Signal
+from shoal.watch.figures import words_in
+from shoal.watch.pace import Pace
+from shoal.watch.terminal.screen import render
+from shoal.watch.tree import weights_tree
+
+from .support import Seen, finished, mid_run, node, status, step
+
+WIDTHS = [40, 70, 100, 160]
+
+
+def screen(shown: Seen, width: int, pace: Pace | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(render(*shown, pace))
+    return console.export_text()
+
+
+def row(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if re.search(rf"│ {name}\b", line))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("shown", [status(), mid_run(), finished()], ids=["empty", "mid-run", "finished"])
+def test_no_line_is_wider_than_the_console(shown: Seen, width: int) -> None:
+    assert max(len(line) for line in screen(shown, width).splitlines()) <= width
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_an_empty_status_says_that_nothing_is_known_yet(width: int) -> None:
+    text = screen(status(), width)
+    for words in ("sums", "running", "step 0 of 30", "ETA –", "no step trained yet", "not evaluated yet"):
+        assert words in text
+    for words in (
+        "no origin or relay yet",
+        "no learner, worker",
+        "0 of 16 groups accepted for step 1",
+        "none",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_a_run_under_way_shows_where_it_stands(width: int) -> None:
+    text = screen(mid_run(), width)
+    for words in (
+        "step 3 of 30",
+        "elapsed 1m 40s",
+        "ETA 13m 20s",
+        "0.375  ▁▅█  +0.275 since step 1",
+        "greedy 12.0 % → 52.0 %",
+        "sampled 10.5 % → –",
+        "v0 → v2, n 64",
+        "400 generated (40.0k in all)",
+        "150 trained (15.0k in all)",
+        "mean 0.8, max 2 versions",
+        "4 groups grew too old",
+        "busy 60 %, waiting 40 %",
+        "5 of 16 groups accepted for step 4",
+        "79 accepted, 3 rejected: 2 proof, 1 unreadable",
+        "slashed  worker-liar",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_weights_are_shown_as_the_tree_they_came_down(width: int) -> None:
+    def came(name: str, role: str, url: str | None, behind_s: float | None = None, **rates: float) -> NodeStatus:
+        intake = {"bytes_per_s": {f"http://{sender}": rate for sender, rate in rates.items()}, "behind_s": behind_s}
+        return node(name, role, url=url, stats={"intake": intake})
+
+    nodes = [
+        came("worker-0", "worker", None, 0.75, relay_b=3e6, relay_a=2e6),
+        came("relay-b", "relay", "http://relay_b", 0.5, relay_a=9e6, origin=1e6),
+        came("relay-a", "relay", "http://relay_a", 0.25, origin=12e6),
+        came("origin", "origin", "http://origin"),
+    ]
+    lines = screen(status(nodes=nodes), width).splitlines()
+    rows = [line[2:] for line in lines if re.search(r"behind|B/s|origin", line)]
+    at = {
+        name: next(n for n, line in enumerate(rows) if line.lstrip().startswith(name)) for name in ("origin", "relay-a")
+    }
+    assert at["origin"] < at["relay-a"]
+    assert [len(line) - len(line.lstrip()) for line in rows[at["origin"] :]][:4] == [0, 2, 4, 6]
+    assert re.search(r"relay-b +v3 +relay-a 9.0MB/s, origin 1.0MB/s +0.5 s", " ".join(rows)) or width < 100
+
+
+def test_everyone_who_took_weights_is_in_the_tree_and_a_terminal_counts_those_it_has_no_room_for() -> None:
+    relay = node("relay", "relay", url="http://relay")
+    took = {"intake": {"bytes_per_s": {"http://relay": 5e6}, "behind_s": 1.5}}
+    takers = [node(f"worker-{n}", stats=took) for n in range(9)] + [node("validator", "validator", stats=took)]
+    rows, hidden = weights_tree([*takers, relay], 100)
+    assert ([depth for depth, _ in rows], hidden) == ([0] + [1] * 10, 0)
+    rows, hidden = weights_tree([*takers, relay], 4)
+    assert (len(rows), hidden) == (5, 6)
+    text = screen(status(nodes=[*takers, relay]), 120)
+    assert len(re.findall(r"relay 5.0MB/s +1.5 s", text)) == 10
+
+
+def test_servers_that_sent_each_other_most_are_shown_once() -> None:
+    nodes = [
+        node("a", "relay", url="http://a", stats={"intake": {"bytes_per_s": {"http://b": 1.0}}}),
+        node("b", "relay", url="http://b", stats={"intake": {"bytes_per_s": {"http://a": 1.0}}}),
+    ]
+    text = screen(status(nodes=nodes), 120)
+    assert len(re.findall(r"│ +[ab] ", text)) == 2
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_every_node_has_its_line(width: int) -> None:
+    text = screen(mid_run(), width)
+    assert re.search(r"v3 +serving v3 +– +now", row(text, "origin"))
+    assert re.search(r"v2 +fetching v3 +– +5s", row(text, "relay-0"))
+    assert re.search(r"(worker +)?v3 +generating +– +41 +0( +900 ?M(iB)?)? +now", row(text, "worker-0"))
+    assert re.search(r"38 +1( +–)? +1m 10s", row(text, "worker-1"))
+    assert re.search(r"slashed +– +0 +2( +–)? +evicted", row(text, "worker-liar|worker-lia…"))
+    assert re.search(r"validator +– ", row(text, "validator"))
+    assert row(text, "learner") and row(text, "evaluator")
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_a_finished_run_has_no_eta_and_shows_its_last_evaluation(width: int) -> None:
+    text = screen(finished(), width)
+    assert "finished" in text and "step 30 of 30" in text and "ETA" not in text
+    assert "greedy 12.0 % → 61.0 %" in text and "v0 → v30, n 256" in text
+    assert "every step has its rollouts" in text
+
+
+def test_metrics_without_the_expected_keys_are_shown_as_unknown() -> None:
+    text = screen(mid_run(metrics=[{}]), 100)
+    assert "no step trained yet" in text and "mean –, max – versions" in text and "busy –, waiting –" in text
+
+
+def test_the_width_hint_narrows_the_screen() -> None:
+    console = Console(file=io.StringIO(), width=160, record=True)
+    console.print(render(*mid_run(), width=80))
+    assert max(len(line.rstrip()) for line in console.export_text().splitlines()) == 80
+
+
+def test_what_a_node_says_cannot_break_the_screen() -> None:
+    stats = {"doing": "\x1b[2J[red]\u202e\nhi", "tokens": LARGEST, "busy_s": 1e-9, "rss_bytes": LARGEST}
+    evil = node("worker-0", policy_version=10**400, stats=stats, seen_s=1e300)
+    text = screen(mid_run(nodes=[evil]), 100)
+    assert "?[2J[red]??hi" in text
+    assert "\x1b" not in text and "\u202e" not in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_a_terminal_that_is_too_low_shows_the_troubled_nodes_and_counts_the_rest() -> None:
+    nodes = [node(f"worker-{i:02}", seen_s=170.0, rejected=int(i == 29)) for i in range(30)]
+    console = Console(file=io.StringIO(), width=100, height=35, force_terminal=True, record=True)
+    console.print(render(*mid_run(nodes=nodes)))
+    text = console.export_text()
+    shown = len(re.findall(r"│ worker-", text))
+    assert "worker-29" in text and shown >= 12 and f"+{30 - shown} more" in text
+    assert len(text.splitlines()) <= 35
+
+
+def in_terminal(shown: Seen, height: int, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, record=True)
+    console.print(render(*shown))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("shown", [mid_run(), finished()], ids=["mid-run", "finished"])
+def test_a_terminal_of_80x24_shows_what_matters(shown: Seen) -> None:
+    lines = in_terminal(shown, 24)
+    assert len(lines) <= 24
+    text = "\n".join(lines)
+    for words in ("step ", "reward", "held-out", "next batch", "nodes (8)", "verdicts  79 accepted, 3 rejected"):
+        assert words in text
+    assert shown.status.state == "finished" or "ETA 13m 20s" in text
+    assert "worker-0" in text, "the rest of the room is for nodes"
+    assert "weights" not in text
+
+
+def busy(workers: int, **values: Any) -> Seen:
+    """A pool whose nodes say the longest things that honest ones say, with two servers."""
+    told = [
+        node("evaluator", "evaluator", seen_s=170.0, stats={"doing": "a version to evaluate", "waiting": True}),
+        node("learner", "learner", seen_s=170.0, stats={"doing": "step 24's batch", "waiting": True}),
+        node("validator", "validator", seen_s=170.0, stats={"doing": "submissions", "waiting": True}),
+        node("origin", "origin", url="http://o"),
+        node("relay-0", "relay", url="http://r"),
+    ]
+    told += [
+        node(f"worker-{number}", seen_s=170.0, stats={"doing": "generating for step 24"}) for number in range(workers)
+    ]
+    return mid_run(nodes=told, **values)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4, 9])
+def test_every_node_has_a_row_in_80x24_or_is_counted(workers: int) -> None:
+    lines = in_terminal(busy(workers), 24)
+    text = "\n".join(lines)
+    assert len(lines) <= 24
+    shown = len(re.findall(r"│ (worker-|learner  +v|validator|evaluator)", text))
+    assert shown >= min(workers + 3, 6) and f" +{workers + 5 - shown} more ─╯" in text
+    for words in ("waiting for a version to evaluate", "waiting for step 24's batch", "waiting for submissions"):
+        assert words in text, "what a node does is told whole"
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (40, 12)])
+def test_no_line_breaks_a_word(width: int, height: int) -> None:
+    reasons = {"special_tokens": 3, "distribution": 2, "unrepeatable": 1, "termination": 4}
+    grading = {
+        "total": 40,
+        "recent": 40,
+        "errors": 3,
+        "error": "ModuleNotFoundError: no module named somethingratherlong",
+    }
+    seen = busy(3, reject_reasons=reasons, grading=grading, slashed=["worker-a", "worker-b", "worker-c", "worker-d"])
+    text = " ".join("\n".join(in_terminal(seen, height, width)).replace("│", " ").split())
+    for word in ("distribution", "unrepeatable", "termination", "verdicts", "worker-d"):
+        assert re.search(rf"(^| ){word}[ ,:…]", f"{text} "), word
+    assert max(len(line) for line in in_terminal(seen, height, width)) <= width
+
+
+def test_a_state_that_does_not_fit_ends_with_a_whole_word() -> None:
+    nodes = [node("worker-0", seen_s=170.0, suspended_s=90.0, suspension="3 tasks expired because of the network")]
+    text = "\n".join(in_terminal(mid_run(nodes=nodes), 24))
+    assert re.search(r"suspended for 1m 30s: 3 tasks( expired| because| of| the)*… ", text)
+
+
+def test_a_long_name_is_cut_in_its_middle() -> None:
+    text = "\n".join(in_terminal(mid_run(run="words-of-seven-letters-by-the-second-site-17-0123456789abcdef"), 24))
+    assert "words-of-seven-" in text and "…" in text and "0123456789abcdef" in text
+
+
+def test_words_are_cut_between_them() -> None:
+    assert words_in("one two three", 13) == "one two three"
+    assert [words_in("one two three", cells) for cells in (12, 9, 8, 7)] == ["one two…", "one two…", "one two…", "one…"]
+    assert words_in("immeasurable", 5) == "imme…"
+
+
+@pytest.mark.parametrize("height", [14, 16, 18, 20, 30, 40])
+def test_the_screen_is_never_higher_than_the_terminal(height: int) -> None:
+    lines = in_terminal(mid_run(), height)
+    assert len(lines) <= height
+    assert "nodes (8)" in "\n".join(lines)
+
+
+def test_kl_is_shown_only_if_it_is_computed() -> None:
+    without = [step(0, 0.1) | {"policy/kl": 0.0}, step(1, 0.1) | {"policy/kl": 0.0}]
+    assert "KL" not in screen(mid_run(metrics=without), 100)
+    assert "KL" not in screen(mid_run(metrics=[step(0, 0.1)]), 100)
+    assert "KL 0.0123" in screen(mid_run(metrics=[step(0, 0.1), step(1, 0.1) | {"policy/kl": 0.0123}]), 100)
+
+
+def test_the_screen_says_that_all_groups_have_equal_rewards() -> None:
+    signal = Signal(groups=39, useful=0, flat=39, lowest=0.0, highest=0.0)
+    text = screen(mid_run(signal=signal), 160)
+    assert "39 of the newest 39 groups had equal rewards, all 0.0: nothing to learn from" in text
+    assert "0 % of 39 useful" in text
+    assert "no signal" not in screen(mid_run(signal=Signal(groups=20, useful=4, flat=16, lowest=0, highest=1)), 160)
+
+
+def test_sources_and_target_lengths_have_a_line_where_there_are_any() -> None:
+    targets = {"length/100/mean": 90.4, "length/2000/mean": 800.0, "length_penalty/mean": 0.25}
+    figures = step(0, 0.5) | {"reward/sums/mean": 0.25, "reward/code/mean": 0.5, "filtered/code": 3.0} | targets
+    text = screen(status(metrics=[figures]), 100)
+    assert "sums 0.250   code 0.500 (3 left out)" in row(text, "sources")
+    assert "penalty 0.250   100 → 90   2000 → 800" in row(text, "length")
+    alone = screen(status(metrics=[step(0, 0.5) | {"reward/sums/mean": 0.25}]), 100)
+    assert "sources" not in alone and "│ length" not in alone
+
+
+def test_sources_beyond_the_width_are_counted() -> None:
+    many = {f"reward/source-{n}/mean": 0.5 for n in range(20)}
+    text = screen(status(metrics=[step(0, 0.5) | many]), 70)
+    shown = len(re.findall(r"source-\d+ 0.500", text))
+    assert 0 < shown < 20 and f"+{20 - shown} more" in row(text, "sources")
+
+
+def test_the_screen_says_that_the_grader_fails() -> None:
+    grading = {"total": 40, "recent": 40, "errors": 3, "error": "no module named \x1b[31mnumpy"}
+    text = screen(status(grading=grading), 160)
+    assert "the grader failed for 3 of the newest 40 completions (last: no module named ?[31mnumpy)" in text
+    assert "grader" not in screen(mid_run(), 160)
+
+
+def test_a_worker_that_drains_is_shown_with_the_reason() -> None:
+    text = screen(status(nodes=[node("worker-0", state="draining", reason="drained by the operator")]), 120)
+    assert "draining: drained by the operator" in row(text, "worker-0")
+
+
+def test_a_suspended_worker_is_shown_with_the_reason() -> None:
+    text = screen(status(nodes=[node("worker-0", suspended_s=90.0, suspension="3 tasks expired")]), 120)
+    assert "suspended for 1m 30s: 3 tasks expired" in row(text, "worker-0")

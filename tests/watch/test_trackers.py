@@ -1,0 +1,148 @@
+"""Trackers against stand-ins for their packages, and TensorBoard's own where it is installed."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shoal.config import Config, ConfigError, parse
+from shoal.protocol.messages import WorkerSample
+from shoal.watch.trackers import Nowhere, TrackerError, open_tracker
+
+
+def config(tracker: str) -> Config:
+    return parse({"run": {"tracker": tracker, "seed": 7}})
+
+
+class FakeRun:
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.calls.append((name, step_metric))
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        self.calls.append((values, step))
+
+    def finish(self) -> None:
+        self.calls.append("finished")
+
+
+def fake(name: str, calls: list[Any]) -> ModuleType:
+    def init(**arguments: Any) -> FakeRun:
+        calls.append(arguments)
+        return FakeRun(calls)
+
+    module = ModuleType(name)
+    module.__dict__.update(init=init, Settings=lambda **settings: settings, Table=lambda **table: table)
+    return module
+
+
+def test_none_is_asked_for_by_default(tmp_path: Path) -> None:
+    assert isinstance(open_tracker("r", tmp_path, Config()), Nowhere)
+
+
+SAMPLE = WorkerSample(
+    task="2+2", prompt="2 + 2 =", completion="4", reward=1.0, tokens=2, submission=f"{'a' * 16}-000001", group=0,
+    worker="worker-0", policy_version=3,
+)  # fmt: skip
+
+
+def test_wandb_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake("wandb", calls))
+    open_tracker("mine", tmp_path, config("wandb")).log_samples([SAMPLE], 3)
+    columns = ["policy_version", "worker", "task", "prompt", "completion", "reward", "tokens"]
+    table = {"columns": columns, "data": [[3, "worker-0", "2+2", "2 + 2 =", "4", 1.0, 2]]}
+    assert calls[-1] == ({"version": 3, "samples": table}, None)
+
+
+def test_trackio_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", calls))
+    pandas = ModuleType("pandas")
+    pandas.__dict__.update(DataFrame=list)
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    open_tracker("mine", tmp_path, config("trackio")).log_samples([SAMPLE], 3)
+    values, version = calls[-1]
+    (row,) = values["samples"]["dataframe"]
+    assert version == 3 and row["completion"] == "4" and row["reward"] == 1.0
+
+
+def test_tensorboard_gets_samples_as_text(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'shoal[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = open_tracker("mine", tmp_path, config("tensorboard"))
+    tracker.log_samples([SAMPLE], 3)
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("samples")
+    (text,) = event.tensor_proto.string_val
+    assert event.step == 3 and b"reward 1.000" in text and b"    2 + 2 =\n" in text
+    assert events.SummaryMetadata("samples").plugin_data.plugin_name == "text"
+
+
+def test_an_unknown_tracker_is_refused_with_the_config() -> None:
+    with pytest.raises(ConfigError, match=r"run\.tracker"):
+        config("mlflow")
+
+
+def test_wandb_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake("wandb", calls))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    tracker = open_tracker("mine", tmp_path, config("wandb"))
+    tracker.log({"reward/mean": 0.5}, 3)
+    tracker.close()
+    begun, axis, logged, finished = calls
+    assert (begun["project"], begun["name"], begun["dir"]) == ("shoal", "mine", str(tmp_path))
+    assert begun["config"]["run"]["seed"] == 7
+    assert axis == ("*", "version") and logged == ({"version": 3, "reward/mean": 0.5}, None)
+    assert finished == "finished"
+
+
+def test_trackio_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", calls))
+    tracker = open_tracker("mine", tmp_path, config("trackio"))
+    tracker.log({"reward/mean": 0.5}, 3)
+    tracker.close()
+    begun, *rest = calls
+    assert (begun["project"], begun["name"], begun["config"]["run"]["seed"]) == ("shoal", "mine", 7)
+    assert rest == [({"reward/mean": 0.5}, 3), "finished"]
+
+
+def test_tensorboard_can_read_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'shoal[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = open_tracker("mine", tmp_path, config("tensorboard"))
+    tracker.log({"reward/mean": 0.5, "optim/lr": 1e-6}, 3)
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(found.step, found.value) for found in events.Scalars("reward/mean")] == [(3, 0.5)]
+
+
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard", "trackio"])
+def test_a_missing_package_names_what_to_install(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kind, "tensorboard.summary.writer.event_file_writer"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    with pytest.raises(TrackerError) as refused:
+        open_tracker("r", tmp_path, config(kind))
+    assert f"pip install 'shoal[{kind}]'" in str(refused.value)
+
+
+def test_one_that_is_not_set_up_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**arguments: Any) -> None:
+        raise RuntimeError("no API key configured")
+
+    module = fake("wandb", [])
+    monkeypatch.setattr(module, "init", init)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(TrackerError, match='run.tracker = "wandb" does not start: RuntimeError: no API key configured'):
+        open_tracker("r", tmp_path, config("wandb"))
