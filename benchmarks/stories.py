@@ -1,0 +1,81 @@
+"""How many files of the package each of four stories passes through, counted while a test tells the story.
+
+    python benchmarks/stories.py                     this checkout
+    python benchmarks/stories.py --root ../before    another checkout, by this interpreter
+
+A file counts if one of its functions runs during the test, in any thread. What fixtures do first does not count. Stories
+that another process tells in part (a sandbox's child) are counted in this process alone.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+STORIES = {
+    "heartbeat to task": "tests/coordinator/test_assignments.py::test_a_worker_that_asks_gets_a_task_of_its_version",
+    "upload to ledger": "tests/coordinator/http/test_routes.py::test_a_submission_goes_from_worker_to_validator_to_learner",
+    "batch to published weights": "tests/learner/test_loop.py::test_old_versions_go",
+    "chat request to answer": "tests/serve/test_openai.py::test_a_seed_gives_the_same_text_again_and_other_seeds_others",
+}
+
+
+class Files:
+    """A pytest plugin: the files whose functions run while a test runs."""
+
+    def __init__(self, source: Path) -> None:
+        self.source, self.files, self.counts = str(source) + os.sep, set[str](), False
+
+    def profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if self.counts and event == "call" and frame.f_code.co_filename.startswith(self.source):
+            self.files.add(frame.f_code.co_filename)
+
+    def pytest_runtest_setup(self) -> None:
+        threading.setprofile(self.profile)  # servers' threads start here
+
+    def pytest_runtest_call(self) -> None:
+        self.counts = True
+        sys.setprofile(self.profile)
+
+    def pytest_runtest_teardown(self) -> None:
+        sys.setprofile(None)
+        self.counts = False
+
+
+def count(test: str, root: Path) -> int:
+    """Return the number of files that one test passes through. Raises SystemExit if it fails."""
+    import pytest
+
+    files = Files(root / "src" / "shoal")
+    status = pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(root), str(root / test)], plugins=[files])
+    if status:
+        raise SystemExit(f"{test}: pytest's exit status {status}")
+    return len(files.files)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("--test", help="count this test alone, in this process")
+    arguments = parser.parse_args()
+    root = arguments.root.resolve()
+    if arguments.test:
+        sys.stdout.write(f"\nfiles: {count(arguments.test, root)}\n")
+        return
+    for story, test in STORIES.items():
+        argv = [sys.executable, str(Path(__file__).resolve()), "--root", str(root), "--test", test]
+        environment = os.environ | {"PYTHONPATH": str(root / "src")}
+        done = subprocess.run(argv, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        files = (
+            done.stdout.rpartition("files: ")[2].strip() if done.returncode == 0 else f"failed: {done.stdout[-300:]}"
+        )
+        sys.stdout.write(f"{story:28} {files}\n")
+
+
+if __name__ == "__main__":
+    main()
