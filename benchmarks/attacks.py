@@ -57,8 +57,7 @@ from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, Rollout
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import ALL
-from shoal.validator.exact import EXACT
+from shoal.validator.checks import ALL, EXACT
 from shoal.validator.judge import Examined, Judge
 from shoal.validator.spending import spent
 

@@ -38,8 +38,7 @@ from shoal.learner.policy import Policy
 from shoal.model.load import load_model
 from shoal.model.sources import SMOLLM2, TINY, resolve
 from shoal.model.tree import Tree, forward_hidden, pack
-from shoal.validator.distribution import token_evidence
-from shoal.validator.prefill import VOCABULARY_ROWS
+from shoal.validator.prefill import VOCABULARY_ROWS, token_evidence
 
 PATH = Path(__file__).parent / "results" / "exact_speed.json"
 MODELS = {"smollm2": SMOLLM2, "tiny": TINY}

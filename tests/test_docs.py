@@ -20,7 +20,7 @@ from shoal.config import parse
 from shoal.config.peers import PEERS
 from shoal.tasks.sources.schemas import SCHEMAS
 from shoal.validator import checks
-from shoal.validator.exact import EXACT
+from shoal.validator.checks import EXACT
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "shoal"

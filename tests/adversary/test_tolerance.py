@@ -20,9 +20,8 @@ from shoal.protocol.messages import Spent
 from shoal.store.rollouts import read_submission
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
-from shoal.validator.choices import changed
 from shoal.validator.judge import Judge
-from shoal.validator.spending import spent
+from shoal.validator.spending import changed, spent
 
 from ..coordinator.support import ALICE as KEY
 from ..coordinator.support import Harness, open_pool

@@ -17,7 +17,7 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import Heartbeat, HeartbeatAnswer
 from shoal.protocol.node import Node
-from shoal.validator.witness import EVERY_S, HEAD, Witness
+from shoal.validator.service import EVERY_S, HEAD, Witness
 
 from .http.test_routes import PATIENCE_S, RUN, Site, refused, served
 

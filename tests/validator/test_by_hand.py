@@ -15,8 +15,7 @@ from shoal.protocol.messages import CurriculumPage
 from shoal.store.rollouts import Rollout
 from shoal.tasks.curriculum import Curriculum
 from shoal.validator.by_hand import ACCEPTED, EQUAL, REJECTED, UNEQUAL, UNREADABLE, find_weights
-from shoal.validator.checks import ALL, FILE, GRADED
-from shoal.validator.exact import EXACT
+from shoal.validator.checks import ALL, EXACT, FILE, GRADED
 from shoal.worker.produce import Producer
 
 from ..workers import produced, signed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.validator.distribution import ALTERNATIVES, submission_evidence, token_evidence
+from shoal.validator.prefill import ALTERNATIVES, submission_evidence, token_evidence
 
 LIMIT = Config().validator.distribution_evidence
 VOCABULARY = 64

@@ -121,7 +121,7 @@ def test_inexact_work_makes_a_validator_load_its_weights_anew_only_now_and_then(
 
 
 def test_a_missing_proof_differs(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
-    from shoal.validator.exact import exact_proofs
+    from shoal.validator.checks import exact_proofs
 
     case = validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))
     computed = validator.judge.prefill([case])[0]  # type: ignore[list-item]
@@ -139,8 +139,7 @@ def test_a_token_within_the_limits_is_inexact(validator: Validator, worker: Prod
     margins_N = computed.prefill.margins_N.clone()
     margins_N[5] = 1e-6
     near = replace(computed, exact=True, prefill=replace(computed.prefill, margins_N=margins_N))
-    from shoal.validator.checks import sampling
-    from shoal.validator.exact import exact_tokens, replay
+    from shoal.validator.checks import exact_tokens, replay, sampling
 
     assert validator.judge.rules is not None
     assert sampling(validator.judge.rules, near).finding is None

@@ -18,8 +18,8 @@ from shoal.toploc import build
 from shoal.validator.case import Case
 from shoal.validator.checks import ALL, rewards
 from shoal.validator.judge import Examined, Judge
-from shoal.validator.results import group_results
 from shoal.validator.service import Validator
+from shoal.validator.verdict import group_results
 from shoal.worker.produce import Producer
 
 from ..workers import RUN, VALIDATOR, produced, signed

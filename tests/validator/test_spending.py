@@ -9,7 +9,8 @@ from shoal.protocol.messages.checking import MOST_MISSED
 from shoal.store.rollouts import AcceptedRollout, Header
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.case import Case, Prefill
-from shoal.validator.spending import missed, spent
+from shoal.validator.spending import spent
+from shoal.validator.verdict import missed
 
 EVIDENCE = {
     "proof_exponent_mean": 1.0,

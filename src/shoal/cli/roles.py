@@ -167,8 +167,7 @@ def generator(
 
 
 def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
-    from shoal.validator.service import Validator
-    from shoal.validator.witness import Witness
+    from shoal.validator.service import Validator, Witness
 
     node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():

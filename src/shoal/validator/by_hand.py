@@ -3,7 +3,6 @@
 The file is checked against the task that its own header names. Only the pool knows whether the coordinator gave out that
 task, whether these rollouts were submitted before, and which exactness class the worker claimed. So it is judged by the
 limits, and then compared bit for bit as well: within a class, what differs would be `inexact`.
-Called by `shoal verify`.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,7 @@ from shoal.store.rollouts import Header, RolloutFileError
 from shoal.tasks.curriculum import Fetch, no_pages
 from shoal.tasks.derive import max_rollouts
 from shoal.validator.case import Case, Finding, Outcome
-from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Check, bounds
-from shoal.validator.exact import EXACT
+from shoal.validator.checks import EXACT, EXPENSIVE, FILE, GRADED, Check, bounds
 from shoal.validator.judge import Judge
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2

@@ -2,7 +2,6 @@
 
 Invariant: a `Case` never changes. Grading and prefill return a new one that holds their results; checks only read it.
 The worker's figures are compared with the recomputed ones, which alone reach the learner.
-Called by `judge` (makes it), `prefill` and `checks` (read it).
 """
 
 from collections.abc import Iterator, Mapping

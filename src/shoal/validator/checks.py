@@ -5,19 +5,24 @@ docstring begins with the question it asks, which `shoal verify` prints.
 
     FILE       read the file and the assignment
     EXPENSIVE  read the results of one prefill of the claimed version
+    EXACT      the same without tolerance, for a worker that computes like this validator (docs/trust.md)
     GRADED     ask an environment again, and read the recomputed rewards
 
+A worker of this validator's exactness class gets the same bits for every token. EXACT runs after EXPENSIVE: what is beyond
+the limits is a lie, as ever; what is within them and still differs is `inexact`, a soft rejection, because a flipped bit or
+an updated library can cause it.
 Invariant: a worker's figures are compared, never used; and a hard reason follows from what the worker itself signed, so no
 other party can cause it. That is why `context` comes first, and is soft: what passes it was signed for exactly this
 assignment. And why `derived_tasks` comes before `replayed`: rows with another worker's seeds are not this worker's rows,
 whoever uploaded them first.
-Called by `judge`. docs/trust.md says what is not caught, and why.
+docs/trust.md says what is not caught, and why.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
 
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,13 +31,13 @@ from shoal import toploc
 from shoal.config import Config
 from shoal.config.checking import ValidatorSection
 from shoal.model.turns import model_spans, model_tokens
-from shoal.protocol.messages import Reason
+from shoal.protocol.messages import Reason, Replay
 from shoal.sandbox import Budget
 from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, prompts_digest
 from shoal.tasks import versions
 from shoal.tasks.environments import Conversation, interpreter
 from shoal.validator.case import Case, Finding, Outcome
-from shoal.validator.distribution import ALTERNATIVES, submission_evidence
+from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
 REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: files hold rewards as float32
 FAR = 4.0  # times `sampling_margin`: farther than numerics can move a token
@@ -275,6 +280,58 @@ def distribution(rules: Rules, case: Case) -> Outcome:
     )
 
 
+def exact_tokens(rules: Rules, case: Case) -> Outcome:
+    """Is every token the one its seed yields, with a margin of exactly 0?"""
+    margins_N = case.computed().margins_N
+    differing = margins_N != 0
+    if not bool(differing.any()):
+        return PASSED
+    found, first = int(differing.sum()), int(differing.nonzero()[0])
+    return rejected(
+        Reason.INEXACT,
+        f"{found} of {len(margins_N)} tokens are not the argmax: {_place(case, first)} misses it by "
+        f"{float(margins_N[first]):.3g} nats, where a machine of this class misses by 0",
+        {"inexact_tokens": float(found)},
+    )
+
+
+def exact_logprobs(rules: Rules, case: Case) -> Outcome:
+    """Is every logprob, as the file holds it, equal to the recomputed one?"""
+    claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs], dtype=torch.float32)
+    own_N = case.computed().logprobs_N.to(torch.float32)
+    differing = claimed_N != own_N
+    if not bool(differing.any()):
+        return PASSED
+    found, first = int(differing.sum()), int(differing.nonzero()[0])
+    return rejected(
+        Reason.INEXACT,
+        f"{found} of {len(own_N)} logprobs differ: at {_place(case, first)} {float(claimed_N[first])!r} is claimed and "
+        f"{float(own_N[first])!r} is computed",
+        {"inexact_logprobs": float(found)},
+    )
+
+
+def exact_proofs(rules: Rules, case: Case) -> Outcome:
+    """Is every proof, byte for byte, the one that the recomputed hidden states yield?"""
+    prefill = case.computed()
+    hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
+    own = toploc.build_many(hiddens, chunk_tokens=PROOF_CHUNK_TOKENS)
+    pairs = [
+        (number, chunk, claimed == proof)
+        for number, (row, proofs) in enumerate(zip(case.rows, own, strict=True))
+        for chunk, (claimed, proof) in enumerate(zip_longest(row.proofs, proofs))
+    ]
+    wrong = [(number, chunk) for number, chunk, equal in pairs if not equal]
+    if not wrong:
+        return PASSED
+    number, chunk = wrong[0]
+    return rejected(
+        Reason.INEXACT,
+        f"{len(wrong)} of {len(pairs)} proofs differ, first proof {chunk} of rollout {number}",
+        {"inexact_proofs": float(len(wrong))},
+    )
+
+
 def environment(rules: Rules, case: Case) -> Outcome:
     """Are the answers between turns those that the environment gives, and is none missing?
 
@@ -321,6 +378,7 @@ def _tolerance(reward: float) -> float:
 
 FILE: list[Check] = [context, derived_tasks, prompts, replayed, bounds, endings, commitments]
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
+EXACT: list[Check] = [exact_tokens, exact_logprobs, exact_proofs]
 GRADED: list[Check] = [environment, rewards]
 ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]
 
@@ -334,3 +392,18 @@ def run(checks: Sequence[Check], rules: Rules, case: Case) -> Outcome:
         if outcome.finding:
             return Outcome(outcome.finding, evidence)
     return Outcome(None, evidence)
+
+
+def replay(case: Case) -> Replay:
+    """How many tokens were compared without tolerance, and how many of them differ."""
+    margins_N = case.computed().margins_N
+    return Replay(tokens=len(margins_N), mismatched=int((margins_N != 0).sum()))
+
+
+def _place(case: Case, index: int) -> str:
+    """Where the sampled token is that has this index among all of the case's."""
+    for number, length in enumerate(case.computed().lengths):
+        if index < length:
+            return f"sampled token {index} of rollout {number}"
+        index -= length
+    raise IndexError("beyond the case's tokens")

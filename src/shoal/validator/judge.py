@@ -10,7 +10,6 @@ Grading comes last, though it is often cheap: a reward or an environment may run
 that program is one which the run's own model wrote, not one which the worker made up. Before one, grading may take as long
 as the prefill would; a case that needs more is prefilled whole first. After it, a case has its share of `grading_s`. A group
 that is not graded by then has grader errors, so no batch takes it, and nothing is held against its worker.
-Called by the validator's service, `shoal verify`, `shoal calibrate` and the attack matrix.
 """
 
 import math
@@ -52,10 +51,9 @@ from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import EXPENSIVE, FILE, Check, Rules, run
+from shoal.validator.checks import EXACT, EXPENSIVE, FILE, Check, Rules, run
 from shoal.validator.checks import environment as answers_again
 from shoal.validator.checks import rewards as rewards_again
-from shoal.validator.exact import EXACT
 from shoal.validator.prefill import prefill
 
 LEAST_S = 1.0  # of grading before a prefill: less says nothing, because processes have to start

@@ -2,25 +2,43 @@
 
 The groups of all submissions are packed into rows of `row_tokens`; each group's prompt is computed once.
 Invariant: except for rounding, a submission's results do not depend on what it is packed with.
-Called by `judge`. Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time of decoding few.
+Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time of decoding few.
+
+Its results include evidence on the distribution that the tokens were sampled from, which uses no seeds. For each of a few
+other ways of sampling, q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under honest sampling
+from p. So is the mean of these products. By Ville's inequality it exceeds e^x in at most a share e^-x of honest
+submissions, for any length and any p: the limit needs no calibration and no normal approximation.
+
+    sharper      p^2, renormalised: temperature cut in half, greedy, beam search, best of several
+    flatter      p^(1/2), renormalised: temperature doubled
+    truncated    0.99 * (p where it is more than 2 % of the likeliest, renormalised) + 0.01 * p: top-k, top-p, min-p
+    foreign      0.9 * p + 0.1 * uniform: tokens that this model finds absurd, as another model's are
+
+Sources: betting against a hypothesis, Shafer 2021 (JRSS A 184:407); token-probability shape as evidence, INTELLECT-2
+(arXiv 2505.07291, section 2.3).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from shoal.model.head import logits
+from shoal.model.logprobs import likelihoods, token_logprobs
 from shoal.model.noise import Noise
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
 from shoal.model.turns import model_positions
 from shoal.store.rollouts import Rollout
 from shoal.validator.case import Case, Prefill
-from shoal.validator.distribution import token_evidence
 
 VOCABULARY_ROWS = 512  # tokens whose logits are in memory at once: one pass over the output head's weights
 CACHED_ROWS = 16  # of those, tokens scored together: a few MB of logits stay in the CPU's cache
+ALTERNATIVES = ("sharper", "flatter", "truncated", "foreign")
+TRUNCATED_BELOW = 0.02
 
 
 @torch.inference_mode()
@@ -61,7 +79,7 @@ def prefill(model: Any, cases: Sequence[Case], *, temperature: float, noise: Noi
     ]
 
 
-def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> torch.Tensor:
+def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> Tensor:
     """Final hidden states of every token that a model wrote, in order. Returns hidden_NH."""
     longest = max(len(case.prompts[row.group]) + len(row.tokens) for case in cases for row in case.rows)
     width = max(row_tokens, longest)  # every rollout within bounds must be checkable
@@ -83,3 +101,32 @@ def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> torch.T
 
 def _tree(prompt: Sequence[int], rows: Sequence[Rollout]) -> Tree:
     return Tree(prompt, [row.tokens for row in rows], [row.turns for row in rows])
+
+
+def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+    """logprobs_N of the tokens, and evidence_NA = log q(token) - log p(token) for each alternative. float32, nats.
+
+    scaled_NV: logits divided by the temperature, float32.
+    """
+    found = likelihoods(scaled_NV)
+    likelihood_NV, total_N, top_N1 = found
+    logp_N = token_logprobs(scaled_NV, tokens_N, found)
+    roots_N = likelihood_NV.sqrt().sum(-1)
+    squares_N = torch.linalg.vecdot(likelihood_NV, likelihood_NV)
+    kept_NV = F.threshold(likelihood_NV, TRUNCATED_BELOW, 0.0, inplace=True)
+    kept_N = kept_NV.sum(-1)
+    inside_N = kept_NV.gather(-1, tokens_N[:, None])[:, 0] > 0
+    chosen_N = (scaled_NV.gather(-1, tokens_N[:, None]) - top_N1)[:, 0]
+    uniform_N = torch.exp(-logp_N - math.log(scaled_NV.shape[-1]))
+    evidence = [
+        2 * chosen_N - squares_N.log() - logp_N,
+        chosen_N / 2 - roots_N.log() - logp_N,
+        torch.log(0.99 * inside_N * (total_N / kept_N) + 0.01),
+        torch.log(0.9 + 0.1 * uniform_N),
+    ]
+    return logp_N, torch.stack(evidence, dim=-1)
+
+
+def submission_evidence(evidence_NA: Tensor) -> float:
+    """The evidence of all tokens, in nats: an honest submission exceeds x with probability at most e^-x."""
+    return float(torch.logsumexp(evidence_NA.double().sum(0), 0)) - math.log(evidence_NA.shape[-1])

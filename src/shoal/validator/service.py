@@ -1,8 +1,8 @@
-"""The validator: claims submissions, judges them, uploads accepted files and verdicts.
+"""The validator: claims submissions, judges them, uploads accepted files and verdicts, and co-signs the ledger.
 
 Invariant: no lie is found in a prefill before it was computed a second time, with weights that were loaded again: a flipped
 bit in this machine's memory is this machine's fault.
-Called by `shoal validator`. Several may run: claims are leases, and an expired claim goes to another validator.
+Several may run: claims are leases, and an expired claim goes to another validator.
 """
 
 import logging
@@ -13,10 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from shoal.config import Config
+from shoal.files import write_file
+from shoal.ledger.chain import GENESIS, verify_chain
+from shoal.ledger.head import Head, open_head, sign_head
+from shoal.ledger.interface import Entry, LedgerError
 from shoal.model.dtype import DtypeName
 from shoal.model.turns import model_tokens
 from shoal.protocol.calling import RefusedError
+from shoal.protocol.identity import Signed
 from shoal.protocol.messages import (
     Claim,
     ClaimRequest,
@@ -33,12 +40,9 @@ from shoal.shardcast import Client
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
-from shoal.validator.choices import changed
-from shoal.validator.exact import replay
 from shoal.validator.judge import LATE, Examined, Judge
-from shoal.validator.results import group_results
-from shoal.validator.spending import missed, spent
-from shoal.validator.witness import Witness
+from shoal.validator.spending import changed, spent
+from shoal.validator.verdict import group_results, unreadable, verdict_on
 
 IDLE_S = 0.1
 RELOADING = (
@@ -46,8 +50,66 @@ RELOADING = (
 )
 GRADING = 0.5  # of a lease: what the programs of all claims may take, whoever wrote them
 GRADED = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
+HEAD = "head.json"
+EVERY_S = 30.0
+MOST_BYTES = 64 << 20  # of one answer: an entry holds at most what a verdict reports
 
 log = logging.getLogger(__name__)
+
+
+class Witness:
+    """Follows the ledger and co-signs its newest entry now and then.
+
+    What it co-signed follows from all that it co-signed before, also after a restart: `head.json` in its folder holds its
+    newest head. If the coordinator's ledger does not, it was cut off or rewritten, and the validator ends.
+    """
+
+    def __init__(self, node: Node, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.node, self.path, self.clock = node, folder / HEAD, clock
+        self._due_s = clock() + EVERY_S
+
+    def look(self) -> None:
+        """Co-sign what is new, every EVERY_S."""
+        if self.clock() >= self._due_s:
+            self.sign()
+
+    def sign(self) -> None:
+        """Co-sign the newest entry, if there is one that is not itself a co-signature. Raises LedgerError."""
+        self._due_s = self.clock() + EVERY_S
+        before = self._known()
+        seq, digest = (before.seq, before.digest) if before else (0, GENESIS)
+        if before is not None:
+            held = self._page(seq - 1)
+            if not held or (held[0].seq, held[0].digest) != (seq, digest):
+                raise LedgerError(
+                    f"the coordinator's ledger no longer holds {before}, which this validator co-signed", seq
+                )
+        newest, said = None, False
+        while page := self._page(seq):
+            verify_chain(page, self.node.invite.key, after=(seq, digest))
+            newest, seq, digest = page[-1], page[-1].seq, page[-1].digest
+            said = said or any(entry.kind != "witnessed" for entry in page)
+        if newest is None or not said:
+            return
+        head = Head(run=self.node.invite.run, seq=newest.seq, digest=newest.digest)
+        signed = sign_head(head, self.node.identity)
+        write_file(self.path, signed.model_dump_json().encode())
+        self.node.post("/v1/heads", signed, Ok)
+        log.info("ledger head %s is co-signed", head)
+
+    def _known(self) -> Head | None:
+        if not self.path.exists():
+            return None
+        try:
+            return open_head(Signed.model_validate_json(self.path.read_bytes()), self.node.identity.public)
+        except ValidationError as error:
+            raise LedgerError(
+                f"{self.path} is damaged; remove it, and the ledger is read from its beginning"
+            ) from error
+
+    def _page(self, after: int) -> list[Entry]:
+        data = self.node.get_bytes(f"/v1/ledger/{after}", most_bytes=MOST_BYTES)
+        return [Entry.model_validate_json(line) for line in data.splitlines()]
 
 
 class Validator:
@@ -83,20 +145,31 @@ class Validator:
                     self.co_sign(last=True)
                     return self.node.answer.state
                 self.co_sign()
-                if (asked := self.node.renewal()) is not None:
-                    self.reload()
-                    self.node.renewals = asked
-                claims = self.node.post("/v1/claims", ClaimRequest(most=self.config.validator.batch), Claims).claims
+                self.renew()
+                claims = self.claim()
                 if not claims:
-                    self.node.doing("submissions", waiting=True)
                     self.preload()
                     stop.wait(self.node.pause_s(IDLE_S))
                     continue
-                self.node.doing(f"checking {', '.join(claim.assignment.id for claim in claims)}")
                 self.load(claims[0].assignment.policy_version, claims[0].assignment.policy_digest)
                 for verdict, accepted in self.check(claims):
                     self.upload(verdict, accepted)
         return "stopped"
+
+    def renew(self) -> None:
+        """Load the weights again if the coordinator asks for a new fingerprint."""
+        if (asked := self.node.renewal()) is not None:
+            self.reload()
+            self.node.renewals = asked
+
+    def claim(self) -> list[Claim]:
+        """Lease some submissions, all of one version; none if there is none."""
+        claims = self.node.post("/v1/claims", ClaimRequest(most=self.config.validator.batch), Claims).claims
+        if claims:
+            self.node.doing(f"checking {', '.join(claim.assignment.id for claim in claims)}")
+        else:
+            self.node.doing("submissions", waiting=True)
+        return claims
 
     def check(self, claims: list[Claim]) -> list[tuple[Verdict, bytes | None]]:
         """A verdict for each claim, and the accepted file if it is accepted. All must be of the loaded version."""
@@ -104,7 +177,7 @@ class Validator:
         pairs = [(claim, case) for claim, case in zip(claims, opened, strict=True) if isinstance(case, Case)]
         examined = iter(self.examine([case for _, case in pairs], [claim for claim, _ in pairs]))
         return [
-            self.conclude(claim, next(examined)) if isinstance(case, Case) else (_unreadable(claim, case), None)
+            self.conclude(claim, next(examined)) if isinstance(case, Case) else (unreadable(claim, case), None)
             for claim, case in zip(claims, opened, strict=True)
         ]
 
@@ -153,7 +226,7 @@ class Validator:
         return replace(case, content_owner=owner)
 
     def conclude(self, claim: Claim, examined: Examined) -> tuple[Verdict, bytes | None]:
-        verdict = _verdict(claim, examined)
+        verdict = verdict_on(claim, examined)
         if examined.finding is not None:
             return verdict, None
         case = examined.case
@@ -226,20 +299,3 @@ class Validator:
 
 def _rests_on_prefill(one: Examined) -> bool:
     return one.finding is not None and one.case.prefill is not None and one.finding.reason not in GRADED
-
-
-def _unreadable(claim: Claim, finding: Finding) -> Verdict:
-    return Verdict(submission=claim.assignment.id, reason=finding.reason, detail=finding.detail[:2000], evidence={})
-
-
-def _verdict(claim: Claim, examined: Examined) -> Verdict:
-    finding = examined.finding
-    return Verdict(
-        submission=claim.assignment.id,
-        reason=finding.reason if finding else None,
-        detail=finding.detail[:2000] if finding else "",
-        evidence=examined.evidence,
-        content=examined.case.header.content,
-        replay=replay(examined.case) if examined.case.exact and examined.case.prefill else None,
-        missed=missed(examined.case) if examined.case.prefill else None,
-    )

@@ -6,19 +6,31 @@ everything that follows from the tokens, such as the reward. So honest mismatche
 exposure, the sum of 1 - P(token), whatever the rewards are. A worker that chooses among near ties for the reward cannot do
 that: its mismatches are in the completions that became better, or worse.
 
-Invariant: it reads the prefill and the validator's own rewards only. Called by the validator's service for accepted work.
-Left out: whether the other choice would have led to another reward, which takes a generation (`choices`).
+Whether the other choice would have led to another reward takes a generation: `changed`, if `evidence.regenerated` asks for
+it. A rollout with a token that is not its seed's is a near tie that fell the other way. For an honest worker numerics
+decided, which know no reward: what the seed yields here is as often better as it is worse. A worker that chose has taken
+the better one each time (or the worse one). So each such rollout is evidence by itself, however seldom there is one and
+however small the margin. Decoys do not help: rollouts with equal rewards are not counted. Nor are those whose grade came
+near a limit: a busy machine, not a token, may have changed it.
+
+Invariants: it reads the prefill and the validator's own rewards only; which rollouts are generated again is drawn after the
+upload, from the system's randomness. Left out: completions of several turns are not generated again.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shoal.config import Config
+from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.torch_engine import TorchEngine
 from shoal.evidence import allocation
-from shoal.model.turns import model_positions
+from shoal.model import numerics
 from shoal.protocol.messages import BEYOND, Spent
-from shoal.protocol.messages.checking import MOST_MISSED
+from shoal.tasks.budget import EPSILON
 from shoal.validator.case import Case
+from shoal.validator.judge import Judge
 
 STAKE = 0.5  # of the capital that an allocation bet can lose on one token
 MOST = 1e6  # nats; a message holds no more
@@ -65,16 +77,40 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> Spent:
     )
 
 
-def missed(case: Case) -> list[tuple[int, int, float]]:
-    """The tokens that miss those their seeds yield, the farthest first: rollout, position in it, nats. For people to see."""
+def changed(judge: Judge, case: Case, most: int) -> tuple[int, int]:
+    """Of `most` rollouts with a missed token: how many are better than what their seeds yield here, and how many worse."""
     margins = torch.split(case.computed().margins_N, case.computed().lengths)
-    found = [
-        (number, position, float(f"{min(margin, MOST):.4g}"))
-        for number, (row, own) in enumerate(zip(case.rows, margins, strict=True))
-        for position, margin in zip(model_positions(row.turns, len(row.tokens)), own.tolist(), strict=True)
-        if margin > 0
+    missed = [
+        n
+        for n, row in enumerate(case.rows)
+        if not row.turns and case.grades[n].repeatable and bool((margins[n] > 0).any())
     ]
-    return sorted(found, key=lambda one: -one[2])[:MOST_MISSED]
+    drawn = sorted(judge.choose(missed, min(most, len(missed))))
+    if not drawn:
+        return 0, 0
+    rows = [case.rows[n] for n in drawn]
+    own = [replace(row, tokens=one.tokens) for row, one in zip(rows, _own(judge, case, drawn), strict=True)]
+    again = judge.grade(replace(case, rows=own))
+    gains = [
+        case.graded()[n] - reward
+        for n, reward, grade in zip(drawn, again.graded(), again.grades, strict=True)
+        if grade.repeatable
+    ]
+    return sum(gain > EPSILON for gain in gains), sum(gain < -EPSILON for gain in gains)
+
+
+def _own(judge: Judge, case: Case, drawn: list[int]) -> list[Completion]:
+    """What the seeds of these rollouts yield on this machine."""
+    assert judge.rules is not None, "what was prefilled has rules"
+    section = judge.config.sampling
+    engine = TorchEngine(judge.dtype, judge.config.model.device, numerics.of(judge.model))
+    engine.model = judge.model
+    groups = engine.generate(
+        [case.prompts[case.rows[n].group] for n in drawn],
+        [[case.rows[n].seed] for n in drawn],
+        Sampling(section.temperature, section.max_tokens, judge.rules.eos_ids, section.noise),
+    )
+    return [one for [one] in groups]
 
 
 def _per_rollout(values_N: Tensor, lengths: list[int]) -> list[float]:

@@ -1,20 +1,45 @@
-"""What a verdict tells of an accepted case, group by group: figures for the coordinator, and a sample for people to read.
+"""A verdict: what the checks concluded, and figures of an accepted case, group by group, for the coordinator and for people.
 
-Invariant: every figure is recomputed, none is the worker's. Called by the validator's service, after the judge.
+Invariant: every figure is recomputed, none is the worker's.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.model.turns import model_tokens
-from shoal.protocol.messages import MILLION, GroupResult, Outcomes, Sample
+import torch
+
+from shoal.model.turns import model_positions, model_tokens
+from shoal.protocol.messages import MILLION, Claim, GroupResult, Outcomes, Sample, Verdict
+from shoal.protocol.messages.checking import MOST_MISSED
 from shoal.tasks import Grade
 from shoal.tasks.budget import rewards_differ
 from shoal.tasks.prompt import completion_text
-from shoal.validator.case import Case
+from shoal.validator.case import Case, Finding
+from shoal.validator.checks import replay
+from shoal.validator.judge import Examined
+from shoal.validator.spending import MOST
 
 SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
+
+
+def unreadable(claim: Claim, finding: Finding) -> Verdict:
+    """Of a file that is no case."""
+    return Verdict(submission=claim.assignment.id, reason=finding.reason, detail=finding.detail[:2000], evidence={})
+
+
+def verdict_on(claim: Claim, examined: Examined) -> Verdict:
+    """What the checks concluded, without the groups of an accepted case."""
+    finding = examined.finding
+    return Verdict(
+        submission=claim.assignment.id,
+        reason=finding.reason if finding else None,
+        detail=finding.detail[:2000] if finding else "",
+        evidence=examined.evidence,
+        content=examined.case.header.content,
+        replay=replay(examined.case) if examined.case.exact and examined.case.prefill else None,
+        missed=missed(examined.case) if examined.case.prefill else None,
+    )
 
 
 def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
@@ -47,6 +72,18 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
             )
         )
     return results
+
+
+def missed(case: Case) -> list[tuple[int, int, float]]:
+    """The tokens that miss those their seeds yield, the farthest first: rollout, position in it, nats. For people to see."""
+    margins = torch.split(case.computed().margins_N, case.computed().lengths)
+    found = [
+        (number, position, float(f"{min(margin, MOST):.4g}"))
+        for number, (row, own) in enumerate(zip(case.rows, margins, strict=True))
+        for position, margin in zip(model_positions(row.turns, len(row.tokens)), own.tolist(), strict=True)
+        if margin > 0
+    ]
+    return sorted(found, key=lambda one: -one[2])[:MOST_MISSED]
 
 
 def _outcomes(grades: Sequence[Grade]) -> Outcomes:
