@@ -150,8 +150,7 @@ def write_model() -> int:
     """A folder with a llama's config and the tokenizer of `bundled:tiny`. Returns the number of parameters."""
     from transformers import LlamaConfig
 
-    from shoal.model.load import load_tokenizer
-    from shoal.model.plain import plain_model
+    from shoal.model.load import load_tokenizer, plain_model
     from shoal.model.sources import resolve
 
     tokenizer = load_tokenizer(resolve("bundled:tiny"))

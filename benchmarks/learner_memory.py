@@ -54,8 +54,8 @@ from shoal.learner import policy as policy_module
 from shoal.learner.masters import collect
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
-from shoal.model import attention, head
-from shoal.model.sharded import Sharded
+from shoal.model import attention, logprobs
+from shoal.model.training import Sharded
 from shoal.model.tree import Pack, Tree, pack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the device is test code
@@ -253,7 +253,7 @@ def case(name: str, ranks: int, *, offload: bool) -> dict[str, Any]:
         config = Qwen2Config(**MODELS[name], architectures=["Qwen2ForCausalLM"])
         config.save_pretrained(folder)
         weights: Any = FakeWeights()
-        opened = Built(folder, torch.device(DEVICE), weights, "fast", True, head.NOTHING)
+        opened = Built(folder, torch.device(DEVICE), weights, "fast", True, logprobs.NOTHING)
         opened.build()
         with (
             mock.patch.object(masters, "opened", return_value=opened),

@@ -17,14 +17,14 @@ from machine import describe
 from safetensors.torch import load_file, save_file
 
 from shoal.config.recipe import LearnerSection
+from shoal.engine.selftest import fixed_tokens
 from shoal.learner import lora
 from shoal.learner.batch import MicroBatch, micro_batches
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
-from shoal.model.fingerprint import fixed_tokens
 from shoal.model.load import WEIGHTS, load_model, save_model
-from shoal.model.scorer import Scorer
 from shoal.model.sources import SMOLLM2, resolve
+from shoal.model.training import Scorer
 
 UPDATES = 4
 

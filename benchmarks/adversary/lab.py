@@ -16,8 +16,7 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
-from shoal.model.head import logits
-from shoal.model.logprobs import token_logprobs
+from shoal.model.logprobs import logits, token_logprobs
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.model.turns import model_positions, model_tokens
 from shoal.protocol.identity import Identity

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal.engine.protocol import Completion
-from shoal.model.head import logits
-from shoal.model.noise import NOISES
+from shoal.model.logprobs import logits
+from shoal.model.sampling import NOISES
 from shoal.tasks.derive import GroupPlan
 
 from .lab import Attack

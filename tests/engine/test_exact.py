@@ -106,7 +106,7 @@ import hashlib, os, sys
 import torch
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.model.fingerprint import fingerprint
+from shoal.engine.selftest import fingerprint
 
 folder, dtype, threads, cores = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 if cores and hasattr(os, "sched_setaffinity"):

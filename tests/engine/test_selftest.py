@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.engine import selftest
+from shoal.engine.selftest import fingerprint, fixed_tokens
 from shoal.model import exact
-from shoal.model.fingerprint import fingerprint, fixed_tokens
 from shoal.model.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,7 +25,7 @@ from shoal.learner.optimizers import Muon
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
-from shoal.model.sharded import Sharded, local, opened
+from shoal.model.training import Sharded, local, opened
 
 from . import pretend
 from .support import N_TOKENS, batches, make_groups, make_policy

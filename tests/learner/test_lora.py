@@ -20,7 +20,7 @@ from shoal.learner.policy import Policy
 from shoal.model.adapters import AdapterError, is_adapter
 from shoal.model.adapters import layers as adapter_layers
 from shoal.model.load import load_model, save_model
-from shoal.model.scorer import Scorer
+from shoal.model.training import Scorer
 from shoal.model.tree import Tree, pack
 
 from ..model.exactness import skip_unless_exact, states

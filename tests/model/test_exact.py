@@ -11,7 +11,7 @@ from shoal.model.attention import Layout, Span
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model
 from shoal.model.logprobs import likelihoods, token_logprobs
-from shoal.model.scorer import Scorer, recompute_activations
+from shoal.model.training import Scorer, recompute_activations
 from shoal.model.tree import Tree, pack
 
 from .exactness import ARCHITECTURES, DTYPES, EACH, exact_model, make, random_trees, skip_unless_exact, states

@@ -19,11 +19,11 @@ from shoal.model.load import (
     load_model,
     load_tokenizer,
     load_weights_,
+    plain_model,
     save_model,
     stored_shapes,
     tied_names,
 )
-from shoal.model.plain import plain_model
 from shoal.model.support import UnsupportedModelError
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from shoal.config.recipe import SamplingSection
 from shoal.engine.vllm.client import PYTHON
-from shoal.model.noise import NOISES, RARE, RARE_RANK, SHOAL, VLLM, Noise, NoiseName
-from shoal.model.sampling import choose, replay_margins
+from shoal.model.sampling import NOISES, RARE, RARE_RANK, SHOAL, VLLM, Noise, NoiseName, choose, replay_margins
 
 ROWS = [[0, 0], [1, 7], [2**63 - 1, 32767], [6573906608246835865, 5], [2**32, 2**20], [123456789, 1]]  # seed, position
 SIZE = 4096

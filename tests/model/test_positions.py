@@ -8,7 +8,7 @@ import pytest
 from shoal.config import parse
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError
-from shoal.model.positions import check_max_tokens, positions
+from shoal.model.sources import check_max_tokens, positions
 from shoal.protocol.identity import Identity
 from shoal.validator.judge import Judge
 from shoal.worker.produce import Producer

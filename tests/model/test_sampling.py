@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.logprobs import token_logprobs
-from shoal.model.noise import SHOAL, _fmix32_, position_keys
-from shoal.model.sampling import choose, entropy, replay_margins, rollout_seed
+from shoal.model.sampling import SHOAL, _fmix32_, choose, entropy, position_keys, replay_margins, rollout_seed
 
 NAMED: dict[str, Any] = {"run": "run", "step": 1, "worker": "worker", "submission": 2, "rollout": 3}
 LOGITS_V = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.model.load import load_model
-from shoal.model.scorer import Scorer, compile_blocks
+from shoal.model.training import Scorer, compile_blocks
 from shoal.model.tree import Tree, pack
 
 

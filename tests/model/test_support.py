@@ -24,12 +24,13 @@ from transformers.models.llama import modeling_llama
 
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.model import attention, support, unpacked
-from shoal.model.head import Change
+from shoal.model import attention, support
 from shoal.model.load import WEIGHTS, load_model
-from shoal.model.positions import TooManyTokensError, positions
-from shoal.model.scorer import Scorer
+from shoal.model.logprobs import Change
+from shoal.model.numerics import packs
+from shoal.model.sources import TooManyTokensError, positions
 from shoal.model.support import LENGTH, UnsupportedModelError, _trees, acts_on_long, change_of_logits
+from shoal.model.training import Scorer
 from shoal.model.tree import Tree, pack
 
 from . import architectures
@@ -96,7 +97,7 @@ def saved(folder: Path, model: str, config: dict[str, Any]) -> Path:
 )
 def test_a_model_with_full_attention_is_accepted(tmp_path: Path, model: str, config: dict[str, Any]) -> None:
     loaded = load_model(saved(tmp_path, model, config))
-    assert type(loaded).__name__.startswith(model) and unpacked.packs(loaded)
+    assert type(loaded).__name__.startswith(model) and packs(loaded)
 
 
 WINDOWED = WINDOW | {"head_dim": 8, "final_logit_softcapping": 2.0}
@@ -128,7 +129,7 @@ def test_a_causal_model_is_computed_right_by_learner_and_engine(
     loaded = load_model(folder)
     load_model(folder)
     said = [text for text in caplog.messages if "is computed one sequence a row, which is slower" in text]
-    assert unpacked.packs(loaded) is (name in architectures.PACKED) is (not said)
+    assert packs(loaded) is (name in architectures.PACKED) is (not said)
     assert len(said) <= 1  # of two loads
     wanted_N = by_transformers(loaded, TREES, 0.7)
     found_N, entropy_N = Scorer(loaded)(pack(TREES), 0.7, True)
@@ -221,7 +222,7 @@ def test_the_difference_is_measured_in_float32_whatever_the_dtype(
     """In bfloat16, rounding alone differs by as much as a state that leaks."""
     found = []
     for dtype in ("float32", "bfloat16"):
-        assert not unpacked.packs(load_model(saved(tmp_path / dtype, "Lfm2", LFM2), dtype))
+        assert not packs(load_model(saved(tmp_path / dtype, "Lfm2", LFM2), dtype))
         said = re.findall(r"Lfm2ForCausalLM.* packed rows differ by (\S+) nats per token", caplog.text)
         found.append(float(said[-1]))
     assert len(said) == 2 and found[0] == pytest.approx(found[1], rel=0.05)
@@ -288,7 +289,7 @@ def test_rope_that_depends_on_the_length_is_right_up_to_it_and_refused_beyond(
 ) -> None:
     config = DENSE | {"rope_parameters": rope, "head_dim": 96 if rope["rope_type"] == "longrope" else 8} | extra
     loaded = load_model(saved(tmp_path, "Llama", config))
-    assert unpacked.packs(loaded) and positions(loaded.config.to_dict()) == 64
+    assert packs(loaded) and positions(loaded.config.to_dict()) == 64
     trees = [Tree(list(range(40)), [list(range(24)), [5, 6]]), Tree([1, 2], [[3]])]
     with torch.no_grad():
         found_N, _ = Scorer(loaded)(pack(trees), 1.0, False)
@@ -312,11 +313,11 @@ def test_the_mean_difference_decides(
 
     def changed(model: Any, trees: list[Tree]) -> torch.Tensor:
         found_N = own(model, trees)
-        found_N[: len(found_N) // 2] += 2 * differs if unpacked.packs(model) else 0.0
+        found_N[: len(found_N) // 2] += 2 * differs if packs(model) else 0.0
         return found_N
 
     monkeypatch.setattr(support, "_own_logprobs", changed)
-    assert unpacked.packs(load_model(tiny_folder)) is packs
+    assert packs(load_model(tiny_folder)) is packs
 
 
 def test_a_model_that_is_wrong_on_both_paths_is_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from shoal.model import attention
 from shoal.model.attention import Kernel, Layout
 from shoal.model.logprobs import chosen_logprobs
+from shoal.model.numerics import packs
 from shoal.model.tree import SHORTEST_ROOT, Tree, assign_rows, common_beginning, forward_hidden, pack, split
-from shoal.model.unpacked import packs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

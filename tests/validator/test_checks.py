@@ -18,8 +18,7 @@ from shoal import toploc
 from shoal.engine.protocol import Completion, Sampling
 from shoal.model.load import load_model, save_model
 from shoal.model.logprobs import token_logprobs
-from shoal.model.noise import SHOAL
-from shoal.model.sampling import choose, replay_margins
+from shoal.model.sampling import SHOAL, choose, replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.protocol.messages import Reason, Verdict
 from shoal.store import rollouts as rollout_file

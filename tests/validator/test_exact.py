@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.engine.selftest import fingerprint
 from shoal.engine.torch_engine import TorchEngine
-from shoal.model.fingerprint import fingerprint
 from shoal.protocol.messages import HARD, Claim, Fingerprint, Reason, Verdict
 from shoal.store.rollouts import Rollout
 from shoal.validator.service import RELOADING, Validator

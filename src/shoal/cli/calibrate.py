@@ -40,10 +40,9 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
 from shoal.errors import ShoalError
 from shoal.model import numerics
-from shoal.model.dtype import DtypeName, measure_gflops
+from shoal.model.dtype import DtypeName, measure_gflops, temporarily_on
 from shoal.model.load import load_model
 from shoal.model.sources import resolve
-from shoal.model.threads import temporarily_on
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import BEYOND, Assignment
 from shoal.tasks.derive import GroupPlan

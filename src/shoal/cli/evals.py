@@ -71,7 +71,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
     from shoal.evals.evaluate import CONFIG, RESULTS, evaluate, recorded
     from shoal.evals.report import PICTURE, draw, table, write_results
-    from shoal.model.threads import compute_on
+    from shoal.model.dtype import compute_on
     from shoal.watch.terminal.live import Terminal
 
     compute_on(arguments.threads)

@@ -95,6 +95,6 @@ def path_of(text: str) -> Path | None:
 
 def model_of(folder: Path, config: Config) -> Any:
     """The model to train, on the CPU."""
-    from shoal.model.plain import plain_model
+    from shoal.model.load import plain_model
 
     return plain_model(folder, config.run.seed if config.pretrain.init == "random" else None)

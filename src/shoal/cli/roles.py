@@ -50,7 +50,7 @@ def join(
     Raises RefusedError, DeviceError.
     """
     from shoal.model import dtype
-    from shoal.model.threads import compute_on
+    from shoal.model.dtype import compute_on
 
     compute_on(threads)
     node = Node.join(invite, folder, stop=stop, capability=capability(engine))
@@ -87,8 +87,8 @@ def fingerprinter(config: Config, dtype: DtypeName) -> Callable[[Any], str]:
     It gives "" if the numerics are fast or the machine fails the self-test, which runs at the first call.
     """
     from shoal.engine import selftest
+    from shoal.engine.selftest import fingerprint
     from shoal.model import numerics
-    from shoal.model.fingerprint import fingerprint
 
     proven: list[bool] = []
 
@@ -272,7 +272,7 @@ def _leading(
     invite: Invite, folder: Path, threads: int, ranks: Ranks, stop: threading.Event
 ) -> Iterator[tuple[Node | None, Config, DtypeName]]:
     """The leader joins the pool and broadcasts config and dtype to the other ranks, which have no node."""
-    from shoal.model.threads import compute_on
+    from shoal.model.dtype import compute_on
 
     if not ranks.leads:
         compute_on(threads)

@@ -102,7 +102,7 @@ def _dry_run(config: Config, *, whole: bool) -> int:
 def prepare(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
     from shoal.cli.launch.prepare import prepare as prepare_run
-    from shoal.model.threads import compute_on
+    from shoal.model.dtype import compute_on
 
     compute_on(arguments.threads)
     say(json.dumps(prepare_run(config, arguments.tasks)))

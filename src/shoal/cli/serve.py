@@ -69,7 +69,7 @@ def serve(arguments: argparse.Namespace) -> None:
     stop = process.begin("serve", threads=arguments.threads)
     source = source_of(arguments.what)
     listen(arguments.host, arguments.port, "the endpoint").close()  # a port that is taken costs no loading of weights
-    from shoal.model.threads import compute_on
+    from shoal.model.dtype import compute_on
     from shoal.serve.scheduler import Limits
     from shoal.serve.service import Settings, serve_forever
 
@@ -101,7 +101,7 @@ def verify_reply(arguments: argparse.Namespace) -> int:
     from shoal.serve.versions import source_of
 
     source = source_of(arguments.model)
-    from shoal.model.threads import compute_on
+    from shoal.model.dtype import compute_on
     from shoal.serve import proof
     from shoal.serve.service import engine_of
     from shoal.serve.versions import load

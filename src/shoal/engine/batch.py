@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from shoal.engine.rows import rows_of
-from shoal.model import head
-from shoal.model.noise import NOISES, Noise, NoiseName
+from shoal.model import logprobs
 from shoal.model.numerics import ROW_UNIT
-from shoal.model.sampling import choose
+from shoal.model.sampling import NOISES, Noise, NoiseName, choose
 
 LOGITS_BYTES = 64 << 20  # float32 logits in memory at once
 CACHED = 16  # rows whose float32 logits are worked on together: what fits the CPU's cache
@@ -152,7 +151,7 @@ class Batch:
     def _draw_alike(self, rows: Sequence[int], temperature: float, noise: Noise) -> list[int | None]:
         assert self.hidden_BH is not None
         hidden_NH = self.hidden_BH if len(rows) == len(self.live) else self.hidden_BH[torch.tensor(rows)]
-        logits_NV = head.logits(self.model, hidden_NH)
+        logits_NV = logprobs.logits(self.model, hidden_NH)
         drawn = [self.live[row] for row in rows]
         scores_NV = _barred(logits_NV, [one.allowed() for one in drawn])
         seeds = [one.ask.seed for one in drawn]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.model.noise import NoiseName
+from shoal.model.sampling import NoiseName
 
 # (group, number within the group, tokens so far, lengths of the turns before the last) -> what an environment appends to a
 # completion whose last token ends a turn; None or nothing: the completion ends. Room for one more token must be left.

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from shoal.engine.cache import GROW_BY, Slots, Taken
 from shoal.engine.uncached import UncachedRows
-from shoal.model import numerics, unpacked
+from shoal.model import numerics
 from shoal.model.exact import KEYS, Step, rounded
-from shoal.model.numerics import ROW_UNIT
-from shoal.model.tree import Tree, forward_row, pack
+from shoal.model.numerics import ROW_UNIT, packs
+from shoal.model.tree import Tree, body, forward_row, pack
 
 
 class Rows(Protocol):
@@ -50,12 +50,12 @@ class Rows(Protocol):
 
 def rows_of(model: Any) -> Rows:
     """Empty rows of this model."""
-    return CachedRows(model) if unpacked.packs(model) else UncachedRows(model)
+    return CachedRows(model) if packs(model) else UncachedRows(model)
 
 
 def token_bytes(model: Any) -> int:
     """Keys and values of one position in all blocks; 0 without a cache."""
-    if not unpacked.packs(model):
+    if not packs(model):
         return 0
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -99,7 +99,7 @@ class CachedRows:
         else:
             seen_BK = torch.arange(used) < self.lengths_B[:, None]
             attention = {"attention_mask": seen_BK[:, None, None, :].to(self.model.device)}
-        output = unpacked.body(self.model)(
+        output = body(self.model)(
             input_ids=F.pad(tokens_B, (0, padding))[:, None].to(self.model.device),
             position_ids=F.pad(at_B, (0, padding))[:, None].to(self.model.device),
             past_key_values=self.cache,

@@ -2,11 +2,16 @@
 
 Completions are decoded together, alone and behind a prompt that begins alike, on one thread and on all, then prefilled in
 several packings. Every hidden state, logit and logprob must have the same bits. What passes may claim an exactness class
-(`model/fingerprint`).
+(`fingerprint`).
 
-Invariant: the result is kept for one model config, dtype, device, CPU, libraries and this package's own code; anything else
-is measured anew. Called by workers and validators at their first load. Left out: a proof for all shapes; the property tests
-try many more.
+A fingerprint is the digest of what a model computes here for fixed inputs: hidden states and logits of a packed tree whose
+branches cross the borders of attention's tiles. Machines with equal ones compute alike. It covers the weights too: a flipped
+bit in most of them changes it.
+
+Invariants: a fingerprint depends on weights, dtype and arithmetic alone; not on time, thread count or what else the process
+computes, provided that the machine passed the self-test. The self-test's result is kept for one model config, dtype, device,
+CPU, libraries and this package's own code; anything else is measured anew. Left out: a proof for all shapes (the property
+tests try many more), and a proof that the node computed its fingerprint: a false one gains nothing (docs/trust.md).
 """
 
 import fcntl
@@ -26,12 +31,10 @@ from shoal import model as model_room
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.files import write_file
-from shoal.model.dtype import DtypeName
-from shoal.model.fingerprint import fixed_tokens, vocabulary_of
-from shoal.model.head import logits
-from shoal.model.logprobs import token_logprobs
+from shoal.model import numerics
+from shoal.model.dtype import DtypeName, temporarily_on
+from shoal.model.logprobs import logits, token_logprobs
 from shoal.model.sources import cache_dir
-from shoal.model.threads import temporarily_on
 from shoal.model.tree import Tree, forward_hidden, pack
 
 PROMPTS = (3, 61, 250)  # tokens; with their completions they cross the borders of attention's tiles
@@ -40,6 +43,7 @@ ALONE = 1  # the prompt whose completions are decoded without the others, too
 ALIKE, BEGINNING = slice(1, 3), 40  # prompts that begin with the same tokens, so many
 SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # environment that changes kernels
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # numbers of threads, which results must not depend on
+PROMPT, BRANCHES = 5, (67, 3)  # tokens; attention's tiles are powers of two
 
 
 def passes(model: Any, dtype: DtypeName, device: str) -> bool:
@@ -156,3 +160,34 @@ def _sources(folder: Path) -> list[Path]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# --- fingerprints ------------------------------------------------------------------------------------------------------
+
+
+def fixed_tokens(name: str, length: int, vocabulary: int) -> list[int]:
+    """Token ids that follow from a name, the same everywhere."""
+    digests = (hashlib.sha256(f"shoal/tokens\n{name}\n{number}".encode()).digest() for number in range(length))
+    return [int.from_bytes(digest[:8], "big") % vocabulary for digest in digests]
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many token ids the model knows."""
+    size: int = model.config.get_text_config(decoder=True).vocab_size
+    return size
+
+
+@torch.inference_mode()
+def fingerprint(model: Any) -> str:
+    """SHA-256 of hidden states and logits at 70 positions, as hex: about the cost of 70 prefilled tokens."""
+    vocabulary = vocabulary_of(model)
+    branches = [fixed_tokens(f"branch {number}", length, vocabulary) for number, length in enumerate(BRANCHES)]
+    packed = pack([Tree(fixed_tokens("prompt", PROMPT, vocabulary), branches)]).to(model.device)
+    hidden_NH = forward_hidden(model, packed)
+    logits_NV = logits(model, hidden_NH)
+    digest = hashlib.sha256(
+        f"shoal/fingerprint/1\n{numerics.of(model)}\n{hidden_NH.dtype}\n{logits_NV.dtype}\n".encode()
+    )
+    for tensor in (hidden_NH, logits_NV):
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.model import unpacked
+from shoal.model.tree import forward
 
 
 class UncachedRows:
@@ -47,4 +47,4 @@ class UncachedRows:
 
     def _forward(self, sequences: list[list[int]]) -> Tensor:
         """Hidden states of sequences of equal length, hidden_BLH."""
-        return unpacked.forward(self.model, torch.tensor(sequences, device=self.model.device))
+        return forward(self.model, torch.tensor(sequences, device=self.model.device))

@@ -16,7 +16,7 @@ from typing import Any
 from shoal import tasks
 from shoal.config import Config
 from shoal.engine.protocol import Engine, Sampling
-from shoal.model import heap
+from shoal.model.dtype import give_back
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sampling import rollout_seed
 from shoal.model.turns import last_turn
@@ -95,7 +95,7 @@ class Evaluator:
                 "version %d is evaluated: greedy %s, sampled %s, n %d", version, found.greedy, found.sampled, found.n
             )
             done.add(due)
-            heap.give_back()  # the evaluation's engine
+            give_back()  # the evaluation's engine
         return "stopped"
 
     def due(self, newest: int | None, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:

@@ -26,8 +26,8 @@ from shoal.engine.protocol import Completion, Engine, Sampling
 from shoal.errors import ShoalError, disk_is_full
 from shoal.files import write_file
 from shoal.model.load import eos_ids, load_tokenizer
-from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import rollout_seed
+from shoal.model.sources import check_max_tokens
 from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.messages import MILLION
 from shoal.tasks.budget import in_turn

@@ -84,8 +84,7 @@ def prompt_of(tokenizer: Any, message: str) -> list[int]:
 
 def check_room(folder: Path, longest_prompt: int, max_tokens: int) -> None:
     """Raises EvalUsageError, naming the most tokens that fit."""
-    from shoal.model.positions import positions
-    from shoal.model.sources import read_config
+    from shoal.model.sources import positions, read_config
 
     most = positions(read_config(str(folder.resolve()), fetch=False))
     if most is None or longest_prompt + max_tokens <= most:

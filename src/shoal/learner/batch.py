@@ -146,7 +146,7 @@ class Rows:
     """Rows of `row_tokens` positions, filled with the groups' trees in the order in which the groups come.
 
     A row is closed when the next tree does not fit. It is longer if one prompt and its completion need it: what the
-    validator accepted can be trained on. Without `packs`, each row is one completion behind its prompt (`model/unpacked`).
+    validator accepted can be trained on. Without `packs`, each row is one completion behind its prompt (`model/tree`).
     """
 
     def __init__(self, *, row_tokens: int, packs: bool = True) -> None:

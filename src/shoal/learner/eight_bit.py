@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.model.sharded import local
+from shoal.model.training import local
 
 BLOCK = 256  # entries; bitsandbytes knows no other size here
 EPSILON = 1e-8

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shoal.learner.ranks import Ranks
 from shoal.model.numerics import Numerics
-from shoal.model.scorer import Scorer
-from shoal.model.sharded import Sharded, opened
+from shoal.model.training import Scorer, Sharded, opened
 
 Tensors = Mapping[str, Tensor]
 

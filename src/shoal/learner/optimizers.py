@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shoal.config.recipe import LearnerSection
 from shoal.learner import eight_bit
 from shoal.learner.ranks import whole
-from shoal.model.sharded import local, own_rows
+from shoal.model.training import local, own_rows
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steepest at 0
 ITERATIONS = 5

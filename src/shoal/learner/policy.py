@@ -27,12 +27,11 @@ from shoal.learner.masters import collect, collect_early, in_shards, prepare, ro
 from shoal.learner.metrics import shape_of
 from shoal.learner.ranks import Ranks, whole
 from shoal.learner.schedule import rate
-from shoal.model import unpacked
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
 from shoal.model.logprobs import LossOf
-from shoal.model.numerics import Numerics
-from shoal.model.scorer import Scorer, compile_blocks, recompute_activations
+from shoal.model.numerics import Numerics, packs
+from shoal.model.training import Scorer, compile_blocks, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
 
 log = logging.getLogger(__name__)
@@ -195,7 +194,7 @@ class Policy:
     @property
     def packs(self) -> bool:
         """Whether rows may hold several sequences."""
-        return unpacked.packs(self.model)
+        return packs(self.model)
 
     @property
     def lr(self) -> float:

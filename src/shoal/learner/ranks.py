@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.model.scorer import blocks
-from shoal.model.sharded import local, shard_rows
+from shoal.model.training import blocks, local, shard_rows
 
 T = TypeVar("T")
 
@@ -126,7 +125,7 @@ class Ranks:
     def shard(self, root: Any, compute: torch.dtype, *, offload: bool = False) -> None:
         """Shard the weights of `root.model` over the ranks. A block is gathered, in `compute`, only while it is used.
 
-        They may be on the meta device: then they become shards of nothing, to be read (`model/sharded`). Gradients are
+        They may be on the meta device: then they become shards of nothing, to be read (`model/training`). Gradients are
         summed over the ranks, not averaged, in float32. With `offload` shards and their gradients are on the host: a
         block's are copied to the device to be gathered, and its gradients to the host once they are summed.
         """

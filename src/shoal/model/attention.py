@@ -15,10 +15,9 @@ log-sum-exp, yields that part's share of the gradients, as in ring attention (Li
 Registered with transformers as "shoal". Without a layout (decoding with a cache) it is transformers' SDPA.
 
 Invariant: a token's output depends only on its prompt and its completion, whatever else is in the row.
-Called through transformers by `tree.forward_hidden`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, Literal
@@ -28,9 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.model.block_mask import block_mask
-
 NAME = "shoal"
+BLOCK = 128  # queries, and keys, that flex attention computes or skips together: PyTorch's default
 SHORT = 256  # queries; up to here PyTorch's bf16 backward takes 1.2 to 5 times as long as its fp32 one
 UNEVEN = 0.75  # a segment shorter than this share of its batch's longest one starts a new batch
 
@@ -352,3 +350,35 @@ def _flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)
+
+
+def block_mask(length: int, sees: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> Any:
+    """The block mask of flex attention: that of PyTorch's `create_block_mask`, built a tile of queries at a time.
+
+    `create_block_mask` first holds all pairs of query and key: 17 GB at 40,960 positions, eagerly. Here the largest tensor
+    is BLOCK rows of them. `sees(query, key)` tells which attends to which, broadcast over int64 positions.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tiles = -(-length // BLOCK)
+    at_T = torch.arange(length, device=device)
+    pairs_QK = torch.zeros(tiles, tiles, dtype=torch.int64, device=device)  # that are seen, of each block
+    for tile, query_L in enumerate(torch.split(at_T, BLOCK)):
+        sees_LT = F.pad(sees(query_L[:, None], at_T), (0, -length % BLOCK))
+        pairs_QK[tile] = sees_LT.view(len(query_L), tiles, BLOCK).sum((0, 2))
+    all_QK = pairs_QK == BLOCK * BLOCK
+    some_QK = (pairs_QK > 0) & ~all_QK
+
+    def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(query, key)
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(some_QK), *_ordered(all_QK), BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(length, length)
+    )
+
+
+def _ordered(chosen_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks each query block has, and all key blocks, the chosen ones first, in order; int32."""
+    chosen_11QK = chosen_QK[None, None].to(torch.int32)
+    order_11QK = torch.argsort(chosen_11QK, dim=-1, descending=True, stable=True)
+    return chosen_11QK.sum(-1, dtype=torch.int32), order_11QK.to(torch.int32)

@@ -1,12 +1,16 @@
-"""Picks the compute dtype by measurement on this machine, because a CPU's name and vendor do not predict it.
+"""What this process computes with: its dtype, picked by measurement, its threads, and memory that it gives back.
 
-Two 2-core CPUs, measured: fp32 170 and bf16 1 GFLOP/s on one, fp32 190 and bf16 850 on the other.
-Called once at the start of a run (`shoal run` writes the result into the resolved config) or of a process started alone.
+The dtype is measured on this machine, because a CPU's name and vendor do not predict it. Two 2-core CPUs, measured: fp32 170
+and bf16 1 GFLOP/s on one, fp32 190 and bf16 850 on the other. `shoal run` writes the result into the resolved config.
 Left out: fp16 and fp8. *Published* weights are bf16 in any case.
 """
 
+import ctypes
 import time
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal
 
 import torch
 
@@ -65,3 +69,41 @@ def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]
     }
     wins = speeds["bfloat16"] > BFLOAT16_MUST_WIN_BY * speeds["float32"]
     return ("bfloat16" if wins else "float32"), speeds
+
+
+def compute_on(threads: int) -> None:
+    """Use `threads` cores in this process; 0 means all that PyTorch finds."""
+    if threads:
+        torch.set_num_threads(threads)
+        torch.set_num_interop_threads(1)
+
+
+@contextmanager
+def temporarily_on(threads: int) -> Iterator[None]:
+    """Use `threads` cores within it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def give_back() -> None:
+    """Give memory that was freed back to the system, where something large has just ended. Takes milliseconds a gigabyte.
+
+    glibc keeps freed pieces below its threshold (32 MB in children of `shoal run`), and returns only those at the end of the
+    heap by itself: what loading or evaluating a model leaves in between would be held for the rest of the run.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    """glibc's function; None with another C library."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # not in this library; no library of the process can be opened
+        return None

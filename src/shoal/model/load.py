@@ -2,7 +2,6 @@
 
 Invariant: weights are read from safetensors only. They are written as one bf16 `model.safetensors`, tensor by tensor, which
 `AutoModelForCausalLM.from_pretrained` loads. A published policy version is such a folder, including the tokenizer.
-Called by every role that touches weights.
 """
 
 import json
@@ -22,12 +21,13 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 from shoal.errors import first_line
-from shoal.model import adapters, attention, exact, head, heap, support, unpacked
-from shoal.model.dtype import DtypeName
+from shoal.model import adapters, attention, exact, logprobs, support
+from shoal.model.dtype import DtypeName, give_back
 from shoal.model.numerics import Numerics
-from shoal.model.positions import limit_
 from shoal.model.products import repeatable_
+from shoal.model.sources import limit_
 from shoal.model.support import UnsupportedModelError
+from shoal.model.tree import EAGER, use_
 
 WEIGHTS = "model.safetensors"
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
     """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
 
     It computes packed rows with these numerics where that is right for the model, and otherwise one sequence a row, slower
-    and with fast numerics, which is said once (`unpacked.packs`, `numerics.of`).
+    and with fast numerics, which is said once (`packs`, `numerics.of`).
     Raises UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
     """
     config = load_config(folder)
@@ -51,8 +51,22 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
 
     model = judged(folder, config, numerics, load).model
     limit_(model, config.to_dict())
-    heap.give_back()  # the comparison's copies
+    give_back()  # the comparison's copies
     return model
+
+
+def plain_model(folder: Path, seed: int | None) -> Any:
+    """The causal LM of `folder` as plain transformers computes it, in float32 on the CPU, for training on plain text.
+
+    `seed` None: with the folder's weights. The same folder, seed and version of PyTorch give the same random weights.
+    """
+    if seed is None:
+        with quiet():
+            return AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
+            ).train()
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(load_config(folder), dtype=torch.float32).train()
 
 
 class Root(nn.Module):
@@ -91,7 +105,7 @@ def judged(folder: Path, config: Any, numerics: Numerics, load: Callable[[Numeri
         _say(f"{support.name_of(config, folder)} is computed one sequence a row, which is slower: {why}")
         root = load(None) if root is None else root
         assert root is not None  # transformers' own attention is always there
-        unpacked.use_(root.model)
+        use_(root.model)
         known = _known(root, folder)
         differs = compare(root)
         if not differs <= support.TOLERANCE:
@@ -106,7 +120,7 @@ def judged(folder: Path, config: Any, numerics: Numerics, load: Callable[[Numeri
 @torch.no_grad()
 def _known(root: Root, folder: Path) -> support.Reference:
     known: support.Reference = root(lambda model: support.reference(model, folder))
-    setattr(root.model, head.ATTRIBUTE, known.change)
+    setattr(root.model, logprobs.ATTRIBUTE, known.change)
     return known
 
 
@@ -135,7 +149,7 @@ def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics | Non
 
     The attention is Shoal's, or transformers' own if `numerics` is None. None if the attention cannot be replaced.
     """
-    name = {"exact": exact.NAME, "fast": attention.NAME, None: unpacked.NAME}[numerics]
+    name = {"exact": exact.NAME, "fast": attention.NAME, None: EAGER}[numerics]
     if numerics is not None:
         AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
         AttentionMaskInterface.register(name, sdpa_mask)

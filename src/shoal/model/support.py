@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserError
-from shoal.model import attention, head, unpacked
-from shoal.model.tree import SHORTEST_ROOT, Tree, forward_hidden, pack
+from shoal.model import attention, logprobs
+from shoal.model.tree import SHORTEST_ROOT, Tree, forward_hidden, pack, use_
 
 TOLERANCE = 1e-3  # nats per token, mean
 LENGTH = 32  # tokens of each compared sequence: prompt and completion
@@ -79,7 +79,7 @@ class Reference:
 
     trees: list[Tree]
     logprobs_N: Tensor
-    change: head.Change
+    change: logprobs.Change
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def reference(model: Any, folder: Path) -> Reference:
     return Reference(trees, logprobs_N, change)
 
 
-def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> head.Change | None:
+def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.Change | None:
     """What turns the head's output into logits, by the config's fields and one example; None if nothing fits."""
     text = config.get_text_config(decoder=True)
     scales = [value for field in SCALES if isinstance(value := getattr(text, field, None), int | float) and value != 1]
@@ -120,7 +120,7 @@ def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> head.Change | 
     every_scale = [one for value in scales for one in (float(value), 1 / value)]
     for scale in (*every_scale, 1.0):
         for cap in (*caps, None):
-            change = head.Change(scale, cap)
+            change = logprobs.Change(scale, cap)
             if float((change(raw).float() - logits.float()).abs().mean()) <= TOLERANCE:
                 return change
     return None
@@ -171,7 +171,7 @@ def _own_logprobs(model: Any, trees: list[Tree]) -> Tensor:
     if model.device.type != "cpu":  # the architecture is checked here, not a compiled kernel
         layout = attention.Layout(packed.layout.spans, model.device, "masked", packed.layout.root)
         packed = replace(packed.to(model.device), layout=layout)
-    logp_NV: Tensor = head.logits(model, forward_hidden(model, packed)).float().log_softmax(-1)
+    logp_NV: Tensor = logprobs.logits(model, forward_hidden(model, packed)).float().log_softmax(-1)
     return logp_NV.gather(-1, packed.target_N[:, None])[:, 0]
 
 
@@ -180,12 +180,12 @@ def _plain_logits(model: Any, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
     own = model.config._attn_implementation
     given: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: given.append(output))
-    unpacked.use_(model)
+    use_(model)
     try:
         logits_BLV: Tensor = model(input_ids=ids_BL, use_cache=False).logits
     finally:
         hook.remove()
-        unpacked.use_(model, own)
+        use_(model, own)
     return given[-1], logits_BLV
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.engine import batch
 from shoal.errors import ShoalError
-from shoal.model import head
+from shoal.model import logprobs
 from shoal.model.logprobs import likelihoods, token_logprobs
 from shoal.serve.text import Finish, Text
 from shoal.serve.versions import Held
@@ -131,7 +131,7 @@ class Generation:
         """Logprobs of the prompt, some positions at a time: all logits of a long one would fill the memory."""
         tokens = self.ask.prompt[1:]
         for start in range(0, len(tokens), ECHOED):
-            logits_LV = head.logits(self.model, hidden_LH[start : start + ECHOED][: len(tokens) - start])
+            logits_LV = logprobs.logits(self.model, hidden_LH[start : start + ECHOED][: len(tokens) - start])
             self.echoed += scored(logits_LV, tokens[start : start + ECHOED], self.ask.top or 0)
 
     def position(self) -> int:

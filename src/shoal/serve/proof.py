@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 from shoal import toploc
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.model import head
+from shoal.model import logprobs
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.serve.generation import Generation
@@ -263,7 +263,7 @@ def _recomputed(reply: Reply, held: Held, config: Config, check: Callable[[], No
         check()
         span = slice(start, start + VOCABULARY_ROWS)
         own_C = tokens_N[span]
-        scaled_CV = head.logits(model, hidden_NH[span]).float() / (reply.temperature or 1.0)
+        scaled_CV = logprobs.logits(model, hidden_NH[span]).float() / (reply.temperature or 1.0)
         if reply.temperature == 0.0:
             margins.append(scaled_CV.amax(-1) - scaled_CV.gather(-1, own_C[:, None])[:, 0])
         else:

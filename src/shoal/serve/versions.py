@@ -29,8 +29,7 @@ from shoal.errors import ShoalError, UserError
 from shoal.evals.local import digest, label_of
 from shoal.model import sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
-from shoal.model.positions import positions
-from shoal.model.sources import read_config
+from shoal.model.sources import positions, read_config
 from shoal.shardcast.manifest import parse_version
 
 CONFIG = "config.toml"

@@ -24,13 +24,12 @@ import torch
 
 from shoal import tasks
 from shoal.config import Config
+from shoal.engine.selftest import vocabulary_of
 from shoal.model import numerics
 from shoal.model.dtype import DtypeName
-from shoal.model.fingerprint import vocabulary_of
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
-from shoal.model.noise import NOISES
-from shoal.model.positions import check_max_tokens
-from shoal.model.sampling import LOWEST_LOGPROB
+from shoal.model.sampling import LOWEST_LOGPROB, NOISES
+from shoal.model.sources import check_max_tokens
 from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, Reason

@@ -26,10 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.model.head import logits
-from shoal.model.logprobs import likelihoods, token_logprobs
-from shoal.model.noise import Noise
-from shoal.model.sampling import replay_margins
+from shoal.model.logprobs import likelihoods, logits, token_logprobs
+from shoal.model.sampling import Noise, replay_margins
 from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
 from shoal.model.turns import model_positions
 from shoal.store.rollouts import Rollout

@@ -18,7 +18,7 @@ from shoal.config import Config
 from shoal.engine.one_thread import Compute, here
 from shoal.engine.protocol import Completion, Engine, Respond, Sampling
 from shoal.model.load import eos_ids, load_tokenizer
-from shoal.model.positions import check_max_tokens
+from shoal.model.sources import check_max_tokens
 from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment

@@ -14,8 +14,7 @@ from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
 from shoal.model.load import load_model
-from shoal.model.noise import NOISES, NoiseName
-from shoal.model.sampling import replay_margins
+from shoal.model.sampling import NOISES, NoiseName, replay_margins
 from shoal.model.sources import resolve
 from shoal.protocol.messages import Reason
 from shoal.validator.by_hand import offline_assignment

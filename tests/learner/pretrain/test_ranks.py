@@ -24,7 +24,7 @@ from shoal.diloco.messages import Greeting, Welcome
 from shoal.learner.pretrain.net import Net
 from shoal.learner.pretrain.outer import Outer, terms_of
 from shoal.learner.ranks import Ranks
-from shoal.model.plain import plain_model
+from shoal.model.load import plain_model
 from tests.diloco.direct import Direct
 from tests.gloo import on_two_ranks
 

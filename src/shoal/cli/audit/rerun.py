@@ -71,8 +71,8 @@ def rerun(run: Opened, found: Found, step: int, scratch: Path) -> Iterator[Again
     from shoal.learner.ranks import Ranks
     from shoal.learner.record import computed
     from shoal.model import numerics
+    from shoal.model.dtype import temporarily_on
     from shoal.model.sources import resolve
-    from shoal.model.threads import temporarily_on
 
     record, config = found.records[step], found.configs[step]
     section = config.learner.model_copy(update={"keep_versions": 2})

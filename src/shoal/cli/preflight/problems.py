@@ -17,8 +17,7 @@ from shoal import tasks
 from shoal.cli.preflight.cores import available_cores
 from shoal.config import Config, ConfigError
 from shoal.model import sources
-from shoal.model.positions import positions
-from shoal.model.sources import ModelNotFoundError
+from shoal.model.sources import ModelNotFoundError, positions
 from shoal.tasks.environments import try_out
 from shoal.tasks.rewards.graders import GradeError
 

@@ -26,8 +26,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from shoal.model.noise import NOISES, NoiseName
-from shoal.model.sampling import choose
+from shoal.model.sampling import NOISES, NoiseName, choose
 
 
 @dataclass(frozen=True)

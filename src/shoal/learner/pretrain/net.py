@@ -24,7 +24,7 @@ from shoal.errors import ShoalError
 from shoal.learner.pretrain.outer import named
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
-from shoal.model.sharded import local, own_rows
+from shoal.model.training import local, own_rows
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CALLS = ("step", "evaluate", "pull", "push", "state", "restore", "reset")

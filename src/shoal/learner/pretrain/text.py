@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UserError
-from shoal.model.hub import HubError, data_files
+from shoal.model.sources import HubError, data_files
 
 PIECE_BYTES = 16 << 10
 HEAD_BYTES = 64 << 10  # of each file, for the fingerprint

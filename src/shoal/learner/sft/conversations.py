@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.errors import UserError
-from shoal.model.hub import HubError, ask, data_files
+from shoal.model.sources import HubError, ask, data_files
 
 SUFFIXES = (".jsonl", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")

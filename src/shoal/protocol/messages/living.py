@@ -44,7 +44,7 @@ class Stats(Message):
 
 
 class Fingerprint(Message):
-    """Digest of what a node computes with one version on fixed inputs (`model/fingerprint`). Equal ones: one class."""
+    """Digest of what a node computes with one version on fixed inputs (`engine/selftest`). Equal ones: one class."""
 
     version: Count
     value: str = Hex64

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from shoal.config.tasks import SourceSection
-from shoal.model.hub import HubError, ask
+from shoal.model.sources import HubError, ask
 from shoal.tasks import libraries
 from shoal.tasks.sources import generators, schemas
 from shoal.tasks.sources.rows import SUFFIXES, Fields, LeftOutError, Row, RowError, Rows, as_json, text, value

@@ -1,4 +1,7 @@
-"""Loads a model in shards: no rank ever holds all of its weights, or reads more of the files than its own part of them.
+"""A model as the learner trains it: the scorer of packed completions, and loading in shards.
+
+A forward uses the model's weights only inside of `Scorer.forward`, as FSDP requires; it can be compiled, and recompute its
+activations. In shards no rank ever holds all of the weights, or reads more of the files than its own part of them:
 
     1. build the model on the meta device, without weights; buffers such as rotary tables are computed, not read
     2. shard it: each parameter gets its shape on this rank, still without memory
@@ -7,7 +10,7 @@
 First the model is loaded so in float32 and compared with plain transformers (`load.judged`), block by block gathered, like
 any model; then again to be trained. Each load reads 1/N of the files on each of N ranks.
 Invariant: the same weights, buffers and random state as after a whole load that is sharded then.
-Called by the policy on several ranks. Left out: files whose tensors are not named as transformers names them (experts that
+Left out: files whose tensors are not named as transformers names them (experts that
 it stacks, quantised weights): `Weights.why_not` says so, and they are loaded whole on every rank.
 """
 
@@ -24,14 +27,68 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from shoal.model import head, unpacked
+from shoal.model import logprobs, numerics
 from shoal.model.load import OPENED_FOR, WEIGHTS, Root, judged, load_config, prepared_, tied_names
-from shoal.model.numerics import Numerics
-from shoal.model.positions import limit_
+from shoal.model.logprobs import LossOf, change_of, chosen_logprobs, chosen_loss
+from shoal.model.numerics import Numerics, packs
+from shoal.model.sources import limit_
+from shoal.model.tree import Pack, forward_hidden, use_
 
 INDEX = f"{WEIGHTS}.index.json"
 
 Shard_ = Callable[[nn.Module, torch.dtype], None]  # shards a module's `model`, to be gathered in this dtype
+
+
+class Scorer(nn.Module):
+    def __init__(self, model: Any, *, keep_logits: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.keep_logits = keep_logits
+
+    def forward(
+        self, packed: Pack, temperature: float, with_entropy: bool, loss_of: LossOf | None = None
+    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        """(logp_N, entropy_N or None) of the pack's targets, in their order; float32, nats.
+
+        With `loss_of`, its sum over slices of the targets instead: a scalar (`logprobs.chosen_loss`).
+        """
+        hidden_NH = forward_hidden(self.model, packed)
+        layer = self.model.get_output_embeddings()
+        settings: dict[str, Any] = {
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+            "exact": numerics.of(self.model) == "exact",
+            "bias_V": getattr(layer, "bias", None),
+            "change": change_of(self.model),
+        }
+        if loss_of is not None:
+            return chosen_loss(hidden_NH, layer.weight, packed.target_N, loss_of, **settings)
+        return chosen_logprobs(hidden_NH, layer.weight, packed.target_N, keep_logits=self.keep_logits, **settings)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return blocks(self.model)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder's blocks: the unit of sharding, compilation and recomputation."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def recompute_activations(scorer: Scorer) -> None:
+    """Keep only each block's input for the backward pass and recompute the rest."""
+    scorer.model.activation_checkpointing_enable({"use_reentrant": False})
+    scorer.model.train()  # transformers recomputes only in training mode
+    for module in scorer.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()  # the trained policy must equal the one that samples
+
+
+def compile_blocks(scorer: Scorer) -> None:
+    """Compile each block for rows of any length. All blocks share one compilation."""
+    for layer in scorer.layers:
+        layer.compile(dynamic=True)
 
 
 class Weights:
@@ -90,15 +147,15 @@ class Sharded:
     weights: Weights
     numerics: Numerics | None
     packs: bool
-    change: head.Change
+    change: logprobs.Change
 
     def skeleton(self) -> Any:
         """The model on the meta device, ready but for its weights."""
         config = load_config(self.folder)
         model = skeleton(self.folder, config, self.numerics)
         if not self.packs:
-            unpacked.use_(model)
-        setattr(model, head.ATTRIBUTE, self.change)
+            use_(model)
+        setattr(model, logprobs.ATTRIBUTE, self.change)
         limit_(model, config.to_dict())
         return model
 
@@ -132,7 +189,7 @@ def opened(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Shar
         if why := weights.why_not(skeleton(folder, config, None)):
             return why
         model = judged(folder, config, numerics, load).model
-    found = Sharded(folder, torch.device(device), weights, picked[-1], unpacked.packs(model), head.change_of(model))
+    found = Sharded(folder, torch.device(device), weights, picked[-1], packs(model), logprobs.change_of(model))
     del model
     gc.collect()  # FSDP's hooks are in cycles, which would keep the shards
     return found
