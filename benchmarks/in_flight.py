@@ -27,12 +27,11 @@ from machine import describe
 
 from shoal import config as config_module
 from shoal.cli.roles import generator
-from shoal.engine.one_thread import OneThread
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Finished, HeartbeatAnswer
 from shoal.validator.by_hand import offline_assignment
-from shoal.worker.loop import Worker
+from shoal.worker.loop import OneThread, Worker
 from shoal.worker.produce import Producer
 
 HERE = Path(__file__).parent

@@ -14,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.engine import cache as cache_module
 from shoal.engine import rows as rows_module
 from shoal.engine.batch import Ask
-from shoal.engine.cache import Taken
-from shoal.engine.rows import token_bytes
+from shoal.engine.rows import Taken, token_bytes
 from shoal.engine.scheduler import Limits, Scheduler, cache_bytes
 from shoal.model import attention
 from shoal.model.sampling import choose
@@ -36,18 +34,18 @@ def hashed(tokens: Sequence[int]) -> int:
 
 
 def test_buffers_of_short_rows_have_little_room_to_spare() -> None:
-    slots = cache_module.Slots("cpu")
+    slots = rows_module.Slots("cpu")
     slots.receive(0, 0, Taken(0, [40] * 8))
     slots.update(torch.ones(1, 3, 320, 2), torch.ones(1, 3, 320, 2), 0)
     assert slots.positions == slots.buffers[0, 0].shape[2] <= 64
     slots.begin(torch.full((8,), 4096), 4097)
-    assert slots.positions <= 4097 + cache_module.GROW_BY + cache_module.KEYS, (
+    assert slots.positions <= 4097 + rows_module.GROW_BY + rows_module.KEYS, (
         "room that a long row never fills is bounded"
     )
 
 
 def test_buffers_shrink_when_half_of_the_rows_or_positions_is_not_needed() -> None:
-    slots = cache_module.Slots("cpu")
+    slots = rows_module.Slots("cpu")
     slots.receive(0, 0, Taken(0, [2] * 8))
     keys = torch.arange(16.0)[None, None, :, None]
     slots.update(keys, keys, 0)
@@ -139,8 +137,7 @@ class One:
 @pytest.fixture(scope="module")
 def models() -> Iterator[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cache_module, rows_module):  # so that short rows make buffers grow, too
-            patch.setattr(module, "GROW_BY", 16)
+        patch.setattr(rows_module, "GROW_BY", 16)  # so that short rows make buffers grow, too
         yield [Fake(0), Fake(1)]
 
 

@@ -23,8 +23,7 @@ from shoal.protocol.node import Node
 
 if TYPE_CHECKING:
     from shoal.diloco.meeting import Meeting
-    from shoal.engine.one_thread import Compute
-    from shoal.engine.protocol import Engine
+    from shoal.engine.protocol import Compute, Engine
     from shoal.learner.loop import Learner
     from shoal.learner.policy import Policy
     from shoal.learner.ranks import Ranks
@@ -115,8 +114,7 @@ def run_worker(
     engine: EngineName = "torch",
 ) -> str:
     """Follow the newest weights and generate rollouts. `producer_type`: `Producer`, or one that lies."""
-    from shoal.engine.one_thread import OneThread
-    from shoal.worker.loop import Worker, follow
+    from shoal.worker.loop import OneThread, Worker, follow
     from shoal.worker.produce import Producer
 
     node, config, dtype = join(invite, folder, threads, stop, engine)
@@ -157,7 +155,7 @@ def generator(
         with closing(VllmEngine(dtype, threads)) as vllm:
             yield vllm, f"{name}/{device.partition(':')[0]}", lambda: ""
         return
-    from shoal.engine.one_thread import here
+    from shoal.engine.protocol import here
     from shoal.engine.torch_engine import TorchEngine
     from shoal.model import numerics
 

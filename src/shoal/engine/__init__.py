@@ -1,4 +1,1 @@
-"""Inference engines: the protocol, the torch engine with its scheduler, vLLM, and the self-test of exactness.
-
-Used by workers, validators, evaluation, calibration and `serve`.
-"""
+"""Inference engines: their interface, the torch engine with its scheduler, vLLM, and the self-test of exactness."""

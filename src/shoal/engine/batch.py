@@ -1,11 +1,10 @@
-"""The completions of one model that are being decoded: who they are, and one step of all of them.
+"""The completions of one model that are being decoded, and one step of all of them.
 
-    leave: drop who was cancelled -> join: prefill new prompts
-    -> step: draw a token a row, hand it over, drop who has finished, compute on
+    drop_cancelled -> prefill: new prompts join -> decode: sample a token a row, drop who has finished, compute the others on
 
 A prompt is computed once for all its completions that are there: later ones begin as a copy of a sibling's keys and values.
 The last live row takes the place of a finished one, so the batch shrinks without copying the other rows.
-Invariant: a completion sees its tokens in order and none after its last. Called by `scheduler`.
+Invariant: a completion sees its tokens in order and none after its last.
 """
 
 import math
@@ -47,7 +46,7 @@ class Ask:
             )
 
 
-class Drawn(Protocol):
+class Request(Protocol):
     """A completion while it is decoded."""
 
     @property
@@ -83,15 +82,15 @@ class Batch:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.rows = rows_of(model)
-        self.live: list[Drawn] = []  # by row
+        self.live: list[Request] = []  # by row
         self.prompt_H: list[Tensor] = []  # by row: the hidden state behind its prompt
         self.hidden_BH: Tensor | None = None  # that each row's next token is drawn from
 
     @torch.inference_mode()
-    def join(self, new: Sequence[Drawn]) -> None:
+    def prefill(self, new: Sequence[Request]) -> None:
         """Add rows. Prompts that no live row has are prefilled."""
         known = {one.ask.prompt: row for row, one in enumerate(self.live)}
-        groups: dict[tuple[int, ...], list[Drawn]] = {}
+        groups: dict[tuple[int, ...], list[Request]] = {}
         for one in new:
             groups.setdefault(one.ask.prompt, []).append(one)
         fresh = [
@@ -108,32 +107,32 @@ class Batch:
             self.rows.fork([source for source, _ in copies], [len(one.ask.prompt) for _, one in copies])
             self._add([one for _, one in copies], [self.prompt_H[source] for source, _ in copies])
 
-    def _add(self, new: Sequence[Drawn], states: Sequence[Tensor]) -> None:
+    def _add(self, new: Sequence[Request], states: Sequence[Tensor]) -> None:
         self.live += new
         self.prompt_H += states
         before = [] if self.hidden_BH is None else [self.hidden_BH]
         self.hidden_BH = torch.cat([*before, torch.stack(list(states))])
 
     @torch.inference_mode()
-    def leave(self) -> list[Drawn]:
-        """Drop who was cancelled."""
+    def drop_cancelled(self) -> list[Request]:
+        """Finish who was cancelled. Returns them."""
         cancelled = [one.cancelled for one in self.live]  # each is asked once: other threads cancel meanwhile
         left = [one for one, gone in zip(self.live, cancelled, strict=True) if gone]
         self._keep([row for row, gone in enumerate(cancelled) if not gone])
         return left
 
     @torch.inference_mode()
-    def step(self) -> list[Drawn]:
-        """Draw a token for each row, and compute the next states of unfinished rows. Returns everyone who got a token."""
+    def decode(self) -> list[Request]:
+        """Sample a token for each row, and compute the next states of unfinished rows. Returns everyone who got a token."""
         drawn = list(self.live)
-        placed = self._draw()
+        placed = self._sample()
         staying = [row for row, token in enumerate(placed) if token is not None]
         kept = self._keep(staying)
         if self.live:
             self.hidden_BH = self.rows.step(torch.tensor([placed[row] for row in kept]))
         return drawn
 
-    def _draw(self) -> list[int | None]:
+    def _sample(self) -> list[int | None]:
         """One token a row, by its own seed and temperature; some rows at a time, so that logits stay small."""
         placed: list[int | None] = [None] * len(self.live)
         alike: dict[tuple[float, NoiseName], list[int]] = {}
@@ -144,11 +143,11 @@ class Batch:
         for (temperature, noise), rows in alike.items():
             for start in range(0, len(rows), step):
                 some = rows[start : start + step]
-                for row, token in zip(some, self._draw_alike(some, temperature, NOISES[noise]), strict=True):
+                for row, token in zip(some, self._sample_alike(some, temperature, NOISES[noise]), strict=True):
                     placed[row] = token
         return placed
 
-    def _draw_alike(self, rows: Sequence[int], temperature: float, noise: Noise) -> list[int | None]:
+    def _sample_alike(self, rows: Sequence[int], temperature: float, noise: Noise) -> list[int | None]:
         assert self.hidden_BH is not None
         hidden_NH = self.hidden_BH if len(rows) == len(self.live) else self.hidden_BH[torch.tensor(rows)]
         logits_NV = logprobs.logits(self.model, hidden_NH)

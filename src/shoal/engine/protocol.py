@@ -1,23 +1,33 @@
-"""The interface of an inference engine: its inputs and results.
+"""The interface of an inference engine, and what engines do alike: completions in the making, calls that share a batch.
 
 A completion may have several turns: when the model ends one, `Respond` may append tokens of an environment, after which
 the model goes on. Tokens in, tokens out: what the model wrote is never tokenised again.
-The small torch engine (`torch_engine.py`) is the default and the tests' double. Other engines implement this protocol.
-Used by the worker and by evaluation.
+The torch engine (`torch_engine`) is the default and the tests' double; `vllm.client` is another.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from shoal.model.sampling import NoiseName
 
+T = TypeVar("T")
+IDLE_S = 1.0
+
 # (group, number within the group, tokens so far, lengths of the turns before the last) -> what an environment appends to a
 # completion whose last token ends a turn; None or nothing: the completion ends. Room for one more token must be left.
 Respond = Callable[[int, int, Sequence[int], Sequence[int]], Sequence[int] | None]
+Compute = Callable[[Callable[[], Any]], Any]  # runs a job somewhere, and returns its result
+
+
+def here(job: Callable[[], T]) -> T:
+    """Run a job in the thread that asks."""
+    return job()
 
 
 @dataclass(frozen=True)
@@ -61,3 +71,92 @@ class Engine(Protocol):
         `max_tokens` bounds a whole completion, and seeds count positions of the whole: given tokens are included.
         """
         ...
+
+
+@dataclass(eq=False)
+class Draft:
+    """A completion while it is written."""
+
+    prompt: tuple[int, ...]
+    group: int
+    number: int  # within the group
+    seed: int
+    sampling: Sampling
+    respond: Respond | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)  # parts of hidden_TH
+    turns: list[int] = field(default_factory=list)
+    done: bool = False
+    error: BaseException | None = None
+    cancelled: bool = False
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error, self.done = self.error or error, True
+
+    def reply(self) -> Sequence[int]:
+        """What an environment appends to the last token, which may end a turn; nothing: the completion ends.
+
+        An error of the environment finishes this completion alone: `generate` raises it in the thread that asked.
+        """
+        if self.respond is None or self.tokens[-1] not in self.sampling.eos_ids:
+            return ()
+        try:
+            reply = self.respond(self.group, self.number, self.tokens, self.turns) or ()
+            if reply and len(self.tokens) + len(reply) >= self.sampling.max_tokens:
+                raise ValueError(
+                    f"{len(reply)} tokens given after {len(self.tokens)} leave no room below {self.sampling.max_tokens}"
+                )
+        except Exception as error:  # noqa: BLE001 - the caller's own
+            self.finish(error)
+            return ()
+        if reply:
+            self.turns += [len(self.tokens) - sum(self.turns), len(reply)]
+        return reply
+
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.logprobs, torch.cat(self.states), self.turns)
+
+
+class Calls:
+    """Calls of `generate` by several threads: one of the threads advances everybody's completions, the others wait.
+
+    `changed` guards what an engine queues.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.open = 0  # calls that have not returned
+        self._advancing = False
+
+    def wait(self, own: Sequence[Draft], advance: Callable[[], None]) -> None:
+        """Return when these completions are done; until then advance all, or wait while another thread does.
+
+        Raises what finished one of them, or what `advance` raises.
+        """
+        with self.changed:
+            self.open += 1
+        try:
+            while not all(draft.done for draft in own):
+                self._advance_or_wait(advance)
+        finally:
+            with self.changed:
+                self.open -= 1
+                for draft in own:
+                    draft.cancelled = True  # what is left of an interrupted call
+        for draft in own:
+            if draft.error:
+                raise draft.error
+
+    def _advance_or_wait(self, advance: Callable[[], None]) -> None:
+        with self.changed:
+            if self._advancing:
+                self.changed.wait(IDLE_S)
+                return
+            self._advancing = True
+        try:
+            advance()
+        finally:
+            with self.changed:
+                self._advancing = False
+                self.changed.notify_all()

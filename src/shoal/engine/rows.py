@@ -1,4 +1,4 @@
-"""The rows of one model that are being decoded. Rows join and leave between two steps.
+"""The rows of one model that are being decoded, with their keys and values. Rows join and leave between two steps.
 
     join: prefill new prompts in one packed row, keep their keys and values -> fork: copy a live row's prompt into new rows
     -> step: one token a row -> keep: drop rows
@@ -7,48 +7,28 @@ With exact numerics a row's hidden states are those of a prefill of it alone, bi
 (`model/exact`).
 Invariant: a row attends to its own tokens only. With exact numerics as many rows pass through the model as is a multiple of
 ROW_UNIT; those behind the live ones have no keys and are never read.
-Called by `batch`. Left out: reuse of a conversation's earlier turns, prefill in parts.
+Left out: reuse of a conversation's earlier turns, prefill in parts; pages: slots are as long as the longest row's, so a long
+row beside short ones takes room that the scheduler reserves for it.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from shoal.engine.cache import GROW_BY, Slots, Taken
-from shoal.engine.uncached import UncachedRows
 from shoal.model import numerics
 from shoal.model.exact import KEYS, Step, rounded
 from shoal.model.numerics import ROW_UNIT, packs
-from shoal.model.tree import Tree, body, forward_row, pack
+from shoal.model.tree import Tree, body, forward, forward_row, pack
+
+GROW_BY = 128  # positions by which full buffers grow at most: by a quarter while they are short
 
 
-class Rows(Protocol):
-    def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Append a row for each prompt. Returns hidden_LH of each prompt's L positions."""
-        ...
-
-    def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
-        """Append a row for each live row in `sources`, as a copy of its first tokens, so many."""
-        ...
-
-    def step(self, tokens_B: Tensor) -> Tensor:
-        """Append a token to each row. Returns hidden_BH, that the next ones are drawn from."""
-        ...
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep the given old rows, in this order."""
-        ...
-
-    @property
-    def held_bytes(self) -> int:
-        """Of keys and values, whether they are used or not."""
-        ...
-
-
-def rows_of(model: Any) -> Rows:
+def rows_of(model: Any) -> "CachedRows | UncachedRows":
     """Empty rows of this model."""
     return CachedRows(model) if packs(model) else UncachedRows(model)
 
@@ -69,6 +49,8 @@ def most_positions(prompt_tokens: int, max_tokens: int) -> int:
 
 
 class CachedRows:
+    """Rows of a model that computes packed rows."""
+
     def __init__(self, model: Any) -> None:
         self.model = model
         self.exact = numerics.of(model) == "exact"
@@ -76,6 +58,7 @@ class CachedRows:
         self.cache = Slots(model.device)
 
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Append a row for each prompt. Returns hidden_LH of each prompt's L positions."""
         packed = pack([Tree(prompt, []) for prompt in prompts]).to(self.model.device)
         taken = Taken(packed.layout.root, [span.prompt for span in packed.layout.spans])
         self.cache.receive(len(self.lengths_B), self._longest(), taken)
@@ -84,10 +67,12 @@ class CachedRows:
         return taken.split(hidden_TH)
 
     def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
+        """Append a row for each live row in `sources`, as a copy of its first tokens, so many."""
         self.cache.fork(len(self.lengths_B), self._longest(), sources, max(lengths))
         self.lengths_B = torch.cat([self.lengths_B, torch.tensor(lengths)])
 
     def step(self, tokens_B: Tensor) -> Tensor:
+        """Append a token to each row. Returns hidden_BH, that the next ones are drawn from."""
         self.lengths_B = self.lengths_B + 1
         at_B, longest = self.lengths_B - 1, self._longest()
         used = rounded(longest, KEYS) if self.exact else longest
@@ -110,12 +95,178 @@ class CachedRows:
         return hidden_BH
 
     def keep(self, rows: Sequence[int]) -> None:
+        """Keep the given old rows, in this order."""
         self.lengths_B = self.lengths_B[torch.tensor(rows, dtype=torch.long)]
         self.cache.keep(rows, self._longest())
 
     @property
     def held_bytes(self) -> int:
+        """Of keys and values, whether they are used or not."""
         return token_bytes(self.model) * self.cache.rows * self.cache.positions
 
     def _longest(self) -> int:
         return int(self.lengths_B.max()) if len(self.lengths_B) else 0
+
+
+class UncachedRows:
+    """Rows of a model on the slow path (`model/tree`): every step computes the sequences anew, equally long ones together.
+
+    A row's hidden states are those of transformers' forward of it, except for rounding. Each architecture has a cache of its
+    own, and few can be copied and cut row by row.
+    """
+
+    held_bytes = 0
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.rows: list[list[int]] = []
+
+    def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        self.rows += [list(prompt) for prompt in prompts]
+        return [self._forward([list(prompt)])[0] for prompt in prompts]
+
+    def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
+        self.rows += [self.rows[source][:length] for source, length in zip(sources, lengths, strict=True)]
+
+    def step(self, tokens_B: Tensor) -> Tensor:
+        for row, token in zip(self.rows, tokens_B.tolist(), strict=True):
+            row.append(token)
+        hidden: list[Tensor] = [torch.empty(0)] * len(self.rows)
+        for length in sorted({len(row) for row in self.rows}):
+            of = [number for number, row in enumerate(self.rows) if len(row) == length]
+            for number, hidden_LH in zip(of, self._forward([self.rows[number] for number in of]), strict=True):
+                hidden[number] = hidden_LH[-1]
+        return torch.stack(hidden)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+    def _forward(self, sequences: list[list[int]]) -> Tensor:
+        """Hidden states of sequences of equal length, hidden_BLH."""
+        return forward(self.model, torch.tensor(sequences, device=self.model.device))
+
+
+# --- keys and values -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Prompts in one row: what all begin with, once, then the rest of each."""
+
+    root: int  # tokens
+    rests: list[int]
+
+    @property
+    def longest(self) -> int:
+        return self.root + max(self.rests)
+
+    def split(self, x_TX: Tensor) -> list[Tensor]:
+        """What belongs to each prompt. Behind the last one may be padding."""
+        root_LX, *parts = torch.split(x_TX[: self.root + sum(self.rests)], [self.root, *self.rests])
+        return [torch.cat([root_LX, part]) for part in parts] if self.root else parts
+
+
+class Slots(Cache):  # type: ignore[misc]
+    """Keys and values of the live rows: buffers of every block, [rows, key heads, positions, depth].
+
+    receive: take in a prompt of each new row -> fork: a new row begins as a copy of a live one -> begin: one position a row
+
+    Buffers grow with the rows, shrink when half of them is not needed, and end with the last row. Row b's keys stand at its
+    own positions 0, 1, 2, ... in slot b, whatever the lengths of the others. What stands behind them is finite, and
+    attention gives it no weight. Buffers that grow take what the live rows need then, however large they were before.
+    """
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(layers=[])
+        self.device = device
+        self.rows = self.positions = 0  # capacity
+        self.used = 0  # keys that attention reads
+        self.first = 0  # slot of the first new row
+        self.taken: Taken | None = None  # the prompts that are taken in; None: decoding
+        self.line_N = torch.empty(0)  # where a step writes, in lines of a buffer [rows * key heads * positions, depth]
+        self.batch = 0
+        self.buffers: dict[tuple[int, int], Tensor] = {}  # by (block, 0 for keys or 1 for values)
+
+    def receive(self, first: int, longest: int, taken: Taken) -> None:
+        """From now on, `update` takes in these prompts, into slots from `first` on.
+
+        `longest`: tokens of the longest live row.
+        """
+        self.first, self.taken = first, taken
+        self._grow(first + len(taken.rests), max(longest, taken.longest) + 1)
+
+    def fork(self, first: int, longest: int, sources: Sequence[int], length: int) -> None:
+        """Slots from `first` on become copies of live ones, as far as position `length`."""
+        self._grow(first + len(sources), longest + 1)
+        source_N = torch.tensor(sources, device=self.device)
+        for buffer in self.buffers.values():
+            buffer[first : first + len(sources), :, :length] = buffer[source_N, :, :length]
+
+    def begin(self, at_B: Tensor, used: int) -> None:
+        """From now on, `update` writes one position a row: at_B."""
+        self.taken, self.used, self.batch = None, used, len(at_B)
+        self._grow(len(at_B), used)
+        heads = self.buffers[0, 0].shape[1]
+        line_Bk = torch.arange(len(at_B) * heads).view(len(at_B), heads) * self.positions + at_B[:, None]
+        self.line_N = line_Bk.flatten().to(self.device)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.taken is not None:
+            self._take_in(layer_idx, 0, key)
+            self._take_in(layer_idx, 1, value)
+            return key, value
+        return self._write(self.buffers[layer_idx, 0], key), self._write(self.buffers[layer_idx, 1], value)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self.taken is not None else self.used
+
+    def keep(self, rows: Sequence[int], length: int) -> None:
+        """Row b becomes a copy of old row rows[b], as far as position `length`. Only rows that move are copied.
+
+        With no row left, all memory is freed; with few or short ones left, some.
+        """
+        if not rows:
+            self.buffers, self.rows, self.positions = {}, 0, 0
+            return
+        moves = [(new, old) for new, old in enumerate(rows) if new != old]
+        if moves:
+            new_M, old_M = (torch.tensor(ends, device=self.device) for ends in zip(*moves, strict=True))
+            for buffer in self.buffers.values():
+                buffer[new_M, :, :length] = buffer[old_M, :, :length]
+        if 2 * len(rows) <= self.rows or 2 * _with_room(length) <= self.positions:
+            self._resize(len(rows), length)
+
+    def _grow(self, rows: int, positions: int) -> None:
+        """Make room for that many rows and positions, which are all that is needed."""
+        if rows > self.rows or positions > self.positions:
+            self._resize(rows, positions)
+
+    def _resize(self, rows: int, positions: int) -> None:
+        self.rows, self.positions = rows, _with_room(positions)
+        for name, old in self.buffers.items():  # one after the other, so that only one of them is held twice
+            self.buffers[name] = self._empty(old)
+            part = slice(min(rows, len(old))), slice(None), slice(min(self.positions, old.shape[2]))
+            self.buffers[name][part] = old[part]
+
+    def _empty(self, like_BkPD: Tensor) -> Tensor:
+        # zeros: attention multiplies what stands unused by 0
+        return like_BkPD.new_zeros(self.rows, like_BkPD.shape[1], self.positions, like_BkPD.shape[3])
+
+    def _take_in(self, block: int, part: int, x_1kTD: Tensor) -> None:
+        assert self.taken is not None
+        if (block, part) not in self.buffers:
+            self.buffers[block, part] = self._empty(x_1kTD)
+        buffer = self.buffers[block, part]
+        for slot, prompt_LkD in enumerate(self.taken.split(x_1kTD[0].transpose(0, 1)), self.first):
+            buffer[slot, :, : len(prompt_LkD)] = prompt_LkD.transpose(0, 1)
+
+    def _write(self, buffer_BkPD: Tensor, x_Bk1D: Tensor) -> Tensor:
+        depth = x_Bk1D.shape[-1]
+        lines_Nd = x_Bk1D[: self.batch].reshape(-1, depth)
+        buffer_BkPD.view(-1, depth).index_copy_(0, self.line_N, lines_Nd)
+        return buffer_BkPD[: self.batch, :, : self.used]
+
+
+def _with_room(positions: int) -> int:
+    """For how many positions there is room in buffers that were made for these."""
+    return rounded(positions + min(GROW_BY, positions // 4), KEYS)

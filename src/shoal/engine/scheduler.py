@@ -1,11 +1,9 @@
 """Which completions are decoded now. Places of finished ones are filled at once, whoever asked for the next.
 
-    add -> step: drop who was cancelled -> take rows in, first come first served -> one step of each model's batch
-
 One implementation for workers, evaluation and serving: the engine has one, and the server one for all versions in memory.
 Invariant: at most `Limits.rows` are decoded, and their keys and values stay within `Limits.cache_bytes` whatever their
 lengths become; a completion that is larger than that alone is decoded alone.
-Called by the torch engine and by `serve`. Not thread-safe. Left out: preemption, priorities.
+Not thread-safe. Left out: priorities, and preemption: memory for the full length is reserved when a completion is scheduled.
 """
 
 from collections import deque
@@ -13,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.engine.batch import Batch, Drawn
+from shoal.engine.batch import Batch, Request
 from shoal.engine.rows import most_positions, token_bytes
 
 
@@ -21,10 +19,10 @@ from shoal.engine.rows import most_positions, token_bytes
 class Limits:
     rows: int = 256  # completions decoded at once, of all models together
     cache_bytes: int = 2 << 30  # keys and values of all rows
-    join_tokens: int = 2048  # of prompts, taken in between two steps; one longer prompt is taken alone
+    join_tokens: int = 2048  # of prompts, prefilled between two steps; one longer prompt is prefilled alone
 
 
-def cache_bytes(model: Any, rows: Sequence[Drawn]) -> int:
+def cache_bytes(model: Any, rows: Sequence[Request]) -> int:
     """What the keys and values of these completions take at full length. Buffers are rectangles: rows by positions."""
     longest = max(most_positions(len(one.ask.prompt), one.ask.max_tokens) for one in rows)
     return token_bytes(model) * len(rows) * longest
@@ -33,60 +31,71 @@ def cache_bytes(model: Any, rows: Sequence[Drawn]) -> int:
 class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.waiting: deque[Drawn] = deque()
-        self.batches: list[Batch] = []
-        self._joining: list[Drawn] = []  # taken from the queue; some may be in a batch already
+        self.waiting: deque[Request] = deque()
+        self.scheduled: list[Request] = []  # to be prefilled in this step; some may be in a batch already
+        self.batches: list[Batch] = []  # one for each model that is decoded
 
     @property
     def live(self) -> int:
         return sum(len(batch.live) for batch in self.batches)
 
-    def everyone(self) -> list[Drawn]:
+    def everyone(self) -> list[Request]:
         """Whoever waits or is decoded, also after a step that failed."""
-        found = [*self.waiting, *self._joining, *(one for batch in self.batches for one in batch.live)]
+        found = [*self.waiting, *self.scheduled, *self._running()]
         return list({id(one): one for one in found}.values())
 
-    def add(self, new: Iterable[Drawn]) -> None:
+    def add(self, new: Iterable[Request]) -> None:
         self.waiting.extend(new)
 
-    def step(self) -> list[Drawn]:
-        """One token for each completion that is decoded. Returns those that got one or were cancelled."""
-        touched, waiting = list[Drawn](), deque[Drawn]()
-        for one in self.waiting:  # each is asked once: other threads cancel meanwhile
-            (touched if one.cancelled else waiting).append(one)
-        self.waiting = waiting
+    def step(self) -> list[Request]:
+        """Decode one token for each completion. Returns those that got one or were cancelled."""
+        touched = self.drop_cancelled()
+        self.schedule()
+        self.prefill()
         for batch in self.batches:
-            touched += batch.leave()
-        self._take_in()
-        for batch in self.batches:
-            touched += batch.step()
+            touched += batch.decode()
         self.batches = [batch for batch in self.batches if batch.live]
         return touched
 
-    def _take_in(self) -> None:
-        """Move what waits into batches, as far as the limits allow."""
-        taken = self._joining
+    def drop_cancelled(self) -> list[Request]:
+        """Finish who was cancelled. Returns them."""
+        cancelled, waiting = list[Request](), deque[Request]()
+        for one in self.waiting:  # each is asked once: other threads cancel meanwhile
+            (cancelled if one.cancelled else waiting).append(one)
+        self.waiting = waiting
+        for batch in self.batches:
+            cancelled += batch.drop_cancelled()
+        return cancelled
+
+    def schedule(self) -> None:
+        """Take what waits, first come first served, as far as the limits allow."""
         room = self.limits.join_tokens
-        prompts = {(id(batch.model), one.ask.prompt) for batch in self.batches for one in batch.live}
+        prompts = {(id(one.model), one.ask.prompt) for one in self._running()}
         while self.waiting:
             first = self.waiting[0]
             prompt = (id(first.model), first.ask.prompt)
             new = 0 if prompt in prompts and not first.ask.echo else len(first.ask.prompt)
-            if (taken and new > room) or not self._fits(first, taken):
+            if (self.scheduled and new > room) or not self._fits(first):
                 break
             room -= new
             prompts.add(prompt)
-            taken.append(self.waiting.popleft())
-        for model in {id(one.model): one.model for one in taken}.values():
+            self.scheduled.append(self.waiting.popleft())
+
+    def prefill(self) -> None:
+        """Add what was scheduled to the batches of its models."""
+        for model in {id(one.model): one.model for one in self.scheduled}.values():
             batch = next((batch for batch in self.batches if batch.model is model), None)
             if batch is None:
                 batch = Batch(model)
                 self.batches.append(batch)
-            batch.join([one for one in taken if one.model is model])
-        self._joining = []
+            batch.prefill([one for one in self.scheduled if one.model is model])
+        self.scheduled = []
 
-    def _fits(self, new: Drawn, taken: Sequence[Drawn]) -> bool:
-        there = [*taken, *(one for batch in self.batches for one in batch.live)]
+    def _running(self) -> list[Request]:
+        return [one for batch in self.batches for one in batch.live]
+
+    def _fits(self, new: Request) -> bool:
+        there = [*self.scheduled, *self._running()]
         if len(there) >= self.limits.rows:
             return False
         held = {id(batch.model): batch.rows.held_bytes for batch in self.batches}

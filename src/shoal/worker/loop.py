@@ -6,20 +6,22 @@ Up to `workers.in_flight` submissions are produced at once, and the engine decod
 this thread, while it waits for them (`OneThread`). An upload that takes longer than SHORT_S continues meanwhile: the worker
 names the file's hash, by which the coordinator knows that this task is done. One upload at a time.
 Invariant: weights change only while nothing is generated, and submissions are uploaded in the order of their tasks. Only the
-coordinator's refusal drops one. Called by `shoal worker`. It meets the rest of the system only through messages and files.
+coordinator's refusal drops one.
 Left out: keeping a finished file over a restart.
 """
 
 import logging
+import queue
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Self, TypeVar
 
 from blake3 import blake3
 
 from shoal.config import Config
-from shoal.engine.one_thread import OneThread
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, Fingerprint, Finished, HeartbeatAnswer
 from shoal.protocol.node import Node
@@ -33,7 +35,67 @@ BUSY_S = 1.0  # it looks after its upload so often while it can take no other ta
 FOREVER_S = 1e9
 SHORT_S = 0.25  # an upload is waited for so long before the next task is asked for
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class OneThread:
+    """Everything that computes, in the thread that made this, whichever thread asks for it; jobs run one after another.
+
+    OpenMP keeps a team of threads for each thread that computes. A second team slows both down: GNU's OpenMP puts waiting
+    threads to sleep sooner when there are more of them than cores. With two threads on two cores, a worker that decoded in
+    another thread than the one that had loaded the weights was a third slower.
+
+    Within `with`, other threads may ask. At its end whoever still waits, or asks later, gets CancelledError.
+    """
+
+    def __init__(self) -> None:
+        self._home = threading.get_ident()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._open = False
+
+    def __enter__(self) -> Self:
+        self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open = False
+        self._refuse()
+
+    def __call__(self, job: Callable[[], T]) -> T:
+        """The job's result."""
+        if threading.get_ident() == self._home:
+            return job()
+        done: Future[T] = Future()
+        self._jobs.put((job, done))
+        if not self._open:
+            self._refuse()
+        return done.result()
+
+    def compute_until(self, done: Future[Any], most_s: float) -> None:
+        """Run what other threads ask for, until this is done or so much time has passed. `wake` has to be its callback."""
+        end_s = time.monotonic() + most_s
+        while not done.done() and (left_s := end_s - time.monotonic()) > 0:
+            try:
+                job, asked = self._jobs.get(timeout=left_s)
+            except queue.Empty:
+                return
+            try:
+                asked.set_result(job())
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that asked
+                asked.set_exception(error)
+
+    def wake(self, _: object = None) -> None:
+        """Let `compute_until` look again."""
+        self._jobs.put((lambda: None, Future()))
+
+    def _refuse(self) -> None:
+        while True:
+            try:
+                _, asked = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            asked.set_exception(CancelledError("the thread that computes has ended"))
 
 
 class Worker:

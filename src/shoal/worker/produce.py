@@ -15,8 +15,7 @@ from typing import Any
 
 from shoal import tasks, toploc
 from shoal.config import Config
-from shoal.engine.one_thread import Compute, here
-from shoal.engine.protocol import Completion, Engine, Respond, Sampling
+from shoal.engine.protocol import Completion, Compute, Engine, Respond, Sampling, here
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sources import check_max_tokens
 from shoal.model.turns import last_turn, model_tokens

@@ -40,7 +40,7 @@ SHARED_BYTES = 320 * MB  # of these, in every child that `shoal run` forks
 CONTEXT_BYTES = 500 * MB  # on an accelerator, in place of BASE_BYTES: an assumption
 LOGITS_BYTES = 2 * (128 << 20)
 MASTER_BYTES = 12  # fp32 master and two moments
-SPARE = 128  # positions by which the engine's buffers grow (`engine/cache`)
+SPARE = 128  # positions by which the engine's buffers grow (`engine/rows`)
 SUM_BYTES = 4  # fp32 sum of the gradients of several rows
 
 

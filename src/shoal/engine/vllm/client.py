@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.engine.protocol import Completion, Respond, Sampling
+from shoal.engine.protocol import Calls, Completion, Draft, Respond, Sampling
 from shoal.engine.vllm import wire
 from shoal.errors import ShoalError
 from shoal.model.dtype import DtypeName
@@ -40,7 +39,6 @@ NAME = "vllm"  # of the engine, in reports and in the headers of submissions
 START_S = 600.0  # to load vLLM and a model
 SILENT_S = 120.0  # while it draws tokens it says so every second; one step may take longer
 END_S = 10.0
-IDLE_S = 1.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -64,53 +62,18 @@ class VllmError(ShoalError):
     restart_helps = True
 
 
-@dataclass(eq=False)
-class _Draft:
-    """A completion while it is written."""
-
-    prompt: Sequence[int]
-    group: int
-    number: int  # within the group
-    seed: int
-    sampling: Sampling
-    respond: Respond | None
-    done: bool = False
-    error: Exception | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
-
-    def continues(self) -> bool:
-        """Whether another turn follows, because an environment answers; its answer is then appended. Raises ValueError."""
-        ended = self.tokens[-1] in self.sampling.eos_ids
-        reply = self.respond(self.group, self.number, self.tokens, self.turns) if self.respond and ended else None
-        if not reply:
-            return False
-        if len(self.tokens) + len(reply) >= self.sampling.max_tokens:
-            raise ValueError(f"{len(reply)} tokens given after {len(self.tokens)} leave no room")
-        self.turns += [len(self.tokens) - sum(self.turns), len(reply)]
-        self.tokens.extend(reply)
-        return True
-
-    def end(self, error: Exception | None = None) -> None:
-        self.error, self.done = error, True
-
-    def request(self) -> dict[str, Any]:
-        """What vLLM is asked to write next."""
-        done = len(self.tokens)
-        return {
-            "prompt": [*self.prompt, *self.tokens],
-            "seed": self.seed,
-            "first": done,
-            "temperature": self.sampling.temperature,
-            "noise": self.sampling.noise,
-            "max_tokens": self.sampling.max_tokens - done,
-            "ends": list(self.sampling.eos_ids),
-        }
-
-    def completion(self) -> Completion:
-        return Completion(self.tokens, self.logprobs, torch.cat(self.states), self.turns)
+def _request(draft: Draft) -> dict[str, Any]:
+    """What vLLM is asked to write next."""
+    done = len(draft.tokens)
+    return {
+        "prompt": [*draft.prompt, *draft.tokens],
+        "seed": draft.seed,
+        "first": done,
+        "temperature": draft.sampling.temperature,
+        "noise": draft.sampling.noise,
+        "max_tokens": draft.sampling.max_tokens - done,
+        "ends": list(draft.sampling.eos_ids),
+    }
 
 
 def _fault(tokens: Any, tensors: dict[str, Tensor], sampling: Sampling, room: int) -> str:
@@ -153,9 +116,8 @@ class VllmEngine:
             )
         self.dtype = dtype
         self.numbers = itertools.count()
-        self.waiting: dict[str, _Draft] = {}  # by request
-        self._changed = threading.Condition()  # guards what waits, and that one thread reads and one sends
-        self._reading = False
+        self.waiting: dict[str, Draft] = {}  # by request
+        self._calls = Calls()  # its lock guards what waits, and that one thread sends
         self._closing = threading.Lock()
         self.loaded = False
         self.connection, theirs = socket.socketpair()
@@ -209,34 +171,21 @@ class VllmEngine:
         if not self.loaded:
             raise RuntimeError("the engine has no weights yet: call load() first")
         drafts = [
-            [_Draft(prompt, g, number, seed, sampling, respond) for number, seed in enumerate(group)]
-            for g, (prompt, group) in enumerate(zip(prompts, seeds, strict=True))
+            [Draft(prompt, g, number, seed, sampling, respond) for number, seed in enumerate(group)]
+            for g, (prompt, group) in enumerate(zip(map(tuple, prompts), seeds, strict=True))
         ]
         own = [draft for group in drafts for draft in group]
         self._ask(own)
-        while not all(draft.done for draft in own):
-            self._read_or_wait()
-        for draft in own:
-            if draft.error:
-                raise draft.error
+        self._calls.wait(own, self._read)
         return [[draft.completion() for draft in group] for group in drafts]
 
-    def _read_or_wait(self) -> None:
-        """One frame for everybody, or wait while another thread reads one. After an error the next reader gets one, too."""
-        with self._changed:
-            if self._reading:
-                self._changed.wait(IDLE_S)
-                return
-            self._reading = True
+    def _read(self) -> None:
+        """One frame, for everybody. After an error whoever reads next gets one, too."""
         try:
             self._take(*self._receive(SILENT_S))
         except BaseException:
             self.close()  # requests are still in flight
             raise
-        finally:
-            with self._changed:
-                self._reading = False
-                self._changed.notify_all()
 
     def _take(self, frame: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """What vLLM says: that it works, or that a request is done."""
@@ -246,22 +195,19 @@ class VllmEngine:
         if draft is None:
             raise self._failure(f"it said {frame['is']!r} of {frame.get('id')!r}, which it was not asked for")
         self._extend(draft, frame.get("tokens"), tensors)
-        try:
-            continues = draft.continues()
-        except Exception as error:  # noqa: BLE001 - the environment's: `generate` raises it in the thread that asked
-            draft.end(error)
-            return
-        if continues:
+        reply = draft.reply()
+        draft.tokens += reply
+        if reply:
             self._ask([draft])
         else:
-            draft.end()
+            draft.finish()
 
-    def _ask(self, drafts: Sequence[_Draft]) -> None:
+    def _ask(self, drafts: Sequence[Draft]) -> None:
         """Hand these to vLLM's scheduler."""
-        with self._changed:
+        with self._calls.changed:
             asked = {f"shoal-{next(self.numbers)}": draft for draft in drafts}
             self.waiting |= asked
-            self._send({"do": "add", "requests": [{"id": id, **draft.request()} for id, draft in asked.items()]})
+            self._send({"do": "add", "requests": [{"id": id, **_request(draft)} for id, draft in asked.items()]})
 
     def close(self) -> None:
         """End the child process and everything it started. It may be called twice, and by several threads."""
@@ -277,7 +223,7 @@ class VllmEngine:
                 self.process.wait()
             self.path.cleanup()
 
-    def _extend(self, draft: _Draft, tokens: Any, tensors: dict[str, Tensor]) -> None:
+    def _extend(self, draft: Draft, tokens: Any, tensors: dict[str, Tensor]) -> None:
         wrong = _fault(tokens, tensors, draft.sampling, draft.sampling.max_tokens - len(draft.tokens))
         if wrong:
             raise self._failure(f"a completion {wrong}")

@@ -30,7 +30,7 @@ from shoal.model.sampling import NOISES, NoiseName, choose
 
 
 @dataclass(frozen=True)
-class Request:
+class ShoalArguments:
     """What `extra_args["shoal"]` says."""
 
     id: str
@@ -42,7 +42,7 @@ class Request:
     native: bool  # vLLM draws by itself, of the same noise
 
 
-Row = tuple[int, Request, int]  # of the logits; whose; position of the token within its completion
+Row = tuple[int, ShoalArguments, int]  # of the logits; whose; position of the token within its completion
 
 
 @dataclass
@@ -95,7 +95,7 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.requests: dict[
-            int, tuple[Request, list[int]]
+            int, tuple[ShoalArguments, list[int]]
         ] = {}  # by row, with the tokens so far, which vLLM appends to
 
     @classmethod
@@ -107,8 +107,10 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc]
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        def new(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> tuple[Request, list[int]]:
-            return Request(**params.extra_args["shoal"]), output
+        def new(
+            params: SamplingParams, prompt: list[int] | None, output: list[int]
+        ) -> tuple[ShoalArguments, list[int]]:
+            return ShoalArguments(**params.extra_args["shoal"]), output
 
         process_dict_updates(self.requests, batch_update, new)
 

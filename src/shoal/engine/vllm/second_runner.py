@@ -16,12 +16,12 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 
-from shoal.engine.vllm.extension import RECORD, Request
+from shoal.engine.vllm.extension import RECORD, ShoalArguments
 
 
 class SecondRunnerDraw(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        self.requests: dict[int, Request] = {}  # by slot
+        self.requests: dict[int, ShoalArguments] = {}  # by slot
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -29,7 +29,7 @@ class SecondRunnerDraw(LogitsProcessor):  # type: ignore[misc]
             raise ValueError("each request has extra_args['shoal'] (server.py)")
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        self.requests[req_idx] = Request(**sampling_params.extra_args["shoal"])
+        self.requests[req_idx] = ShoalArguments(**sampling_params.extra_args["shoal"])
         return True
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:

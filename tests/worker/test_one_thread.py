@@ -5,7 +5,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 
-from shoal.engine.one_thread import OneThread
+from shoal.worker.loop import OneThread
 
 
 def compute(home: OneThread, asking: "Future[int]") -> None:
