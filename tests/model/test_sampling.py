@@ -1,4 +1,4 @@
-"""Seeds, the noise of both schemes (its bits, its distribution, what vLLM's shorter keys cost), drawing, and deriving again."""
+"""Seeds, the noise of both schemes (its bits, its distribution, the cost of vLLM's keys), drawing, and deriving again."""
 
 import json
 import math

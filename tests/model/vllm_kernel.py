@@ -3,7 +3,7 @@
     $SHOAL_VLLM_PYTHON tests/model/vllm_kernel.py <<< '{"rows": [[SEED, POSITION]], "vocabulary": 4096, "temperature": 0.7}'
 
 Its file is loaded without the rest of vLLM, which takes seconds to import and, on a CPU, hides Triton from its kernels.
-`test_noise` compares; its known numbers are what this printed for vLLM 0.32.0.
+`test_sampling` compares; its known numbers are what this printed for vLLM 0.32.0.
 """
 
 import importlib.util
