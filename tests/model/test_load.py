@@ -92,54 +92,30 @@ def test_a_version_loaded_and_saved_again_and_again_stays_the_same_bytes(tiny_fo
     assert [name for name in once if once[name] != twice[name]] == []
 
 
-def test_transformers_loads_a_saved_folder_with_equal_logits(tiny_folder: Path, tiny_model: Any) -> None:
+def test_transformers_loads_a_saved_folder_with_tokenizer_and_template(tiny_folder: Path, tiny_model: Any) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     assert torch.equal(theirs(IDS).logits, tiny_model(IDS).logits)
-
-
-def test_transformers_loads_a_saved_folder_in_bfloat16_by_default(tiny_folder: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tiny_folder, dtype="auto").dtype == torch.bfloat16
-
-
-def test_the_tokenizer_is_saved_with_the_model(tiny_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     assert tokenizer.decode(tokenizer("what is 2+2?")["input_ids"]) == "what is 2+2?"
-
-
-def test_the_chat_template_is_saved_with_the_model(tokenizer: Any) -> None:
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
     )
     assert text == "<user>hi<eos><assistant>"
 
 
-def test_stored_weights_are_bfloat16(tiny_folder: Path) -> None:
-    assert {tensor.dtype for tensor in load_file(tiny_folder / WEIGHTS).values()} == {torch.bfloat16}
-
-
-def test_a_tied_output_head_is_stored_once(tiny_folder: Path) -> None:
-    names = load_file(tiny_folder / WEIGHTS).keys()
-    assert "model.embed_tokens.weight" in names
-    assert "lm_head.weight" not in names
-
-
-def test_an_untied_output_head_is_stored(make_tiny: Any, tokenizer: Any, tmp_path: Path) -> None:
-    save_model(make_tiny(3, tie_word_embeddings=False), tokenizer, tmp_path / "m")
+def test_weights_are_stored_in_bfloat16_and_a_tied_output_head_once(
+    make_tiny: Any, tiny_folder: Path, tiny_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    stored = load_file(tiny_folder / WEIGHTS)
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert "model.embed_tokens.weight" in stored and "lm_head.weight" not in stored
+    assert tiny_model.lm_head.weight.data_ptr() == tiny_model.model.embed_tokens.weight.data_ptr(), "tied when loaded"
+    untied = make_tiny(3, tie_word_embeddings=False)
+    assert tied_names(untied) == set()
+    save_model(untied, tokenizer, tmp_path / "m")
     assert "lm_head.weight" in load_file(tmp_path / "m" / WEIGHTS)
-
-
-def test_a_tied_output_head_stays_tied_when_loaded(tiny_model: Any) -> None:
-    assert tiny_model.lm_head.weight.data_ptr() == tiny_model.model.embed_tokens.weight.data_ptr()
-
-
-def test_an_untied_model_has_no_tied_names(make_tiny: Any) -> None:
-    assert tied_names(make_tiny(3, tie_word_embeddings=False)) == set()
-
-
-def test_saving_leaves_the_models_dtype_alone(make_tiny: Any, tokenizer: Any, tmp_path: Path) -> None:
-    model = make_tiny(3)
-    save_model(model, tokenizer, tmp_path / "m")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in untied.parameters()} == {torch.float32}, "saving leaves the model's dtype alone"
 
 
 def test_saving_over_an_existing_folder_is_refused(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -214,11 +190,8 @@ def test_tensors_that_the_model_does_not_store_are_refused(
 # ---- loading
 
 
-def test_a_loaded_model_is_in_eval_mode(tiny_model: Any) -> None:
+def test_a_model_loads_in_eval_mode_in_the_dtype_asked_for(tiny_folder: Path, tiny_model: Any) -> None:
     assert not tiny_model.training
-
-
-def test_a_model_loads_in_the_dtype_asked_for(tiny_folder: Path) -> None:
     assert load_model(tiny_folder, "bfloat16").dtype == torch.bfloat16
 
 
@@ -233,42 +206,31 @@ def test_a_pickled_checkpoint_is_never_opened(make_tiny: Any, tmp_path: Path) ->
 # ---- swapping weights in place
 
 
-def test_swapped_weights_equal_a_fresh_load(tiny_folders: tuple[Path, Path]) -> None:
-    model = load_model(tiny_folders[0])
-    load_weights_(model, tiny_folders[1])
-    fresh = load_model(tiny_folders[1]).state_dict()
-    assert all(torch.equal(tensor, fresh[name]) for name, tensor in model.state_dict().items())
-
-
-def test_swapped_weights_stay_where_they_were_in_memory(tiny_folders: tuple[Path, Path]) -> None:
-    model = load_model(tiny_folders[0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_swapped_weights_equal_a_fresh_load_in_the_same_memory(tiny_folders: tuple[Path, Path], dtype: Any) -> None:
+    model = load_model(tiny_folders[0], dtype)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     load_weights_(model, tiny_folders[1])
+    fresh = load_model(tiny_folders[1], dtype).state_dict()
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in model.state_dict().items())
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
 
 
-def test_swapping_weights_keeps_the_compute_dtype(tiny_folders: tuple[Path, Path]) -> None:
-    model = load_model(tiny_folders[0], "bfloat16")
-    load_weights_(model, tiny_folders[1])
-    assert model.dtype == torch.bfloat16
-
-
-def test_a_missing_tensor_is_named(tiny_folder: Path, edited: Any) -> None:
-    folder = edited(lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\]"):
-        load_weights_(load_model(tiny_folder), folder)
-
-
-def test_an_unknown_tensor_is_named(tiny_folder: Path, edited: Any) -> None:
-    folder = edited(lambda tensors: tensors.update(extra=torch.zeros(1)))
-    with pytest.raises(ValueError, match=r"unknown \['extra'\]"):
-        load_weights_(load_model(tiny_folder), folder)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(tiny_folder: Path, edited: Any) -> None:
-    folder = edited(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(1)}))
-    with pytest.raises(ValueError, match=r"model.norm.weight is \(1,\), not \(192,\)"):
-        load_weights_(load_model(tiny_folder), folder)
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), r"missing \['model.norm.weight'\]"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), r"unknown \['extra'\]"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(1)}),
+            r"model.norm.weight is \(1,\), not \(192,\)",
+        ),
+    ],
+    ids=["missing", "unknown", "shape"],
+)
+def test_a_tensor_that_does_not_fit_is_named(tiny_folder: Path, edited: Any, change: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        load_weights_(load_model(tiny_folder), edited(change))
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])

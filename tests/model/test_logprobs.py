@@ -65,20 +65,6 @@ def test_kept_logits_give_the_same_gradients_bit_for_bit(dtype: torch.dtype) -> 
     assert all(torch.equal(again, kept) for again, kept in zip(*found, strict=True))
 
 
-def test_logits_are_computed_once_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: dict[bool, int] = {False: 0, True: 0}
-    products = logprobs._logits
-    for keep in calls:
-
-        def counted(*arguments: Tensor, keep: bool = keep) -> Iterator[tuple[int, Tensor]]:
-            calls[keep] += 1
-            return products(*arguments)
-
-        monkeypatch.setattr(logprobs, "_logits", counted)
-        chosen_logprobs(*case(5), keep_logits=keep)[0].sum().backward()
-    assert calls == {False: 2, True: 1}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [0, *SIZES])
 def test_a_loss_of_slices_has_the_gradients_of_the_loss_of_all_bit_for_bit(n: int, dtype: torch.dtype) -> None:
@@ -99,28 +85,35 @@ def test_a_loss_of_slices_has_the_gradients_of_the_loss_of_all_bit_for_bit(n: in
     assert all(torch.equal(*pair) for pair in zip(found, torch.autograd.grad(2 * whole, inputs), strict=True))
 
 
-def test_a_loss_computes_logits_once_and_keeps_no_graph_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-    products = logprobs._logits
+def test_logits_are_computed_once_where_they_are_kept_or_the_loss_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, products = 0, logprobs._logits
 
     def counted(*arguments: Tensor) -> Iterator[tuple[int, Tensor]]:
         nonlocal calls
         calls += 1
         return products(*arguments)
 
+    def sum_of(_: slice, logp_C: Tensor, __: Tensor | None) -> Tensor:
+        return logp_C.sum()
+
     monkeypatch.setattr(logprobs, "_logits", counted)
-    hidden_NH, head_VH, target_N = case(2 * PRODUCT + 3)
-    chosen_loss(hidden_NH, head_VH, target_N, lambda _, logp_C, __: logp_C.sum()).backward()  # type: ignore[no-untyped-call]
+    for keep, wanted in ((False, 2), (True, 1)):
+        calls = 0
+        chosen_logprobs(*case(5), keep_logits=keep)[0].sum().backward()
+        assert calls == wanted
+    calls = 0
+    chosen_loss(*case(2 * PRODUCT + 3), sum_of).backward()  # type: ignore[no-untyped-call]
     assert calls == 1
     with torch.no_grad():
-        assert not chosen_loss(hidden_NH, head_VH, target_N, lambda _, logp_C, __: logp_C.sum()).requires_grad
+        assert not chosen_loss(*case(5), sum_of).requires_grad, "no graph is kept without gradient"
 
 
 def test_values_without_gradient_equal_those_with() -> None:
     hidden_NH, head_VH, target_N = case(PRODUCT + 5)
     with torch.no_grad():
-        quick_N, _ = chosen_logprobs(hidden_NH, head_VH, target_N)
+        quick_N, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N)
     assert torch.equal(quick_N, chosen_logprobs(hidden_NH, head_VH, target_N)[0])
+    assert entropy_N is None, "it is left out unless asked for"
 
 
 def test_entropy_equals_its_definition() -> None:
@@ -130,15 +123,7 @@ def test_entropy_equals_its_definition() -> None:
     torch.testing.assert_close(entropy_N, -(p_NV * p_NV.log()).sum(-1))
 
 
-def test_entropy_is_left_out_unless_asked_for() -> None:
-    assert chosen_logprobs(*case(5))[1] is None
-
-
-def test_logprobs_from_bfloat16_hidden_states_are_float32() -> None:
+def test_logprobs_from_bfloat16_hidden_states_are_float32_and_none_of_no_tokens() -> None:
     hidden_NH, head_VH, target_N = case(5)
     assert chosen_logprobs(hidden_NH.bfloat16(), head_VH.bfloat16(), target_N)[0].dtype == torch.float32
-
-
-def test_no_tokens_give_no_logprobs() -> None:
-    hidden_NH, head_VH, target_N = case(0)
-    assert chosen_logprobs(hidden_NH, head_VH, target_N)[0].shape == (0,)
+    assert chosen_logprobs(*case(0))[0].shape == (0,)

@@ -13,7 +13,7 @@ of machine, and within a few units in the last place elsewhere (GPUs have fast o
 Left out: top-k, top-p and penalties, because the recipe samples from the full distribution; vLLM's noise in float64 and for
 drafted tokens, because Shoal asks vLLM for neither.
 Sources: Gumbel-max, Maddison et al. 2014 (arXiv 1411.0030); splitmix64, Steele et al. 2014; MurmurHash3, Appleby (public
-domain); vLLM 0.32.0, vllm/v1/worker/gpu/sample/gumbel.py (Apache 2.0), beside which `tests/model/test_sampling.py` runs this.
+domain); vLLM 0.32.0, vllm/v1/worker/gpu/sample/gumbel.py (Apache 2.0), which `tests/model/test_sampling.py` runs, too.
 """
 
 import hashlib
