@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.config.recipe import LearnerSection, LossSection
+from shoal.config.recipe import LearnerSection
 from shoal.errors import ShoalError
 from shoal.learner.out_of_memory import OutOfMemoryError, explained
 from shoal.model.adapters import AdapterError
@@ -34,15 +34,7 @@ def test_what_is_set_already_is_not_advised() -> None:
     section = LearnerSection(row_tokens=4096, activation_checkpointing=True)
     with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(section):
         raise MemoryError
-    assert "activation_checkpointing" not in str(caught.value) and "keep_logits" not in str(caught.value)
-
-
-def test_logits_need_not_be_kept() -> None:
-    with (
-        pytest.raises(OutOfMemoryError, match=r"or learner\.keep_logits = false"),
-        explained(LearnerSection(row_tokens=4096, keep_logits=True, loss=LossSection(kind="gspo"))),
-    ):
-        raise MemoryError
+    assert "activation_checkpointing" not in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("x"), KeyboardInterrupt()])

@@ -37,14 +37,11 @@ def test_values_equal_the_full_log_softmax(n: int, temperature: float) -> None:
     torch.testing.assert_close(logprobs_N, expected_N)
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
 @pytest.mark.parametrize("n", SIZES)
-def test_gradients_equal_those_through_the_full_log_softmax(n: int, keep: bool) -> None:
+def test_gradients_equal_those_through_the_full_log_softmax(n: int) -> None:
     hidden_NH, head_VH, target_N = case(n)
     weight_N = torch.randn(n)
-    logprobs_N, entropy_N = chosen_logprobs(
-        hidden_NH, head_VH, target_N, temperature=0.6, with_entropy=True, keep_logits=keep
-    )
+    logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N, temperature=0.6, with_entropy=True)
     assert entropy_N is not None
     full_NV = full_logprobs(hidden_NH, head_VH, 0.6)
     expected = (weight_N * (full_NV[torch.arange(n), target_N] - (full_NV.exp() * full_NV).sum(-1))).sum()
@@ -52,17 +49,6 @@ def test_gradients_equal_those_through_the_full_log_softmax(n: int, keep: bool) 
     got = torch.autograd.grad((weight_N * (logprobs_N + entropy_N)).sum(), inputs)
     for mine, plain in zip(got, torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kept_logits_give_the_same_gradients_bit_for_bit(dtype: torch.dtype) -> None:
-    hidden_NH, head_VH, target_N = case(2 * PRODUCT + 3)
-    inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden_NH, head_VH)]
-    found = []
-    for keep in (False, True):
-        logprobs_N, _ = chosen_logprobs(*inputs, target_N, keep_logits=keep)
-        found.append(torch.autograd.grad(logprobs_N.square().sum(), inputs))
-    assert all(torch.equal(again, kept) for again, kept in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,7 +71,7 @@ def test_a_loss_of_slices_has_the_gradients_of_the_loss_of_all_bit_for_bit(n: in
     assert all(torch.equal(*pair) for pair in zip(found, torch.autograd.grad(2 * whole, inputs), strict=True))
 
 
-def test_logits_are_computed_once_where_they_are_kept_or_the_loss_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_computed_once_where_the_loss_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, products = 0, logprobs._logits
 
     def counted(*arguments: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -97,11 +83,6 @@ def test_logits_are_computed_once_where_they_are_kept_or_the_loss_is_known(monke
         return logp_C.sum()
 
     monkeypatch.setattr(logprobs, "_logits", counted)
-    for keep, wanted in ((False, 2), (True, 1)):
-        calls = 0
-        chosen_logprobs(*case(5), keep_logits=keep)[0].sum().backward()
-        assert calls == wanted
-    calls = 0
     chosen_loss(*case(2 * PRODUCT + 3), sum_of).backward()  # type: ignore[no-untyped-call]
     assert calls == 1
     with torch.no_grad():

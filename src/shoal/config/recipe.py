@@ -203,11 +203,6 @@ class LearnerSection(Section):
         description="keep masters, the optimizer's state and summed gradients in the host's memory, and step the optimizer "
         "there: less of the device's memory, more time",
     )
-    keep_logits: bool = Field(
-        default=False,
-        description='with loss.kind = "gspo", keep a row\'s logits for the backward pass: saves one product with the output '
-        "head, costs 2 or 4 bytes per trained token and vocabulary entry; other losses need neither",
-    )
     compile: bool = Field(
         default=False, description="torch.compile each block; needs a C++ compiler and minutes at start"
     )

@@ -29,7 +29,6 @@ def explained(config: LearnerSection) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not of_device and not known:
             raise
         hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
-        hint += " or learner.keep_logits = false" if config.keep_logits and config.loss.kind == "gspo" else ""
         hint += " or learner.offload = true" if of_device and not config.offload else ""
         raise OutOfMemoryError(
             f"out of memory while computing a row: lower learner.row_tokens (now {config.row_tokens}){hint}; "

@@ -67,7 +67,7 @@ class Policy:
             lora.attach_(self.model, config.lora)
         self.stored = stored_shapes(self.model)  # of a published version
         self.shape = shape_of(self.model)
-        self.scorer = Scorer(self.model, keep_logits=config.keep_logits)
+        self.scorer = Scorer(self.model)
         self.masters = self._prepare(self.scorer, offload=self.offloads)
         self.weights = {name: dict(self.model.named_parameters())[name] for name in self.masters}
         if self.ranks.size == 1:

@@ -2,8 +2,8 @@
 
 The full logits of a batch (tokens x vocabulary) are the largest tensor in training a small model. Here they exist for a
 few hundred tokens at a time. `chosen_loss` takes a slice's gradients while its logits are there, as Liger Kernel does
-(arXiv 2410.10989). `chosen_logprobs`, which does not know the loss, computes them again in the backward pass unless
-`keep_logits` is set. With z the logits over the temperature, p their softmax and H its entropy:
+(arXiv 2410.10989). `chosen_logprobs`, which does not know the loss, computes them again in the backward pass. With z the
+logits over the temperature, p their softmax and H its entropy:
 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 
@@ -98,7 +98,6 @@ def chosen_logprobs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    keep_logits: bool = False,
     exact: bool = False,
     bias_V: Tensor | None = None,
     change: Change = NOTHING,
@@ -106,11 +105,10 @@ def chosen_logprobs(
     """Logprob of each target under softmax(change(hidden @ head.T + bias) / temperature), and the entropy if requested.
 
     hidden_NH and head_VH are in the compute dtype, target_N is int64. Returns (logp_N, entropy_N or None), float32, in
-    nats, differentiable in hidden, head and bias. `keep_logits` keeps all logits in memory, in the compute dtype, and the
-    backward pass, which may run once, uses them. The results are the same. `exact`: with the bits of `products.linear`.
+    nats, differentiable in hidden, head and bias. `exact`: with the bits of `products.linear`.
     """
     how = _How(temperature, with_entropy, exact, change)
-    logp_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, head_VH, bias_V, target_N, how, keep_logits)  # type: ignore[no-untyped-call]
+    logp_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, head_VH, bias_V, target_N, how)  # type: ignore[no-untyped-call]
     return logp_N, entropy_N if with_entropy else None
 
 
@@ -153,31 +151,25 @@ class _ChosenLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         target_N: Tensor,
         how: _How,
-        keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         found = _Scores.empty(target_N, how)
-        kept = []
         for start, z_CV in _logits(hidden_NH, head_VH, bias_V, how.exact):
             found.read(start, z_CV)
-            if keep_logits and any(ctx.needs_input_grad):
-                kept.append(z_CV)
-        ctx.save_for_backward(
-            hidden_NH, head_VH, bias_V, target_N, found.logp_N, found.logsumexp_N, found.entropy_N, *kept
-        )
+        ctx.save_for_backward(hidden_NH, head_VH, bias_V, target_N, found.logp_N, found.logsumexp_N, found.entropy_N)
         ctx.how = how
         return found.logp_N, found.entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, head_VH, bias_V, target_N, logp_N, logsumexp_N, entropy_N, *kept = ctx.saved_tensors
+        hidden_NH, head_VH, bias_V, target_N, logp_N, logsumexp_N, entropy_N = ctx.saved_tensors
         found = _Scores(target_N, ctx.how, logp_N, logsumexp_N, entropy_N)
         gradients = _Gradients(hidden_NH, head_VH, bias_V, ctx.needs_input_grad)
-        for start, z_CV in _in_turn(kept) if kept else _logits(hidden_NH, head_VH, bias_V, ctx.how.exact):
+        for start, z_CV in _logits(hidden_NH, head_VH, bias_V, ctx.how.exact):
             rows = slice(start, start + len(z_CV))
             found.differentiate_(start, z_CV, grad_logp_N[rows], grad_entropy_N[rows])
             gradients.add(rows, z_CV)
-        return (*gradients.found(), None, None, None)
+        return (*gradients.found(), None, None)
 
 
 class _ChosenLoss(torch.autograd.Function):
@@ -302,14 +294,6 @@ def _logits(hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, exact: bo
     head = products.linear if exact else F.linear
     for start in range(0, len(hidden_NH), step):
         yield start, head(hidden_NH[start : start + step], head_VH, bias_V)
-
-
-def _in_turn(kept: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """The slices that `_logits` yielded."""
-    start = 0
-    for z_CV in kept:
-        yield start, z_CV
-        start += len(z_CV)
 
 
 def _cached(z_CV: Tensor, start: int, how: _How, *, in_place: bool = False) -> Iterator[tuple[slice, Tensor]]:

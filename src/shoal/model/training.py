@@ -40,10 +40,9 @@ Shard_ = Callable[[nn.Module, torch.dtype], None]  # shards a module's `model`, 
 
 
 class Scorer(nn.Module):
-    def __init__(self, model: Any, *, keep_logits: bool = False) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.keep_logits = keep_logits
 
     def forward(
         self, packed: Pack, temperature: float, with_entropy: bool, loss_of: LossOf | None = None
@@ -63,7 +62,7 @@ class Scorer(nn.Module):
         }
         if loss_of is not None:
             return chosen_loss(hidden_NH, layer.weight, packed.target_N, loss_of, **settings)
-        return chosen_logprobs(hidden_NH, layer.weight, packed.target_N, keep_logits=self.keep_logits, **settings)
+        return chosen_logprobs(hidden_NH, layer.weight, packed.target_N, **settings)
 
     @property
     def layers(self) -> list[nn.Module]:
