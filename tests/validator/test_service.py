@@ -98,23 +98,13 @@ def test_a_truncated_file_is_unreadable(modelless: Validator, file: bytes) -> No
         assert checked(modelless, claim(), file[:cut])[0].reason is Reason.UNREADABLE
 
 
-def test_more_rows_than_were_asked_for_are_unreadable(
-    modelless: Validator, worker: Producer, honest: list[Rollout]
-) -> None:
-    verdict, _ = checked(modelless, claim(), signed(worker, ASKED, [*honest, honest[0]]))
-    assert verdict.reason is Reason.UNREADABLE and "9 rows" in verdict.detail
-
-
-def test_no_rows_are_unreadable(modelless: Validator, worker: Producer) -> None:
-    assert checked(modelless, claim(), signed(worker, ASKED, []))[0].reason is Reason.UNREADABLE
-
-
-def test_a_completion_beyond_the_limit_is_unreadable(
+def test_more_or_fewer_rows_or_longer_ones_than_were_asked_for_are_unreadable(
     modelless: Validator, worker: Producer, honest: list[Rollout]
 ) -> None:
     longer = [Rollout(**vars(row) | {"tokens": row.tokens + [5] * MAX_TOKENS}) for row in honest]
-    verdict, _ = checked(modelless, claim(), signed(worker, ASKED, longer))
-    assert verdict.reason is Reason.UNREADABLE
+    for rows, words in (([*honest, honest[0]], "9 rows"), ([], ""), (longer, "")):
+        verdict, _ = checked(modelless, claim(), signed(worker, ASKED, rows))
+        assert verdict.reason is Reason.UNREADABLE and words in verdict.detail
 
 
 def test_text_that_is_no_utf8_is_unreadable_and_no_exception(modelless: Validator, worker: Producer) -> None:
