@@ -158,7 +158,7 @@ def test_a_failure_of_the_model_reaches_every_caller_and_leaves_a_clean_engine(
 ) -> None:
     engine = limited(exact, Limits(rows=2))
     with monkeypatch.context() as patch:
-        patch.setattr(batch.Batch, "step", lambda self: 1 / 0)
+        patch.setattr(batch.Batch, "decode", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(PROMPTS, SEEDS, SOME_END)
     assert_same(engine.generate(PROMPTS, SEEDS, SOME_END), alone)

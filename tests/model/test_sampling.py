@@ -26,7 +26,6 @@ from shoal.model.sampling import (
     NoiseName,
     _fmix32_,
     choose,
-    entropy,
     position_keys,
     replay_margins,
     rollout_seed,
@@ -365,13 +364,11 @@ def test_a_token_is_drawn_that_only_the_largest_noise_lets_win() -> None:
         assert choose(torch.tensor([[-behind, 0.0]]), *here, 1.0, VLLM)[0].tolist() == [token]
 
 
-# ---- logprobs and entropy of logits
+# ---- logprobs
 
 
-def test_token_logprobs_and_entropy_equal_their_definitions() -> None:
+def test_token_logprobs_equal_their_definition() -> None:
     logits_NV = random_logits(30)
     p_NV = torch.softmax(logits_NV.double(), -1)
     expected_N = p_NV.log()[torch.arange(30), torch.arange(30)].float()
     torch.testing.assert_close(token_logprobs(logits_NV, torch.arange(30)), expected_N)
-    torch.testing.assert_close(entropy(logits_NV), -(p_NV * p_NV.log()).sum(-1).float())
-    assert float(entropy(torch.zeros(1, 64))) == pytest.approx(math.log(64))

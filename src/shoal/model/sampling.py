@@ -24,7 +24,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.model.logprobs import token_logprobs
@@ -214,9 +213,3 @@ def _outscore(
     best_token_N = given_N.copy()
     best_token_N[row_C[winner_W]] = id_C[winner_W]
     return torch.from_numpy(margin_N).to(scaled_NV.device), torch.from_numpy(best_token_N).to(scaled_NV.device)
-
-
-def entropy(logits_NV: Tensor) -> Tensor:
-    """Entropy of softmax(logits) in nats, float32. Returns entropy_N."""
-    logp_NV = F.log_softmax(logits_NV.float(), dim=-1)
-    return -(logp_NV.exp() * logp_NV).sum(-1)
