@@ -8,7 +8,7 @@ that gains much; `PLANS` has one for each budget, and those that a reader of the
 In an exactness class every such token has a margin above 0: nothing is left to choose.
 
 Invariant: everything else is honest: states, logprobs and proofs are those of the claimed weights for the chosen tokens.
-Called by `attacks` and by benchmarks/spending_real.py. Left out: choosing for anything else than reward, several changes
+Left out: choosing for anything else than reward, several changes
 of one completion, and completions of several turns.
 """
 

@@ -26,7 +26,7 @@ CACHED = 16  # rows whose float32 logits are worked on together: what fits the C
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked of a model. Raises ValueError for what would end the step of all others."""
+    """What is asked of a model. Raise ValueError for what would end the step of all others."""
 
     prompt: tuple[int, ...]
     seed: int
@@ -73,7 +73,7 @@ class Request(Protocol):
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         """What was sampled, its logprob at the sampling temperature, and the hidden state and logits it was sampled from.
 
-        Returns the token that stands at this position: the sampled one or a given one; None: the completion ends here.
+        Return the token that stands at this position: the sampled one or a given one; None: the completion ends here.
         """
         ...
 
@@ -115,7 +115,7 @@ class Batch:
 
     @torch.inference_mode()
     def drop_cancelled(self) -> list[Request]:
-        """Finish who was cancelled. Returns them."""
+        """Finish who was cancelled. Return them."""
         cancelled = [one.cancelled for one in self.live]  # each is asked once: other threads cancel meanwhile
         left = [one for one, gone in zip(self.live, cancelled, strict=True) if gone]
         self._keep([row for row, gone in enumerate(cancelled) if not gone])
@@ -123,7 +123,7 @@ class Batch:
 
     @torch.inference_mode()
     def decode(self) -> list[Request]:
-        """Sample a token for each row, and compute the next states of unfinished rows. Returns everyone who got a token."""
+        """Sample a token for each row, and compute the next states of unfinished rows. Return everyone who got a token."""
         drawn = list(self.live)
         placed = self._sample()
         staying = [row for row, token in enumerate(placed) if token is not None]
@@ -167,7 +167,7 @@ class Batch:
         ]
 
     def _keep(self, staying: Sequence[int]) -> Sequence[int]:
-        """Drop all rows but these. Returns the old row that each new one holds."""
+        """Drop all rows but these. Return the old row that each new one holds."""
         if len(staying) == len(self.live):
             return staying
         kept = close_gaps(len(self.live), staying)

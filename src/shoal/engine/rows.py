@@ -58,7 +58,7 @@ class CachedRows:
         self.cache = Slots(model.device)
 
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Append a row for each prompt. Returns hidden_LH of each prompt's L positions."""
+        """Append a row for each prompt. Return hidden_LH of each prompt's L positions."""
         packed = pack([Tree(prompt, []) for prompt in prompts]).to(self.model.device)
         taken = Taken(packed.layout.root, [span.prompt for span in packed.layout.spans])
         self.cache.receive(len(self.lengths_B), self._longest(), taken)
@@ -67,12 +67,12 @@ class CachedRows:
         return taken.split(hidden_TH)
 
     def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
-        """Append a row for each live row in `sources`, as a copy of its first tokens, so many."""
+        """Append a row for each live row in `sources`: a copy of as many of its first tokens as `lengths` says."""
         self.cache.fork(len(self.lengths_B), self._longest(), sources, max(lengths))
         self.lengths_B = torch.cat([self.lengths_B, torch.tensor(lengths)])
 
     def step(self, tokens_B: Tensor) -> Tensor:
-        """Append a token to each row. Returns hidden_BH, that the next ones are drawn from."""
+        """Append a token to each row. Return hidden_BH, that the next ones are drawn from."""
         self.lengths_B = self.lengths_B + 1
         at_B, longest = self.lengths_B - 1, self._longest()
         used = rounded(longest, KEYS) if self.exact else longest

@@ -48,7 +48,7 @@ class Scheduler:
         self.waiting.extend(new)
 
     def step(self) -> list[Request]:
-        """Decode one token for each completion. Returns those that got one or were cancelled."""
+        """Decode one token for each completion. Return those that got one or were cancelled."""
         touched = self.drop_cancelled()
         self.schedule()
         self.prefill()
@@ -58,7 +58,7 @@ class Scheduler:
         return touched
 
     def drop_cancelled(self) -> list[Request]:
-        """Finish who was cancelled. Returns them."""
+        """Finish who was cancelled. Return them."""
         cancelled, waiting = list[Request](), deque[Request]()
         for one in self.waiting:  # each is asked once: other threads cancel meanwhile
             (cancelled if one.cancelled else waiting).append(one)

@@ -40,7 +40,7 @@ from shoal.model.tree import Tree, forward_hidden, pack
 PROMPTS = (3, 61, 250)  # tokens; with their completions they cross the borders of attention's tiles
 COMPLETIONS, TOKENS = 2, 8
 ALONE = 1  # the prompt whose completions are decoded without the others, too
-ALIKE, BEGINNING = slice(1, 3), 40  # prompts that begin with the same tokens, so many
+ALIKE, BEGINNING = slice(1, 3), 40  # prompts that begin with the same tokens, and their number
 SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # environment that changes kernels
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # numbers of threads, which results must not depend on
 PROMPT, BRANCHES = 5, (67, 3)  # tokens; attention's tiles are powers of two

@@ -50,7 +50,7 @@ class TorchEngine:
         self._new: list[_Draft] = []  # not in the scheduler yet
 
     def load(self, folder: Path) -> None:
-        """Raises RuntimeError while something is generated: its weights must not change."""
+        """Raise RuntimeError while something is generated: its weights must not change."""
         with self._calls.changed:
             if self._calls.open:
                 raise RuntimeError(
@@ -72,7 +72,7 @@ class TorchEngine:
         sampling: Sampling,
         respond: Respond | None = None,
     ) -> list[list[Completion]]:
-        """As `Engine` says. Raises ValueError for what the model cannot take, before anything of it is queued."""
+        """As `Engine` says. Raise ValueError for what the model cannot take, before anything of it is queued."""
         if self.model is None:
             raise RuntimeError("the engine has no weights yet: call load() first")
         vocabulary = self.model.get_input_embeddings().weight.shape[0]

@@ -9,7 +9,6 @@ other bf16 number.
 
 Invariant: with B = 0, its first value, the output has the bits of the layer alone. With exact numerics the output's bits
 depend on its row alone, as those of `products.linear` do.
-Called by `load`, for everything that loads a version, and by the learner.
 Left out: adapters of the embeddings and the output head.
 """
 
@@ -72,7 +71,7 @@ class Adapted(nn.Linear):
 def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
     """Give the model adapters that do nothing yet, and note them in its config. Those of the same section are kept.
 
-    Raises AdapterError if the model has others, or no layer of these names.
+    Raise AdapterError if the model has others, or no layer of these names.
     """
     stored = stored_in(model.config)
     if stored is not None and any(layers(model)):

@@ -202,7 +202,7 @@ def attend(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. Returns (output_1ThD, None)."""
+    """transformers' attention interface. Return (output_1ThD, None)."""
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -331,7 +331,7 @@ def _flash_backward(
 
 
 def _gather(x_ThD: Tensor, batch: Segments) -> Tensor:
-    """A batch's segments of a row: a view if they lie side by side. Returns x_BhLD."""
+    """A batch's segments of a row: a view if they lie side by side. Return x_BhLD."""
     size = batch.index_BL.shape
     if batch.start is None:
         x_NhD = x_ThD.index_select(0, batch.index_BL.flatten())
@@ -341,7 +341,7 @@ def _gather(x_ThD: Tensor, batch: Segments) -> Tensor:
 
 
 def _row(x_ThD: Tensor, where: slice) -> Tensor:
-    """A stretch of a row as a batch of one. Returns x_1hLD."""
+    """A stretch of a row as a batch of one. Return x_1hLD."""
     return x_ThD[where].transpose(0, 1)[None]
 
 

@@ -28,7 +28,7 @@ class DeviceError(UserError):
 
 
 def check_device(device: str) -> None:
-    """Raises DeviceError for a device that torch cannot use here."""
+    """Raise DeviceError for a device that torch cannot use here."""
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
@@ -54,7 +54,7 @@ def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
 def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]:
     """The dtype to compute in, and GFLOP/s for each that was measured (none where `wanted` is not "auto").
 
-    Raises DeviceError.
+    Raise DeviceError.
     """
     check_device(device)
     if wanted == "float32":

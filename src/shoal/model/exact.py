@@ -40,7 +40,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention of one key head in N sequences, R rows of queries each. All float32; the queries carry the scale.
 
-    Returns (output_NRD, logsumexp_NR of the scores, if wanted: for a backward). R is a multiple of ROWS, K of KEYS. Every
+    Return (output_NRD, logsumexp_NR of the scores, if wanted: for a backward). R is a multiple of ROWS, K of KEYS. Every
     query sees a key. Hidden keys and values must be finite.
     """
     scores_NRK = torch.bmm(query_NRD, key_NKD.transpose(1, 2))
@@ -140,7 +140,7 @@ class Step:
         self.query_BkRD = torch.empty(0)
 
     def attend(self, query_BhD: Tensor, key_BkKD: Tensor, value_BkKD: Tensor, scale: float) -> Tensor:
-        """With the cache's first keys and values, in any dtype. Returns output_BhD, float32.
+        """With the cache's first keys and values, in any dtype. Return output_BhD, float32.
 
         Queries behind the cache's last row are padding: their output is 0.
         """
@@ -366,7 +366,7 @@ def attend(
     layout: Layout | Step | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. Returns (output_BLhD, None)."""
+    """transformers' attention interface. Return (output_BLhD, None)."""
     scale = query_BhLD.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(layout, Step):
         output_BhD = layout.attend(query_BhLD[:, :, 0], key_BkLD, value_BkLD, scale)

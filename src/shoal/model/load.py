@@ -37,11 +37,11 @@ OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file coun
 
 
 def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", numerics: Numerics = "fast") -> Any:
-    """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
+    """The causal LM in `folder`, in eval mode. Return a transformers model (typed Any: transformers is untyped).
 
     It computes packed rows with these numerics where that is right for the model, and otherwise one sequence a row, slower
-    and with fast numerics, which is said once (`packs`, `numerics.of`).
-    Raises UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
+    and with fast numerics, which is logged once (`packs`, `numerics.of`).
+    Raise UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
     """
     config = load_config(folder)
 
@@ -83,7 +83,7 @@ class Root(nn.Module):
 def judged(folder: Path, config: Any, numerics: Numerics, load: Callable[[Numerics | None], Root | None]) -> Root:
     """The model that `load` gives for these numerics, or for None, put on the first path on which it is right.
 
-    Raises UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
+    Raise UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
     """
 
     @torch.no_grad()
@@ -203,12 +203,12 @@ def _load_adapters_(model: Any, folder: Path) -> None:
 
 
 def load_config(folder: Path) -> Any:
-    """Raises UnsupportedModelError, or FileNotFoundError without the folder."""
+    """Raise UnsupportedModelError, or FileNotFoundError without the folder."""
     return _read(folder, "config", AutoConfig)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Raises UnsupportedModelError, or FileNotFoundError without the folder."""
+    """Raise UnsupportedModelError, or FileNotFoundError without the folder."""
     return _read(folder, "tokenizer", AutoTokenizer)
 
 
@@ -255,10 +255,10 @@ def save_model(
     """Write `model` in bf16 with its config and tokenizer. `folder` must not exist yet.
 
     `tensors`, if given, replace the model's own weights. They must have the names of `shapes` (default: the model's
-    `stored_shapes`), in that order, whole, on any device. One is in memory at a time. Raises ValueError, naming the
+    `stored_shapes`), in that order, whole, on any device. One is in memory at a time. Raise ValueError, naming the
     tensor, for any other.
     The weights are written last, front to back, under a temporary name until they are complete. An origin that watches the
-    parent folder reads them meanwhile (`shardcast.growing`). Raises OSError, naming the folder, if the disk refuses.
+    parent folder reads them meanwhile (`shardcast.growing`). Raise OSError, naming the folder, if the disk refuses.
     """
     folder.mkdir(parents=True)
     with _naming(folder):

@@ -63,7 +63,7 @@ def change_of(model: Any) -> Change:
 
 
 def logits(model: Any, hidden_NH: Tensor) -> Tensor:
-    """The model's logits of final hidden states, before the temperature. Returns logits_NV."""
+    """The model's logits of final hidden states, before the temperature. Return logits_NV."""
     return change_of(model)(model.get_output_embeddings()(hidden_NH))
 
 
@@ -104,7 +104,7 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Logprob of each target under softmax(change(hidden @ head.T + bias) / temperature), and the entropy if requested.
 
-    hidden_NH and head_VH are in the compute dtype, target_N is int64. Returns (logp_N, entropy_N or None), float32, in
+    hidden_NH and head_VH are in the compute dtype, target_N is int64. Return (logp_N, entropy_N or None), float32, in
     nats, differentiable in hidden, head and bias. `exact`: with the bits of `products.linear`.
     """
     how = _How(temperature, with_entropy, exact, change)

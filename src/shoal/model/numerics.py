@@ -44,7 +44,7 @@ def packs(model: Any) -> bool:
 
 
 def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
-    """The numerics to load a model with; "auto" is exact where possible. Raises NumericsError for "exact" elsewhere."""
+    """The numerics to load a model with; "auto" is exact where possible. Raise NumericsError for "exact" elsewhere."""
     if wanted == "fast":
         return "fast"
     why = refusal(dtype, device)

@@ -9,7 +9,6 @@ the weights then). Where no way does, its rows are halved. `_way` measures this 
 The data of the measurement shows every difference of order: the products of each sum cancel in pairs, at random places, so
 that what is left is rounding alone.
 Invariant: `linear` returns the reference's bits, or `OrderError` names the product that this machine cannot repeat.
-Called by every linear layer of a model with exact numerics, and by the learner's logprobs.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,7 +37,7 @@ class OrderError(ShoalError):
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, differentiable. Returns y_TN. Raises OrderError."""
+    """x @ weight.T + bias, differentiable. Return y_TN. Raise OrderError."""
     if not torch.is_grad_enabled():
         return _product(x_TK, weight_NK, bias_N)
     y_TN: Tensor = _Linear.apply(x_TK, weight_NK, bias_N)  # type: ignore[no-untyped-call]
@@ -127,7 +126,7 @@ def _pieces(weight_NK: Tensor, y_RN: Tensor, columns: int) -> Iterable[tuple[Ten
 
 @cache
 def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) -> Way | None:
-    """The first way with the reference's bits; None if the rows must be halved. Raises OrderError if they cannot be."""
+    """The first way with the reference's bits; None if the rows must be halved. Raise OrderError if they cannot be."""
     most = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width  # every width of a piece occurs
     x_DK, weight_CK, expected_DC = _reference(depth, most, dtype)
     x_RK = x_DK.repeat(-(-rows // DISTINCT), 1)[:rows]
@@ -166,7 +165,7 @@ def _reference(depth: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def check(depth: int, width: int, dtype: torch.dtype) -> None:
-    """Whether every product of this shape can be repeated here. Raises OrderError."""
+    """Whether every product of this shape can be repeated here. Raise OrderError."""
     _way(UNIT, depth, width, dtype, torch.get_num_threads())
 
 

@@ -67,7 +67,7 @@ class Noise:
         return self.of_ranks(self.ranks(keys, ids))
 
     def position(self, prompt_tokens: int, at: int) -> int:
-        """Of token `at` of a completion of a prompt of so many tokens."""
+        """The noise's position of token `at` of a completion."""
         return prompt_tokens - 1 + at if self.of_sequence else at
 
     def continued(self, seed: int, at: int) -> int:
@@ -155,7 +155,7 @@ def _rotated(words: np.ndarray, left: int) -> np.ndarray:
 def choose(
     logits_NV: Tensor, seeds: Sequence[int], positions: Sequence[int], temperature: float, noise: Noise = SHOAL
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token a row. Returns tokens_N (int64) and their logprobs_N (float32) at this temperature.
+    """Sample one token a row. Return tokens_N (int64) and their logprobs_N (float32) at this temperature.
 
     `positions` are the noise's own (`Noise.position`). `temperature` 0 is greedy (no noise; logprobs at temperature 1).
     """
@@ -171,7 +171,7 @@ def choose(
 def replay_margins(
     scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int], noise: Noise = SHOAL
 ) -> Tensor:
-    """How far each claimed token is from the token that the seed yields. Returns margins_N, float32, >= 0, in nats.
+    """How far each claimed token is from the token that the seed yields. Return margins_N, float32, >= 0, in nats.
 
     The margin is 0 if the token is the argmax of scaled_NV (logits / temperature) plus its noise. Otherwise it is the
     amount by which the best token's score exceeds its own, which numerics would have to explain for an honest claim.

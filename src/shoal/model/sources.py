@@ -52,7 +52,7 @@ def smollm2_dir() -> Path:
 
 
 def resolve(name: str) -> Path:
-    """The local folder of model `name`. Raises ModelNotFoundError."""
+    """The local folder of model `name`. Raise ModelNotFoundError."""
     if name == SMOLLM2:
         return _converted_smollm2()
     if name == TINY:
@@ -70,7 +70,7 @@ def resolve(name: str) -> Path:
 
 
 def read_config(name: str, *, fetch: bool) -> dict[str, Any]:
-    """The config.json of model `name`, without its weights and without torch. Raises ModelNotFoundError.
+    """The config.json of model `name`, without its weights and without torch. Raise ModelNotFoundError.
 
     A bundled model that is not made yet is known by its positions. A hub model that is not on this machine is fetched
     (the config alone) if `fetch`, else its config is empty.
@@ -180,7 +180,7 @@ def ask(request: Callable[[], T]) -> T:
 
 
 def data_files(name: str, patterns: list[str]) -> list[Path]:
-    """The files of a data set that match a pattern, downloaded, in the order of their names. Raises HubError."""
+    """The files of a data set that match a pattern, downloaded, in the order of their names. Raise HubError."""
     from huggingface_hub import snapshot_download
 
     folder = Path(ask(lambda: snapshot_download(name, repo_type="dataset", allow_patterns=patterns)))

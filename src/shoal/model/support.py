@@ -9,7 +9,7 @@ model takes the slower path (`unpacked`).
     acts_on_long       config fields that act only on long sequences, which a short comparison would not show
     difference         between logprobs on the model's path and those of transformers' eager attention, one sequence a row
 
-Invariant: `load_model` returns no model whose logprobs differ from those of plain transformers. Called by `load`.
+Invariant: `load_model` returns no model whose logprobs differ from those of plain transformers.
 
 Tolerance. The comparison runs in float32 whatever dtype the model computes in, because bfloat16 hides the difference:
 SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
@@ -84,7 +84,7 @@ class Reference:
 
 @torch.no_grad()
 def reference(model: Any, folder: Path) -> Reference:
-    """By transformers' forward with eager attention, one sequence a row, in float32. Raises UnsupportedModelError."""
+    """By transformers' forward with eager attention, one sequence a row, in float32. Raise UnsupportedModelError."""
     trees = _trees(model)
     name = name_of(model.config, folder)
     if model.get_output_embeddings() is None:
@@ -128,7 +128,7 @@ def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.Chang
 
 @torch.no_grad()
 def difference(model: Any, known: Reference, folder: Path) -> float:
-    """Mean difference, in nats per token, of logprobs on the model's path. Raises UnsupportedModelError if it has none."""
+    """Mean difference, in nats per token, of logprobs on the model's path. Raise UnsupportedModelError if it has none."""
     with _explained(f"{name_of(model.config, folder)} cannot be computed"), _in_float32(model):
         found_N = _own_logprobs(model, known.trees)
     value = float((found_N - known.logprobs_N).abs().mean())

@@ -112,7 +112,7 @@ class Weights:
 
     @torch.no_grad()
     def fill_(self, model: Any) -> None:
-        """Read this rank's rows of every tensor that is stored. Raises ValueError for one of another shape."""
+        """Read this rank's rows of every tensor that is stored. Raise ValueError for one of another shape."""
         own: dict[str, Any] = model.state_dict()
         for names in self._together(sorted(set(own) & set(self.files), key=lambda name: (self.files[name], name))):
             with safe_open(self.folder / self.files[names[0]], framework="pt") as file:
@@ -167,7 +167,7 @@ class Sharded:
 def opened(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Sharded | str:
     """How to load the folder's model in shards, or why it cannot be. All ranks must call it.
 
-    Raises UnsupportedModelError, as `load_model` does.
+    Raise UnsupportedModelError, as `load_model` does.
     """
     config = load_config(folder)
     weights = Weights(folder)

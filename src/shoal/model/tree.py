@@ -173,12 +173,12 @@ def common_beginning(prompts: Sequence[Ids]) -> int:
 
 
 def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:
-    """Final hidden states (after the last norm) that predict each target. Returns hidden_NH."""
+    """Final hidden states (after the last norm) that predict each target. Return hidden_NH."""
     return forward_row(model, packed).index_select(0, packed.predictor_N)
 
 
 def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
-    """Final hidden states of every position of the row. Returns hidden_TH, with padding behind it if numerics are exact.
+    """Final hidden states of every position of the row. Return hidden_TH, with padding behind it if numerics are exact.
 
     `cache`: a transformers cache, which sees each block's keys and values; for models that compute packed rows.
     """
@@ -217,7 +217,7 @@ def use_(model: Any, name: str = EAGER) -> None:
 
 
 def _forward_sequences(model: Any, packed: Pack) -> Tensor:
-    """Final hidden states of every position of the row; those of a prompt are its first sequence's. Returns hidden_TH."""
+    """Final hidden states of every position of the row; those of a prompt are its first sequence's. Return hidden_TH."""
     found: list[Tensor] = []
     root = packed.layout.root
     for span in packed.layout.spans:
@@ -233,6 +233,6 @@ def _forward_sequences(model: Any, packed: Pack) -> Tensor:
 
 
 def forward(model: Any, tokens_BL: Tensor) -> Tensor:
-    """Final hidden states of sequences of equal length. Returns hidden_BLH."""
+    """Final hidden states of sequences of equal length. Return hidden_BLH."""
     hidden_BLH: Tensor = body(model)(input_ids=tokens_BL, use_cache=False).last_hidden_state
     return hidden_BLH

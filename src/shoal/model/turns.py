@@ -5,7 +5,7 @@
 Turns alternate. The first and the last are the model's, so there is an even number of lengths; [] is a single turn.
 Only the model's tokens have logprobs, hidden states, proofs and a loss.
 Invariant: the functions below take turns that `fit`. Rows of rollout files have no others (`store/rollouts`).
-Called by tree, store, validator and learner. Left out: what the environment writes (`tasks/environments`).
+Nothing here imports torch. Left out: what the environment writes (`tasks/environments`).
 """
 
 from collections.abc import Sequence

@@ -42,7 +42,7 @@ def peaks(
 ) -> Peaks:
     """Cut every (T, H) tensor into chunks and take each one's top_k entries by magnitude.
 
-    float32 is rounded to bfloat16 first; bfloat16 and float16 are unchanged. Raises ProofError if no proof exists (no
+    float32 is rounded to bfloat16 first; bfloat16 and float16 are unchanged. Raise ProofError if no proof exists (no
     tokens, or fewer than top_k values in a chunk), and ValueError for errors of the caller: rank, dtype, mixed dtypes or
     devices, values that are not finite, counts out of range, no sequences.
     """

@@ -21,7 +21,7 @@ PRIME = 65497
 def interpolate(x_BK: Tensor, y_BK: Tensor) -> Tensor:
     """Coefficients (B, K), ascending powers, of the polynomials of degree < K through the points of each row.
 
-    int64 in [0, PRIME) in and out. Raises ValueError if a row repeats an x.
+    int64 in [0, PRIME) in and out. Raise ValueError if a row repeats an x.
 
     Lagrange: the sum over i of w_i · M(X) / (X − x_i), where M is the product of all (X − x_i) and
     w_i = y_i / M'(x_i). As M(X) / (X − x) = sum over j > k of M_j · x^(j−k−1) · X^k, coefficient k is the sum over

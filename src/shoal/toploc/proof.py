@@ -44,7 +44,7 @@ def size_bytes(top_k: int) -> int:
 def injective_modulus(index_BK: Tensor) -> Tensor:
     """The largest modulus (B,) in [MODULUS_MIN, PRIME] under which each row's indices stay distinct.
 
-    Raises ValueError if there is no such modulus (top_k far above 1024, or a repeated index).
+    Raise ValueError if there is no such modulus (top_k far above 1024, or a repeated index).
     """
     modulus_B = torch.full_like(index_BK[:, 0], PRIME)
     # Indices below PRIME are their own residues, so only the other rows need a search.

@@ -100,7 +100,7 @@ def build(hidden_TH: Tensor, *, chunk_tokens: int = 32, top_k: int = 128, prefil
     `chunk_tokens` tokens. The last chunk may be shorter.
 
     float32 is rounded to bfloat16. The bytes do not hold the dtype, so the verifier must use the same one. top_k must be
-    at most H, or a last chunk of one token cannot be proven (ProofError). Raises ValueError for tensors that are not
+    at most H, or a last chunk of one token cannot be proven (ProofError). Raise ValueError for tensors that are not
     finite, not 2-D or of another dtype, and for prefill_tokens outside 0..T.
     """
     return build_many([hidden_TH], chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens)[0]
@@ -113,7 +113,7 @@ def build_many(
     top_k: int = 128,
     prefill_tokens: int | Sequence[int] = 0,
 ) -> list[list[bytes]]:
-    """`build` for each sequence, with the arithmetic of all chunks batched. Returns one list per sequence.
+    """`build` for each sequence, with the arithmetic of all chunks batched. Return one list per sequence.
 
     prefill_tokens is one number for all sequences, or a list with one number for each.
     """
@@ -135,7 +135,7 @@ def verify(
     """Compare one sequence's proofs with the verifier's own hidden states of the same tokens.
 
     `chunk_tokens`, `top_k`, `prefill_tokens` and the dtype (float32 counts as bfloat16) must be the prover's.
-    Raises ProofError if a proof is malformed or the number of proofs is wrong. Raises ValueError if `hidden_TH` itself is
+    Raise ProofError if a proof is malformed or the number of proofs is wrong. Raise ValueError if `hidden_TH` itself is
     unusable, which is not evidence against the prover.
     """
     (results,) = verify_many(

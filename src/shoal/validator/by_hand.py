@@ -29,7 +29,7 @@ UNEQUAL = (
 
 
 def read_header(data: bytes, config: Config) -> Header:
-    """The header of a readable submission under a valid signature. Raises RolloutFileError."""
+    """The header of a readable submission under a valid signature. Raise RolloutFileError."""
     with Quarantine(max_rollouts(config), config.sampling.max_tokens) as quarantine:
         return quarantine.read(data).header
 
@@ -81,7 +81,7 @@ def verify(
 
 
 def _run(judge: Judge, checks: Sequence[Check], case: Case) -> tuple[set[str], list[str]]:
-    """Run these checks. Returns the names of those that found something, and lines of text.
+    """Run these checks. Return the names of those that found something, and lines of text.
 
     What comes after `bounds` relies on them, and is left out where they are exceeded.
     """
@@ -98,7 +98,7 @@ def _run(judge: Judge, checks: Sequence[Check], case: Case) -> tuple[set[str], l
 
 
 def find_weights(run: Path, version: int) -> Path:
-    """The folder of a version in the output of `shoal run`. Raises FileNotFoundError."""
+    """The folder of a version in the output of `shoal run`. Raise FileNotFoundError."""
     name = version_name(version)
     for folder in (run / "learner" / "versions" / name, *sorted(run.glob(f"*/weights/{name}"))):
         if folder.is_dir():

@@ -82,16 +82,16 @@ def context(rules: Rules, case: Case) -> Outcome:
         return rejected(Reason.SIGNATURE, f"signed by {header.signer[:16]}, submitted by {case.worker[:16]}")
     if header.run == rules.run and header.submission != asked.number:
         return rejected(Reason.CONTEXT, f"made for task {header.submission}, submitted for task {asked.number}")
-    said = (
+    named = (
         *(header.run, header.step, header.policy_version, header.policy_digest),
         *(header.nonce, header.groups, header.curriculum),
     )
-    if said != (
+    if named != (
         *(rules.run, asked.step, asked.policy_version, asked.policy_digest),
         *(asked.nonce, asked.groups, asked.curriculum),
     ):
         return rejected(
-            Reason.CONTEXT, f"its header names run, step, version, digest, nonce, groups, curriculum {said}"
+            Reason.CONTEXT, f"its header names run, step, version, digest, nonce, groups, curriculum {named}"
         )
     return PASSED
 

@@ -115,7 +115,7 @@ class Judge:
         close(self.environments)
 
     def load(self, folder: Path) -> None:
-        """Load the weights of the version in `folder`. Raises TooManyTokensError if the run's completions do not fit."""
+        """Load the weights of the version in `folder`. Raise TooManyTokensError if the run's completions do not fit."""
         check_max_tokens(folder, self.config.sampling.max_tokens)
         if self.model is not None:
             load_weights_(self.model, folder)
@@ -199,7 +199,7 @@ class Judge:
         return self._graded(self._check(FILE, Examined(case, None)), self.grading_s)[0]
 
     def _graded(self, one: Examined, most_s: float) -> tuple[Examined, bool]:
-        """Ask the environment again, grade, and check the rewards, within so many seconds; and whether that sufficed."""
+        """Ask the environment again, grade, and check the rewards, within `most_s`; and whether that sufficed."""
         self.budget.start(most_s)
         try:
             one = self._check([answers_again], one)
@@ -227,7 +227,7 @@ class Judge:
         return replace(one, finding=outcome.finding, evidence={**one.evidence, **outcome.evidence})
 
     def grade(self, case: Case) -> Case:
-        """The case with its recomputed rewards: of the last turn's text. It must be within bounds. Raises GradeError.
+        """The case with its recomputed rewards: of the last turn's text. It must be within bounds. Raise GradeError.
 
         What is not graded before the budget ends is LATE, by whole groups.
         """

@@ -78,7 +78,7 @@ def prefill(model: Any, cases: Sequence[Case], *, temperature: float, noise: Noi
 
 
 def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> Tensor:
-    """Final hidden states of every token that a model wrote, in order. Returns hidden_NH."""
+    """Final hidden states of every token that a model wrote, in order. Return hidden_NH."""
     longest = max(len(case.prompts[row.group]) + len(row.tokens) for case in cases for row in case.rows)
     width = max(row_tokens, longest)  # every rollout within bounds must be checkable
     trees = [

@@ -74,7 +74,7 @@ class Witness:
             self.sign()
 
     def sign(self) -> None:
-        """Co-sign the newest entry, if there is one that is not itself a co-signature. Raises LedgerError."""
+        """Co-sign the newest entry, if there is one that is not itself a co-signature. Raise LedgerError."""
         self._due_s = self.clock() + EVERY_S
         before = self._known()
         seq, digest = (before.seq, before.digest) if before else (0, GENESIS)
@@ -84,12 +84,12 @@ class Witness:
                 raise LedgerError(
                     f"the coordinator's ledger no longer holds {before}, which this validator co-signed", seq
                 )
-        newest, said = None, False
+        newest, is_new = None, False
         while page := self._page(seq):
             verify_chain(page, self.node.invite.key, after=(seq, digest))
             newest, seq, digest = page[-1], page[-1].seq, page[-1].digest
-            said = said or any(entry.kind != "witnessed" for entry in page)
-        if newest is None or not said:
+            is_new = is_new or any(entry.kind != "witnessed" for entry in page)
+        if newest is None or not is_new:
             return
         head = Head(run=self.node.invite.run, seq=newest.seq, digest=newest.digest)
         signed = sign_head(head, self.node.identity)
@@ -138,7 +138,7 @@ class Validator:
         self.reload_at_s = 0.0  # no doubt loads it again earlier, on the monotonic clock
 
     def run(self, stop: threading.Event) -> str:
-        """Check submissions until the run ends or `stop`. Returns which."""
+        """Check submissions until the run ends or `stop`. Return which."""
         with self.judge:
             while not stop.is_set():
                 if self.node.answer and self.node.answer.state != "running":

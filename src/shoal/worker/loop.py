@@ -121,7 +121,7 @@ class Worker:
         self.upload: Future[None] | None = None  # the last one, until it was waited for
 
     def run(self, follower: Follower, stop: threading.Event) -> str:
-        """Work until the run ends, this worker is evicted or drained, or `stop` is set. Returns which."""
+        """Work until the run ends, this worker is evicted or drained, or `stop` is set. Return which."""
         most = self.producer.config.workers.in_flight
         with ThreadPoolExecutor(most, "produce") as threads, self.compute:
             while not stop.is_set():
@@ -187,7 +187,7 @@ class Worker:
         stop.wait(pause_s)
 
     def send(self, assignment: Assignment, data: bytes) -> None:
-        """Upload, after the upload before. Returns when it is done, or after SHORT_S."""
+        """Upload, after the upload before. Return when it is done, or after SHORT_S."""
         self.check_upload(FOREVER_S)
         done: Future[None] = Future()
         done.add_done_callback(self.compute.wake)

@@ -1,9 +1,8 @@
 """Makes the submission that an assignment asks for: prompts, completions, rewards, proofs, one signed Parquet file.
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
-Called by the worker's loop, by several threads at once: they generate together and do everything else one after another.
-It does no network requests itself. Each method is one place where a worker could lie, and the lying workers of the tests
-override one each.
+Several threads may ask at once: they generate together and do everything else one after another. It does no network
+requests itself. Each method is one place where a worker could lie; `benchmarks/adversary` overrides one in each lie.
 """
 
 import math
@@ -62,9 +61,9 @@ class Producer:
         self._alone = threading.Lock()  # tokenizer, graders and counters are for one thread
 
     def load(self, folder: Path, version: int) -> int | None:
-        """Load a version's weights. Returns the version to report to the coordinator (None: not ready for tasks).
+        """Load a version's weights. Return the version to report to the coordinator (None: not ready for tasks).
 
-        Raises TooManyTokensError if the run's completions do not fit the model.
+        Raise TooManyTokensError if the run's completions do not fit the model.
         """
         check_max_tokens(folder, self.config.sampling.max_tokens)
         if self.tokenizer is None:  # first: an engine may take long, and the folder be dropped meanwhile

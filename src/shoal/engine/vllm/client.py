@@ -8,7 +8,7 @@ share the socket: one of them reads for all.
 
 Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error. What it says is
 checked, because the worker signs it: a broken child must not make an honest worker look like a liar.
-Called by the worker's role, and by calibration. Left out: one scheduler for several workers.
+Left out: one scheduler for several workers.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def _request(draft: Draft) -> dict[str, Any]:
 
 
 def _fault(tokens: Any, tensors: dict[str, Tensor], sampling: Sampling, room: int) -> str:
-    """What is wrong with the completion of a request, in words; "" if nothing is. `room`: for so many tokens."""
+    """What is wrong with the completion of a request, in words; "" if nothing is. `room`: the most tokens."""
     if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
         return "whose tokens are no numbers"
     ends = [token in sampling.eos_ids for token in tokens]
@@ -107,7 +107,7 @@ class VllmEngine:
     def __init__(self, dtype: DtypeName, threads: int = 0, python: str = "") -> None:
         """`python`: of vLLM's environment; "": what SHOAL_VLLM_PYTHON says. `threads` 0: as many as vLLM takes.
 
-        Raises VllmMissingError where there is no vLLM, or another release.
+        Raise VllmMissingError where there is no vLLM, or another release.
         """
         python = python or os.environ.get(PYTHON, "")
         if not python or shutil.which(python) is None:
@@ -142,7 +142,7 @@ class VllmEngine:
         self.versions: dict[str, str] = self._expect("hello", START_S).get("versions", {})
 
     def load(self, folder: Path) -> None:
-        """Raises RuntimeError while something is generated."""
+        """Raise RuntimeError while something is generated."""
         if self.waiting:
             raise RuntimeError("load() while completions are written would change their weights: wait for generate()")
         if self.loaded:
@@ -249,7 +249,7 @@ class VllmEngine:
         return frame
 
     def _receive(self, within_s: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The next frame. Raises VllmError if vLLM failed or ended, sent no whole frame in time, or sent something else."""
+        """The next frame. Raise VllmError if vLLM failed or ended, sent no whole frame in time, or sent something else."""
         try:
             frame, tensors = wire.receive(self.connection, within_s)
         except TimeoutError:

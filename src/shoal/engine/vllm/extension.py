@@ -55,7 +55,7 @@ class Record:
     count: int = 0  # of all tokens ever drawn
 
     def take_hidden(self, rows: int) -> Tensor:
-        """The hidden states of the logits at hand, once. Raises RuntimeError if they are not of these rows."""
+        """The hidden states of the logits at hand, once. Raise RuntimeError if they are not of these rows."""
         hidden_BH, self.hidden_BH = self.hidden_BH, None
         if hidden_BH is None or len(hidden_BH) != rows:
             seen = "none" if hidden_BH is None else len(hidden_BH)

@@ -43,7 +43,7 @@ class UnfitError(Exception):
 
 
 def installed() -> Frame:
-    """The versions of what counts. Raises UnfitError where vLLM is absent or another release."""
+    """The versions of what counts. Raise UnfitError where vLLM is absent or another release."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -67,7 +67,7 @@ class Server:
         self.drawn = 0  # tokens until then
 
     def run(self, inbox: "queue.Queue[Frame | Exception]") -> None:
-        """Obey and compute until the socket closes. Raises ClosedError then."""
+        """Obey and compute until the socket closes. Raise ClosedError then."""
         importlib.import_module("vllm")  # takes seconds, while the first weights are on their way
         while True:
             while not self.most or not inbox.empty():

@@ -3,7 +3,7 @@
     4 bytes  length of the header      8 bytes  length of the tensors      header, then tensors; big-endian
 
 Invariant: nothing is unpickled, nothing longer than the bounds is read, and memory is taken as bytes arrive, not as a frame
-claims. Called by `client` and `server`. It imports only what both environments have.
+claims. It imports only what both environments have.
 """
 
 import json
@@ -31,7 +31,7 @@ class ClosedError(WireError):
 
 
 def send(to: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Send one frame. Raises ClosedError; TimeoutError, if the socket has a timeout, within which all must be sent."""
+    """Send one frame. Raise ClosedError; TimeoutError, if the socket has a timeout, within which all must be sent."""
     text, data = json.dumps(header).encode(), save(dict(tensors)) if tensors else b""
     try:
         to.sendall(LENGTHS.pack(len(text), len(data)) + text + data)
@@ -40,7 +40,7 @@ def send(to: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Ten
 
 
 def receive(source: socket.socket, within_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The next frame, whole within so many seconds. Raises ClosedError, WireError, TimeoutError."""
+    """The next frame, whole within `within_s`. Raise ClosedError, WireError, TimeoutError."""
     until_s = None if within_s is None else time.monotonic() + within_s
     header_bytes, tensor_bytes = LENGTHS.unpack(_exactly(source, LENGTHS.size, until_s))
     if header_bytes > MOST_HEADER_BYTES or tensor_bytes > MOST_TENSOR_BYTES:
