@@ -82,7 +82,7 @@ def test_a_model_with_full_attention_is_accepted(tmp_path: Path, model: str, con
 
 
 WINDOWED = WINDOW | {"head_dim": 8, "final_logit_softcapping": 2.0}
-SOON = ("lfm2", "bloom", "gemma2", "gptj", "qwen2", "biogpt")  # in the default run; `slow` walks all
+SOON = ("lfm2", "bloom", "gemma2", "qwen2", "gpt2")  # in the default run; `slow` walks all
 TREES = [Tree(list(range(4, 24)), [[5, 6, 7], [8, 9]]), Tree([30, 31, 32], [list(range(33, 50))])]
 
 
