@@ -44,7 +44,8 @@ from machine import commit
 
 from shoal.coordinator.operating import invite_from
 from shoal.coordinator.state.folder import KEY
-from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.connection import SqliteConnection
+from shoal.ledger.table import Ledger
 from shoal.protocol.address import FILE
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
@@ -321,7 +322,7 @@ def fill(folder: Path) -> None:
     }
     sample = {"task": "t", "reward": 1.0, "tokens": 800, "submission": f"{'a' * 16}-000001", "group": 0, "worker": "w"}
     with contextlib.closing(sqlite3.connect(folder / "pool.sqlite", isolation_level=None, timeout=30)) as database:
-        ledger = SqliteLedger(database, Identity.load(folder / KEY), clock=time.time)
+        ledger = Ledger(SqliteConnection(database), Identity.load(folder / KEY))
         database.execute("BEGIN IMMEDIATE")
         for step in range(STEPS):
             metrics = {"step": step} | {f"reward/source-{number}/mean": numbers.random() for number in range(60)}

@@ -20,7 +20,6 @@ from shoal.config import dumps, load
 from shoal.coordinator.database import Database
 from shoal.coordinator.members import DOWNLOADS
 from shoal.coordinator.pool import SCHEMA
-from shoal.coordinator.state.connection import SqliteConnection, open_sqlite
 from shoal.dashboard.feed import Feed
 from shoal.dashboard.nodes import broadcast, node_table
 from shoal.dashboard.queries import Wanted
@@ -28,7 +27,8 @@ from shoal.dashboard.rollouts import group_list
 from shoal.dashboard.timeline import timeline
 from shoal.dashboard.validation import validation
 from shoal.dashboard.watched import WatchedFolder
-from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.connection import SqliteConnection, open_sqlite
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 from shoal.watch.pace import Pace
 
@@ -96,7 +96,7 @@ def make(folder: Path, steps: int, nodes: int) -> None:
     (folder / "coordinator").mkdir()
     connection = open_sqlite(folder / "coordinator" / "pool.sqlite", survives_power_cuts=False)
     identity = Identity.load_or_create(folder / "coordinator" / "identity.pem")
-    ledger = SqliteLedger(connection.sqlite, identity, clock=lambda: start_s)
+    ledger = Ledger(connection, identity, clock=lambda: start_s)
     db = Database(connection, ledger, lambda: start_s)
     db.create([*SCHEMA, *DOWNLOADS])
     config = load(ROOT / "configs" / "tiny.toml", [f"run.steps={steps}"], [])

@@ -7,8 +7,8 @@ import pytest
 from shoal.cli import main
 from shoal.coordinator import trust
 from shoal.coordinator.nodes import SCHEMA, Nodes
-from shoal.coordinator.state.connection import open_sqlite
 from shoal.evidence import Process
+from shoal.ledger.connection import open_sqlite
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import psycopg
 
-from shoal.coordinator.state.connection import Connection
-from shoal.coordinator.state.postgres import open_postgres
+from shoal.ledger.connection import Connection
+from shoal.ledger.postgres import open_postgres
 
 
 def schema_url(server: str, name: str) -> str:

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.coordinator.state.connection import Connection
+from shoal.ledger.connection import Connection
 
 from ..servers import postgres_server
 from . import support

@@ -15,9 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal.config import Config, parse
 from shoal.coordinator.http.reports import read_metrics, read_status
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.state.connection import Connection, SqliteConnection
-from shoal.ledger.interface import Ledger
-from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.connection import Connection, SqliteConnection
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import (
     Assignment,
@@ -212,20 +211,10 @@ def sqlite(path: Path | str) -> Connection:
 connect: Callable[[Path | str], Connection] = sqlite
 
 
-def open_ledger(connection: Connection, identity: Identity, clock: Callable[[], float]) -> Ledger:
-    if isinstance(connection, SqliteConnection):
-        return SqliteLedger(connection.sqlite, identity, clock=clock)
-    from shoal.coordinator.state.postgres import PostgresConnection
-    from shoal.ledger.postgres import PostgresLedger
-
-    assert isinstance(connection, PostgresConnection)
-    return PostgresLedger(connection.postgres, identity, clock=clock)
-
-
 def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **settings: Any) -> Harness:
     connection = connect(path)
     clock = clock or Clock()
-    ledger = open_ledger(connection, COORDINATOR, clock)
+    ledger = Ledger(connection, COORDINATOR, clock=clock)
     return Harness(Pool(connection, ledger, config(**settings), "r", clock, secret=b"secret"), clock)
 
 

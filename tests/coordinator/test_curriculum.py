@@ -10,10 +10,11 @@ from shoal.config import parse
 from shoal.coordinator.curriculum import open_pages, read_page, recomputed
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.state.connection import Connection, open_sqlite
+from shoal.ledger.connection import Connection, open_sqlite
+from shoal.ledger.table import Ledger
 from shoal.protocol.messages import MILLION, GroupResult, Outcomes, Verdict
 
-from .support import ALICE, BOB, COORDINATOR, VALIDATOR, Clock, Harness, open_ledger
+from .support import ALICE, BOB, COORDINATOR, VALIDATOR, Clock, Harness
 
 
 def open_harness(database: Connection, curriculum: str = "pass_rate") -> Harness:
@@ -29,7 +30,7 @@ def open_harness(database: Connection, curriculum: str = "pass_rate") -> Harness
     )
     clock = Clock()
     return Harness(
-        Pool(database, open_ledger(database, COORDINATOR, clock), config, "r", clock, secret=b"secret"),
+        Pool(database, Ledger(database, COORDINATOR, clock=clock), config, "r", clock, secret=b"secret"),
         clock,
     )
 
@@ -174,7 +175,7 @@ def test_a_page_that_does_not_exist_and_a_folder_without_pages_are_named(harness
 
 
 def test_pages_in_postgresql_are_found_by_the_config_beside_the_folder(postgres: str, tmp_path: Path) -> None:
-    from shoal.coordinator.state.postgres import open_postgres
+    from shoal.ledger.postgres import open_postgres
 
     from .backends import schema_url
 

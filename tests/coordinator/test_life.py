@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.coordinator.state.connection import SqliteConnection
 from shoal.coordinator.submissions import SCHEMA, TABLE, UNSETTLED, Event, State, Submission, Submissions
+from shoal.ledger.connection import SqliteConnection
 
 EVENTS: tuple[Event, ...] = get_args(Event)
 STATES: tuple[State, ...] = get_args(State)

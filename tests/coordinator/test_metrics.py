@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.coordinator.state.connection import SqliteConnection
+from shoal.ledger.connection import SqliteConnection
 from shoal.protocol.messages import Evaluation, Heartbeat, Reason, Stats, StepReport
 
 from .support import ALICE, BOB, VALIDATOR, Harness, metrics_of, open_pool

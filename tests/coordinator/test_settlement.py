@@ -10,10 +10,9 @@ from shoal.coordinator import credit
 from shoal.coordinator.credit import ChainStakes, Settlement
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import Nodes
-from shoal.ledger.evm.contract import EvmStakes, deploy
-from shoal.ledger.evm.opening import read_key
-from shoal.ledger.evm.web3_chain import ChainLostError
-from shoal.ledger.interface import LedgerError
+from shoal.ledger import evm
+from shoal.ledger.chain import LedgerError
+from shoal.ledger.evm import ChainLostError, EvmStakes, deploy, read_key
 
 from ..ledger.stakes_support import ACCOUNT, RevmChain
 from .support import ALICE, BOB, Harness, open_pool, payload
@@ -42,15 +41,13 @@ class Away(RevmChain):
 
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from shoal.ledger.evm import opening
-
         monkeypatch.setattr(credit, "LOOK_S", 0.01)
         monkeypatch.setattr(credit, "LONGEST_PAUSE_S", 0.01)
         monkeypatch.setattr(credit, "FINISH_S", 0.2)
         self.chain = Away()
         self.address = deploy(self.chain)
         self.contract = EvmStakes(self.chain, self.address)
-        monkeypatch.setattr(opening, "Web3Chain", lambda url, private_key="": self.connected())
+        monkeypatch.setattr(evm, "Web3Chain", lambda url, private_key="": self.connected())
         self.harness: Harness = open_pool(requirements={"stake": 100})
         section = LedgerSection(backend="evm", rpc="http://chain", contract=self.address)
         self.config = self.harness.pool.config.model_copy(update={"ledger": section})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.coordinator.nodes import SCHEMA, TABLE, Event, Nodes
-from shoal.coordinator.state.connection import SqliteConnection
+from shoal.ledger.connection import SqliteConnection
 from shoal.protocol.messages import NodeState
 
 EVENTS: tuple[Event, ...] = get_args(Event)

@@ -4,9 +4,9 @@ import logging
 import pytest
 
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.state.connection import SqliteConnection
 from shoal.coordinator.submissions import UNSETTLED
 from shoal.evidence import Process
+from shoal.ledger.connection import SqliteConnection
 from shoal.protocol.messages import HARD, Reason, StepReport
 
 from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool, verdict

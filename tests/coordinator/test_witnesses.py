@@ -10,9 +10,7 @@ import httpx
 import pytest
 
 from shoal.coordinator import pool as pages
-from shoal.ledger.chain import verify_chain
-from shoal.ledger.head import Head, open_head, sign_head
-from shoal.ledger.interface import Entry, LedgerError
+from shoal.ledger.chain import Entry, Head, LedgerError, open_head, sign_head, verify_chain
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import Heartbeat, HeartbeatAnswer

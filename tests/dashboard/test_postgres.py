@@ -10,8 +10,8 @@ import pytest
 
 from shoal.coordinator.members import DOWNLOADS
 from shoal.coordinator.pool import SCHEMA
-from shoal.coordinator.state.connection import Connection
 from shoal.dashboard.watched import WatchedFolder
+from shoal.ledger.connection import Connection
 
 from ..servers import postgres_server
 from .conftest import Serving
@@ -28,7 +28,7 @@ LEDGER = (
 def moved(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The finished run with its tables in PostgreSQL: a folder of the config and the stored files."""
     pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
-    from shoal.coordinator.state.postgres import open_postgres
+    from shoal.ledger.postgres import open_postgres
 
     with postgres_server() as url:
         connection = open_postgres(url)

@@ -3,7 +3,6 @@
 import os
 import shutil
 import socket
-import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from shoal.ledger.evm.contract import EvmStakes, deploy
-from shoal.ledger.interface import LedgerError
-from shoal.ledger.sqlite import SqliteLedger
-from shoal.ledger.stakes import LedgerStakes, Stakes
+from shoal.ledger.chain import LedgerError
+from shoal.ledger.connection import open_sqlite
+from shoal.ledger.evm import EvmStakes, deploy
+from shoal.ledger.stakes import LedgerStakes
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
 START_S = 2_000_000_000
+Stakes = LedgerStakes | EvmStakes
 Backend = tuple[Stakes, Callable[[int], None]]  # and: let so many seconds pass
 ACCOUNT = "0x" + "11" * 20
 
@@ -28,9 +29,7 @@ ACCOUNT = "0x" + "11" * 20
 @contextmanager
 def on_sqlite() -> Iterator[Backend]:
     now_s = [START_S]
-    ledger = SqliteLedger(
-        sqlite3.connect(":memory:", isolation_level=None), Identity.generate(), clock=lambda: now_s[0]
-    )
+    ledger = Ledger(open_sqlite(":memory:"), Identity.generate(), clock=lambda: now_s[0])
 
     def passes(seconds: int) -> None:
         now_s[0] += seconds
@@ -114,7 +113,7 @@ def anvil_node() -> Iterator[str]:
 @contextmanager
 def on_anvil() -> Iterator[Backend]:
     with anvil_node() as url:
-        from shoal.ledger.evm.web3_chain import Web3Chain
+        from shoal.ledger.evm import Web3Chain
 
         chain = Web3Chain(url, poll_s=0.01)
 
@@ -126,7 +125,7 @@ def on_anvil() -> Iterator[Backend]:
 
 
 def _connected(url: str, process: "subprocess.Popen[bytes]") -> None:
-    from shoal.ledger.evm.web3_chain import Web3Chain
+    from shoal.ledger.evm import Web3Chain
 
     deadline_s = time.monotonic() + 60
     while True:

@@ -2,8 +2,8 @@ from importlib.resources import files
 
 import pytest
 
-from shoal.ledger.evm.contract import EvmStakes, artifact, deploy
-from shoal.ledger.interface import LedgerError
+from shoal.ledger.chain import LedgerError
+from shoal.ledger.evm import EvmStakes, artifact, deploy
 
 from .stakes_support import ACCOUNT, RevmChain
 
@@ -15,7 +15,7 @@ def test_the_committed_bytecode_is_what_the_source_compiles_to() -> None:
     vyper = pytest.importorskip("vyper", reason="the compiler is not installed: make evm")
     found = artifact()
     assert vyper.__version__.startswith(found["vyper"]), "compile the contract again with this compiler"
-    source = files("shoal.ledger.evm").joinpath("stakes.vy").read_text()
+    source = files("shoal.ledger").joinpath("stakes.vy").read_text()
     made = vyper.compile_code(source, output_formats=["abi", "bytecode"])
     assert (made["abi"], made["bytecode"]) == (found["abi"], found["bytecode"])
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from shoal.ledger import table as table_module
 from shoal.ledger.chain import (
     GENESIS,
+    Entry,
+    LedgerError,
     canonical_json,
     entry_digest,
     next_entry,
@@ -20,19 +22,18 @@ from shoal.ledger.chain import (
     verify_chain,
     write_export,
 )
-from shoal.ledger.interface import Entry, Ledger, LedgerError
-from shoal.ledger.sqlite import SqliteLedger
-from shoal.ledger.table import read_lines
+from shoal.ledger.connection import SqliteConnection
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
 COORDINATOR = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 OTHER = Identity(Ed25519PrivateKey.from_private_bytes(bytes([7]) * 32))
 
 
-def open_ledger(path: str | Path = ":memory:", identity: Identity = COORDINATOR) -> tuple[SqliteLedger, Any]:
+def open_ledger(path: str | Path = ":memory:", identity: Identity = COORDINATOR) -> tuple[Ledger, Any]:
     connection = sqlite3.connect(path, isolation_level=None)
     ticks: Iterator[int] = count(1_700_000_000)
-    return SqliteLedger(connection, identity, clock=lambda: next(ticks) + 0.5), connection
+    return Ledger(SqliteConnection(connection), identity, clock=lambda: next(ticks) + 0.5), connection
 
 
 def filled(length: int = 5, identity: Identity = COORDINATOR) -> list[Entry]:
@@ -61,7 +62,7 @@ def test_known_first_entry() -> None:
 
 
 def test_appended_entries_are_read_back_in_order_and_verify() -> None:
-    ledger: Ledger = open_ledger()[0]  # the whole interface
+    ledger, _ = open_ledger()
     appended = [ledger.append(kind, {}) for kind in ("registered", "accepted", "slashed")]
     assert list(ledger.entries()) == appended
     assert ledger.head() == appended[-1]
@@ -140,7 +141,7 @@ def test_a_failed_append_leaves_no_transaction_open() -> None:
         raise OSError("no clock")
 
     connection = sqlite3.connect(":memory:", isolation_level=None)
-    ledger = SqliteLedger(connection, COORDINATOR, clock=broken_clock)
+    ledger = Ledger(SqliteConnection(connection), COORDINATOR, clock=broken_clock)
     with pytest.raises(OSError, match="no clock"):
         ledger.append("accepted", {})
     assert not connection.in_transaction
@@ -162,7 +163,7 @@ def test_a_bad_kind_is_refused(kind: str) -> None:
 
 def test_a_connection_with_implicit_transactions_is_refused() -> None:
     with pytest.raises(ValueError, match="isolation_level=None"):
-        SqliteLedger(sqlite3.connect(":memory:"), COORDINATOR, clock=lambda: 0)
+        SqliteConnection(sqlite3.connect(":memory:"))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_an_export_verifies_without_the_database_and_replaces_the_last_one(tmp_p
     before = list(ledger.entries())
     write_export(ledger.entries(), tmp_path / "ledger.jsonl")
     exported = (tmp_path / "ledger.jsonl").read_bytes()
-    sent = [list(read_lines(lambda sql, given: connection.execute(sql, given).fetchall(), since)) for since in (0, 2)]
+    sent = [list(ledger.lines(since)) for since in (0, 2)]
     assert sent == [exported.splitlines(keepends=True), exported.splitlines(keepends=True)[2:]]
     connection.close()
     assert list(read_export(tmp_path / "ledger.jsonl")) == before

@@ -1,12 +1,12 @@
-import sqlite3
 from collections.abc import Iterator
 
 import pytest
 
-from shoal.ledger.evm.contract import EvmStakes, deploy
-from shoal.ledger.interface import Entry, LedgerError
+from shoal.ledger.chain import Entry, LedgerError
+from shoal.ledger.connection import open_sqlite
+from shoal.ledger.evm import EvmStakes, deploy
 from shoal.ledger.settle import NO_PAYER, not_on_chain, settle, unsettled
-from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
 from .stakes_support import RevmChain
@@ -42,7 +42,7 @@ class Losing:
 
 
 def some_work() -> list[Entry]:
-    ledger = SqliteLedger(sqlite3.connect(":memory:", isolation_level=None), Identity.generate(), clock=lambda: 5)
+    ledger = Ledger(open_sqlite(":memory:"), Identity.generate(), clock=lambda: 5)
     ledger.append("started", {"run": "r"})
     ledger.append("registered", {"key": A, "name": "a", "role": "worker", "payer": PAYER})
     ledger.append("registered", {"key": B, "name": "b", "role": "validator"})

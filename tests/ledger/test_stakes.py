@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.ledger.interface import LedgerError
-from shoal.ledger.sqlite import SqliteLedger
-from shoal.ledger.stakes import APPEAL_S, UNSTAKE_S, Account, LedgerStakes, Stakes
+from shoal.ledger.chain import LedgerError
+from shoal.ledger.connection import SqliteConnection
+from shoal.ledger.evm import EvmStakes
+from shoal.ledger.stakes import APPEAL_S, UNSTAKE_S, Account, LedgerStakes
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
-from .stakes_support import BACKENDS, Backend
+from .stakes_support import BACKENDS, Backend, Stakes
 
 A, B, DIGEST = "a1" * 32, "b2" * 32, "cd" * 32
 
@@ -132,8 +134,10 @@ def test_a_refused_or_late_appeal_pays_nothing(backend: Backend) -> None:
     assert (known(stakes).stake, stakes.pool()) == (0, 150)
 
 
-def test_events_come_after_a_cursor_in_order(backend: Backend) -> None:
+@pytest.mark.parametrize("backend", ["pyrevm", "anvil"], indirect=True)
+def test_a_contracts_events_come_in_order(backend: Backend) -> None:
     stakes, passes = backend
+    assert isinstance(stakes, EvmStakes)
     stakes.register(A, "worker")
     stakes.stake(A, 10)
     stakes.unstake(A, 4)
@@ -156,8 +160,6 @@ def test_events_come_after_a_cursor_in_order(backend: Backend) -> None:
     ]
     cursors = [event.cursor for event in found]
     assert cursors == sorted(set(cursors))
-    assert list(stakes.events(after=cursors[2])) == found[3:]
-    assert list(stakes.events(after=cursors[-1])) == []
 
 
 def test_a_deposit_waits_for_registration_and_can_be_taken_back_until_then(backend: Backend) -> None:
@@ -177,6 +179,8 @@ def test_a_deposit_waits_for_registration_and_can_be_taken_back_until_then(backe
             act()
     stakes.slash(A, "w-1", DIGEST)
     assert stakes.pool() == 100
+    if isinstance(stakes, LedgerStakes):
+        return
     found = [(event.kind, event.key, event.amount) for event in stakes.events()]
     assert found == [
         ("deposited", A, 40),
@@ -190,7 +194,7 @@ def test_a_deposit_waits_for_registration_and_can_be_taken_back_until_then(backe
 
 def test_the_accounts_follow_a_ledger_whose_transaction_was_undone() -> None:
     connection = sqlite3.connect(":memory:", isolation_level=None)
-    ledger = SqliteLedger(connection, Identity.generate(), clock=lambda: 5)
+    ledger = Ledger(SqliteConnection(connection), Identity.generate(), clock=lambda: 5)
     stakes = LedgerStakes(ledger, lambda: 5)
     stakes.register(A, "worker")
     stakes.stake(A, 10)

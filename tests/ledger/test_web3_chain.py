@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from shoal.ledger.evm.contract import EvmStakes
-from shoal.ledger.evm.web3_chain import ChainLostError, Web3Chain
-from shoal.ledger.interface import LedgerError
+from shoal.ledger.chain import LedgerError
+from shoal.ledger.evm import ChainLostError, EvmStakes, Web3Chain
 
 pytestmark = pytest.mark.skipif(find_spec("web3") is None, reason="web3.py is not installed: pip install 'shoal[evm]'")
 KEY = "ab" * 32
@@ -98,7 +97,7 @@ def test_an_answer_that_is_none_of_the_contracts_may_be_asked_again(node: Node, 
 def test_opening_a_chain_leaves_the_limit_of_recursion(node: Node) -> None:
     """In a process of its own: web3.py is imported once. One of its libraries sets 100,000, where C's stack ends first."""
     code = (
-        "import sys; from shoal.ledger.evm.web3_chain import Web3Chain; before = sys.getrecursionlimit();"
+        "import sys; from shoal.ledger.evm import Web3Chain; before = sys.getrecursionlimit();"
         f"Web3Chain('http://127.0.0.1:{node.server_port}'); assert sys.getrecursionlimit() == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from shoal.coordinator.state.connection import SqliteConnection
 from shoal.coordinator.state.folder import Nonces
+from shoal.ledger.connection import SqliteConnection
 from shoal.protocol.answers import UnsignedAnswerError, check_answer, sign_answer
 from shoal.protocol.identity import Identity
 from shoal.protocol.signing import (

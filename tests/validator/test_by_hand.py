@@ -10,7 +10,7 @@ from benchmarks.adversary.cheats import QuantizedWeights
 from shoal import config as config_module
 from shoal.cli.main import DONE, USAGE, main
 from shoal.coordinator import curriculum
-from shoal.coordinator.state.connection import open_sqlite
+from shoal.ledger.connection import open_sqlite
 from shoal.protocol.messages import CurriculumPage
 from shoal.store.rollouts import Rollout
 from shoal.tasks.curriculum import Curriculum

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from shoal.cli.arguments import Commands, UsageError, say, whole
 
 if TYPE_CHECKING:
-    from shoal.ledger.evm.contract import EvmStakes
+    from shoal.ledger.evm import EvmStakes
 
 AMOUNT = whole(1, (1 << 62) - 1)
 BOOKINGS = ("stake", "unstake", "withdraw", "appeal", "grant", "refuse")
@@ -78,7 +78,7 @@ def stake(arguments: argparse.Namespace) -> None:
 
 
 def _of_member(arguments: argparse.Namespace) -> None:
-    from shoal.ledger.evm.opening import open_contract
+    from shoal.ledger.evm import open_contract
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import read_invite
     from shoal.protocol.node import KEY, Node, read_payer, write_payer
@@ -149,8 +149,7 @@ def _book(arguments: argparse.Namespace) -> None:
 
 
 def _deploy(arguments: argparse.Namespace) -> None:
-    from shoal.ledger.evm.contract import deploy
-    from shoal.ledger.evm.opening import open_chain
+    from shoal.ledger.evm import deploy, open_chain
 
     address = deploy(open_chain(arguments.rpc, arguments.key_file))
     key_file = f'key_file = "{arguments.key_file}"\n' if arguments.key_file else ""
@@ -174,7 +173,7 @@ def _decide(arguments: argparse.Namespace) -> None:
 
 def _operated(run: Path) -> EvmStakes:
     from shoal.cli.audit.opened import settings_of
-    from shoal.ledger.evm.opening import open_contract
+    from shoal.ledger.evm import open_contract
 
     if not run.is_dir():
         raise UsageError(f"no folder at {run}: name the folder of a run, or of its coordinator")

@@ -19,7 +19,7 @@ from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.groups import Scored
 from shoal.coordinator.trust import most_unchecked
-from shoal.ledger.interface import JSON
+from shoal.ledger.chain import JSON
 from shoal.protocol.messages import Batch, BatchGroup, Evaluation, GroupResult, Policy, StepReport
 
 log = logging.getLogger(__name__)

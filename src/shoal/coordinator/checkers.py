@@ -33,8 +33,8 @@ from dataclasses import dataclass, fields
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
-from shoal.coordinator.state.connection import Connection
 from shoal.coordinator.submissions import Submission
+from shoal.ledger.connection import Connection
 from shoal.protocol.messages import HARD, Heartbeat, Reason, Verdict
 
 KEPT = 8  # versions per node

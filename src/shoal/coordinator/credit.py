@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
-from shoal.coordinator.state.connection import Connection
-from shoal.ledger.interface import Entry, LedgerError
+from shoal.ledger.chain import Entry, LedgerError
+from shoal.ledger.connection import Connection
 from shoal.ledger.settle import KINDS, settle, unsettled
 from shoal.ledger.stakes import LedgerStakes
 from shoal.protocol.messages import Booking
 
 if TYPE_CHECKING:
-    from shoal.ledger.evm.contract import EvmStakes
+    from shoal.ledger.evm import EvmStakes
 
 LOOK_S = 2.0  # between two looks at stakes on a chain
 LONGEST_PAUSE_S = 60.0
@@ -287,7 +287,7 @@ class Settlement:
     # --- in its own threads ------------------------------------------------------------------------------------------
 
     def _contract(self, thread: str) -> "EvmStakes":
-        from shoal.ledger.evm.opening import open_contract
+        from shoal.ledger.evm import open_contract
 
         section = self.config.ledger
         if thread not in self._contracts:

@@ -15,9 +15,9 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.groups import ROLLOUTS
-from shoal.coordinator.state.connection import Connection, SqliteConnection
 from shoal.coordinator.state.folder import named_database
-from shoal.ledger.interface import JSON, Entry
+from shoal.ledger.chain import JSON, Entry
+from shoal.ledger.connection import Connection, SqliteConnection
 from shoal.protocol.messages import CurriculumPage, GroupResult
 
 SCHEMA = [
@@ -110,7 +110,7 @@ def open_pages(folder: Path) -> Curricula:
     """The pages of the coordinator that uses this folder, to read. Raises PoolError, ConfigError, DatabaseLostError."""
     path = folder / "pool.sqlite"
     if not path.is_file() and (database := named_database(folder)):
-        from shoal.coordinator.state.postgres import open_postgres
+        from shoal.ledger.postgres import open_postgres
 
         return Curricula(open_postgres(database))
     try:

@@ -21,8 +21,9 @@ from typing import Literal
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.coordinator import groups, nodes, submissions
-from shoal.coordinator.state.connection import SERIAL, Connection, table_digest
-from shoal.ledger.interface import JSON, Ledger
+from shoal.ledger.chain import JSON
+from shoal.ledger.connection import SERIAL, Connection, table_digest
+from shoal.ledger.table import Ledger
 from shoal.protocol.answers import Refusal
 from shoal.protocol.history import MAX_SAMPLES
 from shoal.protocol.messages import VERSION, Evaluation, History, WorkerSample

@@ -8,7 +8,7 @@ order.
 
 from dataclasses import dataclass
 
-from shoal.coordinator.state.connection import SERIAL, Connection
+from shoal.ledger.connection import SERIAL, Connection
 from shoal.protocol.messages import MILLION, GroupResult, Signal
 
 SCHEMA = [

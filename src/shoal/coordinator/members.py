@@ -25,7 +25,7 @@ from shoal.coordinator.checkers import Checkers
 from shoal.coordinator.credit import StakeView
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.nodes import Node
-from shoal.coordinator.state.connection import SERIAL, Connection
+from shoal.ledger.connection import SERIAL, Connection
 from shoal.protocol.address import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Intake, InvitePayload, Registered, Role
 from shoal.shardcast.fetch.reach import OutOfReach, check_host

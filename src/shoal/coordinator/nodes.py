@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from shoal.coordinator.state.connection import SERIAL, Connection
+from shoal.ledger.connection import SERIAL, Connection
 from shoal.protocol.messages import NodeState, Role
 
 SCHEMA = [

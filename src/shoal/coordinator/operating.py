@@ -26,11 +26,11 @@ from shoal.config import Config
 from shoal.config.config import LOOPBACK
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import Event, Node, Nodes
-from shoal.coordinator.state.connection import Connection, copy_sqlite, open_sqlite
 from shoal.coordinator.state.folder import KEY, NONCES, TABLES, TASKS, Nonces, open_tables
 from shoal.coordinator.trust import EvidenceTable
 from shoal.errors import UserError
 from shoal.files import discard, fsync, write_file
+from shoal.ledger.connection import Connection, copy_sqlite, open_sqlite
 from shoal.protocol.address import Address, AddressError, server_url
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite, run_id

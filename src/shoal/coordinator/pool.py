@@ -21,10 +21,9 @@ from shoal.coordinator.batches import Batches, Learning
 from shoal.coordinator.credit import BookedStakes, Escrow, StakeView
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.judgement import Judgement
-from shoal.coordinator.state.connection import Connection, table_names
-from shoal.ledger.head import Head, open_head
-from shoal.ledger.interface import Ledger, LedgerError
-from shoal.ledger.table import read_lines
+from shoal.ledger.chain import Head, LedgerError, open_head
+from shoal.ledger.connection import Connection, table_names
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Signed
 
 MAX_NOTICES = 20  # the newest are shown
@@ -66,8 +65,7 @@ class Pool:
     def ledger_page(self, after: int) -> bytes:
         """Entries with seq > after, oldest first, as JSON lines; empty if there are none."""
         page = bytearray()
-        connection = self.db.connection  # the ledger is a table beside the others
-        for line in read_lines(lambda sql, arguments: connection.rows(sql, *arguments), after):
+        for line in self.db.ledger.lines(after):
             if page and len(page) + len(line) > PAGE_BYTES:
                 break
             page += line

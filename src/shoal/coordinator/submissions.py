@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from shoal.coordinator.state.connection import SERIAL, Connection
+from shoal.ledger.connection import SERIAL, Connection
 
 SCHEMA = [
     f"""CREATE TABLE IF NOT EXISTS submissions (

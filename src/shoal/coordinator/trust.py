@@ -31,10 +31,10 @@ from collections.abc import Callable
 from shoal.config import Config
 from shoal.coordinator.credit import Credits
 from shoal.coordinator.database import Database
-from shoal.coordinator.state.connection import Connection
 from shoal.coordinator.submissions import Submission
 from shoal.evidence import Process, frequency
 from shoal.evidence import share as bet_share
+from shoal.ledger.connection import Connection
 from shoal.protocol.messages import Spent, Verdict
 
 SCHEMA = [

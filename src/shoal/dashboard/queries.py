@@ -7,7 +7,7 @@ is named by its sequence number: its id holds a part of a worker's key. Called b
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.coordinator.state.connection import Connection
+from shoal.ledger.connection import Connection
 
 # How long ago a claim was made is not stored: a lease ends `claim_lease_s` after it.
 LAST = 1 << 62  # beyond every number of an entry

@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -19,13 +19,12 @@ import httpx
 from shoal.config import Config, ConfigError, parse
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.http.reports import read_status
-from shoal.coordinator.state.connection import Connection, SqliteConnection
 from shoal.coordinator.state.folder import named_database
 from shoal.dashboard.queries import Queries
 from shoal.errors import UserError
-from shoal.ledger.interface import JSON, Entry
+from shoal.ledger.connection import Connection, SqliteConnection
 from shoal.ledger.stakes import LedgerStakes
-from shoal.ledger.table import read_since
+from shoal.ledger.table import Ledger
 from shoal.protocol.address import Address, AddressError, server_url
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
@@ -77,7 +76,7 @@ class WatchedFolder:
         self.coordinator = folder / "coordinator" if (folder / "coordinator").is_dir() else folder
         self.connection = _connect(self.coordinator)
         self._now_s = 0.0  # of the newest look
-        self._accounts = LedgerStakes(ReadLedger(self.connection), lambda: self._now_s)
+        self._accounts = LedgerStakes(Ledger(self.connection), lambda: self._now_s)
         try:
             self.db = Database(self.connection, self._accounts.ledger, lambda: self._now_s)
         except PoolError as error:
@@ -182,22 +181,6 @@ class WatchedPool:
         return None
 
 
-class ReadLedger:
-    """The ledger of a run that is only read, unverified: `shoal audit` verifies it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def append(self, kind: str, body: Mapping[str, JSON]) -> Entry:
-        raise NotImplementedError("a watched run is not changed")
-
-    def entries(self, since: int = 0, kind: str | None = None) -> Iterator[Entry]:
-        return read_since(lambda sql, arguments: self.connection.rows(sql, *arguments), since, kind)
-
-    def head(self) -> Entry | None:
-        raise NotImplementedError("nothing here asks for it")
-
-
 def _connect(folder: Path) -> Connection:
     """A coordinator's tables, to read. One thread at a time uses them; which one may change. Raises WatchedError."""
     path = folder / DATABASE
@@ -206,7 +189,7 @@ def _connect(folder: Path) -> Connection:
             sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
         )
     if database := named_database(folder):
-        from shoal.coordinator.state.postgres import open_postgres  # needs the extra `postgres`
+        from shoal.ledger.postgres import open_postgres  # needs the extra `postgres`
 
         connection = open_postgres(database)
         connection.change("SET default_transaction_read_only = on")

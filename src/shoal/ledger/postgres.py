@@ -1,56 +1,167 @@
-"""The ledger in PostgreSQL: the same chain, in one table of the coordinator's own database.
+"""PostgreSQL: the same tables on a server of their own.
 
-Invariant: the database itself refuses UPDATE, DELETE, TRUNCATE and any INSERT that does not extend the head.
-Called by the coordinator's process; everything else uses `interface`. What it shares with SQLite is in `table`. Needs the
-extra `postgres`. Left out: several writers: the session that leads is the only one (`coordinator/state/postgres`).
+Invariant: one session does everything, so when the server ends it nothing more of it can be written. It never reconnects: a
+process that loses it stops with DatabaseLostError and starts again.
+Needs the extra `postgres` (psycopg). Left out: a password in the URL, because configs are shown to every node; libpq finds
+it in PGPASSWORD or ~/.pgpass.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 import psycopg
+from psycopg.adapt import Loader
+from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
 
-from shoal.ledger.table import TableLedger
-from shoal.protocol.identity import Identity
+from shoal.errors import first_line
+from shoal.ledger.connection import SERIAL, Connection, DatabaseFullError, DatabaseLostError
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS ledger (
-    seq BIGINT PRIMARY KEY, time_s BIGINT NOT NULL, kind TEXT NOT NULL, body TEXT NOT NULL,
-    previous TEXT NOT NULL, digest TEXT NOT NULL, signature TEXT NOT NULL);
-CREATE OR REPLACE FUNCTION ledger_refuses() RETURNS trigger LANGUAGE plpgsql AS
-    'BEGIN RAISE EXCEPTION ''the ledger is append-only''; END';
-CREATE OR REPLACE FUNCTION ledger_extends() RETURNS trigger LANGUAGE plpgsql AS
-    'BEGIN IF NEW.seq <> (SELECT coalesce(max(seq), 0) + 1 FROM ledger) THEN
-        RAISE EXCEPTION ''the ledger is append-only: an entry must extend its head''; END IF; RETURN NEW; END';
-CREATE OR REPLACE TRIGGER ledger_no_change BEFORE UPDATE OR DELETE ON ledger
-    FOR EACH ROW EXECUTE FUNCTION ledger_refuses();
-CREATE OR REPLACE TRIGGER ledger_no_truncate BEFORE TRUNCATE ON ledger
-    FOR EACH STATEMENT EXECUTE FUNCTION ledger_refuses();
-CREATE OR REPLACE TRIGGER ledger_extends_head BEFORE INSERT ON ledger
-    FOR EACH ROW EXECUTE FUNCTION ledger_extends();
-"""
+T = TypeVar("T")
+CONNECT_S = 10
+ANSWER_S = 10.0  # a server that is silent for longer is lost: one that was unplugged cannot say so
+# What libpq and the server do about a peer that is gone without a word.
+LIVENESS = {
+    "connect_timeout": CONNECT_S,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": int(ANSWER_S * 1000),
+}
+SESSION = (
+    "SET tcp_keepalives_idle = 5",
+    "SET tcp_keepalives_interval = 2",
+    "SET tcp_keepalives_count = 3",
+    f"SET statement_timeout = {int(ANSWER_S * 1000)}",
+    "SET timezone = 'UTC'",
+)
 
 
-class PostgresLedger(TableLedger):
-    """The ledger of one coordinator."""
+class PostgresConnection(Connection):
+    ledger_schema = (
+        "CREATE TABLE ledger (seq BIGINT PRIMARY KEY, time_s BIGINT NOT NULL, kind TEXT NOT NULL, body TEXT NOT NULL,"
+        " previous TEXT NOT NULL, digest TEXT NOT NULL, signature TEXT NOT NULL)",
+        "CREATE OR REPLACE FUNCTION ledger_refuses() RETURNS trigger LANGUAGE plpgsql AS"
+        " 'BEGIN RAISE EXCEPTION ''the ledger is append-only''; END'",
+        "CREATE OR REPLACE FUNCTION ledger_extends() RETURNS trigger LANGUAGE plpgsql AS"
+        " 'BEGIN IF NEW.seq <> (SELECT coalesce(max(seq), 0) + 1 FROM ledger) THEN"
+        " RAISE EXCEPTION ''the ledger is append-only: an entry must extend its head''; END IF; RETURN NEW; END'",
+        "CREATE TRIGGER ledger_no_change BEFORE UPDATE OR DELETE ON ledger"
+        " FOR EACH ROW EXECUTE FUNCTION ledger_refuses()",
+        "CREATE TRIGGER ledger_no_truncate BEFORE TRUNCATE ON ledger"
+        " FOR EACH STATEMENT EXECUTE FUNCTION ledger_refuses()",
+        "CREATE TRIGGER ledger_extends_head BEFORE INSERT ON ledger FOR EACH ROW EXECUTE FUNCTION ledger_extends()",
+    )
 
-    def __init__(
-        self, connection: psycopg.Connection[tuple[Any, ...]], identity: Identity, *, clock: Callable[[], float]
-    ) -> None:
-        """Open or create the ledger. LedgerError if another key wrote it."""
+    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
         if not connection.autocommit:
-            raise ValueError("open the connection with autocommit=True, so that transactions are the caller's")
-        self._connection = connection
-        if connection.execute("SELECT to_regclass('ledger')").fetchone() == (None,):
-            connection.execute(SCHEMA)  # one transaction
-        super().__init__(identity, clock)
+            raise ValueError("open the connection with autocommit=True, so that transactions are explicit")
+        connection.adapters.register_loader("numeric", _Number)
+        self.postgres = connection
+        info = connection.info
+        self._place = f"PostgreSQL database {info.dbname} at {info.host or 'this machine'}, port {info.port}"
 
-    def _rows(self, sql: str, arguments: Sequence[object]) -> Sequence[tuple[Any, ...]]:
-        return self._connection.execute(sql.replace("?", "%s").encode(), arguments).fetchall()
+    def rows(self, sql: str, *arguments: object) -> list[tuple[Any, ...]]:
+        return self._execute(sql, arguments, lambda cursor: cursor.fetchall())
 
-    def _transaction(self) -> AbstractContextManager[object]:
-        if self._connection.info.transaction_status == TransactionStatus.INTRANS:
-            return nullcontext()
-        return self._connection.transaction()
+    def change(self, sql: str, *arguments: object) -> int:
+        return self._execute(sql, arguments, lambda cursor: int(cursor.rowcount))
+
+    def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
+        """A table that need not survive them is emptied by the server after its own crash, and not written to its log."""
+        if not survives_power_cuts:
+            statement = statement.replace("CREATE TABLE", "CREATE UNLOGGED TABLE", 1)
+        self.change(statement.replace(SERIAL, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"))
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        if self.in_transaction:
+            yield
+            return
+        self.change("BEGIN")
+        try:
+            with self._loss_named():  # also of what the ledger does
+                yield
+            self.change("COMMIT")
+        except BaseException:
+            if self.in_transaction:  # not if the session is lost: the server itself rolls back then
+                self.change("ROLLBACK")
+            raise
+
+    @property
+    def in_transaction(self) -> bool:
+        status = self.postgres.info.transaction_status
+        return status in (TransactionStatus.INTRANS, TransactionStatus.INERROR)
+
+    def has_table(self, name: str) -> bool:
+        return self.value("SELECT to_regclass(?)", name) is not None
+
+    @property
+    def place(self) -> str:
+        return self._place
+
+    @property
+    def format(self) -> int:
+        return int(self.value("SELECT number FROM format")) if self.has_table("format") else 0
+
+    def set_format(self, number: int) -> None:
+        with self.transaction():
+            self.change("CREATE TABLE IF NOT EXISTS format (number BIGINT NOT NULL)")
+            self.change("DELETE FROM format")
+            self.change("INSERT INTO format (number) VALUES (?)", number)
+
+    def close(self) -> None:
+        self.postgres.close()
+
+    def _execute(self, sql: str, arguments: tuple[object, ...], take: Callable[[psycopg.Cursor[Any]], T]) -> T:
+        """Raises DatabaseFullError, DatabaseLostError."""
+        with self._loss_named():
+            return take(self.postgres.execute(_in_psycopg(sql), [_storable(one) for one in arguments]))
+
+    @contextmanager
+    def _loss_named(self) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.errors.DiskFull as error:
+            raise DatabaseFullError(f"the disk of {self.place} is full: free space there") from error
+        except psycopg.errors.QueryCanceled as error:
+            self.postgres.close()
+            raise DatabaseLostError(f"{self.place} took more than {ANSWER_S:.0f} s; is it overloaded?") from error
+        except psycopg.OperationalError as error:
+            if not self.postgres.closed:
+                raise
+            raise DatabaseLostError(f"lost {self.place}: {first_line(error)}; see its log") from error
+
+
+class _Number(Loader):
+    """PostgreSQL sums integers into `numeric`; SQLite gives an int, or a float for an average, and so does this."""
+
+    def load(self, data: Any) -> int | float:
+        text = bytes(data)
+        return float(text) if b"." in text or b"N" in text else int(text)
+
+
+def _storable(argument: object) -> object:
+    """PostgreSQL's text holds no NUL; a model's output, which an error may quote, can."""
+    return argument.replace("\0", "\ufffd") if isinstance(argument, str) else argument
+
+
+@functools.cache
+def _in_psycopg(sql: str) -> bytes:
+    return sql.replace("%", "%%").replace("?", "%s").encode()
+
+
+def open_postgres(url: str) -> PostgresConnection:
+    """Raises DatabaseLostError if the server is not there, or refuses."""
+    if urlsplit(url).password or "password" in parse_qs(urlsplit(url).query):
+        raise ValueError("a database's URL holds no password")  # config.sections refuses it before
+    try:
+        connection = psycopg.connect(make_conninfo(url, **LIVENESS), autocommit=True)
+        for statement in SESSION:
+            connection.execute(statement.encode())
+    except psycopg.OperationalError as error:
+        raise DatabaseLostError(f"cannot use the database {url}: {first_line(error)}") from error
+    return PostgresConnection(connection)

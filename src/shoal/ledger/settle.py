@@ -7,32 +7,23 @@
 Invariant: the contract itself refuses an entry the second time, and is asked before. So whoever settles may die, repeat
 itself or lose an answer, and nothing is counted twice; entries are settled in order, so none is left out. The contract names
 digests: a ledger that lacks one of them, or says otherwise there, is not the one that was settled.
-Called by `coordinator/credit`, `shoal stake settle` and the audit. Left out: several entries in one transaction.
+Left out: several entries in one transaction.
 """
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from shoal.ledger.interface import Entry, LedgerError
-from shoal.ledger.stakes import Account
+from shoal.ledger.chain import Entry, LedgerError
+
+if TYPE_CHECKING:
+    from shoal.ledger.evm import EvmStakes
 
 KINDS = ("registered", "credited", "slashed")
 NO_PAYER = "0x" + "00" * 20  # of a member that named none: nobody stakes on it
 
 
-class Contract(Protocol):
-    """What settling needs of `evm.EvmStakes`."""
-
-    def register(self, key: str, role: str, payer: str = "") -> None: ...
-    def credit(self, key: str, work: str, tokens: int) -> None: ...
-    def slash(self, key: str, work: str, evidence: str) -> None: ...
-    def account(self, key: str) -> Account | None: ...
-    def is_paid(self, work: str) -> bool: ...
-    def is_slashed(self, work: str) -> bool: ...
-
-
-def unsettled(entries: Iterable[Entry], contract: Contract) -> list[Entry]:
+def unsettled(entries: Iterable[Entry], contract: "EvmStakes") -> list[Entry]:
     """Those that are to be settled, from the first on that may not be; asks about a few of them only."""
     found = [entry for entry in entries if entry.kind in KINDS]
     works = [number for number, entry in enumerate(found) if entry.kind != "registered"]
@@ -46,7 +37,7 @@ def unsettled(entries: Iterable[Entry], contract: Contract) -> list[Entry]:
     return found[works[low - 1] + 1 if low else 0 :]
 
 
-def settle(entry: Entry, contract: Contract) -> bool:
+def settle(entry: Entry, contract: "EvmStakes") -> bool:
     """Returns whether it had to be sent. Raises LedgerError; then send it again later."""
     if is_settled(entry, contract):
         return False
@@ -59,14 +50,14 @@ def settle(entry: Entry, contract: Contract) -> bool:
     return True
 
 
-def is_settled(entry: Entry, contract: Contract) -> bool:
+def is_settled(entry: Entry, contract: "EvmStakes") -> bool:
     body = json.loads(entry.body)
     if entry.kind == "registered":
         return contract.account(body["key"]) is not None
     return contract.is_paid(entry.digest) if entry.kind == "credited" else contract.is_slashed(entry.digest)
 
 
-def not_on_chain(entries: Sequence[Entry], known: set[tuple[str, str, str, int]], contract: Contract) -> list[Entry]:
+def not_on_chain(entries: Sequence[Entry], known: set[tuple[str, str, str, int]], contract: "EvmStakes") -> list[Entry]:
     """The entries that a contract does not hold as the ledger says them. `known`: its events, as kind, key, work, tokens."""
     return [
         entry
@@ -81,7 +72,7 @@ def _said(entry: Entry) -> tuple[str, str, str, int]:
     return entry.kind, body["worker"], entry.digest, body["tokens"] if entry.kind == "credited" else 0
 
 
-def _send(entry: Entry, contract: Contract) -> None:
+def _send(entry: Entry, contract: "EvmStakes") -> None:
     body: dict[str, Any] = json.loads(entry.body)
     if entry.kind == "registered":
         contract.register(body["key"], body["role"], body.get("payer") or NO_PAYER)

@@ -7,19 +7,21 @@
     appeal       by the slashed, once, within APPEAL_S; the operator decides, and if it is granted the pool pays back
 
 Two backends keep this, and one conformance suite holds for both: `LedgerStakes` here, in the hash-chained signed ledger,
-and a contract on an EVM chain (`evm`).
+and `EvmStakes`, a contract on an EVM chain (`evm`). Keys are public keys in hex, `work` names a submission, `evidence` and
+`statement` are digests in hex; `payer` is the account on a chain that pays stake in and out. What changes something returns
+once it is final.
 Invariant: what is staked, leaving, in the pool and withdrawn always adds up to what was paid in. The rules are in `Book`;
 the contract has the same ones. An action that they forbid changes nothing and raises LedgerError.
-Called by the coordinator (`coordinator/credit`, `settle`), the audit and `shoal stake`. Left out: what the pool
-spends its stake on.
+Left out: what the pool spends its stake on.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from shoal.ledger.interface import Entry, Ledger, LedgerError
+from shoal.ledger.chain import JSON, Entry, LedgerError
+from shoal.ledger.table import Ledger
 
 UNSTAKE_S = 7 * 86_400  # longer than a lie takes to be found
 APPEAL_S = 14 * 86_400
@@ -63,37 +65,6 @@ class Event:
     work: str = ""  # a submission; of "registered": the role
     amount: int = 0  # of stake, or tokens; of "decided": 1 if it was granted
     payer: str = ""  # of "registered" on a chain: the account that pays stake in and out
-
-
-class Stakes(Protocol):
-    """Keys are public keys in hex, `work` names a submission. A method that changes something returns once it is final."""
-
-    def deposit(self, key: str, amount: int) -> None: ...
-    def reclaim(self, key: str) -> None: ...
-    def register(self, key: str, role: str, payer: str = "") -> None:
-        """`payer`: the account on a chain that pays its stake in and out; "": the one that sends this."""
-        ...
-
-    def stake(self, key: str, amount: int) -> None: ...
-    def unstake(self, key: str, amount: int) -> None: ...
-    def withdraw(self, key: str) -> None: ...
-    def credit(self, key: str, work: str, tokens: int) -> None: ...
-    def slash(self, key: str, work: str, evidence: str) -> None:
-        """`evidence`: a digest, in hex."""
-        ...
-
-    def appeal(self, key: str, work: str, statement: str) -> None:
-        """`statement`: a digest, in hex."""
-        ...
-
-    def decide(self, work: str, *, granted: bool) -> None: ...
-    def account(self, key: str) -> Account | None: ...
-    def deposited(self, key: str, payer: str = "") -> int:
-        """What waits for the key's registration; on a chain: what this payer deposited."""
-        ...
-
-    def pool(self) -> int: ...
-    def events(self, after: int = 0) -> Iterator[Event]: ...
 
 
 @dataclass
@@ -196,40 +167,35 @@ class LedgerStakes:
         self._last: Entry | None = None  # that is in it
 
     def deposit(self, key: str, amount: int) -> None:
-        self._append("deposited", Event(0, "deposited", key, amount=amount), {"key": key, "amount": amount})
+        self._append("deposited", key=key, amount=amount)
 
     def reclaim(self, key: str) -> None:
-        amount = self.deposited(key)
-        self._append("reclaimed", Event(0, "reclaimed", key, amount=amount), {"key": key, "amount": amount})
+        self._append("reclaimed", key=key, amount=self.deposited(key))
 
     def register(self, key: str, role: str, payer: str = "") -> None:
-        self._append("registered", Event(0, "registered", key, role), {"key": key, "name": key[:16], "role": role})
+        self._append("registered", key=key, name=key[:16], role=role)
 
     def stake(self, key: str, amount: int) -> None:
-        self._append("staked", Event(0, "staked", key, amount=amount), {"key": key, "amount": amount})
+        self._append("staked", key=key, amount=amount)
 
     def unstake(self, key: str, amount: int) -> None:
-        self._append("unstaked", Event(0, "unstaked", key, amount=amount), {"key": key, "amount": amount})
+        self._append("unstaked", key=key, amount=amount)
 
     def withdraw(self, key: str) -> None:
-        leaving = account.leaving if (account := self.account(key)) else 0
-        self._append("withdrawn", Event(0, "withdrawn", key, amount=leaving), {"key": key, "amount": leaving})
+        account = self.account(key)
+        self._append("withdrawn", key=key, amount=account.leaving if account else 0)
 
     def credit(self, key: str, work: str, tokens: int) -> None:
-        body = {"worker": key, "submissions": [work], "tokens": tokens}
-        self._append("credited", Event(0, "credited", key, work, tokens), body)
+        self._append("credited", worker=key, submissions=[work], tokens=tokens)
 
     def slash(self, key: str, work: str, evidence: str) -> None:
-        body = {"worker": key, "submission": work, "evidence": evidence}
-        self._append("slashed", Event(0, "slashed", key, work), body)
+        self._append("slashed", worker=key, submission=work, evidence=evidence)
 
     def appeal(self, key: str, work: str, statement: str) -> None:
-        body = {"worker": key, "submission": work, "statement": statement}
-        self._append("appealed", Event(0, "appealed", key, work), body)
+        self._append("appealed", worker=key, submission=work, statement=statement)
 
     def decide(self, work: str, *, granted: bool) -> None:
-        body = {"submission": work, "granted": granted}
-        self._append("decided", Event(0, "decided", "", work, int(granted)), body)
+        self._append("decided", submission=work, granted=granted)
 
     def account(self, key: str) -> Account | None:
         return self._book().accounts.get(key)
@@ -244,18 +210,9 @@ class LedgerStakes:
     def deposited(self, key: str, payer: str = "") -> int:
         return self._book().deposits.get(key, 0)
 
-    def events(self, after: int = 0) -> Iterator[Event]:
-        book = Book()
-        for entry in self.ledger.entries():
-            if (event := read_event(entry)) is not None:
-                amount = _moved(book, event)
-                book.take(event, entry.time_s)
-                if event.cursor > after:
-                    yield replace(event, amount=amount)
-
-    def _append(self, kind: str, event: Event, body: Mapping[str, Any]) -> None:
+    def _append(self, kind: str, **body: JSON) -> None:
         book, self._kept, self._last = self._book(), Book(), None
-        book.take(event, int(self.clock()))
+        book.take(_event(0, kind, body), int(self.clock()))
         self.ledger.append(kind, body)
 
     def _book(self) -> Book:
@@ -268,16 +225,6 @@ class LedgerStakes:
                 self._kept.take(event, entry.time_s)
             self._last = entry
         return self._kept
-
-
-def _moved(book: Book, event: Event) -> int:
-    """What an event moves that its entry does not say: a slash takes all, a registration takes in the deposit."""
-    if event.kind == "registered":
-        return book.deposits.get(event.key, 0)
-    if event.kind != "slashed":
-        return event.amount
-    known = book.accounts.get(event.key)
-    return known.stake + known.leaving if known else 0
 
 
 def read_event(entry: Entry) -> Event | None:

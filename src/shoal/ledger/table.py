@@ -1,21 +1,18 @@
-"""The ledger as a table: what its backends in SQLite and PostgreSQL do alike.
+"""The ledger: the chain as a table of the database that holds whatever changes together with it.
 
-Invariant: an entry is appended in the caller's transaction if one is open, so the coordinator's tables and the ledger change
-together; and read page by page, so that no cursor stays open.
-Called by `sqlite` and `postgres`, which say how a statement runs and what a transaction is; `read_all` also by the audit,
-`read_lines` by the coordinator.
-Statements use `?` for arguments. Left out: thread safety (the caller's).
+Invariants: an appended entry is never changed, reordered or removed, and its position is part of what is signed. It is
+appended in the caller's transaction if one is open. Entries are read page by page, so no cursor stays open.
+Left out: several writers: a database has one coordinator (`coordinator/state/lead`), and a ledger has one key.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.ledger.chain import canonical_json, check_head, check_kind, line, next_entry
-from shoal.ledger.interface import JSON, Entry, LedgerError
+from shoal.ledger.chain import JSON, Entry, LedgerError, canonical_json, check_head, line, next_entry
+from shoal.ledger.connection import Connection
 from shoal.protocol.identity import Identity
 
 PAGE_ROWS = 1000
@@ -23,64 +20,59 @@ LINES = 100  # of a page that is sent
 BEFORE_ALL = -(2**63)  # the smallest seq that a row could be given
 COLUMNS = ", ".join(Entry.model_fields)
 MARKS = ", ".join("?" for _ in Entry.model_fields)
-Rows = Callable[[str, Sequence[object]], Sequence[tuple[Any, ...]]]  # a statement and its arguments
 
 
-class TableLedger(ABC):
-    """The ledger of one coordinator, in a table that is there."""
-
-    def __init__(self, identity: Identity, clock: Callable[[], float]) -> None:
-        """LedgerError if another key wrote it."""
-        self._identity = identity
-        self._clock = clock
+class Ledger:
+    def __init__(
+        self, connection: Connection, identity: Identity | None = None, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Open or create what `identity` writes; None: only read it. Raises LedgerError if another key wrote it."""
+        self._connection, self._identity, self._clock = connection, identity, clock
+        if identity is None:
+            return
+        if not connection.has_table("ledger"):
+            with connection.transaction():
+                for statement in connection.ledger_schema:
+                    connection.change(statement)
         check_head(self.head(), identity.public)
 
-    @abstractmethod
-    def _rows(self, sql: str, arguments: Sequence[object]) -> Sequence[tuple[Any, ...]]: ...
-
-    @abstractmethod
-    def _transaction(self) -> AbstractContextManager[object]:
-        """Within one that is open, nothing of its own."""
-
     def append(self, kind: str, body: Mapping[str, JSON]) -> Entry:
-        check_kind(kind)
+        """Add an entry and return it. Part of the caller's transaction if one is open. Raises LedgerError."""
+        if self._identity is None:
+            raise LedgerError("a ledger that is only read is not changed")
         text = canonical_json(body)
-        with self._transaction():
+        with self._connection.transaction():
             entry = next_entry(self.head(), kind, text, int(self._clock()), self._identity)
-            values = tuple(entry.model_dump().values())
-            self._rows(f"INSERT INTO ledger ({COLUMNS}) VALUES ({MARKS}) RETURNING seq", values)
+            values = entry.model_dump().values()
+            self._connection.change(f"INSERT INTO ledger ({COLUMNS}) VALUES ({MARKS})", *values)
         return entry
 
     def entries(self, since: int = 0, kind: str | None = None) -> Iterator[Entry]:
-        return read_since(self._rows, since, kind)
+        """The entries with seq > since, oldest first, unverified; only of `kind` if it is given. Raises LedgerError."""
+        where, more = ("seq > ?", []) if kind is None else ("seq > ? AND kind = ?", [kind])
+        while page := self._page(f"{where} ORDER BY seq", since, *more):
+            yield from page
+            since = page[-1].seq
+
+    def every_row(self) -> Iterator[Entry]:
+        """Likewise, also what no ledger would have appended."""
+        return self.entries(BEFORE_ALL)
 
     def head(self) -> Entry | None:
-        newest = _page(self._rows, "seq = (SELECT max(seq) FROM ledger)", [])
+        """The newest entry, None in an empty ledger."""
+        newest = self._page("seq = (SELECT max(seq) FROM ledger)")
         return newest[0] if newest else None
 
+    def lines(self, since: int) -> Iterator[bytes]:
+        """The entries with seq > since as they are exported, one line of JSON each, without a look at them."""
+        select = f"SELECT {COLUMNS} FROM ledger WHERE seq > ? ORDER BY seq LIMIT {LINES}"
+        while page := self._connection.rows(select, since):
+            yield from (line(*row) for row in page)
+            since = page[-1][0]
 
-def read_all(rows: Rows) -> Iterator[Entry]:
-    """Every row of the table in order, unverified, of a database that may be open for reading only. Raises LedgerError."""
-    return read_since(rows, BEFORE_ALL)
-
-
-def read_since(rows: Rows, since: int, kind: str | None = None) -> Iterator[Entry]:
-    """Likewise, the rows with seq > since; of one kind only if `kind` is given."""
-    where, more = ("seq > ?", []) if kind is None else ("seq > ? AND kind = ?", [kind])
-    while page := _page(rows, f"{where} ORDER BY seq", [since, *more]):
-        yield from page
-        since = page[-1].seq
-
-
-def read_lines(rows: Rows, since: int) -> Iterator[bytes]:
-    """The rows with seq > since as they are exported, one line of JSON each, without a look at them."""
-    while page := rows(f"SELECT {COLUMNS} FROM ledger WHERE seq > ? ORDER BY seq LIMIT {LINES}", [since]):
-        yield from (line(*row) for row in page)
-        since = page[-1][0]
-
-
-def _page(rows: Rows, where: str, arguments: Sequence[object]) -> list[Entry]:
-    return [_entry(row) for row in rows(f"SELECT {COLUMNS} FROM ledger WHERE {where} LIMIT {PAGE_ROWS}", arguments)]
+    def _page(self, where: str, *arguments: object) -> list[Entry]:
+        select = f"SELECT {COLUMNS} FROM ledger WHERE {where} LIMIT {PAGE_ROWS}"
+        return [_entry(row) for row in self._connection.rows(select, *arguments)]
 
 
 def _entry(row: tuple[Any, ...]) -> Entry:

@@ -17,9 +17,7 @@ from pydantic import ValidationError
 
 from shoal.config import Config
 from shoal.files import write_file
-from shoal.ledger.chain import GENESIS, verify_chain
-from shoal.ledger.head import Head, open_head, sign_head
-from shoal.ledger.interface import Entry, LedgerError
+from shoal.ledger.chain import GENESIS, Entry, Head, LedgerError, open_head, sign_head, verify_chain
 from shoal.model.dtype import DtypeName
 from shoal.model.turns import model_tokens
 from shoal.protocol.calling import RefusedError

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.coordinator.pool import TABLE_NAMES
-from shoal.coordinator.state.connection import SqliteConnection, table_digest
-from shoal.ledger.chain import canonical_json, next_entry
-from shoal.ledger.head import Head, open_head, sign_head
-from shoal.ledger.interface import Entry
+from shoal.ledger.chain import Entry, Head, canonical_json, next_entry, open_head, sign_head
+from shoal.ledger.connection import SqliteConnection, table_digest
 from shoal.protocol.identity import Identity, Signed
 from shoal.store.folder import Folder
 from shoal.store.rollouts import read_submission, write_submission

@@ -19,12 +19,12 @@ from shoal.cli.launch.task_data import build_tasks
 from shoal.config import Config, parse
 from shoal.coordinator.database import record_start, seal
 from shoal.coordinator.pool import TABLE_NAMES, Pool
-from shoal.coordinator.state.connection import open_sqlite
 from shoal.files import copy_tree, digests
 from shoal.learner.groups import gather
 from shoal.learner.record import sign_folder, signed_record
-from shoal.ledger.head import Head, sign_head
-from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.chain import Head, sign_head
+from shoal.ledger.connection import open_sqlite
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import (
@@ -109,7 +109,7 @@ class Recorded:
         self.coordinator = folder / "coordinator"
         self.config, _ = build_tasks(settings(), self.coordinator / "tasks")
         self.database = open_sqlite(self.coordinator / "pool.sqlite")
-        ledger = SqliteLedger(self.database.sqlite, COORDINATOR, clock=self.clock)
+        ledger = Ledger(self.database, COORDINATOR, clock=self.clock)
         self.pool = Pool(self.database, ledger, self.config, RUN, self.clock, secret=b"secret")
         self.store = Folder(self.coordinator / "store")
         self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN, shard_size_bytes=4096)

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from shoal.coordinator.pool import TABLE_NAMES
-from shoal.ledger.interface import Entry
+from shoal.ledger.chain import Entry
 
 DATABASE = "coordinator/pool.sqlite"
 Change = Callable[[Path, Random], None]

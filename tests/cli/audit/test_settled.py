@@ -1,6 +1,5 @@
 """What the ledger says of accounts: possible by their rules, and in the contract on the chain."""
 
-import sqlite3
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -13,10 +12,11 @@ from shoal.cli.audit.opened import BrokenError
 from shoal.cli.audit.settled import check_settled
 from shoal.config import dumps
 from shoal.config.sections import LedgerSection
-from shoal.ledger.evm import opening
-from shoal.ledger.evm.contract import EvmStakes, deploy
+from shoal.ledger import evm
+from shoal.ledger.connection import open_sqlite
+from shoal.ledger.evm import EvmStakes, deploy
 from shoal.ledger.settle import settle
-from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
 from ...ledger.stakes_support import RevmChain
@@ -54,8 +54,8 @@ def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
     chain = RevmChain()
     contract = EvmStakes(chain, deploy(chain))
-    monkeypatch.setattr(opening, "Web3Chain", lambda url, private_key="": chain)
-    ledger = SqliteLedger(sqlite3.connect(":memory:", isolation_level=None), Identity.generate(), clock=lambda: 5)
+    monkeypatch.setattr(evm, "Web3Chain", lambda url, private_key="": chain)
+    ledger = Ledger(open_sqlite(":memory:"), Identity.generate(), clock=lambda: 5)
     ledger.append("started", {"run": "r"})
     ledger.append("registered", {"key": A, "name": "a", "role": "worker"})
     ledger.append("credited", {"worker": A, "submissions": ["a-1"], "tokens": 30})

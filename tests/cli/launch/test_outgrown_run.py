@@ -103,7 +103,7 @@ def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> 
 
 def on_chain(rpc: str, contract: str, entries: list[dict]) -> int:  # type: ignore[type-arg]
     """The credit of all workers in the contract."""
-    from shoal.ledger.evm.opening import open_contract
+    from shoal.ledger.evm import open_contract
 
     stakes = open_contract(rpc, contract)
     keys = [entry["body"]["key"] for entry in entries if entry["kind"] == "registered"]

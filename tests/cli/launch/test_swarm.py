@@ -174,12 +174,13 @@ def test_the_trained_model_loads_in_transformers(finished: tuple[Path, str]) -> 
 def test_the_ledger_tells_who_contributed_to_each_step(finished: tuple[Path, str], tmp_path: Path) -> None:
     import sqlite3
 
-    from shoal.ledger.sqlite import SqliteLedger
+    from shoal.ledger.connection import SqliteConnection
+    from shoal.ledger.table import Ledger
 
     folder = finished[0] / "coordinator"
     identity = Identity.load(folder / "identity.pem")
     database = sqlite3.connect(folder / "pool.sqlite", isolation_level=None)
-    write_export(SqliteLedger(database, identity, clock=time.time).entries(), tmp_path / "ledger.jsonl")
+    write_export(Ledger(SqliteConnection(database)).entries(), tmp_path / "ledger.jsonl")
     entries = list(read_export(tmp_path / "ledger.jsonl"))
     verify_chain(entries, identity.public)
     accepted = {json.loads(entry.body)["submission"] for entry in entries if entry.kind == "accepted"}

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import BucketFiles
-from shoal.coordinator.state.connection import DatabaseFullError
+from shoal.ledger.connection import DatabaseFullError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Announced, Finished, Heartbeat, Policy
 from shoal.store.folder import IncomingFile, StoreError

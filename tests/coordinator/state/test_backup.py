@@ -10,7 +10,7 @@ import pytest
 from shoal.cli import main
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.operating import PoolFolderError, back_up
-from shoal.coordinator.state.connection import open_sqlite
+from shoal.ledger.connection import open_sqlite
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Policy
 from tests.coordinator.support import ALICE, VALIDATOR, payload

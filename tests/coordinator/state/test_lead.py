@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
-from shoal.coordinator.state.connection import DatabaseLostError
-from shoal.coordinator.state.postgres import Lead, stand_by
+from shoal.coordinator.state.lead import Lead, stand_by
+from shoal.ledger.connection import DatabaseLostError
 
 from ..backends import schema_url
 

@@ -29,8 +29,8 @@ from ..support import config, verdict
 
 pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
-from shoal.coordinator.state.postgres import open_postgres
-from shoal.ledger.postgres import PostgresLedger
+from shoal.ledger.postgres import open_postgres
+from shoal.ledger.table import Ledger
 
 from ..backends import schema_url
 
@@ -141,7 +141,7 @@ def test_the_second_coordinator_goes_on_where_the_first_was_killed(settings: Con
     finally:
         for machine in machines:
             machine.kill()
-    ledger = PostgresLedger(open_postgres(settings.coordinator.database).postgres, identity, clock=time.time)
+    ledger = Ledger(open_postgres(settings.coordinator.database))
     kinds = [entry.kind for entry in ledger.entries()]
     assert [kinds.count(kind) for kind in ("started", "registered", "policy", "accepted")] == [2, 4, 1, 2]
     assert "accepted" in kinds[len(kinds) - kinds[::-1].index("started") :], "by the second coordinator"

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from shoal.cli.audit.opened import BrokenError, Opened, naming
 from shoal.coordinator.pool import TABLE_NAMES
-from shoal.coordinator.state.connection import table_digest
-from shoal.ledger.head import Head, check_held, open_head
-from shoal.ledger.interface import LedgerError
+from shoal.ledger.chain import Head, LedgerError, check_held, open_head
+from shoal.ledger.connection import table_digest
 from shoal.protocol.identity import Signed
 
 HEADS = "*/head.json"  # what validators keep in their own folders

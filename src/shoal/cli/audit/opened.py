@@ -18,11 +18,10 @@ from pathlib import Path
 
 from shoal.config import Config, ConfigError, load, parse
 from shoal.config.sections import StoreSection
-from shoal.coordinator.state.connection import Connection, SqliteConnection
 from shoal.errors import ShoalError
-from shoal.ledger.chain import read_export, verify_chain
-from shoal.ledger.interface import JSON, Entry, LedgerError
-from shoal.ledger.table import read_all
+from shoal.ledger.chain import JSON, Entry, LedgerError, read_export, verify_chain
+from shoal.ledger.connection import Connection, SqliteConnection
+from shoal.ledger.table import Ledger
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Role
 from shoal.store.folder import Folder, Store
@@ -108,8 +107,7 @@ def read_ledger(export: Path | None, connection: Connection | None) -> list[Entr
         if connection is None:
             assert export is not None
             return list(read_export(export))
-        rows = connection.rows
-        return list(read_all(lambda sql, arguments: rows(sql, *arguments)))
+        return list(Ledger(connection).every_row())
 
 
 def settings_of(folder: Path) -> Config:
@@ -153,7 +151,7 @@ def _connect(folder: Path) -> Connection:
         database = settings_of(folder).coordinator.database
     if not database:
         raise BrokenError(str(path), "missing: name a run's folder, or a coordinator's")
-    from shoal.coordinator.state.postgres import open_postgres  # needs the extra `postgres`
+    from shoal.ledger.postgres import open_postgres  # needs the extra `postgres`
 
     with naming("database"):
         connection = open_postgres(database)

@@ -18,7 +18,7 @@ from typing import Any
 from shoal.cli.audit.found import Accepted, Found, Rejected
 from shoal.cli.audit.opened import BrokenError, first_of
 from shoal.config import Config
-from shoal.ledger.interface import Entry
+from shoal.ledger.chain import Entry
 from shoal.protocol.messages import HARD, Reason
 
 NEXT = ("accepted", "rejected", "trained")  # what follows from an entry of these stands before the next one of them

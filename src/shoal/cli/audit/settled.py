@@ -19,7 +19,7 @@ def check_settled(run: Opened, rpc: str) -> str:
     rpc = rpc or settings_of(run.folder).ledger.rpc
     if not rpc:
         return f"chain: not compared with the contract {section.contract}: name a node of its chain with --rpc"
-    from shoal.ledger.evm.opening import open_contract
+    from shoal.ledger.evm import open_contract
 
     link = f"contract {section.contract}"
     with naming(link):

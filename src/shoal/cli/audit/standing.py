@@ -18,10 +18,10 @@ from shoal.cli.audit.pay import Pay
 from shoal.coordinator.checkers import MISMATCHES
 from shoal.coordinator.judgement import ACCIDENTS, UNUSABLE
 from shoal.coordinator.nodes import Node, Nodes
-from shoal.coordinator.state.connection import Connection
 from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
+from shoal.ledger.connection import Connection
 from shoal.protocol.messages import Reason, Spent
 
 SET_BACK_S = 300.0  # by which the coordinator's clock may have been set back

@@ -23,8 +23,8 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import FileRoutes, open_bucket
 from shoal.coordinator.http.reports import Costly, read_metrics, read_offer, read_status
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.state.connection import DatabaseFullError, DatabaseLostError
 from shoal.coordinator.state.folder import OPEN_INVITE, TASKS, open_state
+from shoal.ledger.connection import DatabaseFullError, DatabaseLostError
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, InviteError, open_payload
@@ -35,7 +35,7 @@ from shoal.shardcast.guard import issue
 from shoal.store.folder import Folder, StoreError
 
 if TYPE_CHECKING:
-    from shoal.coordinator.state.postgres import Lead
+    from shoal.coordinator.state.lead import Lead
 
 READER_GRANT_S = 600.0  # of a new one
 MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence

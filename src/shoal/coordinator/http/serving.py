@@ -27,7 +27,7 @@ from shoal.watch.summary import CURVE, SUMMARY, write_report
 from shoal.watch.trackers import open_tracker
 
 if TYPE_CHECKING:
-    from shoal.coordinator.state.postgres import Lead
+    from shoal.coordinator.state.lead import Lead
 
 POLL_S = 0.1
 RECORD_S = 2.0
@@ -140,7 +140,7 @@ def serve_forever(
     """
     lead = None
     if config.coordinator.database:
-        from shoal.coordinator.state.postgres import stand_by
+        from shoal.coordinator.state.lead import stand_by
 
         lead = stand_by(config.coordinator.database, stop)
         if lead is None:

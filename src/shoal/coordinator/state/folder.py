@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.config import load
-from shoal.coordinator.state.connection import Connection, open_sqlite
 from shoal.errors import UserError
-from shoal.ledger.interface import Ledger
-from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.connection import Connection, open_sqlite
+from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 from shoal.protocol.signing import MAX_AGE_S
 
 if TYPE_CHECKING:
-    from shoal.coordinator.state.postgres import Lead
+    from shoal.coordinator.state.lead import Lead
 
 TABLES, NONCES = "pool.sqlite", "nonces.sqlite"
 KEY = "identity.pem"
@@ -111,37 +110,24 @@ class State:
 
 
 def open_state(folder: Path, identity: Identity, lead: "Lead | None") -> State:
-    """What `folder` holds; with `lead`, what its database holds. Raises LedgerError if another key wrote it."""
-    return _in_files(folder, identity) if lead is None else _in_postgres(lead, identity)
+    """What `folder` holds; with `lead`, what its database holds. Raises LedgerError if another key wrote it.
 
-
-def _in_files(folder: Path, identity: Identity) -> State:
-    pool = open_sqlite(folder / "pool.sqlite")
-    spent = open_sqlite(folder / "nonces.sqlite", survives_power_cuts=False)
-    return State(
-        pool,
-        SqliteLedger(pool.sqlite, identity, clock=time.time),
-        Nonces(spent, boot=this_boot(), now_s=time.time()),
-    )
-
-
-def _in_postgres(lead: "Lead", identity: Identity) -> State:
-    """The server empties the table of nonces after its own crash. Then, as after a machine's, older requests are refused."""
-    from shoal.ledger.postgres import PostgresLedger
-
-    return State(
-        lead.connection,
-        PostgresLedger(lead.connection.postgres, identity, clock=time.time),
-        Nonces(lead.connection, boot="server", now_s=time.time(), served_before=lead.term > 1),
-    )
+    PostgreSQL empties the table of nonces after a crash of its own. Then, as after a machine's, older requests are refused.
+    """
+    now_s = time.time()
+    if lead:
+        nonces = Nonces(lead.connection, boot="server", now_s=now_s, served_before=lead.term > 1)
+        return State(lead.connection, Ledger(lead.connection, identity), nonces)
+    pool, spent = open_sqlite(folder / TABLES), open_sqlite(folder / NONCES, survives_power_cuts=False)
+    return State(pool, Ledger(pool, identity), Nonces(spent, boot=this_boot(), now_s=now_s))
 
 
 def open_tables(folder: Path) -> Connection:
     """The tables of the coordinator that uses this folder, beside it. Raises FolderError, ConfigError, DatabaseLostError."""
-    if (folder / "pool.sqlite").is_file():
-        return open_sqlite(folder / "pool.sqlite")
+    if (folder / TABLES).is_file():
+        return open_sqlite(folder / TABLES)
     if database := named_database(folder):
-        from shoal.coordinator.state.postgres import open_postgres
+        from shoal.ledger.postgres import open_postgres
 
         return open_postgres(database)
     raise FolderError(f"{folder} is not the folder of a coordinator that has run; name that folder")

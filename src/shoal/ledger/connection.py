@@ -1,16 +1,17 @@
-"""The connection to the database, and everything that SQLite and PostgreSQL do in their own ways.
+"""The connection to a database, and everything that SQLite and PostgreSQL do in their own ways.
 
-Invariants: what happens inside `transaction()` happens whole or not at all. Two tables with the same rows have the same
-digest; any changed, missing, added or doubled row gives another one.
-Statements use `?` for arguments, RETURNING for new rows, and SERIAL for a column that numbers them: all SQL of the room runs
-on both. Backends: SQLite, here; PostgreSQL in `postgres`. Left out: threads (one thread uses a connection).
+Invariants: what happens inside `transaction()` happens whole or not at all. The ledger's table refuses UPDATE, DELETE and
+any INSERT that does not extend its head. Two tables with the same rows have the same digest; any changed, missing, added
+or doubled row gives another one.
+Statements use `?` for arguments, RETURNING for new rows, and SERIAL for a column that numbers them: all other SQL runs on
+both. Backends: SQLite, here; PostgreSQL in `postgres`. Left out: threads (one thread uses a connection).
 """
 
 import json
 import re
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from blake3 import blake3
 from shoal.errors import ShoalError
 
 SERIAL = "BIGSERIAL PRIMARY KEY"  # each backend writes it in its own words
-Rows = Sequence[tuple[Any, ...]]
 
 
 class DatabaseFullError(ShoalError):
@@ -34,6 +34,8 @@ class DatabaseLostError(ShoalError):
 
 
 class Connection(ABC):
+    ledger_schema: Sequence[str]  # the ledger's table, and what refuses any change of it but an append
+
     @abstractmethod
     def rows(self, sql: str, *arguments: object) -> list[tuple[Any, ...]]: ...
 
@@ -80,6 +82,19 @@ class Connection(ABC):
 
 
 class SqliteConnection(Connection):
+    ledger_schema = (
+        "CREATE TABLE ledger (seq INTEGER PRIMARY KEY, time_s INTEGER NOT NULL, kind TEXT NOT NULL, body TEXT NOT NULL,"
+        " previous TEXT NOT NULL, digest TEXT NOT NULL, signature TEXT NOT NULL)",
+        "CREATE TRIGGER ledger_no_update BEFORE UPDATE ON ledger"
+        " BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END",
+        "CREATE TRIGGER ledger_no_delete BEFORE DELETE ON ledger"
+        " BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END",
+        # INSERT OR REPLACE deletes without firing a delete trigger, so a trigger checks inserts as well.
+        "CREATE TRIGGER ledger_extends_head BEFORE INSERT ON ledger"
+        " WHEN NEW.seq IS NOT (SELECT coalesce(max(seq), 0) + 1 FROM ledger)"
+        " BEGIN SELECT RAISE(ABORT, 'the ledger is append-only: an entry must extend its head'); END",
+    )
+
     def __init__(self, connection: sqlite3.Connection) -> None:
         if connection.isolation_level is not None:
             raise ValueError("open the connection with isolation_level=None, so that transactions are explicit")
@@ -148,7 +163,7 @@ def copy_sqlite(source: Path, target: Path) -> str:
         return str(new.execute("PRAGMA integrity_check").fetchone()[0])
 
 
-def open_sqlite(path: Path, *, survives_power_cuts: bool = True) -> SqliteConnection:
+def open_sqlite(path: Path | str, *, survives_power_cuts: bool = True) -> SqliteConnection:
     """Open or create a database that survives kill -9, and power cuts unless its owner says that it need not."""
     connection = sqlite3.connect(path, isolation_level=None, timeout=10)
     connection.execute("PRAGMA journal_mode = WAL")
@@ -156,9 +171,9 @@ def open_sqlite(path: Path, *, survives_power_cuts: bool = True) -> SqliteConnec
     return SqliteConnection(connection)
 
 
-def table_names(schema: Iterable[str]) -> list[str]:
+def table_names(schema: Sequence[str]) -> list[str]:
     """The tables that these statements create."""
-    return [name for statement in schema for name in re.findall(r"CREATE TABLE IF NOT EXISTS (\w+)", statement)]
+    return re.findall(r"CREATE TABLE IF NOT EXISTS (\w+)", "\n".join(schema))
 
 
 def table_digest(connection: Connection, table: str) -> str:
