@@ -165,12 +165,15 @@ def test_a_kept_child_stays_warm_until_it_fails() -> None:
     for fatal, ending in ((["sleep", 60], "timeout"), (["leave"], "died")):
         assert function.call(fatal).ending == ending
         assert function.call(["add", 2, 3]).value == 5
+    (server,), child = function.sandbox._busy, function.call(["state"]).value[2]
+    signal.pidfd_send_signal(server._server_fd, signal.SIGKILL)
+    wait_for_end(child)
+    with pytest.raises(SandboxError, match="died under a program"):
+        function.call(["add", 1])
     last = function.call(["state"]).value[2]
     function.close()
-    deadline = time.monotonic() + 30
-    while alive(last) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert last != first[2] and not alive(last)
+    wait_for_end(last)
+    assert last != first[2]
 
 
 def test_a_kept_child_may_answer_without_end() -> None:
@@ -205,11 +208,14 @@ def test_the_processes_end_with_their_owner(busy: bool) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=120
     )
-    server = int(ended.stdout)
-    deadline_s = time.monotonic() + 60
-    while alive(server) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert not alive(server)
+    wait_for_end(int(ended.stdout))
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while alive(pid):
+        assert time.monotonic() < deadline, f"{pid} lives on"
+        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:

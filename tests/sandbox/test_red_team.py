@@ -540,15 +540,17 @@ CALLS = {
 
 
 @X86
-@pytest.mark.parametrize("name", CALLS)
-def test_system_calls(box: Sandbox, name: str) -> None:
+def test_system_calls(box: Sandbox) -> None:
     strong(box)
     source = (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        f"print(libc.syscall(ctypes.c_long({CALLS[name]}), *[ctypes.c_long(0)] * 6), ctypes.get_errno(), flush=True)"
+        f"for name, number in {CALLS}.items():\n"
+        "    result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(0)] * 6)\n"
+        "    if (result, ctypes.get_errno()) != (-1, 38 if name == 'clone3' else 1):\n"  # ENOSYS, EPERM
+        "        print('ESCAPED', name, result, ctypes.get_errno(), flush=True)\n"
+        "print('all tried')"
     )
-    result = box.run(Program(source), ROOM)
-    assert result.stdout == (b"-1 38\n" if name == "clone3" else b"-1 1\n")  # ENOSYS, EPERM
+    assert attack(box, source).stdout == b"all tried\n"
 
 
 @X86

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +22,12 @@ def code() -> Iterator[Code]:
     reward = Code(Limits(), best_tier(), size=2)
     yield reward
     reward.close()
+
+
+@contextmanager
+def limited(fraction: bool = False, **limits: float) -> Iterator[Code]:
+    with closing(Code(Limits(**limits), best_tier(), size=1, fraction=fraction)) as reward:  # type: ignore[arg-type]
+        yield reward
 
 
 def grade(code: Code, tests: Any, completion: str) -> Grade:
@@ -264,47 +271,35 @@ def test_subclasses_of_builtins_cross_as_builtins(code: Code) -> None:
     ],
 )
 def test_a_grade_at_a_limit_is_not_repeatable(source: str, outcome: str) -> None:
-    code = Code(Limits(cpu_s=1.0, wall_s=2.0), best_tier(), size=1)
-    try:
+    with limited(cpu_s=1.0, wall_s=2.0) as code:
         found = grade(code, ADD, source)
         assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
         assert outcome in found.detail
-    finally:
-        code.close()
 
 
 def test_a_right_answer_near_a_limit_is_not_repeatable() -> None:
-    code = Code(Limits(cpu_s=60.0, wall_s=2.0), best_tier(), size=1)
-    try:
+    with limited(cpu_s=60.0, wall_s=2.0) as code:
         near = "import time\ndef add(a, b):\n    time.sleep(0.55)\n    return a + b"  # twice, of 2 s
         found = grade(code, ADD, near)
         assert not found.repeatable
-    finally:
-        code.close()
 
 
 def test_tests_that_reach_a_limit_are_not_repeatable() -> None:
-    code = Code(Limits(cpu_s=1.0, wall_s=4.0), best_tier(), size=1)
-    try:
+    with limited(cpu_s=1.0, wall_s=4.0) as code:
         tests = {"kind": "asserts", "entry": "f", "code": "while candidate(1) and True:\n    while True: pass"}
         found = grade(code, tests, "def f(x): return x")
         assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
         assert "the tests do not end" in found.detail
-    finally:
-        code.close()
 
 
 def test_all_stdin_cases_together_have_a_limit() -> None:
     """Its worker knows the cases, and may write a program that sleeps in each of them and still passes."""
-    code = Code(Limits(cpu_s=60.0, wall_s=0.5), best_tier(), size=1)
-    try:
+    with limited(cpu_s=60.0, wall_s=0.5) as code:
         cases = {"kind": "stdin", "cases": [{"input": "", "output": "1"}] * 100}
         found = grade(code, cases, "import time\ntime.sleep(0.25)\nprint(1)")
         assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
         assert "time limit" in found.detail
         assert int(found.detail.split()[1]) <= 20
-    finally:
-        code.close()
 
 
 OWN_FRAME = """
@@ -331,16 +326,13 @@ def test_a_program_cannot_make_the_tests_look_at_fault(code: Code, source: str, 
 
 
 def test_a_fraction_of_the_cases(code: Code) -> None:
-    fraction = Code(Limits(), best_tier(), size=1, fraction=True)
-    try:
+    with limited(fraction=True) as fraction:
         assert grade(fraction, ADD, "def add(a, b): return 0").score == 0.5
         assert grade(fraction, ECHO, "print(5)").score == 0.5
         assert grade(fraction, ADD, "def add(a, b): return a + b").score == 1
         assert (
             grade(fraction, ADD, "import os\ndef add(a, b):\n    if a < 0: os._exit(0)\n    return a + b").score == 0.5
         )
-    finally:
-        fraction.close()
     assert grade(code, ADD, "def add(a, b): return 0").score == 0
 
 

@@ -24,31 +24,7 @@ def score(reward: Math, gold: str, completion: str) -> float:
     return reward.grade([Task("t", "", gold)], [completion])[0].score
 
 
-# --- several guesses --------------------------------------------------------------------------------------------------
-
-HEDGES = [
-    r"\boxed{18} \boxed{17}", r"\boxed{18}, \boxed{17}", r"\boxed{18} or \boxed{17}", r"\boxed{18 \text{ or } 17}",
-    r"\boxed{17, 18}",
-    r"\boxed{17 \text{ and } 18}", r"\boxed{\{16,17,18,19\}}", r"\boxed{16..20}", r"\boxed{[17,19]}",
-    r"\boxed{17<x<19}",
-    r"\boxed{18 \lor 17}", r"\boxed{18 | 17}", r"\boxed{18/17}", r"\boxed{18; 17}", r"\boxed{18 \quad 17}",
-    r"\boxed{18\\17}",
-    r"\boxed{\begin{matrix}18\\17\end{matrix}}", r"\boxed{17 \pm 1}", r"\boxed{18\text{ (or 17)}}", r"\boxed{x}",
-    r"\boxed{\text{any}}",
-    r"\boxed{n}, n an integer", r"\boxed{\mathbb{Z}}", r"\boxed{\emptyset}", r"\boxed{}", r"\boxed{18",
-    r"18 \boxed{17}",
-    r"\boxed{\text{nan}}", r"\boxed{\infty}", r"\boxed{\frac{0}{0}}", r"\boxed{0/0}", r"\boxed{18 + 0/0}",
-    r"\boxed{18 \cdot x/x + y}",
-    "The answer is 17 or 18.", "The answer is 17, or maybe 18", "The answer is 18. No: the answer is 17.",
-    "16 17 18 19",
-    " ".join(map(str, range(100))), r"\boxed{?}", r"\boxed{#18#17}", r"\boxed{answer}",
-    r"\boxed{\text{the gold answer}}",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("completion", HEDGES)
-def test_several_guesses_are_not_an_answer(reward: Math, completion: str) -> None:
-    assert score(reward, "18", completion) == 0
+# --- answers that equal everything --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Conversation:
             self._pump(time.monotonic(), lambda: False)
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The program's next frame. None: no more come; `close` says why.
+        """Return the program's next frame. None: no more come; `close` says why.
 
         A program that does not answer within `timeout_s` is stopped, with the outcome "timeout".
         """

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from shoal.sandbox.channel import WireError, pack, unpack
 from shoal.sandbox.conversation import Conversation
-from shoal.sandbox.limits import PLAIN, Program, Result
+from shoal.sandbox.limits import PLAIN, Program, Result, SandboxError
 from shoal.sandbox.pool import MIN_WALL_S, Sandbox
 from shoal.sandbox.process import PLAIN_START_S
 
@@ -94,11 +94,11 @@ class Function:
         with self.sandbox.open(self.program) as talk:
             for frame in frames:
                 talk.send(frame)
-                found = self._read(talk, talk.receive())
-                if found.ending != "answered":
+                call = self._read(talk, talk.receive())
+                if call.ending != "answered":
                     break
             used = talk.close(END_S)
-        return replace(found, repeatable=self._within_half(used), cpu_s=used.cpu_s, memory_bytes=used.memory_bytes)
+        return replace(call, repeatable=self._within_half(used), cpu_s=used.cpu_s, memory_bytes=used.memory_bytes)
 
     def _in_kept(self, frames: Sequence[bytes]) -> Call:
         started, limits = time.monotonic(), self.sandbox.limits
@@ -108,17 +108,21 @@ class Function:
             )
             self._kept = self.sandbox.open(self.program, unlimited)
             self._ready = self._exchange(self.setup[0], PLAIN_START_S)
-        found = self._ready
-        if found.ending == "answered" and len(frames) > 1:
-            found = self._exchange(frames[1], max(MIN_WALL_S, min(limits.wall_s, self.sandbox.budget.left_s)))
-        if self._ready.ending != "answered" or found.ending not in ("answered", "raised"):
+        call = self._ready
+        if call.ending == "answered" and len(frames) > 1:
+            call = self._exchange(frames[1], max(MIN_WALL_S, min(limits.wall_s, self.sandbox.budget.left_s)))
+        if self._ready.ending != "answered" or call.ending not in ("answered", "raised"):
             self._hang_up()
-        return replace(found, repeatable=time.monotonic() - started <= limits.wall_s / 2)
+        return replace(call, repeatable=time.monotonic() - started <= limits.wall_s / 2)
 
     def _exchange(self, frame: bytes, timeout_s: float) -> Call:
         assert self._kept is not None
         self._kept.send(frame)
-        return self._read(self._kept, self._kept.receive(timeout_s))
+        try:
+            return self._read(self._kept, self._kept.receive(timeout_s))
+        except SandboxError:
+            self._kept = None  # its server died, and the conversation is closed
+            raise
 
     def _hang_up(self) -> None:
         if self._kept is not None:

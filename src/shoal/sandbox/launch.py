@@ -57,7 +57,7 @@ def become_nobody(config: dict[str, Any]) -> None:
 
 
 def bubblewrap(config: dict[str, Any]) -> list[str]:
-    """The command. The only capability left is what the server needs to give each program fresh namespaces."""
+    """Return bwrap's command. The only capability left is what the server needs to give each program fresh namespaces."""
     command = [config["bwrap"], "--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--as-pid-1"]
     command += ["--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID), "--hostname", "sandbox"]
     command += ["--clearenv", "--setenv", "PYTHONHASHSEED", "0", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
@@ -92,7 +92,7 @@ def enter_namespaces(config: dict[str, Any]) -> None:
 
 
 def enterable(path: str) -> bool:
-    """Whether everyone may pass through all folders above `path`."""
+    """Return whether everyone may pass through all folders above `path`."""
     return all(parent.stat().st_mode & 1 for parent in Path(path).parents)
 
 
@@ -111,7 +111,7 @@ def reveal(paths: Sequence[str]) -> None:
 
 
 def closed_folder(path: str) -> str:
-    """The topmost folder above `path` that only root may enter."""
+    """Return the topmost folder above `path` that only root may enter."""
     return str(next(folder for folder in reversed(Path(path).parents) if not folder.stat().st_mode & 1))
 
 

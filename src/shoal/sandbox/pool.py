@@ -158,7 +158,7 @@ class Sandbox:
 
 @cache
 def problem(tier: Tier) -> str:
-    """Why a tier does not work here, with the remedy; empty if it works. Tried once in a process."""
+    """Return why a tier does not work here, with the remedy; empty if it works. Tried once in a process."""
     if not sys.platform.startswith("linux"):
         return f"the sandbox needs Linux, and this is {sys.platform}"
     if tier == "bubblewrap" and process.bwrap() is None:
@@ -178,7 +178,7 @@ def problem(tier: Tier) -> str:
 
 
 def best_tier() -> Tier:
-    """The strongest tier that works here. SandboxError if that would be `rlimits`."""
+    """Return the strongest tier that works here. SandboxError if that would be `rlimits`."""
     for tier in STRONG:
         if not problem(tier):
             return tier

@@ -159,7 +159,7 @@ class ServerProcess:
             os.close(stdin)
 
     def finished(self, timeout_s: float) -> bool:
-        """Whether the server says in time that the program's keeper is gone; if not, it must be killed."""
+        """Return whether the server says in time that the program's keeper is gone; if not, it must be killed."""
         try:
             self._control.settimeout(timeout_s)
             return self._control.recv(64) == DONE
@@ -191,7 +191,7 @@ class ServerProcess:
 
 
 def sources() -> dict[str, str]:
-    """The modules that run inside, as text: the sandbox shows nothing of Shoal's folder."""
+    """Return the modules that run inside, as text: the sandbox shows nothing of Shoal's folder."""
     here = Path(__file__).parent
     inside = {f"shoal.sandbox.{name}": (here / f"{name}.py").read_text() for name in INSIDE}
     return {"shoal": "", "shoal.sandbox": ""} | inside
@@ -218,7 +218,7 @@ def seal(descriptor: int) -> None:
 
 
 def interpreter() -> str:
-    """The version of the interpreter that runs the programs, to be recorded with scores: `CPython 3.11.7 x86_64`."""
+    """Return the version of the interpreter that runs the programs, to be recorded with scores: `CPython 3.11.7 x86_64`."""
     return f"{platform.python_implementation()} {platform.python_version()} {platform.machine()}"
 
 
@@ -227,13 +227,13 @@ def interpreter() -> str:
 
 @cache
 def executable() -> str:
-    """The real interpreter behind a virtual environment's."""
+    """Return the real interpreter behind a virtual environment's."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @cache
 def binds() -> list[str]:
-    """Files and folders to show read-only, none inside another."""
+    """Return files and folders to show read-only, none inside another."""
     prefix = Path(os.path.realpath(sys.base_prefix))
     bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv's
     library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]
@@ -241,14 +241,14 @@ def binds() -> list[str]:
 
 
 def outermost(wanted: Sequence[str]) -> list[str]:
-    """Those that are there, without those inside another."""
+    """Return the paths that exist, without those inside another."""
     real = sorted({path for path in wanted if Path(path).exists() and not Path(path).is_symlink()})
     return [path for path in real if not any(path.startswith(other + "/") for other in real)]
 
 
 def installed(packages: Sequence[str]) -> list[Path]:
-    """The folders of packages that this interpreter imports. Raises SandboxError if one is not installed."""
-    found = []
+    """Return the folders of packages that this interpreter imports. Raises SandboxError if one is not installed."""
+    folders = []
     for name in packages:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
@@ -261,8 +261,8 @@ def installed(packages: Sequence[str]) -> list[Path]:
                 f"programs in the sandbox are to import {name}, but it is installed below {SCRATCH}, where each program "
                 "has an empty folder of its own: install Shoal elsewhere"
             )
-        found += [folder, folder.with_name(f"{name}.libs")]  # shared libraries of a wheel lie beside it
-    return found
+        folders += [folder, folder.with_name(f"{name}.libs")]  # shared libraries of a wheel lie beside it
+    return folders
 
 
 @cache
@@ -272,7 +272,7 @@ def links() -> list[tuple[str, str]]:
 
 
 def bwrap() -> str | None:
-    """The real program, or None."""
+    """Return the real program, or None."""
     beside = Path(sys.prefix) / "bin" / "bwrap"  # where pip puts it
     path = shutil.which("bwrap") or (str(beside) if beside.exists() else None)
     return path and os.path.realpath(path)

@@ -93,7 +93,7 @@ class SockFilterProgram(ctypes.Structure):
 
 
 def assemble(forks: bool, machine: str) -> list[Instruction]:
-    """The filter for one machine type. KeyError on one that is not in the table."""
+    """Return the filter for one machine type. KeyError on one that is not in the table."""
     column = COLUMN[machine]
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCH),

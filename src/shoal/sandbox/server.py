@@ -171,7 +171,7 @@ def read_all(descriptor: int) -> bytes:
 
 
 def make_scratch(request: dict[str, Any], config: dict[str, Any]) -> str:
-    """An empty folder, bounded and gone with its mount namespace in the strong tiers; the program's files in it."""
+    """Return an empty folder, bounded and gone with its mount namespace in the strong tiers; the program's files in it."""
     if config["scratch"]:
         scratch: str = tempfile.mkdtemp(dir=config["scratch"])
     else:

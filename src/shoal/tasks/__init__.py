@@ -16,7 +16,7 @@ __all__ = ["Grade", "GradeError", "Graders", "Task", "TaskSet", "TasksNotFoundEr
 
 
 def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
-    """The task set of a config, built from its sources in `folder` (default: a temporary one, gone with the set).
+    """Return the task set of a config, built from its sources in `folder` (default: a temporary one, gone with the set).
 
     Raises TasksNotFoundError if a source cannot be read, leaves too few tasks, or does not give `section.digest`.
     """
@@ -33,7 +33,7 @@ def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
 
 
 def join(section: TaskSection, folder: Path, fetch: Fetch) -> TaskSet:
-    """The task set that `section.digest` names, kept in `folder` and fetched by hash as it is needed.
+    """Return the task set that `section.digest` names, kept in `folder` and fetched by hash as it is needed.
 
     Raises TasksNotFoundError, and what `fetch` raises.
     """

@@ -17,7 +17,7 @@ EPSILON = 1e-6  # rewards that differ by less count as equal
 
 
 def instruction(section: TaskSection, target_length: int) -> str:
-    """What the prompt says of a group's target length; "" without one."""
+    """Return what the prompt says of a group's target length; "" without one."""
     if not target_length or section.length_mode == "off":
         return ""
     at_most = "at most " if section.length_mode == "max" else ""
@@ -25,12 +25,12 @@ def instruction(section: TaskSection, target_length: int) -> str:
 
 
 def in_turn(section: TaskSection, number: int) -> int:
-    """The target of the task with this number where none is drawn (evaluation, filter): each in turn; 0: no targets."""
+    """Return the target of a task by its number where none is drawn (evaluation, filter); 0: there are no targets."""
     return section.targets[number % len(section.targets)] if section.targets else 0
 
 
 def penalty(length: int, target_length: int, section: TaskSection) -> float:
-    """What a completion of `length` tokens loses."""
+    """Return what a completion of `length` tokens loses."""
     if not target_length or section.length_mode == "off":
         return 0.0
     over = length - target_length
@@ -38,10 +38,10 @@ def penalty(length: int, target_length: int, section: TaskSection) -> float:
 
 
 def reward(score: float, length: int, target_length: int, section: TaskSection) -> float:
-    """The reward of a completion of `length` tokens with this score."""
+    """Return the reward of a completion of `length` tokens with this score."""
     return score - penalty(length, target_length, section)
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """Whether a group with these rewards has advantages that are not all zero."""
+    """Return whether a group with these rewards has advantages that are not all zero."""
     return max(rewards) - min(rewards) > EPSILON

@@ -5,15 +5,15 @@
     write    training tasks per source and held-out tasks of all sources, in chunks; then the manifest
 
 Invariants: equal rows give the same files, in any order and split over any files; no question is on both sides. No more
-than one batch of rows is held as Python objects; 32 bytes a row sort them.
+than one batch of rows is held as Python objects; 48 bytes a row sort them.
 """
 
 import hashlib
 import json
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.files import write_file
-from shoal.tasks.own import check_environment, check_function
+from shoal.tasks.own import check_environment, check_function, is_own
 from shoal.tasks.sources.reading import Reading
 from shoal.tasks.sources.rows import Fields
 from shoal.tasks.task import TasksNotFoundError
@@ -39,6 +39,7 @@ from shoal.tasks.taskset import (
 )
 
 Numbers = np.ndarray
+KEY_BYTES = 32
 MIN_TRAIN = 16
 BUILT = "built.json"
 
@@ -52,24 +53,15 @@ class Spool:
         self._writer = pa.ipc.new_file(str(path), SCHEMA)
         self._columns: dict[str, list[str]] = {name: [] for name in COLUMNS}
         self._held_bytes = 0
-        self._high, self._low, self._ids, self._sizes = array("Q"), array("Q"), array("Q"), array("I")
+        self._keys, self._ids, self._sizes = bytearray(), array("Q"), array("I")
         self._rewards: dict[str, int] = {}  # by name, in reading order
         self._reward = array("I")  # of each row, as its number there
 
     def add(self, fields: Fields) -> None:
-        key, name = order_key(fields.question), content_id(fields)
-        self._high.append(int.from_bytes(key[:8], "big"))
-        self._low.append(int.from_bytes(key[8:], "big"))
+        name = content_id(fields)
+        self._keys += order_key(fields.question)
         self._ids.append(int(name, 16))
-        row = (
-            f"{self.source}/{name}",
-            fields.question,
-            fields.answer,
-            self.source,
-            fields.tests,
-            fields.metadata,
-            fields.reward,
-        )
+        row = (f"{self.source}/{name}", fields.question, fields.answer, self.source, *astuple(fields)[2:])
         for values, held in zip(self._columns.values(), row, strict=True):
             values.append(held)
         size = sum(map(len, row))
@@ -86,21 +78,16 @@ class Spool:
         """
         self._flush()
         self._writer.close()
-        high, low, ids, sizes = (
-            np.frombuffer(one, dtype=one.typecode) for one in (self._high, self._low, self._ids, self._sizes)
-        )
+        keys, ids = np.frombuffer(self._keys, f"S{KEY_BYTES}"), np.frombuffer(self._ids, "Q")
         ranks = {name: rank for rank, name in enumerate(sorted(self._rewards))}
         by_name = np.array([ranks[name] for name in self._rewards], dtype=np.uint32)
-        order = np.lexsort((by_name[np.frombuffer(self._reward, dtype="I")], ids, low, high))
+        order = np.lexsort((by_name[np.frombuffer(self._reward, dtype="I")], ids, keys))
         first = np.ones(len(order), dtype=bool)
-        first[1:] = (
-            np.diff(high[order]).astype(bool) | np.diff(low[order]).astype(bool) | np.diff(ids[order]).astype(bool)
-        )
+        first[1:] = (keys[order][1:] != keys[order][:-1]) | (ids[order][1:] != ids[order][:-1])
         self.rows: Numbers = order[first]  # where to find the tasks, in the order of their questions' hash
-        self.high, self.low, self.ids, self.sizes = (one[self.rows] for one in (high, low, ids, sizes))
+        self.keys, self.ids, self.sizes = keys[self.rows], ids[self.rows], np.frombuffer(self._sizes, "I")[self.rows]
         self.merged = len(order) - len(self.rows)
-        same = (np.diff(self.high) == 0) & (np.diff(self.low) == 0)
-        self.ambiguous = int(same.sum())  # tasks whose question is that of the one before, with another answer
+        self.ambiguous = int((self.keys[1:] == self.keys[:-1]).sum())  # tasks with the question of the one before
         self.table = pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
 
     def _flush(self) -> None:
@@ -113,13 +100,13 @@ class Spool:
 
 
 def order_key(question: str) -> bytes:
-    """Where a question stands, and on which side of the split: a hash of its words, spaces apart."""
+    """Return where a question stands, and on which side of the split: a hash of its words, spaces apart, in hex."""
     words = " ".join(question.split())
-    return hashlib.sha256(f"shoal/tasks/{words}".encode()).digest()[:16]
+    return hashlib.sha256(f"shoal/tasks/{words}".encode()).hexdigest()[:KEY_BYTES].encode()
 
 
 def content_id(fields: Fields) -> str:
-    """A task's name: 16 hex digits of the hash of its content."""
+    """Return a task's name: 16 hex digits of the hash of its content."""
     content = {"question": fields.question, "answer": fields.answer}
     content |= {name: held for name, held in (("tests", fields.tests), ("metadata", fields.metadata)) if held}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -147,7 +134,6 @@ class Portion:
     train: Numbers
     heldout: Numbers
     dropped: int = 0  # training tasks whose question is held out
-    files: dict[str, bytes] = field(default_factory=dict)
 
 
 def compile_tasks(section: TaskSection, folder: Path) -> Built:
@@ -177,7 +163,7 @@ def _check_digest(section: TaskSection, built: Built) -> None:
 
 
 def read_built(folder: Path) -> Built | None:
-    """What `compile_tasks` left in a folder, or None."""
+    """Return what `compile_tasks` left in a folder, or None."""
     try:
         built = Built.model_validate_json((folder / BUILT).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -192,11 +178,10 @@ def _compile(section: TaskSection, store: Store) -> tuple[Manifest, list[str]]:
             _read(source, share, Path(scratch) / str(number))
             for number, (source, share) in enumerate(zip(section.sources, shares, strict=True))
         ]
-        apart = {
-            (int(one.heldout_spool.high[at]), int(one.heldout_spool.low[at])) for one in portions for at in one.heldout
-        }
+        apart = np.concatenate([portion.heldout_spool.keys[portion.heldout] for portion in portions])
         for portion, share in zip(portions, shares, strict=True):
-            _keep_apart(portion, apart)
+            held_out = np.isin(portion.train_spool.keys[portion.train], apart)  # in this source or another
+            portion.train, portion.dropped = portion.train[~held_out], int(held_out.sum())
             _check_counts(portion, share)
             if portion.source.keep:
                 portion.train = _kept(portion)
@@ -204,12 +189,12 @@ def _compile(section: TaskSection, store: Store) -> tuple[Manifest, list[str]]:
         manifest = Manifest(
             sources=[
                 SourceTasks(
-                    name=one.source.label,
-                    chunks=[store.write(table) for table in _slices(one.train_spool, one.train)],
-                    train=len(one.train),
-                    heldout=len(one.heldout),
+                    name=portion.source.label,
+                    chunks=[store.write(table) for table in _slices(portion.train_spool, portion.train)],
+                    train=len(portion.train),
+                    heldout=len(portion.heldout),
                 )
-                for one in portions
+                for portion in portions
             ],
             heldout=_write_heldout(portions, store),
             files=dict(sorted(files.items())),
@@ -240,17 +225,8 @@ def _spooled(reading: Reading, label: str, path: Path) -> Spool:
     return spool
 
 
-def _keep_apart(portion: Portion, apart: set[tuple[int, int]]) -> None:
-    """Drop training tasks whose question is held out, in this source or another."""
-    spool, train = portion.train_spool, portion.train
-    highs = np.fromiter((high for high, _ in apart), dtype=np.uint64, count=len(apart))
-    suspects = np.flatnonzero(np.isin(spool.high[train], highs))
-    gone = [at for at in suspects if (int(spool.high[train[at]]), int(spool.low[train[at]])) in apart]
-    portion.train, portion.dropped = np.delete(train, gone), len(gone)
-
-
 def _kept(portion: Portion) -> Numbers:
-    """The training tasks that the manifest of `shoal filter` keeps."""
+    """Return the training tasks that the manifest of `shoal filter` keeps."""
     source, spool = portion.source, portion.train_spool
     try:
         listed = json.loads(Path(source.keep).expanduser().read_bytes())
@@ -303,7 +279,7 @@ def _shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _slices(spool: Spool, chosen: Numbers) -> Iterator[pa.Table]:
-    """Tables of the chosen tasks, each of at most CHUNK_ROWS tasks and, unless one alone is larger, CHUNK_BYTES of text."""
+    """Return tables of the chosen tasks: at most CHUNK_ROWS tasks and, but for a single larger task, CHUNK_BYTES of text."""
     start, size_bytes = 0, 0
     for at, position in enumerate(chosen):
         size = int(spool.sizes[position])
@@ -316,11 +292,11 @@ def _slices(spool: Spool, chosen: Numbers) -> Iterator[pa.Table]:
 
 
 def _write_heldout(portions: Sequence[Portion], store: Store) -> list[Chunk]:
-    """The held-out tasks of all sources in one order, so that the first n of them are a mixture too."""
+    """Return the held-out tasks of all sources in one order, so that the first n of them are a mixture too."""
     places = [
-        (int(one.heldout_spool.high[at]), int(one.heldout_spool.low[at]), number, int(one.heldout_spool.rows[at]))
-        for number, one in enumerate(portions)
-        for at in one.heldout
+        (bytes(portion.heldout_spool.keys[at]), number, int(portion.heldout_spool.rows[at]))
+        for number, portion in enumerate(portions)
+        for at in portion.heldout
     ]
     chunks = []
     ordered = sorted(places)
@@ -328,7 +304,7 @@ def _write_heldout(portions: Sequence[Portion], store: Store) -> list[Chunk]:
         count, size_bytes = 0, 0
         tables = []
         while count < min(len(ordered), CHUNK_ROWS) and (not count or size_bytes <= CHUNK_BYTES):
-            _, _, number, row = ordered[count]
+            _, number, row = ordered[count]
             tables.append(portions[number].heldout_spool.table.slice(row, 1))
             size_bytes += tables[-1].nbytes
             count += 1
@@ -339,14 +315,13 @@ def _write_heldout(portions: Sequence[Portion], store: Store) -> list[Chunk]:
 
 def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
     """Source files of rewards and environments of your own, "file.py:name", by file name without folders."""
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for source in sources:
         rewards = [source.reward] if isinstance(source.reward, str) else list(source.reward)
-        named: list[tuple[str, str, Callable[[str, bytes], None]]] = [
-            ("reward", name, check_function) for name in rewards
-        ]
-        named.append(("environment", source.environment, check_environment))
-        for kind, name, check in (one for one in named if ".py:" in one[1]):
+        named = [*(("reward", name) for name in rewards), ("environment", source.environment)]
+        for kind, name in named:
+            if not is_own(name):
+                continue
             path = Path(name.rpartition(":")[0])
             try:
                 data = path.expanduser().read_bytes()
@@ -357,10 +332,10 @@ def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
                 ) from error
             if len(data) > FILE_BYTES:
                 raise TasksNotFoundError(f"{path} holds {len(data) / 1e6:.1f} MB; such a file holds at most 1 MB")
-            check(name, data)
-            if found.setdefault(path.name, data) != data:
+            (check_function if kind == "reward" else check_environment)(name, data)
+            if files.setdefault(path.name, data) != data:
                 raise TasksNotFoundError(f"two files of your own are named {path.name}; rename one of them")
-    return found
+    return files
 
 
 # --- for people -----------------------------------------------------------------------------------------------------
@@ -374,7 +349,7 @@ def _note(portion: Portion) -> str:
 
 
 def _aside(portion: Portion) -> str:
-    spools = {id(one): one for one in (portion.train_spool, portion.heldout_spool)}.values()
+    spools = {id(spool): spool for spool in (portion.train_spool, portion.heldout_spool)}.values()
     counted = {
         "equal rows merged": sum(spool.merged for spool in spools),
         "rows share their question with another row, but not the rest": sum(spool.ambiguous for spool in spools),

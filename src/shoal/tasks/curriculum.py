@@ -81,7 +81,7 @@ class Curriculum:
 
 
 def after(rates: Rates, page: CurriculumPage) -> Rates:
-    """The rates after one more page."""
+    """Return the rates after one more page."""
     known = dict(rates)
     for task, rollouts, score in page.tasks:
         old = known.get(task, Rate(0, 0))
@@ -90,7 +90,7 @@ def after(rates: Rates, page: CurriculumPage) -> Rates:
 
 
 def draw(drawn: bytes, pick: Callable[[bytes], int], rates: Rates) -> int:
-    """A task's index from 32 random bytes. `pick` proposes: bytes 16 to 24 draw the source, 0 to 8 its task."""
+    """Return a task's index from 32 random bytes. `pick` proposes: bytes 16 to 24 draw the source, 0 to 8 its task."""
     index = 0
     for attempt in range(MOST_DRAWS):
         fresh = hashlib.sha256(drawn + attempt.to_bytes(4, "big")).digest()
@@ -101,7 +101,7 @@ def draw(drawn: bytes, pick: Callable[[bytes], int], rates: Rates) -> int:
 
 
 def weight(rate: Rate | None) -> tuple[int, int]:
-    """A task's weight as a fraction."""
+    """Return a task's weight as a fraction."""
     if rate is None:
         return 1, 1
     n, right = rate.rollouts + PRIOR * MILLION, rate.score + PRIOR * MILLION // 2

@@ -30,7 +30,7 @@ class GroupPlan:
 def plan_submission(
     config: Config, run: str, assignment: Assignment, worker: str, tasks: TaskSet, curriculum: Curriculum
 ) -> list[GroupPlan]:
-    """The plan of the submission that `worker` owes for this assignment. Raises CurriculumError."""
+    """Return the plan of the submission that `worker` owes for this assignment. Raises CurriculumError."""
     rates = curriculum.rates(assignment.curriculum)
     return plan_groups(
         run=run,
@@ -48,7 +48,7 @@ def plan_submission(
 
 
 def max_rollouts(config: Config) -> int:
-    """The most rollouts in one submission; readers refuse larger files."""
+    """Return the largest number of rollouts in one submission; readers refuse larger files."""
     return config.workers.largest * config.sampling.group_size
 
 
@@ -66,7 +66,7 @@ def plan_groups(
     length_targets: list[int],
     curriculum: str = "",
 ) -> list[GroupPlan]:
-    """The plan of every group of one submission. `pick` draws a task's index from 32 random bytes.
+    """Return the plan of every group of one submission. `pick` draws a task's index from 32 random bytes.
 
     `curriculum` names the page that `pick` uses: another page changes all draws.
     """

@@ -233,10 +233,10 @@ def check_function(reward: str, source: bytes) -> None:
 def check_environment(environment: str, source: bytes) -> None:
     """Check that `source` defines the class that `environment`, "file.py:Name", names. Raises ConfigError."""
     what = f"environment {environment!r}"
-    found = _named(what, environment, source, ast.ClassDef, "class")
-    methods = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "respond"]
-    if not found.bases and not methods:
-        raise ConfigError(f"{what}: {found.name} has no method respond(self, task, seed, turns); add it")
+    named = _named(what, environment, source, ast.ClassDef, "class")
+    methods = [node for node in named.body if isinstance(node, ast.FunctionDef) and node.name == "respond"]
+    if not named.bases and not methods:
+        raise ConfigError(f"{what}: {named.name} has no method respond(self, task, seed, turns); add it")
     if methods and len(_parameters(methods[-1])) != 4:
         raise ConfigError(f"{what}: respond must take (self, task, seed, turns); change its parameters")
 
@@ -248,11 +248,11 @@ def _named(what: str, name: str, source: bytes, kind: type[Named], word: str) ->
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{what}: {path} is not valid Python ({error}); correct the file") from error
     nodes = [node for node in body if isinstance(node, kind)]
-    found = next((node for node in nodes if node.name == wanted), None)
-    if found is None:
+    named = next((node for node in nodes if node.name == wanted), None)
+    if named is None:
         there = f"it has {', '.join(node.name for node in nodes)}" if nodes else "it has none"
         raise ConfigError(f"{what}: {path} has no {word} {wanted!r} ({there}); correct the config or the file")
-    return found
+    return named
 
 
 def _parameters(function: ast.FunctionDef) -> list[ast.arg]:

@@ -29,7 +29,7 @@ class ChatTemplateError(UserError):
 
 
 def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
-    """The token ids of the prompt: the model's chat template around the question. Raises ChatTemplateError."""
+    """Return the token ids of the prompt: the model's chat template around the question. Raises ChatTemplateError."""
     template = (config.source(task.source).prompt if task.source else "") or config.prompt
     content = template.replace("{question}", task.question)  # not str.format: other braces are literal
     if asked := instruction(config, target_length):
@@ -77,7 +77,7 @@ class Frame:
         self.tokens("0")
 
     def tokens(self, answer: str) -> list[int]:
-        """The tokens from behind the end token of one turn to where the model's next turn begins."""
+        """Return the tokens from behind the end token of one turn to where the model's next turn begins."""
         text = self.end + self.before + without(self.control, answer) + self.after
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         first, *rest = ids
@@ -90,18 +90,18 @@ class Frame:
 
 
 def without(names: Sequence[str], text: str) -> str:
-    """The text without any of these, also those that a deletion brings about."""
-    found = True
-    while found:
+    """Return the text without any of these, also those that a deletion brings about."""
+    changed = True
+    while changed:
         before = text
         for name in names:
             text = text.replace(name, "")
-        found = text != before
+        changed = text != before
     return text
 
 
 def _around(tokenizer: Any) -> tuple[str, str]:
-    """What a template writes between an assistant's message and the user's next, and from there to the next answer."""
+    """Return what a template writes between an answer and the next question, and from there to the next answer."""
     messages = [{"role": role, "content": text} for role, text in zip(ROLES, SENTINELS, strict=True)]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

@@ -73,14 +73,14 @@ class Environment(Protocol):
     deterministic: bool = True
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
-        """The answer to the model's last turn; None: the conversation ends.
+        """Return the answer to the model's last turn; None: the conversation ends.
 
         `turns` is what the model wrote, turn by turn, at least one. The environment's own earlier answers follow from it.
         """
         ...
 
     def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
-        """Answers that an honest machine may give where another one gives another answer; None: any answer.
+        """Return answers that an honest machine may give where another one gives another answer; None: any answer.
 
         Asked only where a worker reports another answer than `respond` gives here. A tolerated answer does not slash the
         worker. It is rejected all the same.

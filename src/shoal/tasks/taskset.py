@@ -98,7 +98,7 @@ class Store:
         return sha256
 
     def path(self, sha256: str, most_bytes: int) -> Path:
-        """The file, fetched if it is not here, with its hash verified once. Raises TasksNotFoundError.
+        """Return the file, fetched if it is not here, with its hash verified once. Raises TasksNotFoundError.
 
         Nothing larger than `most_bytes` is fetched.
         """
@@ -122,7 +122,7 @@ class Store:
         return self.path(sha256, most_bytes).read_bytes()
 
     def batch(self, chunk: Chunk) -> pa.RecordBatch:
-        """A chunk's tasks, mapped into memory. Raises TasksNotFoundError."""
+        """Return a chunk's tasks, mapped into memory. Raises TasksNotFoundError."""
         if chunk.sha256 in self.mapped:
             self.mapped.move_to_end(chunk.sha256)
             return self.mapped[chunk.sha256]
@@ -179,7 +179,7 @@ class TaskView(Sequence[Task]):
         return (self[n] for n in range(len(self)))
 
     def having(self, ids: Sequence[str]) -> Iterator[Task]:
-        """The tasks with these ids. Only they are built, but every chunk is read."""
+        """Return the tasks with these ids. Only they are built, but every chunk is read."""
         wanted = pa.array(ids, pa.string())
         for chunk in self.chunks:
             for row in self.store.batch(chunk).filter(pc.is_in(self.store.batch(chunk)["id"], wanted)).to_pylist():
@@ -213,10 +213,12 @@ class TaskSet:
         names = [source.name for source in self.manifest.sources]
         if names != [source.label for source in section.sources]:
             raise TasksNotFoundError(f"the task set {digest} is of the sources {', '.join(names)}, not of the config's")
-        self.train = TaskView(store, [chunk for one in self.manifest.sources for chunk in one.chunks])
+        self.train = TaskView(store, [chunk for source in self.manifest.sources for chunk in source.chunks])
         self.heldout = TaskView(store, self.manifest.heldout)
         self.weights = [source.weight for source in section.sources]
-        self.ends = list(itertools.accumulate(one.train for one in self.manifest.sources))  # of each source in `train`
+        self.ends = list(
+            itertools.accumulate(source.train for source in self.manifest.sources)
+        )  # of each source in `train`
 
     @cached_property
     def files(self) -> Mapping[str, bytes]:
@@ -229,7 +231,7 @@ class TaskSet:
         return [self.train[start] for start in [0, *self.ends[:-1]]]
 
     def pick(self, drawn: bytes) -> int:
-        """The index of a training task from 32 random bytes: a source by its weight, then one of its tasks."""
+        """Return the index of a training task from 32 random bytes: a source by its weight, then one of its tasks."""
         total = sum(self.weights)
         point = int.from_bytes(drawn[16:24], "big") / 2**64 * total
         at = min(bisect.bisect_right(list(itertools.accumulate(self.weights)), point), len(self.weights) - 1)

@@ -22,14 +22,14 @@ ENVIRONMENTS: dict[str, Callable[[SandboxSection], Environment]] = {
 
 
 def environments_of(config: Config, files: Mapping[str, bytes] | None = None) -> Mapping[str, Environment]:
-    """The environments of a run by the name of the source whose tasks they answer. Raises ConfigError.
+    """Return the environments of a run by the name of the source whose tasks they answer. Raises ConfigError.
 
     `files`: the source of environments of your own, by file name, from the task set. Workers are not trusted, so a
     validator must be able to compute every answer again. Sources that name the same one share it. The caller ends them with
     `close`.
     """
     made: dict[str, Environment] = {}
-    found = {}
+    by_source = {}
     for source, name in _named(config).items():
         environment = made.get(name) or _started(name, config.tasks.sandbox, files or {})
         made[name] = environment
@@ -38,8 +38,8 @@ def environments_of(config: Config, files: Mapping[str, bytes] | None = None) ->
                 f"the environment {name!r} is not deterministic, so no validator can tell whether an untrusted worker "
                 "reports its answers: use it for evaluation only, or choose another for this run"
             )
-        found[source] = environment
-    return found
+        by_source[source] = environment
+    return by_source
 
 
 def try_out(config: Config, task_set: TaskSet) -> None:
@@ -82,5 +82,5 @@ def _started(name: str, section: SandboxSection, files: Mapping[str, bytes]) -> 
 
 
 def _named(config: Config) -> dict[str, str]:
-    """The name of each source's environment, for sources that have one."""
+    """Return the name of each source's environment, for sources that have one."""
     return {source.label: source.environment for source in config.tasks.sources if source.environment}

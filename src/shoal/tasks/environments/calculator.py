@@ -37,24 +37,24 @@ class Calculator(Environment):
 
 
 def last_call(text: str) -> str | None:
-    """What stands between the parentheses of the last complete call.
+    """Return what stands between the parentheses of the last complete call.
 
     >>> last_call("calc(1+1), then calc(2*(3+4)) and calc(5"), last_call("calculate")
     ('2*(3+4)', None)
     """
     open_at: list[int] = []  # for each open parenthesis, where its inside begins; -1 unless it is a call's
     last = (-1, -1)
-    for found in PARENTHESIS.finditer(text):
-        if found[0] != ")":
-            open_at.append(found.end() if found[0] == CALL else -1)
+    for match in PARENTHESIS.finditer(text):
+        if match[0] != ")":
+            open_at.append(match.end() if match[0] == CALL else -1)
         elif open_at:
-            last = max(last, (open_at.pop(), found.start()))
+            last = max(last, (open_at.pop(), match.start()))
     start, end = last
     return text[start:end] if start >= 0 else None
 
 
 def value(expression: str) -> Fraction:
-    """The exact value of an expression. Raises CalculationError.
+    """Return the exact value of an expression. Raises CalculationError.
 
     >>> value("2 * (3 + 4) / -7")
     Fraction(-2, 1)
@@ -69,7 +69,7 @@ def value(expression: str) -> Fraction:
 
 
 def written(number: Fraction) -> str:
-    """A number as text. Raises CalculationError if it is too long.
+    """Return a number as text. Raises CalculationError if it is too long.
 
     >>> [written(Fraction(*pair)) for pair in ((84, 1), (-5, 2), (1, 3))]
     ['84', '-2.5', '1/3']
@@ -85,7 +85,7 @@ def written(number: Fraction) -> str:
 
 
 def _sum(tokens: list[str], depth: int) -> tuple[Fraction, list[str]]:
-    """The value of the longest sum that the tokens begin with, and the tokens after it."""
+    """Return the value of the longest sum that the tokens begin with, and the tokens after it."""
     result, tokens = _product(tokens, depth)
     while tokens and tokens[0] in "+-":
         term, rest = _product(tokens[1:], depth)
@@ -106,7 +106,7 @@ def _product(tokens: list[str], depth: int) -> tuple[Fraction, list[str]]:
 
 
 def _factor(tokens: list[str], depth: int) -> tuple[Fraction, list[str]]:
-    """A number, a sum in parentheses, or a factor behind a sign."""
+    """Return a number, a sum in parentheses, or a factor behind a sign."""
     if depth > MAX_DEPTH:
         raise CalculationError("too many parentheses")
     if not tokens:

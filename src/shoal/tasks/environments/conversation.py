@@ -24,7 +24,7 @@ Reply = Callable[
 
 
 def responder(conversation: "Conversation", tasks: Sequence[Task], seeds: Sequence[Sequence[int]]) -> Reply:
-    """What the environments answer, for an engine: `tasks` and `seeds` are those of the groups that it is given."""
+    """Return what the environments answer, for an engine: `tasks` and `seeds` are those of the groups that it is given."""
 
     def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
         return conversation.reply(tasks[group], seeds[group][number], tokens, turns)
@@ -59,19 +59,19 @@ class Conversation:
         return self.max_turns > 1 and bool(self.environments)
 
     def reply(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
-        """The tokens that follow a completion so far, whose last turn is the model's; None: the completion ends.
+        """Return the tokens that follow a completion so far, whose last turn is the model's; None: the completion ends.
 
         `turns` are the lengths of the turns before the last, see `model/turns`.
         """
         asked = self._asked(task, tokens, turns)
         if asked is None:
             return None
-        environment, said = asked
-        text = environment.respond(task, seed, said)
+        environment, texts = asked
+        text = environment.respond(task, seed, texts)
         return (self._tokens(text, len(tokens)) or None) if text is not None else None
 
     def fault(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> Fault | None:
-        """What in a finished completion the environment did not write, or wrote and is missing. Lies come first.
+        """Return the first difference between a finished completion and the environment's answers; lies come first.
 
         The turns must fit.
         """
@@ -81,16 +81,16 @@ class Conversation:
             before = turns[: 2 * number]
             answer = self.reply(task, seed, tokens[:end], before) or []
             next_turn = spans[number + 1][0] if number + 1 < len(spans) else len(tokens)
-            found = list(tokens[end:next_turn])
-            if found != answer:
+            reported = list(tokens[end:next_turn])
+            if reported != answer:
                 detail = (
                     f"after turn {number + 1} of {len(spans)} the environment writes {len(answer)} tokens, not these"
                 )
-                faults.append(Fault(detail, lie=not self._tolerates(task, seed, tokens[:end], before, found)))
+                faults.append(Fault(detail, lie=not self._tolerates(task, seed, tokens[:end], before, reported)))
         return next((fault for fault in faults if fault.lie), faults[0] if faults else None)
 
     def _asked(self, task: Task, tokens: Sequence[int], turns: Sequence[int]) -> tuple[Environment, list[str]] | None:
-        """Whom a completion so far asks, and what the model said, turn by turn; None: it ends in any case."""
+        """Return the environment that a completion asks, and the text of each turn; None: the completion ends anyway."""
         environment = self.environments.get(task.source)
         if self.frame is None or environment is None or tokens[-1] not in self.eos_ids:
             return None
@@ -100,18 +100,18 @@ class Conversation:
         return environment, [completion_text(self.tokenizer, tokens[start:end]) for start, end in spans]
 
     def _tokens(self, text: str, length: int) -> list[int]:
-        """An answer's tokens behind `length` others; empty if that leaves no room."""
+        """Return an answer's tokens behind `length` others; empty if that leaves no room."""
         assert self.frame is not None
         answer = self.frame.tokens(text)
         return answer if length + len(answer) < self.max_tokens else []
 
     def _tolerates(
-        self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int], found: Sequence[int]
+        self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int], reported: Sequence[int]
     ) -> bool:
-        """Whether an honest machine may have found these tokens to follow."""
+        """Return whether an honest machine may have computed these tokens."""
         asked = self._asked(task, tokens, turns)
         if asked is None:
             return False
-        environment, said = asked
-        tolerated = environment.tolerated(task, seed, said)
-        return tolerated is None or any(self._tokens(text, len(tokens)) == found for text in tolerated)
+        environment, texts = asked
+        tolerated = environment.tolerated(task, seed, texts)
+        return tolerated is None or any(self._tokens(text, len(tokens)) == reported for text in tolerated)

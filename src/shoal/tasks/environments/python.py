@@ -89,7 +89,7 @@ class Python(Environment):
 
 
 def last_program(text: str) -> str | None:
-    """The last block that opens with ```python (or py, python3) and closes with ```, each on a line of its own.
+    """Return the last block that opens with ```python (or py, python3) and closes with ```, each on a line of its own.
 
     >>> last_program("So:\\n```python\\nprint(1)\\n```\\nand\\n```python\\nprint(2)")
     'print(1)'
@@ -112,7 +112,7 @@ def last_program(text: str) -> str | None:
 
 
 def refusal(program: str) -> str:
-    """Why a program is not run, as its answer; empty if it is."""
+    """Return why a program is not run, as its answer; empty if it is."""
     if len(program) > LONGEST_PROGRAM:
         return f"error: a program has at most {LONGEST_PROGRAM} characters"
     imported = {name for line in IMPORT.findall(program) for name in re.findall(r"\w+", line)}
@@ -121,7 +121,7 @@ def refusal(program: str) -> str:
 
 
 def shown(result: Result | None) -> str:
-    """A program's end as the model reads it."""
+    """Return a program's end as the model reads it."""
     if result is None:
         return STOPPED["sandbox"]
     if result.outcome != "exited":
@@ -136,6 +136,6 @@ def shown(result: Result | None) -> str:
     return f"{text}\n{error}" if text else error
 
 
-def _readable(written: bytes, most: int) -> str:
+def _readable(written: bytes, limit: int) -> str:
     text = ADDRESS.sub(" at 0x0", written.decode(errors="replace")).rstrip()
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= limit else f"{text[:limit]}..."

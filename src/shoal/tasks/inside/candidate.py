@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def programs(source: str, prompt: str, entry: str) -> list[Any]:
-    """What to execute in turn. With a prompt, a completion is a whole function or the rest of the prompt's."""
+    """Return what to execute in turn. With a prompt, a completion is a whole function or the rest of the prompt's."""
     if not prompt:
         return [compile(source, NAME, "exec")]
     try:
@@ -97,7 +97,7 @@ def answer(function: Any, call: bytes) -> bytes:
 
 
 def describe(error: BaseException) -> list[str]:
-    """The name of the nearest builtin exception type, and the message."""
+    """Return the name of the nearest builtin exception type, and the message."""
     kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
     try:
         message = str(error)[:500]

@@ -11,6 +11,7 @@ expressions that simplify to the same; sets in any order, tuples in theirs; inte
 `MAX_DIGITS` digits are not computed and equal nothing but the same text.
 """
 
+import itertools
 import logging
 import math
 import re
@@ -59,32 +60,27 @@ SYMBOLS = {
 SHORT = r"(?:[kcmd]m|[mk]g|[mcd]l|m[si]|k[mp]h|mph|in|ft|yd|lbs?|oz|hrs?|min|sec|day|deg|rad|cts?|[kM]?Hz|[kM][JWNV])"
 UNIT = rf"(?!\s*(?:percent|pct)\b)(?:\s*{SHORT}(?![A-Za-z])|\s+[A-Za-z]{{3,}}|[A-Za-z]{{4,}})"
 REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
-    (r"\\[dtc]frac", r"\\frac"),
     (r"\\(?:left|right|big|Big|bigg|Bigg)(?![A-Za-z])\s*\.?", ""),
     (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])", ""),
     (r"\\?[$€£]|\\(?:pounds|euro)(?![A-Za-z])|\b(?:USD|EUR|GBP)\b", " "),
-    (r"^([-+]?\d{1,3}(?: \d{3})+)(?=\.\d|$)", lambda found: found[1].replace(" ", "")),  # 1 000
+    (r"^([-+]?\d{1,3}(?: \d{3})+)(?=\.\d|$)", lambda match: match[1].replace(" ", "")),  # 1 000
     (r"(?<=\d)(?:\{,\}|\\[,!;: ]|,\\!)(?=\d{3}(?!\d))", ""),  # 1{,}000 and 1\,000
-    (r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?=\.\d|\s*(?:[A-Za-z%\\]|$))(?!\s*,)", lambda found: found[1].replace(",", "")),
+    (r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?=\.\d|\s*(?:[A-Za-z%\\]|$))(?!\s*,)", lambda match: match[1].replace(",", "")),
     (r"\\(?:textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mbox|operatorname)(?=\s*\{)", r"\\text"),
     (r"^\\text\s*\{([^{}]*\d[^{}]*)\}$", r"\1"),  # \text{18 dollars}
     (r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|(?<=[\d)])or(?=[A-Za-z]+(?:\([a-z]\))?\s*=)", ","),
-    (r"\\text\s*\{\s*\(?([A-Za-z])\)?\s*\}", r"\\text{\1}"),
-    (r"^\(([A-Za-z])\)$", r"\1"),
     (r"(?<=[\d}%])\s*\\text\s*\{\s*percent\s*\}", r"\\%"),
     # Units: words after a number, or \text{...} after anything, at the end.
     (r"(?<=[\w})\]%])(?:\s|\\[ ,;!])*\\text\s*\{[^{}\d,;]*\}(?:\s*\^\s*(?:\d|\{\d\}))?\s*$", ""),
     (rf"^([-+]?[\d.,/ ]*\d){UNIT}(?:[ ./][A-Za-z]+)*(?:\s*\^\s*\{{?\d\}}?)?$", r"\1"),
     (r"^([-+]?\d+)\s+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}"),  # 2 1/2
     (r"(?<![A-Za-z\d.])([\d.]*\d)[eE]([-+]?\d{1,9})(?![\w.])", r"\1\\times 10^{\2}"),
-    (r"(?<=[\d.])\s*\*\s*(?=10\s*\^)", r"\\times "),
     (r"\*\*", "^"),
     (r"\^\s*(-\s*\d+)", r"^{\1}"),
     (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
 ]  # fmt: skip
 COMPILED = [(re.compile(pattern), by) for pattern, by in REWRITES]
 PRIME = re.compile(r"[A-Za-z)\]}]\s*(?:'|\u2032|\^\s*\{?\s*\\prime)")
-TWICE_ESCAPED = re.compile(r"\\\\(?=[A-Za-z]{2})")
 DECIMAL_COMMA = re.compile(r"([-+]?(?:0|\d+(?!,\d{3}$))),(\d+)")
 DECIMAL_POINT = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)\.\d+")
 # The library's own removal of units would take the t of "3t".
@@ -109,12 +105,12 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
         return False, f"the answer {why}"
     if len(PRIME.findall(gold.rpartition("=")[2])) != len(PRIME.findall(answer.rpartition("=")[2])):
         return False, "another derivative: the library does not read primes"
-    wanted, found = read(gold), read(answer)
-    if wanted is None:
+    gold_value, answer_value = read(gold), read(answer)
+    if gold_value is None:
         return False, "the gold answer is text, and the answer is not the same"
-    if found is None:
+    if answer_value is None:
         return False, "the answer is not readable as mathematics"
-    return equal(wanted, found), ""
+    return equal(gold_value, answer_value), ""
 
 
 def decimal_point(text: str, other: str) -> str:
@@ -126,8 +122,6 @@ def decimal_point(text: str, other: str) -> str:
 def normal(text: str) -> str:
     for symbol, latex in SYMBOLS.items():
         text = text.replace(symbol, latex)
-    if "\\begin" not in text:
-        text = TWICE_ESCAPED.sub(r"\\", text)
     for pattern, by in COMPILED:
         text = pattern.sub(by, text.strip())
     return re.sub(r"\s+", " ", text).strip().rstrip(".")
@@ -148,12 +142,12 @@ def read(text: str) -> Basic | MatrixBase | None:
     latex = normalize_latex(normal(text), LIBRARY)
     for part in dict.fromkeys((latex, get_last_eq(latex))):  # of a = b = c the last, if the whole is not readable
         try:
-            found = latex2sympy(part, is_real=not should_treat_as_complex(part), normalization_config=None)
+            value = latex2sympy(part, is_real=not should_treat_as_complex(part), normalization_config=None)
         except Refused:
             raise
         except Exception:  # noqa: BLE001  the library's parser raises any kind of Exception
             continue
-        return found if isinstance(found, Basic | MatrixBase) else None
+        return value if isinstance(value, Basic | MatrixBase) else None
     return None
 
 
@@ -191,41 +185,38 @@ def is_number(value: Any) -> bool:
 
 
 def readings(number: Basic) -> list[Basic]:
-    """A percentage is read as a share and as the number before the sign."""
+    """Return the values that a number may mean: a percentage is a share, or the number before the sign."""
     of_percent = get_pct_val(number)
     return [number] if of_percent is None else [number, of_percent]
 
 
 def exactly(gold: Any, answer: Any) -> bool | None:
-    """Whether two rational numbers are equal; None if these are not two. The library compares 15 digits."""
+    """Return whether two rational numbers are equal; None if these are not two. The library compares 15 digits."""
     pairs = []
     for number in (gold, answer):
         if not is_number(number) or number.has(Float):
             return None
-        pairs.append([one.doit() for one in readings(number)])
-    if not all(isinstance(one, Rational) for side in pairs for one in side):
+        pairs.append([value.doit() for value in readings(number)])
+    if not all(isinstance(value, Rational) for side in pairs for value in side):
         return None
-    return any(one in pairs[0] for one in pairs[1])
+    return any(value in pairs[0] for value in pairs[1])
 
 
 def small_and_apart(gold: Any, answer: Any) -> bool:
-    """The library compares decimals, not significant digits: 6.6e-34 would equal 9.1e-31."""
+    """Return whether both are small and differ in significant digits. To the library 6.6e-34 would equal 9.1e-31."""
     if not (is_number(gold) and is_number(answer)):
         return False
-    return all(
-        apart(wanted.doit().evalf(30), found.doit().evalf(30))
-        for wanted in readings(gold)
-        for found in readings(answer)
-    )
+    pairs = itertools.product(readings(gold), readings(answer))
+    return all(apart(number.doit().evalf(30), other.doit().evalf(30)) for number, other in pairs)
 
 
-def apart(wanted: Any, found: Any) -> bool:
-    size, difference = max_size(wanted, found), abs(wanted - found).evalf()
+def apart(number: Any, other: Any) -> bool:
+    size, difference = max_size(number, other), abs(number - other).evalf()
     return isinstance(difference, Number) and size < SMALL and bool(difference > SIGNIFICANT * size)
 
 
 def same_but_for_rounding(gold: Any, answer: Any) -> bool:
-    """The library compares 15 digits: it finds that 7^{0.5} is not the square root of 7."""
+    """Return whether two numbers agree to 12 digits. The library compares 15: 7^{0.5} would not be the square root of 7."""
     if not (is_number(gold) and is_number(answer) and (gold.has(Float) or answer.has(Float))):
         return False
     difference = abs(gold.doit() - answer.doit()).evalf()
@@ -241,11 +232,12 @@ def renamed(gold: Any, answer: Any) -> Any:
 
 
 def defined(value: Any) -> Any:
-    """The f(x) of `f(x) = ...`, or of several such; None if it is not of one symbol."""
+    """Return the f(x) of `f(x) = ...`, or of several such; None if it is not of one symbol."""
     parts = list(value) if isinstance(value, FiniteSet) else [value]
     left = {part.lhs if isinstance(part, Eq) else None for part in parts}
-    found = left.pop() if len(left) == 1 else None
-    return found if isinstance(found, AppliedUndef) and len(found.args) == 1 and found.args[0].is_Symbol else None
+    function = left.pop() if len(left) == 1 else None
+    named = isinstance(function, AppliedUndef) and len(function.args) == 1 and function.args[0].is_Symbol
+    return function if named else None
 
 
 def max_size(*numbers: Any) -> float:
@@ -254,14 +246,14 @@ def max_size(*numbers: Any) -> float:
 
 
 def smallest(gold: Any) -> float:
-    """The smallest size among the numbers in a set, tuple or matrix, 1 at most."""
+    """Return the smallest size among the numbers in a set, tuple or matrix, 1 at most."""
     parts = list(gold) if isinstance(gold, FiniteSet | Tuple | MatrixBase) else [gold]
     sizes = [abs(float(part.evalf())) for part in parts if is_number(part) and part.is_real]
     return min([1.0, *(size for size in sizes if size > 1e-300)])
 
 
 def digits(value: Any) -> float:
-    """A bound on the digits of the numbers that computing `value` would make, infinite for towers of powers."""
+    """Return a bound on the digits of the numbers that computing `value` would make, infinite for towers of powers."""
     if isinstance(value, Number):
         return 1.0 + (
             abs(float(math.log10(abs(value.p)))) + math.log10(value.q) if isinstance(value, Rational) and value else 0
@@ -281,7 +273,7 @@ def digits(value: Any) -> float:
 
 
 def magnitude(exponent: Any) -> float:
-    """A bound on the absolute value of an expression."""
+    """Return a bound on the absolute value of an expression."""
     if isinstance(exponent, Number):
         return abs(float(exponent)) if digits(exponent) < 300 else math.inf
     if isinstance(exponent, Add | Mul):

@@ -45,8 +45,8 @@ class RefusedError(Exception):
 
 def rows(options: dict[str, Any]) -> list[dict[str, Any]]:
     setting = {"size": SIZE, "seed": SEED} | options
-    found = open_dataset(setting)
-    return [row(drawn(found, index), index, setting) for index in range(setting["size"])]
+    entries = open_dataset(setting)
+    return [row(drawn(entries, index), index, setting) for index in range(setting["size"])]
 
 
 def row(entry: dict[str, Any], index: int, setting: dict[str, Any]) -> dict[str, Any]:
@@ -55,10 +55,10 @@ def row(entry: dict[str, Any], index: int, setting: dict[str, Any]) -> dict[str,
     return {"question": entry["question"], "answer": answer, "metadata": json.dumps(metadata)}
 
 
-def drawn(found: Any, index: int) -> dict[str, Any]:
+def drawn(entries: Any, index: int) -> dict[str, Any]:
     random.seed(index)  # codeio runs programs that draw without a seed
     numpy.random.seed(index)
-    return dict(found[index])
+    return dict(entries[index])
 
 
 def prepare(setting: str) -> None:

@@ -23,20 +23,20 @@ class Author:
 
     def __init__(self) -> None:
         self.file, self.kind = "", ""
-        self.found: Any = None
+        self.named: Any = None
 
     def answer(self, call: list[Any]) -> Any:
         if not self.kind:
             return self.load(*call)
         random.seed(0)
-        return respond(self.found, *call) if self.kind == CLASS else scores(self.found, self.kind, *call)
+        return respond(self.named, *call) if self.kind == CLASS else scores(self.named, self.kind, *call)
 
     def load(self, file: str, source: str, name: str) -> str:
         self.file = file
         sys.modules["own"] = module = types.ModuleType("own")
         exec(compile(source, file, "exec"), module.__dict__)
-        self.found = found = getattr(module, name)
-        code = None if isinstance(found, type) else found.__code__
+        self.named = named = getattr(module, name)
+        code = None if isinstance(named, type) else named.__code__
         batched = code is not None and code.co_varnames[: code.co_argcount][:2] == ("tasks", "completions")
         self.kind = CLASS if code is None else BATCH_FUNCTION if batched else FUNCTION
         return self.kind
@@ -67,10 +67,10 @@ def scores(function: Any, kind: str, tasks: list[dict[str, str]], completions: l
     seen = [readable(task) for task in tasks]
     if kind == FUNCTION:
         return [score(function(task, completion)) for task, completion in zip(seen, completions, strict=True)]
-    found = list(function(seen, completions))
-    if len(found) != len(tasks):
-        raise ValueError(f"{len(found)} scores for {len(tasks)} completions")
-    return [score(value) for value in found]
+    values = list(function(seen, completions))
+    if len(values) != len(tasks):
+        raise ValueError(f"{len(values)} scores for {len(tasks)} completions")
+    return [score(value) for value in values]
 
 
 def readable(task: dict[str, str]) -> Any:

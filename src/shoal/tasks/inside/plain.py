@@ -42,7 +42,7 @@ def plain(source: str) -> bool:
 
 
 def _names(nodes: list[ast.AST]) -> bool:
-    """Whether functions are only called, and every other name is a variable."""
+    """Return whether functions are only called, and every other name is a variable."""
     names = [node for node in nodes if isinstance(node, ast.Name)]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     variables = {name.id for name in names if isinstance(name.ctx, ast.Store)}
@@ -74,7 +74,7 @@ def _names(nodes: list[ast.AST]) -> bool:
 
 
 def _values(nodes: list[ast.AST], source: str) -> bool:
-    """Whether constants are of plain types, and arithmetic is exact or rounds alike everywhere."""
+    """Return whether constants are of plain types, and arithmetic is exact or rounds alike everywhere."""
     constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     texts = [value for value in constants if isinstance(value, str)]
     powers = [node for node in nodes if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Pow)]
@@ -93,7 +93,7 @@ def _values(nodes: list[ast.AST], source: str) -> bool:
 
 
 def _formats(nodes: list[ast.AST], source: str) -> bool:
-    """Whether f-strings are such as Python 3.11 reads too, with formats of numbers only."""
+    """Return whether f-strings are such as Python 3.11 reads too, with formats of numbers only."""
     specs = [node.format_spec for node in nodes if isinstance(node, ast.FormattedValue) and node.format_spec]
     parts = [part for spec in specs if isinstance(spec, ast.JoinedStr) for part in spec.values]
     whole = [node for node in nodes if isinstance(node, ast.JoinedStr) and node not in specs]
@@ -103,7 +103,7 @@ def _formats(nodes: list[ast.AST], source: str) -> bool:
 
 
 def _simple(text: str) -> bool:
-    """Whether an f-string has quotes at its ends only, no escapes, comments or further lines."""
+    """Return whether an f-string has quotes at its ends only, no escapes, comments or further lines."""
     return not set(text) & set("\\#\n") and sum(map(text.count, "'\"")) == 2
 
 

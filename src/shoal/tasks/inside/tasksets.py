@@ -45,15 +45,15 @@ def rows(options: dict[str, Any]) -> list[dict[str, Any]]:
     size = options.get("size")
     if size is not None and not (type(size) is int and size > 0):
         raise RefusedError("options.size must be a positive integer")
-    found = open_taskset(setting)
+    loaded = open_taskset(setting)
     name = setting["environment"]
-    if size is None and not found.bounded:
+    if size is None and not loaded.bounded:
         raise RefusedError(f"environment {name} has tasks without end: give options.size")
-    tasks = list(itertools.islice(found, size))
-    if reasons := [*obstacles(found), *(reason for task in tasks[:1] for reason in of_rewards(task, setting))]:
+    tasks = list(itertools.islice(loaded, size))
+    if reasons := [*obstacles(loaded), *(reason for task in tasks[:1] for reason in of_rewards(task, setting))]:
         raise RefusedError(f"environment {name} cannot be used: {'; '.join(reasons)}")
-    made = made_by(found)
-    return [row(found, task, setting, made) for task in tasks]
+    made = made_by(loaded)
+    return [row(loaded, task, setting, made) for task in tasks]
 
 
 def prepare(text: str) -> None:
@@ -64,7 +64,7 @@ def prepare(text: str) -> None:
 
 
 def score(value: dict[str, Any]) -> dict[str, Any]:
-    """What the rewards give for a reply, as the fields of a grade."""
+    """Return what the rewards give for a reply, as the fields of a grade."""
     if value["version"] != made_of:
         raise ValueError(f"the task is of {value['version']}, this machine has {made_of}: install the same")
     if not value["completion"].strip():
@@ -79,10 +79,10 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     return {"score": points, "outcome": "graded", "detail": detail, "parts": parts}
 
 
-def scored(found: Any, data: dict[str, Any], completion: str) -> Any:
-    """The trace of one reply after its task's rewards."""
+def scored(loaded: Any, data: dict[str, Any], completion: str) -> Any:
+    """Return the trace of one reply after its task's rewards."""
     global watching
-    task = rebuilt(found, data)
+    task = rebuilt(loaded, data)
     messages: list[Any] = [vf.SystemMessage(content=task.data.system_prompt)] if task.data.system_prompt else []
     messages += [vf.UserMessage(content=task.data.prompt)] if isinstance(task.data.prompt, str) else task.data.prompt
     messages.append(vf.AssistantMessage(content=completion))
@@ -118,7 +118,7 @@ def watch(event: str, _: object) -> None:
         raise PermissionError(f"{event} is not allowed in a reward")
 
 
-def row(found: Any, task: Any, setting: dict[str, Any], made: str) -> dict[str, Any]:
+def row(loaded: Any, task: Any, setting: dict[str, Any], made: str) -> dict[str, Any]:
     name, data = setting["environment"], task.data
     if isinstance(data.prompt, str):
         parts = [data.prompt]
@@ -133,9 +133,13 @@ def row(found: Any, task: Any, setting: dict[str, Any], made: str) -> dict[str, 
         if getattr(data, field):
             raise RefusedError(f"environment {name}, task {data.idx} needs a sandbox (its `{field}` is set)")
     entry = json.loads(data.model_dump_json())
-    if type(task) is not found.task_type() or set(vars(task)) != {"data", "config"} or task.config != found.config.task:
+    if (
+        type(task) is not loaded.task_type()
+        or set(vars(task)) != {"data", "config"}
+        or task.config != loaded.config.task
+    ):
         raise RefusedError(f"environment {name}, task {data.idx} is more than its data: it cannot be rebuilt elsewhere")
-    if rebuilt(found, entry).data != data:
+    if rebuilt(loaded, entry).data != data:
         raise RefusedError(f"environment {name}, task {data.idx}: its data is not the same after a way through JSON")
     answer = getattr(data, "answer", "")
     return {
@@ -145,16 +149,16 @@ def row(found: Any, task: Any, setting: dict[str, Any], made: str) -> dict[str, 
     }
 
 
-def rebuilt(found: Any, data: dict[str, Any]) -> Any:
-    kind = found.task_type()
-    return kind(kind.data_type().model_validate(data), found.config.task)
+def rebuilt(loaded: Any, data: dict[str, Any]) -> Any:
+    kind = loaded.task_type()
+    return kind(kind.data_type().model_validate(data), loaded.config.task)
 
 
 def open_taskset(setting: dict[str, Any]) -> Any:
-    name, config, most = setting["environment"], setting["config"], setting["max_reward"]
+    name, config, max_reward = setting["environment"], setting["config"], setting["max_reward"]
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.@/-]+", name):
         raise RefusedError(f"options.environment is {name!r}; it must be the name of an installed environment")
-    if not (type(most) in (int, float) and 0 < most < math.inf):
+    if not (type(max_reward) in (int, float) and 0 < max_reward < math.inf):
         raise RefusedError("options.max_reward must be a positive number")
     if "system_prompt" in config:
         raise RefusedError("options.config.system_prompt names a file of this machine: use tasks.system")
@@ -168,9 +172,9 @@ def open_taskset(setting: dict[str, Any]) -> Any:
         raise RefusedError(f"environment {name} does not load in {sys.executable}: {text}") from error
 
 
-def made_by(found: Any) -> str:
+def made_by(loaded: Any) -> str:
     """Versions of library and environment, and a digest of the environment's source, which may be edited in place."""
-    module = sys.modules[type(found).__module__]
+    module = sys.modules[type(loaded).__module__]
     file = Path(inspect.getfile(module))
     files = sorted(file.parent.rglob("*.py")) if hasattr(module, "__path__") else [file]
     digest = hashlib.sha256()
@@ -184,9 +188,9 @@ def made_by(found: Any) -> str:
     return f"verifiers {VERSION}, {top} {installed}, source {digest.hexdigest()[:16]}"
 
 
-def obstacles(found: Any) -> Iterator[str]:
-    """Why a taskset is more than questions with one reply each."""
-    name, kind = found.config.id, found.task_type()
+def obstacles(loaded: Any) -> Iterator[str]:
+    """Yield why a taskset is more than questions with one reply each."""
+    name, kind = loaded.config.id, loaded.task_type()
     env = vf.environment_class(name)
     if env is not vf.SingleAgentEnv:
         yield f"its episodes are played by {env.__name__}, with further turns or agents"
@@ -194,7 +198,7 @@ def obstacles(found: Any) -> Iterator[str]:
         yield "it brings a program (harness) of its own that the model works in"
     if kind.NEEDS_CONTAINER:
         yield f"{kind.__name__} needs a container"
-    if found.toolsets(found.config) or kind.toolsets(found.config.task):
+    if loaded.toolsets(loaded.config) or kind.toolsets(loaded.config.task):
         yield "it gives the model tools"
     for step in ("setup", "finalize", "stage_verifier"):
         if getattr(kind, step) is not getattr(vf.Task, step):
@@ -202,7 +206,7 @@ def obstacles(found: Any) -> Iterator[str]:
 
 
 def of_rewards(task: Any, setting: dict[str, Any]) -> Iterator[str]:
-    """Why a task's rewards cannot be had from a reply alone."""
+    """Yield why a task's rewards cannot be had from a reply alone."""
     rewards = task.hooks("reward")
     if not rewards and not task.config.judges:
         yield "it has no reward"

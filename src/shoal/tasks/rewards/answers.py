@@ -43,25 +43,25 @@ class ShortAnswer:
 
 
 def grade_number(task: Task, completion: str) -> Grade:
-    found, expected = last_number(completion), last_number(task.answer)
+    actual, expected = last_number(completion), last_number(task.answer)
     if expected is None:
         return Grade(0.0, "grader_error", f"the task's answer {task.answer[:40]!r} holds no number")
-    if found is None:
+    if actual is None:
         return Grade(0.0, "wrong_format", "no number in the completion")
-    return Grade(float(found == expected), detail=f"{found[:100]}, expected {task.answer[:100]}")
+    return Grade(float(actual == expected), detail=f"{actual[:100]}, expected {task.answer[:100]}")
 
 
 def last_number(text: str) -> str | None:
-    r"""The last number in the last \boxed{}, or else in the text, in a canonical form.
+    r"""Return the last number in the last \boxed{}, or else in the text, in a canonical form.
 
     >>> last_number("She pays $1,250.50."), last_number(r"\\boxed{018} of 20"), last_number("none")
     ('1250.5', '18', None)
     """
     boxes = [number for box in BOXED.findall(text)[-1:] for number in NUMBER.findall(box.replace("{,}", ","))]
-    found = boxes or NUMBER.findall(text)
-    if not found:
+    numbers = boxes or NUMBER.findall(text)
+    if not numbers:
         return None
-    sign, digits = found[-1]
+    sign, digits = numbers[-1]
     whole, _, part = digits.replace(",", "").partition(".")  # as text: int() refuses and float() rounds long numbers
     whole, part = whole.lstrip("0") or "0", part.rstrip("0")
     value = f"{whole}.{part}" if part else whole
@@ -69,19 +69,21 @@ def last_number(text: str) -> str | None:
 
 
 def letter(completion: str) -> str | None:
-    r"""The letter that the completion ends up with.
+    r"""Return the letter that the completion ends up with.
 
     >>> letter("Answer: A ... no.\n**Answer: $C$**"), letter(r"so \boxed{\text{B}}"), letter("A or B")
     ('C', 'B', None)
     """
-    found = [(match.start(1), match[1]) for match in (*ANSWER.finditer(completion), *BOXED_LETTER.finditer(completion))]
-    return max(found)[1] if found else None
+    letters = [
+        (match.start(1), match[1]) for match in (*ANSWER.finditer(completion), *BOXED_LETTER.finditer(completion))
+    ]
+    return max(letters)[1] if letters else None
 
 
 def grade_choice(task: Task, completion: str) -> Grade:
-    found, expected = letter(completion), task.answer.strip()
+    actual, expected = letter(completion), task.answer.strip()
     if not re.fullmatch(LETTER, expected):
         return Grade(0.0, "grader_error", f"the task's answer {expected[:40]!r} is not a letter of a choice")
-    if found is None:
+    if actual is None:
         return Grade(0.0, "wrong_format", "no line of the form Answer: LETTER")
-    return Grade(float(found == expected), detail=f"{found}, expected {expected}")
+    return Grade(float(actual == expected), detail=f"{actual}, expected {expected}")

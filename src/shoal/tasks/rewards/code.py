@@ -62,7 +62,7 @@ class Candidate:
             raise FailedError(f"its definitions raise {raised(frame[1:])}" if kind == b"X" else "it wrote out of turn")
 
     def call(self, arguments: bytes) -> bytes:
-        """The answer to one call, without its number. Raises FailedError."""
+        """Return the answer to one call, without its number. Raises FailedError."""
         number = secrets.token_bytes(NUMBER_BYTES)
         self.conversation.send(number + arguments)
         frame = self._receive()
@@ -117,7 +117,7 @@ def relay(checker: Conversation, candidate: Candidate, tests: str, prompt: str, 
 
 
 def raised(packed: bytes) -> str:
-    """The exception that crossed, for people."""
+    """Return the exception that crossed, for people."""
     try:
         name, message = unpack(packed, lambda _, items: SetItems(items), Pairs)
     except (ValueError, TypeError):
@@ -175,7 +175,7 @@ class Code:
         return replace(grade, tier=self.candidates.tier)
 
     def _stdin(self, tests: Stdin, program: str) -> Grade:
-        """A process for each case. All cases together have limits too: a program may sleep, then pass, a hundred times."""
+        """Run a process for each case. All cases together have limits too: a program may sleep, then pass, in each."""
         passed, detail, repeatable = 0, "", True
         cpu_s = wall_s = 0.0
         for number, (given, expected) in enumerate(tests.cases, start=1):
@@ -261,11 +261,11 @@ def _tests(text: str) -> Tests | TestsError:
 
 
 def _wrong_output(result: Result, expected: str) -> str:
-    """Why a run fails its case; empty if it passes."""
+    """Return why a run fails its case; empty if it passes."""
     if result.outcome != "exited" or result.exit_code != 0:
         return Candidate.describe(result)
-    found = result.stdout.decode(errors="replace")
-    return "" if same_output(found, expected) else f"printed {shown(found)}, expected {shown(expected)}"
+    printed = result.stdout.decode(errors="replace")
+    return "" if same_output(printed, expected) else f"printed {shown(printed)}, expected {shown(expected)}"
 
 
 def _syntax_error(result: Result) -> bool:
@@ -274,7 +274,7 @@ def _syntax_error(result: Result) -> bool:
 
 
 def _wrong_value(answer: bytes, expected: object) -> str:
-    """Why an answer fails its case; empty if it passes."""
+    """Return why an answer fails its case; empty if it passes."""
     kind = answer[:1]
     if kind == b"U":
         return answer[1:300].decode(errors="replace")
@@ -291,7 +291,7 @@ def _wrong_value(answer: bytes, expected: object) -> str:
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block marked as Python, or else the last fenced block, or else all of the text.
+    """Return the last fenced block marked as Python, or else the last fenced block, or else all of the text.
 
     A block that the completion does not close runs to its end.
 

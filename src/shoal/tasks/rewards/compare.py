@@ -35,63 +35,67 @@ class SetItems:
     items: Sequence[Any]
 
 
-def same_output(found: str, expected: str) -> bool:
-    lines = _lines(found), _lines(expected)
+def same_output(actual: str, expected: str) -> bool:
+    lines = _lines(actual), _lines(expected)
     return len(lines[0]) == len(lines[1]) and all(
         len(words) == len(wanted) and all(map(_same_word, words, wanted)) for words, wanted in zip(*lines, strict=True)
     )
 
 
-def same_value(found: Any, expected: Any) -> bool:
-    """`found` holds builtins, Pairs and SetItems; `expected` is parsed JSON."""
-    if isinstance(expected, float) and isinstance(found, (int, float)):
-        return _close(found, expected)
+def same_value(actual: Any, expected: Any) -> bool:
+    """`actual` holds builtins, Pairs and SetItems; `expected` is parsed JSON."""
+    if isinstance(expected, float) and isinstance(actual, (int, float)):
+        return _close(actual, expected)
     if isinstance(expected, (list, tuple)):
         return (
-            isinstance(found, (list, tuple)) and len(found) == len(expected) and all(map(same_value, found, expected))
+            isinstance(actual, (list, tuple))
+            and len(actual) == len(expected)
+            and all(map(same_value, actual, expected))
         )
     if isinstance(expected, dict):
-        return isinstance(found, Pairs) and _same_items(found.items, expected)
-    if isinstance(found, (list, tuple, Pairs, SetItems)):
+        return isinstance(actual, Pairs) and _same_items(actual.items, expected)
+    if isinstance(actual, (list, tuple, Pairs, SetItems)):
         return False
-    return bool(found == expected)
+    return bool(actual == expected)
 
 
-def shown(value: Any, most: int = 80) -> str:
-    """A value for a person, bounded: a long int's digits alone would take quadratic time."""
+def shown(value: Any, limit: int = 80) -> str:
+    """Return a value for a person, bounded: a long int's digits alone would take quadratic time."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, (str, bytes)):
-        text = repr(value[:most])
+        text = repr(value[:limit])
     elif isinstance(value, (list, tuple)):
-        inner = ", ".join(shown(item, most // 2) for item in value[:8]) + (", ..." if len(value) > 8 else "")
+        inner = ", ".join(shown(item, limit // 2) for item in value[:8]) + (", ..." if len(value) > 8 else "")
         text = f"[{inner}]" if isinstance(value, list) else f"({inner})"
     elif isinstance(value, (SetItems, Pairs, dict)):
         what = "set" if isinstance(value, SetItems) else "dict"
         text = f"a {what} of {len(value if isinstance(value, dict) else value.items)}"
     else:
         text = repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _lines(text: str) -> list[list[str]]:
     return [words for line in text.splitlines() if (words := line.split())]
 
 
-def _same_word(found: str, expected: str) -> bool:
-    if found == expected:
+def _same_word(actual: str, expected: str) -> bool:
+    if actual == expected:
         return True
-    if max(len(found), len(expected)) > LONGEST_NUMBER or not (NUMBER.fullmatch(found) and NUMBER.fullmatch(expected)):
+    if max(len(actual), len(expected)) > LONGEST_NUMBER or not (
+        NUMBER.fullmatch(actual) and NUMBER.fullmatch(expected)
+    ):
         return False
     if WHOLE.fullmatch(expected):
-        return Decimal(found) == Decimal(expected)
-    return _close(float(found), float(expected))
+        return Decimal(actual) == Decimal(expected)
+    return _close(float(actual), float(expected))
 
 
-def _same_items(found: Sequence[tuple[Any, Any]], expected: dict[str, Any]) -> bool:
-    if len(found) != len(expected):
+def _same_items(actual: Sequence[tuple[Any, Any]], expected: dict[str, Any]) -> bool:
+    if len(actual) != len(expected):
         return False
-    by_key = {key if isinstance(key, str) else repr(key): value for key, value in found if _is_key(key)}
+    by_key = {key if isinstance(key, str) else repr(key): value for key, value in actual if _is_key(key)}
     return by_key.keys() == expected.keys() and all(same_value(by_key[key], expected[key]) for key in expected)
 
 
@@ -99,10 +103,10 @@ def _is_key(key: Any) -> bool:
     return isinstance(key, (str, float, bool)) or (isinstance(key, int) and key.bit_length() <= 200)
 
 
-def _close(found: float, expected: float) -> bool:
-    if found == expected:
+def _close(actual: float, expected: float) -> bool:
+    if actual == expected:
         return True
     try:
-        return abs(found - expected) <= FLOAT_ABSOLUTE + FLOAT_RELATIVE * abs(expected) < float("inf")
+        return abs(actual - expected) <= FLOAT_ABSOLUTE + FLOAT_RELATIVE * abs(expected) < float("inf")
     except OverflowError:  # an int beyond the range of floats
         return False

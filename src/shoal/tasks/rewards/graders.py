@@ -98,8 +98,8 @@ class Graders:
         for label, own in dict.fromkeys((task.source, task.reward) for task in tasks):
             alike = [n for n, task in enumerate(tasks) if (task.source, task.reward) == (label, own)]
             source = self.section.source(label)
-            found = self._grade(source, own, [tasks[n] for n in alike], [completions[n] for n in alike])
-            grades.update(zip(alike, found, strict=True))
+            grades_alike = self._grade(source, own, [tasks[n] for n in alike], [completions[n] for n in alike])
+            grades.update(zip(alike, grades_alike, strict=True))
         for n, task in enumerate(tasks):
             if not 0 <= grades[n].score <= 1:  # not for NaN either
                 raise GradeError(f"the reward gives {grades[n].score} for task {task.id}; scores must be within [0, 1]")
@@ -107,13 +107,13 @@ class Graders:
 
     def _grade(self, source: SourceSection, own: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         weights = weights_of(source) or {own: 1.0}
-        found = {name: self._by_one(self._reward(source, name), name, tasks, completions) for name in weights}
+        by_name = {name: self._by_one(self._reward(source, name), name, tasks, completions) for name in weights}
         if not isinstance(source.reward, dict):
-            return next(iter(found.values()))
-        return [combine({name: found[name][n] for name in weights}, weights) for n in range(len(tasks))]
+            return next(iter(by_name.values()))
+        return [combine({name: by_name[name][n] for name in weights}, weights) for n in range(len(tasks))]
 
     def _by_one(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """A failure of this machine is not a grade: a worker that claimed 0 for it would be taken for a liar."""
+        """Try twice. A failure of this machine is no grade: a worker that claimed 0 for it would be taken for a liar."""
         try:
             return reward.grade(tasks, completions)
         except SandboxError:  # its servers are replaced by now
@@ -161,7 +161,7 @@ class Graders:
 
 
 def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
-    """Several rewards of one completion as one: the mean by weight, or a wrong format if every reward that counts found one.
+    """Return one grade for several rewards: the mean by weight, or a wrong format if every reward that counts says so.
 
     If a reward that counts fails, the whole grade is a `grader_error`, so a broken reward never passes for a low one. A
     reward of weight 0 does not count: it appears in `parts` and `detail` and changes nothing else.
@@ -183,23 +183,23 @@ def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
 
 
 def versions() -> str:
-    """What scores may depend on besides task and completion: interpreter, libraries, and whether the author is trusted."""
+    """Return what else scores depend on: interpreter, libraries, and whether the author of the run is trusted."""
     return _installed() + (", trusted" if trusted() else "")
 
 
 @cache
 def _installed() -> str:
-    found = [interpreter()]
+    packages = [interpreter()]
     for name in PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            packages.append(f"{name} {version(name)}")
         except PackageNotFoundError:  # of an extra
             continue
-    return ", ".join(found)
+    return ", ".join(packages)
 
 
 def weights_of(source: SourceSection) -> dict[str, float]:
-    """The rewards that a source names, with their weights; empty if it leaves them to its tasks."""
+    """Return the rewards that a source names, with their weights; empty if it leaves them to its tasks."""
     if isinstance(source.reward, dict):
         return source.reward
     return {source.reward: 1.0} if source.reward else {}

@@ -49,8 +49,8 @@ class Instructions:
                 continue
             asked[n] = {"metadata": metadata, "prompt": task.question, "completion": completion}
         if asked:
-            found = map(_explained, self.grader.grades(list(asked.values()), _graded))
-            grades.update(zip(asked, found, strict=True))
+            checked = map(_explained, self.grader.grades(list(asked.values()), _graded))
+            grades.update(zip(asked, checked, strict=True))
         return [grades[n] for n in range(len(tasks))]
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ def _check_installed() -> None:
             )
 
 
-def _graded(found: dict[str, Any], repeatable: bool) -> Grade:
-    strict, loose = float(found["strict"]), float(found["loose"])
-    detail = f"not followed: {', '.join(found['broken'])}" if found["broken"] else "all followed"
+def _graded(result: dict[str, Any], repeatable: bool) -> Grade:
+    strict, loose = float(result["strict"]), float(result["loose"])
+    detail = f"not followed: {', '.join(result['broken'])}" if result["broken"] else "all followed"
     return Grade(strict, detail=detail, parts={"strict": strict, "loose": loose}, repeatable=repeatable)

@@ -52,7 +52,7 @@ NUMBER = re.compile(
 DELIMITERS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("\\begin{", "\\end{"), ("$", "$"))
 JOINED_CHARACTERS = 80
 JOINED_WORDS = 2  # before "and", as in \boxed{1} red ball and \boxed{2} blue ones
-Found = tuple[int, int, str]  # start, end, answer
+Span = tuple[int, int, str]  # start, end, answer
 
 
 class Math:
@@ -83,12 +83,12 @@ def _answered(value: Any, repeatable: bool) -> Grade:
 
 def _gold(task: Task) -> str:
     worked = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # a whole solution
-    found = final_answer(task.answer) if worked else None
-    return found or tidy(UNCLOSED.sub("", task.answer.removeprefix("####")))
+    answer = final_answer(task.answer) if worked else None
+    return answer or tidy(UNCLOSED.sub("", task.answer.removeprefix("####")))
 
 
 def _at_sight(gold: str, answer: str) -> Grade | None:
-    """The grade where no comparison is needed: no answer, the same text, two whole numbers."""
+    """Return the grade where no comparison is needed: no answer, the same text, two whole numbers."""
     if not gold:
         return Grade(0.0, "grader_error", "the task has no gold answer")
     if not answer:
@@ -101,11 +101,11 @@ def _at_sight(gold: str, answer: str) -> Grade | None:
 
 def _integer(text: str) -> str | None:
     """Canonical digits: int() refuses long ones."""
-    found = INTEGER.fullmatch(text)
-    if found is None:
+    match = INTEGER.fullmatch(text)
+    if match is None:
         return None
-    digits = found[2].replace(",", "").lstrip("0") or "0"
-    return f"-{digits}" if found[1] and digits != "0" else digits
+    digits = match[2].replace(",", "").lstrip("0") or "0"
+    return f"-{digits}" if match[1] and digits != "0" else digits
 
 
 # --- the final answer ------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def tidy(answer: str) -> str:
 
 
 def prose(text: str) -> bool:
-    """Whether `text` has words other than those of formulas and of `\\text{}`."""
+    """Return whether `text` has words other than those of formulas and of `\\text{}`."""
     rest = COMMAND.sub(" ", ENVIRONMENT.sub(" ", TEXT.sub(" ", text)))
     words = (word.lower() for word in WORD.findall(rest))
     return any(word in TWO_LETTERS if len(word) == 2 else word not in MATHS_WORDS for word in words)
@@ -159,7 +159,7 @@ def braced(text: str, at: int) -> str | None:
 
 
 def _boxed(text: str, boxes: list[int]) -> str | None:
-    """The last box, or the list of those joined to it."""
+    """Return the last box, or the list of those joined to it."""
     answers: list[str] = []
     next_start = len(text)
     for at in reversed(boxes):
@@ -175,7 +175,7 @@ def _boxed(text: str, boxes: list[int]) -> str | None:
 
 
 def _joins(between: str) -> bool:
-    """Whether the text between two boxes makes them one list."""
+    """Return whether the text between two boxes makes them one list."""
     if len(between) > JOINED_CHARACTERS or "\n" in between:
         return False
     plain = COMMAND.sub(" ", TEXT.sub(r" \1 ", between))
@@ -188,7 +188,7 @@ def _joins(between: str) -> bool:
 
 
 def _after_mark(text: str, numbers_only: bool = False) -> str | None:
-    """The answer after a mark: the rest of its sentence if that is mathematics, else a formula or number in it."""
+    """Return the answer after a mark: the rest of its sentence if that is mathematics, else a formula or number in it."""
     text = text.lstrip(" *\n\t:")
     formulas = _formulas(text)
     block = next((formula for formula in formulas if formula[0] == 0), None)
@@ -197,7 +197,7 @@ def _after_mark(text: str, numbers_only: bool = False) -> str | None:
     if not prose(sentence):
         answer = tidy(sentence)
         return answer or None if not numbers_only or any(map(str.isdigit, answer)) else None
-    spans = sorted([*(one for one in formulas if one[1] <= len(sentence)), *_numbers(sentence)])
+    spans = sorted([*(span for span in formulas if span[1] <= len(sentence)), *_numbers(sentence)])
     if not spans:
         return None if numbers_only else tidy(sentence) or None
     # In "the value of $x$ is 3" the answer follows the verb. A number that begins the sentence is the answer.
@@ -217,16 +217,16 @@ def _whole(text: str) -> str | None:
 
 
 def _last(text: str) -> str | None:
-    found = [*_formulas(text), *_numbers(text)]
-    return max(found, key=lambda one: one[1])[2] if found else None
+    spans = [*_formulas(text), *_numbers(text)]
+    return max(spans, key=lambda span: span[1])[2] if spans else None
 
 
-def _numbers(text: str) -> list[Found]:
+def _numbers(text: str) -> list[Span]:
     return [(match.start(), match.end(), match.group()) for match in NUMBER.finditer(text) if match.group()]
 
 
-def _formulas(text: str) -> list[Found]:
-    found: list[Found] = []
+def _formulas(text: str) -> list[Span]:
+    spans: list[Span] = []
     masked = text.replace("\\$", "  ")  # a dollar sign, no delimiter
     for opening, closing in DELIMITERS:
         at = masked.find(opening)
@@ -243,13 +243,13 @@ def _formulas(text: str) -> list[Found]:
             elif opening == "$":
                 formula = formula and _in_dollars(inner, text[after : after + 1])
             if formula:
-                found.append((at, after, tidy(inner)))
+                spans.append((at, after, tidy(inner)))
             at = masked.find(opening, after if formula or opening != "$" else end)
-    return [one for one in found if one[2]]
+    return [span for span in spans if span[2]]
 
 
 def _in_dollars(inner: str, after: str) -> bool:
-    """Whether dollars enclose a formula. As in pandoc "$5 and $3" is none: no space inside, no digit behind."""
+    """Return whether dollars enclose a formula. As in pandoc "$5 and $3" is none: no space inside, no digit behind."""
     if (inner[:1].isspace() or inner[-1:].isspace()) and not COMMAND.search(inner.replace("\\$", "")):
         return False
     return not after.isdigit() and not (prose(inner) and " " in inner.strip())

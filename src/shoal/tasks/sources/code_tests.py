@@ -41,33 +41,33 @@ def asserts(entry: str, code: str, prompt: str = "") -> str:
     return _dump({"kind": "asserts", "entry": entry, "code": code, "prompt": prompt})
 
 
-def apps(found: Any) -> str:
+def apps(raw: Any) -> str:
     """APPS' form, {"inputs": [...], "outputs": [...], "fn_name": optional}. Raises RowError, LeftOutError.
 
     Where every expected output is a list of one value, the list is APPS' wrapping and is taken off.
     """
-    found = parsed(found, "input_output") if found != "" else {}
-    if not isinstance(found, Mapping):
+    raw = parsed(raw, "input_output") if raw != "" else {}
+    if not isinstance(raw, Mapping):
         raise RowError("the tests are not an object with inputs and outputs")
-    inputs, outputs = found.get("inputs") or [], found.get("outputs") or []
+    inputs, outputs = raw.get("inputs") or [], raw.get("outputs") or []
     if not inputs:
         raise LeftOutError("no tests")
     if len(inputs) != len(outputs):
         raise RowError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs")
-    if not found.get("fn_name"):
+    if not raw.get("fn_name"):
         return stdin(list(zip(inputs, outputs, strict=True)))
-    if all(isinstance(one, list) and len(one) == 1 for one in outputs):
-        outputs = [one[0] for one in outputs]
-    arguments = [one if isinstance(one, list) else [one] for one in inputs]
-    return functional(str(found["fn_name"]), list(zip(arguments, outputs, strict=True)))
+    if all(isinstance(value, list) and len(value) == 1 for value in outputs):
+        outputs = [value[0] for value in outputs]
+    arguments = [value if isinstance(value, list) else [value] for value in inputs]
+    return functional(str(raw["fn_name"]), list(zip(arguments, outputs, strict=True)))
 
 
-def genesys(found: Sequence[Any]) -> str:
+def genesys(raw: Sequence[Any]) -> str:
     """SYNTHETIC-1's form, a list of {"type", "input", "output", "fn_name"}. Raises RowError, LeftOutError."""
-    cases = [case for case in found if isinstance(case, Mapping)]
+    cases = [case for case in raw if isinstance(case, Mapping)]
     if not cases:
         raise LeftOutError("no tests")
-    if len(cases) != len(found) or any("input" not in case or "output" not in case for case in cases):
+    if len(cases) != len(raw) or any("input" not in case or "output" not in case for case in cases):
         raise RowError("a test case is not an object with input and output")
     entries = {str(case["fn_name"]) for case in cases if case.get("fn_name")}
     if not entries:
@@ -106,7 +106,7 @@ def unpack_livecodebench(packed: str) -> list[Any]:
 
 
 def entry_of(code: str, tests: str) -> str:
-    """The function that asserts are about: the last one defined in the solution that the tests name. Raises RowError."""
+    """Return the function that asserts are about: the last in the solution that the tests name. Raises RowError."""
     named = [name for name in DEFINED.findall(code) if re.search(rf"\b{name}\s*\(", tests)]
     if not named:
         raise RowError("the tests call no function that the solution in column code defines")
@@ -114,13 +114,13 @@ def entry_of(code: str, tests: str) -> str:
 
 
 def _pickled_string(data: bytes) -> str:
-    """The string of a pickle that holds one string and nothing else. Its opcodes are listed, never executed."""
+    """Return the string of a pickle that holds one string and nothing else. Its opcodes are listed, never executed."""
     try:
-        found = list(pickletools.genops(data))
+        raw = list(pickletools.genops(data))
     except Exception as error:  # noqa: BLE001 - pickletools promises no kind of error for bytes that are no pickle
         raise RowError("column private_test_cases is not a pickled string") from error
-    strings = [str(argument) for opcode, argument, _ in found if opcode.name in STRINGS]
-    if len(strings) != 1 or any(opcode.name not in STRINGS | AROUND for opcode, _, _ in found):
+    strings = [str(argument) for opcode, argument, _ in raw if opcode.name in STRINGS]
+    if len(strings) != 1 or any(opcode.name not in STRINGS | AROUND for opcode, _, _ in raw):
         raise RowError("column private_test_cases holds a pickle of more than a string, which is never loaded")
     return strings[0]
 
@@ -129,9 +129,9 @@ def _argument(line: str) -> Any:
     return parsed(line, "a functional test case")
 
 
-def _lines(found: Any) -> str:
-    """Text of a stream: some data sets store it as a list of lines."""
-    return "\n".join(map(str, found)) if isinstance(found, list) else str(found)
+def _lines(raw: Any) -> str:
+    """Return text of a stream: some data sets store it as a list of lines."""
+    return "\n".join(map(str, raw)) if isinstance(raw, list) else str(raw)
 
 
 def _dump(tests: dict[str, Any]) -> str:

@@ -46,7 +46,7 @@ class Reading:
         self.where = ""  # of the newest row, for error messages
 
     def __iter__(self) -> Iterator[Fields]:
-        """Every row that is a task. Raises TasksNotFoundError."""
+        """Return every row that is a task. Raises TasksNotFoundError."""
         return self._generated() if self.source.generator else self._from_files()
 
     def _generated(self) -> Iterator[Fields]:
@@ -80,7 +80,7 @@ class Reading:
         return mapped(self.source.fields, columns)
 
     def _named(self, read: Any) -> Any:
-        """What `read` returns; its error gets file and row."""
+        """Return what `read` returns; its error gets file and row."""
         try:
             return read()
         except RowError as error:
@@ -91,7 +91,7 @@ class Reading:
             ) from error
 
     def _checked(self, fields: Fields) -> Fields:
-        """The fields, if they can be a task."""
+        """Return the fields, if they can be a task."""
         if not fields.question.strip():
             raise TasksNotFoundError(f"{self.where}: the question is empty; remove the row")
         if not (fields.reward or self.source.reward) and fields.answer:
@@ -100,22 +100,22 @@ class Reading:
                 'reward = "math" or "my_rewards.py:exact"'
             )
         for name in FIELDS:
-            most = MAX_TESTS_BYTES if name == "tests" else MAX_TEXT_BYTES
+            limit = MAX_TESTS_BYTES if name == "tests" else MAX_TEXT_BYTES
             held = getattr(fields, name)
             try:
-                size = len(held) if len(held) <= most // 4 and held.isascii() else len(held.encode())
+                size = len(held) if len(held) <= limit // 4 and held.isascii() else len(held.encode())
             except UnicodeEncodeError as error:
                 raise TasksNotFoundError(f"{self.where}: {name} holds half a surrogate pair; remove the row") from error
-            if size > most:
+            if size > limit:
                 raise TasksNotFoundError(
-                    f"{self.where}: {name} holds {size / 1e6:.1f} MB, at most {most / 1e6:.1f} MB are allowed; shorten "
+                    f"{self.where}: {name} holds {size / 1e6:.1f} MB, at most {limit / 1e6:.1f} MB are allowed; shorten "
                     "or remove it"
                 )
         return fields
 
 
 def mapped(fields: dict[str, str], columns: list[str]) -> Schema:
-    """A schema that reads the columns named in the config. Raises RowError for unknown fields."""
+    """Return a schema that reads the columns named in the config. Raises RowError for unknown fields."""
     if unknown := sorted(set(fields) - set(FIELDS)):
         raise RowError(f"fields names {unknown[0]!r}; the fields are {', '.join(FIELDS)}")
     wanted = dict(fields)
@@ -155,13 +155,13 @@ def _default_reward(row: Row, wanted: dict[str, str]) -> str:
 
 
 def locate(source: SourceSection, split: str) -> list[Path]:
-    """The files of one split, in the order of their names. Raises TasksNotFoundError."""
+    """Return the files of one split, in the order of their names. Raises TasksNotFoundError."""
     if source.hub:
         return _from_hub(source, split)
     path = Path(source.path).expanduser()
     if path.is_dir():
-        found = [one for one in path.rglob("*") if one.is_file() and one.name.endswith(SUFFIXES)]
-        names = {one.relative_to(path).as_posix(): one for one in found if not one.name.startswith(".")}
+        files = [file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES)]
+        names = {file.relative_to(path).as_posix(): file for file in files if not file.name.startswith(".")}
         return [names[name] for name in of_split(list(names), split, str(path))]
     if not path.is_file():
         raise TasksNotFoundError(
@@ -178,19 +178,19 @@ def locate(source: SourceSection, split: str) -> list[Path]:
 
 
 def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
-    """Those of the files that belong to a split. Raises TasksNotFoundError, which lists the splits that are there."""
+    """Return the files that belong to a split. Raises TasksNotFoundError, which lists the splits that are there."""
     if not names:
         raise TasksNotFoundError(f"{where} holds no file of {', '.join(SUFFIXES)}; correct the source")
     splits = {name: [word for word in _words(name) if word == split or word in KNOWN_SPLITS] for name in sorted(names)}
     if not any(splits.values()) and split == DEFAULT_SPLIT:
         return list(splits)
-    found = [name for name, words in splits.items() if split in words]
-    if not found:
+    chosen = [name for name, words in splits.items() if split in words]
+    if not chosen:
         known = sorted({word for words in splits.values() for word in words}) or [DEFAULT_SPLIT]
         raise TasksNotFoundError(
             f"{where} has no split {split!r}; there are {', '.join(known)}: set split or heldout_split"
         )
-    return found
+    return chosen
 
 
 def _words(name: str) -> list[str]:
@@ -207,19 +207,19 @@ def _from_hub(source: SourceSection, split: str) -> list[Path]:
     repository, revision = f"{organisation}/{name}", source.revision or None
     asked: dict[str, Any] = {"repo_type": "dataset", "revision": revision}
     names = _ask(source, partial(HfApi().list_repo_files, repository, **asked))
-    held = [one for one in names if one.endswith(SUFFIXES)]
+    held = [file for file in names if file.endswith(SUFFIXES)]
     chosen = of_split(_of_config(held, "/".join(config), source), split, f"data set {source.hub}")
-    return [Path(_ask(source, partial(hf_hub_download, repository, one, **asked))) for one in chosen]
+    return [Path(_ask(source, partial(hf_hub_download, repository, file, **asked))) for file in chosen]
 
 
 def _of_config(names: Sequence[str], config: str, source: SourceSection) -> list[str]:
-    """The files of a config: those in a folder of its name, or with it in their name; without one, all, if one folder."""
+    """Return the files of a config: in a folder of its name, or with it in their name. Without a config: one folder's."""
     if config:
-        found = [name for name in names if f"/{config.lower()}/" in f"/{name.lower()}"]
-        found = found or [name for name in names if config.lower() in PurePosixPath(name).name.lower()]
-        if not found:
+        chosen = [name for name in names if f"/{config.lower()}/" in f"/{name.lower()}"]
+        chosen = chosen or [name for name in names if config.lower() in PurePosixPath(name).name.lower()]
+        if not chosen:
             raise TasksNotFoundError(f"data set {source.hub}: no file of config {config!r}; there are {_listed(names)}")
-        return found
+        return chosen
     configs = {name.split("/")[0] for name in names if "/" in name} - {"data", *KNOWN_SPLITS}
     if len(configs) > 1:
         raise TasksNotFoundError(

@@ -41,7 +41,7 @@ class Rows:
         self.columns = list(self.first or {})
 
     def read(self, columns: Sequence[str] | None, *, batch_rows: int = BATCH_ROWS) -> Iterator[Numbered]:
-        """Every row with its number. Of Parquet only `columns` are read. Raises TasksNotFoundError."""
+        """Return every row with its number. Of Parquet only `columns` are read. Raises TasksNotFoundError."""
         if self.path.name.endswith(PARQUET):
             return _parquet_rows(self.path, columns, batch_rows)
         return _json_rows(self.path)
@@ -125,74 +125,74 @@ class LeftOutError(Exception):
 
 
 def text(row: Row, column: str) -> str:
-    """A column's value as text; numbers lose a fraction of zero. Raises RowError."""
+    """Return a column's value as text; numbers lose a fraction of zero. Raises RowError."""
     return as_text(value(row, column), column)
 
 
 def value(row: Row, path: str) -> Any:
-    """A column's value; dots lead into nested columns, and into columns that hold JSON. Raises RowError."""
+    """Return a column's value; dots lead into nested columns, and into columns that hold JSON. Raises RowError."""
     if path in row:
-        found = row[path]
+        cell = row[path]
     else:
-        found = row
+        cell = row
         for part in path.split("."):
-            found = _step(found, part, path)
-    if found is None:
+            cell = _step(cell, part, path)
+    if cell is None:
         raise RowError(f"column {path} is empty")
-    return found
+    return cell
 
 
-def as_text(found: Any, column: str) -> str:
-    if isinstance(found, str):
-        return found
-    if isinstance(found, bool):
-        return str(found)
-    if isinstance(found, int):
-        return str(found)
-    if isinstance(found, float) and math.isfinite(found):
-        return str(int(found)) if found.is_integer() else repr(found)
-    raise RowError(f"column {column} holds {_kind(found)}, not text; name a column with text in `fields`")
+def as_text(cell: Any, column: str) -> str:
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, bool):
+        return str(cell)
+    if isinstance(cell, int):
+        return str(cell)
+    if isinstance(cell, float) and math.isfinite(cell):
+        return str(int(cell)) if cell.is_integer() else repr(cell)
+    raise RowError(f"column {column} holds {_kind(cell)}, not text; name a column with text in `fields`")
 
 
-def as_json(found: Any) -> str:
-    """JSON of a value in one form: text that is JSON already is read and written again. Raises RowError."""
+def as_json(cell: Any) -> str:
+    """Return JSON of a value in one form: text that is JSON already is read and written again. Raises RowError."""
     try:
-        if isinstance(found, str):
+        if isinstance(cell, str):
             with contextlib.suppress(ValueError):  # plain text becomes a JSON string
-                found = json.loads(found)
-        return json.dumps(found, sort_keys=True, ensure_ascii=False, default=str)
+                cell = json.loads(cell)
+        return json.dumps(cell, sort_keys=True, ensure_ascii=False, default=str)
     except RecursionError as error:
         raise RowError("a column holds JSON that is nested too deep; flatten it, or leave the column out") from error
 
 
 def metadata(row: Row, *columns: str) -> str:
-    """JSON of those of the columns that the row has; "" if it has none."""
+    """Return JSON of those of the columns that the row has; "" if it has none."""
     held = {column: row[column] for column in columns if row.get(column) is not None}
     return as_json(held) if held else ""
 
 
-def parsed(found: Any, column: str) -> Any:
-    """A value that may be stored as JSON in a string. Raises RowError."""
-    if not isinstance(found, str):
-        return found
+def parsed(cell: Any, column: str) -> Any:
+    """Return a value that may be stored as JSON in a string. Raises RowError."""
+    if not isinstance(cell, str):
+        return cell
     try:
-        return json.loads(found)
+        return json.loads(cell)
     except (ValueError, RecursionError) as error:
         raise RowError(f"column {column} is not JSON ({error})") from error
 
 
-def _step(found: Any, part: str, path: str) -> Any:
-    if isinstance(found, str):
-        found = parsed(found, path)
-    if not isinstance(found, Mapping):
-        raise RowError(f"column {path} leads into {_kind(found)}, which has no column {part}")
-    if part not in found:
+def _step(cell: Any, part: str, path: str) -> Any:
+    if isinstance(cell, str):
+        cell = parsed(cell, path)
+    if not isinstance(cell, Mapping):
+        raise RowError(f"column {path} leads into {_kind(cell)}, which has no column {part}")
+    if part not in cell:
         raise RowError(
-            f"no column {path}: there are {', '.join(map(str, found)) or 'none'}; correct the row or `fields`"
+            f"no column {path}: there are {', '.join(map(str, cell)) or 'none'}; correct the row or `fields`"
         )
-    return found[part]
+    return cell[part]
 
 
-def _kind(found: Any) -> str:
+def _kind(cell: Any) -> str:
     names = {list: "a list", dict: "an object", float: "a number that is not finite", bytes: "bytes"}
-    return names.get(type(found), type(found).__name__)
+    return names.get(type(cell), type(cell).__name__)

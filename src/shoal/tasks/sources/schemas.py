@@ -28,7 +28,7 @@ class Schema:
 
 
 def columns(question: str, answer: str, reward: str, *kept: str) -> Callable[[Row], Fields]:
-    """A reader of rows whose answer is a number (reward `number`) or text in one column; `kept` is metadata."""
+    """Return a reader of rows whose answer is a number (reward `number`) or text in one column; `kept` is metadata."""
 
     def read(row: Row) -> Fields:
         gold = number(row, answer) if reward == "number" else text(row, answer).strip()
@@ -40,10 +40,10 @@ def columns(question: str, answer: str, reward: str, *kept: str) -> Callable[[Ro
 
 
 def number(row: Row, column: str) -> str:
-    found = last_number(text(row, column))
-    if found is None:
+    digits = last_number(text(row, column))
+    if digits is None:
         raise RowError(f"column {column} holds no number")
-    return found
+    return digits
 
 
 # --- word problems whose answer is a number -------------------------------------------------------------------------
@@ -91,12 +91,12 @@ def numina_1_5(row: Row) -> Fields:
     answer = str(row.get("answer") or "").strip()
     if row.get("question_type") == "proof" or answer.lower() in ("proof", "notfound", ""):
         raise LeftOutError("a proof, or no answer")
-    found = metadata(row, "problem_type", "question_type", "source")
-    return Fields(text(row, "problem"), answer, metadata=found, reward="math")
+    extra = metadata(row, "problem_type", "question_type", "source")
+    return Fields(text(row, "problem"), answer, metadata=extra, reward="math")
 
 
 def last_boxed(solution: str) -> str | None:
-    r"""What is in the last \boxed{}, braces within it included.
+    r"""Return what is in the last \boxed{}, braces within it included.
 
     >>> last_boxed(r"so \boxed{\frac{1}{2}} is it"), last_boxed(r"\boxed 5"), last_boxed("none")
     ('\\frac{1}{2}', '5', None)
@@ -125,7 +125,7 @@ def humaneval(row: Row) -> Fields:
 
 
 def mbpp(row: Row) -> Fields:
-    """The full set has its question in `text`, the sanitized one in `prompt`."""
+    """Read a row of the full set, which has its question in `text`, or of the sanitized one, which has it in `prompt`."""
     code, lines = text(row, "code"), [str(line) for line in value(row, "test_list")]
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
     tests = "\n".join([*([setup] if setup else []), *lines])
@@ -150,7 +150,7 @@ def apps(row: Row) -> Fields:
 
 
 def livecodebench(row: Row) -> Fields:
-    """All tests, public and private; the private ones are left out of the question."""
+    """Read all tests, public and private; the private ones are left out of the question."""
     public = parsed(value(row, "public_test_cases"), "public_test_cases")
     private = code_tests.unpack_livecodebench(str(row.get("private_test_cases") or "[]"))
     known = parsed(row.get("metadata") or "{}", "metadata")
@@ -172,33 +172,33 @@ def _with_starter(question: str, starter: str) -> str:
 def verification_info(row: Row) -> Fields:
     """SYNTHETIC-1 and 2, INTELLECT-2: `task_type` says how a row is verified, `verification_info` holds what with."""
     info, kind = _info(value(row, "verification_info")), str(row.get("task_type") or "")
-    found = metadata(row, "problem_id", "source", "task_type", "solve_rate_qwen_r1_distill_7b")
+    extra = metadata(row, "problem_id", "source", "task_type", "solve_rate_qwen_r1_distill_7b")
     if kind in ("verifiable_math", "") and info.get("ground_truth") is not None:
-        return Fields(text(row, "prompt"), text(info, "ground_truth"), metadata=found, reward="math")
+        return Fields(text(row, "prompt"), text(info, "ground_truth"), metadata=extra, reward="math")
     if kind in ("verifiable_code", "prime_rl_code", "") and info.get("test_cases") is not None:
         if str(info.get("language") or "python").lower() not in ("python", "python3"):
             raise LeftOutError(f"code in {info['language']}")
         cases = parsed(info["test_cases"], "verification_info.test_cases")
         tests = code_tests.genesys(cases) if isinstance(cases, list) else code_tests.apps(cases)
-        return Fields(text(row, "prompt"), tests=tests, metadata=found, reward="code")
+        return Fields(text(row, "prompt"), tests=tests, metadata=extra, reward="code")
     if kind in ("verifiable_math", "verifiable_code", "prime_rl_code", ""):
         raise RowError("column verification_info has neither ground_truth nor test_cases")
     raise LeftOutError(f"task type {kind}")
 
 
-def _info(found: Any) -> Row:
-    """An object, as it is, as JSON, or as Python writes it."""
-    if isinstance(found, str):
+def _info(info: Any) -> Row:
+    """Return an object, as it is, as JSON, or as Python writes it."""
+    if isinstance(info, str):
         try:
-            found = json.loads(found)
+            info = json.loads(info)
         except (ValueError, RecursionError):
             try:
-                found = ast.literal_eval(found)
+                info = ast.literal_eval(info)
             except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
                 raise RowError("column verification_info is not JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(info, dict):
         raise RowError("column verification_info is not an object")
-    return found
+    return info
 
 
 # --- other ----------------------------------------------------------------------------------------------------------
@@ -211,15 +211,15 @@ def gpqa(row: Row) -> Fields:
     choices = [right, *(text(row, f"Incorrect Answer {n}").strip() for n in (1, 2, 3))]
     choices.sort(key=lambda choice: hashlib.sha256(f"{question}\n{choice}".encode()).digest())
     listed = "\n".join(f"{letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
-    found = metadata(row, "Record ID", "Subdomain", "High-level domain")
-    return Fields(f"{question}\n\n{listed}", "ABCD"[choices.index(right)], metadata=found, reward="math")
+    extra = metadata(row, "Record ID", "Subdomain", "High-level domain")
+    return Fields(f"{question}\n\n{listed}", "ABCD"[choices.index(right)], metadata=extra, reward="math")
 
 
 def ifeval(row: Row) -> Fields:
     """No reward by default: instructions are checked by the suite's own grader. Parquet stores absent options as null."""
     options = [{key: one for key, one in dict(kept).items() if one is not None} for kept in value(row, "kwargs")]
-    found = {"key": row.get("key"), "instruction_id_list": value(row, "instruction_id_list"), "kwargs": options}
-    return Fields(text(row, "prompt"), metadata=as_json(found))
+    extra = {"key": row.get("key"), "instruction_id_list": value(row, "instruction_id_list"), "kwargs": options}
+    return Fields(text(row, "prompt"), metadata=as_json(extra))
 
 
 def plain(row: Row) -> Fields:
@@ -292,7 +292,7 @@ SCHEMAS = [
 
 
 def recognise(columns: Iterable[str], first: Row) -> Schema:
-    """The schema of a file with these columns and this first row. Raises RowError, which names what was found."""
+    """Return the schema of a file with these columns and this first row. Raises RowError, which names the columns."""
     held = set(columns)
     for schema in SCHEMAS:
         if held.issuperset(schema.needs) and schema.when(first):
