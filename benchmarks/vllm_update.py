@@ -102,8 +102,8 @@ def arrives(client: Client, engine: Engine, version: int) -> dict[str, Any]:
     times_s.append(time.perf_counter())
     logprob = first_logprob(engine)
     times_s.append(time.perf_counter())
-    report = client.last_report
-    assert report is not None and manifest.version == version
+    report = client.progress
+    assert manifest.version == version
     spans = [later - earlier for earlier, later in itertools.pairwise(times_s)]
     return dict(zip(PARTS, [*spans, times_s[-1] - times_s[0]], strict=True)) | {
         "version": version,

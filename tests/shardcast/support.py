@@ -28,6 +28,8 @@ from shoal.shardcast.fetch.source import Incoming, Source, Standing
 from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.manifest import Part, ShardEntry
 
+from . import virtual
+
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"o" * 32)
 PUBLIC_KEY = public_key_hex(KEY)
@@ -339,6 +341,7 @@ class Stub(Source):
             run=RUN,
             answer_timeout_s=1.0,
         )
+        self.standing._clock = virtual.now_s
         self.script, self.pieces = list(script), pieces
         self.asked: list[int] = []
         self.at_once = self.most_at_once = 0

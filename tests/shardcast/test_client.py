@@ -11,13 +11,11 @@ import pytest
 from aiohttp import web
 
 from shoal.shardcast import Client, FetchError, Origin, SignedManifest, Store
-from shoal.shardcast import origin as origin_module
 from shoal.shardcast.fetch import cache as cache_module
-from shoal.shardcast.fetch import download as download_module
 from shoal.shardcast.fetch.cache import PartialShard
 from shoal.shardcast.fetch.source import Standing
 from shoal.shardcast.files import StreamFiles
-from shoal.shardcast.manifest import SIGNATURE_DOMAIN, FileEntry, Listing
+from shoal.shardcast.manifest import SIGNATURE_DOMAIN, Listing
 
 from . import virtual
 from .support import (
@@ -65,8 +63,8 @@ def test_fetch_brings_exactly_the_published_files(tmp_path):
     assert contents(folder) == contents(tmp_path / "model7")
     assert manifest.version == 7
     assert cached(tmp_path) == ["v000007"]
-    report = getter.last_report
-    assert (report.version, report.reused_bytes, report.complaints) == (7, 0, ())
+    report = getter.progress
+    assert (report.version, report.reused_bytes, report.complaints) == (7, 0, {})
     assert manifest.size_bytes < report.transferred_bytes < manifest.size_bytes + SMALL_BYTES
 
 
@@ -132,7 +130,7 @@ def test_a_bad_shard_is_fetched_from_another_relay(tmp_path, harm):
 
     (folder, _), bad_url = against(act, tmp_path / "bad", tmp_path / "origin")
     assert contents(folder) == contents(tmp_path / "model7")
-    assert [bad_url in complaint for complaint in getter.last_report.complaints] == [True]
+    assert list(getter.progress.complaints) == [bad_url]
 
 
 @pytest.mark.parametrize(
@@ -183,8 +181,8 @@ def test_the_next_fetch_takes_up_the_shards_that_are_done(tmp_path):
 
     folder, _ = against(act, tmp_path / "origin")
     assert contents(folder) == contents(tmp_path / "model7")
-    assert getter.last_report.reused_bytes == 2 * SHARD_BYTES + 7_612  # claimed; shard 0 was fetched again
-    assert getter.last_report.transferred_bytes < 2 * SHARD_BYTES + SMALL_BYTES
+    assert getter.progress.reused_bytes == 2 * SHARD_BYTES + 7_612  # claimed; shard 0 was fetched again
+    assert getter.progress.transferred_bytes < 2 * SHARD_BYTES + SMALL_BYTES
 
 
 def test_a_partial_of_other_weights_of_the_same_layout_is_not_believed(tmp_path):
@@ -202,7 +200,7 @@ def test_a_cached_version_needs_no_relay(tmp_path):
     folder, manifest = against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
     again = client(tmp_path, dead_url())
     assert again.fetch(7) == again.fetch(7, digest=manifest.digest) == (folder, manifest)
-    assert (again.last_report.transferred_bytes, again.last_report.reused_bytes) == (0, manifest.size_bytes)
+    assert (again.progress.transferred_bytes, again.progress.reused_bytes) == (0, manifest.size_bytes)
     with pytest.raises(FetchError):
         again.fetch(7, digest="0" * 64)
 
@@ -214,7 +212,7 @@ def test_newest_version_in_the_cache_is_not_fetched_again(tmp_path):
         client(tmp_path, url).fetch()
         second = client(tmp_path, url)
         second.fetch()
-        return second.last_report
+        return second.progress
 
     assert against(act, tmp_path / "origin").transferred_bytes < SMALL_BYTES
 
@@ -338,7 +336,7 @@ def test_two_clients_of_one_cache_download_once(tmp_path):
             thread.join()
 
     against(act, tmp_path / "origin")
-    sizes = sorted(one.last_report.transferred_bytes for one in clients)
+    sizes = sorted(one.progress.transferred_bytes for one in clients)
     assert sizes[1] < SMALL_BYTES < sizes[2]
     assert contents(tmp_path / "cache" / "v000007") == contents(tmp_path / "model7")
 
@@ -397,44 +395,6 @@ def test_a_client_without_any_server_is_refused(tmp_path):
         Client([], access(), tmp_path)
 
 
-# While the origin is still writing
-
-
-@pytest.fixture
-def drafts_at_once(monkeypatch):
-    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
-
-
-def test_a_client_has_the_first_shards_before_the_last_byte_is_written(tmp_path, drafts_at_once):
-    source = origin(tmp_path)
-    record = tmp_path / "cache" / ".v000007.full" / "record"
-
-    async def run():
-        async with serving(source.store) as url:
-            with source.stream(7, [FileEntry(path="a", size_bytes=37_612)]) as write:
-                write(memoryview(b"x" * 25_000))
-                fetching = asyncio.create_task(asyncio.to_thread(client(tmp_path, url).fetch))
-                await until(lambda: record.exists() and {"0 10000", "1 10000"} <= {*record.read_text().split("\n")})
-                assert not fetching.done()
-                write(memoryview(b"y" * 12_612))
-            return await fetching
-
-    folder, manifest = asyncio.run(run())
-    assert contents(folder) == {"a": b"x" * 25_000 + b"y" * 12_612}
-    assert manifest == source.store.signed(7).open(PUBLIC_KEY)
-
-
-def test_a_version_that_stops_growing_is_given_up_by_name(tmp_path, drafts_at_once, monkeypatch):
-    monkeypatch.setattr(download_module, "STALL_S", 0.3)
-    source = origin(tmp_path)
-    dead = source.stream(7, [FileEntry(path="a", size_bytes=37_612)])
-    dead.__enter__()(memoryview(bytes(25_000)))
-    with pytest.raises(FetchError, match=r"version 7 is incomplete and has not grown"):
-        against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
-    published(tmp_path, 8)
-    assert against(lambda url: client(tmp_path, url).fetch(), tmp_path / "origin")[1].version == 8
-
-
 # Deltas
 
 
@@ -447,7 +407,7 @@ def fetched(tmp_path, *versions, store="origin", **options):
             one = client(tmp_path, url, **options)
             folder, _ = one.fetch(version)
             assert contents(folder) == contents(tmp_path / f"model{version}")
-            reports.append(one.last_report)
+            reports.append(one.progress)
         return reports
 
     return against(act, tmp_path / store)
@@ -687,7 +647,7 @@ def test_a_parent_that_rotted_in_the_cache_is_gone_without(tmp_path, noticed):
         if noticed == "before":
             one = client(tmp_path, url)
         folder, _ = one.fetch(1)
-        return folder, one.last_report
+        return folder, one.progress
 
     folder, report = against(act, tmp_path / "origin")
     assert contents(folder) == contents(tmp_path / "model1")
@@ -705,7 +665,7 @@ def test_half_a_shard_is_taken_up_after_a_disconnect_and_by_the_next_client(tmp_
     async def run():
         async with serving(tmp_path / "origin") as url, between(url, cut_after_bytes=12_000) as middle:
             middle.passes_ranges = ranges
-            with pytest.raises(FetchError, match="the deadline passed|not completed in time"):
+            with pytest.raises(FetchError, match="the deadline passed"):
                 await asyncio.to_thread(client(tmp_path, middle.url, timeout_s=1).fetch, 7)
             cut = len(middle.asked)
             middle.cut_after_bytes = 10**9

@@ -11,7 +11,6 @@ from cryptography.hazmat.primitives.serialization import pkcs12
 
 from shoal.shardcast import PublishError
 from shoal.shardcast.contents import SCANNED_BYTES, check_apart
-from shoal.shardcast.origin import Handover
 
 from .support import KEY, model_folder, origin, weights_folder
 
@@ -90,16 +89,6 @@ def test_public_keys_certificates_and_words_about_keys_are_published(tmp_path):
     (folder / "data.jsonl").write_text('{"text": "a key starts with -----BEGIN PRIVATE KEY----- and then"}\n')
     (folder / "blank").write_bytes(b" " * SCANNED_BYTES)  # and takes no time to scan
     assert "key.pub" in {file.path for file in origin(tmp_path).publish(folder, 0).files}
-
-
-def test_a_key_in_a_version_that_is_still_being_written_is_refused(tmp_path):
-    folder = model_folder(tmp_path / "watched" / ".v000000")
-    (folder / "model.safetensors").rename(folder / ".model.safetensors.tmp")
-    (folder / "notes.txt").write_bytes(KEYS["PKCS #8"])
-    source = origin(tmp_path)
-    with pytest.raises(PublishError, match="notes.txt looks like a private key"):
-        Handover(source, tmp_path / "watched", lambda: False).begun()
-    assert source.published() == []
 
 
 @pytest.mark.parametrize("published", ["model", "link"])

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from shoal.shardcast import Access, FetchError, Origin, PublishError, Store
 from shoal.shardcast.alone import publish, watch
 from shoal.shardcast.fetch import disk_errors
-from shoal.shardcast.fetch.plan import Freshness
+from shoal.shardcast.fetch.client import Freshness
 from shoal.shardcast.fetch.reach import proxy_for
 from shoal.shardcast.manifest import MAX_SHARDS, Listing, Newest, SignedNewest
 from shoal.shardcast.server import serve, url_of
@@ -77,7 +77,7 @@ def test_a_cached_version_is_used_where_nobody_answers(tmp_path):
     published(tmp_path, 3)
     folder, _ = fetched(tmp_path)
     silent = client(tmp_path, "http://127.0.0.1:1")
-    assert silent.fetch(3)[0] == folder and "127.0.0.1:1" in silent.last_report.complaints[0]
+    assert silent.fetch(3)[0] == folder and "http://127.0.0.1:1" in silent.progress.complaints
 
 
 @pytest.mark.parametrize("numbers", [(5, 7), (7, 7)], ids=["lower number", "same number"])

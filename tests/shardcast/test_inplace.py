@@ -39,7 +39,7 @@ async def bring(tmp_path: Path) -> Fetched:
             (folder / "config.json").write_text(f'{{"version": {version}}}')
             source.publish(folder, version)
             await asyncio.to_thread(reader.fetch, version)
-        assert reader.last_report is not None and reader.last_report.parent == 0
+        assert reader.progress is not None and reader.progress.parent == 0
         return reader.cache.folder(0), reader.cache.folder(1)
 
 

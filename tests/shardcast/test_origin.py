@@ -10,9 +10,7 @@ from safetensors.torch import save_file
 
 from shoal.files import NewFile
 from shoal.shardcast import Manifest, ManifestError, Origin, delta
-from shoal.shardcast import origin as origin_module
 from shoal.shardcast.files import read_layout
-from shoal.shardcast.manifest import FileEntry
 from shoal.shardcast.origin import shard_bytes
 
 from .support import (
@@ -44,7 +42,6 @@ def test_publish_cuts_the_files_into_shards_and_lists_the_version(tmp_path):
     assert listing.pop("newest")["signature"]
     assert listing == {"versions": [7], "path": [source.store.id]}
     assert source.store.signed(7).open(PUBLIC_KEY) == manifest
-    assert manifest.complete
 
 
 def test_the_manifest_lists_the_tensors_as_safetensors_has_them_in_the_files_order(tmp_path):
@@ -275,72 +272,6 @@ def test_versions_that_kept_ones_are_deltas_of_stay(tmp_path):
     assert source.published() == [6, 5, 4]
     stepped(tmp_path, 7, 8, anchor_every=4, keep=1)
     assert source.published() == [8]
-
-
-# Publishing while it is written
-
-
-def as_bytes(files: dict[str, bytes]) -> tuple[list[FileEntry], bytes]:
-    names = sorted(files)
-    return [FileEntry(path=name, size_bytes=len(files[name])) for name in names], b"".join(files[n] for n in names)
-
-
-def test_shards_can_be_had_before_the_last_byte_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
-    source = origin(tmp_path)
-    files, data = as_bytes(contents(model_folder(tmp_path / "model")))
-    with source.stream(7, files) as write:
-        write(memoryview(data[:25_000]))
-        draft = opened(source, 7)
-        assert source.store.versions() == [7]
-        assert (draft.complete, len(draft.content.shards)) == (False, 2)
-        assert source.store.missing(draft) == []
-        write(memoryview(data[25_000:]))
-    whole = opened(source, 7)
-    assert whole.complete and whole.extends(draft)
-    assert source.store.missing(whole) == []
-    # The same files, published as a folder, are the same version.
-    assert origin(tmp_path).publish(tmp_path / "model", 7) == whole
-
-
-def test_no_draft_is_taken_for_the_last_word(tmp_path, monkeypatch):
-    """The delta is named last, also where the last byte fills the last shard."""
-    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
-    source = origin(tmp_path)
-    with source.stream(7, [FileEntry(path="a", size_bytes=2 * SHARD_BYTES)]) as write:
-        write(memoryview(bytes(SHARD_BYTES)))
-        write(memoryview(bytes(SHARD_BYTES)))
-        assert not opened(source, 7).complete
-    assert opened(source, 7).complete
-
-
-@pytest.mark.parametrize("given", [37_611, 37_613])
-def test_a_stream_of_another_length_is_refused_and_leaves_nothing(tmp_path, given):
-    source = origin(tmp_path)
-    with (
-        pytest.raises(ValueError, match="37612 bytes"),
-        source.stream(7, [FileEntry(path="a", size_bytes=37_612)]) as w,
-    ):
-        w(memoryview(bytes(given)))
-    assert source.published() == []
-
-
-def test_a_version_cut_off_by_a_death_is_taken_up_where_it_was(tmp_path, monkeypatch):
-    """What was served of it before stays true: the same date, the same digest."""
-    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
-    model_folder(tmp_path / "model7", seed=7)
-    files, data = as_bytes(contents(tmp_path / "model7"))
-    child = os.fork()
-    if child == 0:
-        with origin(tmp_path, clock=lambda: 123.0).stream(7, files) as write:
-            write(memoryview(data[:25_000]))
-            os._exit(9)
-    os.waitpid(child, 0)
-    restarted = origin(tmp_path)
-    draft = opened(restarted, 7)
-    assert not draft.complete
-    whole = restarted.publish(tmp_path / "model7", 7)
-    assert whole.complete and whole.extends(draft)
 
 
 # Killed

@@ -3,7 +3,6 @@ import json
 import os
 import random
 import shutil
-import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
@@ -13,8 +12,6 @@ from aiohttp import web
 from shoal import files as files_module
 from shoal.files import temporary
 from shoal.shardcast import Access, Relay, Store
-from shoal.shardcast import origin as origin_module
-from shoal.shardcast.manifest import FileEntry
 from shoal.shardcast.relay import by_choice
 
 from .support import (
@@ -40,7 +37,6 @@ from .support import (
     stepped,
     until,
     versions_at,
-    weights_folder,
 )
 
 WHOLE_BYTES = 37_612  # of one version of `published`
@@ -290,76 +286,6 @@ def test_relay_of_another_run_drops_what_it_held(tmp_path):
     other = Relay([dead_url()], store, Access(PUBLIC_KEY, "another"))
     assert other.store.versions() == []
     assert "expected 'another'" in other.status.last_error
-
-
-# While the origin is still writing
-
-
-def test_a_relay_has_the_first_shards_before_the_last_byte_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
-    source = origin(tmp_path)
-    files = [FileEntry(path="a", size_bytes=WHOLE_BYTES)]
-
-    async def run():
-        async with serving(source.store) as up, mirroring(relay(tmp_path, up)) as mirror:
-            with source.stream(7, files) as write:
-                write(memoryview(bytes(25_000)))
-                await until(lambda: all(mirror.store.shard_path(7, "full", index).exists() for index in range(2)))
-                assert not mirror.store.shard_path(7, "full", 2).exists()
-                assert mirror.status.versions == []
-                write(memoryview(bytes(WHOLE_BYTES - 25_000)))
-            await until(lambda: mirror.status.versions == [7])
-            assert mirror.store.signed(7) == source.store.signed(7)
-
-    asyncio.run(run())
-
-
-def test_the_delta_of_a_version_that_was_still_being_written_is_mirrored_too(tmp_path, monkeypatch):
-    """An anchor whose delta saves little: only such a one is read a second time, and served meanwhile."""
-    source = stepped(tmp_path, 0)
-    path = weights_folder(tmp_path / "model1") / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:10_000] + random.randbytes(path.stat().st_size - 10_000))
-    real = origin_module.file_chunks
-
-    def slowly(folder, files):
-        for chunk in real(folder, files):
-            for at in range(0, len(chunk), 5_000):
-                time.sleep(0.05)
-                yield chunk[at : at + 5_000]
-
-    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
-
-    async def run():
-        async with serving(source.store) as up, mirroring(relay(tmp_path, up)) as mirror:
-            await until(lambda: mirror.status.versions == [0])
-            monkeypatch.setattr(origin_module, "file_chunks", slowly)
-            publishing = asyncio.create_task(asyncio.to_thread(source.publish, tmp_path / "model1", 1))
-            await until(lambda: mirror.status.mirroring == 1)
-            assert not publishing.done()
-            manifest = await publishing
-            await until(lambda: mirror.status.versions == [1, 0])
-            assert list(manifest.streams) == ["full", "delta"]
-            assert mirror.store.missing(manifest) == []
-
-    asyncio.run(run())
-
-
-def test_a_version_that_its_origin_never_finishes_does_not_keep_the_next_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
-    killed = origin(tmp_path).stream(7, [FileEntry(path="a", size_bytes=WHOLE_BYTES)])
-    killed.__enter__()(memoryview(bytes(25_000)))
-
-    async def run():
-        async with (
-            serving(tmp_path / "origin") as up,
-            mirroring(relay(tmp_path, up, stall_s=0.3)) as mirror,
-        ):
-            await until(lambda: mirror.store.shard_path(7, "full", 1).exists())
-            published(tmp_path, 8)
-            await until(lambda: mirror.status.versions == [8])
-            await until(lambda: mirror.store.versions() == [8])
-
-    asyncio.run(run())
 
 
 def test_a_delta_that_its_origin_lost_is_had_in_the_way_it_is_published_again(tmp_path):

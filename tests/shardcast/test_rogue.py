@@ -15,7 +15,7 @@ from aiohttp import web
 from shoal.shardcast import FetchError, ManifestError, SignedManifest
 from shoal.shardcast import manifest as manifest_module
 from shoal.shardcast.fetch import BadData, SourceError
-from shoal.shardcast.fetch import download as download_module
+from shoal.shardcast.fetch import client as client_module
 from shoal.shardcast.fetch import source as source_module
 from shoal.shardcast.fetch.source import Incoming
 from shoal.shardcast.fetch.sources import Sources
@@ -380,7 +380,7 @@ QUICK = {"idle_timeout_s": 0.3, "answer_timeout_s": 0.3, "patience_s": 0.5}
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_fetch_from_one_server_that_does_not_deliver_ends_and_names_it(tmp_path, how, monkeypatch):
-    monkeypatch.setattr(download_module, "STALL_S", 1.0)
+    monkeypatch.setattr(client_module, "STALL_S", 1.0)
     published(tmp_path, 7)
 
     async def run():
@@ -415,7 +415,7 @@ def test_a_shard_may_take_longer_than_an_answer(tmp_path):
         async with serving(tmp_path / "origin") as up, between(up, rate_Bps=10_000) as slow:
             reader = client(tmp_path, slow.url, limits={"answer_timeout_s": 0.5})
             await asyncio.to_thread(reader.fetch)
-            assert not reader.last_report.complaints
+            assert not reader.progress.complaints
 
     asyncio.run(run())
 

@@ -112,10 +112,10 @@ def test_speed_is_a_moving_average_that_is_forgotten():
 
 def test_failures_never_count_as_speed():
     standing = Standing(virtual.now_s)
-    standing.failed()
+    standing.failed(0.1, 2.0)
     assert standing.speed_Bps() is None
     standing.delivered(1_000, 1.0)
-    standing.failed()
+    standing.failed(0.1, 2.0)
     assert standing.speed_Bps() == 1_000
 
 
@@ -123,7 +123,7 @@ def test_success_falls_with_failures_and_heals_with_time():
     standing = Standing(virtual.now_s)
     assert standing.success() == 1
     for _ in range(4):
-        standing.failed()
+        standing.failed(0.1, 2.0)
     assert standing.success() == pytest.approx(0.75**4)
     virtual.advance(Standing.HEALS_IN_S)
     assert 0.7 < standing.success() < 0.8
@@ -133,7 +133,7 @@ def test_success_falls_with_failures_and_heals_with_time():
 
 def test_success_heals_with_deliveries():
     standing = Standing(virtual.now_s)
-    standing.failed()
+    standing.failed(0.1, 2.0)
     standing.delivered(1, 1.0)
     assert 0.75 < standing.success() < 1
 
@@ -212,10 +212,9 @@ def test_a_rest_is_bounded(header, rest_s):
 # How long one is waited for
 
 
-def test_one_that_hangs_costs_its_patience_while_there_is_another():
-    hanging, other = Stub("http://a", 60, standing=Known(1e9)), Stub("http://b", standing=Known(1.0))
-    random.seed(0)
-    sources = choosing(hanging, other, patience_s=0.3)
+def test_one_that_drips_costs_its_patience_while_there_is_another():
+    dripping = Stub("http://a", 60, standing=Known(1e9), pieces=600)
+    sources = choosing(dripping, Stub("http://b", standing=Known(1.0)), patience_s=0.3)
     started_s = virtual.now_s()
     bring(sources)
     assert virtual.now_s() - started_s == pytest.approx(0.3)

@@ -25,7 +25,6 @@ from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
 from shoal.shardcast.connections import server_context
 from shoal.shardcast.contents import check_apart
-from shoal.shardcast.origin import Handover
 from shoal.shardcast.server import url_of
 
 WATCH_S = 0.1
@@ -74,24 +73,18 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
     )
 
     async def watch(node: Node) -> str:
-        writer = Handover(origin, watched, stop.is_set)
         while not stop.is_set():
             if node.answer and node.answer.state != "running":
                 return node.answer.state
             origin.state()
             newest = max(watched.glob("v*"), default=None)  # skip versions that the learner has overtaken
-            manifest = None
             if newest is not None and int(newest.name[1:]) != node.policy_version:
                 node.doing(f"publishing {newest.name}")
                 manifest = await asyncio.to_thread(origin.publish, newest, int(newest.name[1:]))
-            elif (growing := writer.begun()) is not None:
-                node.doing(f"publishing version {growing.version} while it is written")
-                manifest = await asyncio.to_thread(writer.follow, growing)
-            if manifest is not None:
                 await asyncio.to_thread(_announce, node, manifest)
                 node.policy_version = manifest.version
                 log.info("version %d is published: %d bytes", manifest.version, manifest.size_bytes)
-            node.doing(writer.given_up or "the learner", waiting=True)
+            node.doing("the learner", waiting=True)
             await asyncio.sleep(WATCH_S)
         return "stopped"
 

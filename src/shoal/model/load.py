@@ -257,8 +257,8 @@ def save_model(
     `tensors`, if given, replace the model's own weights. They must have the names of `shapes` (default: the model's
     `stored_shapes`), in that order, whole, on any device. One is in memory at a time. Raise ValueError, naming the
     tensor, for any other.
-    The weights are written last, front to back, under a temporary name until they are complete. An origin that watches the
-    parent folder reads them meanwhile (`shardcast.growing`). Raise OSError, naming the folder, if the disk refuses.
+    The weights are written last, under a temporary name until they are complete. Raise OSError, naming the folder, if the
+    disk refuses.
     """
     folder.mkdir(parents=True)
     with _naming(folder):
@@ -272,7 +272,6 @@ def save_model(
         temporary = folder / f".{WEIGHTS}.tmp"
         with temporary.open("wb") as file:
             file.write(_header(shapes))
-            file.flush()
             expected = iter(shapes.items())
             for name, tensor in tensors:
                 if (wanted := next(expected, None)) != (name, tuple(tensor.shape)):

@@ -14,7 +14,7 @@ Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
 
 from shoal.shardcast.contents import PublishError
 from shoal.shardcast.fetch import FetchError
-from shoal.shardcast.fetch.client import Client, FetchReport, Progress
+from shoal.shardcast.fetch.client import Client, Progress
 from shoal.shardcast.fetch.source import Access, Arrival, Limits
 from shoal.shardcast.guard import Guard
 from shoal.shardcast.manifest import Manifest, ManifestError, SignedManifest, public_key_hex
@@ -28,7 +28,6 @@ __all__ = [
     "Arrival",
     "Client",
     "FetchError",
-    "FetchReport",
     "Guard",
     "Limits",
     "Manifest",

@@ -25,7 +25,7 @@ from shoal.shardcast.fetch import FetchError
 from shoal.shardcast.fetch.client import Client, Progress
 from shoal.shardcast.fetch.source import Access
 from shoal.shardcast.manifest import Manifest, parse_version, public_key_hex
-from shoal.shardcast.origin import Handover, Origin
+from shoal.shardcast.origin import Origin
 from shoal.shardcast.relay import Relay
 from shoal.shardcast.server import app, serve, url_of
 from shoal.shardcast.store import Store
@@ -88,7 +88,7 @@ def watch(
     while True:
         try:
             newest = client.latest()
-            if newest is None or (last and last.extends(newest)):
+            if newest is None or (last and not newest.supersedes(last)):
                 time.sleep(LOOK_AGAIN_S)
                 continue
             folder, manifest = fetch_with(client, None, progress)
@@ -126,12 +126,11 @@ async def serve_origin(
     say: Callable[[dict[str, object]], None],
 ) -> None:
     """Publishes and serves `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
-    including later ones and one that is being written (see `growing`). Raises what `Origin.publish` raises."""
+    including later ones. Raises what `Origin.publish` raises."""
     check_apart(path, origin.store.path)
 
     async def live() -> None:
         watched = path.is_dir() and (not any(path.iterdir()) or any(map(_version, path.iterdir())))
-        writer = Handover(origin, path, stop.is_set)
         if not watched:
             report(await asyncio.to_thread(origin.publish, path, origin.next_version()))
         while not stop.is_set():
@@ -141,8 +140,6 @@ async def serve_origin(
                 for folder in sorted(folder for folder in path.iterdir() if _version(folder)):
                     if (version := parse_version(folder.name)) is not None and version > known:
                         report(await asyncio.to_thread(origin.publish, folder, version))
-                if (growing := writer.begun()) and (manifest := await asyncio.to_thread(writer.follow, growing)):
-                    report(manifest)
             await asyncio.sleep(LOOK_AGAIN_S if watched else IDLE_S)
 
     def report(manifest: Manifest) -> None:

@@ -3,7 +3,6 @@
 Invariant: no file that looks like a private key is published, not through a symbolic link either. A link is followed only
 if it stays inside the folder, or inside the Hugging Face cache entry that the folder is a snapshot of. Files and folders
 whose names start with a dot stay unpublished.
-Called by the origin, by `growing`, and by `alone`, which checks the paths before it creates a key.
 Left out: keys after the first `SCANNED_BYTES` of a file, and in formats other than PEM, OpenSSH, OpenPGP, PuTTY, DER
 and PKCS #12.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +21,7 @@ from pydantic import ValidationError
 
 from shoal.errors import ShoalError
 from shoal.files import CHUNK_BYTES
-from shoal.shardcast.files import LayoutError, layout_of
+from shoal.shardcast.files import LayoutError, read_layout
 from shoal.shardcast.manifest import FileEntry, ManifestError, TensorEntry, check_paths, first_problem
 
 SCANNED_BYTES = 64 << 20
@@ -51,44 +50,26 @@ def check_apart(path: Path, store: Path, *keys: Path) -> None:
 
 
 def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
-    """The folder, and the files in it to publish: all of them, or the one file that `path` names.
+    """The folder, and the files in it to publish, in order: all of them, or the one file that `path` names.
     Raises ManifestError, PublishError."""
-    if path.is_dir():
-        folder = path.resolve()
-        return folder, in_order(listed(_files_in(folder), folder), folder)
-    return path.parent, in_order(listed([path], path.parent), path.parent)
-
-
-def listed(paths: Iterable[Path], folder: Path) -> list[FileEntry]:
-    """The entries of complete files of a folder. Raises ManifestError, PublishError."""
-    found = []
-    paths = list(paths)
-    check_paths([path.relative_to(folder).as_posix() for path in paths])  # before a file is read
-    for path in paths:
-        with path.open("rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            _refuse_key(path, file, size_bytes)
-            _refuse_stray_link(path, folder)
-            found.append(entry(path.relative_to(folder), file, size_bytes))
-    return found
-
-
-def in_order(files: Sequence[FileEntry], folder: Path) -> list[FileEntry]:
-    """The files in the order in which they are published. Raises ManifestError."""
-    ordered = sorted(files, key=lambda file: Path(file.path))
-    check_paths([file.path for file in ordered])
-    if not ordered:
+    folder = path.resolve() if path.is_dir() else path.parent
+    paths = _files_in(folder) if path.is_dir() else [path]
+    check_paths([file.relative_to(folder).as_posix() for file in paths])  # before a file is read
+    if not paths:
         raise ManifestError(f"{folder} holds no files; put the files to publish there")
-    return ordered
+    return folder, [_entry(file, folder) for file in paths]
 
 
-def entry(path: Path, file: BinaryIO, size_bytes: int) -> FileEntry:
-    """The entry of a file that has, or will have, `size_bytes`, with its tensors if it is safetensors.
-    Raises ManifestError."""
+def _entry(path: Path, folder: Path) -> FileEntry:
+    with path.open("rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        _refuse_key(path, file, size_bytes)
+    _refuse_stray_link(path, folder)
+    name = path.relative_to(folder).as_posix()
     try:
-        return FileEntry(path=path.as_posix(), size_bytes=size_bytes, tensors=_tensors(path, file, size_bytes))
+        return FileEntry(path=name, size_bytes=size_bytes, tensors=_tensors(path))
     except ValidationError as error:
-        raise ManifestError(f"{path} cannot be published: {first_problem(error)}") from error
+        raise ManifestError(f"{name} cannot be published: {first_problem(error)}") from error
 
 
 def file_times(folder: Path, files: Sequence[FileEntry]) -> list[int]:
@@ -136,7 +117,6 @@ def _refuse_key(path: Path, file: BinaryIO, size_bytes: int) -> None:
     names = {path.name, path.resolve().name}
     if names & KEY_NAMES or _holds_key(path, file, size_bytes):
         raise PublishError(f"{path} looks like a private key; move it out of the published folder, then publish again")
-    file.seek(0)
 
 
 def _holds_key(path: Path, file: BinaryIO, size_bytes: int) -> bool:
@@ -166,11 +146,11 @@ def _is_der_key(data: bytes) -> bool:
     return True
 
 
-def _tensors(path: Path, file: BinaryIO, size_bytes: int) -> tuple[TensorEntry, ...]:
+def _tensors(path: Path) -> tuple[TensorEntry, ...]:
     if path.suffix != ".safetensors":
         return ()
     try:
-        layout = layout_of(file, size_bytes, path.name)
+        layout = read_layout(path)
     except LayoutError:
         return ()  # published like any other file
     return tuple(TensorEntry(name=found.name, dtype=found.dtype, shape=found.shape) for found in layout.tensors)

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import zstandard
@@ -41,7 +41,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from shoal.files import CHUNK_BYTES
-from shoal.shardcast.files import LayoutError, StoredTensor, as_one_tensor, layout_of, read_layout
+from shoal.shardcast.files import LayoutError, StoredTensor, as_one_tensor, read_layout
 
 MAGIC = b"shoal delta 1\n"
 PIECE_WORDS = 1 << 20
@@ -176,27 +176,6 @@ def _unzigzag(numbers: Words) -> Words:
     return differences
 
 
-class Files(Protocol):
-    """The files of a version, complete or still being written."""
-
-    def open(self, name: str) -> BufferedReader: ...
-    def size_bytes(self, name: str) -> int:
-        """The size of the complete file."""
-
-
-class Folder:
-    """`Files` that are complete."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def open(self, name: str) -> BufferedReader:
-        return (self.path / name).open("rb")
-
-    def size_bytes(self, name: str) -> int:
-        return (self.path / name).stat().st_size
-
-
 @dataclass(frozen=True)
 class DeltaStats:
     size_bytes: int  # of the new version
@@ -215,38 +194,39 @@ class Link:
 
 def encode(
     old: Path,
-    new: Path | Files,
+    new: Path,
     files: Sequence[str],
     sink: Callable[[bytes], None],
     passed: Callable[[memoryview], None] = lambda data: None,
 ) -> DeltaStats:
-    """Passes `sink` the delta from the folder `old` to `new`. `files` are the paths in `new`, which is read front to back.
-    `passed` gets all bytes of these files, in that order, so that they need not be read again to be hashed.
+    """Passes `sink` the delta from the folder `old` to `new`. `files` are the paths in `new`. `passed` gets all bytes of
+    these files, in that order, so that they need not be read again to be hashed.
     Raises OSError, and DeltaError if a file is truncated while it is read."""
     writer = Writer(sink)
-    source = Folder(new) if isinstance(new, Path) else new
-    kinds = [_kind(old / path, source, path) for path in files]
+    kinds = [_kind(old / path, new / path) for path in files]
     writer.write(MAGIC + bytes(kinds))
-    compared_words = changed_words = 0
+    compared_words = changed_words = size_bytes = 0
     for path, kind in zip(files, kinds, strict=True):
-        if kind is Kind.TENSORS:
-            with (old / path).open("rb") as before, source.open(path) as after:
-                layout = layout_of(after, source.size_bytes(path), path)
+        with (new / path).open("rb") as after:
+            if kind is Kind.TENSORS:
+                layout = read_layout(new / path)
                 writer.write(blake3(layout.header).digest())
                 passed(memoryview(layout.header))
-                for piece in pieces(*layout.tensors):
-                    words = _read(after, piece)
-                    passed(_bytes(words))
-                    compared_words += piece.words
-                    changed_words += writer.piece(_read(before, piece), words)
-        else:
-            with source.open(path) as file:
-                for piece in pieces(as_one_tensor(path, source.size_bytes(path))):
-                    words = _read(file, piece)
-                    passed(_bytes(words))
-                    if kind is Kind.WHOLE:
-                        writer.words(words)
-    size_bytes = sum(source.size_bytes(path) for path in files)
+                size_bytes += len(layout.header)
+                with (old / path).open("rb") as before:
+                    for piece in pieces(*layout.tensors):
+                        words = _read(after, piece)
+                        passed(_bytes(words))
+                        compared_words += piece.words
+                        changed_words += writer.piece(_read(before, piece), words)
+                        size_bytes += words.nbytes
+                continue
+            for piece in pieces(as_one_tensor(path, (new / path).stat().st_size)):
+                words = _read(after, piece)
+                passed(_bytes(words))
+                size_bytes += words.nbytes
+                if kind is Kind.WHOLE:
+                    writer.words(words)
     return DeltaStats(size_bytes, writer.size_bytes, compared_words, changed_words)
 
 
@@ -298,24 +278,25 @@ def _fit(kind: Kind, other: Kind) -> bool:
     return kind is other or Kind.SAME in (kind, other)
 
 
-def _kind(old: Path, source: Files, path: str) -> Kind:
+def _kind(old: Path, new: Path) -> Kind:
     if not old.is_file():
         return Kind.WHOLE
     try:
-        with source.open(path) as file:
-            if read_layout(old).header == layout_of(file, source.size_bytes(path), path).header:
-                return Kind.TENSORS
+        if read_layout(old).header == read_layout(new).header:
+            return Kind.TENSORS
     except LayoutError:
         pass
-    return Kind.SAME if _equal(old, source, path) else Kind.WHOLE
+    return Kind.SAME if _equal(old, new) else Kind.WHOLE
 
 
-def _equal(old: Path, source: Files, path: str) -> bool:
-    size_bytes = source.size_bytes(path)
-    if old.stat().st_size != size_bytes:
+def _equal(old: Path, new: Path) -> bool:
+    if old.stat().st_size != new.stat().st_size:
         return False
-    with old.open("rb") as before, source.open(path) as after:
-        return all(before.read(CHUNK_BYTES) == after.read(CHUNK_BYTES) for _ in range(0, size_bytes, CHUNK_BYTES))
+    with old.open("rb") as before, new.open("rb") as after:
+        while data := before.read(CHUNK_BYTES):
+            if data != after.read(CHUNK_BYTES):
+                return False
+    return True
 
 
 class _Told:

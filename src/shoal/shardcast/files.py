@@ -9,6 +9,7 @@ Source: the safetensors format: eight bytes of header length (little-endian), th
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -28,7 +29,7 @@ WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # of all others: 1
 
 
 class LayoutError(ValueError):
-    """This is not a valid safetensors file, and why."""
+    """This is not a valid safetensors file, or not the file that it was, and why."""
 
 
 @dataclass(frozen=True)
@@ -57,39 +58,19 @@ def as_one_tensor(name: str, size_bytes: int) -> StoredTensor:
 
 
 def read_layout(path: Path) -> Layout:
-    """Raises LayoutError, and OSError from the disk."""
+    """The layout of a safetensors file. Raises LayoutError, and OSError from the disk."""
     with path.open("rb") as file:
-        return layout_of(file, path.stat().st_size, path.name)
-
-
-def layout_of(file: BinaryIO, size_bytes: int, name: str) -> Layout:
-    """The layout of a file that has, or will have, `size_bytes`; reads its header. Raises LayoutError, OSError."""
-    header = _header(file, name)
-    if len(header) > size_bytes:
-        raise LayoutError(f"{name} has no safetensors header")
-    tensors = _tensors(header, name)
+        prefix = file.read(8)
+        rest_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or rest_bytes > MAX_HEADER_BYTES or len(rest := file.read(rest_bytes)) < rest_bytes:
+            raise LayoutError(f"{path.name} has no safetensors header")
+        size_bytes = os.fstat(file.fileno()).st_size
+    header = prefix + rest
+    tensors = _tensors(header, path.name)
     edges = [(len(header), len(header)), *map(_place, tensors), (size_bytes, size_bytes)]
     if any(before[1] != after[0] for before, after in pairwise(edges)):
-        raise LayoutError(f"the tensors of {name} leave gaps, overlap, or do not end where the file ends")
+        raise LayoutError(f"the tensors of {path.name} leave gaps, overlap, or do not end where the file ends")
     return Layout(header, tuple(tensors))
-
-
-def final_size_bytes(file: BinaryIO, name: str) -> int | None:
-    """The final size of a file that is still being written; None until its header is complete.
-    Raises LayoutError, OSError."""
-    try:
-        header = _header(file, name)
-    except LayoutError:
-        return None
-    return max((tensor.end_bytes for tensor in _tensors(header, name)), default=len(header))
-
-
-def _header(file: BinaryIO, name: str) -> bytes:
-    prefix = file.read(8)
-    rest_bytes = int.from_bytes(prefix, "little")
-    if len(prefix) == 8 and rest_bytes <= MAX_HEADER_BYTES and len(rest := file.read(rest_bytes)) == rest_bytes:
-        return prefix + rest
-    raise LayoutError(f"{name} has no safetensors header")
 
 
 def _tensors(header: bytes, name: str) -> list[StoredTensor]:
@@ -194,9 +175,13 @@ class Cutter:
             if self._size_bytes == self.shard_size_bytes:
                 self._finish_shard()
 
-    def finish(self) -> None:
+    def finish(self, size_bytes: int) -> Stream:
+        """The stream. Raises LayoutError unless it has `size_bytes`."""
         if self._size_bytes:
             self._finish_shard()
+        if self.taken_bytes != size_bytes:
+            raise LayoutError(f"{self.taken_bytes} bytes came, expected {size_bytes}")
+        return Stream(size_bytes=size_bytes, shard_size_bytes=self.shard_size_bytes, shards=tuple(self.shards))
 
     def _finish_shard(self) -> None:
         if self._file:
@@ -214,15 +199,14 @@ class Cutter:
 def cut(
     chunks: Iterable[memoryview], size_bytes: int, shard_size_bytes: int, create: Callable[[int], NewFile] | None
 ) -> Stream:
-    """The stream of a complete byte string of `size_bytes`."""
+    """The stream of a byte string of `size_bytes`. Raises LayoutError if it has another length."""
     cutter = Cutter(shard_size_bytes, create)
     try:
         for chunk in chunks:
             cutter.add(chunk)
-        cutter.finish()
+        return cutter.finish(size_bytes)
     finally:
         cutter.close()
-    return Stream(size_bytes=size_bytes, shard_size_bytes=shard_size_bytes, shards=tuple(cutter.shards))
 
 
 T = TypeVar("T")

@@ -91,30 +91,18 @@ class Stream(_Record):
 
     size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
     shard_size_bytes: int = Field(ge=1, le=MAX_SIZE_BYTES)
-    shards: tuple[Hash, ...] = Field(max_length=MAX_SHARDS)  # while the rest is being written, only the first ones
+    shards: tuple[Hash, ...] = Field(max_length=MAX_SHARDS)
 
     @model_validator(mode="after")
     def _adds_up(self) -> Stream:
-        if len(self.shards) > self.n_shards:
-            raise ValueError(f"{len(self.shards)} shards, {self.n_shards} hold {self.size_bytes} bytes")
+        needed = -(-self.size_bytes // self.shard_size_bytes)
+        if len(self.shards) != needed:
+            raise ValueError(f"{len(self.shards)} shards, {needed} hold {self.size_bytes} bytes")
         return self
-
-    @property
-    def n_shards(self) -> int:
-        return -(-self.size_bytes // self.shard_size_bytes)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.shards) == self.n_shards
 
     def entries(self) -> list[ShardEntry]:
         size, whole = self.shard_size_bytes, self.size_bytes
         return [ShardEntry(i, min(size, whole - i * size), hash) for i, hash in enumerate(self.shards)]
-
-    def extends(self, earlier: Stream) -> bool:
-        """Whether this is the same stream, with at least the shards that `earlier` names."""
-        cut = self.model_copy(update={"shards": self.shards[: len(earlier.shards)]})
-        return cut == earlier
 
 
 class Delta(_Record):
@@ -126,11 +114,8 @@ class Delta(_Record):
 
 
 class Manifest(_Record):
-    """One policy version. `content` is its files, concatenated in listed order.
-
-    While the origin is still writing, `content` names only the first shards, and later manifests extend it. `digest` is
-    final once the manifest is complete. The content of an anchor can be fetched; any other version has only a delta.
-    """
+    """One policy version. `content` is its files, concatenated in listed order. The content of an anchor can be fetched;
+    any other version has only a delta."""
 
     format: Literal[4] = FORMAT
     run: str = Field(pattern=r"^[\x20-\x7e]{1,200}$")
@@ -147,19 +132,15 @@ class Manifest(_Record):
         check_paths([file.path for file in self.files])
         if sum(file.size_bytes for file in self.files) != self.content.size_bytes:
             raise ValueError("file sizes do not add up to the content's size_bytes")
-        if self.delta is not None and not (self.delta.stream.complete and self.delta.parent < self.version):
-            raise ValueError("a delta must have an earlier parent and name all of its shards")
-        if not (self.anchor or (self.delta and self.content.complete)):
-            raise ValueError("a version that is not an anchor must have a delta and name all of its shards")
+        if self.delta is not None and self.delta.parent >= self.version:
+            raise ValueError("a delta must have an earlier parent")
+        if not (self.anchor or self.delta):
+            raise ValueError("a version that is not an anchor must have a delta")
         return self
 
     @property
     def size_bytes(self) -> int:
         return self.content.size_bytes
-
-    @property
-    def complete(self) -> bool:
-        return self.content.complete
 
     @property
     def streams(self) -> dict[Part, Stream]:
@@ -177,17 +158,9 @@ class Manifest(_Record):
         unnamed = {"anchor", "delta", "publication", "created_s"}
         return blake3(_canonical(self.model_dump(exclude=unnamed))).hexdigest()
 
-    def replaces(self, earlier: Manifest) -> bool:
-        """Whether the publisher abandoned the incomplete `earlier` and published the same version number again."""
-        later = self.complete or self.publication != earlier.publication or self.created_s > earlier.created_s
-        return not earlier.complete and self.version == earlier.version and later and not self.extends(earlier)
-
-    def extends(self, earlier: Manifest) -> bool:
-        """Whether this is the same version, with at least the content shards that `earlier` names."""
-        same = {"run", "publication", "version", "files", "created_s"}
-        return self.model_dump(include=same) == earlier.model_dump(include=same) and self.content.extends(
-            earlier.content
-        )
+    def supersedes(self, other: Manifest) -> bool:
+        """Whether this was published in another publication than `other`, or later in the same one."""
+        return self.publication != other.publication or self.created_s > other.created_s
 
 
 class SignedManifest(_Record):

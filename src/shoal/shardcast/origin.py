@@ -21,7 +21,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -29,9 +28,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from shoal.files import CHUNK_BYTES, NewFile, discard, new_file
 from shoal.shardcast import delta
 from shoal.shardcast.contents import PublishError, check_apart, file_chunks, file_times, files_at
-from shoal.shardcast.delta import Files, Folder
+from shoal.shardcast.delta import DeltaError
 from shoal.shardcast.files import Cutter, LayoutError, StreamFiles, alongside, cut
-from shoal.shardcast.growing import TEMPORARY, GivenUpError, Growing
 from shoal.shardcast.manifest import (
     MAX_SHARDS,
     MAX_SIZE_BYTES,
@@ -124,18 +122,6 @@ class Latest:
         return manifest if StreamFiles(self.folder, manifest.files).match(manifest.content) else None
 
 
-DRAFT_S = 0.2  # between two manifests of a growing version
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What one pass over a version's files made."""
-
-    content: Stream
-    delta: Delta | None  # None: it would save nothing, or does not fit
-    anchor: bool  # whether the shards of the content were written
-
-
 class Origin:
     """The only writer of its store."""
 
@@ -187,134 +173,66 @@ class Origin:
         """
         check_apart(path, self.store.path)
         held = self._held.get(version)
-        if held is not None and held.complete and not self.store.missing(held):
+        if held is not None and not self.store.missing(held):
             return held
         folder, files = files_at(path)
         before = file_times(folder, files)
         # A version damaged on disk is published again with its old date, so that it gets the same digest.
         created_s = self._later() if held is None else held.created_s
         self._shard_bytes(_total(files))  # refuses too many shards before any is written
+        modified = f"{path} was modified while it was published; move complete versions there by a rename"
         with self._begun(version):
-            parent = self._parent_of(version)
-            found = self._compare(Folder(folder), files, version, parent) if parent else None
-            self._add(version, folder, files, found, created_s)
+            try:
+                content, delta, anchor = self._cut(version, folder, files)
+            except (DeltaError, LayoutError) as error:
+                raise PublishError(modified) from error
             if file_times(folder, files) != before:
-                raise PublishError(
-                    f"{path} was modified while it was published; move complete versions there by a rename"
-                )
-        return self._published(version, folder)
-
-    def follow(self, growing: Growing) -> Manifest:
-        """Publishes a version while it is being written. Without a parent to make a delta of, it is served meanwhile.
-        Otherwise its delta, hashes and shards are made meanwhile, and it is served when its folder is complete.
-        Raises GivenUpError and then leaves nothing of it, and what `publish` raises."""
-        version, files = growing.version, growing.files
-        if version in self._held and self._held[version].complete:
-            raise PublishError(f"version {version} is already published, and versions never change")
-        check_apart(growing.folder, self.store.path)
-        self._shard_bytes(_total(files))
-        with self._begun(version):
-            parent = self._parent_of(version)
-            if parent is None:
-                with self.stream(version, files) as write:
-                    for chunk in growing.chunks():
-                        write(chunk)
-                    folder = growing.finish()
-            else:
-                found = self._compare(growing, files, version, parent)
-                folder = growing.finish()
-                self._add(version, folder, files, found, self._later())
-        return self._published(version, folder)
-
-    def _add(
-        self, version: int, folder: Path, files: Sequence[FileEntry], found: _Found | None, created_s: float
-    ) -> None:
-        """Publishes what `_compare` found. If that is too little, reads the files to make an anchor."""
-        delta = found.delta if found else None
-        saves_much = delta is not None and 2 * delta.stream.size_bytes <= _total(files)
-        if found and (found.anchor or saves_much):
-            self._sign(version, files, found.content, delta, created_s, anchor=found.anchor)
-            return
-        with self.stream(version, files, delta=delta, created_s=created_s) as write:
-            for chunk in file_chunks(folder, files):
-                write(chunk)
-
-    def _published(self, version: int, folder: Path) -> Manifest:
-        manifest = self._held[version]
-        self._latest.keep(folder, manifest)
+                raise PublishError(modified)
+            self._sign(version, files, content, delta, created_s, anchor=anchor)
+        self._latest.keep(folder, self._held[version])
         self.store.retain(self._held)
         self._forget_dropped()
-        return manifest
+        return self._held[version]
 
     def _parent_of(self, version: int) -> Manifest | None:
         parent = self._latest.manifest(self._held)
         return parent if parent is not None and parent.version < version else None
 
-    @contextmanager
-    def stream(
-        self,
-        version: int,
-        files: Sequence[FileEntry],
-        *,
-        delta: Delta | None = None,
-        created_s: float | None = None,
-    ) -> Iterator[Callable[[memoryview], None]]:
-        """Publishes an anchor while it is being written. The block gets a function that takes the bytes of `files`, in
-        order. They are served within `DRAFT_S`. Raises PublishError unless all bytes were passed."""
-        if version in self._held:
-            raise PublishError(f"version {version} is already published, and versions never change")
-        created_s = self._later() if created_s is None else created_s
+    def _cut(self, version: int, folder: Path, files: Sequence[FileEntry]) -> tuple[Stream, Delta | None, bool]:
+        """Writes the shards of a version. Returns its content, its delta if there is one, and whether it is an anchor."""
+        parent = self._parent_of(version)
+        if parent is None:
+            return self._cut_anchor(version, folder, files, None), None, True
+        content, delta, anchor = self._compare(version, folder, files, parent)
+        if not anchor and (delta is None or 2 * delta.stream.size_bytes > _total(files)):
+            return self._cut_anchor(version, folder, files, delta), delta, True
+        return content, delta, anchor
+
+    def _cut_anchor(self, version: int, folder: Path, files: Sequence[FileEntry], delta: Delta | None) -> Stream:
         total_bytes = _total(files)
-        size_bytes = self._shard_bytes(total_bytes)
         self._make_room(version, (), total_bytes + (delta.stream.size_bytes if delta else 0))
-        cutter = Cutter(size_bytes, self._new_shard(version))
-        drafted_s = time.monotonic()
+        chunks = file_chunks(folder, files)
+        return cut(chunks, total_bytes, self._shard_bytes(total_bytes), self._new_shard(version))
 
-        def sign(delta: Delta | None) -> None:
-            content = Stream(size_bytes=total_bytes, shard_size_bytes=size_bytes, shards=tuple(cutter.shards))
-            self._sign(version, files, content, delta, created_s, anchor=True)
-
-        def write(data: memoryview) -> None:
-            nonlocal drafted_s
-            if cutter.taken_bytes + len(data) > total_bytes:
-                raise PublishError(f"version {version} is longer than its {total_bytes} bytes")
-            cutter.add(data)
-            if time.monotonic() - drafted_s > DRAFT_S and cutter.taken_bytes < total_bytes:
-                sign(None)
-                drafted_s = time.monotonic()
-
-        try:
-            yield write
-            cutter.finish()
-            if cutter.taken_bytes != total_bytes:
-                raise PublishError(f"version {version} ended after {cutter.taken_bytes} of its {total_bytes} bytes")
-        except BaseException:
-            self._forget(version)
-            raise
-        finally:
-            cutter.close()
-        sign(delta)
-
-    def _compare(self, source: Files, files: Sequence[FileEntry], version: int, parent: Manifest) -> _Found:
+    def _compare(
+        self, version: int, folder: Path, files: Sequence[FileEntry], parent: Manifest
+    ) -> tuple[Stream, Delta | None, bool]:
         """Makes the delta from the last published version, the hashes and, if an anchor is due, its shards. Reads the files
         once, front to back."""
         anchor, total_bytes = self._anchor_is_due(parent.version), _total(files)
         if anchor:
             self._make_room(version, (), total_bytes)
-        size_bytes = self._shard_bytes(total_bytes)
-        cutter = Cutter(size_bytes, self._new_shard(version) if anchor else None)
+        cutter = Cutter(self._shard_bytes(total_bytes), self._new_shard(version) if anchor else None)
         try:
             with alongside(cutter.add) as passed:
-                delta = self._encode(source, files, version, parent, passed, anchor_bytes=anchor * total_bytes)
-            cutter.finish()
+                delta = self._encode(folder, files, version, parent, passed, anchor_bytes=anchor * total_bytes)
+            return cutter.finish(total_bytes), delta, anchor
         finally:
             cutter.close()
-        content = Stream(size_bytes=total_bytes, shard_size_bytes=size_bytes, shards=tuple(cutter.shards))
-        return _Found(content, delta, anchor)
 
     def _encode(
         self,
-        source: Files,
+        folder: Path,
         files: Sequence[FileEntry],
         version: int,
         parent: Manifest,
@@ -338,7 +256,7 @@ class Origin:
                 except StoreFullError:
                     fits = False  # with its parents; the full version alone may, and `passed` needs all of it
 
-            delta.encode(self._latest.folder, source, [entry.path for entry in files], sink, passed)
+            delta.encode(self._latest.folder, folder, [entry.path for entry in files], sink, passed)
             if not fits or size_bytes >= _total(files):
                 return None
             chunks = (memoryview(file.read(at, CHUNK_BYTES)) for at in range(0, size_bytes, CHUNK_BYTES))
@@ -385,8 +303,6 @@ class Origin:
         newer = [known for known in self._held if known > version]
         if len(newer) >= self.store.keep:
             raise PublishError(f"version {version} is older than the {self.store.keep} kept ({newer}); raise keep")
-        for known in [known for known, manifest in self._held.items() if known < version and not manifest.complete]:
-            self._forget(known)  # its writer died, and nobody can complete it
         self._forget(version)
         try:
             yield
@@ -424,44 +340,6 @@ class Origin:
             return signed.open(public_key_hex(self.key), run=self.run, version=version)
         except ManifestError as error:
             raise PublishError(f"{self.store.path} holds {error}; give each run and key its own store") from error
-
-
-class Handover:
-    def __init__(self, origin: Origin, watched: Path, stopped: Callable[[], bool]) -> None:
-        """`stopped` ends every wait for the writer."""
-        self.origin, self.watched, self.stopped = origin, watched, stopped
-        self.given_up = ""  # why the last version was not published while it was being written
-        self._tried: set[tuple[int, int]] = set()
-
-    def begun(self) -> Growing | None:
-        """The newest unpublished version that is being written and can already be read."""
-        newest = max(self.origin.published(), default=-1)
-        for temporary in sorted(self.watched.glob(".v*/.*.safetensors.tmp"), reverse=True):
-            version = parse_version(temporary.parent.name[1:])
-            name = TEMPORARY.fullmatch(temporary.name)
-            if version is None or version <= newest or name is None:
-                continue
-            try:
-                growing = Growing(version, temporary.parent, name[1], self.stopped)
-            except (FileNotFoundError, LayoutError, ManifestError):
-                continue  # already renamed, or not readable before it is complete
-            if growing.has_header and growing.identity not in self._tried:
-                return growing
-            growing.close()
-        return None
-
-    def follow(self, growing: Growing) -> Manifest | None:
-        """Publishes it; None if its writer gave up or is too slow. It can be published when it is complete."""
-        self._tried.add(growing.identity)
-        try:
-            manifest = self.origin.follow(growing)
-        except GivenUpError as error:
-            self.given_up = str(error)
-            return None
-        finally:
-            growing.close()
-        self.given_up = ""
-        return manifest
 
 
 def _total(files: Sequence[FileEntry]) -> int:

@@ -30,11 +30,10 @@ from math import log
 from blake3 import blake3
 
 from shoal.files import CHUNK_BYTES
-from shoal.shardcast.fetch import BadData, FetchError, NotHeld, ReplacedError, first_error
-from shoal.shardcast.fetch.download import Download, Movement
+from shoal.shardcast.fetch import BadData, FetchError, NotHeld
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
-from shoal.shardcast.fetch.sources import Sources
+from shoal.shardcast.fetch.sources import Download, Sources
 from shoal.shardcast.manifest import (
     MAX_HOPS,
     Listing,
@@ -72,14 +71,14 @@ class Place:
         self.siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}
         return others[self.parents[0]]
 
-    def order(self, sources: Sources, shard: ShardEntry, usable: Sequence[Source]) -> list[Source]:
+    def order(self, shard: ShardEntry, usable: Sequence[Source]) -> list[Source]:
         """The sources for a shard, best first: the first healthy owner (a parent, if this relay is the owner), then the
         parents in order of preference, then all others."""
         best_Bps = max((sibling.standing.speed_Bps() or 0.0 for sibling in self.siblings.values()), default=0.0)
 
         def healthy(source: Source) -> bool:
             speed_Bps = source.standing.speed_Bps() or best_Bps
-            return source in usable and not sources.resting(source) and speed_Bps >= SLOW * best_Bps
+            return source in usable and source.standing.healthy() and speed_Bps >= SLOW * best_Bps
 
         usable = [source for source in usable if source not in self.behind]
         owners = owners_of(shard, [self.own, *self.siblings])
@@ -114,7 +113,7 @@ def by_choice(own: str, sources: Sequence[Source]) -> list[Source]:
 
 
 class ShardFile:
-    """See `download.ShardSink`."""
+    """See `sources.ShardSink`."""
 
     def __init__(self, store: Store, version: int, part: Part, shard: ShardEntry) -> None:
         self.shard = shard
@@ -142,7 +141,7 @@ class ShardFile:
             self.file.close()
 
 
-PARTS: tuple[Part, ...] = ("delta", "full", "delta")  # a version that is still being written names its delta last
+PARTS: tuple[Part, ...] = ("delta", "full")
 FEW = 8  # servers that a relay asks each round
 
 
@@ -183,7 +182,7 @@ class Relay:
         self.status = RelayStatus()
         self.store.lock()
         self.store.recover()
-        self._held: dict[int, Manifest] = {}  # listed, complete or not
+        self._held: dict[int, Manifest] = {}  # listed, with all shards or not
         # Filled by hashing the disk once, so that a failing version is not hashed again each round.
         self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
         self._asked: list[Source] = []  # in this round
@@ -237,7 +236,7 @@ class Relay:
                 return True
             except (FetchError, OSError) as error:
                 self._note(error)  # an older version may be available
-                if isinstance(error, ReplacedError) or (listings and version not in listed):
+                if listings and version not in listed:
                     self._drop(version)  # incomplete here and gone upstream
         return bool(listings)
 
@@ -281,8 +280,8 @@ class Relay:
     async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
         """Stores the newest manifest of a version and returns it; None if there is none."""
         held = self._held.get(version)
-        if version in self._unfit or (held is not None and held.complete and not self._missing.get(version)):
-            return held  # an incomplete one is asked for again: its origin may have replaced it
+        if version in self._unfit or (held is not None and not self._missing.get(version)):
+            return held  # an incomplete one is asked for again: its origin may have published it anew
 
         async def offered(source: Source) -> Offer | None:
             try:
@@ -294,11 +293,9 @@ class Relay:
             return None if self._stated and self._stated.outdates(offer[1]) else offer
 
         answers, _ = await sources.ask_all(offered, among=self._asked)
-        if held is not None and any(offer and offer[1].replaces(held) for offer in answers.values()):
-            raise ReplacedError(f"version {version} was replaced upstream; fetching it again")
-        offers = [offer for offer in answers.values() if offer and (held is None or offer[1].extends(held))]
+        offers = [offer for offer in answers.values() if offer and not (held and held.supersedes(offer[1]))]
         nearest = [o for source, o in answers.items() if source in self.place.parents and o in offers]
-        best = max([*nearest, *offers], key=lambda offer: len(offer[1].content.shards), default=None)
+        best = max([*nearest, *offers], key=lambda offer: offer[1].created_s, default=None)
         if best is not None and best[1] != held:
             signed, manifest = best
             family = {**self._held, version: manifest}
@@ -309,11 +306,7 @@ class Relay:
             self._forget_dropped()
             self.store.add_manifest(version, signed)
             self._held[version] = manifest
-            if version in self._missing:
-                known = {(p, s) for p, stream in held.streams.items() for s in stream.entries()} if held else set()
-                new = {(p, s) for p, stream in manifest.streams.items() for s in stream.entries()}
-                self._missing[version] |= new - known  # in place: a running fetch uses this set
-                self._missing[version] &= new
+            self._missing.pop(version, None)  # what is on disk may be of the manifest before
         return self._held.get(version)
 
     async def _lacks(self, manifest: Manifest) -> bool:
@@ -352,46 +345,20 @@ class Relay:
         if part not in self._held[version].streams:
             return
         missing = self._missing[version]
-        deadline_s = time.monotonic() + self.version_timeout_s
-        downloads: dict[str, Download] = {}
-        named = 0
-
-        def spread(*, last: bool) -> None:
-            """Assigns newly named shards to the downloads of their owners."""
-            nonlocal named
-            entries = self._held[version].streams[part].entries()[named:]
-            named += len(entries)
-            for owner, download in downloads.items():
-                mine = [s for s in entries if owners_of(s, list(downloads))[0] == owner and (part, s) in missing]
-                download.add(mine, last=last)
-
-        for owner in [self.store.id, *self.place.siblings]:
-            downloads[owner] = Download(
-                sources,
-                version,
-                part,
-                lambda shard: ShardFile(self.store, version, part, shard),
-                parallel=self.parallel,
-                deadline_s=deadline_s,
-                order=lambda shard, usable: self.place.order(sources, shard, usable),
-                on_shard=lambda shard: missing.discard((part, shard)),
-            )
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(download.run()) for download in downloads.values()]
-                spread(last=self._held[version].complete)
-                movement = Movement(self.stall_s)
-                while not all(task.done() for task in running):
-                    await asyncio.sleep(self.poll_s)
-                    if not self._held[version].complete:
-                        await self._adopted(sources, version)
-                        spread(last=self._held[version].complete)
-                    each = downloads.values()
-                    done = sum(download.named + download.done for download in each)
-                    if movement.stalled(done, sum(download.moved_bytes for download in each)):
-                        raise FetchError(f"version {version} made no progress for {self.stall_s} s; check upstream")
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
+        ids = [self.store.id, *self.place.siblings]
+        entries = [entry for entry in self._held[version].streams[part].entries() if (part, entry) in missing]
+        await Download(
+            sources,
+            version,
+            part,
+            [[entry for entry in entries if owners_of(entry, ids)[0] == owner] for owner in ids],
+            lambda shard: ShardFile(self.store, version, part, shard),
+            parallel=self.parallel,
+            deadline_s=time.monotonic() + self.version_timeout_s,
+            stall_s=self.stall_s,
+            order=self.place.order,
+            on_shard=lambda shard: missing.discard((part, shard)),
+        ).run()
 
     def _open_held(self) -> None:
         for version in self.store.versions():

@@ -55,7 +55,7 @@ class Held:
         return max(0, min(stream.shard_size_bytes, stream.size_bytes - index * stream.shard_size_bytes))
 
     def shard_hash(self, part: Part, index: int) -> str:
-        """In hex; "" while the manifest does not name it yet."""
+        """In hex."""
         return self.hashes[part][index * HASH_BYTES : (index + 1) * HASH_BYTES].hex()
 
 
@@ -101,7 +101,6 @@ def _parse(store: Store, version: int) -> Held:
 
 
 LOOK_AGAIN_S = 0.05
-ETAG_ANY = "*"
 PIECE_BYTES = 8 << 20  # between two renewals of the version's lease
 TLS_PIECE_BYTES = 256 << 10
 
@@ -208,7 +207,7 @@ async def _versions(request: web.Request) -> web.StreamResponse:
 
 async def _manifest(request: web.Request) -> web.StreamResponse:
     version, _ = _version(request)
-    # Caches must ask again: it is replaced as it grows, and by an origin that starts over.
+    # Caches must ask again: an origin that starts over publishes another one under the same name.
     return _File(request.app[SHELF].manifest_path(version), headers=FRESH)
 
 
@@ -221,8 +220,6 @@ async def _shard(request: web.Request) -> web.StreamResponse:
     if not size_bytes:
         raise web.HTTPNotFound
     etag = held.shard_hash(part, index)
-    if etag and (unwanted := _unwanted(request, etag)):
-        return unwanted
     asked = _asked_range(request, etag)
     path = shelf.shard_path(version, part, index)
     deadline_s = time.monotonic() + shelf.wait_s
@@ -240,8 +237,7 @@ async def _shard(request: web.Request) -> web.StreamResponse:
     with file:
         start_bytes, end_bytes = _range(asked, size_bytes)
         response = web.StreamResponse(headers=BYTES | caching)
-        if etag:
-            response.etag = etag
+        response.etag = etag
         if asked:
             response.set_status(206)
             response.headers["Content-Range"] = f"bytes {start_bytes}-{end_bytes - 1}/{size_bytes}"
@@ -319,18 +315,6 @@ def _version(request: web.Request) -> tuple[int, Held]:
     if request.method == "GET":
         shelf.store.lease(version)
     return version, held
-
-
-def _unwanted(request: web.Request, etag: str) -> web.Response | None:
-    """The answer to a request whose If-Match or If-None-Match rules this shard out (RFC 9110, 13.2.2)."""
-    wanted, had = request.if_match, request.if_none_match
-    if wanted is not None and not any(tag.value in (etag, ETAG_ANY) and not tag.is_weak for tag in wanted):
-        return web.Response(status=412)
-    if had is not None and any(tag.value in (etag, ETAG_ANY) for tag in had):
-        answer = web.Response(status=304, headers=FOREVER)
-        answer.etag = etag
-        return answer
-    return None
 
 
 def _range(asked: Asked, size_bytes: int) -> tuple[int, int]:

@@ -38,10 +38,6 @@ class NoRouteError(FetchError):
     """No server offers the parent of a delta yet."""
 
 
-class ReplacedError(FetchError):
-    """An incomplete version was abandoned by its publisher and published again."""
-
-
 def first_error(errors: ExceptionGroup) -> Exception:
     """The first FetchError of several tasks, else the first exception (a bug)."""
     return next((error for error in errors.exceptions if isinstance(error, FetchError)), errors.exceptions[0])

@@ -35,6 +35,7 @@ from shoal.shardcast.manifest import (
     Newest,
     ShardEntry,
     SignedManifest,
+    Stream,
     latest,
     parse_version,
     version_name,
@@ -103,7 +104,7 @@ class Partial:
 
 
 class PartialShard:
-    """Stores one shard: see `download.ShardSink`."""
+    """Stores one shard: see `sources.ShardSink`."""
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
         self.partial, self.shard = partial, shard
@@ -213,7 +214,7 @@ class Cache:
             _, manifest = self.offer(version)
         except (OSError, ManifestError):
             return None
-        complete = manifest.complete and StreamFiles(self.folder(version), manifest.files).sizes_match()
+        complete = StreamFiles(self.folder(version), manifest.files).sizes_match()
         return manifest if complete and digest in (None, manifest.digest) else None
 
     def _note_verified(self, manifest: Manifest, files: StreamFiles) -> None:
@@ -237,12 +238,12 @@ class Cache:
             raise FetchError(f"{folder} is not a fetched version; move it away, or choose another folder")
 
     def add(
-        self, folder: Path, signed: SignedManifest, manifest: Manifest, *, written: Sequence[str] | None = None
+        self, folder: Path, signed: SignedManifest, manifest: Manifest, *, written: Stream | None = None
     ) -> Path | None:
         """Verifies the files in `folder` and renames it to its final name. Removes it and returns None if they are wrong.
-        `written`: the hashes of the shards of their bytes, taken while they were written; otherwise they are read back."""
+        `written`: what was hashed while they were written; otherwise they are read back."""
         files = StreamFiles(folder, manifest.files)
-        right = files.match(manifest.content) if written is None else tuple(written) == manifest.content.shards
+        right = files.match(manifest.content) if written is None else written == manifest.content
         if not (right and files.sizes_match()):
             discard(folder)
             return None

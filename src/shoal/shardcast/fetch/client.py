@@ -1,12 +1,13 @@
 """The client: downloads a published version from relays into a local folder, in full or as deltas of a cached version.
 
-    plan      choose the streams with the fewest bytes from what the cache holds to the version
-    fetch     download each stream from several relays at once
+    find      the newest version: of those that servers offer, and of those that are here
+    plan      the route with the fewest bytes: an anchor or a cached version, and the deltas after it
+    fetch     each stream from several relays at once
     apply     make the version from the one before and all deltas since, in one pass
     verify    compare every file with the signed manifest; then the folder gets its final name
 
-Invariant: the folder that `fetch` returns holds exactly the files that the learner published, and never an older version
-than the client already holds, unless the caller asks for that number.
+Invariant: the folder that `fetch` returns holds exactly the files that the learner published. A client never goes back: not
+to a publication that its origin left, nor to an older version than it holds, unless the caller asks for that number.
 Called by workers, validators and `shoal fetch`, from any thread without an event loop. Several clients may share a cache.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from relays in parallel, assemble and verify.
 """
@@ -14,54 +15,44 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from rela
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial as bind
 from itertools import cycle
 from pathlib import Path
 
 from shoal.files import discard
 from shoal.shardcast import delta
 from shoal.shardcast.delta import DeltaError, Link
-from shoal.shardcast.fetch import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors
+from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, SourceError, disk_errors
 from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial, delta_path
-from shoal.shardcast.fetch.download import fetch_stream
-from shoal.shardcast.fetch.plan import Freshness, Step, offered, plan
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
-from shoal.shardcast.fetch.sources import CATCHES_UP_IN_S, Sources
-from shoal.shardcast.files import Cutter, alongside
-from shoal.shardcast.manifest import FileEntry, Manifest
+from shoal.shardcast.fetch.sources import CATCHES_UP_IN_S, Download, Sources
+from shoal.shardcast.files import Cutter, LayoutError, alongside
+from shoal.shardcast.manifest import FileEntry, Manifest, Newest, Part, Stream, latest
 
 LOOK_AGAIN_S = 0.2
+STALL_S = 60.0
 WITNESSES = 2  # servers asked for their newest version, as one may be behind
-
-
-@dataclass(frozen=True)
-class FetchReport:
-    version: int
-    transferred_bytes: int  # over the network, including manifests and rejected shards
-    reused_bytes: int  # from the cache or an interrupted fetch
-    seconds: float
-    complaints: tuple[str, ...]  # the last failure of each relay
-    rates_Bps: dict[str, float]  # by URL
-    parent: int | None = None  # the cached version that the deltas started from
 
 
 @dataclass
 class Progress:
-    """Progress of the running fetch; other threads may read it."""
+    """Progress of the last fetch; other threads may read it."""
 
     doing: str = ""
     version: int | None = None
     total_bytes: int = 0  # of the streams to fetch
-    transferred_bytes: int = 0
+    transferred_bytes: int = 0  # over the network, including manifests and rejected shards
     by_source: dict[str, int] = field(default_factory=dict)
-    reused_bytes: int = 0
-    complaints: dict[str, str] = field(default_factory=dict)
-    parent: int | None = None
+    reused_bytes: int = 0  # from the cache or an interrupted fetch
+    complaints: dict[str, str] = field(default_factory=dict)  # the last failure of each server
+    parent: int | None = None  # the cached version that the deltas started from
 
     def note(self, error: SourceError) -> None:
         self.complaints[error.url] = str(error)
@@ -95,7 +86,6 @@ class Client:
         self.cache = Cache(cache, public_key=access.public_key, run=access.run, keep=keep)
         self.parallel, self.timeout_s, self.wait_s, self.max_age_s = parallel, timeout_s, wait_s, max_age_s
         self.progress = Progress()
-        self.last_report: FetchReport | None = None
 
     def latest(self) -> Manifest | None:
         """The newest version that the relays asked, or this client, have; None if nothing is published.
@@ -119,17 +109,8 @@ class Client:
             held = asyncio.run(self._fetch_version(version, digest, started_s + self.timeout_s))
         else:
             self.progress.reused_bytes = held[1].size_bytes
-        progress = self.progress
-        seconds = time.monotonic() - started_s
-        self.last_report = FetchReport(
-            version=held[1].version,
-            transferred_bytes=progress.transferred_bytes,
-            reused_bytes=progress.reused_bytes,
-            seconds=seconds,
-            complaints=tuple(progress.complaints.values()),
-            rates_Bps={url: size_bytes / seconds for url, size_bytes in progress.by_source.items()},
-            parent=progress.parent,
-        )
+        progress, seconds = self.progress, time.monotonic() - started_s
+        progress.version = held[1].version
         if progress.total_bytes:
             self.access.on_fetched(
                 Arrival(
@@ -137,7 +118,7 @@ class Client:
                     size_bytes=progress.transferred_bytes,
                     took_s=seconds,
                     at_s=started_s + seconds,
-                    rates_Bps=self.last_report.rates_Bps,
+                    rates_Bps={url: size_bytes / seconds for url, size_bytes in progress.by_source.items()},
                     behind_s=max(time.time() - held[1].created_s, 0.0),
                 )
             )
@@ -168,8 +149,6 @@ class Client:
                         if time.monotonic() >= wait_until_s:
                             raise FetchError(f"{error} (waited {time.monotonic() - began_s:.1f} s)") from error
                         self.progress.doing = f"waiting: {error}"
-                    except ReplacedError:
-                        continue
                     except FetchError:
                         if not await self._moved_on(sources, offer, version, digest, deadline_s):
                             raise
@@ -183,7 +162,7 @@ class Client:
             offer = await self._find(sources, version, digest, time.monotonic(), deadline_s)
         except FetchError:
             return False
-        return offer is not None and not offer[1].extends(begun[1])
+        return offer is not None and offer[1] != begun[1]
 
     async def _obtain(
         self, sources: Sources, offer: Offer, digest: str | None, deadline_s: float
@@ -216,8 +195,7 @@ class Client:
         held = self.cache.held(offer[1].version, digest)
         if held is None:
             return None
-        later = held[1].publication == offer[1].publication and held[1].created_s > offer[1].created_s
-        if digest is None and not (later or held[1].extends(offer[1])):
+        if digest is None and offer[1].supersedes(held[1]):
             return None
         self.progress.reused_bytes = held[1].size_bytes
         return held
@@ -264,7 +242,7 @@ class Client:
             if fresh.too_old(newest):
                 raise fresh.withheld(newest, self.urls)
             return newest
-        return max(offers, key=lambda o: (o[1].created_s, len(o[1].content.shards)), default=None)
+        return max(offers, key=lambda offer: offer[1].created_s, default=None)
 
     async def _follow_plan(
         self, sources: Sources, start: int | None, steps: list[Step], deadline_s: float
@@ -281,31 +259,38 @@ class Client:
             files = offer[1].files if part == "full" else [FileEntry(path="delta", size_bytes=stream.size_bytes)]
             partial = Partial(self.cache.temporary(offer[1].version, part), files, stream.shard_size_bytes)
             self.progress.reused_bytes += sum(map(partial.recorded_bytes, stream.entries()))
-            fetched = await fetch_stream(sources, offer, part, partial, parallel=self.parallel, deadline_s=deadline_s)
+            await Download(
+                sources,
+                offer[1].version,
+                part,
+                [stream.entries()],
+                partial.sink,
+                parallel=self.parallel,
+                deadline_s=deadline_s,
+                stall_s=STALL_S,
+            ).run()
             if part == "full":
                 folder = partial.files
-                if len(steps) == 1:
-                    signed, manifest = fetched  # it may have grown meanwhile
             else:
                 links.append(
                     Link(partial.files / "delta", tuple((file.path, file.size_bytes) for file in offer[1].files))
                 )
         assert folder is not None
-        hashes: list[str] | None = None  # of the last files, taken while they were written
+        written: Stream | None = None  # of the last files, hashed while they were written
         if links:
             made = self._apply(folder, links, manifest)
             if made is None:
                 return None
-            folder, hashes = made
-        final = self.cache.add(folder, signed, manifest, written=hashes)
+            folder, written = made
+        final = self.cache.add(folder, signed, manifest, written=written)
         if final is None:
             return None
         if start is not None:
             self.progress.parent = start
         return final, manifest
 
-    def _apply(self, folder: Path, links: list[Link], manifest: Manifest) -> tuple[Path, list[str]] | None:
-        """The folder that these deltas make of `folder`, and the hashes of its content; None if they do not fit."""
+    def _apply(self, folder: Path, links: list[Link], manifest: Manifest) -> tuple[Path, Stream] | None:
+        """The folder that these deltas make of `folder`, and its content; None if they do not fit."""
         with disk_errors(self.cache.path):
             try:
                 runs = delta.passes(links)
@@ -319,11 +304,11 @@ class Client:
                     if folder.name.startswith("."):
                         discard(folder)
                     folder = result
-            except DeltaError:
+                content = hashing.finish(manifest.size_bytes)
+            except (DeltaError, LayoutError):
                 return None
             links[-1].delta.replace(delta_path(self.cache.folder(manifest.version)))
-        hashing.finish()
-        return folder, hashing.shards
+        return folder, content
 
     @asynccontextmanager
     async def _sources(self) -> AsyncIterator[Sources]:
@@ -344,6 +329,128 @@ class Client:
             finally:
                 reporting.cancel()
                 progress.by_source, progress.transferred_bytes = sources.by_source(), sources.received_bytes
+
+
+class Freshness:
+    """For one question: `here` is read once."""
+
+    def __init__(self, access: Access, cache: Cache, max_age_s: float | None) -> None:
+        self.access, self.cache, self.max_age_s = access, cache, max_age_s
+        self.here = cache.newest(time.time())
+
+    def outdated(self, manifest: Manifest) -> bool:
+        """Whether the origin has left the manifest's publication, as far as this client knows."""
+        stated = self.access.newest or Newest.of(manifest)
+        believed = latest(stated, Newest.of(self.here) if self.here else None, time.time())
+        return believed is not None and believed.outdates(manifest)
+
+    def newest(self, offers: Sequence[Offer]) -> Offer | None:
+        """The newest of these and of what is here: a server that is behind cannot take a client back."""
+        current = [offer for offer in offers if not self.outdated(offer[1])]
+        best = max(current, key=lambda o: (o[1].version, o[1].created_s), default=None)
+        here = self.here
+        if here is None or self.outdated(here):
+            return best
+        behind = best is None or (best[1].version < here.version and best[1].created_s <= here.created_s)
+        return self.cache.offer(here.version) if behind else best
+
+    def too_old(self, offer: Offer | None) -> bool:
+        """Whether the limit on age demands a newer version than this one."""
+        stated = self.access.newest
+        if self.max_age_s is None or stated is None:
+            return False
+        return offer is None or stated.outdates(offer[1]) or offer[1].version < stated.version
+
+    def check_age(self, urls: Sequence[str]) -> None:
+        """Raises FetchError unless the origin's latest statement is recent enough, by this machine's clock."""
+        stated, limit_s = self.access.newest, self.max_age_s
+        age_s = time.time() - stated.as_of_s if stated else math.inf
+        if limit_s is None or abs(age_s) <= limit_s:
+            return
+        age = f"is {abs(age_s):.0f} s {'old' if age_s > 0 else 'ahead of this clock'}" if stated else "is missing"
+        raise FetchError(
+            f"the origin's statement of its newest version {age}, --max-age allows {limit_s:.0f} s; "
+            f"{', '.join(urls)} may be cut off from the origin, or it stopped, or a clock is wrong: ask others"
+        )
+
+    def withheld(self, offer: Offer | None, urls: Sequence[str]) -> FetchError:
+        """Why `too_old` is an error."""
+        stated, best = self.access.newest, f"version {offer[1].version}" if offer else "none of it"
+        assert stated is not None
+        return FetchError(
+            f"the origin's newest version is {stated.version}, and {', '.join(urls)} offer {best}; "
+            "with --max-age nothing older is taken: wait, or ask others"
+        )
+
+
+OFFERS_TRIED = 5  # newest versions of one relay, until a manifest is valid
+
+Step = tuple[Offer, Part]
+
+
+async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None, list[Step]]:
+    """The cached version to start from, or None, and the streams to fetch from there. Raises NoRouteError."""
+    routes: list[tuple[int, int | None, list[Step]]] = []
+    deltas: list[Step] = []  # from the version considered now to the wanted one
+    reasons: dict[str, str] = {}  # by URL, why it does not offer the last parent
+    while True:
+        manifest = offer[1]
+        cost_bytes = sum(o[1].streams[part].size_bytes for o, part in deltas)
+        if deltas and cache.manifest(manifest.version, manifest.digest):
+            routes.append((cost_bytes, manifest.version, deltas))
+            break  # earlier versions cost more
+        if manifest.anchor:
+            routes.append((cost_bytes + manifest.size_bytes, None, [(offer, "full"), *deltas]))
+            if not cache.versions():
+                break
+        if manifest.delta is None or cost_bytes > min((route[0] for route in routes), default=cost_bytes):
+            break
+        deltas = [(offer, "delta"), *deltas]
+        parent, digest = manifest.delta.parent, manifest.delta.parent_digest
+        found = cache.offer(parent) if cache.manifest(parent, digest) else None
+        if found is None:
+            answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest))
+            found = next((answer for answer in answers.values() if answer), None)
+        if found is None:
+            break
+        offer = found
+    if not routes:
+        child = deltas[0][0][1]
+        why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
+        raise NoRouteError(
+            f"no relay holds version {child.delta and child.delta.parent}, the parent of version {child.version} "
+            f"({why}); add a relay that has it, or try again later"
+        )
+    _, start, steps = min(routes, key=lambda route: route[0])
+    return start, steps
+
+
+async def offered(
+    source: Source,
+    *,
+    version: int | None,
+    digest: str | None,
+    outdated: Callable[[Manifest], bool] = lambda manifest: False,
+) -> Offer | None:
+    """The valid manifest that one server offers; None if it says that nothing is published. Raises SourceError: after one
+    bad manifest the server is not asked for another."""
+    versions = [version] if version is not None else (await source.listing()).versions[:OFFERS_TRIED]
+    refused: SourceError | None = None
+    for candidate in versions:
+        try:
+            offer = await source.manifest(candidate)
+        except NotHeld as error:
+            refused = error
+            continue
+        if digest not in (None, offer[1].digest):
+            refused = NotHeld(source.url, f"version {candidate} has digest {offer[1].digest}, expected {digest}")
+        elif not outdated(offer[1]):
+            return offer
+        elif version is not None:
+            refused = NotHeld(source.url, f"offers a version {candidate} of before the origin started over")
+    if refused is not None:
+        raise refused
+    return None
 
 
 POLL_S = 0.2

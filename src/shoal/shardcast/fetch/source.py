@@ -13,12 +13,10 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from socket import SO_RCVLOWAT, SOL_SOCKET
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -46,14 +44,18 @@ from shoal.shardcast.manifest import (
 
 
 class Standing:
-    """Both figures are moving averages. Both heal with time, so a server that was down or slow is tried again."""
+    """The record of one server, which every request to it reads and writes. All of it heals with time, so a server that was
+    down or slow is tried again."""
 
-    WEIGHT = 0.25  # of the newest shard
+    WEIGHT = 0.25  # of the newest figure in the moving averages
     HEALS_IN_S = 30.0
     FORGOTTEN_AFTER_S = 60.0
-    SILENT_S = 10.0  # how long a server that did not answer is asked after the others
     SUSPECT_S = 60.0  # how long a server that gave a bad answer is asked only where no other answers
-    SILENT_ONCE_S = 1.0  # the same for shards, whose sender may only have been slow to begin
+    SILENT_S, SILENT_ONCE_S = (
+        10.0,
+        1.0,
+    )  # how long a silent server is asked last; the first time, as it may only be slow
+    HEALTHY = 0.5  # success rate
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -62,21 +64,22 @@ class Standing:
         self._answer_s: float | None = None
         self._unanswered, self._silent_s = 0, -math.inf  # requests in a row, and when the last one was given up
         self._bad_s = -math.inf
+        self._failures, self._rest_until_s = 0, -math.inf  # failures in a row
 
     def success(self) -> float:
+        """The share of requests that succeed, a moving average."""
         return 1 - (1 - self._success) * math.exp(-(self._clock() - self._counted_s) / self.HEALS_IN_S)
 
     def speed_Bps(self) -> float | None:
-        """The speed of one shard at a time; None if it was not measured recently."""
+        """The speed of one shard at a time, a moving average; None if it was not measured recently."""
         return self._speed_Bps if self._clock() - self._measured_s < self.FORGOTTEN_AFTER_S else None
+
+    def answer_s(self) -> float | None:
+        """How long it takes to answer a question, a moving average; None if it never did."""
+        return self._answer_s
 
     def silent(self) -> bool:
         """Whether it let a request wait not long ago, and has answered none since."""
-        return self._unanswered > 0 and self._clock() - self._silent_s < self.SILENT_S
-
-    def avoided(self) -> bool:
-        """Whether shards come from others. After one request without an answer: for as long as one fetch of a delta takes,
-        so that a fetch loses time to it only once. After two in a row: as long as it is `silent`."""
         limit_s = self.SILENT_S if self._unanswered > 1 else self.SILENT_ONCE_S
         return self._unanswered > 0 and self._clock() - self._silent_s < limit_s
 
@@ -84,9 +87,14 @@ class Standing:
         """Whether it gave a bad answer not long ago."""
         return self._clock() - self._bad_s < self.SUSPECT_S
 
-    def answer_s(self) -> float | None:
-        """How long it takes to answer a question, a moving average; None if it never did."""
-        return self._answer_s
+    def rest_s(self) -> float:
+        """How long it should be left alone."""
+        return max(self._rest_until_s - self._clock(), 0.0)
+
+    def healthy(self) -> bool:
+        """Whether nothing is wrong with it. To lack something yet is not wrong."""
+        resting = self._failures > 0 and self.rest_s() > 0
+        return not resting and not self.silent() and self.success() >= self.HEALTHY
 
     def answered(self, seconds: float) -> None:
         known_s = seconds if self._answer_s is None else self._answer_s
@@ -99,10 +107,10 @@ class Standing:
     def answered_badly(self) -> None:
         """Its list or manifest was one that no honest server gives: too large, malformed, or not signed by the learner."""
         self._bad_s = self._clock()
-        self.failed()
+        self._count(0.0)
 
     def delivered(self, size_bytes: int, seconds: float) -> None:
-        self._unanswered = 0
+        self._unanswered = self._failures = 0
         newest_Bps = size_bytes / max(seconds, 1e-6)
         known_Bps = self.speed_Bps() or newest_Bps
         self._speed_Bps, self._measured_s = known_Bps + self.WEIGHT * (newest_Bps - known_Bps), self._clock()
@@ -112,9 +120,15 @@ class Standing:
         """The server became far slower than others: replaces the average."""
         self._speed_Bps, self._measured_s = size_bytes / seconds, self._clock()
 
-    def failed(self) -> None:
-        """Lowers the success rate; the speed stays."""
+    def failed(self, first_rest_s: float, longest_rest_s: float) -> None:
+        """Lowers the success rate, not the speed, and gives it a rest, which doubles with each failure."""
         self._count(0.0)
+        self.rest(min(first_rest_s * 2 ** min(self._failures, 10), longest_rest_s))
+        self._failures += 1
+
+    def rest(self, seconds: float) -> None:
+        """It asked for this, or lacks something yet: no failure."""
+        self._rest_until_s = self._clock() + seconds
 
     def _count(self, success: float) -> None:
         self._success, self._counted_s = self.success() + self.WEIGHT * (success - self.success()), self._clock()
@@ -165,7 +179,7 @@ class Access:
 
 LARGE_BYTES = 256 << 10  # a manifest beyond this is parsed beside the event loop
 READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for a shard, for an answer
-WAKE_BYTES = 32 << 10  # also the least that a sender of a shard sends within the idle timeout
+LEAST_SENT_BYTES = 32 << 10  # of a shard, within the idle timeout
 LONGEST_RETRY_AFTER_S = 30.0
 
 Offer = tuple[SignedManifest, Manifest]
@@ -250,7 +264,7 @@ class Source:
         self.answer_timeout_s = answer_timeout_s
         self.token, self.reach, self.heard = token, reach, heard
         self.proxy = proxy_for(self.url)
-        self.received_bytes = self.shard_bytes = 0
+        self.received_bytes = 0
 
     async def listing(self) -> Listing:
         """The versions that the server claims to have, newest first, and its path from the origin."""
@@ -285,23 +299,17 @@ class Source:
             if incoming.size_bytes and not _continues(response, incoming.size_bytes):
                 incoming.restart()  # the server ignores ranges and sends all of it
             incoming.senders.add(self.url)
-            coming_bytes = response.content_length or 0  # as the server claims
-            with _seldom_woken(response) as expect:
-                expect(coming_bytes)
-                since_s, since_bytes = time.monotonic(), self.shard_bytes
-                async for chunk in response.content.iter_any():
-                    self.received_bytes += len(chunk)
-                    self.shard_bytes += len(chunk)
-                    if incoming.size_bytes + len(chunk) > shard.size_bytes:
-                        incoming.restart()
-                        raise BadData(self.url, f"{what} is longer than its {shard.size_bytes} bytes")
-                    incoming.take(chunk)
-                    coming_bytes -= len(chunk)
-                    expect(coming_bytes)
-                    if (took_s := time.monotonic() - since_s) >= self.idle_timeout_s:
-                        if (sent_bytes := self.shard_bytes - since_bytes) < WAKE_BYTES:
-                            raise SourceError(self.url, f"sent {sent_bytes} bytes of {what} in {took_s:.0f} s")
-                        since_s, since_bytes = time.monotonic(), self.shard_bytes
+            since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
+            async for chunk in response.content.iter_any():
+                self.received_bytes += len(chunk)
+                if incoming.size_bytes + len(chunk) > shard.size_bytes:
+                    incoming.restart()
+                    raise BadData(self.url, f"{what} is longer than its {shard.size_bytes} bytes")
+                incoming.take(chunk)
+                if (took_s := time.monotonic() - since_s) >= self.idle_timeout_s:
+                    if (sent_bytes := incoming.arrived_bytes - since_bytes) < LEAST_SENT_BYTES:
+                        raise SourceError(self.url, f"sent {sent_bytes} bytes of {what} in {took_s:.0f} s")
+                    since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
         if incoming.size_bytes != shard.size_bytes:  # although nothing broke: the server says that this is all
             raise BadData(self.url, f"{what} ended after {incoming.size_bytes} of {shard.size_bytes} bytes")
         if not incoming.matches():
@@ -375,26 +383,6 @@ class Source:
 
     def _through(self) -> str:
         return f" through the proxy {self.proxy.shown}, which the environment names" if self.proxy else ""
-
-
-@contextmanager
-def _seldom_woken(response: aiohttp.ClientResponse) -> Iterator[Callable[[int], None]]:
-    """Wakes this process once per `WAKE_BYTES` of a body instead of once per packet, which on a slow link is most of the
-    CPU time. The block passes the number of bytes still expected, so that the last ones are reported at once."""
-    connection = response.connection
-    socket = connection.transport.get_extra_info("socket") if connection and connection.transport else None
-    if socket is None or sys.platform != "linux":
-        yield lambda left_bytes: None
-        return
-
-    def report_at(size_bytes: int) -> None:
-        with suppress(OSError):  # already closed
-            socket.setsockopt(SOL_SOCKET, SO_RCVLOWAT, max(size_bytes, 1))
-
-    try:
-        yield lambda left_bytes: report_at(min(left_bytes, WAKE_BYTES))
-    finally:
-        report_at(1)
 
 
 def _continues(response: aiohttp.ClientResponse, offset_bytes: int) -> bool:

@@ -1,12 +1,17 @@
 """All servers that a downloader may use: which one to ask next, and what to do when it fails.
 
-Questions (lists, manifests) go to few servers, never to all: to another one when one fails, has nothing or is silent. One
-that gave a bad answer is asked for a while only where no other answers.
-For a shard, a client draws a server at random, in proportion to its expected throughput (see `Standing`), and not simply
-the best one. This spreads the load and keeps the figures fresh. A relay passes an order instead. A server that sends wrong
-bytes is excluded for that shard after `strikes` tries, one that does not have it after a moment. One that is silent or
-refuses rests, longer after each failure.
-Invariant: a shard is delivered correct or not at all. Every server that was asked a question has an answer or a reason.
+Every request goes to the first of one ranking (`Sources.ranked`), made of each server's `Standing`. Servers that gave a bad
+answer come last, before them those that rest after a failure, the fallback, the silent. All others are drawn at random, in
+proportion to their expected throughput: this spreads the load and keeps the figures fresh. (A relay passes an order for
+shards instead.)
+
+    questions (lists, manifests)   go to few servers, and to another one when one fails, has nothing or is silent
+    shards                         go to one server at a time; when it fails, is silent or too slow, the next one continues
+                                   at the same byte. One that sends wrong bytes is left out after `strikes` tries, one that
+                                   does not have the shard after a moment.
+
+Invariant: a shard is delivered correct or not at all, and `done` of its sink is called once, after its hash matched. Every
+server that was asked has an answer or a reason. A download that does not move ends with an error, whatever servers send.
 Paper: INTELLECT-2 (arXiv 2505.07291): success rate times bandwidth, with a healing factor.
 """
 
@@ -15,81 +20,29 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from statistics import median
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
-from shoal.shardcast.fetch import BadData, FetchError, NotHeld, SourceError
-from shoal.shardcast.fetch.source import Access, Incoming, Source, Standing, open_session
+from shoal.shardcast.fetch import BadData, FetchError, NotHeld, SourceError, first_error
+from shoal.shardcast.fetch.source import Access, Incoming, Sink, Source, Standing, open_session
 from shoal.shardcast.manifest import Part, ShardEntry
 
 T = TypeVar("T")
-Question = Callable[[Source], Awaitable[T]]
+Question = Callable[[Source], Coroutine[Any, Any, T]]
 OnFailure = Callable[[SourceError], None]
+Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
 
+HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # until another server is asked the same
 SILENCE = 0.9  # of hedge_s without an answer counts as silence
 NOTHING_YET = 10  # times hedge_s: how long the rest may take after others answered that they have nothing
-
-
-async def ask_few(
-    waiting: list[Source], question: Question[T], enough: int, *, hedge_s: float, on_failure: OnFailure
-) -> tuple[dict[Source, T], dict[str, str]]:
-    """Asks `enough` servers, in this order, and the next one each time one fails, has nothing or is silent for `hedge_s`.
-
-    Returns the answers, and for each other URL that was asked the reason.
-    """
-    asked: dict[asyncio.Task[T], tuple[Source, float]] = {}
-    answers: dict[Source, T] = {}
-    reasons: dict[str, str] = {}
-    more = enough  # how many to ask now
-    pending: set[asyncio.Task[T]] = set()
-    try:
-        while True:
-            for source in waiting[:more]:
-                task = asyncio.create_task(_answer(question, source))
-                asked[task] = source, loop_time()
-                pending.add(task)
-            waiting = waiting[more:]
-            given = sum(answer is not None for answer in answers.values())
-            if given >= enough or not pending:
-                break
-            if waiting or given:
-                timeout_s: float | None = hedge_s
-            else:  # some may have answered that they have nothing: the rest, who may have it, get longer
-                timeout_s = NOTHING_YET * hedge_s if answers else None
-            done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done and (given or not waiting):
-                break
-            more = 0 if done else 1
-            for task in done:
-                source, asked_s = asked[task]
-                try:
-                    answers[source] = task.result()
-                    more += answers[source] is None
-                except SourceError as error:
-                    reasons[source.url] = error.reason
-                    on_failure(error)
-                    more += 1
-                    if not isinstance(error, NotHeld):
-                        continue
-                source.standing.answered(loop_time() - asked_s)
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-    for source, asked_s in (asked[task] for task in pending):
-        reasons[source.url] = "no answer in time, others answered"
-        if loop_time() - asked_s >= SILENCE * hedge_s:
-            source.standing.unanswered()
-    return answers, reasons
-
-
-async def _answer(question: Callable[[Source], Awaitable[T]], source: Source) -> T:
-    return await question(source)
+CATCHES_UP_IN_S = 1.5  # a server that does not have a version yet
+BROKE_OFF_S = 1.0  # without a byte, in the middle of a shard
+FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one try: multiple of what other servers take, plus a constant
 
 
 def loop_time() -> float:
@@ -97,12 +50,8 @@ def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
-
-CATCHES_UP_IN_S = 1.5  # a server that does not have a version yet
-HEALTHY = 0.5  # success rate
-HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # until another server is asked the same
-FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one try: multiple of what other servers take, plus a constant
+class Silent(SourceError):
+    """The server sent nothing for a while. It may only be far away, or wait for the shard itself."""
 
 
 class Sources:
@@ -122,8 +71,7 @@ class Sources:
         self.on_failure = on_failure
         self.sources: list[Source] = []
         self._gone: list[Source] = []
-        self._failures: Counter[Source] = Counter()  # in a row
-        self._rest_until_s: dict[Source, float] = {}
+        self._took_s: deque[float] = deque(maxlen=50)  # by recent shards
         self.fallback = [self._source(url.rstrip("/")) for url in fallback]
         self.use(urls)
 
@@ -156,11 +104,6 @@ class Sources:
         self._gone = [source for url, source in known.items() if url not in wanted]
 
     @property
-    def shard_bytes(self) -> int:
-        """Bytes of shards received from all servers."""
-        return sum(source.shard_bytes for source in [*self.sources, *self._gone, *self.fallback])
-
-    @property
     def received_bytes(self) -> int:
         return sum(self.by_source().values())
 
@@ -169,15 +112,31 @@ class Sources:
         everyone = [*self.sources, *self._gone, *self.fallback]
         return {source.url: source.received_bytes for source in everyone if source.received_bytes}
 
+    def ranked(self, among: Sequence[Source], strikes: Counter[Source] | None = None) -> list[Source]:
+        """These servers, the one to ask next first. `strikes`: how often each sent wrong bytes of a shard."""
+        best_Bps = max((source.standing.speed_Bps() or 0.0 for source in among), default=0.0) or 1.0
+
+        def key(source: Source) -> tuple[bool, float, bool, bool, int, float]:
+            standing = source.standing
+            speed_Bps = standing.speed_Bps() or best_Bps  # assumed if unmeasured
+            weight = max(standing.success() * speed_Bps / best_Bps, 1e-9)
+            # With these exponents each is first in proportion to its weight (Efraimidis and Spirakis 2006).
+            draw = -math.log(1 - random.random()) / weight
+            struck = strikes[source] if strikes else 0
+            return standing.suspect(), standing.rest_s(), source in self.fallback, standing.silent(), struck, draw
+
+        return sorted(among, key=key)
+
     async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
-        """Asks `enough` servers, drawn by standing, and another one each time one fails, has nothing (NotHeld or None) or
-        is silent for `hedge_s`, until `enough` have given something. The fallback is asked if none answers, and then those
-        that gave a bad answer not long ago. Returns the answers, and for each other URL that was asked the reason. So a
-        silent server delays a question by `hedge_s`, and only the first one: the next ones go to others."""
-        servers, reasons = self._by_standing(), dict[str, str]()
-        suspects = [source for source in [*servers, *self.fallback] if source.standing.suspect()]
-        for group in (servers, self.fallback, suspects):
-            waiting = [source for source in group if group is suspects or source not in suspects]
+        """Asks `enough` servers, and another one each time one fails, has nothing (NotHeld or None) or is silent for
+        `hedge_s`, until `enough` have given something. The fallback is asked if none answers, and then those that gave a
+        bad answer not long ago. Returns the answers, and for each other URL that was asked the reason. So a silent server
+        delays a question by `hedge_s`, and only the first one: the next ones go to others."""
+        reasons: dict[str, str] = {}
+        answers: dict[Source, T] = {}
+        suspects = [source for source in [*self.sources, *self.fallback] if source.standing.suspect()]
+        for group in (self.sources, self.fallback, suspects):
+            waiting = self.ranked([source for source in group if group is suspects or source not in suspects])
             answers, more = await self._ask(waiting, question, enough)
             reasons |= more
             if answers:
@@ -201,73 +160,111 @@ class Sources:
     async def _ask(
         self, waiting: list[Source], question: Question[T], enough: int
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        return await ask_few(waiting, question, enough, hedge_s=self.hedge_s(), on_failure=self.on_failure)
-
-    def _by_standing(self) -> list[Source]:
-        """All servers in the order in which questions go to them: drawn by expected throughput, silent ones last."""
-        best_Bps = max((source.standing.speed_Bps() or 0.0 for source in self.sources), default=0.0) or 1.0
-
-        def draw(source: Source) -> tuple[bool, bool, float]:
-            weight = max(source.standing.success() * (source.standing.speed_Bps() or best_Bps) / best_Bps, 1e-9)
-            # With these exponents each is first in proportion to its weight (Efraimidis and Spirakis 2006).
-            return source.standing.silent(), self.resting(source), -(math.log(1 - random.random()) / weight)
-
-        return sorted(self.sources, key=draw)
+        """Asks `enough` servers, in this order, and the next one each time one fails, has nothing or is silent."""
+        hedge_s = self.hedge_s()
+        asked: dict[asyncio.Task[T], tuple[Source, float]] = {}
+        answers: dict[Source, T] = {}
+        reasons: dict[str, str] = {}
+        pending: set[asyncio.Task[T]] = set()
+        more = enough  # how many to ask now
+        try:
+            while True:
+                for source in waiting[:more]:
+                    task = asyncio.create_task(question(source))
+                    asked[task] = source, loop_time()
+                    pending.add(task)
+                waiting = waiting[more:]
+                given = sum(answer is not None for answer in answers.values())
+                if given >= enough or not pending:
+                    break
+                timeout_s: float | None = hedge_s
+                if not (waiting or given):  # if others have nothing, the rest, who may have it, get longer
+                    timeout_s = NOTHING_YET * hedge_s if answers else None
+                done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done and (given or not waiting):
+                    break
+                more = 0 if done else 1
+                for task in done:
+                    source, asked_s = asked[task]
+                    try:
+                        answers[source] = task.result()
+                        more += answers[source] is None
+                    except SourceError as error:
+                        reasons[source.url] = error.reason
+                        self.on_failure(error)
+                        more += 1
+                        if not isinstance(error, NotHeld):
+                            continue
+                    source.standing.answered(loop_time() - asked_s)
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+        for source, asked_s in (asked[task] for task in pending):
+            reasons[source.url] = "no answer in time, others answered"
+            if loop_time() - asked_s >= SILENCE * hedge_s:
+                source.standing.unanswered()
+        return answers, reasons
 
     async def shard(
-        self,
-        version: int,
-        part: Part,
-        incoming: Incoming,
-        *,
-        deadline_s: float,
-        order: Order | None = None,
-        avoid: Source | None = None,
-        on_try: Callable[[Source], None] = lambda source: None,
+        self, version: int, part: Part, incoming: Incoming, *, deadline_s: float, order: Order | None = None
     ) -> None:
-        """Fetches one shard and verifies it. `deadline_s` is in the event loop's time. `order` replaces the random choice.
+        """Fetches one shard and verifies it. `deadline_s` is in the event loop's time. `order` replaces the ranking.
         Raises FetchError that names every server that was tried."""
-        shard = incoming.shard
-        bad: Counter[Source] = Counter()
+        shard, limits = incoming.shard, self.access.limits
+        strikes: Counter[Source] = Counter()
         absent_since_s: dict[Source, float] = {}
         reasons: dict[str, str] = {}
+        quiet_s = self._quiet_s()
+        began_s = loop_time()
 
-        def may_have_it(source: Source) -> bool:
-            absent_s = loop_time() - absent_since_s.get(source, math.inf)
-            return bad[source] < self.strikes and absent_s < CATCHES_UP_IN_S
+        def usable() -> list[Source]:
+            everyone = [*self.sources, *self.fallback]
+            return [
+                source
+                for source in (everyone if order is None else order(shard, everyone))
+                if strikes[source] < self.strikes
+                and loop_time() - absent_since_s.get(source, math.inf) < CATCHES_UP_IN_S
+            ]
 
-        while usable := [source for source in self._askable(shard, order) if may_have_it(source)]:
-            others = [source for source in usable if source is not avoid] or usable
-            source = self._pick(others, bad, ordered=order is not None)
-            if not await self._rested(source, deadline_s):
+        while candidates := usable():
+            if order is None:
+                source = self.ranked(candidates, strikes)[0]
+            else:
+                source = min(candidates, key=lambda candidate: strikes[candidate])  # the first in order
+            if (rest_s := source.standing.rest_s()) >= deadline_s - loop_time():
                 break
-            on_try(source)
+            await asyncio.sleep(rest_s)
+            # A relay waits: its siblings may still be receiving the shard. So does who has no other but the fallback.
+            others = any(other not in (source, *self.fallback) for other in candidates)
+            silence_s = quiet_s if others and order is None else math.inf
             try:
-                usual_s = self._usual_s(source, shard.size_bytes - incoming.size_bytes)
-                enough_s = FAR_SLOWER * usual_s + LEAST_S
-                await self._try(source, version, part, incoming, deadline_s, enough_s, alone=len(usable) == 1)
+                alone = len(candidates) == 1
+                await self._try(source, version, part, incoming, deadline_s, silence_s, alone=alone)
+                self._took_s.append(loop_time() - began_s)
                 return
             except SourceError as error:
                 reasons[error.url] = error.reason
                 if isinstance(error, BadData):
-                    bad[source] += 1
-                elif isinstance(error, NotHeld):
+                    strikes[source] += 1
+                if isinstance(error, NotHeld):
                     absent_since_s.setdefault(source, loop_time())
                 else:
                     absent_since_s.clear()  # others may catch up while this one rests
-                self._rest(source, error)
+                if isinstance(error, Silent):
+                    source.standing.unanswered()
+                    quiet_s *= 2  # all of them may be slow to begin
+                elif error.retry_after_s or isinstance(error, NotHeld):  # lagging behind is not a failure
+                    source.standing.rest(error.retry_after_s or limits.first_rest_s / 2)
+                else:
+                    source.standing.failed(limits.first_rest_s, limits.longest_rest_s)
                 self.on_failure(error)
         why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items()) or "no server was available"
-        ending = "the deadline passed" if usable else "every server was tried"
+        ending = "the deadline passed" if candidates else "every server was tried"
         raise FetchError(
             f"shard {shard.index} ({part}) of version {version} could not be fetched, {ending} ({why}); "
             "add a relay, or raise the timeout if these servers are only slow"
         )
-
-    def resting(self, source: Source) -> bool:
-        """Whether it failed recently. Not having something yet does not count."""
-        failing = self._failures[source] > 0 and self._rest_until_s.get(source, 0.0) > loop_time()
-        return failing or source.standing.success() < HEALTHY or source.standing.silent()
 
     async def _try(
         self,
@@ -276,70 +273,53 @@ class Sources:
         part: Part,
         incoming: Incoming,
         deadline_s: float,
-        enough_s: float,
+        silence_s: float,
         *,
         alone: bool,
     ) -> None:
-        """One attempt. A server that hangs or trickles gets all remaining time only if there is no other. One that takes
-        longer than `enough_s` is abandoned; the bytes it sent are kept."""
-        left_s = deadline_s - loop_time()
-        limit_s = left_s if alone else min(self.patience_s, left_s / 2, enough_s)
+        """One attempt. A server that hangs, trickles or takes far longer than others gets all remaining time only if there
+        is no other; one that sends no byte for `silence_s` is left, too. What it sent is kept."""
         started_s, had_bytes = loop_time(), incoming.size_bytes
+        left_s = deadline_s - started_s
+        enough_s = FAR_SLOWER * self._usual_s(source, incoming.shard.size_bytes - had_bytes) + LEAST_S
+        limit_s = left_s if alone else min(self.patience_s, left_s / 2, enough_s)
+        what = f"shard {incoming.shard.index}"
+        sending = asyncio.ensure_future(source.shard(version, part, incoming))
         try:
-            async with asyncio.timeout(limit_s):
-                await source.shard(version, part, incoming)
-            self._failures[source] = 0
-            source.standing.delivered(incoming.size_bytes - had_bytes, loop_time() - started_s)
-        except TimeoutError as error:
-            reason = f"shard {incoming.shard.index} took longer than {limit_s:.1f} s"
-            if enough_s <= limit_s and incoming.size_bytes > had_bytes:
-                source.standing.slowed(incoming.size_bytes - had_bytes, limit_s)
-                raise SourceError(source.url, reason, retry_after_s=self.access.limits.first_rest_s) from error
-            self.patience_s = max(self.patience_s, 2 * limit_s)  # our own link may be slow
-            raise SourceError(source.url, reason) from error
+            seen_bytes, moved_s = had_bytes, started_s
+            while not sending.done():
+                quiet_s = silence_s if incoming.size_bytes == had_bytes else max(silence_s, BROKE_OFF_S)
+                ends_s = min(started_s + limit_s, moved_s + quiet_s)
+                await asyncio.wait([sending], timeout=max(ends_s - loop_time(), 0.0))
+                now_s = loop_time()
+                if incoming.size_bytes != seen_bytes:
+                    seen_bytes, moved_s = incoming.size_bytes, now_s
+                elif not sending.done() and now_s >= moved_s + quiet_s:
+                    raise Silent(source.url, f"sent nothing of {what} for {now_s - moved_s:.1f} s")
+                if not sending.done() and now_s >= started_s + limit_s:
+                    break
+            if sending.done():
+                sending.result()
+                source.standing.delivered(incoming.size_bytes - had_bytes, loop_time() - started_s)
+                return
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        if enough_s <= limit_s and incoming.size_bytes > had_bytes:
+            source.standing.slowed(incoming.size_bytes - had_bytes, limit_s)
+            rest_s: float | None = self.access.limits.first_rest_s
+        else:
+            self.patience_s, rest_s = max(self.patience_s, 2 * limit_s), None  # our own link may be slow
+        raise SourceError(source.url, f"{what} took longer than {limit_s:.1f} s", retry_after_s=rest_s)
+
+    def _quiet_s(self) -> float:
+        """After so long without a byte of a shard another server is asked: twice the time that shards usually take."""
+        return max(self.hedge_s(), 2 * median(self._took_s) if self._took_s else 0.0)
 
     def _usual_s(self, source: Source, size_bytes: int) -> float:
         """The time that the other servers would take for `size_bytes`; infinity if their speed is unknown."""
         known_Bps = [speed for other in self.sources if other is not source and (speed := other.standing.speed_Bps())]
         return size_bytes / median(known_Bps) if known_Bps else math.inf
-
-    def _askable(self, shard: ShardEntry, order: Order | None) -> list[Source]:
-        everyone = [*self.sources, *self.fallback]
-        return everyone if order is None else order(shard, everyone)
-
-    def _pick(self, usable: list[Source], bad: Counter[Source], *, ordered: bool) -> Source:
-        if ordered:
-            return min(usable, key=lambda source: bad[source])  # the first in order
-        now_s = loop_time()
-        usable = [source for source in usable if not source.standing.avoided()] or usable
-        if rested := [s for s in usable if s not in self.fallback and self._rest_until_s.get(s, 0.0) <= now_s]:
-            usable = rested
-
-        def trouble(source: Source) -> tuple[float, int]:
-            return max(self._rest_until_s.get(source, 0.0) - now_s, 0.0), bad[source]
-
-        least = min(trouble(source) for source in usable)
-        free = [source for source in usable if trouble(source) == least]
-        best_Bps = max((source.standing.speed_Bps() or 1.0 for source in free), default=1.0)  # assumed if unmeasured
-        weights = [source.standing.success() * (source.standing.speed_Bps() or best_Bps) for source in free]
-        return random.choices(free, weights)[0]
-
-    def _rest(self, source: Source, error: SourceError) -> None:
-        if error.retry_after_s is None and not isinstance(error, NotHeld):  # lagging behind is not a failure
-            self._failures[source] += 1
-            source.standing.failed()
-        limits, doublings = self.access.limits, min(self._failures[source] - 1, 10)
-        rest_s = error.retry_after_s or min(limits.first_rest_s * 2**doublings, limits.longest_rest_s)
-        self._rest_until_s[source] = loop_time() + rest_s
-
-    async def _rested(self, source: Source, deadline_s: float) -> bool:
-        """Waits until the server may be asked again; returns False if that is after the deadline."""
-        now_s = loop_time()
-        ready_s = max(self._rest_until_s.get(source, 0.0), now_s)
-        if ready_s >= deadline_s:
-            return False
-        await asyncio.sleep(ready_s - now_s)
-        return True
 
     def _source(self, url: str) -> Source:
         return Source(
@@ -353,3 +333,104 @@ class Sources:
             reach=self.access.reach,
             heard=self.access.heard,
         )
+
+
+class ShardSink(Sink, Protocol):
+    """Stores one shard."""
+
+    def begun(self) -> Iterator[bytes]:
+        """The bytes that an earlier process left, from the shard's start."""
+
+    def done(self) -> None:
+        """Called when all of it was written and verified."""
+
+    def close(self) -> None: ...
+
+
+LOOK_AGAIN_S = 0.05
+LEAST_BPS = 1024  # below that a download does not move
+TIMES = 4  # the bytes of a shard that count as movement, as a multiple of its size: it may come again and again
+
+
+class Download:
+    """The shards of one stream, several at a time."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        version: int,
+        part: Part,
+        queues: Sequence[Sequence[ShardEntry]],
+        sink: Callable[[ShardEntry], ShardSink],
+        *,
+        parallel: int,
+        deadline_s: float,
+        stall_s: float,
+        order: Order | None = None,
+        on_shard: Callable[[ShardEntry], None] = lambda shard: None,
+    ) -> None:
+        """`parallel` shards of each of the `queues` at once, each in order. `deadline_s` is in the event loop's time.
+        `stall_s`: the longest time without another shard or LEAST_BPS. `order` replaces the ranking of servers."""
+        self.sources, self.version, self.part, self.sink = sources, version, part, sink
+        self.queues = [deque(queue) for queue in queues]
+        self.parallel, self.deadline_s, self.stall_s = parallel, deadline_s, stall_s
+        self.order, self.on_shard = order, on_shard
+        self._running: list[Incoming] = []
+        self._left = sum(map(len, queues))
+        self._done_bytes = 0
+
+    async def run(self) -> None:
+        """Returns when all shards are stored. Raises FetchError, and what a sink raises."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                workers = [group.create_task(self._empty(queue)) for queue in self.queues for _ in range(self.parallel)]
+                watching = group.create_task(self._watch())
+                await asyncio.wait(workers)
+                watching.cancel()
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+
+    async def _empty(self, queue: deque[ShardEntry]) -> None:
+        while queue:
+            await self._fetch(queue.popleft())
+
+    async def _fetch(self, shard: ShardEntry) -> None:
+        sink = self.sink(shard)
+        incoming = Incoming(shard, sink)
+        self._running.append(incoming)
+        try:
+            for data in sink.begun():
+                incoming.resume(data)
+            if incoming.size_bytes == shard.size_bytes and not incoming.matches():
+                incoming.restart()  # damaged on disk, or of another version
+            if incoming.size_bytes < shard.size_bytes:
+                await self.sources.shard(
+                    self.version, self.part, incoming, deadline_s=self.deadline_s, order=self.order
+                )
+            sink.done()
+        finally:
+            self._running.remove(incoming)
+            sink.close()
+        self._left -= 1
+        self._done_bytes += _moved_bytes(incoming)
+        self.on_shard(shard)
+
+    async def _watch(self) -> None:
+        """Raises FetchError when the download has not moved for `stall_s`."""
+        left, had_bytes, since_s = self._left, 0, loop_time()
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            moved_bytes = self._done_bytes + sum(map(_moved_bytes, self._running))
+            if self._left != left or moved_bytes >= had_bytes + LEAST_BPS * self.stall_s:
+                left, had_bytes, since_s = self._left, moved_bytes, loop_time()
+            elif loop_time() - since_s > self.stall_s:
+                urls = ", ".join(source.url for source in [*self.sources.sources, *self.sources.fallback])
+                raise FetchError(
+                    f"version {self.version} made no progress for {self.stall_s:.0f} s, with {left} of its shards missing; "
+                    f"{urls} send less than {LEAST_BPS} bytes a second: add a relay"
+                )
+
+
+def _moved_bytes(incoming: Incoming) -> int:
+    """The bytes that came, except those of a shard that comes again and again and is never right."""
+    return min(incoming.arrived_bytes, TIMES * incoming.shard.size_bytes)
