@@ -57,7 +57,7 @@ class Apart(Swarm):
 
     def __init__(self, config: Config, run: str, out: Path, network: Network, address: str = "") -> None:
         super().__init__(config, run, out, address)
-        self.children = InNamespaces(self.out / "logs", config.run.max_restarts, config.model.device)
+        self.children = InNamespaces(self.out / "logs", config.model.device, max_restarts=1000)
         self.children.network = network
         self.network = network
 
@@ -133,7 +133,6 @@ class Churned(Apart):
 
 CHOSEN = [
     "run.steps=100000",
-    "run.max_restarts=1000",
     "run.threads=1",
     "validator.count=2",
     "relays.count=2",

@@ -53,7 +53,6 @@ SETTINGS = {
     "validator.unchecked_share": 1.0,
     "tasks.heldout": 64,
     "evaluator.n": 16,
-    "evaluator.n_between": 16,
 }
 
 

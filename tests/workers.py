@@ -25,7 +25,7 @@ def config(**sections: Any) -> Config:
     base: dict[str, Any] = {
         "tasks": {"heldout": 16, "prompt": "{question}="},
         "workers": {"groups_per_submission": GROUPS},
-        "evaluator": {"n": 16, "n_between": 16},
+        "evaluator": {"n": 16},
     }
     return parse({name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
 

@@ -26,7 +26,7 @@ CONFIG = parse(
         "sampling": {"max_tokens": 40, "group_size": 4},
         "workers": {"groups_per_submission": 2},
         "validator": {"row_tokens": 128},
-        "evaluator": {"n": 16, "n_between": 16},
+        "evaluator": {"n": 16},
     }
 )
 ASKED = offline_assignment(CONFIG, ALICE.public, 0)

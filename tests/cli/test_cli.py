@@ -266,7 +266,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_dry_run_prints_none_too(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", small, "--dry-run", "--verbose"]) == DONE
     printed = capsys.readouterr().out
-    assert "# shard_bytes = none\n" in printed and "# lora = none\n" in printed
+    assert "# lora = none\n" in printed
 
 
 def test_a_dry_run_names_each_problem_in_one_line(small: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(REWARD)
     written = tmp_path / "my.toml"
     written.write_text(
-        "[tasks]\nheldout = 8\n[evaluator]\nn = 8\nn_between = 8\n[[tasks.sources]]\n"
+        "[tasks]\nheldout = 8\n[evaluator]\nn = 8\n[[tasks.sources]]\n"
         f"path = {json.dumps(str(tmp_path / 'my.jsonl'))}\nfields = {{ question = 'text', answer = 'gold' }}\n"
         f"reward = {{ {json.dumps(str(tmp_path / 'mine.py') + ':exact')} = 1.0, number = 0.25 }}\n"
     )

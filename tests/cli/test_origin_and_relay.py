@@ -29,9 +29,7 @@ from shoal.watch.tree import weights_tree
 from shoal.worker.loop import follow
 
 RUN = "test-0"
-CONFIG = parse(
-    {"run": {"steps": 3}, "origin": {"shard_bytes": 4_096, "keep": 4}, "relays": {"keep": 4}, "evaluator": {"n": 4}}
-)
+CONFIG = parse({"run": {"steps": 3}, "relays": {"keep": 4}, "evaluator": {"n": 4}})
 
 
 class InThread:

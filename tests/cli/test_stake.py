@@ -67,7 +67,7 @@ def test_a_stranger_stakes_on_a_chain_and_is_given_tasks(tmp_path: Path, capsys:
     with anvil_node() as rpc:
         assert main(["stake", "deploy", "--rpc", rpc]) == DONE
         contract = capsys.readouterr().out.split('contract = "')[1][:42]
-        ledger = {"backend": "evm", "rpc": rpc, "contract": contract}
+        ledger = {"rpc": rpc, "contract": contract}
         key_file = tmp_path / "mine.key"
         key_file.write_text(MINE)
         key_file.chmod(0o600)

@@ -49,7 +49,7 @@ class Scene:
         self.contract = EvmStakes(self.chain, self.address)
         monkeypatch.setattr(evm, "Web3Chain", lambda url, private_key="": self.connected())
         self.harness: Harness = open_pool(requirements={"stake": 100})
-        section = LedgerSection(backend="evm", rpc="http://chain", contract=self.address)
+        section = LedgerSection(rpc="http://chain", contract=self.address)
         self.config = self.harness.pool.config.model_copy(update={"ledger": section})
         self.stakes = ChainStakes()
         self.harness.pool.members.stakes = self.stakes

@@ -98,7 +98,7 @@ def test_what_a_contract_holds_is_shown_as_the_coordinator_last_read_it(finished
         database.execute("UPDATE nodes SET staked = 70 WHERE name = 'alice'")
     watched = WatchedFolder(folder)
     assert watched.config
-    contract = LedgerSection(backend="evm", rpc="http://x", contract="0x" + "11" * 20)
+    contract = LedgerSection(rpc="http://x", contract="0x" + "11" * 20)
     watched.config = watched.config.model_copy(update={"ledger": contract})
     assert watched.stakes() == {"alice": 70}
     watched.close()

@@ -36,7 +36,7 @@ def settings(folder: Path, **sections: Any) -> Config:
         "model": {"name": str(folder), "dtype": "float32"},
         "tasks": {"heldout": 16, "prompt": "{question}="},
         "sampling": {"max_tokens": 6},
-        "evaluator": {"n": 16, "n_between": 16},
+        "evaluator": {"n": 16},
     }
     return parse({name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
 

@@ -5,7 +5,7 @@ import pytest
 from shoal.config.recipe import GuardSection
 from shoal.learner.guard import Decision, judge
 
-STOP, SKIP = GuardSection(max_grad_norm=2.0), GuardSection(max_grad_norm=2.0, action="skip", max_skips=2)
+STOP, SKIP = GuardSection(max_grad_norm=2.0), GuardSection(max_grad_norm=2.0, action="skip")
 
 
 def test_an_update_within_the_bound_goes_on() -> None:
@@ -23,10 +23,10 @@ def test_what_is_no_number_never_goes_on(loss: float, norm: float, settings: Gua
 
 
 def test_skips_end_after_as_many_in_a_row_as_allowed() -> None:
-    assert [judge(9, 0.1, 2.5, SKIP, skipped_in_row=n).action for n in range(4)] == ["skip", "skip", "stop", "stop"]
+    assert [judge(9, 0.1, 2.5, SKIP, skipped_in_row=n).action for n in range(5)] == ["skip"] * 3 + ["stop"] * 2
 
 
-@pytest.mark.parametrize(("settings", "skipped"), [(STOP, 0), (SKIP, 2)], ids=["at once", "after skips"])
+@pytest.mark.parametrize(("settings", "skipped"), [(STOP, 0), (SKIP, 3)], ids=["at once", "after skips"])
 def test_a_stop_names_update_value_bound_and_what_to_lower(settings: GuardSection, skipped: int) -> None:
     why = judge(7, 0.1, 2.5, settings, skipped_in_row=skipped).why
     for words in ("update 7", "2.5", "learner.guard.max_grad_norm = 2", "lower learner.lr"):

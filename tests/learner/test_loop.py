@@ -18,6 +18,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file
 
+from shoal.learner.guard import MAX_SKIPS
 from shoal.learner.loop import EmptyBatchError
 
 from .support import STRANGER, VALIDATOR, Pool, accepted, equal, make_learner, rollouts, step_file, submission
@@ -162,7 +163,7 @@ def test_it_stops_on_request_and_its_checkpoint_is_whole(tiny_folder: Path, tmp_
 def test_steps_whose_updates_are_all_skipped_get_checkpoints_too(
     tiny_folder: Path, tmp_path: Path, files: list[bytes]
 ) -> None:
-    guard = {"max_grad_norm": 1e-9, "action": "skip", "max_skips": 9}
+    guard = {"max_grad_norm": 1e-9, "action": "skip"}
     for steps in (2, 3):  # and after a restart
         pool = Pool(*files)
         make_learner(tiny_folder, tmp_path, pool, steps=steps, guard=guard).run(threading.Event())
@@ -255,13 +256,11 @@ def test_a_step_with_nothing_left_is_skipped_and_reported(
 def test_nothing_to_train_on_several_times_in_a_row_stops_the_run_and_says_why(
     tiny_folder: Path, tmp_path: Path, files: list[bytes]
 ) -> None:
-    pool = Pool(files[0], b"broken", b"broken", b"broken")
+    pool = Pool(files[0], *[b"broken"] * (MAX_SKIPS + 1))
     for _ in range(2):  # and after a restart
-        with pytest.raises(
-            EmptyBatchError, match=r"step 3: .*5 are in files moved to quarantine.*learner\.guard\.max_skips"
-        ):
-            make_learner(tiny_folder, tmp_path, pool, steps=4, guard={"max_skips": 2}).run(threading.Event())
-    assert len(pool.reports) == 3
+        with pytest.raises(EmptyBatchError, match=r"step 4: .*5 are in files moved to quarantine.* The 3 steps or"):
+            make_learner(tiny_folder, tmp_path, pool, steps=5).run(threading.Event())
+    assert len(pool.reports) == 1 + MAX_SKIPS
 
 
 def test_unchecked_logprobs_are_not_trained_on_and_no_metric_is_infinite(tiny_folder: Path, tmp_path: Path) -> None:

@@ -22,9 +22,8 @@ D = 200.0
 
 def section(kind: LossKind = "grpo", **changed: Any) -> LossSection:
     """No KL, no entropy bonus; gspo's range wide enough that random rollouts lie on both sides of its bounds."""
-    return LossSection(
-        **{"kind": kind, "beta": 0.0, "entropy": 0.0, "gspo_epsilon_low": 0.1, "gspo_epsilon_high": 0.2} | changed
-    )
+    wide = {"epsilon": 0.1, "epsilon_high": 0.2} if kind == "gspo" else {}
+    return LossSection(**{"kind": kind, "beta": 0.0, "entropy": 0.0} | wide | changed)
 
 
 def case(seed: int = 0) -> dict[str, Tensor]:
@@ -84,16 +83,14 @@ def slow(data: dict[str, Tensor], s: LossSection) -> tuple[float, list[float]]:
         for t in tokens:
             r = math.exp(logp[t] - mu[t])
             moved = math.exp(logp[t]) - math.exp(mu[t])
-            masked = (a[t] > 0 and moved > s.dppo_threshold) or (a[t] < 0 and moved < -s.dppo_threshold)
-            if s.kind in ("grpo", "dr_grpo"):
-                value, slope = clipped_loop(r, a[t], 1 - s.epsilon, 1 + s.epsilon, s.delta)
-            elif s.kind == "gspo":
-                low, high = 1 - s.gspo_epsilon_low, 1 + s.gspo_epsilon_high
-                value, slope = clipped_loop(mean_ratio, a[t], low, high, s.delta)
+            masked = (a[t] > 0 and moved > s.epsilon) or (a[t] < 0 and moved < -s.epsilon)
+            if s.kind in ("grpo", "dr_grpo", "gspo"):
+                ratio = mean_ratio if s.kind == "gspo" else r
+                value, slope = clipped_loop(ratio, a[t], 1 - s.epsilon, 1 + s.epsilon_high, s.delta)
             elif s.kind == "cispo":
-                value, slope = weighted_loop(logp[t], r, a[t], s.cispo_max_weight, True)
+                value, slope = weighted_loop(logp[t], r, a[t], s.delta, True)
             else:
-                value, slope = weighted_loop(logp[t], r, a[t], s.dppo_max_weight, not masked)
+                value, slope = weighted_loop(logp[t], r, a[t], s.delta, not masked)
             log_ref = d["reference_N"][t] - logp[t]
             bound = min(log_ref, 8.0)
             kl = math.exp(bound) * (1 + log_ref - bound) - 1 - log_ref
@@ -116,7 +113,7 @@ def test_loss_and_gradient_equal_a_plain_loop(kind: LossKind, seed: int) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_random_data_meets_every_bound_of_the_kind(kind: LossKind) -> None:
     bounds = {"clip_low", "clip_high", "clip_delta"} - ({"clip_low", "clip_high"} if kind == "cispo" else set())
-    settings = section(kind, dppo_max_weight=3.0, delta=2.0)
+    settings = section(kind, delta=3.0 if kind == "dppo" else 2.0)
     totals = {name: sum(getattr(loss_of(case(seed), settings), name) for seed in range(3)) for name in bounds}
     assert all(0 < total < 3 * N for total in totals.values()), totals
 
@@ -189,7 +186,7 @@ def test_gspo_weighs_rollouts_alike_however_long_they_are() -> None:
 def test_gspo_with_rollouts_of_one_token_is_grpo_with_its_range() -> None:
     data = case() | {"rollout_N": torch.arange(N)}
     same = section("grpo", epsilon=0.1)
-    gspo = section("gspo", gspo_epsilon_low=0.1, gspo_epsilon_high=0.1)
+    gspo = section("gspo", epsilon=0.1, epsilon_high=0.1)
     torch.testing.assert_close(gradient(data, gspo), gradient(data, same))
 
 
@@ -201,7 +198,7 @@ def test_gspo_finds_rollouts_whatever_their_numbers_are() -> None:
 
 def test_cispo_gives_every_token_a_gradient_and_none_beyond_its_weight() -> None:
     data = case()
-    gradient_N = gradient(data, section("cispo", cispo_max_weight=2.0))
+    gradient_N = gradient(data, section("cispo", delta=2.0))
     assert bool((gradient_N != 0).all())
     assert bool((gradient_N.abs() <= 2.0001 * data["advantage_N"].abs() / D).all())
 
@@ -228,7 +225,7 @@ def test_dppo_masks_a_token_that_moved_far_the_way_its_advantage_pushes(
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_dppo_bounds_the_weight_of_what_it_keeps(advantage: float) -> None:
-    gradient_N = gradient(token(math.log(0.1), math.log(0.001), advantage), section("dppo", dppo_max_weight=20.0))
+    gradient_N = gradient(token(math.log(0.1), math.log(0.001), advantage), section("dppo"))
     assert float(gradient_N) == pytest.approx(-20.0 * advantage / D)
 
 
@@ -383,10 +380,10 @@ def test_the_entropy_is_reported_where_it_is_not_rewarded() -> None:
 # ---- what is reported
 
 
-def hand_made(kind: LossKind, **changed: Any) -> LossTerms:
+def hand_made(kind: LossKind) -> LossTerms:
     ratio_N = torch.tensor([0.5, 0.5, 0.9, 1.3, 1.3, 5.0, 5.0, 5.0, 1.0])
     advantage_N = torch.tensor([-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 0.0])
-    settings = section(kind, gspo_epsilon_low=0.2, cispo_max_weight=4.0, dppo_max_weight=4.0, **changed)
+    settings = section(kind, **{"epsilon": 0.07 if kind == "dppo" else 0.2, "epsilon_high": 0.2, "delta": 4.0})
     data = {"behaviour_N": torch.full((9,), math.log(0.15)), "advantage_N": advantage_N, "rollout_N": torch.arange(9)}
     return policy_loss(ratio_N.log() + data["behaviour_N"], **data, denominator=1.0, settings=settings)
 
@@ -404,7 +401,7 @@ CLIPPED = {"clip_low": 1, "clip_high": 2, "clip_delta": 2}
     ],
 )
 def test_a_counter_counts_only_tokens_whose_clip_binds(kind: LossKind, counts: dict[str, int]) -> None:
-    terms = hand_made(kind, dppo_threshold=0.07)
+    terms = hand_made(kind)
     assert {name: getattr(terms, name) for name in counts} == counts
 
 
@@ -449,15 +446,33 @@ def test_a_rollout_in_two_places_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"kind": "grpo", "epsilon_high": 3.5}, "delta must exceed 1 . learner.loss.epsilon_high"),
         ({"kind": "grpo", "delta": 1.2}, "delta must exceed 1 . learner.loss.epsilon"),
         ({"kind": "dr_grpo", "delta": 1.1}, "delta must exceed 1 . learner.loss.epsilon"),
-        ({"kind": "gspo", "delta": 1.0001}, "delta must exceed 1 . learner.loss.gspo_epsilon_high"),
+        ({"kind": "gspo", "delta": 1.0001}, "delta must exceed 1 . learner.loss.epsilon_high"),
         ({"kind": "dr_grpo", "normalize_std": True}, "set learner.loss.normalize_std = false"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LossSection(**changed)
+
+
+@pytest.mark.parametrize(
+    ("values", "bounds"),
+    [
+        ({}, (0.2, 0.2, 4.0)),
+        ({"kind": "dr_grpo", "epsilon": 0.1}, (0.1, 0.1, 4.0)),
+        ({"kind": "gspo"}, (3e-4, 4e-4, 4.0)),
+        ({"kind": "gspo", "epsilon": 1e-3}, (1e-3, 1e-3, 4.0)),
+        ({"kind": "cispo"}, (0.2, 0.2, 5.0)),
+        ({"kind": "dppo", "epsilon": 0.3, "delta": 8.0}, (0.3, 0.3, 8.0)),
+        ({"kind": "dppo"}, (0.2, 0.2, 20.0)),
+    ],
+)
+def test_bounds_that_are_not_set_follow_the_kind(values: dict[str, Any], bounds: tuple[float, float, float]) -> None:
+    section = LossSection(**values)
+    assert (section.epsilon, section.epsilon_high, section.delta) == bounds
 
 
 @pytest.mark.parametrize("kind", ["gspo", "cispo", "dppo"])

@@ -280,7 +280,7 @@ def test_files_beside_the_config_are_found_and_the_current_folder_comes_first(
     (tmp_path / "own" / "mine.py").write_text(source)
     config = tmp_path / "own" / "my.toml"
     config.write_text(
-        '[tasks]\nheldout = 4\n[evaluator]\nn = 4\nn_between = 4\n[[tasks.sources]]\npath = "my.jsonl"\n'
+        '[tasks]\nheldout = 4\n[evaluator]\nn = 4\n[[tasks.sources]]\npath = "my.jsonl"\n'
         'reward = { "mine.py:exact" = 1.0, "number" = 0.5 }\nenvironment = "mine.py:Echo"\n'
     )
     found = load(config)

@@ -60,16 +60,13 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
     identity = Identity.load_or_create(folder / "identity.pem")
     store = Store(
         folder / "store",
-        keep=config.origin.keep,
-        quota_bytes=config.origin.quota_bytes,
+        keep=config.relays.keep,
         public=config.relays.public,
     )
     origin = Origin(
         store,
         identity.private_key,
         run=invite.run,
-        shard_size_bytes=config.origin.shard_bytes,
-        anchor_every=config.origin.anchor_every,
     )
 
     async def watch(node: Node) -> str:
@@ -104,7 +101,6 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
     store = Store(
         folder / "store",
         keep=config.relays.keep,
-        quota_bytes=config.relays.quota_bytes,
         public=config.relays.public,
     )
 
@@ -167,8 +163,6 @@ async def serve_store(
     guard = Guard(
         audience=invite.run,
         pool_key=None if config.relays.public else invite.key,
-        rate_Bps=config.relays.rate_bytes_per_s,
-        connections=config.relays.connections,
         clock=clock,
     )
     relays = config.relays

@@ -85,7 +85,7 @@ def _of_member(arguments: argparse.Namespace) -> None:
 
     identity = Identity.load_or_create(arguments.dir / KEY)
     section = Node.of(read_invite(arguments.join), identity, patience_s=10.0).config().ledger
-    if section.backend != "evm":
+    if not section.contract:
         raise UsageError(f"this pool's operator books stakes: ask there, and give this worker's key {identity.public}")
     stakes, key = open_contract(arguments.rpc, section.contract, arguments.key_file), identity.public
     account = stakes.account(key)
@@ -153,7 +153,7 @@ def _deploy(arguments: argparse.Namespace) -> None:
 
     address = deploy(open_chain(arguments.rpc, arguments.key_file))
     key_file = f'key_file = "{arguments.key_file}"\n' if arguments.key_file else ""
-    say(f'[ledger]\nbackend = "evm"\nrpc = "{arguments.rpc}"\ncontract = "{address}"\n{key_file}'.rstrip())
+    say(f'[ledger]\nrpc = "{arguments.rpc}"\ncontract = "{address}"\n{key_file}'.rstrip())
 
 
 def _settle(arguments: argparse.Namespace) -> None:
@@ -178,6 +178,6 @@ def _operated(run: Path) -> EvmStakes:
     if not run.is_dir():
         raise UsageError(f"no folder at {run}: name the folder of a run, or of its coordinator")
     section = settings_of(run).ledger
-    if section.backend != "evm":
+    if not section.contract:
         raise UsageError(f"the pool in {run} keeps no stakes on a chain ([ledger] in its config)")
     return open_contract(section.rpc, section.contract, section.key_file, operates=True)

@@ -65,11 +65,8 @@ class Config(Section):
         tasks, evaluator, learner, prompts = self.tasks, self.evaluator, self.learner, self.coordinator.prompts_per_step
         if "heldout" in tasks.model_fields_set:
             self._default("evaluator", n=min(evaluator.n, tasks.heldout))
-            self._default("evaluator", n_between=min(evaluator.n_between, tasks.heldout))
         else:
-            self._default(
-                "tasks", heldout=max(tasks.heldout, evaluator.n, evaluator.n_between if evaluator.every else 1)
-            )
+            self._default("tasks", heldout=max(tasks.heldout, evaluator.n))
         if prompts % learner.optimizer_steps_per_step:
             divisors = [n for n in range(1, learner.optimizer_steps_per_step) if prompts % n == 0]
             self._default("learner", optimizer_steps_per_step=divisors[-1])
@@ -100,8 +97,6 @@ class Config(Section):
         tasks, evaluator, learner = self.tasks, self.evaluator, self.learner
         if evaluator.n > tasks.heldout:
             yield f"evaluator.n = {evaluator.n} exceeds tasks.heldout = {tasks.heldout}"
-        if evaluator.every and evaluator.n_between > tasks.heldout:
-            yield f"evaluator.n_between = {evaluator.n_between} exceeds tasks.heldout = {tasks.heldout}"
         if self.coordinator.prompts_per_step % learner.optimizer_steps_per_step:
             yield "coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step"
         if learner.sites and learner.stream:

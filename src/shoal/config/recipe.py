@@ -4,11 +4,11 @@
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shoal.config.section import DPPO, DR_GRPO, GSPO, MUON, PAPER, PRIME_RL, SCALE_RL, Decay, Section
+from shoal.config.section import DR_GRPO, PAPER, Decay, Section
 from shoal.config.sites import LearnerSitesSection
 
 CHECKPOINT_BYTES = 12  # per trained parameter: the fp32 master and two moments of AdamW, which no optimizer exceeds
@@ -59,6 +59,11 @@ class SamplingSection(Section):
 
 
 LossKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
+BOUNDS: dict[str, dict[str, float]] = {  # of each kind whose own they are
+    "gspo": {"epsilon": 3e-4, "epsilon_high": 4e-4},  # GSPO (arXiv 2507.18071)
+    "cispo": {"delta": 5.0},  # ScaleRL (arXiv 2510.13786)
+    "dppo": {"delta": 20.0},  # DPPO (arXiv 2602.04879), the authors' code
+}
 
 
 class LossSection(Section):
@@ -69,37 +74,22 @@ class LossSection(Section):
         default=0.2,
         gt=0,
         lt=1,
-        description="grpo, dr_grpo: the ratio is clipped to 1 ± epsilon",
+        description="how far down the ratio (gspo: of a rollout) may move before it is clipped; dppo: how far a token's "
+        "probability may move either way; unset: 0.2, for gspo 3e-4",
         json_schema_extra=PAPER,
     )
     delta: float = Field(
         default=4.0,
         gt=1,
-        description="grpo, dr_grpo, gspo: upper bound on the ratio for negative advantages",
+        description="grpo, dr_grpo, gspo: upper bound on the ratio for negative advantages; cispo, dppo: on importance "
+        "weights; unset: 4, for cispo 5, for dppo 20",
         json_schema_extra=PAPER,
     )
-    gspo_epsilon_low: float = Field(
-        default=3e-4,
-        gt=0,
-        lt=1,
-        description="gspo: lower clip distance of a rollout's length-normalised ratio",
-        json_schema_extra=GSPO,
-    )
-    gspo_epsilon_high: float = Field(
-        default=4e-4, gt=0, description="gspo: upper clip distance of the same ratio", json_schema_extra=GSPO
-    )
-    cispo_max_weight: float = Field(
-        default=5.0, ge=1, description="cispo: upper bound on importance weights", json_schema_extra=SCALE_RL
-    )
-    dppo_threshold: float = Field(
+    epsilon_high: float = Field(
         default=0.2,
         gt=0,
-        lt=1,
-        description="dppo: tokens whose probability moved further than this are masked",
-        json_schema_extra=PRIME_RL,
-    )
-    dppo_max_weight: float = Field(
-        default=20.0, ge=1, description="dppo: upper bound on importance weights", json_schema_extra=DPPO
+        description="the same distance upwards; unset: epsilon, and for gspo 4e-4",
+        json_schema_extra=PAPER,
     )
     beta: float = Field(
         default=0.001,
@@ -114,12 +104,21 @@ class LossSection(Section):
         json_schema_extra=DR_GRPO,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bounds_of_the_kind(cls, values: Any) -> Any:
+        """Let bounds that are not set follow the kind, and `epsilon_high` follow `epsilon`."""
+        if not isinstance(values, dict):
+            return values
+        own = BOUNDS.get(str(values.get("kind")), {})
+        if "epsilon" in values:
+            own = own | {"epsilon_high": values["epsilon"]}
+        return own | values
+
     @model_validator(mode="after")
     def _consistent(self) -> "LossSection":
-        if self.kind in ("grpo", "dr_grpo") and self.delta <= 1 + self.epsilon:
-            raise ValueError("learner.loss.delta must exceed 1 + learner.loss.epsilon")
-        if self.kind == "gspo" and self.delta <= 1 + self.gspo_epsilon_high:
-            raise ValueError("learner.loss.delta must exceed 1 + learner.loss.gspo_epsilon_high")
+        if self.kind in ("grpo", "dr_grpo", "gspo") and self.delta <= 1 + self.epsilon_high:
+            raise ValueError("learner.loss.delta must exceed 1 + learner.loss.epsilon_high")
         if self.kind == "dr_grpo" and self.normalize_std:
             raise ValueError('learner.loss.kind = "dr_grpo" has no std: set learner.loss.normalize_std = false')
         return self
@@ -134,7 +133,6 @@ class GuardSection(Section):
     action: Literal["stop", "skip"] = Field(
         default="stop", description="stop: end the run; skip: omit the update and continue"
     )
-    max_skips: int = Field(default=3, ge=0, description="skipped updates allowed in a row; one more stops the run")
 
 
 class LoraSection(Section):
@@ -178,7 +176,6 @@ class LearnerSection(Section):
         default=0.0, ge=0, le=1, description="share of lr at the end of a linear or cosine schedule, and from then on"
     )
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.99), description="AdamW decay rates of the two moments")
-    momentum: Decay = Field(default=0.95, description="Muon decay rate of its momentum", json_schema_extra=MUON)
     weight_decay: float = Field(default=0.0, ge=0, description="weight decay, in proportion to the learning rate")
     grad_clip: float = Field(
         default=0.1,

@@ -15,11 +15,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 PAPER: JsonDict = {"source": "INTELLECT-2 (arXiv 2505.07291)"}
 MEASURED: JsonDict = {"source": "measured by `shoal calibrate`, see docs/trust.md"}
 DR_GRPO: JsonDict = {"source": "Dr. GRPO (arXiv 2503.20783)"}
-GSPO: JsonDict = {"source": "GSPO (arXiv 2507.18071)"}
-SCALE_RL: JsonDict = {"source": "ScaleRL (arXiv 2510.13786)"}
-PRIME_RL: JsonDict = {"source": "PRIME-RL"}
-MUON: JsonDict = {"source": "Muon, kellerjordan.github.io/posts/muon"}
-DPPO: JsonDict = {"source": "DPPO (arXiv 2602.04879), the authors' code"}
 DILOCO: JsonDict = {"source": "DiLoCo (arXiv 2311.08105)"}
 OPENDILOCO: JsonDict = {"source": "OpenDiLoCo (arXiv 2407.07852)"}
 

@@ -7,7 +7,7 @@ Defaults with the source INTELLECT-2 are that paper's, all others Shoal's own; `
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from shoal.config.section import PAPER, Section
 
@@ -20,12 +20,8 @@ class RunSection(Section):
 
     seed: int = Field(default=0, ge=0, description="seed of the run; another seed draws other tasks and completions")
     steps: int = Field(default=100, ge=1, description="rollout steps to train")
-    max_restarts: int = Field(default=5, ge=0, description="restarts of one process before `shoal run` gives up")
     tracker: TrackerName = Field(default="none", description="experiment tracker that also gets the metrics")
     threads: int = Field(default=0, ge=0, description="cores to share among the processes; 0: all available ones")
-    no_signal_groups: int = Field(
-        default=512, ge=1, description="accepted groups in a row with equal rewards after which `shoal run` stops"
-    )
     stall_s: float = Field(
         default=900,
         gt=0,
@@ -98,20 +94,21 @@ class StoreSection(Section):
 
 
 class LedgerSection(Section):
-    """Where stakes are kept. The log of the pool's work is always in the coordinator's database."""
+    """Where stakes are kept. The log of the pool's work is always in the coordinator's database.
 
-    backend: Literal["database", "evm"] = Field(
-        default="database",
-        description="database: the operator books stakes (`shoal stake book`); evm: a contract holds them, and what the "
-        "ledger says of accounts is repeated there",
-    )
+    Without a contract the operator books stakes (`shoal pool stake book`); a contract holds them itself, and what the ledger
+    says of accounts is repeated there.
+    """
+
     rpc: str = Field(
         default="",
         pattern=r"^(https?://[^\s#@]+)?$",
         description="URL of the chain's node; only the coordinator sees it",
     )
     contract: str = Field(
-        default="", pattern="^(0x[0-9a-fA-F]{40})?$", description="its address; `shoal stake deploy` makes one"
+        default="",
+        pattern="^(0x[0-9a-fA-F]{40})?$",
+        description="its address on the chain, which `shoal pool stake deploy` prints; empty: no chain",
     )
     key_file: str = Field(
         default="",
@@ -119,32 +116,16 @@ class LedgerSection(Section):
         "chain's node signs with its own first account",
     )
 
-    @model_validator(mode="after")
-    def _named(self) -> "LedgerSection":
-        if self.backend == "evm" and not self.contract:
-            raise ValueError('backend = "evm" needs a contract: `shoal stake deploy` makes one')
-        return self
-
 
 class OriginSection(Section):
     """The server that publishes the learner's weights."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on and to announce to the pool")
     port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
-    shard_bytes: int | None = Field(
-        default=None, ge=1024, description="size of a shard; none: 1/256 of a version, between 64 KiB and 16 MiB"
-    )
-    anchor_every: int = Field(
-        default=10, ge=1, description="every how many versions a full copy is published; the others are deltas"
-    )
-    keep: int = Field(default=5, ge=1, description="newest versions served, plus the versions their deltas need")
-    quota_bytes: int | None = Field(
-        default=None, ge=1, description="disk quota; fewer versions are kept when it is reached; none: no limit"
-    )
 
 
 class RelaySection(Section):
-    """Mirrors of the origin. Reader limits and TLS also apply to the origin."""
+    """Mirrors of the origin. Who may read, TLS and `keep` also apply to the origin."""
 
     public: bool = Field(default=False, description="serve weights to anyone; false: only to nodes of this run")
     reach: Literal["auto", "local", "private", "public"] = Field(
@@ -152,8 +133,6 @@ class RelaySection(Section):
         description="addresses that relays may announce and nodes connect to: this machine's too, private networks' too, or "
         "only the internet's; auto: local if the coordinator listens on loopback, else public",
     )
-    rate_bytes_per_s: float | None = Field(default=None, gt=0, description="bandwidth per reader; none: no limit")
-    connections: int = Field(default=64, ge=1, description="simultaneous connections from one address")
     tls_cert: str = Field(default="", description="PEM file with the certificate chain; empty: plain http")
     tls_key: str = Field(default="", description="PEM file with the private key of tls_cert")
     tls_ca: str = Field(
@@ -162,9 +141,8 @@ class RelaySection(Section):
     count: int = Field(default=1, ge=1, description="relays that `shoal run` starts")
     host: str = Field(default="127.0.0.1", description="address to listen on and to announce to the pool")
     port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
-    keep: int = Field(default=5, ge=1, description="newest versions held, plus the versions their deltas need")
-    quota_bytes: int | None = Field(
-        default=None, ge=1, description="disk quota; fewer versions are held when it is reached; none: no limit"
+    keep: int = Field(
+        default=5, ge=1, description="newest versions that origin and relays hold, plus the versions their deltas need"
     )
 
 
@@ -211,5 +189,4 @@ class EvaluatorSection(Section):
         default=0, ge=0, description="versions between evaluations during the run; 0: only the first and last version"
     )
     n: int = Field(default=256, ge=1, description="held-out tasks of the first and last evaluation")
-    n_between: int = Field(default=64, ge=1, description="held-out tasks of the evaluations between them")
     batch: int = Field(default=64, ge=1, description="completions decoded together")

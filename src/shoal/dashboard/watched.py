@@ -121,7 +121,7 @@ class WatchedFolder:
 
     def stakes(self) -> Mapping[str, int] | None:
         assert self.config is not None and self.queries is not None
-        if self.config.ledger.backend != "database":
+        if self.config.ledger.contract:
             return self.queries.staked()
         searched, self._searched = self._searched, self.queries.newest_entry()
         self._staked = self._staked or self.queries.has_stakes(searched)

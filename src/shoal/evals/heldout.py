@@ -30,6 +30,7 @@ from shoal.tasks.budget import in_turn
 from shoal.tasks.environments import Conversation, close, environments_of, responder
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
+BETWEEN = 64  # held-out tasks, at most, of an evaluation between the first and the last
 IDLE_S = 0.3
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,8 @@ class Evaluator:
         engine.load(folder)
         self.node.policy_version = version
         self.node.doing(f"evaluating version {version}")
-        n = self.config.evaluator.n if final or version == 0 else self.config.evaluator.n_between
+        n = self.config.evaluator.n
+        n = n if final or version == 0 else min(n, BETWEEN)
         tokenizer, ends = load_tokenizer(folder), eos_ids(folder)
         settings = self.config.sampling
         return Evaluation(

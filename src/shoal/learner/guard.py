@@ -13,6 +13,8 @@ from typing import Literal
 
 from shoal.config.recipe import GuardSection
 
+MAX_SKIPS = 3  # updates, or steps, skipped in a row; one more stops the run
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -31,13 +33,12 @@ def judge(update: int, loss: float, grad_norm: float, settings: GuardSection, *,
     why = f"update {update}: {wrong}"
     if settings.action == "stop":
         return Decision("stop", f"{why}; nothing was updated: lower learner.lr")
-    if skipped_in_row >= settings.max_skips:
+    if skipped_in_row >= MAX_SKIPS:
         return Decision(
             "stop",
-            f"{why}; the {skipped_in_row} updates before it were skipped, which is learner.guard.max_skips:"
-            " lower learner.lr",
+            f"{why}; the {skipped_in_row} updates before it were skipped, as many as may be: lower learner.lr",
         )
-    return Decision("skip", f"{why}; skipped, {skipped_in_row + 1} in a row of at most {settings.max_skips}")
+    return Decision("skip", f"{why}; skipped, {skipped_in_row + 1} in a row of at most {MAX_SKIPS}")
 
 
 def _wrong(loss: float, grad_norm: float, max_grad_norm: float | None) -> str:

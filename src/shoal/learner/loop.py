@@ -23,6 +23,7 @@ from shoal.learner.batch import teaching
 from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.group import Known
 from shoal.learner.groups import Fetched, Group
+from shoal.learner.guard import MAX_SKIPS
 from shoal.learner.incoming import Incoming, Prefetch
 from shoal.learner.policy import Policy
 from shoal.learner.record import sign_folder, signed_record
@@ -129,15 +130,14 @@ class Learner:
     def skip(self, step: int, fetched: Fetched) -> dict[str, float]:
         """A step whose batch holds nothing to train on: the next version has the same weights.
 
-        Raises EmptyBatchError once more steps in a row than `learner.guard.max_skips` were skipped.
+        Raises EmptyBatchError once MAX_SKIPS steps in a row were skipped.
         """
-        skipped, most = self.policy.skipped_in_row, self.config.learner.guard.max_skips
-        if skipped >= most:
+        skipped = self.policy.skipped_in_row
+        if skipped >= MAX_SKIPS:
             self.checkpoints.finish()  # a restart stops here, too
             raise EmptyBatchError(
                 f"step {step}: no group is left to train on; {fetched.left_out} (see the log). The {skipped} steps or "
-                "updates before it were skipped, which is learner.guard.max_skips: look for a broken validator or "
-                "coordinator"
+                "updates before it were skipped, as many as may be: look for a broken validator or coordinator"
             )
         self.policy.forget()
         log.error("step %d is skipped: no group is left to train on; %s", step, fetched.left_out)

@@ -90,7 +90,14 @@ def policy_loss(
     weight_N = torch.ones_like(logp_N)
     match settings.kind:
         case "grpo" | "dr_grpo":
-            surrogate = grpo(logp_N, behaviour_N, advantage_N, epsilon=settings.epsilon, delta=settings.delta)
+            surrogate = grpo(
+                logp_N,
+                behaviour_N,
+                advantage_N,
+                epsilon=settings.epsilon,
+                epsilon_high=settings.epsilon_high,
+                delta=settings.delta,
+            )
         case "gspo":
             if rollout_N is None:
                 raise ValueError('loss.kind = "gspo" needs rollout_N, the rollout of each token')
@@ -99,21 +106,21 @@ def policy_loss(
                 behaviour_N,
                 advantage_N,
                 rollout_N,
-                epsilon_low=settings.gspo_epsilon_low,
-                epsilon_high=settings.gspo_epsilon_high,
+                epsilon=settings.epsilon,
+                epsilon_high=settings.epsilon_high,
                 delta=settings.delta,
             )
             index_N, length_R = _rollouts(rollout_N)
             weight_N = (1 / length_R.to(logp_N.dtype))[index_N]
         case "cispo":
-            surrogate = cispo(logp_N, behaviour_N, advantage_N, max_weight=settings.cispo_max_weight)
+            surrogate = cispo(logp_N, behaviour_N, advantage_N, max_weight=settings.delta)
         case "dppo":
             surrogate = dppo(
                 logp_N,
                 behaviour_N,
                 advantage_N,
-                threshold=settings.dppo_threshold,
-                max_weight=settings.dppo_max_weight,
+                threshold=settings.epsilon,
+                max_weight=settings.delta,
             )
         case _:
             assert_never(settings.kind)
@@ -141,15 +148,17 @@ def policy_loss(
         )
 
 
-def grpo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, *, epsilon: float, delta: float) -> Surrogate:
-    """Two-sided clipping: J = min( min(r, delta) * A, clip(r, 1-epsilon, 1+epsilon) * A ).
+def grpo(
+    logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, *, epsilon: float, epsilon_high: float, delta: float
+) -> Surrogate:
+    """Two-sided clipping: J = min( min(r, delta) * A, clip(r, 1-epsilon, 1+epsilon_high) * A ).
 
-    PPO's clip leaves one case unbounded: for A < 0 and a large r, J and its gradient grow with r. delta > 1 + epsilon
+    PPO's clip leaves one case unbounded: for A < 0 and a large r, J and its gradient grow with r. delta > 1 + epsilon_high
     bounds it and changes nothing else. This is dual-clip PPO with c = delta (arXiv 1912.09729). Source: INTELLECT-2 (arXiv
     2505.07291, section 3.4). dr_grpo (Dr. GRPO, arXiv 2503.20783) has the same J; it differs in `denominator` and in
     advantages without std.
     """
-    return _clipped(_ratio(logp_N - behaviour_N), advantage_N, 1 - epsilon, 1 + epsilon, delta)
+    return _clipped(_ratio(logp_N - behaviour_N), advantage_N, 1 - epsilon, 1 + epsilon_high, delta)
 
 
 def gspo(
@@ -158,11 +167,11 @@ def gspo(
     advantage_N: Tensor,
     rollout_N: Tensor,
     *,
-    epsilon_low: float,
+    epsilon: float,
     epsilon_high: float,
     delta: float,
 ) -> Surrogate:
-    """J = min( min(s, delta) * A, clip(s, 1-epsilon_low, 1+epsilon_high) * A ), s = exp(mean over the rollout of log r).
+    """J = min( min(s, delta) * A, clip(s, 1-epsilon, 1+epsilon_high) * A ), s = exp(mean over the rollout of log r).
 
     Source: GSPO (arXiv 2507.18071, equations 5 to 7). Every token of a rollout has the rollout's J. delta is not in the
     paper. It bounds the same case (A < 0, large s); s reaches it only if a whole rollout became likelier.
@@ -170,7 +179,7 @@ def gspo(
     index_N, length_R = _rollouts(rollout_N)
     drift_N = logp_N - behaviour_N
     drift_R = drift_N.new_zeros(len(length_R)).index_add(0, index_N, drift_N) / length_R.to(drift_N.dtype)
-    return _clipped(_ratio(drift_R)[index_N], advantage_N, 1 - epsilon_low, 1 + epsilon_high, delta)
+    return _clipped(_ratio(drift_R)[index_N], advantage_N, 1 - epsilon, 1 + epsilon_high, delta)
 
 
 def cispo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, *, max_weight: float) -> Surrogate:

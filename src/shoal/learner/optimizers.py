@@ -28,6 +28,7 @@ from shoal.model.training import local, own_rows
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steepest at 0
 ITERATIONS = 5
+MOMENTUM = 0.95  # of Muon: kellerjordan.github.io/posts/muon
 TINY = 1e-7
 
 
@@ -60,7 +61,7 @@ def make(
     hidden = [master for name, master in masters.items() if name in chosen]
     if section.optimizer == "adamw_8bit":
         return Together(eight_bit.AdamW8bit(hidden, section.lr, section.betas, section.weight_decay), adamw)
-    return Together(Muon(hidden, section.lr, section.momentum, section.weight_decay, compute, device), adamw)
+    return Together(Muon(hidden, section.lr, MOMENTUM, section.weight_decay, compute, device), adamw)
 
 
 def fresh(kind: str, master: Tensor) -> dict[str, Tensor]:

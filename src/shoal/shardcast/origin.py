@@ -48,6 +48,7 @@ from shoal.shardcast.manifest import (
 )
 from shoal.shardcast.store import Store, StoreFullError, chain
 
+ANCHOR_EVERY = 10  # versions from one that can be fetched in full to the next
 STATE_S = 5.0  # between two statements that say the same
 
 
@@ -132,7 +133,7 @@ class Origin:
         *,
         run: str,
         shard_size_bytes: int | None = None,
-        anchor_every: int = 10,
+        anchor_every: int = ANCHOR_EVERY,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`shard_size_bytes` None: a size that makes about 256 shards of a version."""

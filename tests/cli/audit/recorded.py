@@ -96,7 +96,7 @@ def settings() -> Config:
             "workers": {"groups_per_submission": GROUPS},
             "learner": {"optimizer_steps_per_step": 1},
             "validator": {"escrow_checks": 1},
-            "evaluator": {"n": 4, "n_between": 4},
+            "evaluator": {"n": 4},
         }
     )
 

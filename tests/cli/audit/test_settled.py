@@ -60,7 +60,7 @@ def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     ledger.append("registered", {"key": A, "name": "a", "role": "worker"})
     ledger.append("credited", {"worker": A, "submissions": ["a-1"], "tokens": 30})
     ledger.append("slashed", {"worker": A, "submission": "a-2", "reason": "proof", "file": "cd" * 32})
-    section = LedgerSection(backend="evm", contract=contract.address)
+    section = LedgerSection(contract=contract.address)
     run = SimpleNamespace(
         config=SimpleNamespace(ledger=section), chain=list(ledger.entries()), folder=tmp_path, contract=contract
     )

@@ -86,7 +86,7 @@ def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> 
     with anvil_node() as rpc:
         made = servers.done("stake", "deploy", "--rpc", rpc)
         contract = next(line for line in made.splitlines() if line.startswith("contract")).split('"')[1]
-        servers.settings += ["ledger.backend=evm", f"ledger.rpc={rpc}", f'ledger.contract="{contract}"']
+        servers.settings += [f"ledger.rpc={rpc}", f'ledger.contract="{contract}"']
         finished(servers.run())
         out = str(servers.out)
         told = servers.done("audit", out, "--rerun", "1", "--proofs", "1", "--seed", "1")

@@ -458,7 +458,6 @@ SHORT = {
     "coordinator.online_filter": "false",
     "workers.groups_per_submission": 4,
     "evaluator.n": 16,
-    "evaluator.n_between": 16,
 }
 TURNS = (
     "<bos>{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<eos>{% endif %}"

@@ -9,7 +9,7 @@ from shoal.config import ConfigError, load, parse
 from shoal.coordinator.state.folder import TASKS
 from shoal.tasks.compiling import read_built
 
-CONFIG = parse({"tasks": {"heldout": 64}, "evaluator": {"n": 8, "n_between": 8}})
+CONFIG = parse({"tasks": {"heldout": 64}, "evaluator": {"n": 8}})
 
 
 def test_coordinator_and_launch_mean_the_same_folder() -> None:
@@ -20,7 +20,7 @@ def test_a_pool_keeps_its_tasks_for_its_whole_life(tmp_path: Path) -> None:
     config, notes = build_tasks(CONFIG, tmp_path / FOLDER)
     assert notes == ["arithmetic: 836 tasks to train on, 64 held out"]
     assert build_tasks(config, tmp_path / FOLDER)[0] == build_tasks(CONFIG, tmp_path / FOLDER)[0] == config
-    changed = parse({"tasks": {"heldout": 65}, "evaluator": {"n": 8, "n_between": 8}})
+    changed = parse({"tasks": {"heldout": 65}, "evaluator": {"n": 8}})
     with pytest.raises(ConfigError, match=f"tasks.digest is {config.tasks.digest}, but the sources give .* whole run"):
         build_tasks(changed, tmp_path / FOLDER)
     built = read_built(tmp_path / FOLDER)
@@ -39,7 +39,7 @@ def test_a_pool_is_founded_with_its_tasks(tmp_path: Path) -> None:
     rows.write_text("".join(f'{{"text": "{n} + 1", "gold": {n + 1}}}\n' for n in range(30)))
     path = tmp_path / "sums.toml"
     path.write_text(
-        '[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n[evaluator]\nn = 8\nn_between = 8\n'
+        '[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n[evaluator]\nn = 8\n'
         "[tasks]\nheldout = 8\n"
         '[[tasks.sources]]\npath = "some.jsonl"\nfields = { question = "text", answer = "gold" }\n'
         '[[tasks.sources]]\ngenerator = "arithmetic"\noptions = { operations = ["-", "+"], operand_max = 9 }\nweight = 3\n'

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.cli.launch import watch
 from shoal.cli.launch.watch import GraderFailsError, StalledError, Watch
 from shoal.cli.preflight.disk import RESERVE_BYTES, DiskFullError
 from shoal.config import Config, parse
@@ -74,8 +75,9 @@ def test_a_coordinator_that_is_away_counts_as_no_progress(tmp_path: Path) -> Non
         site.watch.check()
 
 
-def test_a_run_whose_groups_teach_nothing_is_stopped(tmp_path: Path) -> None:
-    site = Site(tmp_path, no_signal_groups=39)
+def test_a_run_whose_groups_teach_nothing_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "NO_SIGNAL_GROUPS", 39)
+    site = Site(tmp_path)
     signal = {"groups": 38, "useful": 0, "flat": 38, "lowest": 0.0, "highest": 0.0}
     site.at(0)
     site.at(0, signal=signal)
@@ -83,8 +85,11 @@ def test_a_run_whose_groups_teach_nothing_is_stopped(tmp_path: Path) -> None:
         site.at(1, signal=signal | {"flat": 39})
 
 
-def test_a_resumed_run_is_not_stopped_by_the_groups_of_the_leg_before(tmp_path: Path) -> None:
-    site = Site(tmp_path, no_signal_groups=39)
+def test_a_resumed_run_is_not_stopped_by_the_groups_of_the_leg_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "NO_SIGNAL_GROUPS", 39)
+    site = Site(tmp_path)
     signal = {"groups": 40, "useful": 0, "flat": 39, "lowest": 0.0, "highest": 0.0}
     site.at(0, signal=signal)
     site.at(1, signal=signal | {"flat": 77})
@@ -92,8 +97,11 @@ def test_a_resumed_run_is_not_stopped_by_the_groups_of_the_leg_before(tmp_path: 
         site.at(2, signal=signal | {"flat": 78})
 
 
-def test_a_useful_group_ends_the_count_of_those_before_the_first_look(tmp_path: Path) -> None:
-    site = Site(tmp_path, no_signal_groups=39)
+def test_a_useful_group_ends_the_count_of_those_before_the_first_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "NO_SIGNAL_GROUPS", 39)
+    site = Site(tmp_path)
     signal = {"groups": 40, "useful": 0, "flat": 20, "lowest": 0.0, "highest": 0.0}
     site.at(0, signal=signal)
     site.at(1, signal=signal | {"flat": 0})

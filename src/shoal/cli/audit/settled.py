@@ -14,7 +14,7 @@ from shoal.ledger.settle import KINDS, not_on_chain
 def check_settled(run: Opened, rpc: str) -> str:
     """A line about it, "" for a run without a contract. `rpc` "": the node that the run's own config names."""
     section = run.config.ledger
-    if section.backend != "evm":
+    if not section.contract:
         return ""
     rpc = rpc or settings_of(run.folder).ledger.rpc
     if not rpc:

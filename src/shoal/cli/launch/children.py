@@ -23,6 +23,7 @@ from setproctitle import setproctitle
 from shoal.cli.launch import process
 from shoal.errors import ShoalError
 
+MAX_RESTARTS = 5  # of one process; then the run gives up
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 LONGEST_BACKOFF_S = 8.0
 # The tracker of multiprocessing's semaphores removes those of a killed child; it need not say so after the prompt.
@@ -81,7 +82,7 @@ class Child:
 class Children:
     """`device`: where the children compute. CUDA fails in some forked processes, so with CUDA none is forked."""
 
-    def __init__(self, logs: Path, max_restarts: int, device: str) -> None:
+    def __init__(self, logs: Path, device: str, max_restarts: int = MAX_RESTARTS) -> None:
         self.logs = logs
         self.max_restarts = max_restarts
         self.all: list[Child] = []

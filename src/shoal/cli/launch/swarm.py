@@ -70,7 +70,7 @@ class Swarm:
         self.console = Terminal()
         self.view = LiveView(self.console)
         self.cores = available_cores(config.run.threads)
-        self.children = Children(self.out / "logs", config.run.max_restarts, config.model.device)
+        self.children = Children(self.out / "logs", config.model.device)
         self.pool = PoolWatch(address, httpx.Client(timeout=5))
         self.peaks = Peaks()
         self.legs: list[Leg] = []

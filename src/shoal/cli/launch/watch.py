@@ -1,7 +1,7 @@
 """Watches a running run: its state, its progress, and the reasons to stop it.
 
 Invariant: a run that cannot get anywhere is stopped with the reason. It stalls (`run.stall_s`), its groups teach nothing
-(`run.no_signal_groups`), its grader fails too often (`tasks.grader_error_limit`), or its disk is full. Called by `swarm`.
+(NO_SIGNAL_GROUPS in a row), its grader fails too often (`tasks.grader_error_limit`), or its disk is full. Called by `swarm`.
 """
 
 import math
@@ -16,6 +16,7 @@ from shoal.protocol.messages import Grading, Status
 from shoal.protocol.watch import PoolWatch, UnreachableError
 from shoal.watch.figures import grader_errors, no_signal
 
+NO_SIGNAL_GROUPS = 512  # accepted groups in a row with equal rewards after which a run is stopped
 LEAST_GRADED = 64  # rollouts before grader errors are judged
 RECENT_GRADED = 512  # of an earlier leg, whose grader may have been another, fewer are ignored
 
@@ -71,7 +72,7 @@ class Watch:
             raise StalledError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
         if self.status is None:
             return
-        if self.status.signal.flat - self._flat_before >= self.config.run.no_signal_groups:
+        if self.status.signal.flat - self._flat_before >= NO_SIGNAL_GROUPS:
             raise StalledError(
                 f"{no_signal(self.status.signal)}; see what the model writes in {self.folder / 'rollouts.jsonl'}, then try "
                 "easier or harder tasks, or more completions per group (sampling.group_size)"

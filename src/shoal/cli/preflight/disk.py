@@ -12,6 +12,7 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.config.recipe import CHECKPOINT_BYTES
 from shoal.errors import ShoalError, disk_is_full
+from shoal.shardcast.origin import ANCHOR_EVERY
 
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
 STATE_BYTES = 12  # per parameter: what sites agree on and its velocity, and what rounding left over, in fp32
@@ -55,11 +56,11 @@ def needs(config: Config, parameters: int) -> Needs:
 
     def store(keep: int) -> int:
         """Kept versions are deltas of others, back to a version that is stored whole."""
-        n = min(keep + config.origin.anchor_every + 1, steps + 1)
-        whole = math.ceil(n / config.origin.anchor_every)
+        n = min(keep + ANCHOR_EVERY + 1, steps + 1)
+        whole = math.ceil(n / ANCHOR_EVERY)
         return int((whole + DELTA_FRAC * n) * version)
 
-    stores = store(config.origin.keep) + config.relays.count * store(config.relays.keep)
+    stores = (1 + config.relays.count) * store(config.relays.keep)
     caches = sites * versions(learner.keep_versions) + meeting + workers + validators + evaluator + stores
     kept = sites * ((1 + kept_for_good) * checkpoint + version) + store(config.relays.keep)
     kept += meeting_round + version if learner.sites else 0
@@ -104,7 +105,7 @@ def check_space(folder: Path, wanted: Needs, free: int) -> None:
         raise DiskFullError(
             f"the file system {file_system(folder)} has {gigabytes(free)} free, and this run needs up to "
             f"{gigabytes(missing)} in {folder}: free space there, choose another folder with --out, or keep less "
-            "(learner.keep_last, origin.keep, relays.keep)"
+            "(learner.keep_last, relays.keep)"
         )
 
 

@@ -66,7 +66,7 @@ class Coordinator:
         folder.mkdir(parents=True, exist_ok=True)
         self.lead = lead
         state = open_state(folder, identity, lead)
-        stakes, secret = ChainStakes() if config.ledger.backend == "evm" else None, nonce_secret(identity)
+        stakes, secret = ChainStakes() if config.ledger.contract else None, nonce_secret(identity)
         self.pool = Pool(state.connection, state.ledger, config, run, time.time, secret=secret, stakes=stakes)
         self.settlement = Settlement(config, self.pool.db, stakes, self.pool.notices.append) if stakes else None
         self.front = front or Front()
