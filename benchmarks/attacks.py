@@ -49,7 +49,7 @@ from shoal.cli.calibrate import RUN
 from shoal.config import Config
 from shoal.coordinator.trust import bets
 from shoal.engine.torch_engine import TorchEngine
-from shoal.evidence import Process
+from shoal.evidence import ALPHA, Process
 from shoal.model.dtype import pick
 from shoal.model.numerics import Numerics
 from shoal.protocol.identity import Identity
@@ -57,8 +57,9 @@ from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, Rollout
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import ALL, EXACT
+from shoal.validator.checks import ALL, DISTRIBUTION_EVIDENCE, EXACT
 from shoal.validator.judge import Examined, Judge
+from shoal.validator.service import BATCH
 from shoal.validator.spending import spent
 
 HERE = Path(__file__).parent
@@ -71,7 +72,6 @@ LIMITS = {  # statistic -> its limit in [validator]
     "logprob_error_mean": "logprob_error_mean",
     "margin_mean": "sampling_margin_mean",
     "mismatch_frac": "sampling_mismatch_frac",
-    "distribution_evidence": "distribution_evidence",
 }
 HEAD = (
     "| attack | rejected | first check to fire | proof check alone | TOPLOC at 60/40/40 alone | one worker lasts |\n"
@@ -132,7 +132,8 @@ def main() -> int:
         "numerics": numerics,
         "groups": settings.workers.groups_per_submission,
         "versions": len(folders),
-        "limits": {name: getattr(limits, limit) for name, limit in LIMITS.items()},
+        "limits": {name: getattr(limits, limit) for name, limit in LIMITS.items()}
+        | {"distribution_evidence": DISTRIBUTION_EVIDENCE},
     }
     path.parent.mkdir(exist_ok=True)
     head = HEAD_EXACT if arguments.exact else HEAD
@@ -189,7 +190,7 @@ class Tally:
             self.lasts = self.lasts or self.process.observations + 1
             return
         self.process = self.process.after(bets(spent(one.case, settings, one.evidence), settings))
-        if self.process.evidence >= -math.log(settings.evidence.alpha):
+        if self.process.evidence >= -math.log(ALPHA):
             self.dismissed = self.process.observations
             self.lasts = self.lasts or self.dismissed
 
@@ -239,9 +240,9 @@ def _mean_reward(judge: Judge, case: Case) -> float:
 def measure(judge: Judge, attacker: Attack, settings: Config, n: int, honest: Attack | None) -> dict[str, Any]:
     """Make and judge `n` submissions, a batch at a time. `honest`: in an exactness class, beside what it makes."""
     tally, making_s, judging_s = Tally(), 0.0, 0.0
-    for start in range(0, n, settings.validator.batch):
+    for start in range(0, n, BATCH):
         opened: list[Case | Finding] = []
-        for number in range(start, min(start + settings.validator.batch, n)):
+        for number in range(start, min(start + BATCH, n)):
             asked, data, seconds = make(attacker, settings, number)
             making_s += seconds
             opened.append(judge.open(asked, attacker.identity.public, data))
@@ -353,7 +354,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     honest = result["attacks"]["honest"]["evidence"]
     names = [name for name in result["attacks"] if name != "honest"]
-    figure, panels = pyplot.subplots(1, len(LIMITS), figsize=(17, 0.27 * len(names) + 2), sharey=True)
+    figure, panels = pyplot.subplots(1, len(result["limits"]), figsize=(17, 0.27 * len(names) + 2), sharey=True)
     for panel, (statistic, limit) in zip(panels, result["limits"].items(), strict=True):
         floor = 10 ** math.floor(math.log10(limit) - 3)  # stands for zero, which a log axis has not
         panel.set_xscale("log")

@@ -27,6 +27,7 @@ from shoal.dashboard.rollouts import group_list
 from shoal.dashboard.timeline import timeline
 from shoal.dashboard.validation import validation
 from shoal.dashboard.watched import WatchedFolder
+from shoal.evidence import ALPHA
 from shoal.ledger.connection import SqliteConnection, open_sqlite
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
@@ -80,7 +81,7 @@ def measure(folder: Path) -> dict[str, object]:
     status, queries, config = feed.status, run.queries, run.config
     assert status is not None and queries is not None and config is not None
     timed("unchanged look", feed.refresh)
-    rows = {"state": "stopped", "alpha": config.evidence.alpha}
+    rows = {"state": "stopped", "alpha": ALPHA}
     timed("table of nodes", lambda: [node_table(status, Pace(), queries, **rows), broadcast(status)])
     end_s = queries.newest_s()
     timed("timeline of 5 minutes", lambda: timeline(queries, run.history.metrics, config, end_s - 300, end_s))

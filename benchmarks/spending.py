@@ -23,8 +23,9 @@ from machine import commit
 
 from shoal import config
 from shoal.coordinator.trust import bets
-from shoal.evidence import Process, allocation
+from shoal.evidence import ALPHA, REWARD_TILT, TASK_TILT, Process, allocation
 from shoal.protocol.messages import BEYOND, Spent
+from shoal.validator.checks import DISTRIBUTION_EVIDENCE
 from shoal.validator.spending import STAKE
 
 HERE = Path(__file__).parent
@@ -79,8 +80,8 @@ def strategies(model: Model, settings: Any) -> list[Strategy]:
         Strategy("an eighth, with as many decoys", 1 / 8, rate=rate / 4, decoys=1.0),
         Strategy("an eighth, with nine times as many decoys", 1 / 8, rate=rate / 20, decoys=9.0),
         Strategy("proofs and logprobs at 90 %", figures=0.9),
-        Strategy("tokens at 90 % of the distribution limit", distribution=0.9 * limits.distribution_evidence),
-        Strategy("tokens at 10 % of the distribution limit", distribution=0.1 * limits.distribution_evidence),
+        Strategy("tokens at 90 % of the distribution limit", distribution=0.9 * DISTRIBUTION_EVIDENCE),
+        Strategy("tokens at 10 % of the distribution limit", distribution=0.1 * DISTRIBUTION_EVIDENCE),
     ]
 
 
@@ -132,7 +133,7 @@ def submission(model: Model, plan: Strategy, settings: Any, up: bool, rng: np.ra
     counts = counts + numbers.sum(-1)
     beyond = [int((np.array(sizes) > part).sum() + numbers[..., n:].sum()) for n, part in enumerate(BEYOND)]
     reward = (wished | moved).astype(float) if up else (right & ~moved).astype(float)
-    tilt = settings.evidence.reward_tilt
+    tilt = REWARD_TILT
 
     def within(sign: int) -> float:
         groups = zip(counts.tolist(), exposed.tolist(), (sign * reward).tolist(), strict=True)
@@ -140,7 +141,7 @@ def submission(model: Model, plan: Strategy, settings: Any, up: bool, rng: np.ra
 
     def between(sign: int) -> float:
         means = (sign * reward.mean(1)).tolist()
-        return allocation(counts.sum(1).tolist(), exposed.sum(1).tolist(), means, settings.evidence.task_tilt, STAKE)
+        return allocation(counts.sum(1).tolist(), exposed.sum(1).tolist(), means, TASK_TILT, STAKE)
 
     figures = settings.validator
     used = Spent(
@@ -166,7 +167,7 @@ def lasted(draw: Callable[[], tuple[Spent, float]], settings: Any, most: int) ->
         gains.append(gain)
         process = process.after(bets(used, settings))
         highest = max(highest, process.evidence)
-        if process.evidence >= -np.log(settings.evidence.alpha):
+        if process.evidence >= -np.log(ALPHA):
             return number, statistics.fmean(gains), highest
     return None, statistics.fmean(gains), highest
 
@@ -176,7 +177,7 @@ def main() -> None:
     result: dict[str, Any] = {"commit": commit(), "alpha": None, "rows": [], "honest": []}
     for model in MODELS:
         settings = config.load(HERE.parent / "configs" / f"{model.config}.toml")
-        result["alpha"] = settings.evidence.alpha
+        result["alpha"] = ALPHA
         honest = Strategy("honest", figures=0.6)
         highest = [
             lasted(lambda: submission(model, honest, settings, True, rng), settings, SUBMISSIONS)[2]  # noqa: B023

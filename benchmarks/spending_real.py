@@ -36,7 +36,7 @@ from shoal.cli.calibrate import RUN
 from shoal.config import Config
 from shoal.coordinator.trust import bets
 from shoal.engine.torch_engine import TorchEngine
-from shoal.evidence import Process
+from shoal.evidence import ALPHA, Process
 from shoal.model.sources import resolve
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding
@@ -127,7 +127,7 @@ class Bench:
                 {n: round(figures[n] / getattr(self.settings.validator, limit), 3) for n, limit in LIMITS.items()}
             )
             process = process.after(bets(spent(case, self.settings, figures), self.settings))
-            if process.evidence >= -np.log(self.settings.evidence.alpha):
+            if process.evidence >= -np.log(ALPHA):
                 found = {"found": number + 1, "by": ", ".join(process.strongest(2))}
                 return found | {"gains": gains, "shares": shares, "nats": process.evidence}
         return {"found": None, "by": "", "gains": gains, "shares": shares, "nats": process.evidence}
@@ -161,7 +161,7 @@ def main() -> None:
     about = {
         "config": arguments.config.name,
         "machine": describe(),
-        "alpha": settings.evidence.alpha,
+        "alpha": ALPHA,
         "rollouts_per_submission": settings.workers.groups_per_submission * settings.sampling.group_size,
     }
     for strategy in arguments.only or ["honest", *PLANS, *STRENGTHS]:

@@ -39,6 +39,7 @@ from shoal.validator.case import Case
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, endings
 from shoal.validator.judge import Judge
 from shoal.validator.prefill import VOCABULARY_ROWS, hidden_states
+from shoal.validator.service import BATCH
 from shoal.worker.produce import Producer
 
 HERE = Path(__file__).parent
@@ -79,7 +80,7 @@ def as_configured(settings: Config, dtype: DtypeName, engine: TorchEngine, round
     """Submissions of the config's own size, as many at once as the validator takes."""
     judge, producer = ready(settings, dtype, engine)
     with judge:
-        cases = [made(judge, producer, number) for number in range(settings.validator.batch)]
+        cases = [made(judge, producer, number) for number in range(BATCH)]
 
         def examine() -> None:
             if findings := [one.finding for one in judge.examine(cases) if one.finding]:

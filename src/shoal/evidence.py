@@ -27,6 +27,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+ALPHA = 1e-6  # probability at most that the tests ever find an honest worker, whatever it submits and for how long
+REWARD_TILT = 2.0  # how much likelier numerics may move a token of one completion than of another of its group
+TASK_TILT = 4.0  # the same between groups of one submission
 FLOOR = -700.0  # of a stored logarithm; rounding capital up to e^-700 changes no sum
 
 

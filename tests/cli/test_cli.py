@@ -49,12 +49,12 @@ def test_a_verbose_dry_run_prints_the_resolved_config_too(
 
 def test_overlays_are_applied_in_order(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
-        (tmp_path / f"{number}.toml").write_text(f"[validator]\nbatch = {number}\n")
+        (tmp_path / f"{number}.toml").write_text(f"[validator]\ncount = {number}\n")
     above = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
     assert main(["run", small, "--dry-run", "--verbose", *above]) == DONE
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
     config = load(tmp_path / "printed.toml")
-    assert (config.run.steps, config.validator.batch) == (3, 2)
+    assert (config.run.steps, config.validator.count) == (3, 2)
 
 
 def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

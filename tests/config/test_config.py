@@ -260,8 +260,8 @@ def test_an_overlay_changes_only_the_keys_it_names(tmp_path: Path) -> None:
     base.write_text("[run]\nsteps = 3\n[learner]\nlr = 1e-5\n[learner.loss]\nbeta = 0.5\nepsilon = 0.1\n")
     above.write_text("[learner.loss]\nbeta = 0.25\n[validator]\nproof_exponent_mean = 4.5\n[run]\nsteps = 4\n")
     top.write_text("[run]\nsteps = 5\n")
-    config = load(base, ["validator.batch=2"], [above, top])
-    assert (config.run.steps, config.validator.proof_exponent_mean, config.validator.batch) == (5, 4.5, 2)
+    config = load(base, ["validator.count=2"], [above, top])
+    assert (config.run.steps, config.validator.proof_exponent_mean, config.validator.count) == (5, 4.5, 2)
     assert (config.learner.lr, config.learner.loss.beta, config.learner.loss.epsilon) == (1e-5, 0.25, 0.1)
     assert load(base, ["run.steps=6"], [top]).run.steps == 6, "an override wins over all files"
 
@@ -271,7 +271,7 @@ def test_an_overlay_changes_only_the_keys_it_names(tmp_path: Path) -> None:
     [
         ("[validator]\nproof_exponents = 1\n", "did you mean 'validator.proof_exponent_mean'"),
         ("[validatr]\nbatch = 1\n", "did you mean 'validator'"),
-        ("[validator]\nbatch = 0\n", "validator.batch"),
+        ("[validator]\ncount = 0\n", "validator.count"),
         ("validator = 3\n", "validator"),
         ("[validator\n", "not readable as TOML"),
     ],

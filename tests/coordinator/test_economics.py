@@ -14,6 +14,7 @@ import pytest
 
 from shoal.config.checking import ValidatorSection
 from shoal.coordinator.trust import share
+from shoal.validator.judge import SPOT_ROLLOUTS
 
 DEFAULTS = ValidatorSection()
 FLOOR = 1 / DEFAULTS.escrow_checks  # the lowest that the config allows
@@ -40,7 +41,7 @@ class Lie:
 
 
 ROLLOUTS = 64
-SPOT = DEFAULTS.spot_rollouts
+SPOT = SPOT_ROLLOUTS
 
 
 def partly(rollouts: int) -> Lie:

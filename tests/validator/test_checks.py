@@ -24,6 +24,7 @@ from shoal.tasks.derive import GroupPlan
 from shoal.tasks.rewards import graders
 from shoal.validator.case import Case
 from shoal.validator.checks import (
+    DISTRIBUTION_EVIDENCE,
     EXPENSIVE,
     FAR,
     FILE,
@@ -542,7 +543,7 @@ def test_tokens_that_are_likelier_than_samples_are_found_though_they_are_what_se
     outcome = distribution(validator.judge.rules, replace(case, prefill=truncated))
     finding = outcome.finding
     assert finding is not None and finding.reason is Reason.DISTRIBUTION and "truncated" in finding.detail
-    assert outcome.evidence["distribution_evidence"] > validator.judge.rules.config.validator.distribution_evidence
+    assert outcome.evidence["distribution_evidence"] > DISTRIBUTION_EVIDENCE
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.config import Config
+from shoal.validator.checks import DISTRIBUTION_EVIDENCE
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence, token_evidence
 
-LIMIT = Config().validator.distribution_evidence
+LIMIT = DISTRIBUTION_EVIDENCE
 VOCABULARY = 64
 
 

@@ -24,7 +24,7 @@ from shoal.protocol.messages import (
     Verdict,
 )
 from shoal.store.rollouts import Rollout, read_accepted
-from shoal.validator.service import Validator
+from shoal.validator.service import BATCH, Validator
 from shoal.worker.produce import Producer
 
 from ..store.test_pages import INFLATING
@@ -272,7 +272,7 @@ def test_several_claims_are_answered_each_with_its_own_verdict(tiny_folder: Path
     node.files = {one.id: data for one, data in zip(asked, files, strict=True)}
     node.claims = [claim(one) for one in asked]
     assert validator.run(threading.Event()) == "finished"
-    assert node.asked_for == [SETTINGS.validator.batch] * 2
+    assert node.asked_for == [BATCH] * 2
     assert [(said.submission, said.reason) for said in node.said] == [
         (asked[0].id, None),
         (asked[1].id, Reason.UNREADABLE),

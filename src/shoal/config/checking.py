@@ -24,8 +24,6 @@ class EngineLimits(Section):
     proof_mantissa_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
     logprob_error_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
     sampling_margin: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
-    sampling_mismatch_frac: float | None = Field(default=None, ge=0, description=OF_ALL, json_schema_extra=MEASURED)
-    sampling_mismatches: int | None = Field(default=None, ge=0, description=OF_ALL, json_schema_extra=MEASURED)
     sampling_margin_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
 
     @property
@@ -87,32 +85,20 @@ class ValidatorSection(Section):
         description="a completion may end early only where the end token's probability exceeds this",
         json_schema_extra=PAPER,
     )
-    distribution_evidence: float = Field(
-        default=16.0,
-        gt=0,
-        description="nats of evidence for other sampling that reject a submission; an honest one exceeds x with "
-        "probability at most e^-x",
-    )
     classes: Literal["any", "exact"] = Field(
         default="any",
         description="whose work is taken; any: also of machines that compute unlike every validator, within the limits; "
         "exact: only what a validator computes to the last bit, so tasks go only to workers of a live validator's class",
     )
-    batch: int = Field(default=4, ge=1, description="submissions of one version checked in one prefill")
     check_floor: float = Field(
         default=1.0,
         gt=0,
         le=1,
         description="smallest share of a trusted worker's submissions that are prefilled whole; 1: all. Of the others "
-        "`spot_rollouts` are",
+        "two rollouts are",
     )
     trust_after: int = Field(
         default=32, ge=1, description="honest submissions in a row that halve the share that is prefilled"
-    )
-    spot_rollouts: int = Field(
-        default=2,
-        ge=1,
-        description="rollouts, drawn after upload, that are prefilled of a submission that is not whole",
     )
     unchecked_share: float = Field(
         default=0.5,
@@ -146,24 +132,12 @@ class ValidatorSection(Section):
 class EvidenceSection(Section):
     """Tests over all submissions of a worker, where one check leaves tolerance. The bounds are of measured honest work."""
 
-    alpha: float = Field(
-        default=1e-6,
-        gt=0,
-        lt=1,
-        description="probability at most that the tests ever find an honest worker, whatever it submits and for how long",
-    )
     rates: tuple[float, float, float, float] = Field(
         default=RATES,
         description="honest tokens that miss their seeds' by more than 0, 1/8, 1/2 and 1 times validator.sampling_margin, "
         "for each token that numerics could move",
         json_schema_extra=MEASURED,
     )
-    reward_tilt: float = Field(
-        default=2.0,
-        ge=1,
-        description="how much likelier numerics may move a token of one completion than of another of its group",
-    )
-    task_tilt: float = Field(default=4.0, ge=1, description="the same between groups of one submission")
     regenerated: int = Field(
         default=0,
         ge=0,

@@ -16,7 +16,7 @@ bound of `[evidence]`, find by their sum who spends the tolerance little by litt
     distribution       tokens are likelier, or less likely, than samples
     improved, spoiled  rollouts are better, or worse, than what their seeds yield (if `evidence.regenerated`)
 
-Invariants: no worker is ever left unchecked. An honest worker is ever found with probability at most `evidence.alpha`, over
+Invariants: no worker is ever left unchecked. An honest worker is ever found with probability at most `evidence.ALPHA`, over
 all bets together and however long it works. What is found is statistical and rests on calibration, so it slashes nobody: the
 worker is dismissed. It gets no more tasks, its unbatched groups are dropped and credit that is still pending is not paid
 (docs/trust.md). Submissions of its own exactness class are not counted: they have no tolerance to spend. A worker's evidence
@@ -32,7 +32,7 @@ from shoal.config import Config
 from shoal.coordinator.credit import Credits
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import Submission
-from shoal.evidence import Process, frequency
+from shoal.evidence import ALPHA, REWARD_TILT, Process, frequency
 from shoal.evidence import share as bet_share
 from shoal.ledger.connection import Connection
 from shoal.protocol.messages import Spent, Verdict
@@ -123,7 +123,7 @@ class Trust:
             return ""
         process = self.evidence.of(found.worker).after(bets(verdict.spent, self.config))
         self.evidence.put(found.worker, process)
-        if process.evidence < math.log(1 / self.config.evidence.alpha):
+        if process.evidence < math.log(1 / ALPHA):
             return ""
         return (
             f"its {process.observations} submissions together are e^{process.evidence:.0f} times likelier if it chooses"
@@ -167,8 +167,8 @@ def bets(spent: Spent, config: Config) -> dict[str, float]:
     for name in ("better", "worse", "easier", "harder", "distribution"):
         found[name] = getattr(spent, name)
     if config.evidence.regenerated:
-        found["improved"] = _chosen(spent.improved, spent.spoiled, config.evidence.reward_tilt)
-        found["spoiled"] = _chosen(spent.spoiled, spent.improved, config.evidence.reward_tilt)
+        found["improved"] = _chosen(spent.improved, spent.spoiled, REWARD_TILT)
+        found["spoiled"] = _chosen(spent.spoiled, spent.improved, REWARD_TILT)
     return found
 
 

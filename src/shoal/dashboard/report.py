@@ -23,6 +23,7 @@ from shoal.dashboard.queries import Queries
 from shoal.dashboard.validation import validation
 from shoal.dashboard.watched import WatchedFolder
 from shoal.dashboard.words import said
+from shoal.evidence import ALPHA
 from shoal.files import write_file
 from shoal.protocol.history import RunHistory
 from shoal.watch.figures import clean, count, duration, memory, number, percent
@@ -61,7 +62,7 @@ def render(run: WatchedFolder) -> str:
         running=run.running(),
         wall_s=run.wall_s(status),
     )
-    rows = node_table(status, Pace(), run.queries, state=found["state"], alpha=run.config.evidence.alpha, public=True)
+    rows = node_table(status, Pace(), run.queries, state=found["state"], alpha=ALPHA, public=True)
     summary = read_summary(run.folder)
     drawn = charts(run.history, run.queries, run.config.coordinator.async_level)
     parts = [

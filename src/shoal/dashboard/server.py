@@ -25,6 +25,7 @@ from shoal.dashboard.timeline import timeline
 from shoal.dashboard.validation import validation
 from shoal.dashboard.watched import Watched, WatchedFolder
 from shoal.errors import ShoalError
+from shoal.evidence import ALPHA
 from shoal.watch.page.files import SHARED, Files
 from shoal.watch.page.headers import secure
 
@@ -123,7 +124,7 @@ class Dashboard:
         status, config = self.feed.status, self.run.config
         assert status is not None
         state = status.state if status.state == "finished" else "running" if self.run.running() else "stopped"
-        alpha = config.evidence.alpha if config else None
+        alpha = ALPHA if config else None
         rows = node_table(
             status,
             self.feed.pace,

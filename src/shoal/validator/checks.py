@@ -42,6 +42,7 @@ from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: files hold rewards as float32
 FAR = 4.0  # times `sampling_margin`: farther than numerics can move a token
 OUTLIERS = 2  # end tokens, and special tokens, of a submission that numerics may have moved beyond `sampling_margin`
+DISTRIBUTION_EVIDENCE = 16.0  # nats for other sampling that reject; honest work exceeds x with probability at most e^-x
 WORST_MANTISSA = 127.0  # used for a proof without any agreeing exponent, whose mantissa error is infinite
 
 
@@ -270,7 +271,7 @@ def distribution(rules: Rules, case: Case) -> Outcome:
     evidence_NA = case.computed().evidence_NA
     found = submission_evidence(evidence_NA)
     evidence = {"distribution_evidence": found}
-    if found <= rules.config.validator.distribution_evidence:
+    if found <= DISTRIBUTION_EVIDENCE:
         return Outcome(None, evidence)
     kind = ALTERNATIVES[int(evidence_NA.sum(0).argmax())]
     return rejected(

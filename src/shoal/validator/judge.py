@@ -55,6 +55,7 @@ from shoal.validator.checks import environment as answers_again
 from shoal.validator.checks import rewards as rewards_again
 from shoal.validator.prefill import prefill
 
+SPOT_ROLLOUTS = 2  # drawn after the upload, and prefilled of a submission that is not prefilled whole
 LEAST_S = 1.0  # of grading before a prefill: less says nothing, because processes have to start
 LATE = Grade(
     0.0, "grader_error", "not graded in the time that coordinator.claim_lease_s leaves for it", repeatable=False
@@ -190,7 +191,7 @@ class Judge:
         return [plausible(case) and outcome.finding is None for case, outcome in zip(cases, checked, strict=True)]
 
     def _some_rollouts(self, case: Case) -> Case:
-        most = min(self.config.validator.spot_rollouts, len(case.rows))
+        most = min(SPOT_ROLLOUTS, len(case.rows))
         chosen = sorted(self.choose(range(len(case.rows)), most))
         return replace(case, rows=[case.rows[number] for number in chosen])
 

@@ -43,6 +43,7 @@ from shoal.validator.spending import changed, spent
 from shoal.validator.verdict import group_results, unreadable, verdict_on
 
 IDLE_S = 0.1
+BATCH = 4  # submissions of one version checked in one prefill
 RELOADING = (
     0.05  # most of the time spent on loading weights again for inexact work: who sends it must not stop the others
 )
@@ -162,7 +163,7 @@ class Validator:
 
     def claim(self) -> list[Claim]:
         """Lease some submissions, all of one version; none if there is none."""
-        claims = self.node.post("/v1/claims", ClaimRequest(most=self.config.validator.batch), Claims).claims
+        claims = self.node.post("/v1/claims", ClaimRequest(most=BATCH), Claims).claims
         if claims:
             self.node.doing(f"checking {', '.join(claim.assignment.id for claim in claims)}")
         else:

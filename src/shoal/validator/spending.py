@@ -25,7 +25,7 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.evidence import allocation
+from shoal.evidence import REWARD_TILT, TASK_TILT, allocation
 from shoal.model import numerics
 from shoal.protocol.messages import BEYOND, Spent
 from shoal.tasks.budget import EPSILON
@@ -53,13 +53,13 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> Spent:
     def within(sign: int) -> float:
         """The bet inside of each group, over all groups: they are independent."""
         return sum(
-            allocation(count, exposed, [sign * value for value in of_group], config.evidence.reward_tilt, STAKE)
+            allocation(count, exposed, [sign * value for value in of_group], REWARD_TILT, STAKE)
             for count, exposed, of_group in zip(counts, exposures, values, strict=True)
         )
 
     def between(sign: int) -> float:
         totals, exposed = [sum(count) for count in counts], [sum(one) for one in exposures]
-        return allocation(totals, exposed, [sign * mean for mean in means], config.evidence.task_tilt, STAKE)
+        return allocation(totals, exposed, [sign * mean for mean in means], TASK_TILT, STAKE)
 
     limit = config.validator.of(case.header.engine).sampling_margin
     first, second, third, fourth = (int((margins_N > part * limit).sum()) for part in BEYOND)

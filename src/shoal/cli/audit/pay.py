@@ -18,6 +18,7 @@ from typing import Any
 from shoal.cli.audit.found import Accepted, Found, Rejected
 from shoal.cli.audit.opened import BrokenError, first_of
 from shoal.config import Config
+from shoal.evidence import ALPHA
 from shoal.ledger.chain import Entry
 from shoal.protocol.messages import HARD, Reason
 
@@ -98,7 +99,7 @@ class Pay:
         observed, count = self.observed.get(worker, []), body["submissions"]
         if not observed or observed[-1][0] != body["submission"] or not 1 <= count <= len(observed):
             raise ValueError(f"dismisses {worker[:16]} for {count} submissions, of which not all were judged before")
-        if not body["evidence"] >= (least := math.log(1 / self.found.config.evidence.alpha)):
+        if not body["evidence"] >= (least := math.log(1 / ALPHA)):
             raise ValueError(
                 f"dismisses {worker[:16]} on evidence of {body['evidence']} nats; the run asks for {least:.1f}"
             )

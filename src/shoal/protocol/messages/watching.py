@@ -29,7 +29,7 @@ class NodeStatus(Message):
     credited: Count = 0  # tokens of accepted work, paid for good
     pending: Count = 0  # tokens of accepted work whose credit waits for more checks
     evidence: float = (
-        0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.alpha) dismisses it
+        0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.ALPHA) dismisses it
     )
     fingerprint: str = MaybeHex64  # of the newest version it reported; "": it is in no exactness class
     tokens_per_s: float = 0.0  # from task to upload, of its accepted work; 0: not measured yet
