@@ -58,7 +58,6 @@ final_lr = 1e-3
 warmup_steps = 20
 heldout = 2
 share = 2
-eval_every = 200
 checkpoint_every = 20
 [sites]
 sites = {{sites}}

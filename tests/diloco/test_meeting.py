@@ -533,20 +533,6 @@ def test_what_sites_say_of_themselves_is_in_the_status_and_in_the_record(tmp_pat
     assert json.loads(line)["figures"]["a"]["loss"] == 2.5
 
 
-def test_the_momentum_rises_over_the_first_rounds_of_each_fragment(tmp_path: Path) -> None:
-    warm = terms(sites=1, fragments=2, momentum=0.8, momentum_warmup=4)
-    assert [warm.momentum_in(round) for round in (0, 1, 2, 3, 8, 50)] == [0.0, 0.0, 0.2, 0.2, 0.8, 0.8]
-    assert terms(momentum=0.8).momentum_in(0) == 0.8
-    meeting = found(tmp_path, terms(sites=1, kind="fp64", lr=1.0, momentum=0.9, momentum_warmup=2))
-    (a,) = together(meeting, "a")
-    a.offer()
-    learned = {name: tensor.clone() for name, tensor in a.tensors.items()}
-    a.finish()
-    assert all(torch.equal(a.tensors[name], learned[name]) for name in SHAPES)  # as without momentum
-    rounds([a], 3)  # the same momentum at the site and at the meeting, or the digests would differ
-    assert digests([a]) == {"".join(meeting.agreed.digests)}
-
-
 def flip(path: Path, at: int) -> None:
     """Flip one bit of byte `at`, counted from the end if negative."""
     data = bytearray(path.read_bytes())

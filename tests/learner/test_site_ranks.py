@@ -77,9 +77,7 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thr
 
     def job(name: str, at: str) -> dict[str, Any]:
         where = {"model": str(tiny_folder), "out": str(folder / name / at), "files": str(folder / "files")}
-        sites = configs[name].learner.sites
-        assert sites is not None
-        told = {"steps": STEPS, "dtype": "float32", "die": {}, "changed": CHANGED[name] | {"sites": sites.model_dump()}}
+        told = {"steps": STEPS, "dtype": "float32", "die": {}, "changed": CHANGED[name] | {"sites": len(SITES)}}
         return where | told | {"validator": VALIDATOR.public, "site": str(folder / name / "meet" / f"{at}.invite")}
 
     with served(meetings["whole"]), served(meetings["lora"]), ThreadPoolExecutor() as threads:

@@ -15,7 +15,7 @@ from shoal.diloco.messages import Figures, Outcome, Terms
 from shoal.learner.groups import Fetched
 from shoal.learner.policy import Policy
 from shoal.learner.site_policy import about_of
-from shoal.learner.sites import Publisher, SiteLearner, counting, learner_terms, settings_of, shares, site_metrics
+from shoal.learner.sites import Publisher, SiteLearner, counting, learner_terms, shares, site_metrics
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import BatchGroup, StepRecord
 from tests.diloco.test_meeting import Clock
@@ -35,8 +35,7 @@ class Quiet(Shared):
 
 
 def config(steps: int, sites: int, **changed: Any) -> Config:
-    wanted = {"kind": "fp64", "sites": sites, "wait_s": 10.0, "give_up_s": 60.0}
-    return run_config(steps, changed | {"sites": wanted | changed.get("sites", {})})
+    return run_config(steps, changed | {"sites": sites})
 
 
 def policy(model: Path, of: Config) -> Policy:
@@ -45,7 +44,7 @@ def policy(model: Path, of: Config) -> Policy:
 
 
 def meeting_of(model: Path, folder: Path, of: Config, clock: Clock | None = None) -> Meeting:
-    own, settings = policy(model, of), settings_of(of)
+    own, settings = policy(model, of), of.sites
     terms = learner_terms(of, own)
     publisher = Publisher(own, terms.fragments, folder / "versions", keep=99)
     first = Agreed.of(own.masters, terms.fragments)
@@ -208,6 +207,6 @@ def test_only_groups_of_sites_that_count_are_in_the_version() -> None:
 
 
 def test_more_sites_than_groups_are_refused() -> None:
-    learner = SETTINGS | {"sites": {"sites": GROUPS + 1}}
+    learner = SETTINGS | {"sites": GROUPS + 1}
     with pytest.raises(ConfigError, match="a site would have no group"):
         parse(RUN | {"learner": learner})

@@ -1,7 +1,7 @@
 """`shoal meet CONFIG --dir DIR`: where the sites of one training meet. It writes an invite for each site, and serves until
 the last round is over and every site has left.
 
-The config says what is trained: with [learner.sites] a run's learner, else plain text.
+The config says what is trained: with `learner.sites` a run's learner, else plain text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.arguments import read_config, takes_config, takes_threads
 from shoal.cli.launch import process
-from shoal.cli.pretrain import model_of, path_of
+from shoal.cli.pretrain import model_of
 from shoal.config import Config
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
 
 if TYPE_CHECKING:
-    from shoal.config.sites import MeetingSection
     from shoal.diloco.meeting import Meeting
 
 log = logging.getLogger(__name__)
@@ -38,17 +37,16 @@ def run_meet(arguments: argparse.Namespace) -> None:
     """Serve the sites' meeting until the last round, or until SIGINT or SIGTERM."""
     config = read_config(arguments)
     stop = process.begin("meet", threads=arguments.threads)
-    settings, open_meeting = _meeting_of(config)
-    asyncio.run(_meet(settings, open_meeting, arguments.dir, arguments.config.stem, stop))
+    asyncio.run(_meet(config, _opener(config), arguments.dir, arguments.config.stem, stop))
 
 
-def _meeting_of(config: Config) -> tuple[MeetingSection, Callable[[Path, str], Meeting]]:
-    """The section that describes the meeting, and what opens it in a folder for a run of that name."""
+def _opener(config: Config) -> Callable[[Config, Path, str], Meeting]:
+    """What opens the meeting, by what is trained, in a folder for a run of that name."""
     if config.learner.sites:
         from shoal.cli.roles import learner_meeting
 
-        return config.learner.sites, lambda folder, run: learner_meeting(config, folder, run)
-    return config.sites, lambda folder, run: _pretraining(config, folder, run)
+        return learner_meeting
+    return _pretraining
 
 
 def _pretraining(config: Config, folder: Path, run: str) -> Meeting:
@@ -66,8 +64,8 @@ def _pretraining(config: Config, folder: Path, run: str) -> Meeting:
 
 
 async def _meet(
-    settings: MeetingSection,
-    open_meeting: Callable[[Path, str], Meeting],
+    config: Config,
+    open_meeting: Callable[[Config, Path, str], Meeting],
     folder: Path,
     name: str,
     stop: threading.Event,
@@ -75,17 +73,15 @@ async def _meet(
     from shoal.diloco.messages import site_invite
     from shoal.diloco.serve import Server, serve
     from shoal.protocol.node import KEY
-    from shoal.shardcast.connections import server_context
     from shoal.shardcast.server import url_of
 
     identity = Identity.load_or_create(folder / KEY)
     run = run_id(name, identity.public)
-    meeting = open_meeting(folder, run)
-    tls = server_context(path_of(settings.tls_cert), path_of(settings.tls_key))
+    meeting, settings = open_meeting(config, folder, run), config.sites
     server = Server(meeting, identity)
-    runner, port = await serve(server, settings.host, port=settings.port, tls=tls, listening=folder / "port")
+    runner, port = await serve(server, settings.host, port=settings.port, listening=folder / "port")
     try:
-        url = settings.url or url_of(settings.host, port, tls=tls is not None)
+        url = settings.url or url_of(settings.host, port, tls=False)
         for number in range(settings.sites):
             site_invite(identity, url, run, f"site-{number}").save(folder / "invites" / f"site-{number}.invite")
         log.info("listening at %s; invites for %d sites are in %s", url, settings.sites, folder / "invites")

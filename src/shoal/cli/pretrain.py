@@ -85,7 +85,7 @@ def _outer(config: Config, net: Net, out: Path, invite: Invite, stop: threading.
 
     settings, tensors = config.sites, net.tensors
     terms = terms_of(config, tensors)
-    remote = Remote(invite, out, terms, patience_s=settings.give_up_s, authority=path_of(settings.tls_ca), stop=stop)
+    remote = Remote(invite, out, terms, patience_s=settings.give_up_s, stop=stop)
     return Outer(remote.name, settings, terms, remote, remote, tensors, out, stop.is_set)
 
 

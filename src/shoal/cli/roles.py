@@ -245,7 +245,7 @@ def _check_site(config: Config, site: Invite | None) -> None:
         )
     if site is not None and not config.learner.sites:
         raise ConfigError(
-            "this run's learner is at one site, because its config has no [learner.sites]: leave out --site"
+            "this run's learner is at one site, because its config has learner.sites = 0: leave out --site"
         )
 
 
@@ -254,14 +254,12 @@ def _at_site(
 ) -> Learner:
     from shoal.diloco.messages import name_of
     from shoal.diloco.remote import Remote
-    from shoal.learner.sites import SiteLearner, learner_terms, settings_of
+    from shoal.learner.sites import SiteLearner, learner_terms
 
     if node is None:
         return SiteLearner(None, config, policy, folder, name_of(site), None, None)
-    settings = settings_of(config)
     terms = learner_terms(config, policy)
-    authority = Path(settings.tls_ca) if settings.tls_ca else None
-    remote = Remote(site, folder, terms, patience_s=settings.give_up_s, authority=authority, stop=stop)
+    remote = Remote(site, folder, terms, patience_s=config.sites.give_up_s, stop=stop)
     return SiteLearner(node, config, policy, folder, remote.name, remote, remote)
 
 
@@ -295,7 +293,7 @@ def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
     from shoal.diloco.meeting import Meeting
     from shoal.learner.policy import Policy
     from shoal.learner.site_policy import about_of
-    from shoal.learner.sites import Publisher, learner_terms, settings_of
+    from shoal.learner.sites import Publisher, learner_terms
     from shoal.model.sources import resolve
 
     section = config.learner
@@ -303,8 +301,7 @@ def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
     section = section.model_copy(update={"loss": no_reference, "compile": False})
     torch.manual_seed(config.run.seed)  # adapters begin with random numbers: those of a learner at one site
     policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
-    settings = settings_of(config)
     terms = learner_terms(config, policy)
     publisher = Publisher(policy, terms.fragments, folder / VERSIONS, section.keep_versions)
     first = Agreed.of(policy.masters, terms.fragments)
-    return Meeting(folder, terms, about_of(settings, policy), run, lambda: first, publish=publisher)
+    return Meeting(folder, terms, about_of(config.sites, policy), run, lambda: first, publish=publisher)

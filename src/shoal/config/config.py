@@ -74,12 +74,18 @@ class Config(Section):
             self._default("learner", row_tokens=self.sampling.max_tokens + PROMPT_TOKENS)
         if any(source.environment for source in tasks.sources):
             self._default("sampling", max_turns=max(self.sampling.max_turns, TURNS))
+        if learner.sites:
+            self._default("sites", sites=learner.sites)
+            self._default("sites", kind="bf16")  # the changes of a step at a small rate are below fp16's range
+            self._default("sites", lr=1.0)
+            self._default("sites", momentum=0.0)
+            self._default("sites", wait_s=300.0)
         self._default(
             "validator", escrow_checks=max(self.validator.escrow_checks, math.ceil(1 / self.validator.check_floor))
         )
         return self
 
-    def _default(self, name: str, **values: int) -> None:
+    def _default(self, name: str, **values: int | float | str) -> None:
         """Set a field of the section `name`, unless the config sets it."""
         section: Section = getattr(self, name)
         if not section.model_fields_set & values.keys():
@@ -101,8 +107,8 @@ class Config(Section):
             yield "coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step"
         if learner.sites and learner.stream:
             yield "learner.stream is for a learner at one site: a site's share is known once the batch is full"
-        if learner.sites and self.coordinator.prompts_per_step < learner.sites.sites:
-            yield "coordinator.prompts_per_step is below learner.sites.sites: a site would have no group"
+        if learner.sites and self.coordinator.prompts_per_step < learner.sites:
+            yield "coordinator.prompts_per_step is below learner.sites: a site would have no group"
         if learner.offload and self.model.device == "cpu":
             yield (
                 'learner.offload moves masters and moments from a device to its host, and model.device = "cpu" has them '

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from shoal.config.section import DR_GRPO, PAPER, Decay, Section
-from shoal.config.sites import LearnerSitesSection
 
 CHECKPOINT_BYTES = 12  # per trained parameter: the fp32 master and two moments of AdamW, which no optimizer exceeds
 WRITTEN_BYTES = 10**10  # of checkpoints a step, at most, by default
@@ -220,8 +219,10 @@ class LearnerSection(Section):
         "version; recomputed: the learner's own at the start of the step",
     )
     lora: LoraSection | None = Field(default=None, description="train low-rank adapters; none: train all weights")
-    sites: LearnerSitesSection | None = Field(
-        default=None, description="spread the learner over several sites; none: it is one"
+    sites: int = Field(
+        default=0,
+        ge=0,
+        description="sites that the learner is spread over, which meet by [sites]; 0: it is at one place",
     )
     loss: LossSection = LossSection()
     guard: GuardSection = GuardSection()
@@ -266,7 +267,6 @@ class SftSection(Section):
     warmup_steps: int = Field(
         default=25, ge=0, description="updates of linear warm-up; the rate is constant afterwards"
     )
-    grad_clip: float = Field(default=1.0, gt=0, description="largest gradient norm; larger gradients are scaled down")
     max_tokens: int = Field(
         default=2048, ge=2, description="positions in one packed row; longer conversations are dropped"
     )

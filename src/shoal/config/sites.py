@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shoal.config.section import DILOCO, OPENDILOCO, Decay, Section
+from shoal.config.section import DILOCO, OPENDILOCO, Section
 
 Numbers = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"]  # on the wire
 
@@ -30,73 +30,21 @@ class PretrainSection(Section):
     lr: float = Field(default=4e-4, gt=0, description="largest AdamW learning rate", json_schema_extra=DILOCO)
     final_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step, reached along a cosine")
     warmup_steps: int = Field(default=1000, ge=0, description="steps of linear warm-up", json_schema_extra=DILOCO)
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW decay rates of the two moments")
-    weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay", json_schema_extra=DILOCO)
-    grad_clip: float = Field(default=1.0, gt=0, description="largest gradient norm; larger gradients are scaled down")
     heldout: int = Field(default=64, ge=0, description="documents at the start of the data that are held out")
-    eval_every: int = Field(default=500, ge=1, description="steps between measurements of the held-out loss")
-    checkpoint_every: int = Field(default=500, ge=1, description="steps between checkpoints")
+    checkpoint_every: int = Field(
+        default=500, ge=1, description="steps between checkpoints, and between measurements of the held-out loss"
+    )
     share: int = Field(default=256, ge=1, description="documents of a share, which one site reads")
 
 
-class MeetingSection(Section):
-    """How several sites meet: the outer step, how long a round waits, where the meeting listens."""
+class SitesSection(Section):
+    """Several sites that train one model: with [pretrain], or as a run's learner (`learner.sites`).
+
+    They meet once in `inner_steps`; the learner's sites meet once a step. The outer step of the learner's sites follows
+    `learner.sites` where it is not set: bf16 numbers, rate 1 and no momentum, which is the average; 300 seconds to wait.
+    """
 
     sites: int = Field(default=2, ge=1, description="sites that the first round waits for, and invites that are made")
-    kind: Numbers = Field(default="fp16", description="numbers on the wire", json_schema_extra=OPENDILOCO)
-    lr: float = Field(default=0.7, gt=0, description="learning rate of the outer step", json_schema_extra=DILOCO)
-    momentum: float = Field(
-        default=0.9, ge=0, lt=1, description="Nesterov momentum of the outer step", json_schema_extra=DILOCO
-    )
-    momentum_warmup: int = Field(
-        default=0, ge=0, description="rounds of a fragment over which the momentum rises from 0; 0: it begins whole"
-    )
-    quorum: int = Field(default=1, ge=1, description="fewest sites whose offers close a round")
-    wait_s: float = Field(default=60, gt=0, description="seconds from a round's first offer until it closes")
-    give_up_s: float = Field(
-        default=900, gt=0, description="seconds a site waits for a round, or for a meeting that does not answer"
-    )
-    outlier: float = Field(
-        default=10, gt=1, description="a pseudo-gradient whose norm is this many times the usual one is left out"
-    )
-    host: str = Field(default="127.0.0.1", description="address that the meeting listens on; 0.0.0.0: all")
-    port: int = Field(default=0, ge=0, le=65535, description="port that the meeting listens on; 0: a free one")
-    url: str = Field(default="", description="where sites reach the meeting; empty: where it listens")
-    tls_cert: str = Field(
-        default="", description="certificate of the meeting; empty: plain HTTP, signed but not secret"
-    )
-    tls_key: str = Field(default="", description="its private key")
-    tls_ca: str = Field(default="", description="authority that sites trust; empty: the system's")
-
-    @property
-    def terms(self) -> dict[str, Any]:
-        """What sites and meeting must know of a round."""
-        outer = {"kind", "lr", "momentum", "momentum_warmup"}
-        return self.model_dump(include=outer | {"wait_s", "quorum", "sites", "outlier"})
-
-    @model_validator(mode="after")
-    def _closes(self) -> "MeetingSection":
-        if self.quorum > self.sites:
-            raise ValueError("sites.quorum exceeds sites.sites, so no round would close")
-        return self
-
-
-class LearnerSitesSection(MeetingSection):
-    """The learner at several sites. A round is a step: each site's updates, then one outer step."""
-
-    kind: Numbers = Field(
-        default="bf16", description="numbers on the wire; the changes of a step at a small rate are below fp16's range"
-    )
-    lr: float = Field(default=1.0, gt=0, description="learning rate of the outer step; 1 without momentum: the average")
-    momentum: float = Field(
-        default=0.0, ge=0, lt=1, description="Nesterov momentum of the outer step; see docs/diloco.md before raising it"
-    )
-    wait_s: float = Field(default=300, gt=0, description="seconds from a step's first offer until it closes")
-
-
-class SitesSection(MeetingSection):
-    """Several sites of `shoal pretrain` that train one model and meet once in many steps (`shoal meet`)."""
-
     inner_steps: int = Field(
         default=500, ge=1, description="inner steps between two meetings of a fragment", json_schema_extra=DILOCO
     )
@@ -112,6 +60,26 @@ class SitesSection(MeetingSection):
         lt=1,
         description="share of its own parameters that a site keeps after a round; Streaming DiLoCo has 0.5",
     )
+    kind: Numbers = Field(default="fp16", description="numbers on the wire", json_schema_extra=OPENDILOCO)
+    lr: float = Field(default=0.7, gt=0, description="learning rate of the outer step", json_schema_extra=DILOCO)
+    momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="Nesterov momentum of the outer step", json_schema_extra=DILOCO
+    )
+    quorum: int = Field(default=1, ge=1, description="fewest sites whose offers close a round")
+    wait_s: float = Field(default=60, gt=0, description="seconds from a round's first offer until it closes")
+    give_up_s: float = Field(
+        default=900, gt=0, description="seconds a site waits for a round, or for a meeting that does not answer"
+    )
+    host: str = Field(default="127.0.0.1", description="address that the meeting listens on; 0.0.0.0: all")
+    port: int = Field(default=0, ge=0, le=65535, description="port that the meeting listens on; 0: a free one")
+    url: str = Field(
+        default="", description="where sites reach the meeting, such as a proxy with TLS; empty: where it listens"
+    )
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What sites and meeting must know of a round."""
+        return self.model_dump(include={"kind", "lr", "momentum", "wait_s", "quorum", "sites"})
 
     @property
     def round_steps(self) -> int:
@@ -120,6 +88,8 @@ class SitesSection(MeetingSection):
 
     @model_validator(mode="after")
     def _consistent(self) -> "SitesSection":
+        if self.quorum > self.sites:
+            raise ValueError("sites.quorum exceeds sites.sites, so no round would close")
         if self.inner_steps % self.fragments:
             raise ValueError("sites.inner_steps must be a multiple of sites.fragments")
         if self.delay >= self.round_steps:

@@ -216,7 +216,7 @@ class Meeting:
         data = b""
         if kept:
             average = self._average(kept, number)
-            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum_in(self.round))
+            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
             data = average.to_bytes()
         outcome = Outcome(
             round=self.round,

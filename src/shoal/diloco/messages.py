@@ -36,17 +36,11 @@ class Terms:
     kind: Kind = "fp16"
     lr: float = 0.7
     momentum: float = 0.9
-    momentum_warmup: int = 0  # rounds of a fragment over which the momentum rises from 0
     wait_s: float = 60.0  # from a round's first offer until it closes without the others
     quorum: int = 1  # fewest offers that close a round
     sites: int = 1  # that the first round waits for
     outlier: float = 10.0  # norms above this many times the usual one are left out
     items: Callable[[int], int] | None = None  # of work that a round deals to its sites; None: each has as much
-
-    def momentum_in(self, round: int) -> float:
-        """The momentum of this round's outer step: linear warm-up, then constant."""
-        done = round // len(self.fragments)
-        return self.momentum * min(1.0, done / self.momentum_warmup) if self.momentum_warmup else self.momentum
 
     def weight(self, round: int, name: str, dealt: Sequence[str]) -> int:
         """How much a site's pseudo-gradient counts: the items that it was dealt, by the meeting's own rule (`dealt_to`)."""

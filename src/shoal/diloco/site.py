@@ -59,7 +59,7 @@ class Site:
         terms = self.terms
         if outcome.kept:
             average = Encoded.from_bytes(data, terms.kind, terms.fragments.sizes[number])
-            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum_in(outcome.round))
+            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
         if self.agreed.digests[number] != outcome.digest:
             raise DifferentError(f"fragment {number} differs from the others' after round {outcome.round}")
         agreed = self.agreed.parameters[number]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config.sites import MeetingSection
+from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed, Fragments
 from shoal.diloco.messages import ClosedError, Exchange, Figures, Greeting, Outcome, Roster, Terms
 from shoal.diloco.site import DifferentError, SilenceError, Site, meet
@@ -185,15 +185,15 @@ class PolicySite:
         return outcome, average
 
 
-def terms_of(settings: MeetingSection, rounds: int, policy: Policy, items: Callable[[int], int]) -> Terms:
+def terms_of(settings: SitesSection, rounds: int, policy: Policy, items: Callable[[int], int]) -> Terms:
     """`items`: of work that each round deals to its sites."""
     shapes = {name: tuple(master.shape) for name, master in policy.masters.items()}
     return Terms(Fragments(shapes), rounds=rounds, items=items, **settings.terms)
 
 
-def about_of(settings: MeetingSection, policy: Policy) -> dict[str, str]:
+def about_of(settings: SitesSection, policy: Policy) -> dict[str, str]:
     """What must be equal at all sites beside the data: which parameters travel, and how."""
     shapes = {name: list(master.shape) for name, master in sorted(policy.masters.items())}
     found = {"trained parameters": sha256(json.dumps(shapes).encode()).hexdigest()}
-    keys = ("kind", "lr", "momentum", "momentum_warmup")
+    keys = ("kind", "lr", "momentum")
     return found | {f"sites.{key}": str(getattr(settings, key)) for key in keys}

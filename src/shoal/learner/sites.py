@@ -24,7 +24,6 @@ from pathlib import Path
 from blake3 import blake3
 
 from shoal.config import Config
-from shoal.config.sites import MeetingSection
 from shoal.diloco.agreed import Agreed, Fragments
 from shoal.diloco.messages import Exchange, Outcome, Roster, Terms
 from shoal.files import commit_folder
@@ -57,7 +56,7 @@ class SiteLearner(Learner):
     ) -> None:
         """`name`: of this site. `exchange` and `roster`: its leader's ways to the meeting; like `node`, None elsewhere."""
         super().__init__(node, config, policy, folder)
-        settings, terms = settings_of(config), learner_terms(config, policy)
+        settings, terms = config.sites, learner_terms(config, policy)
         self.place = PolicySite(name, policy, terms, exchange, roster, give_up_s=settings.give_up_s)
         self.about = about_of(settings, policy) | ({"data": f"run {node.invite.run}"} if node else {})
         self.sharing = 1  # sites that shared the last batch
@@ -198,12 +197,7 @@ def site_metrics(outcome: Outcome) -> dict[str, float]:
 def learner_terms(config: Config, policy: Policy) -> Terms:
     """A round deals the groups of a batch."""
     groups = config.coordinator.prompts_per_step
-    return terms_of(settings_of(config), config.run.steps, policy, lambda _: groups)
-
-
-def settings_of(config: Config) -> MeetingSection:
-    assert config.learner.sites is not None
-    return config.learner.sites
+    return terms_of(config.sites, config.run.steps, policy, lambda _: groups)
 
 
 def _id(group: Group) -> tuple[str, int]:

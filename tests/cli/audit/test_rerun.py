@@ -13,7 +13,6 @@ import torch
 from shoal.cli.audit import rerun as rerun_module
 from shoal.cli.audit.opened import BrokenError
 from shoal.cli.audit.rerun import obstacle, rerun, states
-from shoal.config.sites import MeetingSection
 from shoal.learner.groups import gathering, validators
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
@@ -79,7 +78,7 @@ def test_why_no_step_can_be_run_again(found: Any) -> None:
     several = SimpleNamespace(run=found.run, records=ranks, configs=found.configs)
     assert states(found.run, several) == [] and "several ranks" in obstacle(several)  # type: ignore[arg-type]
     config = found.configs[0]
-    sites = config.model_copy(update={"learner": config.learner.model_copy(update={"sites": MeetingSection()})})
+    sites = config.model_copy(update={"learner": config.learner.model_copy(update={"sites": 2})})
     spread = SimpleNamespace(run=found.run, records=found.records, configs=[sites] * STEPS)
     assert states(found.run, spread) == [] and "the moments of the others" in obstacle(spread)  # type: ignore[arg-type]
 

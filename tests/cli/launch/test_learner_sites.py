@@ -14,7 +14,7 @@ import pytest
 from .test_swarm import DEADLINE_S, LEAST_GAIN, children, gain, start, summary_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S)]
-SITES = ("--set", "learner.sites.sites=2", "--set", "learner.sites.wait_s=40")  # above what a busy machine delays one
+SITES = ("--set", "learner.sites=2", "--set", "sites.wait_s=40")  # above what a busy machine delays one
 BOTH = ["site-0", "site-1"]
 
 

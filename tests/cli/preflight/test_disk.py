@@ -48,7 +48,7 @@ def test_the_estimate_counts_the_checkpoint_that_is_written_beside_the_kept_ones
 
 def test_the_estimate_counts_every_site_and_their_meeting() -> None:
     def found(sites: int, kind: str = "bf16") -> Needs:
-        return needs(parse({"learner": {"sites": {"sites": sites, "kind": kind}}}), MODEL)
+        return needs(parse({"learner": {"sites": sites}, "sites": {"kind": kind}}), MODEL)
 
     one_more = (Config().learner.keep_last + 1) * 12 * MODEL + (Config().learner.keep_versions + 1) * 2 * MODEL
     assert found(3).peak_bytes - found(2).peak_bytes == one_more
@@ -102,7 +102,7 @@ def stopped(folder: Path, *, keep_every: int = 0, keep: int = 2, sites: int = 0)
     """A run's folder as a stopped run leaves it. `keep`: versions at the relays."""
     (folder / "coordinator").mkdir(parents=True)
     (folder / "coordinator" / "coordinator.json").write_text('{"run": "r", "url": "http://127.0.0.1:1"}')
-    learner = {"keep_every": keep_every, "keep_versions": 1} | ({"sites": {"sites": sites}} if sites else {})
+    learner = {"keep_every": keep_every, "keep_versions": 1} | {"sites": sites}
     config = parse({"learner": learner, "relays": {"keep": keep}})
     (folder / "config.toml").write_text(config_module.dumps(config))
     names = {

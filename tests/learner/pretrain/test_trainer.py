@@ -44,7 +44,7 @@ def config(tiny_folder: Path, tmp_path: Path) -> str:
     path = tmp_path / "small.toml"
     path.write_text(
         f"[model]\nname = {json.dumps(str(tiny_folder))}\ndtype = 'float32'\n[pretrain]\ndata = {json.dumps(str(data))}\n"
-        "steps = 8\nbatch = 4\nmicro_batch = 3\ntokens = 32\nlr = 3e-3\nwarmup_steps = 2\nheldout = 4\neval_every = 4\n"
+        "steps = 8\nbatch = 4\nmicro_batch = 3\ntokens = 32\nlr = 3e-3\nwarmup_steps = 2\nheldout = 4\n"
         "checkpoint_every = 3\nshare = 5\n"
     )
     return str(path)

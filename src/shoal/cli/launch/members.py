@@ -26,7 +26,7 @@ class Member:
 
 def members(config: Config) -> Iterator[Member]:
     """Every process except coordinator and meeting, in the order in which they start."""
-    for i in range(config.learner.sites.sites if config.learner.sites else 1):
+    for i in range(max(1, config.learner.sites)):
         yield Member(f"learner-{i}" if i else "learner", "learner")
     yield Member("origin", "origin")
     for i in range(config.relays.count):
@@ -50,7 +50,7 @@ def meeting_command(out: Path) -> list[str]:
 
 def site_invites(config: Config, out: Path) -> list[Path]:
     """The invites that the meeting writes, one for each of the learner's sites."""
-    count = config.learner.sites.sites if config.learner.sites else 0
+    count = config.learner.sites
     return [out / MEETING / "invites" / f"site-{i}.invite" for i in range(count)]
 
 

@@ -22,7 +22,7 @@ def share_threads(config: Config, cores: int) -> dict[str, int]:
     With async level 0, generating, checking and learning take turns, so each gets all cores. Sites share the learner's.
     The last evaluation has the machine to itself.
     """
-    sites = config.learner.sites.sites if config.learner.sites else 1
+    sites = max(1, config.learner.sites)
     if config.coordinator.async_level == 0:
         return {
             "learner": max(1, cores // sites),

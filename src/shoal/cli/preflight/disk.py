@@ -50,8 +50,8 @@ def needs(config: Config, parameters: int) -> Needs:
     evaluator = versions(EVALUATOR_KEEP)
     sites, meeting_round, meeting = 1, 0, 0
     if learner.sites:
-        sites = learner.sites.sites
-        meeting_round = version if learner.lora else (STATE_BYTES + WIRE_BYTES[learner.sites.kind]) * parameters
+        sites = learner.sites
+        meeting_round = version if learner.lora else (STATE_BYTES + WIRE_BYTES[config.sites.kind]) * parameters
         meeting = ROUNDS * meeting_round + versions(learner.keep_versions)
 
     def store(keep: int) -> int:

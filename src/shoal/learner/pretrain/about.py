@@ -10,20 +10,8 @@ from shoal.diloco.messages import about_model
 from shoal.learner.pretrain.text import Corpus
 
 OWN = {  # what may differ from site to site, or between a stop and a resumption
-    "pretrain": {"data", "micro_batch", "eval_every", "checkpoint_every"},
-    "sites": {
-        "wait_s",
-        "give_up_s",
-        "quorum",
-        "sites",
-        "outlier",
-        "host",
-        "port",
-        "url",
-        "tls_cert",
-        "tls_key",
-        "tls_ca",
-    },
+    "pretrain": {"data", "micro_batch", "checkpoint_every"},
+    "sites": {"wait_s", "give_up_s", "quorum", "sites", "host", "port", "url"},
 }
 
 

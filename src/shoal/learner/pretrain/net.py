@@ -26,6 +26,8 @@ from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
 from shoal.model.training import local, own_rows
 
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1  # of AdamW; the decay is DiLoCo's (arXiv 2311.08105, table 5)
+GRAD_CLIP = 1.0  # largest gradient norm; larger gradients are scaled down
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CALLS = ("step", "evaluate", "pull", "push", "state", "restore", "reset")
 
@@ -65,7 +67,7 @@ class Net:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self._gradients(ids_BT)
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.grad_clip)))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), GRAD_CLIP)))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(
                 f"step {number}: the loss is {loss}, the gradient's norm {norm}: lower pretrain.lr, or look at the "
@@ -208,7 +210,7 @@ class Net:
         return torch.optim.AdamW(
             self.parameters.values(),
             lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
             fused=True,
         )

@@ -118,7 +118,7 @@ class Pretraining:
     def keep(self) -> None:
         """Every few steps and at the end: measure the held-out loss; write a checkpoint."""
         step, last = self.progress.step, self.progress.step >= self.settings.steps
-        if last or step % self.settings.eval_every == 0:
+        if last or step % self.settings.checkpoint_every == 0:
             self.evaluate()
         if last or step - self.kept >= self.settings.checkpoint_every or step < self.kept:
             self.checkpoint()

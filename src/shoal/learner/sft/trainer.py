@@ -33,6 +33,7 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import save_model
 
 DIFFERS = "another model, seed, batch or data (sft.max_tokens and sft.eval_frac change the data)"
+GRAD_CLIP = 1.0  # largest gradient norm; larger gradients are scaled down
 LOG_EVERY_S = 1.0  # at most one training step per second is logged; metrics.jsonl has all
 
 log = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ def open_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | N
             "lr": settings.lr,
             "warmup_steps": settings.warmup_steps,
             "schedule": "constant",
-            "grad_clip": settings.grad_clip,
+            "grad_clip": GRAD_CLIP,
             "loss": LossSection(beta=0.0, entropy=0.0),
         }
     )
