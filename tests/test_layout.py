@@ -35,7 +35,7 @@ ROOMS = {
     ],
     "evals": ["config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "watch"],
     "serve": ["config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "watch"],
-    "dashboard": ["config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "watch"],
+    "dashboard": ["config", "coordinator", "errors", "evidence", "files", "ledger", "model", "protocol", "store", "watch"],
     "cli": [
         "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "evidence", "files", "learner",
         "ledger", "model", "protocol", "sandbox", "serve", "shardcast", "store", "tasks", "validator", "watch",

@@ -1,4 +1,4 @@
-"""`shoal audit` and `shoal ledger`: what they print, and their exit statuses."""
+"""`shoal audit` of a run: what it prints, and its exit statuses."""
 
 import json
 import shutil
@@ -82,7 +82,7 @@ def test_what_the_auditor_knows_is_compared(
 def test_a_run_that_has_not_ended_is_refused_unless_that_is_asked_for(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["ledger", str(run), "--out", str(run / "whole.jsonl")])
+    main(["audit", str(run), "--export", str(run / "whole.jsonl")])
     cut = (run / "whole.jsonl").read_text().splitlines(keepends=True)[:-1]
     (run / "cut.jsonl").write_text("".join(cut))
     asked = ["audit", str(run), *QUICK, "--ledger", str(run / "cut.jsonl")]
@@ -102,17 +102,17 @@ def test_a_negative_number_of_steps_is_wrong_usage(recorded: Path) -> None:
 
 
 def test_the_ledger_is_shown_by_kind_and_position(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ledger", str(recorded), "--kind", "trained"]) == 0
+    assert main(["audit", str(recorded), "--entries", "--kind", "trained"]) == 0
     shown, said = capsys.readouterr()
     lines = [json.loads(line) for line in shown.splitlines()]
     assert [line["body"]["step"] for line in lines] == [0, 1, 2]
     assert f"signed by {COORDINATOR.public}; head " in said
-    assert main(["ledger", str(recorded), "--kind", "trained", "--after", str(lines[0]["seq"])]) == 0
+    assert main(["audit", str(recorded), "--entries", "--kind", "trained", "--after", str(lines[0]["seq"])]) == 0
     assert [json.loads(line)["body"]["step"] for line in capsys.readouterr().out.splitlines()] == [1, 2]
 
 
 def test_an_export_is_the_whole_chain(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ledger", str(recorded), "--out", str(tmp_path / "ledger.jsonl")]) == 0
+    assert main(["audit", str(recorded), "--export", str(tmp_path / "ledger.jsonl")]) == 0
     printed, said = capsys.readouterr()
     entries = list(read_export(tmp_path / "ledger.jsonl"))
     assert printed == "" and said.startswith(f"{len(entries)} entries, ")
@@ -123,5 +123,5 @@ def test_a_changed_entry_is_named_by_both_commands(run: Path, capsys: pytest.Cap
     link = change_an_entry(run)
     assert main(["audit", str(run), *QUICK]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith(link)
-    assert main(["ledger", str(run)]) == 1
+    assert main(["audit", str(run), "--entries"]) == 1
     assert "ledger entry 5" in capsys.readouterr().err

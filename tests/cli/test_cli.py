@@ -1,18 +1,20 @@
 """What a person at a shell meets: exit codes, one-line messages, and commands that start without loading torch."""
 
+import argparse
+import re
+import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
 import pytest
 
 from shoal import __version__
 from shoal.cli.arguments import run_name
-from shoal.cli.main import COMMANDS, DONE, FAILED, INTERRUPTED, USAGE, main
+from shoal.cli.main import COMMANDS, DONE, FAILED, GROUPS, INTERRUPTED, USAGE, command_line, main
 from shoal.cli.nodes import ROLES
 from shoal.config import load
 from shoal.protocol.messages import Role
@@ -29,38 +31,24 @@ def small(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_dry_run_prints_its_verdict(small: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", small, "--dry-run"]) == DONE
-    assert capsys.readouterr().out == "nothing stands in the way of this run here\n"
-    assert main(["run", small, "--verbose"]) == USAGE
-
-
-def test_a_verbose_dry_run_prints_the_resolved_config_too(
-    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = ["--set", "learner.loss.beta=0.5", "--set", "model.name=bundled:tiny", "--seed", "9"]
-    assert main(["run", small, "--dry-run", "--verbose", *overrides]) == DONE
+def test_a_config_is_printed_resolved(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["--set", "learner.loss.beta=0.5", "--set", "model.name=./nowhere"]
+    assert main(["config", small, *overrides]) == DONE, "its values are not checked against this machine"
     printed = tmp_path / "printed.toml"
     printed.write_text(capsys.readouterr().out)
     config = load(printed)
-    assert (config.run.steps, config.run.seed) == (3, 9)
-    assert (config.learner.loss.beta, config.model.name) == (0.5, "bundled:tiny")
+    assert "# lora = none\n" in printed.read_text()
+    assert (config.run.steps, config.learner.loss.beta, config.model.name) == (3, 0.5, "./nowhere")
 
 
 def test_overlays_are_applied_in_order(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
         (tmp_path / f"{number}.toml").write_text(f"[validator]\ncount = {number}\n")
     above = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
-    assert main(["run", small, "--dry-run", "--verbose", *above]) == DONE
+    assert main(["config", small, *above]) == DONE
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
     config = load(tmp_path / "printed.toml")
     assert (config.run.steps, config.validator.count) == (3, 2)
-
-
-def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", small, "--dry-run"]) == DONE
-    assert [path.name for path in tmp_path.iterdir()] == ["small.toml"]
 
 
 @pytest.mark.parametrize(
@@ -68,26 +56,26 @@ def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeyp
     [
         (["run", "{small}", "--set", "learner.lrr=1"], USAGE, "did you mean 'learner.lr'?"),
         (["run", "nowhere.toml"], USAGE, "no config at nowhere.toml"),
-        (["run"], USAGE, "shoal run --resume DIR"),
+        (["run"], USAGE, "shoal run --resume RUN"),
         (["run", "{small}", "--seed", "-1"], USAGE, "run.seed: "),
         (["run", "--resume", "{small}.d", "--out", "x"], USAGE, "leave --out out"),
         (["run", "--resume", "nowhere"], USAGE, "nowhere is not the folder of a run: no config.toml there"),
         (["coordinator", "{small}", "--dir", "x", "--run", "two words"], USAGE, "'two words' cannot name a run"),
         (["config", "--explain", "learner.lrr"], USAGE, "did you mean 'learner.lr'?"),
         (["config", "{small}", "--explain"], USAGE, "leave the config out"),
-        (["prepare", "{small}", "--set", "sampling.max_tokens=8192"], USAGE, "share its 8192 positions"),
         (["calibrate", "{small}", "--set", "sampling.max_tokens=8192"], USAGE, "share its 8192 positions"),
-        (["status", "nowhere"], USAGE, "'nowhere' is neither a folder nor a coordinator's URL"),
-        (["status", "{small}.d"], USAGE, "is neither a folder"),
-        (["status", "ftp://pool:1"], USAGE, "write http://HOST:PORT"),
+        (["pool", "status", "nowhere"], USAGE, "'nowhere' is neither a folder nor a coordinator's URL"),
+        (["pool", "status", "{small}.d"], USAGE, "is neither a folder"),
+        (["pool", "status", "ftp://pool:1"], USAGE, "write http://HOST:PORT"),
         (["worker", "--join", "missing.file", "--dir", "w"], USAGE, "no file at missing.file"),
         (["worker", "--join", "{small}", "--dir", "w"], USAGE, "small.toml: not an invite"),
         (["run", "{small}", "--with", "over.toml"], USAGE, "no config at over.toml"),
-        (["verify", "nowhere.parquet", "--config", "{small}"], USAGE, "nothing is at nowhere.parquet"),
-        (["prepare", "{small}", "--set", "tasks.sources.0.options.operand_max=3"], USAGE, "raise operand_max"),
-        (["prepare", "{small}", "--set", "model.name=./nowhere"], USAGE, "no model at"),
-        (["prepare", "{small}", "--set", "model.name=bundled:large"], USAGE, "there are 'bundled:smollm2"),
-        (["invite", "{small}.d", "--role", "worker", "--name", "w"], USAGE, "is not the folder of a coordinator"),
+        (["audit", "nowhere.parquet", "--config", "{small}"], USAGE, "nothing is at nowhere.parquet"),
+        (
+            ["pool", "invite", "{small}.d", "--role", "worker", "--name", "w"],
+            USAGE,
+            "is not the folder of a coordinator",
+        ),
     ],
 )
 def test_a_failure_is_one_line_and_an_exit_status(
@@ -102,16 +90,8 @@ def test_a_failure_is_one_line_and_an_exit_status(
 
 WRONG = {  # an argument of each command that names what is not there, or is nothing of its kind
     "run": "nowhere.toml",
-    "prepare": "nowhere.toml",
-    "clean": "nowhere",
     "pool": "up nowhere",
     "coordinator": "--dir nowhere",
-    "invite": "nowhere --role worker --name w",
-    "evict": "nowhere relay",
-    "drain": "nowhere worker",
-    "readmit": "nowhere worker",
-    "status": "nowhere",
-    "backup": "nowhere copy",
     "learner": "--join nowhere --dir new",
     "worker": "--join nowhere --dir new",
     "validator": "--join nowhere --dir new",
@@ -119,15 +99,11 @@ WRONG = {  # an argument of each command that names what is not there, or is not
     "origin": "nowhere",
     "relay": "--upstream http://127.0.0.1:9 --key none",
     "fetch": "http://127.0.0.1:9 --key none --out new",
-    "discover": "ftp://nowhere",
     "check": "nowhere.toml",
     "config": "nowhere.toml",
-    "verify": "nowhere.parquet --config {small}",
     "calibrate": "nowhere.toml",
     "plot": "nowhere",
     "audit": "nowhere",
-    "ledger": "nowhere",
-    "stake": "settle nowhere",
     "dashboard": "nowhere",
     "report": "nowhere",
     "grade": "{small} nowhere.jsonl",
@@ -137,7 +113,6 @@ WRONG = {  # an argument of each command that names what is not there, or is not
     "meet": "nowhere.toml --dir new",
     "eval": "nosuch --model ./nowhere",
     "serve": "./nowhere",
-    "verify-reply": "nowhere.json --model ./nowhere",
 }
 
 
@@ -209,7 +184,7 @@ def test_every_name_of_a_run_fits_into_requests_and_headers() -> None:
     )
 
 
-INVITE = ["invite", "x", "--role", "worker", "--name", "w"]
+INVITE = ["pool", "invite", "x", "--role", "worker", "--name", "w"]
 
 
 @pytest.mark.parametrize(
@@ -263,40 +238,6 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"shoal {__version__}\n"
 
 
-def test_a_dry_run_prints_none_too(small: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", small, "--dry-run", "--verbose"]) == DONE
-    printed = capsys.readouterr().out
-    assert "# lora = none\n" in printed
-
-
-def test_a_dry_run_names_each_problem_in_one_line(small: str, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = [
-        "--set",
-        "model.name=./nowhere",
-        "--set",
-        "tasks.sources.0.options.operand_max=3",
-        "--set",
-        "relays.tls_ca=no.pem",
-    ]
-    assert main(["run", small, "--dry-run", *wrong]) == USAGE
-    printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    assert len(lines) == 3 and all(line.startswith("shoal run: ") for line in lines)
-    assert "no model at" in lines[0] and "operand_max" in lines[1] and "no.pem" in lines[2]
-    assert printed.out == ""
-    assert main(["run", small, "--dry-run", "--verbose", *wrong]) == USAGE
-    assert 'name = "./nowhere"' in capsys.readouterr().out, "the values are printed all the same"
-
-
-def test_the_values_of_a_config_are_printed_unchecked(
-    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", small, "--set", "model.name=./nowhere"]) == DONE
-    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
-    config = load(tmp_path / "printed.toml")
-    assert (config.run.steps, config.model.name) == (3, "./nowhere")
-
-
 def test_a_field_a_section_or_all_fields_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--explain", "learner.lr"]) == DONE
     one = capsys.readouterr().out
@@ -313,41 +254,49 @@ def test_a_page_of_all_fields_is_printed(capsys: pytest.CaptureFixture[str]) -> 
     assert page.startswith("# Every config field\n") and "\n## learner.loss\n" in page and "| `beta` | " in page
 
 
-def test_cleaning_says_what_it_freed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    module = ModuleType("shoal.cli.launch.clean")
-    module.clean_run = lambda folder: 7_600_000_000 if folder == Path("runs/x") else 0  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shoal.cli.launch.clean", module)
-    assert main(["clean", "runs/x"]) == DONE
-    assert capsys.readouterr().out == "freed 7.60 GB in runs/x\n"
-
-
 def test_ctrl_c_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(COMMANDS, "status", interrupt)
-    assert main(["status", "x"]) == INTERRUPTED
+    monkeypatch.setitem(COMMANDS, "report", interrupt)
+    assert main(["report", "x"]) == INTERRUPTED
 
 
 def test_every_role_of_the_protocol_has_a_command() -> None:
     assert set(ROLES) == set(get_args(Role)) <= set(COMMANDS)
 
 
-def test_every_command_has_a_function_and_every_function_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Every command, and every action of one."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield each
+                yield from parsers(each)
+
+
+def test_help_shows_every_command_in_a_group_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
         main(["--help"])
     listed = capsys.readouterr().out
-    assert [name for name in COMMANDS if f"\n    {name}" not in listed] == []
-    for name in COMMANDS:
-        with pytest.raises(SystemExit) as end:
-            main([name, "--help"])
-        assert end.value.code == DONE
+    assert end.value.code == DONE
+    assert {name for names in GROUPS.values() for name in names} == set(COMMANDS)
+    for group, names in GROUPS.items():
+        assert f"\n{group}:\n  {names[0]} " in listed
+    assert [name for name in COMMANDS if not re.search(rf"\n  {name} +[a-z]", listed)] == []
+
+
+def test_the_example_in_the_help_of_a_command_is_one() -> None:
+    examples = [parser.epilog.removeprefix("example: shoal ") for parser in parsers(command_line()) if parser.epilog]
+    assert len(examples) > len(COMMANDS) > 20
+    for example in examples:
+        command_line().parse_args(shlex.split(example))
 
 
 def test_an_unexpected_error_keeps_its_traceback(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "prepare", lambda arguments: 1 // 0)
+    monkeypatch.setitem(COMMANDS, "config", lambda arguments: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        main(["prepare", small])
+        main(["config", small])
 
 
 def test_from_a_shell_there_is_no_traceback() -> None:
@@ -365,15 +314,15 @@ HELP = "import contextlib, shoal.cli\nwith contextlib.suppress(SystemExit):\n   
     [
         HELP.format(["--help"]),
         HELP.format(["coordinator", "--help"]),
-        HELP.format(["run", QUICKSTART, "--dry-run"]),
-        HELP.format(["status", "http://127.0.0.1:9"]),
+        HELP.format(["config", QUICKSTART]),
+        HELP.format(["pool", "status", "http://127.0.0.1:9"]),
         HELP.format(["worker", "--join", "missing.file", "--dir", "w"]),
         "import shoal.cli, shoal.cli.launch.swarm, shoal.watch.summary, shoal.watch.terminal.live",
         "import shoal.cli.broadcast, shoal.cli.broadcast, shoal.protocol.node",
         "import shoal.coordinator.http.routes, shoal.coordinator.http.serving",
         "from shoal import tasks\ntasks.load(tasks.TaskSection()).train[0]",
     ],
-    ids=["help", "coordinator-help", "dry-run", "status", "no-invite", "swarm", "broadcast", "coordinator", "tasks"],
+    ids=["help", "coordinator-help", "config", "status", "no-invite", "swarm", "broadcast", "coordinator", "tasks"],
 )
 def test_a_process_that_does_not_compute_never_imports_torch(script: str) -> None:
     script += "\nimport sys\nsys.exit('torch' in sys.modules and 'torch was imported')"

@@ -1,4 +1,4 @@
-"""`shoal discover`, and the operator's `shoal invite --publish`. `coordinator/http/test_routes.py` asks the route."""
+"""`shoal pool discover`, and the operator's `shoal pool invite --publish`. The route: `coordinator/http/test_routes.py`."""
 
 import json
 from pathlib import Path
@@ -31,34 +31,34 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_it_says_whether_this_machine_may_join(offered: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     wants = RequirementsSection(memory_gib=64, tokens_per_s=50, stake=7, places=3).model_dump()
     offered |= {"requirements": wants, "model": "a\x1b[2Jmodel", "places_free": 1}
-    assert main(["discover", URL]) == DONE
+    assert main(["pool", "discover", URL]) == DONE
     printed = capsys.readouterr().out
     assert f"{RUN}, key {OWNER.public}\n" in printed and "\x1b" not in printed
     assert "step 3 of 24, invited only, 2 workers, 1 places free\n" in printed
     assert "lacks 64 GiB of memory (it has 8.0)" in printed and "at least 50 tokens/s, measured" in printed
-    assert main(["discover", URL, "--json"]) == DONE
+    assert main(["pool", "discover", URL, "--json"]) == DONE
     assert json.loads(capsys.readouterr().out)["places_free"] == 1
 
 
 def test_an_open_run_is_joined(offered: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "worker.invite"
-    assert main(["discover", URL, "--out", str(out)]) == FAILED and not out.exists()
+    assert main(["pool", "discover", URL, "--out", str(out)]) == FAILED and not out.exists()
     assert "only workers with an invite" in capsys.readouterr().err
     made = make_invite(OWNER, url=URL, run=RUN, role="worker", name="g", expires_s=2**40, open=True)
     offered["invite"] = made.encode()
-    assert main(["discover", URL]) == DONE
+    assert main(["pool", "discover", URL]) == DONE
     printed = capsys.readouterr().out
     assert "open to stake, 2 workers\n" in printed and "meets its requirements" in printed
-    assert f"stakes 1: shoal discover {URL} --out worker.invite" in printed
-    assert main(["discover", URL, "--out", str(out)]) == DONE
+    assert f"stakes 1: shoal pool discover {URL} --out worker.invite" in printed
+    assert main(["pool", "discover", URL, "--out", str(out)]) == DONE
     assert read_invite(str(out)) == made
-    assert main(["discover", URL, "--out", str(out)]) == USAGE, "no invite is overwritten"
+    assert main(["pool", "discover", URL, "--out", str(out)]) == USAGE, "no invite is overwritten"
 
 
 def test_a_published_invite_is_open_and_in_the_runs_folder(tmp_path: Path) -> None:
     Identity.generate().save(tmp_path / "identity.pem")
     Address(url=URL, run="r").write(tmp_path)
-    invite = ["invite", str(tmp_path), "--role", "worker", "--name", "guest", "--publish"]
+    invite = ["pool", "invite", str(tmp_path), "--role", "worker", "--name", "guest", "--publish"]
     for more in ([], ["--open", "--out", "x"], ["--open", "--url", "http://h"]):
         assert main([*invite, *more]) == USAGE
     for _ in range(2):  # the second one takes the first one's place

@@ -96,7 +96,7 @@ def test_it_prints_the_commands_that_start_the_pool(
     assert f"shoal coordinator --dir {tmp_path / 'pool'}\n" in printed
     assert "shoal worker --join worker-0.invite --dir worker-0\n" in printed
     assert "shoal origin --join origin.invite --dir origin --watch learner/versions\n" in printed
-    assert f"shoal status {URL}\n" in printed
+    assert f"shoal pool status {URL}\n" in printed
     assert "origin.host and relays.host announce 127.0.0.1" in printed, "others could not fetch weights"
 
 
@@ -172,7 +172,7 @@ def test_a_pool_that_could_not_work_is_not_made(
     assert not (tmp_path / "pool").exists()
 
 
-# --- shoal coordinator, shoal status ----------------------------------------------------------------------------------
+# --- shoal coordinator, shoal pool status ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_coordinator_starts_from_its_folder_and_status_shows_it(
 ) -> None:
     capsys.readouterr()
     for where in (Address.read(running).url, str(running)):
-        assert main(["status", where]) == DONE
+        assert main(["pool", "status", where]) == DONE
         assert "sums" in capsys.readouterr().out
 
 
@@ -247,21 +247,21 @@ def test_an_unreachable_pool_is_one_line_with_its_address(
     capsys.readouterr()
     for where in ("http://127.0.0.1:9", str(tmp_path / "pool")):
         for more in ([], ["--watch"]):
-            assert main(["status", where, *more]) == FAILED
+            assert main(["pool", "status", where, *more]) == FAILED
             printed = capsys.readouterr().err
             assert "no coordinator answers at http://127.0.0.1:9" in printed and len(printed.splitlines()) == 1
     (tmp_path / "pool" / "summary.json").write_text("{}")
-    assert main(["status", str(tmp_path / "pool")]) == FAILED
+    assert main(["pool", "status", str(tmp_path / "pool")]) == FAILED
     assert "has ended: see" in capsys.readouterr().err
 
 
-# --- shoal invite, and nodes that join --------------------------------------------------------------------------------
+# --- shoal pool invite, and nodes that join --------------------------------------------------------------------------------
 
 
 def test_a_pool_takes_more_nodes_later(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init(config, tmp_path / "pool")
     capsys.readouterr()
-    invite = ["invite", str(tmp_path / "pool"), "--role", "worker", "--name", "worker-9"]
+    invite = ["pool", "invite", str(tmp_path / "pool"), "--role", "worker", "--name", "worker-9"]
     assert main(invite) == DONE
     assert Invite.decode(capsys.readouterr().out).url == URL
     assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == DONE
@@ -284,7 +284,7 @@ def test_an_invite_that_nobody_could_use_is_not_made(
 ) -> None:
     init(config, tmp_path / "pool")
     capsys.readouterr()
-    assert main(["invite", str(tmp_path / "pool"), "--role", "worker", *more]) == USAGE
+    assert main(["pool", "invite", str(tmp_path / "pool"), "--role", "worker", *more]) == USAGE
     printed = capsys.readouterr()
     assert words in printed.err and len(printed.err.splitlines()) == 1 and printed.out == ""
 

@@ -42,7 +42,7 @@ def serving(folder: Path, settings: dict[str, Any]) -> Iterator[Path]:
     try:
         until(lambda: (folder / ADDRESS).exists())
         invite = folder.parent / "guest.invite"
-        words = ["invite", str(folder), "--role", "worker", "--name", "guest", "--open", "--out", str(invite)]
+        words = ["pool", "invite", str(folder), "--role", "worker", "--name", "guest", "--open", "--out", str(invite)]
         assert main(words) == DONE
         yield invite
     finally:
@@ -65,7 +65,7 @@ def waits_for(node: Node) -> str:
 @pytest.mark.slow
 def test_a_stranger_stakes_on_a_chain_and_is_given_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with anvil_node() as rpc:
-        assert main(["stake", "deploy", "--rpc", rpc]) == DONE
+        assert main(["pool", "stake", "deploy", "--rpc", rpc]) == DONE
         contract = capsys.readouterr().out.split('contract = "')[1][:42]
         ledger = {"rpc": rpc, "contract": contract}
         key_file = tmp_path / "mine.key"
@@ -75,7 +75,7 @@ def test_a_stranger_stakes_on_a_chain_and_is_given_tasks(tmp_path: Path, capsys:
             mine = ["--join", str(invite), "--dir", str(tmp_path / "w"), "--rpc", rpc, "--key-file", str(key_file)]
 
             def stake(*words: str) -> str:
-                assert main(["stake", words[0], *mine, *words[1:]]) == DONE
+                assert main(["pool", "stake", words[0], *mine, *words[1:]]) == DONE
                 return capsys.readouterr().out
 
             def join() -> Node:
@@ -93,7 +93,7 @@ def test_a_stranger_stakes_on_a_chain_and_is_given_tasks(tmp_path: Path, capsys:
             until(lambda: waits_for(node).startswith("stake: 50 is at risk"))
             stake("deposit", "50")
             until(lambda: not waits_for(node).startswith("stake"))
-            assert main(["stake", "withdraw", *mine]) == FAILED
+            assert main(["pool", "stake", "withdraw", *mine]) == FAILED
             assert "the contract refuses" in capsys.readouterr().err
 
 
@@ -102,7 +102,7 @@ def test_without_a_chain_the_operator_books_what_it_was_paid(
 ) -> None:
     with serving(tmp_path / "pool", SETTINGS) as invite:
         key = Identity.load_or_create(tmp_path / "w" / KEY).public
-        book = ["stake", "book", str(tmp_path / "pool")]
+        book = ["pool", "stake", "book", str(tmp_path / "pool")]
         assert main([*book, "stake", key, "100"]) == DONE
         node = Node.join(read_invite(str(invite)), tmp_path / "w", patience_s=PATIENCE_S)
         assert not waits_for(node).startswith("stake")

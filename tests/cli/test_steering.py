@@ -1,4 +1,4 @@
-"""What the operator does to a member: `shoal evict`, `shoal drain`, `shoal readmit`."""
+"""What the operator does to a member: `shoal pool evict`, `shoal pool drain`, `shoal pool readmit`."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def nodes(tmp_path: Path) -> Nodes:
 
 
 def test_an_evicted_relay_is_named_to_nobody_and_its_key_is_banned(tmp_path: Path, nodes: Nodes) -> None:
-    assert main(["evict", str(tmp_path), "relay-0"]) == 0
+    assert main(["pool", "evict", str(tmp_path), "relay-0"]) == 0
     assert (nodes.relay_urls(), nodes.evicted_keys()) == (["http://1"], ["key0"])
 
 
@@ -31,7 +31,7 @@ def test_an_evicted_relay_is_named_to_nobody_and_its_key_is_banned(tmp_path: Pat
 def test_only_relays_are_evicted_by_hand(
     tmp_path: Path, nodes: Nodes, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evict", str(tmp_path), name]) == 2
+    assert main(["pool", "evict", str(tmp_path), name]) == 2
     assert f"{name} is not a relay of this pool; its relays are: relay-0, relay-1" in capsys.readouterr().err
     assert nodes.evicted_keys() == []
 
@@ -43,13 +43,13 @@ def state(nodes: Nodes, key: str) -> str:
 
 
 def test_a_worker_is_drained_and_readmitted(tmp_path: Path, nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["drain", str(tmp_path), "worker-2"]) == 0
+    assert main(["pool", "drain", str(tmp_path), "worker-2"]) == 0
     assert state(nodes, "key2") == "draining" and "no new tasks" in capsys.readouterr().out
-    assert main(["drain", str(tmp_path), "worker-2"]) == 1
+    assert main(["pool", "drain", str(tmp_path), "worker-2"]) == 1
     assert "worker-2 is draining (drained by the operator): `drain` changes nothing" in capsys.readouterr().err
-    assert main(["readmit", str(tmp_path), "worker-2"]) == 0
+    assert main(["pool", "readmit", str(tmp_path), "worker-2"]) == 0
     assert state(nodes, "key2") == "active"
-    assert main(["drain", str(tmp_path), "relay-0"]) == 2
+    assert main(["pool", "drain", str(tmp_path), "relay-0"]) == 2
 
 
 def test_what_was_held_against_a_dismissed_worker_is_forgotten_when_it_is_readmitted(
@@ -59,17 +59,17 @@ def test_what_was_held_against_a_dismissed_worker_is_forgotten_when_it_is_readmi
     against.put("key2", Process(3, {"beyond 0": 20.0}))
     against.dismiss("key2")
     nodes.move("key2", "dismiss", "", 0.0)
-    assert main(["readmit", str(tmp_path), "worker-2"]) == 0
+    assert main(["pool", "readmit", str(tmp_path), "worker-2"]) == 0
     assert state(nodes, "key2") == "active"
     assert not against.is_dismissed("key2") and against.of("key2").observations == 0
 
 
 def test_nobody_readmits_a_liar(tmp_path: Path, nodes: Nodes) -> None:
     nodes.move("key2", "ban", "slashed", 0.0)
-    assert main(["readmit", str(tmp_path), "worker-2"]) == 1
+    assert main(["pool", "readmit", str(tmp_path), "worker-2"]) == 1
     assert nodes.evicted_keys() == ["key2"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["worker-2", "--join", "x"]])
 def test_drain_takes_a_name_or_an_invite(tmp_path: Path, arguments: list[str]) -> None:
-    assert main(["drain", str(tmp_path), *arguments]) == 2
+    assert main(["pool", "drain", str(tmp_path), *arguments]) == 2

@@ -66,7 +66,7 @@ def test_the_hubs_error_is_one_line() -> None:
 
 @pytest.mark.usefixtures("empty_cache")
 def test_the_tiny_model_untrained_says_which_command_trains_it() -> None:
-    with pytest.raises(ModelNotFoundError, match="not made on this machine yet: run `shoal prepare"):
+    with pytest.raises(ModelNotFoundError, match="not made on this machine yet: run `shoal sft`"):
         resolve(TINY)
 
 

@@ -93,7 +93,7 @@ def test_a_reply_is_recomputed_here_and_elsewhere_and_a_changed_one_refused(
     file = ada.get(f"conversations/{id}/messages/{message['id']}/proof").text
     path = tmp_path / "reply.json"
     path.write_text(file)
-    assert main(["verify-reply", str(path), "--model", str(tiny_folder)]) == 0
+    assert main(["audit", str(path), "--model", str(tiny_folder)]) == 0
     said = capsys.readouterr().out
     assert proof.EXACT in said or proof.CLOSE in said
 
@@ -111,7 +111,7 @@ def test_a_reply_is_recomputed_here_and_elsewhere_and_a_changed_one_refused(
         answer = ada.post("verify", reply | lie)
         assert answer.status_code == 400 or answer.json()["sentence"] == proof.REFUSED, name
     path.write_text(json.dumps(reply | lies["seed"]))
-    assert main(["verify-reply", str(path), "--model", str(tiny_folder)]) == 1
+    assert main(["audit", str(path), "--model", str(tiny_folder)]) == 1
 
 
 def test_two_versions_answer_side_by_side_with_the_runs_prompt_and_budget(run_folder: Path, tmp_path: Path) -> None:

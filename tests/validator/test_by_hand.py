@@ -1,4 +1,4 @@
-"""`shoal verify`: an exit status that a script can use, and a line for each check that a person can read."""
+"""`shoal audit`: an exit status that a script can use, and a line for each check that a person can read."""
 
 import shutil
 from dataclasses import replace
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As much of what `shoal run` leaves behind as `shoal verify` reads."""
+    """As much of what `shoal run` leaves behind as `shoal audit` reads."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.toml").write_text(config_module.dumps(config(model={"dtype": "float32"})))
     shutil.copytree(tiny_folder, folder / "learner" / "versions" / "v000002")
@@ -39,7 +39,7 @@ def verify(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):  # ty
 
     def verify(data: bytes) -> tuple[int, list[str]]:
         (tmp_path / "file.parquet").write_bytes(data)
-        status = main(["verify", str(tmp_path / "file.parquet"), "--run", str(run)])
+        status = main(["audit", str(tmp_path / "file.parquet"), "--run", str(run)])
         return status, capsys.readouterr().out.splitlines()
 
     return verify
@@ -101,9 +101,9 @@ def test_what_it_needs_and_does_not_have_is_said(
 ) -> None:
     file = tmp_path / "file.parquet"
     file.write_bytes(worker.submission(ASKED.model_copy(update={"policy_version": 7})))
-    assert main(["verify", str(file), "--run", str(run)]) == USAGE, "nothing was checked, which is not a rejection"
+    assert main(["audit", str(file), "--run", str(run)]) == USAGE, "nothing was checked, which is not a rejection"
     assert "no longer holds version 7" in capsys.readouterr().err
-    assert main(["verify", str(file)]) == USAGE
+    assert main(["audit", str(file)]) == USAGE
     assert "--run DIR" in capsys.readouterr().err
 
 
@@ -113,7 +113,7 @@ def test_a_config_and_weights_do_instead_of_a_run(
     file = tmp_path / "file.parquet"
     file.write_bytes(worker.submission(ASKED))
     arguments = ["--config", str(run / "config.toml"), "--weights", str(tiny_folder)]
-    assert main(["verify", str(file), *arguments]) == DONE
+    assert main(["audit", str(file), *arguments]) == DONE
     assert capsys.readouterr().out.endswith("accepted\n")
 
 
@@ -141,11 +141,11 @@ def test_tasks_drawn_by_pass_rate_are_checked_with_the_pages_in_the_runs_folder(
     producer.curriculum = Curriculum({page.digest(): page}.__getitem__)
     file = tmp_path / "file.parquet"
     file.write_bytes(producer.submission(ASKED.model_copy(update={"curriculum": page.digest()})))  # of step 3
-    assert main(["verify", str(file), "--run", str(tmp_path)]) == DONE
+    assert main(["audit", str(file), "--run", str(tmp_path)]) == DONE
     assert capsys.readouterr().out.endswith("accepted\n")
     file.write_bytes(producer.submission(ASKED))
-    assert main(["verify", str(file), "--run", str(tmp_path)]) == REJECTED
+    assert main(["audit", str(file), "--run", str(tmp_path)]) == REJECTED
     assert "NO   derived_tasks" in capsys.readouterr().out
     arguments = ["--config", str(tmp_path / "config.toml"), "--weights", str(tiny_folder)]
-    assert main(["verify", str(file), *arguments]) == USAGE
+    assert main(["audit", str(file), *arguments]) == USAGE
     assert "name it with --run" in capsys.readouterr().err

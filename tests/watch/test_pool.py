@@ -1,4 +1,4 @@
-"""`shoal status`: one look, or the view until the run has finished."""
+"""`shoal pool status`: one look, or the view until the run has finished."""
 
 import io
 from collections.abc import Iterator

@@ -4,6 +4,8 @@ Invariant: nothing heavy is imported, so `--help` answers at once. Called by eve
 holds the arguments of its commands next to what they do.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import sys
@@ -20,6 +22,12 @@ RUN_NAME = re.compile("[!-~]{1,100}")
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; argparse has no public name for it
 
 
+Action = Callable[[argparse.Namespace], int | None]  # what a command calls
+AddAction = Callable[
+    [str, Action, str, str], argparse.ArgumentParser
+]  # name, what it calls, its line of help, an example
+
+
 class UsageError(UserError):
     """Arguments that contradict each other or are incomplete."""
 
@@ -33,6 +41,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message.removeprefix('argument ')} (usage: {self.prog} --help)\n")
+
+
+def add_command(
+    commands: Commands[argparse.ArgumentParser], name: str, what: str, example: str, title: str = "shoal"
+) -> argparse.ArgumentParser:
+    """Add a command with one line of help and one example, which a test parses."""
+    return commands.add_parser(name, help=what, description=what, epilog=f"example: {title} {name} {example}".rstrip())
+
+
+def takes_run(parser: argparse.ArgumentParser, name: str = "run") -> None:
+    parser.add_argument(name, type=Path, metavar="RUN", help="the folder of a run, or of its coordinator")
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

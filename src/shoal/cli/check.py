@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, read_config, say, takes_config
+from shoal.cli.arguments import Commands, add_command, read_config, say, takes_config
 
 if TYPE_CHECKING:
     from shoal.cli.preflight.machine import Finding
@@ -25,7 +25,9 @@ TOO_LARGE = "lower learner.row_tokens, set learner.activation_checkpointing = tr
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("check", help="will a run work here, how long, how much memory and disk, what to do?")
+    parser = add_command(
+        commands, "check", "will a run work here, how long, how much memory and disk, what to do?", "quickstart"
+    )
     takes_config(parser, required=False)
     parser.add_argument("--dir", type=Path, default=Path(), help="where the run's folder will be (default: here)")
     parser.add_argument("--json", action="store_true", help="facts and findings as JSON")

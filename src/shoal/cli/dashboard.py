@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, port, say
+from shoal.cli.arguments import Commands, add_command, port, say
 
 if TYPE_CHECKING:
     from shoal.dashboard.watched import Watched
@@ -18,12 +18,10 @@ PORT = 8600
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    dashboard_ = commands.add_parser("dashboard", help="watch a live or finished run in a browser")
+    dashboard_ = add_command(commands, "dashboard", "watch a live or finished run in a browser", "runs/quickstart")
+    dashboard_.add_argument("run", metavar="RUN|URL", help="the folder of a run or coordinator, or a coordinator's URL")
     dashboard_.add_argument(
-        "run", metavar="FOLDER|URL", help="the folder of a run or coordinator, or a coordinator's URL"
-    )
-    dashboard_.add_argument(
-        "--compare", action="append", default=[], metavar="FOLDER", help="draw this run's curves too; may be repeated"
+        "--compare", action="append", default=[], metavar="RUN", help="draw this run's curves too; may be repeated"
     )
     dashboard_.add_argument("--host", default="127.0.0.1", help="where to listen (default: this machine only)")
     dashboard_.add_argument("--port", type=port, default=PORT, help=f"default: {PORT}; 0: any that is free")
@@ -32,10 +30,13 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     dashboard_.add_argument("--socket", type=int, metavar="FD", help=argparse.SUPPRESS)  # of `shoal run`
 
-    report_ = commands.add_parser(
-        "report", help="write a run as one HTML file that opens from disk, and its charts as PNGs"
+    report_ = add_command(
+        commands,
+        "report",
+        "write a run as one HTML file that opens from disk, and its charts as PNGs",
+        "runs/quickstart",
     )
-    report_.add_argument("run", metavar="FOLDER", type=Path, help="the folder of a run or coordinator")
+    report_.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or coordinator")
     report_.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in that folder")
 
 

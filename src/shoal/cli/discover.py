@@ -1,4 +1,4 @@
-"""`shoal discover URL`: the run at an address, whether this machine may join it, and an open invite to it."""
+"""`shoal pool discover URL`: the run at an address, whether this machine may join it, and an open invite to it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, say
+from shoal.cli.arguments import AddAction, UsageError, say
 
 if TYPE_CHECKING:
     from shoal.protocol.messages import Capability, RunOffer
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("discover", help="which run is at this address, and may this machine join it?")
+def add_action(action: AddAction) -> None:
+    what = "which run is at this address, and may this machine join it?"
+    parser = action("discover", discover, what, "http://pool.example:8700")
     parser.add_argument("url", metavar="URL", help="of a coordinator")
     parser.add_argument(
         "--key", default="", help="the coordinator's key, as its operator told you: no other is believed"
@@ -65,5 +66,5 @@ def _lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
     if wants.tokens_per_s:
         lines.append(f"at least {wants.tokens_per_s:g} tokens/s, measured by its work")
     if offer.invite:
-        lines.append(f"open to anyone who stakes {max(1, wants.stake)}: shoal discover {url} --out worker.invite")
+        lines.append(f"open to anyone who stakes {max(1, wants.stake)}: shoal pool discover {url} --out worker.invite")
     return lines

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, real, say, takes_threads, whole
+from shoal.cli.arguments import Commands, UsageError, add_command, real, say, takes_threads, whole
 
 if TYPE_CHECKING:
     from shoal.evals.evaluate import Contestant, Entry
@@ -22,7 +22,9 @@ MAX_K = 10_000
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("eval", help="measure models on public benchmarks")
+    parser = add_command(
+        commands, "eval", "measure models on public benchmarks", "gsm8k --model runs/quickstart --n 100"
+    )
     parser.add_argument("suites", nargs="?", default="", metavar="SUITE[,SUITE...]", help="see --list")
     parser.add_argument("--list", action="store_true", help="list the suites with their sources and defaults")
     parser.add_argument(

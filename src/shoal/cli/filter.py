@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, StoppedError, UsageError, read_config, say, takes_config, takes_threads, whole
+from shoal.cli.arguments import (
+    Commands,
+    StoppedError,
+    UsageError,
+    add_command,
+    read_config,
+    say,
+    takes_config,
+    takes_threads,
+    whole,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +30,9 @@ WIDTH = 40  # cells of the longest bar
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    filter_ = commands.add_parser("filter", help="measure pass rates of tasks and keep those in a band")
+    filter_ = add_command(
+        commands, "filter", "measure pass rates of tasks and keep those in a band", "quickstart --out runs/rates"
+    )
     takes_config(filter_)
     filter_.add_argument("--out", type=Path, required=True, help="folder of the results; an existing one is resumed")
     filter_.add_argument("--k", type=whole(1, 1024), default=8, help="completions per task (default: 8)")

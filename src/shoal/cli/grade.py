@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, read_config, say, takes_config
+from shoal.cli.arguments import Commands, UsageError, add_command, read_config, say, takes_config
 
 if TYPE_CHECKING:
     from shoal.tasks import Task, TaskSet
@@ -32,7 +32,9 @@ class Line:
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    grade_ = commands.add_parser("grade", help="score completions outside of a run, exactly as a run would")
+    grade_ = add_command(
+        commands, "grade", "score completions outside of a run, exactly as a run would", "quickstart completions.jsonl"
+    )
     takes_config(grade_)
     grade_.add_argument(
         "completions",

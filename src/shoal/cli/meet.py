@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import read_config, takes_config, takes_threads
+from shoal.cli.arguments import Commands, add_command, read_config, takes_config, takes_threads
 from shoal.cli.launch import process
 from shoal.cli.pretrain import model_of
 from shoal.config import Config
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def meet_arguments(parser: argparse.ArgumentParser) -> None:
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(commands, "meet", "where the sites of one training meet", "configs/pretrain.toml --dir meet")
     takes_config(parser)
     takes_threads(parser)
     parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
@@ -79,7 +80,7 @@ async def _meet(
     run = run_id(name, identity.public)
     meeting, settings = open_meeting(config, folder, run), config.sites
     server = Server(meeting, identity)
-    runner, port = await serve(server, settings.host, port=settings.port, listening=folder / "port")
+    runner, port = await serve(server, settings.host, port=settings.port, tls=None, listening=folder / "port")
     try:
         url = settings.url or url_of(settings.host, port, tls=False)
         for number in range(settings.sites):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from shoal.cli import shardcast
-from shoal.cli.arguments import Commands, UsageError, need, takes_threads
+from shoal.cli.arguments import Commands, UsageError, add_command, need, takes_threads
 from shoal.config import EngineName
 
 if TYPE_CHECKING:
@@ -33,9 +33,15 @@ ROLES: dict[Role, str] = {
 }
 
 
+EXAMPLES = {
+    "origin": "--join origin.invite --dir origin --watch learner/versions",
+    "learner": "--join learner.invite --dir learner",
+}
+
+
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     for role, what in ROLES.items():
-        parser = commands.add_parser(role, help=what)
+        parser = add_command(commands, role, what, EXAMPLES.get(role, f"--join {role}.invite --dir {role}"))
         alone = role in ("origin", "relay")
         parser.add_argument("--join", required=not alone, metavar="INVITE", help="an invite, or a file that holds one")
         parser.add_argument("--dir", type=Path, required=not alone, help="this node's own folder: key, cache, state")

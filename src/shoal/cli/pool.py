@@ -1,4 +1,4 @@
-"""Commands of a pool's operator: `shoal pool ACTION`, `coordinator`, `invite`, `status`, `evict`, `drain`, `readmit`."""
+"""A pool's operator: `shoal pool ACTION` and `shoal coordinator`. Stakes and discovery have files of their own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from shoal.cli import discover, stake
 from shoal.cli.arguments import (
+    Action,
     Commands,
+    Parser,
     UsageError,
+    add_command,
     days,
     port,
     read_config,
@@ -17,6 +21,7 @@ from shoal.cli.arguments import (
     say,
     takes_config,
     takes_dashboard,
+    takes_run,
     takes_threads,
     whole,
 )
@@ -27,10 +32,25 @@ NAME_IT = "name it with --run NAME"
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    pool = commands.add_parser("pool", help="set up a pool of several machines, and start its trusted roles")
-    actions = pool.add_subparsers(required=True, metavar="ACTION")
-    init = actions.add_parser("init", help="make the coordinator's folder and an invite for every node")
-    init.set_defaults(action=init_pool)
+    pool = add_command(
+        commands,
+        "pool",
+        "set up and operate a pool of several machines",
+        "init quickstart --dir pool --url http://10.0.0.1:8700",
+    )
+    actions = pool.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
+
+    def action(name: str, call: Action, what: str, example: str) -> argparse.ArgumentParser:
+        parser = add_command(actions, name, what, example, "shoal pool")
+        parser.set_defaults(action=call)
+        return parser
+
+    init = action(
+        "init",
+        init_pool,
+        "make the coordinator's folder and an invite for every node",
+        "quickstart --dir pool --url http://10.0.0.1:8700",
+    )
     takes_config(init)
     init.add_argument("--dir", type=Path, required=True, help="the coordinator's new folder")
     init.add_argument("--url", required=True, help="how nodes reach it: http://HOST:PORT")
@@ -42,49 +62,56 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--evaluator", action=argparse.BooleanOptionalAction, default=True, help="invite an evaluator (default: yes)"
     )
     init.add_argument("--days", type=days, default=30.0, help="until the invites expire (default: 30)")
-    up = actions.add_parser("up", help="start every trusted role of a pool on this machine, on one screen")
-    up.set_defaults(action=up_pool)
-    up.add_argument("dir", type=Path, help="the folder that `shoal pool init` made")
+
+    up = action("up", up_pool, "start every trusted role of a pool on this machine, on one screen", "pool")
+    takes_run(up, "dir")
     takes_dashboard(up)
 
-    coordinator_ = commands.add_parser("coordinator", help="the control plane of a pool")
-    takes_config(coordinator_, required=False)
-    coordinator_.add_argument("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
-    coordinator_.add_argument("--run", default="", help="name of the run (default: the config's name)")
-    coordinator_.add_argument("--port", type=port, help="overrides coordinator.port")
-    coordinator_.add_argument("--record", type=Path, metavar="DIR", help="folder of the metrics (default: --dir)")
-    coordinator_.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
-    takes_threads(coordinator_)
+    status_ = action("status", status, "show the state of any pool", "http://10.0.0.1:8700 --watch")
+    watched = "the URL of a coordinator or of a sites' meeting, or the folder of a run or coordinator"
+    status_.add_argument("pool", metavar="RUN|URL", help=watched)
+    status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
 
-    invite_ = commands.add_parser("invite", help="make an invite for one node, or for strangers")
-    invite_.add_argument("dir", type=Path, help="the coordinator's folder")
+    invite_ = action("invite", invite, "make an invite for one node, or for strangers", "pool --role worker --name w-7")
+    takes_run(invite_, "dir")
     invite_.add_argument("--role", required=True, choices=list(ROLES))
     invite_.add_argument("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
     invite_.add_argument("--url", help="how the node reaches the coordinator (default: the pool's URL)")
     invite_.add_argument("--open", action="store_true", help="for any worker that has staked what the run requires")
-    invite_.add_argument("--publish", action="store_true", help="with --open: offer it to `shoal discover`")
+    invite_.add_argument("--publish", action="store_true", help="with --open: list it for `shoal pool discover`")
     invite_.add_argument("--days", type=days, default=7.0, help="until the invite expires (default: 7)")
     invite_.add_argument(
         "--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)"
     )
 
-    evict_ = commands.add_parser("evict", help="remove a relay from a pool, for good")
-    evict_.add_argument("dir", type=Path, help="the coordinator's folder")
-    evict_.add_argument("name", help="the relay's name, as `shoal status` shows it")
-
-    drain_ = commands.add_parser("drain", help="let a worker finish its task and leave, without penalty")
-    drain_.add_argument("dir", type=Path, help="the coordinator's folder; with --join: the worker's own")
-    drain_.add_argument("name", nargs="?", help="the worker's name, as `shoal status` shows it")
+    drain_ = action("drain", drain, "let a worker finish its task and leave, without penalty", "pool w-7")
+    drain_.add_argument("dir", type=Path, metavar="RUN", help="the coordinator's folder; with --join: the worker's own")
+    drain_.add_argument("name", nargs="?", help="the worker's name, as `shoal pool status` shows it")
     drain_.add_argument("--join", metavar="INVITE", help="on the worker's machine: the invite that it joined with")
+    for name, call, what in (
+        ("readmit", readmit, "give tasks again to a worker that was dismissed or has left"),
+        ("evict", evict, "remove a relay from a pool, for good"),
+    ):
+        parser = action(name, call, what, "pool w-7")
+        takes_run(parser, "dir")
+        parser.add_argument("name", help="the node's name, as `shoal pool status` shows it")
 
-    readmit_ = commands.add_parser("readmit", help="give tasks again to a worker that was dismissed or has left")
-    readmit_.add_argument("dir", type=Path, help="the coordinator's folder")
-    readmit_.add_argument("name", help="the worker's name, as `shoal status` shows it")
+    discover.add_action(action)
+    stake.add_action(action)
+    backup_ = action(
+        "backup", backup, "copy a coordinator's folder while it runs, to start from elsewhere", "pool copy"
+    )
+    takes_run(backup_, "dir")
+    backup_.add_argument("copy", type=Path, help="the new folder; as secret as the first, because the key is in it")
 
-    status_ = commands.add_parser("status", help="show the state of any pool")
-    watched = "the URL of a coordinator or of a sites' meeting, or the folder of a run or coordinator"
-    status_.add_argument("pool", metavar="URL|DIR", help=watched)
-    status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
+    coordinator_ = add_command(commands, "coordinator", "the control plane of a pool", "--dir pool")
+    takes_config(coordinator_, required=False)
+    coordinator_.add_argument("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
+    coordinator_.add_argument("--run", default="", help="name of the run (default: the config's name)")
+    coordinator_.add_argument("--port", type=port, help="overrides coordinator.port")
+    coordinator_.add_argument("--record", type=Path, metavar="RUN", help="folder of the metrics (default: --dir)")
+    coordinator_.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
+    takes_threads(coordinator_)
 
 
 def pool(arguments: argparse.Namespace) -> int | None:
@@ -246,3 +273,11 @@ def status(arguments: argparse.Namespace) -> None:
             raise UnreachableError(
                 f"the run in {arguments.pool} has ended: see {Path(arguments.pool) / SUMMARY} and reward.png there"
             ) from error
+
+
+def backup(arguments: argparse.Namespace) -> None:
+    from shoal.coordinator.operating import back_up
+
+    size_bytes = back_up(arguments.dir, arguments.copy)
+    start = f"shoal coordinator --dir {arguments.copy}"
+    say(f"{arguments.copy}: {size_bytes / 1e6:.1f} MB; start it with: {start}")

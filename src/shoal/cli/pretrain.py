@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.arguments import StoppedError, read_config, say, takes_config, takes_threads
+from shoal.cli.arguments import Commands, StoppedError, add_command, read_config, say, takes_config, takes_threads
 from shoal.cli.launch import process
 from shoal.config import Config
 from shoal.protocol.invite import Invite, read_invite
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from shoal.learner.pretrain.outer import Outer
 
 
-def pretrain_arguments(parser: argparse.ArgumentParser) -> None:
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "pretrain",
+        "train on plain text, alone or as one of several sites",
+        "configs/pretrain.toml --out runs/text",
+    )
     takes_config(parser)
     takes_threads(parser)
     parser.add_argument(

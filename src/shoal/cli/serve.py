@@ -1,4 +1,4 @@
-"""`shoal serve RUN|MODEL`: the OpenAI-compatible endpoint and the chat page; `shoal verify-reply`: one reply, recomputed."""
+"""`shoal serve RUN|MODEL`: the OpenAI-compatible endpoint and the chat page, and what `shoal audit` asks of a reply."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import os
 import sys
 from pathlib import Path
 
-from shoal.cli.arguments import Commands, UsageError, port, say, takes_threads, whole
+from shoal.cli.arguments import USAGE, Commands, UsageError, add_command, port, say, takes_threads, whole
 
 GIB = 1 << 30
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    serve_ = commands.add_parser("serve", help="an OpenAI-compatible endpoint and a chat page for a run or a model")
+    serve_ = add_command(
+        commands,
+        "serve",
+        "an OpenAI-compatible endpoint and a chat page for a run or a model",
+        "runs/quickstart --open",
+    )
     serve_.add_argument(
         "what",
         metavar="RUN|MODEL",
@@ -50,13 +55,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     serve_.add_argument("--cache-gib", type=whole(1, 4096), default=4, help="memory for keys and values (default: 4)")
     takes_threads(serve_)
-
-    verify_ = commands.add_parser("verify-reply", help="recompute a reply that the chat page or the API gave out")
-    verify_.add_argument("file", type=Path, help="the reply, as downloaded")
-    verify_.add_argument(
-        "--model", required=True, metavar="RUN|MODEL", help="the weights to recompute with, which you trust"
-    )
-    takes_threads(verify_)
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -97,25 +95,26 @@ def serve(arguments: argparse.Namespace) -> None:
         os._exit(0)  # not after a forward pass that nobody waits for
 
 
-def verify_reply(arguments: argparse.Namespace) -> int:
+def audit_reply(data: bytes, model: str, threads: int) -> int:
+    """Recompute a reply that the chat page or the API gave out, with the weights of `model`. Return the exit status."""
     from shoal.serve.versions import source_of
 
-    source = source_of(arguments.model)
+    source = source_of(model)
     from shoal.model.dtype import compute_on
     from shoal.serve import proof
     from shoal.serve.service import engine_of
     from shoal.serve.versions import load
 
-    compute_on(arguments.threads)
+    compute_on(threads)
     try:
-        reply = proof.Reply.read(arguments.file.read_bytes())
+        reply = proof.Reply.read(data)
     except proof.ReplyError as error:
         say(f"unreadable: {error}")
-        return 2
+        return USAGE
     offers = source.offers()
     offer = next((one for one in offers if one.version == reply.version), offers[0] if len(offers) == 1 else None)
     if offer is None:
-        raise UsageError(f"{arguments.model} no longer holds version {reply.version}; name that version's folder")
+        raise UsageError(f"{model} no longer holds version {reply.version}; name that version's folder")
     verdict = proof.verify(reply, load(offer, engine_of(source)()), source.config)
     say("\n".join(verdict.lines()))
     return 0 if verdict.passed else 1

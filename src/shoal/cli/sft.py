@@ -9,11 +9,17 @@ import argparse
 import time
 from pathlib import Path
 
-from shoal.cli.arguments import StoppedError, read_config, say, takes_config, takes_threads
+from shoal.cli.arguments import Commands, StoppedError, add_command, read_config, say, takes_config, takes_threads
 from shoal.cli.launch import process
 
 
-def sft_arguments(parser: argparse.ArgumentParser) -> None:
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "sft",
+        "fine-tune on conversations; without a config: make bundled:tiny",
+        "configs/sft.toml --out runs/sft",
+    )
     takes_config(parser, required=False)
     takes_threads(parser)
     parser.add_argument(

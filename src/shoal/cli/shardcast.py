@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import UsageError, port, real, say, whole
+from shoal.cli.arguments import Commands, UsageError, add_command, port, real, say, whole
 
 if TYPE_CHECKING:  # slow imports, not needed to parse a command line
     from shoal.shardcast import Store
@@ -48,7 +48,10 @@ def relay_arguments(parser: argparse.ArgumentParser) -> None:
     _store_arguments(parser)
 
 
-def fetch_arguments(parser: argparse.ArgumentParser) -> None:
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    """`fetch`; `origin` and `relay` are among the nodes."""
+    example = f"http://10.0.0.2:8720 --key {'0' * 64} --out versions"
+    parser = add_command(commands, "fetch", "download published versions from relays to a folder", example)
     parser.add_argument("urls", type=_urls, help="relays or the origin, separated by commas")
     parser.add_argument("--key", required=True, help="the origin's public key, which the origin prints")
     parser.add_argument("--out", type=Path, required=True, help="writes OUT/v000007/; reuses earlier versions there")

@@ -1,4 +1,4 @@
-"""`shoal status` of a sites' meeting: who takes part, with what loss, where its time goes and how much it sent.
+"""`shoal pool status` of a sites' meeting: who takes part, with what loss, where its time goes and how much it sent.
 
 Called by `pool`, for a URL at which a meeting answers (`shoal meet`). What it answers is open to all, and only shown.
 """
@@ -34,7 +34,7 @@ def meeting_at(url: str, client: httpx.Client) -> MeetingStatus | None:
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
     if answer.status_code != 200 or b'"rounds"' not in answer.content:
-        return None  # spares `shoal status` of a pool the import of torch
+        return None  # spares `shoal pool status` of a pool the import of torch
     from shoal.diloco.messages import MeetingStatus
 
     try:

@@ -1,4 +1,4 @@
-"""`shoal stake ACTION`: what members stake on a chain, what an operator books without one, and contracts.
+"""`shoal pool stake ACTION`: what members stake on a chain, what an operator books without one, and contracts.
 
     deposit AMOUNT, unstake, withdraw, account, appeal    a member, on the pool's chain; --join and --dir as for its worker
     book ACTION KEY|WORK [AMOUNT]                          the operator of a pool without a chain
@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, say, whole
+from shoal.cli.arguments import AddAction, UsageError, say, takes_run, whole
 
 if TYPE_CHECKING:
     from shoal.ledger.evm import EvmStakes
@@ -22,9 +22,10 @@ AMOUNT = whole(1, (1 << 62) - 1)
 BOOKINGS = ("stake", "unstake", "withdraw", "appeal", "grant", "refuse")
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    stake_ = commands.add_parser("stake", help="stake on a worker; for operators: book stakes, or put them on a chain")
-    actions = stake_.add_subparsers(dest="action", required=True, metavar="ACTION")
+def add_action(action: AddAction) -> None:
+    what = "stake on a worker; for operators: book stakes, or put them on a chain"
+    stake_ = action("stake", stake, what, "book pool stake KEY 1000")
+    actions = stake_.add_subparsers(dest="stake_action", required=True, metavar="ACTION")
 
     deposit = actions.add_parser("deposit", help="put stake on a worker, before it joins or after")
     _takes_member(deposit).add_argument("amount", type=AMOUNT, help="in the chain's smallest unit (wei)")
@@ -33,11 +34,11 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     _takes_member(actions.add_parser("withdraw", help="get back what was unstaked, or deposited and never used"))
     _takes_member(actions.add_parser("account", help="show what a worker has staked and earned"))
     appeal = actions.add_parser("appeal", help="appeal against a slash, within 14 days, once")
-    _takes_member(appeal).add_argument("work", help="digest of the ledger's entry: `shoal stake account` shows it")
+    _takes_member(appeal).add_argument("work", help="digest of the ledger's entry: `shoal pool stake account` shows it")
     appeal.add_argument("--statement", type=Path, required=True, help="a file that says why; its digest is published")
 
     book = actions.add_parser("book", help="operator, without a chain: book what was paid or decided")
-    book.add_argument("dir", type=Path, help="the running coordinator's folder")
+    takes_run(book, "dir")
     book.add_argument("booking", choices=BOOKINGS)
     book.add_argument("subject", help="the worker's key; for grant and refuse: the submission that was slashed for")
     book.add_argument("amount", type=AMOUNT, nargs="?", default=0)
@@ -48,9 +49,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     settle = actions.add_parser(
         "settle", help="operator: put on the chain what a stopped run's ledger has and it lacks"
     )
-    settle.add_argument("run", type=Path, help="the folder of a run or coordinator, whose config names the chain")
+    takes_run(settle)
     decide = actions.add_parser("decide", help="operator: decide an appeal on the chain")
-    decide.add_argument("run", type=Path, help="the folder of a run or coordinator, whose config names the chain")
+    takes_run(decide)
     decide.add_argument("work")
     decide.add_argument("verdict", choices=["grant", "refuse"])
 
@@ -71,7 +72,7 @@ def _takes_member(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def stake(arguments: argparse.Namespace) -> None:
     actions = {"book": _book, "deploy": _deploy, "settle": _settle, "decide": _decide}
-    actions.get(arguments.action, _of_member)(arguments)
+    actions.get(arguments.stake_action, _of_member)(arguments)
 
 
 # --- members ---------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def _of_member(arguments: argparse.Namespace) -> None:
         raise UsageError(f"this pool's operator books stakes: ask there, and give this worker's key {identity.public}")
     stakes, key = open_contract(arguments.rpc, section.contract, arguments.key_file), identity.public
     account = stakes.account(key)
-    match arguments.action:
+    match arguments.stake_action:
         case "deposit":
             payer = stakes.chain.address
             if (named := read_payer(arguments.dir) or payer).lower() != payer.lower():
@@ -136,7 +137,9 @@ def _book(arguments: argparse.Namespace) -> None:
     if bool(arguments.amount) != (arguments.booking in ("stake", "unstake")):
         raise UsageError(f"{arguments.booking} takes {'no' if arguments.amount else 'an'} AMOUNT")
     if not decides and len(arguments.subject) != 64:
-        raise UsageError(f"{arguments.subject[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal ledger`")
+        raise UsageError(
+            f"{arguments.subject[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --entries`"
+        )
     booking = Booking(
         kind=arguments.booking,
         key="" if decides else arguments.subject,

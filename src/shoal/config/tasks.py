@@ -101,7 +101,7 @@ class TaskSection(Section):
     digest: str = Field(
         default="",
         pattern=r"^([0-9a-f]{64})?$",
-        description="required digest of all tasks, as `shoal prepare` prints it; empty: any",
+        description="required digest of all tasks, as `shoal check` prints it; empty: any",
     )
     prompt: str = Field(default="{question}", description="user message; {question} is replaced by the task's question")
     system: str = Field(default="", description="system message; empty: none")

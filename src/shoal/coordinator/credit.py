@@ -246,7 +246,8 @@ class Settlement:
                 self._settling.submit(self._work, members).result(max(0.1, deadline_s - time.monotonic()))
         except (LedgerError, TimeoutError) as error:
             log.warning(
-                "%d entries of the ledger are not on the chain (%s): the next start settles them, or `shoal stake settle`",
+                "%d entries of the ledger are not on the chain (%s): the next start settles them, or `shoal pool stake "
+                "settle`",
                 len(self.waiting),
                 error,
             )

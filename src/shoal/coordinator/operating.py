@@ -70,7 +70,7 @@ def check_new(folder: Path) -> None:
     """Raise PoolFolderError if the folder holds something."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PoolFolderError(
-            f"{folder} is not empty; choose another --dir, or add a node to the pool there: shoal invite {folder}"
+            f"{folder} is not empty; choose another --dir, or add a node to the pool there: shoal pool invite {folder}"
         )
 
 
@@ -226,7 +226,7 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
     for name, role in roles.items():
         more = " --watch learner/versions" if role == "origin" else ""
         lines.append(f"  shoal {role} --join {name}.invite --dir {name}{more}")
-    lines += ["", "from anywhere:", f"  shoal status {address.url}"]
+    lines += ["", "from anywhere:", f"  shoal pool status {address.url}"]
     local = urlsplit(address.url).hostname in LOOPBACK
     unreachable = [
         f"{key}.host"

@@ -57,7 +57,7 @@ def resolve(name: str) -> Path:
         return _converted_smollm2()
     if name == TINY:
         if not (tiny_dir() / "config.json").exists():
-            raise ModelNotFoundError(f"{TINY} is not made on this machine yet: run `shoal prepare configs/tiny.toml`")
+            raise ModelNotFoundError(f"{TINY} is not made on this machine yet: run `shoal sft`")
         return tiny_dir()
     if name.startswith("bundled:"):
         raise ModelNotFoundError(f"no bundled model {name!r}; there are {SMOLLM2!r} and {TINY!r}")

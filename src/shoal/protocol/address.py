@@ -1,7 +1,7 @@
 """Where a pool's coordinator is: a URL, and the file in its folder that holds it.
 
 Invariant: a URL is http(s)://HOST[:PORT] and nothing else, so that signed paths are the same on both sides.
-Written by the coordinator and `shoal pool init`; read by `shoal invite`, `shoal status` and `shoal run --resume`.
+Written by the coordinator and `shoal pool init`; read by `shoal pool invite`, `shoal pool status` and `shoal run --resume`.
 """
 
 import re
@@ -36,7 +36,7 @@ class Address(BaseModel):
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            raise AddressError(f"{path} is damaged: restore the folder from its backup (shoal backup)") from error
+            raise AddressError(f"{path} is damaged: restore the folder from its backup (shoal pool backup)") from error
         except OSError as error:
             raise AddressError(
                 f"{folder} is neither the folder of a run nor of a coordinator that was started: {path.name} cannot be "

@@ -5,7 +5,7 @@
 
 Invariant: the offer is the coordinator's own, of now: the answer is signed for this very request (`answers`). Who the key's
 owner is, no answer can prove: compare the key with the operator's, or name it.
-Called by `shoal discover`.
+Called by `shoal pool discover`.
 """
 
 from hashlib import sha256

@@ -2,7 +2,8 @@
 
 Invariant: the coordinator's key inside is the root of a node's trust; the payload is signed by that key and used once. A
 run's id ends in that key (`run_id`), so no other pool has it: what is signed for one run is worth nothing in another.
-Made by `shoal pool init`, `shoal invite` and `shoal run`; read by every node at its start, before it imports anything heavy.
+Made by `shoal pool init`, `shoal pool invite` and `shoal run`; read by every node at its start, before a heavy
+import.
 """
 
 import base64
@@ -105,7 +106,7 @@ def read_invite(text: str) -> Invite:
         held = Path(text).read_text()
     except FileNotFoundError as error:
         raise InviteError(
-            f"no file at {text[:80]}, and an invite starts with {PREFIX}; make one with `shoal invite`"
+            f"no file at {text[:80]}, and an invite starts with {PREFIX}; make one with `shoal pool invite`"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise InviteError(f"the invite in {text[:80]} is not readable: {error}") from error

@@ -278,7 +278,7 @@ class Node(Caller):
 
 
 def read_payer(folder: Path) -> str:
-    """The account on a chain that stakes on the node in this folder; "" if `shoal stake` never named one."""
+    """The account on a chain that stakes on the node in this folder; "" if `shoal pool stake` never named one."""
     path = folder / PAYER
     return path.read_text().strip() if path.is_file() else ""
 

@@ -2,7 +2,7 @@
 
 Invariant: the history is fetched by cursor, so every look costs only what is new. A coordinator that asks to wait, because
 this address has read much, is asked again. Called by `shoal run` and
-`shoal status`. Left out: waiting and drawing, which the callers do.
+`shoal pool status`. Left out: waiting and drawing, which the callers do.
 """
 
 import time

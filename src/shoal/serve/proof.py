@@ -5,7 +5,7 @@
 
 What a passed verification says: these weights, this prompt and this seed yield this text. It does not say that the text is
 true, that the server did not try several seeds and show the reply it liked, or which weights a run published under a
-version: `shoal verify-reply --model` names weights that you trust.
+version: `shoal audit --model` names weights that you trust.
 Invariant: nothing in a Reply is believed; all of it is computed again from messages, seed and weights. Within one exactness
 class that must give the same bits, elsewhere it must stay within the validator's limits.
 Left out: a signature (who served a reply is not what is verified).

@@ -1,7 +1,7 @@
 """The list of lies: one small function for each, in the order in which the judge asks.
 
 A check takes a `Case` and returns an `Outcome`: what is wrong, if anything, and what it measured. It changes nothing. Its
-docstring begins with the question it asks, which `shoal verify` prints.
+docstring begins with the question it asks, which `shoal audit` prints.
 
     FILE       read the file and the assignment
     EXPENSIVE  read the results of one prefill of the claimed version

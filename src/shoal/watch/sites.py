@@ -1,7 +1,7 @@
 """The sites at which one model is trained: who has a part in the newest version, and how each spends its time and traffic.
 
-Invariant: what a site says of itself is told, and nothing is decided by it. Called by the screen, `shoal status` and the
-dashboard. The figures come with a step's metrics (`sites/NAME/...`, docs/metrics.md) or from a meeting's status.
+Invariant: what a site says of itself is told, and nothing is decided by it. Called by the screen, `shoal pool status` and
+the dashboard. The figures come with a step's metrics (`sites/NAME/...`, docs/metrics.md) or from a meeting's status.
 """
 
 import re

@@ -110,7 +110,7 @@ def main(out: Path) -> None:
     all_of_them = services(THREADS)
     name_addresses(list(all_of_them), out)
     host = Host(out)
-    host.finish("prepare", ["prepare", "tiny"])
+    host.finish("sft", ["sft"])
     init = shlex.split(all_of_them.pop("init")["command"].replace(CONFIG, "tiny"))
     host.finish("init", [*init, *(word for setting in SETTINGS for word in ("--set", setting))])
     host.start("coordinator", shlex.split(all_of_them["coordinator"]["command"]))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.launch.children import ENVIRONMENT, MAX_WORDS, Child, ChildError, Children
+from shoal.cli.launch.swarm import PREPARE
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -36,14 +37,14 @@ def test_processes_that_use_cuda_are_not_forked(children: Children, request: pyt
 def test_a_command_runs_to_its_end_and_prints_to_its_log(children: Children, tmp_path: Path, tiny_folder: Path) -> None:
     folder = tmp_path / ("x" * 200) / ("y" * 200)  # a line is given whole, however long
     shutil.copytree(tiny_folder, folder)
-    last = children.run("prepare", ["prepare", str(CONFIGS / "tiny.toml"), "--set", f"model.name={folder}"])
+    last = children.run("prepare", [str(CONFIGS / "tiny.toml"), "--set", f"model.name={folder}"], PREPARE)
     assert json.loads(last)["folder"] == str(folder)
     assert (tmp_path / "prepare.log").read_text().splitlines()[-1] == last
 
 
 def test_a_command_that_fails_is_told_with_its_last_words(children: Children, tmp_path: Path) -> None:
     with pytest.raises(ChildError, match="nowhere.toml"):
-        children.run("dry", ["run", str(tmp_path / "nowhere.toml"), "--dry-run"])
+        children.run("prepare", [str(tmp_path / "nowhere.toml")], PREPARE)
 
 
 def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> None:

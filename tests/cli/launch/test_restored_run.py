@@ -56,7 +56,7 @@ def test_a_copy_of_a_lost_coordinator_completes_the_run(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{port}"
     settings = [word for one in (*SETTINGS, f"run.steps={STEPS}") for word in ("--set", one)]
     counts = ("--workers", "1", "--relays", "1", "--validators", "1", "--run", "tiny")
-    done(tmp_path, "prepare", str(TINY))
+    done(tmp_path, "sft")
     done(tmp_path, "pool", "init", str(TINY), "--dir", "pool", "--url", url, *counts, *settings)
     coordinator = start(tmp_path, "coordinator", "--dir", "pool")
     nodes: dict[str, subprocess.Popen[str]] = {}

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal import config as config_module
-from shoal.cli.launch.clean import clean_run
-from shoal.cli.launch.folder import LOCK, FolderError, locked
+from shoal.cli.launch.folder import LOCK, FolderError, locked, remove_caches, stopped_run
 from shoal.cli.preflight.disk import (
     RESERVE_BYTES,
     DiskFullError,
@@ -135,7 +134,7 @@ def stopped(folder: Path, *, keep_every: int = 0, keep: int = 2, sites: int = 0)
 def test_cleaning_keeps_what_resuming_and_the_user_need(tmp_path: Path) -> None:
     run = stopped(tmp_path / "run")
     before = used_bytes(run)
-    assert clean_run(run) == before - used_bytes(run) == 2 * 1000 + 5 * 100
+    assert remove_caches(run, config_module.load(run / "config.toml")) == before - used_bytes(run) == 2 * 1000 + 5 * 100
     for kept in (
         "coordinator/pool.sqlite",
         "coordinator/store/accepted/a.parquet",
@@ -157,7 +156,7 @@ def test_cleaning_keeps_what_resuming_and_the_user_need(tmp_path: Path) -> None:
         "origin/store/v000006",
     ):
         assert not (run / gone).exists(), gone
-    assert clean_run(run) == 0
+    assert remove_caches(run, config_module.load(run / "config.toml")) == 0
 
 
 def test_the_folders_of_sites_and_of_their_meeting_are_cleaned(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_the_folders_of_sites_and_of_their_meeting_are_cleaned(tmp_path: Path) -
         for number in rounds:
             (meet / f"{name}-{number:06d}.safetensors").write_text("x" * 100)
     shutil.copytree(run / "learner/versions", meet / "versions")
-    clean_run(run)
+    remove_caches(run, config_module.load(run / "config.toml"))
     for node in ("learner", "learner-1", "meet"):
         assert [path.name for path in (run / node / "versions").iterdir()] == ["v000008"], node
     assert [path.name for path in (run / "learner-1/checkpoints").iterdir()] == ["step-000008"]
@@ -180,12 +179,12 @@ def test_the_folders_of_sites_and_of_their_meeting_are_cleaned(tmp_path: Path) -
     named = (("average", 6), ("average", 7), ("rounding", 7), ("rounding", 8), ("state", 7), ("state", 8))
     assert left == {f"{name}-{number:06d}.safetensors" for name, number in named}
     assert (meet / "invites/site-0.invite").exists() and (run / "learner-1/invite").exists()
-    assert clean_run(run) == 0
+    assert remove_caches(run, config_module.load(run / "config.toml")) == 0
 
 
 def test_checkpoints_that_the_config_keeps_for_good_stay(tmp_path: Path) -> None:
     run = stopped(tmp_path / "run", keep_every=4)
-    clean_run(run)
+    remove_caches(run, config_module.load(run / "config.toml"))
     assert sorted(path.name[-1] for path in (run / "learner/checkpoints").iterdir()) == ["4", "8"]
 
 
@@ -193,7 +192,7 @@ def test_checkpoints_that_the_config_keeps_for_good_stay(tmp_path: Path) -> None
 def test_the_origin_can_still_serve_the_versions_that_relays_keep(tmp_path: Path, keep: int, left: list[int]) -> None:
     """A submission of one of them may wait for its verdict, and without these weights no validator can give it."""
     run = stopped(tmp_path / "run", keep=keep)
-    clean_run(run)
+    remove_caches(run, config_module.load(run / "config.toml"))
     assert sorted(int(path.name[1:]) for path in (run / "origin/store").iterdir()) == left
 
 
@@ -202,22 +201,19 @@ def test_versions_without_an_anchor_stay(tmp_path: Path) -> None:
     for full in run.glob("origin/store/*/full"):
         (full / "s").unlink()
         full.rmdir()
-    clean_run(run)
+    remove_caches(run, config_module.load(run / "config.toml"))
     assert len(list((run / "origin/store").iterdir())) == 3
 
 
-def test_a_folder_without_a_run_is_not_cleaned(tmp_path: Path) -> None:
-    (tmp_path / "weights").mkdir()
+def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match=f"{tmp_path} holds no run"):
-        clean_run(tmp_path)
-    assert (tmp_path / "weights").exists()
+        stopped_run(tmp_path)
 
 
-def test_a_run_that_is_still_going_is_not_cleaned(tmp_path: Path) -> None:
+def test_a_run_that_is_still_going_keeps_its_folder(tmp_path: Path) -> None:
     run = stopped(tmp_path / "run")
-    with locked(run), pytest.raises(FolderError, match="still going"):
-        clean_run(run)
-    assert (run / "worker-0/weights").exists()
+    with locked(run), pytest.raises(FolderError, match="still going"), locked(run):
+        pass
 
 
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:

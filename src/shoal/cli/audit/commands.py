@@ -1,4 +1,4 @@
-"""Commands that read a run's ledger: `shoal audit` believes nothing, `shoal ledger` shows the chain."""
+"""`shoal audit RUN|FILE|REPLY` believes nothing: it checks a run's ledger and files, a submission, or a reply again."""
 
 from __future__ import annotations
 
@@ -7,55 +7,76 @@ import json
 import sys
 from pathlib import Path
 from random import Random, SystemRandom
+from typing import Any
 
-from shoal.cli.arguments import Commands, UsageError, say, whole
+from shoal import config as config_module
+from shoal.cli.arguments import Commands, UsageError, add_command, say, takes_threads, whole
+from shoal.cli.serve import audit_reply
 
 MOST = whole(0, 1_000_000)
+PARQUET = b"PAR1"  # the first bytes of such a file
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    audit_ = commands.add_parser("audit", help="check all of a stopped run again, from its ledger and files")
-    _takes_run(audit_)
-    audit_.add_argument("--head", action="append", default=[], metavar="SEQ:DIGEST", help="a head that you know")
+    audit_ = add_command(
+        commands, "audit", "check a stopped run, a submission or a reply again, from its files alone", "runs/quickstart"
+    )
     audit_.add_argument(
+        "what",
+        type=Path,
+        metavar="RUN|FILE|REPLY",
+        help="the folder of a run or of its coordinator, a submission (Parquet), or a reply of `shoal serve` (JSON)",
+    )
+    takes_threads(audit_)
+    run_ = audit_.add_argument_group("of a run")
+    run_.add_argument("--key", default="", help="the coordinator's key, if you know it (default: as the ledger says)")
+    run_.add_argument("--ledger", type=Path, metavar="FILE", help="read the ledger from this export")
+    run_.add_argument("--head", action="append", default=[], metavar="SEQ:DIGEST", help="a head that you know")
+    run_.add_argument(
         "--unsealed", action="store_true", help="accept a run that is still going, or whose coordinator was killed"
     )
-    audit_.add_argument("--rerun", type=MOST, default=1, metavar="N", help="steps to train again (default: 1)")
-    audit_.add_argument(
+    run_.add_argument("--rerun", type=MOST, default=1, metavar="N", help="steps to train again (default: 1)")
+    run_.add_argument(
         "--proofs", type=MOST, default=4, metavar="N", help="submissions of each to judge again (default: 4)"
     )
-    audit_.add_argument(
+    run_.add_argument(
         "--rpc",
         default="",
         metavar="URL",
         help="a node of the chain that holds the run's contract (default: the run's)",
     )
-    audit_.add_argument("--seed", type=int, help="draw the steps and submissions by this number (default: by chance)")
+    run_.add_argument("--seed", type=int, help="draw the steps and submissions by this number (default: by chance)")
+    run_.add_argument("--entries", action="store_true", help="only verify the ledger, and show its entries")
+    run_.add_argument("--after", type=MOST, default=0, metavar="SEQ", help="with --entries: those after this one")
+    run_.add_argument("--kind", default="", help="with --entries: those of this kind")
+    run_.add_argument("--export", type=Path, metavar="FILE", help="only verify the ledger, and write it as JSON lines")
+    file_ = audit_.add_argument_group("of a submission")
+    file_.add_argument("--run", type=Path, metavar="RUN", help="folder of the run it is of: its config and weights")
+    file_.add_argument("--config", type=Path, help="instead of --run: the resolved config")
+    file_.add_argument("--weights", type=Path, help="folder of the policy version that the file names")
+    reply_ = audit_.add_argument_group("of a reply")
+    reply_.add_argument("--model", metavar="RUN|MODEL", help="the weights to recompute with, which you trust")
 
-    ledger_ = commands.add_parser("ledger", help="verify and show a run's ledger")
-    _takes_run(ledger_)
-    ledger_.add_argument("--after", type=MOST, default=0, metavar="SEQ", help="show the entries after this one only")
-    ledger_.add_argument("--kind", default="", help="show the entries of this kind only")
-    ledger_.add_argument("--out", type=Path, metavar="FILE", help="write the whole ledger there, as JSON lines")
 
-
-def _takes_run(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", type=Path, help="the folder of a run, or of its coordinator")
-    command.add_argument(
-        "--key", default="", help="the coordinator's key, if you know it (default: as the ledger says)"
-    )
-    command.add_argument("--ledger", type=Path, metavar="FILE", help="read the ledger from this export")
+def audit(arguments: argparse.Namespace) -> int:
+    """Audit what is named, by what it is: a folder, a Parquet file, or else a reply."""
+    if arguments.what.is_dir():
+        return _ledger(arguments) if arguments.entries or arguments.export else _run(arguments)
+    data = arguments.what.read_bytes()
+    if data[:4] == PARQUET or arguments.run or arguments.config:
+        return _submission(data, arguments)
+    if not arguments.model:
+        raise UsageError(f"{arguments.what} is no folder of a run and no submission; for a reply also name --model")
+    return audit_reply(data, arguments.model, arguments.threads)
 
 
 def _check_there(arguments: argparse.Namespace) -> None:
     """Raise UsageError if what was named is not there: that is no broken link."""
-    if not arguments.run.is_dir():
-        raise UsageError(f"no folder at {arguments.run}: name the folder of a run, or of its coordinator")
     if arguments.ledger and not arguments.ledger.is_file():
-        raise UsageError(f"no file at {arguments.ledger}: `shoal ledger RUN --out FILE` writes one")
+        raise UsageError(f"no file at {arguments.ledger}: `shoal audit RUN --export FILE` writes one")
 
 
-def audit(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     _check_there(arguments)
     from shoal.cli.audit.audit import Asked
     from shoal.cli.audit.audit import audit as check
@@ -72,7 +93,7 @@ def audit(arguments: argparse.Namespace) -> int:
     )
     random = SystemRandom() if arguments.seed is None else Random(arguments.seed)
     try:
-        check(arguments.run, asked, random, say)
+        check(arguments.what, asked, random, say)
     except BrokenError as error:
         say(f"BROKEN {error}")
         return 1
@@ -80,17 +101,59 @@ def audit(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def ledger(arguments: argparse.Namespace) -> None:
+def _ledger(arguments: argparse.Namespace) -> int:
     _check_there(arguments)
     from shoal.cli.audit.opened import open_run
     from shoal.ledger.chain import write_export
 
-    opened = open_run(arguments.run, key=arguments.key, export=arguments.ledger)
-    if arguments.out:
-        write_export(opened.chain, arguments.out)
+    opened = open_run(arguments.what, key=arguments.key, export=arguments.ledger)
+    if arguments.export:
+        write_export(opened.chain, arguments.export)
     for entry in opened.chain:
-        if not arguments.out and entry.seq > arguments.after and arguments.kind in ("", entry.kind):
+        if not arguments.export and entry.seq > arguments.after and arguments.kind in ("", entry.kind):
             line = {"seq": entry.seq, "time_s": entry.time_s, "kind": entry.kind, "body": json.loads(entry.body)}
             say(json.dumps(line))
     head = opened.chain[-1]
     say(f"{len(opened.chain)} entries, signed by {opened.key}; head {head.seq}:{head.digest}", sys.stderr)
+    return 0
+
+
+def _submission(data: bytes, arguments: argparse.Namespace) -> int:
+    path = arguments.config or (arguments.run / "config.toml" if arguments.run else None)
+    if path is None:
+        raise UsageError("name the run the file belongs to: --run DIR, or --config CONFIG and --weights FOLDER")
+    settings = config_module.load(path)
+    from shoal.model import dtype
+    from shoal.store.rollouts import RolloutFileError
+    from shoal.validator import by_hand
+
+    try:
+        header = by_hand.read_header(data, settings)
+        weights = arguments.weights or _weights(arguments.run or path.parent, header.policy_version)
+        picked, _ = dtype.pick(settings.model.dtype, settings.model.device)
+        drawn_by = _curriculum(arguments.run, header.step) if settings.tasks.curriculum == "pass_rate" else {}
+        status, lines = by_hand.verify(data, header, settings, weights, picked, **drawn_by)
+    except RolloutFileError as error:
+        say(f"unreadable: {error}")
+        return by_hand.UNREADABLE
+    say("\n".join(lines))
+    return status
+
+
+def _weights(run: Path, version: int) -> Path:
+    from shoal.validator import by_hand
+
+    try:
+        return by_hand.find_weights(run, version)
+    except FileNotFoundError as error:  # nothing was checked, which is not a rejection
+        raise UsageError(str(error)) from error
+
+
+def _curriculum(run: Path | None, step: int) -> dict[str, Any]:
+    """The pages that a step's tasks were drawn by, from the coordinator's folder in a run's folder."""
+    from shoal.coordinator.curriculum import open_pages, read_page
+
+    if run is None:
+        raise UsageError("this run draws tasks by their pass rates, which are in its folder: name it with --run")
+    pages = open_pages(run / "coordinator")
+    return {"curriculum": pages.digest(step), "page": lambda digest: read_page(pages, digest)}

@@ -5,7 +5,7 @@ bucket.
 
 Invariant: nothing is changed. The run's id ends in its coordinator's key, so a ledger under another key is another run's;
 `--key` names the key that the auditor got elsewhere.
-Called by `audit` and `shoal ledger`.
+Called by `shoal audit`.
 """
 
 import json

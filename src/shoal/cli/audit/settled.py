@@ -36,7 +36,7 @@ def check_settled(run: Opened, rpc: str) -> str:
         raise BrokenError(
             link,
             f"does not hold entry {first.seq} ({first.kind}) of the ledger, and {len(lacking) - 1} more; "
-            "if the chain was away, settle them: shoal stake settle RUN",
+            "if the chain was away, settle them: shoal pool stake settle RUN",
         )
     foreign = sum(event[0] != "registered" and event[1] in mine and event[2] not in digests for event in known)
     held = sum(entry.kind in KINDS for entry in run.chain)

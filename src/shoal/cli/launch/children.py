@@ -55,13 +55,14 @@ class Child:
     command: list[str]
     log: Path
     context: BaseContext
+    module: str = "shoal.cli"  # whose `main` takes the command
     restarts: int = 0
     start_at_s: float = 0.0
     process: BaseProcess | None = None
     ended: bool = False  # as intended: it is done, or evicted
 
     def start(self) -> None:
-        arguments = (self.command, self.log)
+        arguments = (self.module, self.command, self.log)
         self.process = self.context.Process(target=_become, args=arguments, name=self.name, daemon=True)  # type: ignore[attr-defined]
         self.process.start()
 
@@ -92,15 +93,15 @@ class Children:
         self.context: BaseContext = multiprocessing.get_context("forkserver" if forks else "spawn")
         self.context.set_forkserver_preload(["shoal.cli.launch.preload"])
 
-    def start(self, name: str, command: list[str]) -> Child:
-        child = Child(name, command, self.logs / f"{name}.log", self.context)
+    def start(self, name: str, command: list[str], module: str = "shoal.cli") -> Child:
+        child = Child(name, command, self.logs / f"{name}.log", self.context, module)
         self.all.append(child)
         child.start()
         return child
 
-    def run(self, name: str, command: list[str]) -> str:
-        """Run a `shoal` command to its end. Returns the last line it printed. Raises ChildError if it fails."""
-        child = Child(name, command, self.logs / f"{name}.log", self.context)
+    def run(self, name: str, command: list[str], module: str = "shoal.cli") -> str:
+        """Run a command to its end. Returns the last line it printed. Raises ChildError if it fails."""
+        child = Child(name, command, self.logs / f"{name}.log", self.context, module)
         child.start()
         assert child.process is not None
         try:
@@ -108,7 +109,7 @@ class Children:
         finally:
             child.process.terminate()
         if child.exit_status() != 0:
-            raise ChildError(child.last_words().removeprefix(f"shoal {command[0]}: "))
+            raise ChildError(child.last_words().removeprefix(f"shoal {name}: "))
         return child.last_line()
 
     def pids(self) -> dict[str, int]:
@@ -162,7 +163,7 @@ class Children:
                 each.join()
 
 
-def _become(command: list[str], log: Path) -> None:
+def _become(module: str, command: list[str], log: Path) -> None:
     """In the child: start a new session, write output to the log, set the title; then run the command."""
     starter, forker = multiprocessing.parent_process(), os.getppid()
     assert starter is not None
@@ -172,4 +173,4 @@ def _become(command: list[str], log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     setproctitle(" ".join(["shoal", *command]))
-    sys.exit(importlib.import_module("shoal.cli").main(command))
+    sys.exit(importlib.import_module(module).main(command))

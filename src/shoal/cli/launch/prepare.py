@@ -1,22 +1,26 @@
 """What a run needs before it starts: the model in the cache, tasks, a chat template, a device, a dtype for this machine.
 
 Invariant: what can be found wrong without starting the pool is found wrong here, with one clear error.
-Called by `shoal prepare`, `shoal sft` and, as a child process, by `shoal run`, which never imports torch itself.
+`main` is what `shoal run` runs as a child process: it never imports torch itself. It prints what `prepare` returns as JSON.
 """
 
+import argparse
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 from shoal import tasks
+from shoal.cli.arguments import Parser, read_config, say, takes_config, takes_threads
 from shoal.cli.launch.task_data import build_tasks
+from shoal.cli.main import answer
 from shoal.cli.preflight.estimate import SAMPLE, mean_prompt
 from shoal.cli.preflight.problems import check_length
 from shoal.cli.preflight.speed import measure
 from shoal.config import Config, ConfigError
 from shoal.model import dtype, sources
 from shoal.model.load import eos_ids, load_tokenizer
+from shoal.model.threads import compute_on
 from shoal.tasks.environments import try_out
 from shoal.tasks.prompt import Frame
 from shoal.tasks.rewards.graders import GradeError
@@ -55,6 +59,21 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         "machine": measure(picked, config.model.device),
         "gflops": {name: round(speed, 1) for name, speed in gflops.items()},
     }
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="shoal prepare")
+    takes_config(parser)
+    takes_threads(parser)
+    parser.add_argument("--tasks", type=Path, metavar="DIR", help="keep the task set there (default: nowhere)")
+    parser.set_defaults(command_name="prepare")
+
+    def call(arguments: argparse.Namespace) -> None:
+        config = read_config(arguments)
+        compute_on(arguments.threads)
+        say(json.dumps(prepare(config, arguments.tasks)))
+
+    return answer(call, parser.parse_args(argv))
 
 
 def model_folder(name: str) -> Path:

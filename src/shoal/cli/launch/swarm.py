@@ -20,9 +20,8 @@ import httpx
 from shoal import config as config_module
 from shoal.cli.launch import members
 from shoal.cli.launch.children import Children
-from shoal.cli.launch.clean import remove_caches
 from shoal.cli.launch.door import Door
-from shoal.cli.launch.folder import locked
+from shoal.cli.launch.folder import locked, remove_caches
 from shoal.cli.launch.members import Member
 from shoal.cli.launch.memory import Peaks
 from shoal.cli.launch.process import Interrupted, signals_interrupt
@@ -45,6 +44,7 @@ from shoal.watch.terminal.live import LiveView, Terminal
 from shoal.watch.terminal.samples import sample_lines
 
 POLL_S = 0.3
+PREPARE = "shoal.cli.launch.prepare"
 START_S = 60.0  # for the coordinator to listen
 SHOWN_SAMPLES = 5
 
@@ -156,7 +156,7 @@ class Swarm:
         self._note(f"preparing {self.config.model.name} (the first time takes a minute)")
         kept = ["--tasks", str(self.coordinator / "tasks")]
         try:
-            prepared = self.children.run("prepare", ["prepare", str(asked), "--threads", str(self.cores), *kept])
+            prepared = self.children.run("prepare", [str(asked), "--threads", str(self.cores), *kept], PREPARE)
         finally:
             asked.unlink()
         found = json.loads(prepared)

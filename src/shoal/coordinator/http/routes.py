@@ -94,7 +94,7 @@ class Coordinator:
         payload = open_payload(invite.signed.model_dump_json(), self.identity.public, self.run)
         if not payload.open:
             raise InviteError(
-                f"{path} is not an open invite; remove it, or make one with `shoal invite --open --publish`"
+                f"{path} is not an open invite; remove it, or make one with `shoal pool invite --open --publish`"
             )
         return invite.encode() if time.time() < payload.expires_s else ""
 
@@ -195,7 +195,7 @@ class Coordinator:
             raise PoolError("only the operator books stakes", 403)
         request.head.spend(self.admission.nonces)
         if not isinstance(stakes, BookedStakes):
-            raise PoolError("this pool's stakes are in a contract: see `shoal stake --help`")
+            raise PoolError("this pool's stakes are in a contract: see `shoal pool stake --help`")
         stakes.book(messages.Booking.model_validate_json(request.body))
         return Ok()
 

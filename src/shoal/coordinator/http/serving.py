@@ -1,6 +1,6 @@
 """The coordinator as a process that serves one run: opened from its folder, kept on record while it is served, then sealed.
 
-Its folder holds its key, databases and the store, and its URL in `coordinator.json`, for `shoal invite` and `shoal status`.
+Its folder holds its key, databases and the store, and its URL in `coordinator.json`, which `shoal pool invite` reads.
 Invariant: a `ServedRun` is the one owner of the run's metrics: it writes their files and feeds the tracker.
 """
 

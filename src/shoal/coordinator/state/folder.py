@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TABLES, NONCES = "pool.sqlite", "nonces.sqlite"
 KEY = "identity.pem"
 TASKS = "tasks"  # the task set: files by their hash
-OPEN_INVITE = "open.invite"  # what `shoal invite --open --publish` wrote
+OPEN_INVITE = "open.invite"  # what `shoal pool invite --open --publish` wrote
 NONCES_SCHEMA = [
     "CREATE TABLE IF NOT EXISTS nonces (key TEXT NOT NULL, nonce TEXT NOT NULL, created_s BIGINT NOT NULL,"
     " PRIMARY KEY (key, nonce))",

@@ -1,6 +1,6 @@
 """The view of a running run: a screen in a terminal, lines anywhere else. The key `s` switches to sample completions.
 
-Invariant: nothing is drawn between two updates, so no thread is needed. Called by `shoal run` and `shoal status`.
+Invariant: nothing is drawn between two updates, so no thread is needed. Called by `shoal run` and `shoal pool status`.
 """
 
 from collections.abc import Iterator

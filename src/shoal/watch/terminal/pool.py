@@ -1,4 +1,4 @@
-"""`shoal status`: the view of any pool, once or until its run ends. `wall_s` tells what the run has taken, where measured.
+"""`shoal pool status`: the view of any pool, once or until its run ends. `wall_s`: what the run has taken, where measured.
 
 Invariant: a coordinator that went away is waited for, up to a deadline. Called by `cli`.
 """

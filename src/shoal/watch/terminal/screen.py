@@ -1,7 +1,7 @@
 """The whole run on one screen: progress, weights, nodes, verdicts.
 
 Invariant: no line is wider than the console, whatever a node reports, and progress, training and verdicts are shown on any
-terminal of at least 80x24. Called by `shoal run` and `shoal status`.
+terminal of at least 80x24. Called by `shoal run` and `shoal pool status`.
 Left out: scrolling. The tables of sites and weights need a taller terminal. Nodes that do not fit are counted; nodes with
 a problem are shown first.
 """

@@ -77,7 +77,7 @@ export function reply(message, { at, alternatives, onagain, onpick, onbranch }) 
       h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
       message.proven ? h("div.row", {}, check, download) : h("p.error", {}, facts.unproven ?? "Nothing was generated, so there is nothing to prove."),
       outcome,
-      h("p.hint", {}, "Elsewhere: ", h("code", {}, "shoal verify-reply reply.json --model RUN|MODEL")),
+      h("p.hint", {}, "Elsewhere: ", h("code", {}, "shoal audit reply.json --model RUN|MODEL")),
     ];
   }
 
