@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.preflight.cores import shares
+from shoal.cli.preflight.estimate import shares
 from shoal.cli.preflight.memory import memory_of
 from shoal.cli.preflight.speed import Pace, Speed, measure, pace, speed
 from shoal.cli.preflight.work import BUNDLED, Work, work_of

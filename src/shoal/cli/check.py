@@ -1,6 +1,7 @@
-"""`shoal check [CONFIG]`: will it run here, how long, how much memory and disk, and what to do? One line for each answer.
+"""Looks before a run: `shoal check`, `shoal config`, `shoal calibrate`.
 
-Invariant: nothing is started or changed. Exit status 0: nothing fails, 1: something does.
+`shoal check [CONFIG]` has one line for each answer: will it run here, how long, how much memory and disk, and what to do?
+Invariant: it starts and changes nothing. Exit status 0: nothing fails, 1: something does.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, add_command, read_config, say, takes_config
+from shoal import config as config_module
+from shoal.cli.arguments import Commands, UsageError, add_command, read_config, say, takes_config, whole
 
 if TYPE_CHECKING:
     from shoal.cli.preflight.machine import Finding
     from shoal.config import Config
 
 PROMPT = 64  # tokens, where the model's tokenizer is not on this machine
-TOO_LARGE = "lower learner.row_tokens, set learner.activation_checkpointing = true, or use a smaller model"
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -31,6 +32,32 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     takes_config(parser, required=False)
     parser.add_argument("--dir", type=Path, default=Path(), help="where the run's folder will be (default: here)")
     parser.add_argument("--json", action="store_true", help="facts and findings as JSON")
+
+    config_ = add_command(
+        commands, "config", "print the resolved values of a config, or explain its fields", "--explain learner.lr"
+    )
+    takes_config(config_, required=False)
+    what = config_.add_mutually_exclusive_group()
+    what.add_argument(
+        "--explain", nargs="?", const="", metavar="KEY", help="describe every field, those of a section, or one field"
+    )
+    what.add_argument("--markdown", action="store_true", help="describe every field, as one Markdown page")
+
+    calibrate_ = add_command(
+        commands, "calibrate", "measure honest work and write the validator's limits", "quickstart --out calibration"
+    )
+    takes_config(calibrate_)
+    calibrate_.add_argument(
+        "--out", type=Path, default=Path("calibration"), help="folder of limits.toml and measured.json"
+    )
+    calibrate_.add_argument("--submissions", type=whole(1, 100_000), default=8, help="per condition (default: 8)")
+    calibrate_.add_argument(
+        "--weights",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="policy versions to measure on (default: the config's model)",
+    )
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -53,7 +80,7 @@ def of_config(config: Config, folder: Path) -> Iterator[Finding]:
     """What would stop a run of this config here; if nothing does, its time, memory and disk."""
     from shoal import tasks
     from shoal.cli.preflight import disk, estimate
-    from shoal.cli.preflight.cores import available_cores
+    from shoal.cli.preflight.estimate import available_cores
     from shoal.cli.preflight.machine import fails, ok
     from shoal.cli.preflight.problems import local_folder, problems
     from shoal.cli.preflight.speed import measure
@@ -79,19 +106,27 @@ def of_config(config: Config, folder: Path) -> Iterator[Finding]:
             return
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     measured = {"dtype": picked, "prompt_tokens": prompt, "machine": measure(picked, config.model.device)}
-    found = estimate.of_measured(config, measured, available_cores(config.run.threads))
-    if isinstance(found, str):
-        yield ok("time", found)
-        return
-    yield ok("time", found.time())
-    if found.memory_bytes > found.machine_bytes:
-        yield fails("memory", found.memory(), TOO_LARGE)
-    else:
-        yield ok("memory", found.memory())
     needs, free = disk.needs(config, estimate.model_sizes(config.model.name).parameters), disk.free_bytes(folder)
-    if free < needs.peak_bytes + disk.RESERVE_BYTES:
-        yield fails(
-            "disk", disk.said(needs, free), "free space, choose another --out, or keep less (learner.keep_last)"
-        )
+    yield from estimate.outlook(config, measured, available_cores(config.run.threads), needs, free)[1]
+
+
+def config(arguments: argparse.Namespace) -> None:
+    from shoal.config import explain
+
+    if arguments.config and (arguments.markdown or arguments.explain is not None):
+        raise UsageError("--explain and --markdown describe defaults; leave the config out")
+    if arguments.markdown:
+        say(explain.markdown().rstrip("\n"))
+    elif arguments.explain is not None:
+        say(explain.text(explain.fields(arguments.explain)))
     else:
-        yield ok("disk", disk.said(needs, free))
+        say(config_module.dumps(read_config(arguments) if arguments.config else config_module.Config()).rstrip("\n"))
+
+
+def calibrate(arguments: argparse.Namespace) -> None:
+    settings = read_config(arguments)
+    from shoal.cli.calibrate import calibrate as measure
+    from shoal.cli.preflight.problems import check_length
+
+    check_length(settings)
+    measure(settings, arguments.out, arguments.submissions, arguments.weights, say)

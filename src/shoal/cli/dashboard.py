@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +26,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     dashboard_.add_argument(
         "--public", action="store_true", help="for strangers: no address, no machine, any host name in front of it"
     )
-    dashboard_.add_argument("--socket", type=int, metavar="FD", help=argparse.SUPPRESS)  # of `shoal run`
 
     report_ = add_command(
         commands,
@@ -39,27 +36,25 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     report_.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or coordinator")
     report_.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in that folder")
 
+    plot_ = add_command(commands, "plot", "draw the metrics of runs side by side", "runs/one runs/two")
+    plot_.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a finished or running run")
+    plot_.add_argument("--out", type=Path, default=Path("plot.png"), help="the picture (default: plot.png)")
+    plot_.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help="(default: the essential ones)")
+
 
 def dashboard(arguments: argparse.Namespace) -> None:
     from shoal.cli.launch import process
 
     stop = process.begin("dashboard", threads=1)
-    if arguments.socket is not None:
-        parent = os.getppid()
-        process.follow(lambda: os.getppid() == parent)
-    from shoal.cli.launch.door import listen
     from shoal.dashboard.server import LOOPBACK, Dashboard, serve
     from shoal.dashboard.watched import watch
 
     page = Dashboard(
         watch(arguments.run), [_looked(watch(other)) for other in arguments.compare], public=arguments.public
     )
-    if arguments.socket is not None:
-        listener = socket.socket(fileno=arguments.socket)
-    else:
-        listener = listen(arguments.host, arguments.port)
-        host, taken = listener.getsockname()[:2]
-        say(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)")
+    listener = process.listen(arguments.host, arguments.port, "the dashboard")
+    host, taken = listener.getsockname()[:2]
+    say(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)")
     hosts = () if arguments.public else (*LOOPBACK, arguments.host)
     asyncio.run(serve(page, listener, hosts, stop.is_set))
 
@@ -76,3 +71,10 @@ def report(arguments: argparse.Namespace) -> None:
     out = arguments.out or arguments.run / "report.html"
     size_bytes, pictures = write_report(WatchedFolder(arguments.run), out)
     say(f"{out}: {size_bytes / 1000:.0f} kB; {len(pictures)} charts as PNGs in {pictures[0].parent}")
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    from shoal.watch.plot import plot as draw
+
+    drawn = draw(arguments.runs, arguments.metrics, arguments.out)
+    say(f"{arguments.out}: {', '.join(drawn)}")

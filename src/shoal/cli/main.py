@@ -19,15 +19,12 @@ from shoal.cli import (
     evals,
     filter,
     grade,
-    meet,
     nodes,
     pool,
-    pretrain,
     run,
     serve,
-    sft,
     shardcast,
-    tools,
+    training,
 )
 from shoal.cli.arguments import USAGE, Action, Parser, say
 from shoal.cli.audit import commands as audit
@@ -44,16 +41,16 @@ COMMANDS: dict[str, Action] = {
     **dict.fromkeys(ROLES, nodes.node),
     "origin": nodes.origin,
     "relay": nodes.relay,
-    "sft": sft.run_sft,
-    "pretrain": pretrain.run_pretrain,
-    "meet": meet.run_meet,
+    "sft": training.run_sft,
+    "pretrain": training.run_pretrain,
+    "meet": training.run_meet,
     "dashboard": dashboard.dashboard,
     "report": dashboard.report,
-    "plot": tools.plot,
+    "plot": dashboard.plot,
     "serve": serve.serve,
     "check": check.check,
-    "config": tools.config,
-    "calibrate": tools.calibrate,
+    "config": check.config,
+    "calibrate": check.calibrate,
     "audit": audit.audit,
     "grade": grade.grade,
     "filter": filter.run_filter,
@@ -99,9 +96,9 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(
-        dest="command_name", required=True, parser_class=Parser, metavar="COMMAND", prog="shoal", help=argparse.SUPPRESS
+        dest="command_name", required=True, metavar="COMMAND", prog="shoal", help=argparse.SUPPRESS
     )
-    for family in (run, sft, pretrain, meet, dashboard, serve, pool, nodes, check, tools, audit, grade, filter, evals):
+    for family in (run, training, dashboard, serve, pool, nodes, check, audit, grade, filter, evals):
         family.add_commands(commands)
     shardcast.add_commands(commands)
     groups = [

@@ -1,17 +1,19 @@
-"""A pool's operator: `shoal pool ACTION` and `shoal coordinator`. Stakes and discovery have files of their own."""
+"""A pool's operator: `shoal pool ACTION` and `shoal coordinator`. Stakes have a file of their own."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shoal.cli import discover, stake
+from shoal.cli import stake
 from shoal.cli.arguments import (
     Action,
+    AddAction,
     Commands,
-    Parser,
     UsageError,
     add_command,
     days,
@@ -27,6 +29,9 @@ from shoal.cli.arguments import (
 )
 from shoal.cli.nodes import ROLES, begin
 
+if TYPE_CHECKING:
+    from shoal.protocol.messages import Capability, RunOffer
+
 NODES = whole(0, 1000)
 NAME_IT = "name it with --run NAME"
 
@@ -38,7 +43,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "set up and operate a pool of several machines",
         "init quickstart --dir pool --url http://10.0.0.1:8700",
     )
-    actions = pool.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
+    actions = pool.add_subparsers(required=True, metavar="ACTION")
 
     def action(name: str, call: Action, what: str, example: str) -> argparse.ArgumentParser:
         parser = add_command(actions, name, what, example, "shoal pool")
@@ -96,7 +101,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         takes_run(parser, "dir")
         parser.add_argument("name", help="the node's name, as `shoal pool status` shows it")
 
-    discover.add_action(action)
+    _add_discover(action)
     stake.add_action(action)
     backup_ = action(
         "backup", backup, "copy a coordinator's folder while it runs, to start from elsewhere", "pool copy"
@@ -121,9 +126,9 @@ def pool(arguments: argparse.Namespace) -> int | None:
 
 def init_pool(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
-    from shoal.cli.launch.task_data import FOLDER, build_tasks
     from shoal.cli.preflight.problems import check_length
     from shoal.coordinator.operating import Invited, check_new, found_pool
+    from shoal.tasks.compiling import build_tasks
 
     check_length(config)
     check_new(arguments.dir)
@@ -136,9 +141,9 @@ def init_pool(arguments: argparse.Namespace) -> None:
     name = run_name(arguments.run or arguments.config.stem, NAME_IT)
     arguments.dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.dir.parent, prefix=".tasks-") as built:
-        config, notes = build_tasks(config, Path(built) / FOLDER)
+        config, notes = build_tasks(config, Path(built) / "tasks")
         steps = found_pool(
-            arguments.dir, config, name, arguments.url, invited, days=arguments.days, task_data=Path(built) / FOLDER
+            arguments.dir, config, name, arguments.url, invited, days=arguments.days, task_data=Path(built) / "tasks"
         )
     say("\n".join([*(f"tasks: {note}" for note in notes), *steps]))
 
@@ -153,13 +158,13 @@ def up_pool(arguments: argparse.Namespace) -> int:
 
 def coordinator(arguments: argparse.Namespace) -> None:
     stop = begin("coordinator", arguments)
-    from shoal.cli.launch.task_data import FOLDER, build_tasks
     from shoal.cli.preflight.problems import check_length
     from shoal.coordinator.http.serving import serve_forever
     from shoal.coordinator.operating import CONFIG, PoolFolderError, open_pool
     from shoal.coordinator.state.folder import KEY
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import run_id
+    from shoal.tasks.compiling import build_tasks
 
     url = ""
     if arguments.config is None:
@@ -178,7 +183,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
         config, name = read_config(arguments), run_name(arguments.run or arguments.config.stem, NAME_IT)
         name = run_id(name, Identity.load_or_create(arguments.dir / KEY).public)
     check_length(config)
-    config, _ = build_tasks(config, arguments.dir / FOLDER)
+    config, _ = build_tasks(config, arguments.dir / "tasks")
     serving = config.coordinator.port if arguments.port is None else arguments.port
     serve_forever(
         config,
@@ -281,3 +286,60 @@ def backup(arguments: argparse.Namespace) -> None:
     size_bytes = back_up(arguments.dir, arguments.copy)
     start = f"shoal coordinator --dir {arguments.copy}"
     say(f"{arguments.copy}: {size_bytes / 1e6:.1f} MB; start it with: {start}")
+
+
+def _add_discover(action: AddAction) -> None:
+    what = "which run is at this address, and may this machine join it?"
+    parser = action("discover", discover, what, "http://pool.example:8700")
+    parser.add_argument("url", metavar="URL", help="of a coordinator")
+    parser.add_argument(
+        "--key", default="", help="the coordinator's key, as its operator told you: no other is believed"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the run's open invite there")
+    parser.add_argument("--json", action="store_true", help="the offer as JSON")
+
+
+def discover(arguments: argparse.Namespace) -> None:
+    if arguments.out and arguments.out.exists():
+        raise UsageError(f"{arguments.out} exists; choose another file, so that no invite is lost")
+    import httpx
+
+    from shoal.cli.roles import capability
+    from shoal.protocol.discovery import find_run, open_invite
+    from shoal.watch.figures import clean
+
+    with httpx.Client(timeout=10) as client:
+        offer = find_run(arguments.url, client, arguments.key)
+    if arguments.out:
+        open_invite(offer).save(arguments.out)
+        say(
+            f"{arguments.out} is an open invite to {clean(offer.run)}: stake on this machine's key, then "
+            f"`shoal worker --join {arguments.out} --dir DIR`"
+        )
+    elif arguments.json:
+        say(json.dumps(offer.model_dump(), indent=2))
+    else:
+        for line in _offer_lines(arguments.url, offer, capability()):
+            say(clean(line))  # the offer is a stranger's: one line of it is one line here
+
+
+def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
+    """The run, what this machine lacks for it, and what only its work and its stake will show."""
+    from shoal.config.checking import RequirementsSection
+    from shoal.coordinator.members import lacks
+
+    wants = RequirementsSection.model_validate(offer.requirements)
+    state = f"step {offer.step} of {offer.steps}" if offer.state == "running" else "finished"
+    places = "" if offer.places_free is None else f", {offer.places_free} places free"
+    joining = "open to stake" if offer.invite else "invited only"
+    missing = lacks(machine, wants)
+    lines = [
+        f"{offer.run}, key {offer.key}",
+        f"{offer.model}, {state}, {joining}, {offer.workers} workers{places}",
+        f"this machine lacks {missing}" if missing else "this machine meets its requirements",
+    ]
+    if wants.tokens_per_s:
+        lines.append(f"at least {wants.tokens_per_s:g} tokens/s, measured by its work")
+    if offer.invite:
+        lines.append(f"open to anyone who stakes {max(1, wants.stake)}: shoal pool discover {url} --out worker.invite")
+    return lines

@@ -59,14 +59,15 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def serve(arguments: argparse.Namespace) -> None:
     from shoal.cli.launch import process
-    from shoal.cli.launch.door import listen
     from shoal.serve.versions import source_of
 
     if arguments.open and arguments.host not in ("127.0.0.1", "localhost", "::1"):
         raise UsageError("--open has no login, so it serves this machine only; leave --host out, or --open")
     stop = process.begin("serve", threads=arguments.threads)
     source = source_of(arguments.what)
-    listen(arguments.host, arguments.port, "the endpoint").close()  # a port that is taken costs no loading of weights
+    process.listen(
+        arguments.host, arguments.port, "the endpoint"
+    ).close()  # one that is taken costs no loading of weights
     from shoal.model.dtype import compute_on
     from shoal.serve.scheduler import Limits
     from shoal.serve.service import Settings, serve_forever

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
+from shoal.config import Config, ConfigError
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.files import write_file
 from shoal.tasks.own import check_environment, check_function, is_own
@@ -151,6 +152,23 @@ def compile_tasks(section: TaskSection, folder: Path) -> Built:
         write_file(folder / BUILT, built.model_dump_json().encode())
     _check_digest(section, built)
     return built
+
+
+def build_tasks(config: Config, folder: Path) -> tuple[Config, list[str]]:
+    """Build a pool's task set in its folder. Return the config with `tasks.digest`, and notes for people.
+
+    A pool's task set never changes: another one for the same folder is refused. Raises ConfigError.
+    """
+    before = read_built(folder)
+    section = config.tasks
+    if before and not section.digest:
+        section = section.model_copy(update={"digest": before.digest})
+    try:
+        built = compile_tasks(section, folder)
+    except TasksNotFoundError as error:
+        raise ConfigError(str(error)) from error
+    section = section.model_copy(update={"digest": built.digest})
+    return config.model_copy(update={"tasks": section}), built.notes
 
 
 def _check_digest(section: TaskSection, built: Built) -> None:

@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import save_file
 
 from shoal import config as config_module
-from shoal.cli.launch.task_data import build_tasks
 from shoal.config import Config, parse
 from shoal.coordinator.database import record_start, seal
 from shoal.coordinator.pool import TABLE_NAMES, Pool
@@ -55,6 +54,7 @@ from shoal.store.rollouts import (
     write_accepted,
     write_submission,
 )
+from shoal.tasks.compiling import build_tasks
 from shoal.watch.record import Record
 
 STEPS, NEED, GROUPS, SIZE = 3, 3, 2, 2  # a batch needs NEED groups, a submission has GROUPS

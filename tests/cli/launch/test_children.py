@@ -47,6 +47,16 @@ def test_a_command_that_fails_is_told_with_its_last_words(children: Children, tm
         children.run("prepare", [str(tmp_path / "nowhere.toml")], PREPARE)
 
 
+def test_a_run_goes_on_without_a_child_that_it_can_spare(children: Children, tmp_path: Path) -> None:
+    child = children.start("page", ["dashboard", str(tmp_path / "nowhere")], spare=True)
+    assert child.process is not None
+    child.process.join(60)
+    told: list[str] = []
+    children.revive(told.append)
+    children.revive(told.append)
+    assert len(told) == 1 and "the run goes on without it" in told[0] and children.has_ended("page")
+
+
 def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> None:
     child = children.start("lost", ["relay", "--join", "no invite", "--dir", str(tmp_path / "lost")])
     assert child.process is not None

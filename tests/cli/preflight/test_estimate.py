@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import DONE, FAILED, main
-from shoal.cli.preflight.cores import shares
-from shoal.cli.preflight.estimate import START_S, Estimate, estimate, evaluation, expected_length, of_measured
+from shoal.cli.preflight.estimate import (
+    START_S,
+    Estimate,
+    estimate,
+    evaluation,
+    expected_length,
+    of_measured,
+    share_threads,
+    shares,
+)
 from shoal.cli.preflight.memory import memory_of
 from shoal.cli.preflight.speed import pace, rollouts_s, speed
 from shoal.cli.preflight.work import BUNDLED, work_of
@@ -111,3 +119,16 @@ def test_a_check_names_what_stops_a_config(capsys: pytest.CaptureFixture[str]) -
     assert main(["check", "tiny", "--set", "sampling.max_tokens=2000", "--set", "run.threads=4000"]) == FAILED
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fails")]
     assert len(lines) == 2 and "lower sampling.max_tokens" in lines[0] and "run.threads = 4000" in lines[1]
+
+
+def test_roles_that_work_at_once_share_the_cores() -> None:
+    settings = parse({"coordinator": {"async_level": 1}, "workers": {"count": 1}})
+    for cores in (2, 4, 8, 16):
+        threads = share_threads(settings, cores)
+        assert threads["learner"] + threads["worker"] + threads["validator"] <= max(cores, 3), threads
+
+
+def test_roles_that_take_turns_have_all_cores_each() -> None:
+    settings = parse({"coordinator": {"async_level": 0}, "workers": {"count": 2}, "validator": {"count": 1}})
+    threads = share_threads(settings, 8)
+    assert (threads["learner"], threads["validator"], threads["worker"]) == (8, 8, 4)

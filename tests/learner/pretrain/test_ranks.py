@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal.cli import pretrain
+from shoal.cli import training as pretrain
 from shoal.cli.main import DONE, FAILED, main
 from shoal.config import Config, ConfigError
 from shoal.config.sites import PretrainSection

@@ -12,8 +12,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,6 +24,7 @@ from shoal.cli.launch import process
 from shoal.errors import ShoalError
 
 MAX_RESTARTS = 5  # of one process; then the run gives up
+MEASURE_S = 5.0  # between two measurements of memory: one takes the kernel milliseconds per gigabyte
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 LONGEST_BACKOFF_S = 8.0
 # The tracker of multiprocessing's semaphores removes those of a killed child; it need not say so after the prompt.
@@ -56,6 +57,7 @@ class Child:
     log: Path
     context: BaseContext
     module: str = "shoal.cli"  # whose `main` takes the command
+    spare: bool = False  # the run goes on without it
     restarts: int = 0
     start_at_s: float = 0.0
     process: BaseProcess | None = None
@@ -93,8 +95,8 @@ class Children:
         self.context: BaseContext = multiprocessing.get_context("forkserver" if forks else "spawn")
         self.context.set_forkserver_preload(["shoal.cli.launch.preload"])
 
-    def start(self, name: str, command: list[str], module: str = "shoal.cli") -> Child:
-        child = Child(name, command, self.logs / f"{name}.log", self.context, module)
+    def start(self, name: str, command: list[str], module: str = "shoal.cli", *, spare: bool = False) -> Child:
+        child = Child(name, command, self.logs / f"{name}.log", self.context, module, spare)
         self.all.append(child)
         child.start()
         return child
@@ -141,6 +143,11 @@ class Children:
         if code in (0, EVICTED):
             child.ended = True
             return
+        hopeless = code in (USAGE, LASTING) or child.restarts >= self.max_restarts
+        if hopeless and child.spare:
+            child.ended = True
+            say(f"{child.name} ended, and the run goes on without it: {child.last_words()} (see {child.log})")
+            return
         if code in (USAGE, LASTING):
             raise ChildError(f"{child.name} cannot run: {child.last_words()} (see {child.log})")
         if child.restarts >= self.max_restarts:
@@ -174,3 +181,39 @@ def _become(module: str, command: list[str], log: Path) -> None:
         os.dup2(file.fileno(), 2)
     setproctitle(" ".join(["shoal", *command]))
     sys.exit(importlib.import_module(module).main(command))
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Peaks:
+    """How much memory processes hold, read from Linux's /proc; a peak never falls, even when its process has died.
+
+    Without /proc every figure is 0. Left out: the process that children are forked from, which shares all but some 40 MB of
+    its pages with them.
+    """
+
+    rss_bytes: dict[str, int] = field(default_factory=dict)  # of each process
+    together_bytes: int = 0  # the most that all processes held at one moment, shared pages counted once
+    measured_s: float = 0.0
+
+    def measure(self, pids: Mapping[str, int]) -> bool:
+        """Measure these processes, by name. Returns False if the last measurement is less than MEASURE_S ago."""
+        if time.monotonic() - self.measured_s <= MEASURE_S:
+            return False
+        for name, pid in pids.items():
+            peak = _memory_bytes(pid, "status", "VmHWM:")
+            self.rss_bytes[name] = max(self.rss_bytes.get(name, 0), peak)
+        together = sum(_memory_bytes(pid, "smaps_rollup", "Pss:") for pid in pids.values())
+        self.together_bytes, self.measured_s = max(self.together_bytes, together), time.monotonic()
+        return True
+
+
+def _memory_bytes(pid: int, file: str, key: str) -> int:
+    """A figure of /proc: peak resident (status, VmHWM), or held now with shared pages split (smaps_rollup, Pss)."""
+    try:
+        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    except OSError:  # the process has just ended, or this system has no such file: unknown counts as 0
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cli.preflight.cores import share_threads
+from shoal.cli.preflight.estimate import share_threads
 from shoal.config import Config
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite

@@ -12,15 +12,15 @@ from typing import Any
 
 from shoal import tasks
 from shoal.cli.arguments import Parser, read_config, say, takes_config, takes_threads
-from shoal.cli.launch.task_data import build_tasks
 from shoal.cli.main import answer
 from shoal.cli.preflight.estimate import SAMPLE, mean_prompt
 from shoal.cli.preflight.problems import check_length
 from shoal.cli.preflight.speed import measure
 from shoal.config import Config, ConfigError
 from shoal.model import dtype, sources
+from shoal.model.dtype import compute_on
 from shoal.model.load import eos_ids, load_tokenizer
-from shoal.model.threads import compute_on
+from shoal.tasks.compiling import build_tasks
 from shoal.tasks.environments import try_out
 from shoal.tasks.prompt import Frame
 from shoal.tasks.rewards.graders import GradeError

@@ -9,13 +9,14 @@ import gc
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from shoal.errors import printable
+from shoal.errors import UserError, printable
 
 PARENT_POLL_S = 0.5
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -59,6 +60,21 @@ def log_lines(name: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable(f"%(asctime)s {name}: %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+class PortError(UserError):
+    """A page cannot be served where it was told to be."""
+
+
+def listen(host: str, port: int, what: str) -> socket.socket:
+    """Raises PortError. `what` is served there, for its message."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise PortError(
+            f"{what} cannot listen at {host}:{port}: {why}; choose another port, or 0 for a free one"
+        ) from error
 
 
 def follow(alive: Callable[[], bool]) -> None:

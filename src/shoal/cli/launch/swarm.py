@@ -19,16 +19,13 @@ import httpx
 
 from shoal import config as config_module
 from shoal.cli.launch import members
-from shoal.cli.launch.children import Children
-from shoal.cli.launch.door import Door
+from shoal.cli.launch.children import Child, Children, Peaks
 from shoal.cli.launch.folder import locked, remove_caches
 from shoal.cli.launch.members import Member
-from shoal.cli.launch.memory import Peaks
-from shoal.cli.launch.process import Interrupted, signals_interrupt
+from shoal.cli.launch.process import Interrupted, listen, signals_interrupt
 from shoal.cli.launch.watch import Watch
 from shoal.cli.preflight import disk
-from shoal.cli.preflight.cores import available_cores
-from shoal.cli.preflight.estimate import Estimate, of_measured
+from shoal.cli.preflight.estimate import Estimate, available_cores, outlook
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.files import copy_tree, write_file
@@ -45,6 +42,7 @@ from shoal.watch.terminal.samples import sample_lines
 
 POLL_S = 0.3
 PREPARE = "shoal.cli.launch.prepare"
+HERE = "127.0.0.1"  # where the dashboard is
 START_S = 60.0  # for the coordinator to listen
 SHOWN_SAMPLES = 5
 
@@ -75,7 +73,6 @@ class Swarm:
         self.peaks = Peaks()
         self.legs: list[Leg] = []
         self.dashboard = dashboard
-        self.door: Door | None = None
         self.started_s = 0.0
         self.status: Status | None = None  # the newest
         self.estimate: Estimate | str = ""
@@ -104,18 +101,15 @@ class Swarm:
         self.legs = [*read_legs(self.out), Leg()]
         try:
             if self.dashboard is not None:  # first: a port that is taken costs no start
-                self.door = Door(self.out, self.dashboard)
+                with listen(HERE, self.dashboard, "the dashboard") as listener:
+                    self.dashboard = listener.getsockname()[1]
             self._prepare()
             self._start_all()
-            if self.door:
-                self._note(f"dashboard: {self.door.url}")
             self._watch()
         except Interrupted:
             self.console.print("stopping")
             raise
         finally:
-            if self.door:
-                self.door.close()
             self.children.stop_all()
             self.pool.client.close()
             if self.children.all:
@@ -165,14 +159,11 @@ class Swarm:
             self._note(f"tasks: {note}")
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
         self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
-        self.estimate = of_measured(self.here, found, self.cores, trained=trained_steps(self.out))
-        if isinstance(self.estimate, str):
-            self._note(f"time and memory: {self.estimate}")
-        else:
-            self._note(f"time: {self.estimate.time()}")
-            self._note(f"memory: {self.estimate.memory()}")
         needs, free = disk.needs(self.here, found["parameters"]), disk.free_bytes(self.out)
-        self._note(f"disk: {disk.said(needs, free)}")
+        trained = trained_steps(self.out)
+        self.estimate, findings = outlook(self.here, found, self.cores, needs, free, trained=trained)
+        for finding in findings:
+            self._note(finding.line())
         disk.check_space(self.out, needs, free)
 
     def _resolve(self, found: dict[str, Any]) -> None:
@@ -188,15 +179,16 @@ class Swarm:
         command = self._coordinator_command()
         self.pool.url = self.url
         self.watch = Watch(self.here, self.out, self.pool)
-        self.children.start("coordinator", command)
-        self._wait_for_coordinator()
+        self._wait_for_coordinator(self.children.start("coordinator", command))
         if self.config.learner.sites:
-            self.children.start(members.MEETING, members.meeting_command(self.out))
-            self._wait_for_meeting()
+            self._wait_for_meeting(self.children.start(members.MEETING, members.meeting_command(self.out)))
         for member in self._members():
             self._invite(member)
         for name, command in self.plan():
             self.children.start(name, command)
+        if self.dashboard is not None:
+            self.children.start("dashboard", ["dashboard", str(self.out), "--port", str(self.dashboard)], spare=True)
+            self._note(f"dashboard: http://{HERE}:{self.dashboard}/")
 
     def plan(self) -> Iterator[tuple[str, list[str]]]:
         """Every process but coordinator and meeting, in the order to start them: name and command line."""
@@ -221,8 +213,7 @@ class Swarm:
     def _invite(self, member: Member) -> None:
         members.invite(member, self._identity(), self.run_name, self.url, self.out)
 
-    def _wait_for_coordinator(self) -> None:
-        coordinator = self.children.all[0]
+    def _wait_for_coordinator(self, coordinator: Child) -> None:
         deadline_s = time.monotonic() + START_S
         while time.monotonic() < deadline_s:
             if coordinator.exit_status() is not None:
@@ -234,8 +225,8 @@ class Swarm:
             f"the coordinator did not answer at {self.url} within {START_S:.0f} s; see {self.out / 'logs'}"
         )
 
-    def _wait_for_meeting(self) -> None:
-        meeting, deadline_s = self.children.all[-1], time.monotonic() + START_S
+    def _wait_for_meeting(self, meeting: Child) -> None:
+        deadline_s = time.monotonic() + START_S
         while not all(path.exists() for path in members.site_invites(self.config, self.out)):
             if meeting.exit_status() is not None:
                 raise SwarmError(f"the sites' meeting did not start: {meeting.last_words()}")

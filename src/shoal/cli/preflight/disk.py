@@ -20,6 +20,7 @@ WIRE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "int4": 1} 
 ROUNDS = 3  # of the sites' meeting: two are kept, beside the one that is written
 DELTA_FRAC = 0.15  # of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
 WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
+KEEP_LESS = "free space there, choose another folder with --out, or keep less (learner.keep_last, relays.keep)"
 RESERVE_BYTES = 64 << 20  # a run stops while this much is left, so that it ends in order
 
 
@@ -104,8 +105,7 @@ def check_space(folder: Path, wanted: Needs, free: int) -> None:
     if free < missing:
         raise DiskFullError(
             f"the file system {file_system(folder)} has {gigabytes(free)} free, and this run needs up to "
-            f"{gigabytes(missing)} in {folder}: free space there, choose another folder with --out, or keep less "
-            "(learner.keep_last, relays.keep)"
+            f"{gigabytes(missing)} in {folder}: {KEEP_LESS}"
         )
 
 

@@ -8,12 +8,14 @@ it sets targets. Called by `shoal run` before it starts anything, and by `shoal 
 on a machine, evaluations between the first and the last, tasks' rewards, other devices than CPUs.
 """
 
+import os
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.cli.preflight.cores import shares
+from shoal.cli.preflight import disk
+from shoal.cli.preflight.machine import Finding, fails, ok
 from shoal.cli.preflight.memory import memory_of
 from shoal.cli.preflight.speed import Speed, pace, rollouts_s, speed
 from shoal.cli.preflight.work import BUNDLED, COMPUTE_BYTES, Sizes, SizesError, Work, sizes_of, work_of
@@ -25,6 +27,7 @@ from shoal.watch.figures import duration, memory
 
 START_S = 35.0  # imports, processes, joining, loading the model: what whole runs took beyond the rest of the arithmetic
 USEFUL = 0.55  # share of groups that teach, over a run that begins with few: 0.54 in the quickstart
+TOO_LARGE = "lower learner.row_tokens, set learner.activation_checkpointing = true, or use a smaller model"
 SAMPLE = 64  # prompts whose length is measured
 
 
@@ -100,6 +103,24 @@ def of_measured(config: Config, measured: Mapping[str, Any], cores: int, *, trai
     return estimate(config, sizes, machine, measured["dtype"], cores, prompt=measured["prompt_tokens"], steps=steps)
 
 
+def outlook(
+    config: Config, measured: Mapping[str, Any], cores: int, needs: disk.Needs, free_bytes: int, *, trained: int = 0
+) -> tuple[Estimate | str, list[Finding]]:
+    """Return the estimate, or why there is none, and what it says of time, memory and disk. Raises ModelNotFoundError."""
+    found = of_measured(config, measured, cores, trained=trained)
+    if isinstance(found, str):
+        findings = [ok("time", found)]
+    elif found.memory_bytes > found.machine_bytes:
+        findings = [ok("time", found.time()), fails("memory", found.memory(), TOO_LARGE)]
+    else:
+        findings = [ok("time", found.time()), ok("memory", found.memory())]
+    if free_bytes < needs.peak_bytes + disk.RESERVE_BYTES:
+        findings.append(fails("disk", disk.said(needs, free_bytes), disk.KEEP_LESS))
+    else:
+        findings.append(ok("disk", disk.said(needs, free_bytes)))
+    return found, findings
+
+
 def model_sizes(name: str) -> Sizes:
     """Of a model by its name; of the hub's, config.json is fetched. Raises SizesError, ModelNotFoundError."""
     return BUNDLED[name] if name in BUNDLED else sizes_of(sources.read_config(name, fetch=True), name)
@@ -120,3 +141,43 @@ def evaluation(config: Config, work: Work) -> Work:
     """One pass over the held-out tasks, as rollouts: groups of one completion."""
     section = config.evaluator
     return replace(work, generated=section.n, completions=1, at_once=min(section.batch, section.n))
+
+
+# --- cores -----------------------------------------------------------------------------------------------------------
+
+
+def available_cores(wanted: int) -> int:
+    """The number of cores to share: `wanted`, or all that this process may use if it is 0."""
+    if wanted or not hasattr(os, "sched_getaffinity"):  # macOS has no such call
+        return wanted or os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
+
+
+def share_threads(config: Config, cores: int) -> dict[str, int]:
+    """Threads for each role that computes: at least one, and together at most `cores`, when possible.
+
+    With async level 0, generating, checking and learning take turns, so each gets all cores. Sites share the learner's.
+    The last evaluation has the machine to itself.
+    """
+    sites = max(1, config.learner.sites)
+    if config.coordinator.async_level == 0:
+        return {
+            "learner": max(1, cores // sites),
+            "validator": max(1, cores // config.validator.count),
+            "worker": max(1, cores // max(1, config.workers.count)),
+            "evaluator": cores,
+        }
+    learner = max(1, cores // 2)
+    each_worker = max(1, (cores - learner) // (config.workers.count + 1))
+    return {"learner": max(1, learner // sites), "validator": each_worker, "worker": each_worker, "evaluator": cores}
+
+
+def shares(config: Config, cores: int) -> dict[str, float]:
+    """The part of the cores that the processes of a role may use together, by what they do; it can be more than 1."""
+    threads = share_threads(config, cores)
+    found = {
+        "learner": threads["learner"],
+        "rollouts": threads["worker"] * config.workers.count,
+        "validation": threads["validator"] * config.validator.count,
+    }
+    return {role: count / cores for role, count in found.items()}

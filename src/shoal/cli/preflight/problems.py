@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from shoal import tasks
-from shoal.cli.preflight.cores import available_cores
+from shoal.cli.preflight.estimate import available_cores
 from shoal.config import Config, ConfigError
 from shoal.model import sources
 from shoal.model.sources import ModelNotFoundError, positions

@@ -4,32 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.launch.task_data import FOLDER, build_tasks
 from shoal.config import ConfigError, load, parse
-from shoal.coordinator.state.folder import TASKS
-from shoal.tasks.compiling import read_built
+from shoal.tasks.compiling import build_tasks, read_built
 
 CONFIG = parse({"tasks": {"heldout": 64}, "evaluator": {"n": 8}})
 
 
-def test_coordinator_and_launch_mean_the_same_folder() -> None:
-    assert FOLDER == TASKS
-
-
 def test_a_pool_keeps_its_tasks_for_its_whole_life(tmp_path: Path) -> None:
-    config, notes = build_tasks(CONFIG, tmp_path / FOLDER)
+    config, notes = build_tasks(CONFIG, tmp_path / "tasks")
     assert notes == ["arithmetic: 836 tasks to train on, 64 held out"]
-    assert build_tasks(config, tmp_path / FOLDER)[0] == build_tasks(CONFIG, tmp_path / FOLDER)[0] == config
+    assert build_tasks(config, tmp_path / "tasks")[0] == build_tasks(CONFIG, tmp_path / "tasks")[0] == config
     changed = parse({"tasks": {"heldout": 65}, "evaluator": {"n": 8}})
     with pytest.raises(ConfigError, match=f"tasks.digest is {config.tasks.digest}, but the sources give .* whole run"):
-        build_tasks(changed, tmp_path / FOLDER)
-    built = read_built(tmp_path / FOLDER)
+        build_tasks(changed, tmp_path / "tasks")
+    built = read_built(tmp_path / "tasks")
     assert built is not None and built.digest == config.tasks.digest
 
 
 def test_tasks_that_cannot_be_built_are_an_error_of_the_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no file or folder at"):
-        build_tasks(parse({"tasks": {"sources": [{"path": "nowhere.jsonl"}]}}), tmp_path / FOLDER)
+        build_tasks(parse({"tasks": {"sources": [{"path": "nowhere.jsonl"}]}}), tmp_path / "tasks")
 
 
 def test_a_pool_is_founded_with_its_tasks(tmp_path: Path) -> None:
@@ -46,8 +40,8 @@ def test_a_pool_is_founded_with_its_tasks(tmp_path: Path) -> None:
     )
     assert main(["pool", "init", str(path), "--dir", str(tmp_path / "pool"), "--url", "http://127.0.0.1:8700"]) == DONE
     config = load(tmp_path / "pool" / "config.toml")
-    built = read_built(tmp_path / "pool" / FOLDER)
+    built = read_built(tmp_path / "pool" / "tasks")
     assert built is not None and config.tasks.digest == built.digest
     assert [child.name for child in tmp_path.iterdir() if child.name.startswith(".")] == [], "nothing is left beside it"
     rows.unlink()
-    assert build_tasks(config, tmp_path / "pool" / FOLDER)[0] == config, "its coordinator reads no source again"
+    assert build_tasks(config, tmp_path / "pool" / "tasks")[0] == config, "its coordinator reads no source again"

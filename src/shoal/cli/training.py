@@ -1,0 +1,241 @@
+"""Training without workers: `shoal sft`, `shoal pretrain`, and `shoal meet`, where several sites of one training meet.
+
+sft and pretrain print one line to standard output, the finished model's folder; progress goes to the log. Under torchrun
+several ranks act as one: rank 0 leads, and the others need only the model. With --join, `shoal pretrain` is one of several
+sites. `shoal meet` writes an invite for each site and serves until the last round is over and every site has left: with
+`learner.sites` those of a run's learner, else those that train on plain text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.arguments import Commands, StoppedError, add_command, read_config, say, takes_config, takes_threads
+from shoal.cli.launch import process
+from shoal.config import Config
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite, read_invite, run_id
+
+if TYPE_CHECKING:
+    from shoal.diloco.meeting import Meeting
+    from shoal.learner.pretrain.net import Net
+    from shoal.learner.pretrain.outer import Outer
+
+
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    _add_sft(commands)
+    _add_pretrain(commands)
+    _add_meet(commands)
+
+
+def _add_sft(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "sft",
+        "fine-tune on conversations; without a config: make bundled:tiny",
+        "configs/sft.toml --out runs/sft",
+    )
+    takes_config(parser, required=False)
+    takes_threads(parser)
+    parser.add_argument(
+        "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
+    )
+
+
+def run_sft(arguments: argparse.Namespace) -> None:
+    """Train and print the model's folder. Raises StoppedError after SIGINT or SIGTERM."""
+    model = _tiny() if arguments.config is None else _finetune(arguments)
+    if model is not None:
+        say(f"{model}")
+
+
+def _tiny() -> Path:
+    from shoal.learner.sft.tiny import train_tiny
+
+    process.log_lines("sft")
+    return train_tiny()
+
+
+def _finetune(arguments: argparse.Namespace) -> Path | None:
+    """Returns the model's folder; None on a rank that does not lead."""
+    config = read_config(arguments)
+    stop = process.begin("sft", threads=arguments.threads)
+    from shoal.cli.launch.prepare import model_folder
+    from shoal.learner.sft.batch import Data, load_data
+    from shoal.learner.sft.trainer import Sft, open_policy
+    from shoal.learner.started import from_leader, start
+    from shoal.model.load import load_tokenizer
+
+    ranks, config, picked = start(config)
+    out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = from_leader(ranks, lambda: out, lambda path: str(path).encode(), lambda told: Path(told.decode()))
+    folder = model_folder(config.model.name)
+    data = from_leader(ranks, lambda: load_data(load_tokenizer(folder), folder, config), Data.to_bytes, Data.from_bytes)
+    policy = open_policy(folder, config, picked, ranks)
+    model = Sft(policy, data, config, out).run(stop)
+    ranks.stop()
+    if not ranks.leads:
+        return None
+    if model is None:
+        next_step = (
+            f"add --out {out} to resume"
+            if config.sft.checkpoint_every
+            else "no checkpoint was written: set sft.checkpoint_every above 0 and run it again"
+        )
+        raise StoppedError(f"stopped before the end of the last epoch; {next_step}")
+    return model
+
+
+def _add_pretrain(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "pretrain",
+        "train on plain text, alone or as one of several sites",
+        "configs/pretrain.toml --out runs/text",
+    )
+    takes_config(parser)
+    takes_threads(parser)
+    parser.add_argument(
+        "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
+    )
+    parser.add_argument("--join", metavar="INVITE", help="train as one of several sites: an invite of `shoal meet`")
+
+
+def run_pretrain(arguments: argparse.Namespace) -> None:
+    """Train and print the model's folder. Raises StoppedError after SIGINT or SIGTERM."""
+    config = read_config(arguments)
+    stop = process.begin("pretrain", threads=arguments.threads)
+    out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    net, config, folder = _net(config)
+    if not net.ranks.leads:
+        net.follow()
+    else:
+        try:
+            model = _train(net, config, folder, out, arguments.join, stop)
+        finally:
+            net.end()
+        if model is None:
+            raise StoppedError(f"stopped before the last step; add --out {out} to resume")
+        say(f"{model}")
+    net.ranks.stop()
+
+
+def _net(config: Config) -> tuple[Net, Config, Path]:
+    """The model on this rank, the leader's config, and the model's folder."""
+    from shoal.cli.launch.prepare import model_folder
+    from shoal.learner.pretrain.net import Net
+    from shoal.learner.started import start
+
+    ranks, config, dtype = start(config)
+    folder, autocast = model_folder(config.model.name), dtype == "bfloat16"
+    net = Net(model_of(folder, config), config.pretrain, ranks, device=config.model.device, autocast=autocast)
+    return net, config, folder
+
+
+def _train(net: Net, config: Config, folder: Path, out: Path, invite: str | None, stop: threading.Event) -> Path | None:
+    from shoal.learner.pretrain.about import about
+    from shoal.learner.pretrain.stream import Stream, heldout
+    from shoal.learner.pretrain.text import Corpus
+    from shoal.learner.pretrain.trainer import Pretraining
+    from shoal.model.load import load_tokenizer
+
+    settings = config.pretrain
+    corpus, tokenizer = Corpus(settings.data, settings.field), load_tokenizer(folder)
+    kept = heldout(corpus, tokenizer, settings.heldout, settings.tokens)
+    outer = _outer(config, net, out, read_invite(invite), stop) if invite else None
+    take = outer.roster.take if outer else None
+    stream = Stream(corpus, tokenizer, first=settings.heldout, share=settings.share, take=take)
+    training = Pretraining(net, tokenizer, stream, kept, config, out, outer)
+    return training.run(about(config, folder, corpus, sites=outer is not None), stop)
+
+
+def _outer(config: Config, net: Net, out: Path, invite: Invite, stop: threading.Event) -> Outer:
+    from shoal.diloco.remote import Remote
+    from shoal.learner.pretrain.outer import Outer, terms_of
+
+    settings, tensors = config.sites, net.tensors
+    terms = terms_of(config, tensors)
+    remote = Remote(invite, out, terms, patience_s=settings.give_up_s, stop=stop)
+    return Outer(remote.name, settings, terms, remote, remote, tensors, out, stop.is_set)
+
+
+def model_of(folder: Path, config: Config) -> Any:
+    """The model to train, on the CPU."""
+    from shoal.model.load import plain_model
+
+    return plain_model(folder, config.run.seed if config.pretrain.init == "random" else None)
+
+
+log = logging.getLogger(__name__)
+
+
+def _add_meet(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(commands, "meet", "where the sites of one training meet", "configs/pretrain.toml --dir meet")
+    takes_config(parser)
+    takes_threads(parser)
+    parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
+
+
+def run_meet(arguments: argparse.Namespace) -> None:
+    """Serve the sites' meeting until the last round, or until SIGINT or SIGTERM."""
+    config = read_config(arguments)
+    stop = process.begin("meet", threads=arguments.threads)
+    asyncio.run(_meet(config, _opener(config), arguments.dir, arguments.config.stem, stop))
+
+
+def _opener(config: Config) -> Callable[[Config, Path, str], Meeting]:
+    """What opens the meeting, by what is trained, in a folder for a run of that name."""
+    if config.learner.sites:
+        from shoal.cli.roles import learner_meeting
+
+        return learner_meeting
+    return _pretraining
+
+
+def _pretraining(config: Config, folder: Path, run: str) -> Meeting:
+    from shoal.cli.launch.prepare import model_folder
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.meeting import Meeting
+    from shoal.learner.pretrain.about import about
+    from shoal.learner.pretrain.outer import named, terms_of
+
+    where = model_folder(config.model.name)
+    tensors = named(model_of(where, config))
+    terms = terms_of(config, tensors)
+    wanted = about(config, where, None, sites=True)
+    return Meeting(folder, terms, wanted, run, lambda: Agreed.of(tensors, terms.fragments))
+
+
+async def _meet(
+    config: Config,
+    open_meeting: Callable[[Config, Path, str], Meeting],
+    folder: Path,
+    name: str,
+    stop: threading.Event,
+) -> None:
+    from shoal.diloco.messages import site_invite
+    from shoal.diloco.serve import Server, serve
+    from shoal.protocol.node import KEY
+    from shoal.shardcast.server import url_of
+
+    identity = Identity.load_or_create(folder / KEY)
+    run = run_id(name, identity.public)
+    meeting, settings = open_meeting(config, folder, run), config.sites
+    server = Server(meeting, identity)
+    runner, port = await serve(server, settings.host, port=settings.port, tls=None, listening=folder / "port")
+    try:
+        url = settings.url or url_of(settings.host, port, tls=False)
+        for number in range(settings.sites):
+            site_invite(identity, url, run, f"site-{number}").save(folder / "invites" / f"site-{number}.invite")
+        log.info("listening at %s; invites for %d sites are in %s", url, settings.sites, folder / "invites")
+        await server.live(stop.is_set)
+    finally:
+        await runner.cleanup()
+    log.info("%s after round %d of %d", "over" if meeting.over else "stopped", meeting.round, meeting.terms.rounds)
