@@ -98,9 +98,8 @@ def command_line() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command_name", required=True, metavar="COMMAND", prog="shoal", help=argparse.SUPPRESS
     )
-    for family in (run, training, dashboard, serve, pool, nodes, check, audit, grade, filter, evals):
+    for family in (run, training, dashboard, serve, pool, nodes, check, audit, grade, filter, evals, shardcast):
         family.add_commands(commands)
-    shardcast.add_commands(commands)
     groups = [
         "\n".join([f"{group}:", *(f"  {name:12} {commands.choices[name].description}" for name in names)])
         for group, names in GROUPS.items()

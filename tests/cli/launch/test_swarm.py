@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -129,20 +130,31 @@ def committed_gains(name: str) -> list[float]:
     return [gain(run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
 
 
+STEPS = 8
+SHORT = [f"run.steps={STEPS}", "coordinator.prompts_per_step=8", "workers.groups_per_submission=4", "evaluator.n=32"]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A finished run of configs/tiny.toml: its folder, and what it printed."""
+    """A finished run of configs/tiny.toml with fewer and smaller steps: its folder, and what it printed."""
     out = tmp_path_factory.mktemp("swarm") / "run"
-    swarm = start(out)
+    swarm = start(out, *(word for setting in SHORT for word in ("--set", setting)))
     printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     return out, printed
 
 
-def test_a_swarm_learns_from_verified_rollouts(finished: tuple[Path, str]) -> None:
+@pytest.mark.slow
+def test_a_swarm_learns(tmp_path: Path) -> None:
+    swarm = start(tmp_path / "run")
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    assert gain(summary_of(tmp_path / "run")) >= LEAST_GAIN
+
+
+def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None:
     summary = summary_of(finished[0])
     assert set(summary) == KEYS
-    assert gain(summary) >= LEAST_GAIN
     assert summary["rejected"] == {"worker-0": 0, "worker-1": 0}
     exact = summary["exact"]  # in full where this machine passes the self-test, else not at all
     assert exact["tokens"] in (0, summary["tokens_generated"]) and exact["mismatched_tokens"] == 0
@@ -185,23 +197,23 @@ def test_the_ledger_tells_who_contributed_to_each_step(finished: tuple[Path, str
     verify_chain(entries, identity.public)
     accepted = {json.loads(entry.body)["submission"] for entry in entries if entry.kind == "accepted"}
     trained = [json.loads(entry.body) for entry in entries if entry.kind == "trained"]
-    assert [body["step"] for body in trained] == list(range(24))
+    assert [body["step"] for body in trained] == list(range(STEPS))
     assert {name for body in trained for name in body["submissions"]} <= accepted
 
 
 def test_what_a_person_finds_in_the_folder(finished: tuple[Path, str]) -> None:
     out, printed = finished
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert trained_steps(out) == 24
+    assert trained_steps(out) == STEPS
     assert "held-out greedy" in printed
     assert 'dtype = "auto"' not in (out / "config.toml").read_text()
 
 
 def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(finished: tuple[Path, str]) -> None:
     out, printed = finished
-    assert "disk: up to " in printed and "of caches freed" in printed
-    assert {path.name for path in (out / "learner" / "versions").iterdir()} == {"v000023", "v000024"}
-    assert [path.name for path in (out / "learner" / "checkpoints").iterdir()] == ["step-000024"]
+    assert re.search(r"ok +disk +up to ", printed) and "of caches freed" in printed
+    assert {path.name for path in (out / "learner" / "versions").iterdir()} == {f"v{STEPS - 1:06d}", f"v{STEPS:06d}"}
+    assert [path.name for path in (out / "learner" / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
     assert not list(out.glob("*/weights")) and not (out / "relay-0" / "store").exists()
 
 
@@ -209,12 +221,15 @@ def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(fini
     ("node", "words"),
     [
         ("coordinator", ["listening at http"]),
-        ("learner", ["joined run tiny-0", "version 24 is written", "step 24 trained", "the trained model is in"]),
-        ("origin", ["listening at http", "version 24 is published"]),
-        ("relay-0", ["joined run tiny-0", "version 24 is mirrored"]),
+        (
+            "learner",
+            ["joined run tiny-0", f"version {STEPS} is written", f"step {STEPS} trained", "the trained model is in"],
+        ),
+        ("origin", ["listening at http", f"version {STEPS} is published"]),
+        ("relay-0", ["joined run tiny-0", f"version {STEPS} is mirrored"]),
         ("worker-0", ["is loaded", "groups for step", "is uploaded", "ended: finished"]),
         ("validator", ["is loaded", ": accepted"]),
-        ("evaluator", ["version 0 is evaluated: greedy 0.", "version 24 is evaluated"]),
+        ("evaluator", ["version 0 is evaluated: greedy 0.", f"version {STEPS} is evaluated"]),
     ],
 )
 def test_a_node_logs_each_event(finished: tuple[Path, str], node: str, words: list[str]) -> None:
@@ -233,7 +248,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: tuple[Pat
     before = files()
     status, printed = refused("--resume", finished[0])
     assert status == 0
-    assert "the run has trained its 24 steps; to train more: shoal run --resume" in printed
+    assert f"the run has trained its {STEPS} steps; to train more: shoal run --resume" in printed
     assert files() == before
 
 
@@ -262,7 +277,7 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Pa
 @pytest.mark.parametrize("arguments", [[], [CONFIGS / "tiny.toml", "--resume", "somewhere"]])
 def test_either_a_config_or_a_folder_to_resume_is_asked_for(arguments: list[object]) -> None:
     status, printed = refused(*arguments)
-    assert status == 2 and "--resume DIR" in printed
+    assert status == 2 and "--resume RUN" in printed
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
@@ -274,8 +289,8 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
 def test_a_run_keeps_its_config_if_it_cannot_be_resumed_with_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(name: str, command: list[str]) -> str:
-        assert load(Path(command[1])).model.name == "./nowhere"
+    def refuse(name: str, command: list[str], module: str) -> str:
+        assert load(Path(command[0])).model.name == "./nowhere"
         raise ChildError("no model at nowhere")
 
     (tmp_path / "config.toml").write_text("[run]\nsteps = 3\n")
