@@ -131,14 +131,14 @@ def committed_gains(name: str) -> list[float]:
 
 
 STEPS = 8
-SHORT = [f"run.steps={STEPS}", "coordinator.prompts_per_step=8", "workers.groups_per_submission=4", "evaluator.n=32"]
+SMALL = [f"run.steps={STEPS}", "coordinator.prompts_per_step=8", "workers.groups_per_submission=4", "evaluator.n=32"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A finished run of configs/tiny.toml with fewer and smaller steps: its folder, and what it printed."""
     out = tmp_path_factory.mktemp("swarm") / "run"
-    swarm = start(out, *(word for setting in SHORT for word in ("--set", setting)))
+    swarm = start(out, *(word for setting in SMALL for word in ("--set", setting)))
     printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     return out, printed

@@ -1,7 +1,8 @@
-"""Whole tiny runs with workers that generate with vLLM, and with liars that do so too. Slow; needs vLLM."""
+"""Whole tiny runs with liars, on torch and on vLLM: both engines together, vLLM's noise, several submissions at once."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from benchmarks.byzantine import liars
 
 from shoal.engine.vllm.client import PYTHON
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(not os.environ.get(PYTHON), reason=f"{PYTHON} names no environment with vLLM (docs/vllm.md)"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+NEEDS_VLLM = pytest.mark.skipif(
+    not os.environ.get(PYTHON), reason=f"{PYTHON} names no environment with vLLM (docs/vllm.md)"
+)
+ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=NEEDS_VLLM)])
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
 SMALL = ["evaluator.n=16", "evaluator.batch=16", "tasks.heldout=16"]
@@ -37,8 +38,6 @@ def run(out: Path, *settings: str, lies: Sequence[str], engine: str = "vllm") ->
 
 def run_with_a_liar(out: Path, engine: str, liar: str, *settings: str) -> dict[str, Any]:
     """The summary of 12 steps with one honest worker on this engine, none of whose work was rejected, and a slashed liar."""
-    if engine == "vllm" and not os.environ.get(PYTHON):
-        pytest.skip(f"{PYTHON} names no environment with vLLM (docs/vllm.md)")
     honest = ("run.steps=12", "workers.count=1", f'workers.engines=["{engine}"]')
     summary = run(out, *honest, *settings, lies=[liar], engine=engine)
     assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]
@@ -46,6 +45,7 @@ def run_with_a_liar(out: Path, engine: str, liar: str, *settings: str) -> dict[s
     return summary
 
 
+@NEEDS_VLLM
 def test_a_run_on_vllm_trains_and_its_liars_are_slashed(tmp_path: Path) -> None:
     summary = run(
         tmp_path / "run",
@@ -59,6 +59,7 @@ def test_a_run_on_vllm_trains_and_its_liars_are_slashed(tmp_path: Path) -> None:
     assert set(summary["reject_reasons"]) == {"proof", "sampling"}
 
 
+@NEEDS_VLLM
 def test_vllm_and_torch_workers_feed_one_run_and_the_liar_among_them_is_slashed(tmp_path: Path) -> None:
     summary = run(
         tmp_path / "run",
@@ -69,3 +70,28 @@ def test_vllm_and_torch_workers_feed_one_run_and_the_liar_among_them_is_slashed(
     assert min(summary["accepted"][name] for name in ("worker-0", "worker-1")) > 0, summary["accepted"]
     assert summary["rejected"] == {"worker-0": 0, "worker-1": 0, "cheater": summary["rejected"]["cheater"]}
     assert summary["slashed"] == ["cheater"] and summary["accepted"]["cheater"] == 0
+
+
+@ENGINES
+def test_tokens_drawn_with_vllms_noise_are_accepted_and_a_liar_is_slashed(tmp_path: Path, engine: str) -> None:
+    summary = run_with_a_liar(tmp_path / "run", engine, "wrong_temperature", 'sampling.noise="vllm"')
+    assert set(summary["reject_reasons"]) == {"sampling"}, summary
+
+
+@ENGINES
+def test_several_submissions_at_once_are_accepted_and_a_liar_is_slashed(tmp_path: Path, engine: str) -> None:
+    summary = run_with_a_liar(
+        tmp_path / "run", engine, "quantized_weights", "workers.in_flight=3", "workers.groups_per_submission=2"
+    )
+    assert set(summary["reject_reasons"]) == {"proof"}, summary
+    assert summary["waste"]["too_late"] == 0
+    assert most_at_once((tmp_path / "run" / "logs" / "worker-0.log").read_text()) == 3
+
+
+def most_at_once(log: str) -> int:
+    """How many tasks a worker held that it had not uploaded yet."""
+    most, held = 0, set[str]()
+    for id, uploaded in re.findall(r"(?:task|submission) (\S+-\d{6})(?::| (is uploaded):)", log):
+        held = held - {id} if uploaded else held | {id}
+        most = max(most, len(held))
+    return most

@@ -1,4 +1,4 @@
-"""The learner refuses what its config asks for and its model cannot do, before it publishes anything."""
+"""What a role does before its loop: the learner refuses what its model cannot do, a node gets the task set by its digest."""
 
 import threading
 from collections.abc import Iterator
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from shoal import tasks
 from shoal.cli import roles as role
-from shoal.config import parse
+from shoal.cli.roles import task_set
+from shoal.config import Config, parse
 from shoal.model import numerics
 from shoal.model.load import load_model
 from shoal.model.numerics import NumericsError
@@ -51,3 +53,25 @@ def test_exact_numerics_asked_for_by_name_are_never_fast(
         started(tiny_folder, tmp_path, "exact", monkeypatch, compile=True)
     for model, wanted in ((windowed, "auto"), (windowed, "fast"), (tiny_folder, "exact")):
         assert started(model, tmp_path, wanted, monkeypatch) == "finished"
+
+
+class Node:
+    """A node of a coordinator with this folder of task data; `asked` collects the paths of its requests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: list[str] = []
+
+    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
+        self.asked.append(path)
+        return (self.folder / path.removeprefix("/v1/tasks/")).read_bytes()
+
+
+def test_a_node_takes_the_tasks_that_the_signed_config_names(tmp_path: Path) -> None:
+    pool = tasks.load(Config().tasks, tmp_path / "pool")
+    config = Config(tasks=Config().tasks.model_copy(update={"digest": pool.digest}))
+    node: Any = Node(tmp_path / "pool")
+    found = task_set(node, config, tmp_path / "node")
+    assert node.asked == [f"/v1/tasks/{pool.digest}"]
+    assert found.train[3] == pool.train[3] and len(node.asked) == 2
+    assert {path.name for path in (tmp_path / "node" / "tasks").iterdir()} == {path[10:] for path in node.asked}
