@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import DONE, FAILED, main
+from shoal.cli.preflight import disk
 from shoal.cli.preflight.estimate import (
     START_S,
     Estimate,
@@ -15,6 +16,7 @@ from shoal.cli.preflight.estimate import (
     evaluation,
     expected_length,
     of_measured,
+    outlook,
     share_threads,
     shares,
 )
@@ -103,6 +105,16 @@ def test_what_the_arithmetic_does_not_cover_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     found = of_measured(settings(model={"name": str(tmp_path)}), MEASURED, CORES)
     assert isinstance(found, str) and found.startswith("not estimated: ") and "lacks" in found
+
+
+def test_memory_and_disk_that_do_not_suffice_fail_with_what_to_do() -> None:
+    enough, more = disk.Needs(peak_bytes=10**9, kept_bytes=10**6), disk.Needs(peak_bytes=10**13, kept_bytes=10**6)
+    small = MEASURED | {"machine": {"flops": 400e9, "bandwidth_Bps": 10e9, "memory_bytes": 1e9}}
+    for measured, needs, verdicts in ((MEASURED, enough, ["ok"] * 3), (small, more, ["ok", "fails", "fails"])):
+        _, findings = outlook(settings(), measured, CORES, needs, free_bytes=10**12)
+        assert [one.name for one in findings] == ["time", "memory", "disk"]
+        assert [one.verdict for one in findings] == verdicts
+    assert "learner.lora" in findings[1].remedy and "relays.keep" in findings[2].remedy
 
 
 def test_a_check_of_a_config_says_time_memory_and_disk(

@@ -137,15 +137,6 @@ def test_more_threads_than_cores_are_refused() -> None:
     assert "run.threads = 100000, but this process may use" in line
 
 
-def test_a_model_that_cannot_fit_into_memory_is_refused(tmp_path: Path) -> None:
-    name = model(tmp_path / "model")
-    with (Path(name) / "model.safetensors").open("wb") as file:
-        file.truncate(1 << 42)  # sparse
-    (line,) = found(model={"name": name})
-    assert "2199.0 billion parameters: training them takes at least 35184 GB of memory" in line
-    assert found(model={"name": name}, learner={"lora": {}}) == [], "adapters need far less"
-
-
 def test_a_resolved_model_is_checked_as_it_is(tiny_folder: Path) -> None:
     assert resolve(str(tiny_folder)) == tiny_folder
     (line,) = found(model={"name": str(tiny_folder)}, sampling={"max_tokens": 512})

@@ -27,7 +27,9 @@ from shoal.watch.figures import duration, memory
 
 START_S = 35.0  # imports, processes, joining, loading the model: what whole runs took beyond the rest of the arithmetic
 USEFUL = 0.55  # share of groups that teach, over a run that begins with few: 0.54 in the quickstart
-TOO_LARGE = "lower learner.row_tokens, set learner.activation_checkpointing = true, or use a smaller model"
+TOO_LARGE = (
+    "lower learner.row_tokens, set learner.activation_checkpointing = true or [learner.lora], or use a smaller model"
+)
 SAMPLE = 64  # prompts whose length is measured
 
 

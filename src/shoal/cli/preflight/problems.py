@@ -1,13 +1,11 @@
 """What can be known before a run starts: does its config fit this machine, the model, the tasks and the network ports?
 
 Invariant: nothing is started, and only what answers a question is fetched (a hub model's config.json, the hub's tasks).
-torch is imported only for a device other than the CPU. Called by `shoal check` and `shoal run --dry-run`; `check_length`
-also by every command that has a config and may have the model. Left out: the memory of rollouts, which depends on their
-lengths.
+torch is imported only for a device other than the CPU. Called by `shoal check`; `check_length`
+also by every command that has a config and may have the model. Memory and disk: `estimate`.
 """
 
 import importlib.util
-import os
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -21,12 +19,10 @@ from shoal.model.sources import ModelNotFoundError, positions
 from shoal.tasks.environments import try_out
 from shoal.tasks.rewards.graders import GradeError
 
-TRAINED_BYTES = 16  # per trained parameter, at least: weights, gradient, master and two moments of AdamW
-
 
 def problems(config: Config, notes: list[str] | None = None) -> list[str]:
     """What would stop a run of this config on this machine, one line each. `notes` gets lines about its tasks."""
-    checks = (_model, partial(_tasks, notes), _device, _ports, _files, _packages, _cores, _memory)
+    checks = (_model, partial(_tasks, notes), _device, _ports, _files, _packages, _cores)
     return [line for check in checks for line in check(config)]
 
 
@@ -120,28 +116,6 @@ def _cores(config: Config) -> Iterator[str]:
     available = available_cores(0)
     if config.run.threads > available:
         yield f"run.threads = {config.run.threads}, but this process may use {available} cores; lower it, or 0 for all"
-
-
-def _memory(config: Config) -> Iterator[str]:
-    """A lower bound for the learner, by the size of the weights where they are on this machine."""
-    if config.model.device != "cpu" or config.learner.lora is not None:
-        return
-    try:
-        folder = local_folder(config.model.name)
-        stored = sources.read_config(config.model.name, fetch=False)
-    except ModelNotFoundError:
-        return  # _model names it
-    if folder is None:
-        return
-    each_bytes = 4 if "float32" in (stored.get("dtype"), stored.get("torch_dtype")) else 2
-    parameters = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // each_bytes
-    needed, there = parameters * TRAINED_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
-        yield (
-            f"{config.model.name} has {parameters / 1e9:.1f} billion parameters: training them takes at least "
-            f"{needed / 1e9:.0f} GB of memory, this machine has {there / 1e9:.0f} GB; set [learner.lora], or use a "
-            "smaller model"
-        )
 
 
 def local_folder(name: str) -> Path | None:
