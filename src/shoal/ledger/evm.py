@@ -140,7 +140,7 @@ class EvmStakes:
         answer = self.chain.call(self.address, _call("operator()", []))
         if len(answer) != 32:
             raise LedgerError(
-                f"no contract of Shoal at {self.address} on this chain: make one with `shoal stake deploy`"
+                f"no contract of Shoal at {self.address} on this chain: make one with `shoal pool stake deploy`"
             )
         return "0x" + answer[12:].hex()
 
