@@ -48,7 +48,7 @@ def listener() -> Iterator[str]:
 
 def test_a_hostile_listener_moves_no_cursor(listener: str) -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "shoal", "discover", listener], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "shoal", "pool", "discover", listener], capture_output=True, text=True, timeout=120
     )
     assert found.returncode == 1 and "answers in" in found.stderr and "owned" in found.stderr
     assert not CONTROLS & set(found.stdout + found.stderr)

@@ -31,7 +31,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def children(request: pytest.FixtureRequest, tmp_path: Path) -> Children:
-    return Children(tmp_path, 0, request.param)
+    return Children(tmp_path, request.param, 0)
 
 
 def test_processes_that_use_cuda_are_not_forked(children: Children, request: pytest.FixtureRequest) -> None:
@@ -80,7 +80,7 @@ def test_an_error_is_repeated_from_its_beginning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [2, 4])
 def test_a_failure_that_a_restart_does_not_mend_stops_the_run_at_once(tmp_path: Path, status: int) -> None:
-    children = Children(tmp_path, 5, "cuda")
+    children = Children(tmp_path, "cuda")
     child = Child("relay-0", [], tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
     child.log.write_text("shoal relay: [Errno 98] port 80 is in use\n")
     children.all.append(child)
@@ -91,7 +91,7 @@ def test_a_failure_that_a_restart_does_not_mend_stops_the_run_at_once(tmp_path: 
 
 @pytest.mark.parametrize("status", [1, -9])
 def test_a_crash_is_followed_by_a_restart(tmp_path: Path, status: int) -> None:
-    children, said = Children(tmp_path, 5, "cuda"), list[str]()
+    children, said = Children(tmp_path, "cuda"), list[str]()
     child = Child("relay-0", [], tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
     child.log.write_text("shoal relay: no route to host\n")
     children.all.append(child)
@@ -104,7 +104,7 @@ def test_nothing_is_said_of_the_semaphores_of_a_killed_process(tmp_path: Path) -
 import multiprocessing, os, signal, sys
 from pathlib import Path
 from shoal.cli.launch.children import Children
-Children(Path(sys.argv[1]), 0, "cuda")
+Children(Path(sys.argv[1]), "cuda", 0)
 kept = multiprocessing.get_context("spawn").Semaphore()
 os.kill(os.getpid(), signal.SIGKILL)
 """

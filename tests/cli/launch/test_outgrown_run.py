@@ -84,7 +84,7 @@ def servers(tmp_path: Path) -> Iterator[Place]:
 
 def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> None:
     with anvil_node() as rpc:
-        made = servers.done("stake", "deploy", "--rpc", rpc)
+        made = servers.done("pool", "stake", "deploy", "--rpc", rpc)
         contract = next(line for line in made.splitlines() if line.startswith("contract")).split('"')[1]
         servers.settings += [f"ledger.rpc={rpc}", f'ledger.contract="{contract}"']
         finished(servers.run())
@@ -95,10 +95,10 @@ def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> 
         assert "submissions of version" in told and told.rstrip().endswith("the audit found no broken link")
         assert not list(servers.out.rglob("pool.sqlite")) and not list(servers.out.rglob("*.parquet"))
 
-        entries = [json.loads(line) for line in servers.done("ledger", out).splitlines() if line.startswith("{")]
+        entries = [json.loads(line) for line in servers.done("audit", out, "--entries").splitlines() if line.startswith("{")]
         credited = sum(entry["body"]["tokens"] for entry in entries if entry["kind"] == "credited")
         assert on_chain(rpc, contract, entries) == credited > 0
-        assert servers.done("stake", "settle", out).strip().endswith("0 entries settled")
+        assert servers.done("pool", "stake", "settle", out).strip().endswith("0 entries settled")
 
 
 def on_chain(rpc: str, contract: str, entries: list[dict]) -> int:  # type: ignore[type-arg]
@@ -132,7 +132,7 @@ def test_a_second_coordinator_finishes_the_run_when_the_leader_is_killed(servers
         second.terminate()
         second.wait(60)
     entries = [
-        json.loads(line) for line in servers.done("ledger", str(servers.out)).splitlines() if line.startswith("{")
+        json.loads(line) for line in servers.done("audit", str(servers.out), "--entries").splitlines() if line.startswith("{")
     ]
     kinds = [entry["kind"] for entry in entries]
     assert kinds.count("started") >= 2 and kinds.count("trained") == steps, log.read_text()

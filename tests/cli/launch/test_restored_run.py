@@ -79,7 +79,7 @@ def test_a_copy_of_a_lost_coordinator_completes_the_run(tmp_path: Path) -> None:
             frozen = [nodes["learner"], nodes["validator-0"]]
             for process in frozen:
                 process.send_signal(signal.SIGSTOP)
-            done(tmp_path, "backup", "pool", "elsewhere")
+            done(tmp_path, "pool", "backup", "pool", "elsewhere")
             coordinator.kill()
             coordinator.wait()
             shutil.rmtree(tmp_path / "pool")

@@ -79,7 +79,7 @@ def test_what_was_signed_before_the_copy_is_opened_is_refused(coordinator: Coord
 def test_what_cannot_be_copied_is_told(
     coordinator: Coordinator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["backup", str(tmp_path / "pool"), str(tmp_path / "copy")]) == 0
+    assert main(["pool", "backup", str(tmp_path / "pool"), str(tmp_path / "copy")]) == 0
     assert "shoal coordinator --dir" in capsys.readouterr().out
     with pytest.raises(PoolFolderError, match="copy exists"):
         back_up(tmp_path / "pool", tmp_path / "copy")
