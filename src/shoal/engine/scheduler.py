@@ -41,8 +41,8 @@ class Scheduler:
 
     def everyone(self) -> list[Request]:
         """Whoever waits or is decoded, also after a step that failed."""
-        found = [*self.waiting, *self.scheduled, *self._running()]
-        return list({id(one): one for one in found}.values())
+        everyone = [*self.waiting, *self.scheduled, *self._running()]
+        return list({id(one): one for one in everyone}.values())
 
     def add(self, new: Iterable[Request]) -> None:
         self.waiting.extend(new)

@@ -56,8 +56,8 @@ def passes(model: Any, dtype: DtypeName, device: str) -> bool:
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            found = disagreements(model, dtype, device)
-            write_file(kept, (json.dumps({"disagreements": found}) + "\n").encode())
+            differences = disagreements(model, dtype, device)
+            write_file(kept, (json.dumps({"disagreements": differences}) + "\n").encode())
     return not json.loads(kept.read_text())["disagreements"]
 
 
@@ -66,7 +66,7 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
     """What differs from decoding everything together, one line each; none on a machine that computes alike in all shapes."""
     engine = TorchEngine(dtype, device)
     engine.model = model
-    vocabulary, found = vocabulary_of(model), []
+    vocabulary, differences = vocabulary_of(model), []
     prompts = [fixed_tokens(f"self-test {length}", length, vocabulary) for length in PROMPTS]
     prompts[ALIKE] = [[*prompts[ALONE][:BEGINNING], *prompt[BEGINNING:]] for prompt in prompts[ALIKE]]
     sampling = Sampling(temperature=1.0, max_tokens=TOKENS, eos_ids=())
@@ -76,15 +76,15 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
     for threads in sorted({1, torch.get_num_threads()}):
         with temporarily_on(threads):
             if not _alike(together[ALONE], engine.generate([prompts[ALONE]], [seeds[ALONE]], sampling)[0]):
-                found.append(f"decoded alone, {threads} threads")
+                differences.append(f"decoded alone, {threads} threads")
             both = zip(together[ALIKE], engine.generate(prompts[ALIKE], seeds[ALIKE], sampling), strict=True)
             if not all(_alike(*groups) for groups in both):
-                found.append(f"decoded behind a common beginning, {threads} threads")
+                differences.append(f"decoded behind a common beginning, {threads} threads")
             for name, rows in _packings(prompts, together).items():
                 hidden_NH = torch.cat([forward_hidden(model, pack(trees).to(model.device)) for trees in rows])
                 if not _same_states(model, hidden_NH, flat):
-                    found.append(f"prefilled, {name}, {threads} threads")
-    return found
+                    differences.append(f"prefilled, {name}, {threads} threads")
+    return differences
 
 
 def _packings(prompts: Sequence[list[int]], groups: Sequence[Sequence[Completion]]) -> dict[str, list[list[Tree]]]:

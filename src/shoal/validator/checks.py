@@ -104,13 +104,13 @@ def derived_tasks(rules: Rules, case: Case) -> Outcome:
         for group, plan in enumerate(case.plans)
         for seed in plan.seeds
     ]
-    found = [(row.group, row.task, row.target_length, row.seed) for row in case.rows]
-    if found == expected:
+    claimed = [(row.group, row.task, row.target_length, row.seed) for row in case.rows]
+    if claimed == expected:
         return PASSED
-    if len(found) != len(expected):
-        return rejected(Reason.TASKS, f"{len(found)} rollouts instead of {len(expected)}")
-    at = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
-    return rejected(Reason.TASKS, f"rollout {at} has (group, task, target, seed) {found[at]}, expected {expected[at]}")
+    if len(claimed) != len(expected):
+        return rejected(Reason.TASKS, f"{len(claimed)} rollouts instead of {len(expected)}")
+    at = next(i for i, pair in enumerate(zip(claimed, expected, strict=True)) if pair[0] != pair[1])
+    return rejected(Reason.TASKS, f"rollout {at} has (group, task, target, seed) {claimed[at]}, expected {expected[at]}")
 
 
 def prompts(rules: Rules, case: Case) -> Outcome:
@@ -240,11 +240,11 @@ def termination(rules: Rules, case: Case) -> Outcome:
     prefill, limits = case.computed(), rules.limits(case)
     likely_N = prefill.logprobs_N.exp() > limits.eos_probability
     yielded_N = prefill.margins_N <= limits.sampling_margin
-    found = [number for number, _ in _among(case, rules.eos_ids, ~(likely_N | yielded_N))]
-    if len(found) > OUTLIERS:
+    rollouts = [number for number, _ in _among(case, rules.eos_ids, ~(likely_N | yielded_N))]
+    if len(rollouts) > OUTLIERS:
         return rejected(
             Reason.TERMINATION,
-            f"{len(found)} unlikely end tokens that their seeds do not yield, the first in rollout {found[0]}",
+            f"{len(rollouts)} unlikely end tokens that their seeds do not yield, the first in rollout {rollouts[0]}",
         )
     return PASSED
 
@@ -252,11 +252,11 @@ def termination(rules: Rules, case: Case) -> Outcome:
 def special_tokens(rules: Rules, case: Case) -> Outcome:
     """Are special tokens (used only by chat templates) those that their seeds yield, except for a few likewise?"""
     yielded_N = case.computed().margins_N <= rules.limits(case).sampling_margin
-    found = [token for _, token in _among(case, rules.special_ids, ~yielded_N)]
-    if len(found) > OUTLIERS:
+    tokens = [token for _, token in _among(case, rules.special_ids, ~yielded_N)]
+    if len(tokens) > OUTLIERS:
         return rejected(
             Reason.SPECIAL_TOKENS,
-            f"contains {len(found)} special tokens that their seeds do not yield, {found[0]} first",
+            f"contains {len(tokens)} special tokens that their seeds do not yield, {tokens[0]} first",
         )
     return PASSED
 
@@ -269,14 +269,14 @@ def _among(case: Case, ids: Collection[int], odd_N: torch.Tensor) -> list[tuple[
 def distribution(rules: Rules, case: Case) -> Outcome:
     """Are the tokens as likely as samples at the stated temperature? (Uses no seeds.)"""
     evidence_NA = case.computed().evidence_NA
-    found = submission_evidence(evidence_NA)
-    evidence = {"distribution_evidence": found}
-    if found <= DISTRIBUTION_EVIDENCE:
+    nats = submission_evidence(evidence_NA)
+    evidence = {"distribution_evidence": nats}
+    if nats <= DISTRIBUTION_EVIDENCE:
         return Outcome(None, evidence)
     kind = ALTERNATIVES[int(evidence_NA.sum(0).argmax())]
     return rejected(
         Reason.DISTRIBUTION,
-        f"e^{found:.0f} times likelier under {kind} sampling than at temperature {rules.config.sampling.temperature:g}",
+        f"e^{nats:.0f} times likelier under {kind} sampling than at temperature {rules.config.sampling.temperature:g}",
         evidence,
     )
 
@@ -287,12 +287,12 @@ def exact_tokens(rules: Rules, case: Case) -> Outcome:
     differing = margins_N != 0
     if not bool(differing.any()):
         return PASSED
-    found, first = int(differing.sum()), int(differing.nonzero()[0])
+    missed, first = int(differing.sum()), int(differing.nonzero()[0])
     return rejected(
         Reason.INEXACT,
-        f"{found} of {len(margins_N)} tokens are not the argmax: {_place(case, first)} misses it by "
+        f"{missed} of {len(margins_N)} tokens are not the argmax: {_place(case, first)} misses it by "
         f"{float(margins_N[first]):.3g} nats, where a machine of this class misses by 0",
-        {"inexact_tokens": float(found)},
+        {"inexact_tokens": float(missed)},
     )
 
 
@@ -303,12 +303,12 @@ def exact_logprobs(rules: Rules, case: Case) -> Outcome:
     differing = claimed_N != own_N
     if not bool(differing.any()):
         return PASSED
-    found, first = int(differing.sum()), int(differing.nonzero()[0])
+    differ, first = int(differing.sum()), int(differing.nonzero()[0])
     return rejected(
         Reason.INEXACT,
-        f"{found} of {len(own_N)} logprobs differ: at {_place(case, first)} {float(claimed_N[first])!r} is claimed and "
+        f"{differ} of {len(own_N)} logprobs differ: at {_place(case, first)} {float(claimed_N[first])!r} is claimed and "
         f"{float(own_N[first])!r} is computed",
-        {"inexact_logprobs": float(found)},
+        {"inexact_logprobs": float(differ)},
     )
 
 

@@ -216,10 +216,10 @@ class Judge:
 
     def _prefilled_whole(self, cases: Sequence[Case]) -> list[Case]:
         began_s = self.budget.clock()
-        found = self.prefill(cases)
+        prefilled = self.prefill(cases)
         if cases:
             self.position_s = (self.budget.clock() - began_s) / sum(map(_positions, cases))
-        return found
+        return prefilled
 
     def _check(self, checks: Sequence[Check], one: Examined) -> Examined:
         if one.finding:
@@ -236,8 +236,8 @@ class Judge:
         grades: list[Grade] = []
         for group, members in groupby(case.rows, key=lambda row: row.group):
             texts = [completion_text(tokenizer, last_turn(row.turns, row.tokens)) for row in members]
-            found = [] if self.budget.over else self.graders.grade([case.tasks[group]] * len(texts), texts)
-            grades += [LATE] * len(texts) if self.budget.over else found
+            graded = [] if self.budget.over else self.graders.grade([case.tasks[group]] * len(texts), texts)
+            grades += [LATE] * len(texts) if self.budget.over else graded
         rewards = [
             reward(
                 grade.score,

@@ -106,9 +106,9 @@ def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]
 
     scaled_NV: logits divided by the temperature, float32.
     """
-    found = likelihoods(scaled_NV)
-    likelihood_NV, total_N, top_N1 = found
-    logp_N = token_logprobs(scaled_NV, tokens_N, found)
+    relative = likelihoods(scaled_NV)
+    likelihood_NV, total_N, top_N1 = relative
+    logp_N = token_logprobs(scaled_NV, tokens_N, relative)
     roots_N = likelihood_NV.sqrt().sum(-1)
     squares_N = torch.linalg.vecdot(likelihood_NV, likelihood_NV)
     kept_NV = F.threshold(likelihood_NV, TRUNCATED_BELOW, 0.0, inplace=True)

@@ -77,13 +77,13 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
 def missed(case: Case) -> list[tuple[int, int, float]]:
     """The tokens that miss those their seeds yield, the farthest first: rollout, position in it, nats. For people to see."""
     margins = torch.split(case.computed().margins_N, case.computed().lengths)
-    found = [
+    misses = [
         (number, position, float(f"{min(margin, MOST):.4g}"))
         for number, (row, own) in enumerate(zip(case.rows, margins, strict=True))
         for position, margin in zip(model_positions(row.turns, len(row.tokens)), own.tolist(), strict=True)
         if margin > 0
     ]
-    return sorted(found, key=lambda one: -one[2])[:MOST_MISSED]
+    return sorted(misses, key=lambda one: -one[2])[:MOST_MISSED]
 
 
 def _outcomes(grades: Sequence[Grade]) -> Outcomes:

@@ -44,11 +44,11 @@ class UnfitError(Exception):
 
 def installed() -> Frame:
     """The versions of what counts. Raise UnfitError where vLLM is absent or another release."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    version = next(iter(found.values()), None)
+            versions[name] = importlib.metadata.version(name)
+    version = next(iter(versions.values()), None)
     if version is None or version.partition("+")[0] != VERSION:
         raise UnfitError(
             f"{sys.prefix} has {f'vLLM {version}' if version else 'no vLLM'}, and Shoal drives vLLM {VERSION}: install "
