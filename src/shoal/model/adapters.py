@@ -78,13 +78,13 @@ def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
         if stored != section:
             raise AdapterError(f"the model has adapters already: {stored}; learner.lora asks for {section}")
         return
-    found = False
+    attached = False
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if name in section.targets and isinstance(layer, nn.Linear):
                 setattr(parent, name, Adapted(layer, section, exact=exact).train(layer.training))
-                found = True
-    if not found:
+                attached = True
+    if not attached:
         known = sorted({name.rpartition(".")[2] for name, of in model.named_modules() if isinstance(of, nn.Linear)})
         raise AdapterError(
             f"learner.lora.targets = {list(section.targets)} names no linear layer of {type(model).__name__}; it has {known}"

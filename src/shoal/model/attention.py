@@ -109,10 +109,10 @@ class Layout:
     @cached_property
     def segments(self) -> list[Segments]:
         """What attends causally to itself, in batches of similar length."""
-        found = [(own.start, len(own)) for own, _ in self.parts()]
-        found.sort(key=lambda segment: -segment[1])
+        segments = [(own.start, len(own)) for own, _ in self.parts()]
+        segments.sort(key=lambda segment: -segment[1])
         batches: list[list[tuple[int, int]]] = []
-        for segment in found:
+        for segment in segments:
             if not batches or segment[1] < UNEVEN * batches[-1][0][1]:
                 batches.append([])
             batches[-1].append(segment)
@@ -143,20 +143,20 @@ class Layout:
 
     def home(self, parts: Sequence[Tensor]) -> Tensor:
         """What was computed of each batch of the segments, position by position of the row."""
-        found = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        return found[: self.length] if self.in_order else found.index_select(0, self.home_T)
+        together = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        return together[: self.length] if self.in_order else together.index_select(0, self.home_T)
 
     @cached_property
     def across(self) -> list[tuple[slice, slice]]:
         """(queries, keys) beyond the segments: completions of a tree that has several and its prompt; trees and root."""
-        found = [
+        pairs = [
             (slice(span.branches, span.end), slice(span.start, span.branches))
             for span in self.spans
             if len(span.completions) > 1 and span.prompt and span.end > span.branches
         ]
         if self.root:
-            found.append((slice(self.root, self.length), slice(self.root)))
-        return found
+            pairs.append((slice(self.root, self.length), slice(self.root)))
+        return pairs
 
     @cached_property
     def owners(self) -> tuple[Tensor, Tensor]:
@@ -260,10 +260,10 @@ class _Cascade(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_ThD: Tensor) -> tuple[Tensor | None, ...]:
         query_ThD, key_ThD, value_ThD, output_ThD, logsumexp_Th = ctx.saved_tensors
-        found = cascade_backward(
+        gradients = cascade_backward(
             grad_ThD, query_ThD, key_ThD, value_ThD, output_ThD, logsumexp_Th, ctx.layout, ctx.scale
         )
-        return (*found, None, None)
+        return (*gradients, None, None)
 
 
 def cascade_backward(
@@ -282,7 +282,7 @@ def cascade_backward(
         grad_BhLD = _gather(grad_ThD, batch)
         if batch.start is None:
             grad_BhLD = grad_BhLD.masked_fill(batch.padded_BL11.transpose(1, 2), 0)
-        found = _flash_backward(
+        gradients = _flash_backward(
             grad_BhLD,
             _gather(query_ThD, batch),
             _gather(key_ThD, batch),
@@ -292,11 +292,11 @@ def cascade_backward(
             True,
             scale,
         )
-        for collected, grad in zip(grads, found, strict=True):
+        for collected, grad in zip(grads, gradients, strict=True):
             collected.append(grad.transpose(1, 2).flatten(0, 1))
     query_grad, key_grad, value_grad = map(layout.home, grads)
     for queries, keys in layout.across:
-        found = _flash_backward(
+        gradients = _flash_backward(
             _row(grad_ThD, queries),
             _row(query_ThD, queries),
             _row(key_ThD, keys),
@@ -306,7 +306,9 @@ def cascade_backward(
             False,
             scale,
         )
-        for total, where, grad in zip((query_grad, key_grad, value_grad), (queries, keys, keys), found, strict=True):
+        for total, where, grad in zip(
+            (query_grad, key_grad, value_grad), (queries, keys, keys), gradients, strict=True
+        ):
             total[where] += grad[0].transpose(0, 1)
     return query_grad, key_grad, value_grad
 
@@ -326,8 +328,8 @@ def _flash_backward(
     if query.shape[2] <= SHORT:
         inputs = [x.float() for x in inputs]
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found: Sequence[Tensor] = backward(*inputs, logsumexp, 0.0, causal, scale=scale)
-    return [x.to(query.dtype) for x in found]
+    gradients: Sequence[Tensor] = backward(*inputs, logsumexp, 0.0, causal, scale=scale)
+    return [x.to(query.dtype) for x in gradients]
 
 
 def _gather(x_ThD: Tensor, batch: Segments) -> Tensor:

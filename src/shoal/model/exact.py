@@ -169,14 +169,14 @@ class Step:
         return x_BkKD[few.rows, :, : few.keys].float().flatten(0, 1)
 
     def _parts(self, step: int) -> list[Few]:
-        found = []
+        parts = []
         for at in range(0, len(self.lengths_B), step):
             lengths_N = self.lengths_B[at : at + step]
             start, keys = int(lengths_N.min()), rounded(int(lengths_N.max()), KEYS)
             hidden_NK = torch.arange(start, keys) >= lengths_N[:, None]
             bias_NK = torch.zeros(hidden_NK.shape).masked_fill_(hidden_NK, float("-inf"))
-            found.append(Few(slice(at, at + len(lengths_N)), keys, start, bias_NK[:, None, None]))
-        return found
+            parts.append(Few(slice(at, at + len(lengths_N)), keys, start, bias_NK[:, None, None]))
+        return parts
 
 
 # --- packed trees ------------------------------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ def batches(layout: Layout, heads: int, depth: int) -> list[Batch]:
     `heads`: of queries to a key head. `depth`: of keys.
     """
     groups: list[list[Chain]] = []
-    found = [Chain(*part) for part in layout.parts() if len(part[0])]
-    for sequence in sorted(found, key=lambda s: (-rounded(s.n_keys, NEAR), -len(s.queries))):
+    chains = [Chain(*part) for part in layout.parts() if len(part[0])]
+    for sequence in sorted(chains, key=lambda s: (-rounded(s.n_keys, NEAR), -len(s.queries))):
         if groups:
             largest = groups[-1][0]
             keys, queries = rounded(largest.n_keys, NEAR), len(largest.queries)
@@ -341,11 +341,11 @@ class _Packed(torch.autograd.Function):
         sharing = query_ThD.shape[1] // key_TkD.shape[1]
         used = slice(0, ctx.layout.length)
         key_ThD, value_ThD = (x[used].repeat_interleave(sharing, 1) for x in (key_TkD, value_TkD))
-        found = cascade_backward(
+        gradients = cascade_backward(
             grad_ThD[used], query_ThD[used], key_ThD, value_ThD, output_ThD[used], logsumexp_Th, ctx.layout, ctx.scale
         )
         padding = len(query_ThD) - ctx.layout.length
-        query_grad, key_grad, value_grad = (F.pad(grad, (0, 0, 0, 0, 0, padding)) for grad in found)
+        query_grad, key_grad, value_grad = (F.pad(grad, (0, 0, 0, 0, 0, padding)) for grad in gradients)
         key_grad, value_grad = (
             grad.view(len(grad), -1, sharing, grad.shape[-1]).sum(2) for grad in (key_grad, value_grad)
         )

@@ -84,10 +84,10 @@ def likelihoods(scaled_NV: Tensor) -> Likelihoods:
     return Likelihoods(each_NV, total_N, top_N1)
 
 
-def token_logprobs(scaled_NV: Tensor, tokens_N: Tensor, found: Likelihoods | None = None) -> Tensor:
+def token_logprobs(scaled_NV: Tensor, tokens_N: Tensor, known: Likelihoods | None = None) -> Tensor:
     """log softmax(scaled)[token], float32, nats: the one definition for engine, validator and learner."""
     scaled_NV = scaled_NV.float()
-    _, total_N, top_N1 = found or likelihoods(scaled_NV)
+    _, total_N, top_N1 = known or likelihoods(scaled_NV)
     return (scaled_NV.gather(-1, tokens_N[:, None]) - top_N1)[:, 0] - total_N.log()
 
 
@@ -152,24 +152,24 @@ class _ChosenLogprobs(torch.autograd.Function):
         target_N: Tensor,
         how: _How,
     ) -> tuple[Tensor, Tensor]:
-        found = _Scores.empty(target_N, how)
+        scores = _Scores.empty(target_N, how)
         for start, z_CV in _logits(hidden_NH, head_VH, bias_V, how.exact):
-            found.read(start, z_CV)
-        ctx.save_for_backward(hidden_NH, head_VH, bias_V, target_N, found.logp_N, found.logsumexp_N, found.entropy_N)
+            scores.read(start, z_CV)
+        ctx.save_for_backward(hidden_NH, head_VH, bias_V, target_N, scores.logp_N, scores.logsumexp_N, scores.entropy_N)
         ctx.how = how
-        return found.logp_N, found.entropy_N
+        return scores.logp_N, scores.entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, head_VH, bias_V, target_N, logp_N, logsumexp_N, entropy_N = ctx.saved_tensors
-        found = _Scores(target_N, ctx.how, logp_N, logsumexp_N, entropy_N)
+        scores = _Scores(target_N, ctx.how, logp_N, logsumexp_N, entropy_N)
         gradients = _Gradients(hidden_NH, head_VH, bias_V, ctx.needs_input_grad)
         for start, z_CV in _logits(hidden_NH, head_VH, bias_V, ctx.how.exact):
             rows = slice(start, start + len(z_CV))
-            found.differentiate_(start, z_CV, grad_logp_N[rows], grad_entropy_N[rows])
+            scores.differentiate_(start, z_CV, grad_logp_N[rows], grad_entropy_N[rows])
             gradients.add(rows, z_CV)
-        return (*gradients.found(), None, None)
+        return (*gradients.take(), None, None)
 
 
 class _ChosenLoss(torch.autograd.Function):
@@ -183,23 +183,23 @@ class _ChosenLoss(torch.autograd.Function):
         how: _How,
         loss_of: LossOf,
     ) -> Tensor:
-        found = _Scores.empty(target_N, how)
+        scores = _Scores.empty(target_N, how)
         wanted = any(ctx.needs_input_grad)
         gradients = _Gradients(hidden_NH, head_VH, bias_V, ctx.needs_input_grad)
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         for start, z_CV in _logits(hidden_NH, head_VH, bias_V, how.exact):
-            found.read(start, z_CV)
+            scores.read(start, z_CV)
             rows = slice(start, start + len(z_CV))
             with torch.set_grad_enabled(wanted):
-                logp_C = found.logp_N[rows].detach().requires_grad_(wanted)
-                entropy_C = found.entropy_N[rows].detach().requires_grad_(wanted)
+                logp_C = scores.logp_N[rows].detach().requires_grad_(wanted)
+                entropy_C = scores.entropy_N[rows].detach().requires_grad_(wanted)
                 loss = loss_of(rows, logp_C, entropy_C if how.with_entropy else None)
             total += loss.detach()
             if wanted:
                 slopes = torch.autograd.grad(loss, (logp_C, entropy_C), materialize_grads=True)
-                found.differentiate_(start, z_CV, *slopes)
+                scores.differentiate_(start, z_CV, *slopes)
                 gradients.add(rows, z_CV)
-        ctx.save_for_backward(*gradients.found())
+        ctx.save_for_backward(*gradients.take())
         return total
 
     @staticmethod
@@ -227,11 +227,11 @@ class _Scores:
     def read(self, start: int, z_CV: Tensor) -> None:
         """The scores of the targets from number `start` on, from their logits."""
         for i, z_RV in _cached(z_CV, start, self.how):
-            found = likelihoods(z_RV)
-            self.logsumexp_N[i] = found.top_N1[:, 0] + found.total_N.log()
-            self.logp_N[i] = token_logprobs(z_RV, self.target_N[i], found)
+            relative = likelihoods(z_RV)
+            self.logsumexp_N[i] = relative.top_N1[:, 0] + relative.total_N.log()
+            self.logp_N[i] = token_logprobs(z_RV, self.target_N[i], relative)
             if self.how.with_entropy:
-                self.entropy_N[i] = self.logsumexp_N[i] - torch.linalg.vecdot(found.each_NV, z_RV) / found.total_N
+                self.entropy_N[i] = self.logsumexp_N[i] - torch.linalg.vecdot(relative.each_NV, z_RV) / relative.total_N
 
     def differentiate_(self, start: int, z_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor) -> None:
         """Replace the logits of these targets by the gradients with respect to them."""
@@ -279,12 +279,12 @@ class _Gradients:
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0, dtype=torch.float32)
 
-    def found(self) -> list[Tensor | None]:
+    def take(self) -> list[Tensor | None]:
         """In the inputs' dtypes."""
         if self.wants_head and self.head_VH is None:  # there are no targets
             self.head_VH = torch.zeros_like(self.inputs[1])
-        found = (self.hidden_NH, self.head_VH, self.bias_V)
-        return [None if of is None or x is None else of.to(x.dtype) for of, x in zip(found, self.inputs, strict=True)]
+        sums = (self.hidden_NH, self.head_VH, self.bias_V)
+        return [None if of is None or x is None else of.to(x.dtype) for of, x in zip(sums, self.inputs, strict=True)]
 
 
 def _logits(hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, exact: bool) -> Iterator[tuple[int, Tensor]]:

@@ -147,10 +147,10 @@ def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) ->
 def ways(rows: int, width: int, dtype: torch.dtype) -> list[Way]:
     """What to try, fastest first."""
     columns = [c for n, c in enumerate(COLUMNS) if n == 0 or c < width]
-    found: list[Way] = [partial(_in_columns, columns=c) for c in columns]
+    tried: list[Way] = [partial(_in_columns, columns=c) for c in columns]
     if dtype == torch.bfloat16:  # float32 weights are read as they are anyway
-        found.insert(0 if rows <= FEW else min(3, len(found)), partial(_turned, columns=COLUMNS[0]))
-    return found
+        tried.insert(0 if rows <= FEW else min(3, len(tried)), partial(_turned, columns=COLUMNS[0]))
+    return tried
 
 
 @lru_cache(maxsize=8)  # shapes of one model

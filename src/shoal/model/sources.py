@@ -96,8 +96,8 @@ def read_config(name: str, *, fetch: bool) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = dict(json.loads(path.read_text()))
-        return found
+        fields: dict[str, Any] = dict(json.loads(path.read_text()))
+        return fields
     except (OSError, ValueError, TypeError) as error:
         raise ModelNotFoundError(f"{path} is not readable as JSON: {error}") from error
 
@@ -199,25 +199,25 @@ def positions(config: Mapping[str, Any]) -> int | None:
     """How many positions a model with this config.json has; None if it states none."""
     text = config.get("text_config") or {}
     stated = config.get("max_position_embeddings") or text.get("max_position_embeddings")
-    found = [value for value in (stated, _until_rope_changes(config)) if isinstance(value, int)]
-    return min(found, default=None)
+    limits = [value for value in (stated, _until_rope_changes(config)) if isinstance(value, int)]
+    return min(limits, default=None)
 
 
 def _until_rope_changes(config: Mapping[str, Any]) -> int | None:
     """The longest sequence whose positions turn as those of shorter ones; None if all do."""
-    found = []
+    lengths = []
     for section in (config, config.get("text_config") or {}):
         for field in ("rope_parameters", "rope_scaling"):
             rope = section.get(field) or {}
             for one in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:  # one per layer type
                 kind = one.get("rope_type") or one.get("type")
                 if kind == "dynamic":
-                    found.append(section.get("max_position_embeddings"))
+                    lengths.append(section.get("max_position_embeddings"))
                 if kind in ("longrope", "su"):
-                    found.append(
+                    lengths.append(
                         one.get("original_max_position_embeddings") or section.get("original_max_position_embeddings")
                     )
-    return min((value for value in found if value), default=None)
+    return min((value for value in lengths if value), default=None)
 
 
 def limit_(model: Any, config: Mapping[str, Any]) -> None:

@@ -121,9 +121,9 @@ class Weights:
                     if tuple(piece.get_shape()) != tuple(into.shape):
                         raise ValueError(f"{self.folder}: {name} is {piece.get_shape()}, not {tuple(into.shape)}")
                     if local(into).numel():  # a rank may have no row of a small tensor
-                        found = piece[own_rows(into)] if isinstance(into, DTensor) else file.get_tensor(name)
-                        self.read_bytes += found.numel() * found.element_size()
-                        local(into).copy_(found)
+                        rows = piece[own_rows(into)] if isinstance(into, DTensor) else file.get_tensor(name)
+                        self.read_bytes += rows.numel() * rows.element_size()
+                        local(into).copy_(rows)
 
     def _together(self, names: list[str]) -> Iterator[list[str]]:
         """A few names of one file at a time: what was read of a mapped file counts as memory until it is closed."""
@@ -188,10 +188,10 @@ def opened(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Shar
         if why := weights.why_not(skeleton(folder, config, None)):
             return why
         model = judged(folder, config, numerics, load).model
-    found = Sharded(folder, torch.device(device), weights, picked[-1], packs(model), logprobs.change_of(model))
+    sharded = Sharded(folder, torch.device(device), weights, picked[-1], packs(model), logprobs.change_of(model))
     del model
     gc.collect()  # FSDP's hooks are in cycles, which would keep the shards
-    return found
+    return sharded
 
 
 def skeleton(folder: Path, config: Any, numerics: Numerics | None) -> Any:

@@ -154,7 +154,7 @@ def pack(trees: Sequence[Tree]) -> Pack:
             targets.append(tokens[-1][own])
             at += length
     tokens_T, positions_T, predictor_N, target_N = (
-        torch.from_numpy(np.concatenate(found)) for found in (tokens, positions, predictors, targets)
+        torch.from_numpy(np.concatenate(parts)) for parts in (tokens, positions, predictors, targets)
     )
     return Pack(tokens_T, positions_T, predictor_N, target_N, Layout(spans, torch.device("cpu"), root=root))
 
@@ -218,7 +218,7 @@ def use_(model: Any, name: str = EAGER) -> None:
 
 def _forward_sequences(model: Any, packed: Pack) -> Tensor:
     """Final hidden states of every position of the row; those of a prompt are its first sequence's. Return hidden_TH."""
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     root = packed.layout.root
     for span in packed.layout.spans:
         prompt = torch.cat([packed.tokens_T[:root], packed.tokens_T[span.start : span.branches]])
@@ -226,10 +226,10 @@ def _forward_sequences(model: Any, packed: Pack) -> Tensor:
         for number, length in enumerate(span.completions or (0,)):
             tokens_L = torch.cat([prompt, packed.tokens_T[at : at + length]])
             hidden_LH = forward(model, tokens_L[None])[0]
-            known = len(prompt) if number else root if found else 0
-            found.append(hidden_LH[known:])
+            known = len(prompt) if number else root if parts else 0
+            parts.append(hidden_LH[known:])
             at += length
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def forward(model: Any, tokens_BL: Tensor) -> Tensor:

@@ -110,7 +110,9 @@ def derived_tasks(rules: Rules, case: Case) -> Outcome:
     if len(claimed) != len(expected):
         return rejected(Reason.TASKS, f"{len(claimed)} rollouts instead of {len(expected)}")
     at = next(i for i, pair in enumerate(zip(claimed, expected, strict=True)) if pair[0] != pair[1])
-    return rejected(Reason.TASKS, f"rollout {at} has (group, task, target, seed) {claimed[at]}, expected {expected[at]}")
+    return rejected(
+        Reason.TASKS, f"rollout {at} has (group, task, target, seed) {claimed[at]}, expected {expected[at]}"
+    )
 
 
 def prompts(rules: Rules, case: Case) -> Outcome:
