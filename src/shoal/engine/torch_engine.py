@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.engine.batch import Ask
@@ -133,10 +134,14 @@ class _Draft(Draft):
         else:
             self.tokens.append(token)
             self.logprobs.append(logprob)
-            self.states.append(state_H[None])
-            self.given.extend(self.reply())
-            if token in self.sampling.eos_ids and not self.given:
-                self.finish()
+            self.states.append(state_H)
+            if token in self.sampling.eos_ids:
+                self.given.extend(self.reply())
+                if not self.given:
+                    self.finish()
         if len(self.tokens) == self.ask.max_tokens:
             self.finish()
         return None if self.done else self.tokens[-1]
+
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.logprobs, torch.stack(self.states), self.turns)
