@@ -13,7 +13,6 @@ import argparse
 import json
 import resource
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -79,15 +78,17 @@ def attack_dashboard(folder: Path, *, tokens: int = 1 << 26, limit_gib: int = 6)
 def plant(folder: Path, tokens: int) -> tuple[int, int]:
     """The number and size of a rejected submission whose turns do not fit its tokens."""
     store = Folder(folder / "coordinator" / "store")
-    with sqlite3.connect(folder / "coordinator" / "pool.sqlite") as database:
-        [(seq, name)] = database.execute("SELECT seq, file_hash FROM submissions WHERE reason = 'proof'").fetchall()
-        honest = read_submission(store.get("submissions", name), max_rows=64, max_tokens=64)
-        rows = [replace(row, turns=[]) for row in honest.rows]
-        for row in rows:
-            object.__setattr__(row, "turns", [tokens, 1])  # past the type, which refuses them
-        data = write_submission(honest.header, rows, MALLORY)
-        database.execute("UPDATE submissions SET file_hash = ? WHERE seq = ?", [store.put("submissions", data), seq])
-    return seq, len(data)
+    path = folder / "work.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    [line] = [line for line in lines if line.get("reason") == "proof"]
+    honest = read_submission(store.get("submissions", line["file"]), max_rows=64, max_tokens=64)
+    rows = [replace(row, turns=[]) for row in honest.rows]
+    for row in rows:
+        object.__setattr__(row, "turns", [tokens, 1])  # past the type, which refuses them
+    data = write_submission(honest.header, rows, MALLORY)
+    line["file"] = store.put("submissions", data)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return line["submission"], len(data)
 
 
 class Memory:

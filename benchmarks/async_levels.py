@@ -34,7 +34,7 @@ from shoal.learner.policy import Policy
 from shoal.model.sampling import rollout_seed
 from shoal.model.sources import TINY, resolve
 from shoal.tasks.prompt import completion_text, prompt_tokens
-from shoal.watch.summary import write_png
+from shoal.watch.plot import write_png
 
 HERE = Path(__file__).parent
 CONFIG = load(HERE.parent / "configs" / "tiny.toml")

@@ -1,4 +1,4 @@
-"""How fast the dashboard opens a long run of many nodes: makes one in the coordinator's own tables, then asks for all of it.
+"""How fast the dashboard opens a long run of many nodes: makes its tables, lets the coordinator's code write its files.
 
     python benchmarks/dashboard.py [--steps 5000] [--nodes 1000] [--out benchmarks/results/dashboard.json]
 
@@ -16,22 +16,20 @@ from pathlib import Path
 
 from machine import commit
 
-from shoal.config import dumps, load
-from shoal.coordinator.database import Database
+from shoal.config import load
+from shoal.coordinator.database import Database, config_text
+from shoal.coordinator.http.reports import read_status
+from shoal.coordinator.journal import Journal
 from shoal.coordinator.members import DOWNLOADS
 from shoal.coordinator.pool import SCHEMA
-from shoal.dashboard.feed import Feed
-from shoal.dashboard.nodes import broadcast, node_table
-from shoal.dashboard.queries import Wanted
-from shoal.dashboard.rollouts import group_list
-from shoal.dashboard.timeline import timeline
-from shoal.dashboard.validation import validation
-from shoal.dashboard.watched import WatchedFolder
-from shoal.evidence import ALPHA
 from shoal.ledger.connection import SqliteConnection, open_sqlite
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
-from shoal.watch.pace import Pace
+from shoal.watch.page.feed import Feed
+from shoal.watch.page.overview import broadcast, node_table
+from shoal.watch.page.work import Wanted, group_list, timeline, trust, validation
+from shoal.watch.record import Record, State
+from shoal.watch.run import FolderRun
 
 ROOT = Path(__file__).parent.parent
 SUBMISSIONS, GROUPS = 4, 4  # per step, per submission
@@ -63,7 +61,7 @@ def main() -> None:
 
 
 def measure(folder: Path) -> dict[str, object]:
-    run = WatchedFolder(folder)
+    run = FolderRun(folder)
     feed = Feed(run, [])
     found: dict[str, object] = {}
 
@@ -78,17 +76,14 @@ def measure(folder: Path) -> dict[str, object]:
         return answer
 
     timed("open", feed.open)
-    status, queries, config = feed.status, run.queries, run.config
-    assert status is not None and queries is not None and config is not None
+    status, work = feed.status, run.work()
+    assert status is not None
     timed("unchanged look", feed.refresh)
-    rows = {"state": "stopped", "alpha": ALPHA}
-    timed("table of nodes", lambda: [node_table(status, Pace(), queries, **rows), broadcast(status)])
-    end_s = queries.newest_s()
-    timed("timeline of 5 minutes", lambda: timeline(queries, run.history.metrics, config, end_s - 300, end_s))
-    timed("validation", lambda: validation(queries))
-    timed("rollouts, newest", lambda: group_list(queries, Wanted(), 60))
-    timed("rollouts, rejected", lambda: group_list(queries, Wanted(verdict="rejected"), 60))
-    run.close()
+    timed("table of nodes", lambda: [node_table(run, status, feed.pace, trust(work)), broadcast(status)])
+    timed("timeline of 5 minutes", lambda: timeline(run, status.now_s - 300, status.now_s))
+    timed("validation", lambda: validation(run))
+    timed("rollouts, newest", lambda: group_list(work, run.history.samples, Wanted(), 60))
+    timed("rollouts, rejected", lambda: group_list(work, run.history.samples, Wanted(verdict="rejected"), 60))
     return found
 
 
@@ -98,17 +93,23 @@ def make(folder: Path, steps: int, nodes: int) -> None:
     connection = open_sqlite(folder / "coordinator" / "pool.sqlite", survives_power_cuts=False)
     identity = Identity.load_or_create(folder / "coordinator" / "identity.pem")
     ledger = Ledger(connection, identity, clock=lambda: start_s)
-    db = Database(connection, ledger, lambda: start_s)
+    db = Database(connection, ledger, lambda: start_s + steps * STEP_S)
     db.create([*SCHEMA, *DOWNLOADS])
     config = load(ROOT / "configs" / "tiny.toml", [f"run.steps={steps}"], [])
     with connection.transaction():
-        ledger.append("started", {"config": dumps(config), "run": "long", "key": identity.public})
         keys = [f"{number:064x}" for number in range(nodes)]
         for number, key in enumerate(keys):
             role = "learner" if number == 0 else "validator" if number < 5 else "relay" if number < 10 else "worker"
             db.nodes.add(key, f"{role}-{number}", role, None, str(number), start_s + steps * STEP_S)
         for step in range(steps):
             record_step(connection, db, draw, step, steps, keys, start_s + step * STEP_S)
+    record, journal = Record(folder, print), Journal(connection, [])
+    while record.take(db.history.after(record.history.cursor)):
+        pass
+    while work := journal.new():
+        record.add_work(work)
+    status = read_status(db, config, "long", [])
+    record.write_state(State(status=status, config=config_text(config), under_way=[], ended=True))
 
 
 def record_step(

@@ -22,10 +22,9 @@ from typing import Any
 
 import httpx
 import psutil
+from dashboard import make
 from machine import describe
 from playwright.sync_api import sync_playwright
-
-from dashboard import make
 
 RESULT = Path(__file__).parent / "results" / "dashboard_browser.json"
 TIMES = 3

@@ -22,8 +22,8 @@ from byzantine import liars
 from machine import describe
 
 from shoal.protocol.messages import Evaluation
-from shoal.watch.legs import read_legs
-from shoal.watch.summary import draw_curve
+from shoal.watch.plot import draw_curve
+from shoal.watch.summary import read_legs
 
 HERE = Path(__file__).parent
 

@@ -25,7 +25,7 @@ ROOMS = {
     "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
     "diloco": ["errors", "files", "protocol", "shardcast"],
     "engine": ["errors", "files", "model", "shardcast"],
-    "watch": ["config", "errors", "files", "protocol", "shardcast"],
+    "watch": ["config", "errors", "evidence", "files", "model", "protocol", "shardcast", "store"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "watch"],
     "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "worker": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
@@ -35,11 +35,9 @@ ROOMS = {
     ],
     "evals": ["config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "watch"],
     "serve": ["config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "watch"],
-    "dashboard": ["config", "coordinator", "errors", "evidence", "files", "ledger", "model", "protocol", "store", "watch"],
     "cli": [
-        "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "evidence", "files", "learner",
-        "ledger", "model", "protocol", "sandbox", "serve", "shardcast", "store", "tasks", "validator", "watch",
-        "worker",
+        "config", "coordinator", "diloco", "engine", "errors", "evals", "evidence", "files", "learner", "ledger",
+        "model", "protocol", "sandbox", "serve", "shardcast", "store", "tasks", "validator", "watch", "worker",
     ],
 }  # fmt: skip
 PROCESSES = ["learner", "worker", "validator", "coordinator"]

@@ -25,7 +25,7 @@ from shoal.protocol.messages import Evaluation, Ok, Status
 from shoal.protocol.node import Node
 from shoal.shardcast import Access, Client, FetchError, PublishError
 from shoal.shardcast.fetch.client import fetch_published
-from shoal.watch.tree import weights_tree
+from shoal.watch.figures import weights_tree
 from shoal.worker.loop import follow
 
 RUN = "test-0"

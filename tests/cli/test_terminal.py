@@ -91,5 +91,5 @@ def test_commands_print_by_one_function_and_one_console(package: object) -> None
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         called = {ast.unparse(node.func) for node in calls}
         assert not called & {"print", "Console", "sys.stderr.write", "sys.stderr.writelines"}, path.name
-        if path.name != "fetch.py":
+        if path.name != "progress.py":
             assert "sys.stdout.write" not in called, path.name

@@ -12,8 +12,8 @@ import pytest
 
 from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts, connect
 from shoal.serve.openai.routes import KeyFileError, Keys
+from shoal.watch.page.files import POLICY
 from shoal.watch.page.guard import RefusedError
-from shoal.watch.page.headers import POLICY
 
 from .people import Person
 from .support import CHEAP, Running, serving

@@ -1,8 +1,7 @@
 """Figures are short, and right."""
 
 from shoal.protocol.messages import Exactness, Status
-from shoal.watch.figures import clean, count, duration, eta_s, exactness, memory, sparkline
-from shoal.watch.pace import Pace
+from shoal.watch.figures import Pace, clean, count, duration, eta_s, exactness, memory, sparkline
 
 from .support import Seen, node, status, step
 

@@ -10,16 +10,15 @@ import pytest
 from shoal.cli.launch import swarm
 from shoal.config import parse
 from shoal.protocol.messages import Evaluation
-from shoal.watch.legs import Leg, read_legs, total, wall_s, write_legs
 from shoal.watch.record import EVALUATIONS
-from shoal.watch.summary import SUMMARY
+from shoal.watch.summary import SUMMARY, Leg, all_legs, read_legs, wall_s, write_legs
 
 FIRST = Leg(wall_s=100.0, restarts={"learner": 1, "worker-0": 0}, peak_rss_bytes={"learner": 5}, peak_together_bytes=9)
 SECOND = Leg(wall_s=50.0, restarts={"learner": 2}, peak_rss_bytes={"learner": 3, "origin": 1}, peak_together_bytes=4)
 
 
 def test_seconds_and_restarts_are_summed_and_peaks_are_the_highest() -> None:
-    assert total([FIRST, SECOND]) == Leg(
+    assert all_legs([FIRST, SECOND]) == Leg(
         wall_s=150.0,
         restarts={"learner": 3, "worker-0": 0},
         peak_rss_bytes={"learner": 5, "origin": 1},

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shoal.protocol.messages import History
 from shoal.protocol.watch import PoolWatch, UnreachableError
-from shoal.watch.terminal.pool import PATIENCE_S, show, watch
+from shoal.watch.terminal.live import PATIENCE_S, show, watch
 from tests.watch.support import status
 
 AWAY = None

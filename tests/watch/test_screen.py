@@ -8,10 +8,8 @@ import pytest
 from rich.console import Console
 
 from shoal.protocol.messages import LARGEST, NodeStatus, Signal
-from shoal.watch.figures import words_in
-from shoal.watch.pace import Pace
+from shoal.watch.figures import Pace, weights_tree, words_in
 from shoal.watch.terminal.screen import render
-from shoal.watch.tree import weights_tree
 
 from .support import Seen, finished, mid_run, node, status, step
 

@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from shoal.watch.sites import sites_of, summary
+from shoal.watch.figures import sites_of
+from shoal.watch.figures import sites_summary as summary
 from shoal.watch.terminal.events import Events
 from shoal.watch.terminal.screen import render
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from shoal.config import Config
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, Exactness, NodeStatus, Stats, Status
-from shoal.watch.summary import draw_curve, smoothed, summary_table, write_report
+from shoal.watch.plot import draw_curve, smoothed
+from shoal.watch.summary import summary_table, write_report
 
 CONFIG = Config.model_validate({"run": {"seed": 7}, "sampling": {"max_tokens": 64}})
 BLUE = (0x1F, 0x6F, 0xB4)

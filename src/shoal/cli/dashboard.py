@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shoal.cli.arguments import Commands, add_command, port, say
-
-if TYPE_CHECKING:
-    from shoal.dashboard.watched import Watched
 
 PORT = 8600
 
@@ -30,28 +26,33 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     report_ = add_command(
         commands,
         "report",
-        "write a run as one HTML file that opens from disk, and its charts as PNGs",
+        "write a run as one HTML file that opens from disk, and the curves of runs as a picture",
         "runs/quickstart",
     )
-    report_.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or coordinator")
-    report_.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in that folder")
-
-    plot_ = add_command(commands, "plot", "draw the metrics of runs side by side", "runs/one runs/two")
-    plot_.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a finished or running run")
-    plot_.add_argument("--out", type=Path, default=Path("plot.png"), help="the picture (default: plot.png)")
-    plot_.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help="(default: the essential ones)")
+    report_.add_argument(
+        "runs",
+        metavar="RUN",
+        type=Path,
+        nargs="+",
+        help="its folder; the curves of further runs are drawn beside its own",
+    )
+    report_.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")
+    report_.add_argument(
+        "--metrics", nargs="+", default=[], metavar="NAME", help="in the picture (default: the essential ones)"
+    )
 
 
 def dashboard(arguments: argparse.Namespace) -> None:
     from shoal.cli.launch import process
 
     stop = process.begin("dashboard", threads=1)
-    from shoal.dashboard.server import LOOPBACK, Dashboard, serve
-    from shoal.dashboard.watched import watch
+    from shoal.watch.page.server import LOOPBACK, Dashboard, serve
+    from shoal.watch.run import open_run
 
-    page = Dashboard(
-        watch(arguments.run), [_looked(watch(other)) for other in arguments.compare], public=arguments.public
-    )
+    others = [open_run(other) for other in arguments.compare]
+    for other in others:
+        other.look()
+    page = Dashboard(open_run(arguments.run), others, public=arguments.public)
     listener = process.listen(arguments.host, arguments.port, "the dashboard")
     host, taken = listener.getsockname()[:2]
     say(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)")
@@ -59,22 +60,8 @@ def dashboard(arguments: argparse.Namespace) -> None:
     asyncio.run(serve(page, listener, hosts, stop.is_set))
 
 
-def _looked(run: Watched) -> Watched:
-    run.look()
-    return run
-
-
 def report(arguments: argparse.Namespace) -> None:
-    from shoal.dashboard.report import write_report
-    from shoal.dashboard.watched import WatchedFolder
+    from shoal.watch.page.report import write_report
 
-    out = arguments.out or arguments.run / "report.html"
-    size_bytes, pictures = write_report(WatchedFolder(arguments.run), out)
-    say(f"{out}: {size_bytes / 1000:.0f} kB; {len(pictures)} charts as PNGs in {pictures[0].parent}")
-
-
-def plot(arguments: argparse.Namespace) -> None:
-    from shoal.watch.plot import plot as draw
-
-    drawn = draw(arguments.runs, arguments.metrics, arguments.out)
-    say(f"{arguments.out}: {', '.join(drawn)}")
+    for path in write_report(arguments.runs, arguments.metrics, arguments.out or arguments.runs[0] / "report.html"):
+        say(f"{path}: {path.stat().st_size / 1000:.0f} kB")

@@ -46,7 +46,6 @@ COMMANDS: dict[str, Action] = {
     "meet": training.run_meet,
     "dashboard": dashboard.dashboard,
     "report": dashboard.report,
-    "plot": dashboard.plot,
     "serve": serve.serve,
     "check": check.check,
     "config": check.config,
@@ -59,7 +58,7 @@ COMMANDS: dict[str, Action] = {
 }
 GROUPS = {  # as `shoal --help` shows them
     "Start": ["run", "sft", "pretrain", "meet"],
-    "Look": ["dashboard", "report", "plot", "serve"],
+    "Look": ["dashboard", "report", "serve"],
     "Pool": ["pool", "coordinator", "learner", "origin", "relay", "worker", "validator", "evaluator"],
     "Check": ["check", "config", "calibrate", "audit", "grade", "filter", "eval"],
     "Share files": ["origin", "relay", "fetch"],

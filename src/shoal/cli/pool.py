@@ -256,10 +256,8 @@ def status(arguments: argparse.Namespace) -> None:
     from shoal.cli.sites import meeting_at, screen, watch_meeting
     from shoal.protocol.address import find_coordinator
     from shoal.protocol.watch import PoolWatch, UnreachableError
-    from shoal.watch.legs import wall_s
-    from shoal.watch.summary import SUMMARY
-    from shoal.watch.terminal.live import Terminal
-    from shoal.watch.terminal.pool import show, watch
+    from shoal.watch.summary import SUMMARY, wall_s
+    from shoal.watch.terminal.live import Terminal, show, watch
 
     with httpx.Client(timeout=5) as client:
         url = find_coordinator(arguments.pool)

@@ -110,7 +110,7 @@ def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
 def run_fetch(arguments: argparse.Namespace) -> None:
     from shoal.shardcast.alone import fetch, watch
     from shoal.shardcast.fetch.reach import client_context
-    from shoal.watch.terminal.fetch import FetchBar
+    from shoal.watch.terminal.progress import FetchBar
 
     key, tls = _public_key(arguments), client_context(arguments.ca)
     with FetchBar() as bars:

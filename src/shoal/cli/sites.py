@@ -17,8 +17,8 @@ from rich.text import Text
 
 from shoal.protocol.bodies import get
 from shoal.protocol.watch import UnreachableError
-from shoal.watch.figures import clean
-from shoal.watch.sites import SiteRow, sites_table
+from shoal.watch.figures import SiteRow, clean
+from shoal.watch.terminal.screen import sites_table
 
 if TYPE_CHECKING:
     from shoal.diloco.messages import MeetingStatus, SiteStatus

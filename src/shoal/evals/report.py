@@ -17,8 +17,7 @@ from shoal.evals.results import Difference, Result
 from shoal.files import write_file
 from shoal.watch.estimates import Estimate
 from shoal.watch.figures import clean, count, percent
-from shoal.watch.plot import COLORS
-from shoal.watch.summary import INK, write_png
+from shoal.watch.plot import COLORS, INK, write_png
 
 PICTURE = "results.png"
 

@@ -33,7 +33,7 @@ from shoal.serve.scheduler import Limits, Scheduler
 from shoal.serve.threads import Places, Threads
 from shoal.serve.versions import Source, Versions
 from shoal.shardcast.connections import LISTENER, Listener, Patience, started
-from shoal.watch.page.headers import secure
+from shoal.watch.page.files import secure
 
 FIRST_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 BETWEEN_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)

@@ -1,17 +1,47 @@
-"""The figures of a run and how they are written: pure functions of a `Status` and of numbers.
+"""The figures of a run, and how figures and texts are written: for the terminal, the page and pictures.
 
-Invariant: any number that a node may report gives a short text. Called by the view and by the report.
+Invariant: any number that a node may report gives a short text, and a text of another machine loses what moves a cursor.
 """
 
-from collections.abc import Sequence
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
 
-from shoal.protocol.messages import Exactness, Grading, Signal, Status
+from shoal.protocol.messages import HARD, Exactness, Grading, NodeStatus, Reason, Role, Signal, Status
 
 SILENT_S = 30.0  # without a heartbeat for this long, a node is marked; the coordinator decides about its work
 ETA_STEPS = 10  # newest steps whose pace the rest is expected to have
 NO_SIGNAL_GROUPS = 32  # accepted groups in a row with equal rewards, from which on the view says so
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONE = "–"
+SERVERS: tuple[Role, ...] = ("origin", "relay")
+DEEPEST = 4  # levels of indentation of the tree of weights
+LONG_HEX = re.compile(r"\b[0-9a-f]{16,}\b")
+ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://\S+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", re.IGNORECASE)
+SITE_STEPS = 64  # newest steps that are searched for sites
+SITE_KEPT = re.compile(r"^sites/(.+)/kept$")
+SITE_FIGURES = ("loss", "computed_s", "waited_s", "synced_s", "sent_bytes", "received_bytes")
+REASONS: dict[Reason, str] = {
+    Reason.UNREADABLE: "The file could not be read as rollouts: damaged, cut off, or larger than allowed.",
+    Reason.SIGNATURE: "The file is not signed by the worker that has the task, or its rows were changed after signing.",
+    Reason.CONTEXT: "The file was made for another task than the one it was uploaded for.",
+    Reason.REPLAYED: "The worker handed in rollouts that had been accepted before.",
+    Reason.TASKS: "The worker answered other tasks than the ones it was given, or used other seeds.",
+    Reason.BOUNDS: "Token ids, lengths or numbers are outside their range, or proofs are missing.",
+    Reason.ENVIRONMENT: "The file holds an answer of a tool that the tool does not give, or lacks one.",
+    Reason.UNREPEATABLE: "A tool answered otherwise when it was asked again; an honest worker can see that too.",
+    Reason.REWARD: "The worker claimed another reward than its completions earn.",
+    Reason.PROOF: "The proofs do not fit the stated weights: another model, an older version, or quantised weights.",
+    Reason.LOGPROBS: "The stated probabilities are not those of the stated weights.",
+    Reason.SAMPLING: "The tokens are not what the seeds yield: chosen otherwise, or by another model.",
+    Reason.TERMINATION: "Completions stop earlier than the model would have stopped.",
+    Reason.DISTRIBUTION: "The tokens are too likely, or too unlikely, to be samples at the stated temperature.",
+    Reason.SPECIAL_TOKENS: "The text holds tokens that only templates use and that the seeds do not yield.",
+    Reason.INEXACT: "Within the limits, but not bit for bit what this machine's class computes; may be a broken machine.",
+    Reason.SPENDING: "All its work together used the tolerance of the checks as honest machines do not.",
+}
 
 
 def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
@@ -177,3 +207,121 @@ def words_in(text: str, cells: int) -> str:
         return text
     words = text[: cells - 1].rpartition(" ")[0] if text[cells - 1 : cells] != " " else text[: cells - 1]
     return f"{words.rstrip(' ,:;') or text[: cells - 1]}…"
+
+
+def reason_words(reason: str) -> str:
+    """What a rejection means; an unknown reason of another version stays as it is."""
+    try:
+        return REASONS[Reason(reason)]
+    except ValueError:
+        return reason
+
+
+def is_hard(reason: str) -> bool:
+    """Whether the worker's own signature proves the lie."""
+    return reason in set(HARD)
+
+
+def said(text: str) -> str:
+    """Text of another machine for the page: one line, and without keys, digests and addresses.
+
+    >>> said("cannot reach http://10.0.0.7:81 as 0123456789abcdef")
+    'cannot reach [address] as [key]'
+    """
+    return LONG_HEX.sub("[key]", ADDRESS.sub("[address]", clean(text)))
+
+
+class Pace:
+    """Tokens per second of each node over the last `window_s`."""
+
+    def __init__(self, window_s: float = 60.0) -> None:
+        self._window_s = window_s
+        self._samples: dict[str, deque[tuple[float, int]]] = {}  # name: (now_s, tokens)
+
+    def add(self, status: Status) -> None:
+        for node in status.nodes:
+            samples = self._samples.setdefault(node.name, deque())
+            tokens = clamp(node.stats.tokens)
+            if samples and tokens < samples[-1][1]:
+                samples.clear()  # the node restarted and counts from 0
+            samples.append((status.now_s, tokens))
+            while len(samples) > 2 and status.now_s - samples[1][0] >= self._window_s:
+                samples.popleft()
+
+    def tokens_per_s(self, node: NodeStatus) -> float | None:
+        """The mean since the node's start until a tenth of the window has passed. None if nothing is known."""
+        samples = self._samples.get(node.name, deque())
+        if len(samples) > 1 and samples[-1][0] - samples[0][0] >= self._window_s / 10:
+            return (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0])
+        return ratio(clamp(node.stats.tokens), node.stats.busy_s + node.stats.waiting_s)
+
+
+def weights_tree(nodes: Sequence[NodeStatus], takers: int) -> tuple[list[tuple[int, NodeStatus]], int]:
+    """(depth, node) from top to bottom, and how many receiving nodes are left out."""
+    servers = [node for role in SERVERS for node in nodes if node.role == role]
+    urls = {node.url: node for node in servers if node.url}
+
+    def parent(node: NodeStatus) -> str | None:
+        edges = {url: rate for url, rate in node.stats.intake.bytes_per_s.items() if url in urls}
+        return urls[max(edges, key=lambda url: edges[url])].name if edges else None
+
+    taking = [node for node in nodes if node.role not in SERVERS and parent(node)]
+    left = [*servers, *taking[:takers]]
+    rows: list[tuple[int, NodeStatus]] = []
+
+    def hang(above: str | None, depth: int) -> None:
+        for node in [node for node in left if parent(node) == above]:
+            if node in left:  # two servers may have sent most to each other
+                left.remove(node)
+                rows.append((depth, node))
+                hang(node.name, min(depth + 1, DEEPEST))
+
+    hang(None, 0)
+    return [*rows, *((0, node) for node in left)], len(taking[takers:])
+
+
+# --- the learner's sites -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    name: str
+    state: str
+    well: bool  # nothing is wrong with it
+    loss: float | None = None  # of its last update
+    computed_s: float = 0.0  # seconds and bytes since it started
+    waited_s: float = 0.0
+    synced_s: float = 0.0
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
+
+    def share(self, seconds: float) -> float | None:
+        """Of the time that it accounts for."""
+        return ratio(seconds, self.computed_s + self.waited_s + self.synced_s)
+
+
+def sites_of(metrics: Sequence[Mapping[str, float]]) -> list[SiteRow]:
+    """Each site of a run as the newest step tells of it that had to do with it, by name."""
+    found: dict[str, SiteRow] = {}
+    newest = metrics[-1].get("step") if metrics else None
+    for step in reversed(metrics[-SITE_STEPS:]):
+        names = [SITE_KEPT.match(key) for key in step] if "sites/kept" in step else []
+        for name in (match[1] for match in names if match and match[1] not in found):
+            found[name] = _site(name, step, newest=step.get("step") == newest)
+    return [found[name] for name in sorted(found)]
+
+
+def _site(name: str, step: Mapping[str, float], *, newest: bool) -> SiteRow:
+    kept = bool(step[f"sites/{name}/kept"])
+    state = "counts" if kept else "left out" if step.get(f"sites/{name}/left_out") else "missing"
+    if not newest:
+        state = f"away since step {step.get('step', 0.0) + 1 + kept:.0f}"
+    told = {key: step.get(f"sites/{name}/{key}") for key in SITE_FIGURES}
+    known = {key: value for key, value in told.items() if value is not None and isfinite(value)}
+    return SiteRow(clean(name), state, newest and kept, **known)
+
+
+def sites_summary(sites: Sequence[SiteRow]) -> list[str]:
+    """`1 of 2 count`, `site-1 away since step 12`."""
+    wrong = [f"{site.name} {site.state}" for site in sites if not site.well]
+    return [f"{len(sites) - len(wrong)} of {len(sites)} count", *wrong]

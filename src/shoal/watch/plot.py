@@ -1,12 +1,12 @@
-"""`shoal plot RUN...`: the metrics of several runs side by side, one panel a metric, one line a run.
+"""Pictures: the metrics of runs side by side, one panel a metric, one line a run; and the curve of one run.
 
 Invariant: it only reads, and draws what `metrics.jsonl` and `evaluations.jsonl` hold at that moment, so a running run can be
-drawn. Every measured value is a point; the line between two points only guides the eye. Called by `cli`.
-Left out: smoothing (it would hide spikes), means over seeds, and the curve of one finished run (`report`).
+drawn. Every measured value is a point; the line between two points only guides the eye.
+Left out: means over seeds.
 """
 
 import difflib
-import json
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UserError
+from shoal.files import write_file
+from shoal.protocol.messages import Evaluation
 from shoal.watch.figures import clean
-from shoal.watch.record import EVALUATIONS, METRICS
-from shoal.watch.summary import INK, plain, write_png
+from shoal.watch.record import EVALUATIONS, METRICS, Line, Lines
 
 WATCHED = (
     "reward/mean",
@@ -35,6 +36,7 @@ WATCHED = (
 SOURCE_REWARDS = re.compile(r"reward/[^/]+/mean")  # drawn where there are several
 LENGTHS = "length/*/mean"  # one panel for all target lengths
 OF_TARGET = re.compile(r"length/(\d+)/mean")
+INK = "#333333"
 COLORS = ("#1f6fb4", "#d1495b", "#edae49", "#2a9d8f", "#7b5ea7", "#8d6e63", "#e377c2", "#555555")
 COLUMNS = 3
 SPARSE = ("heldout/greedy", "heldout/sampled")  # measured at a few versions: large points, faint lines
@@ -184,11 +186,78 @@ def unit_of(metric: str) -> str:
     return known or next((unit for suffix, unit in SUFFIXES.items() if metric.endswith(suffix)), "value")
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            raise PlotError(f"{path}, line {number}, is not JSON ({error}); is it a run's own file?") from error
-    return found
+def _lines(path: Path) -> list[Line]:
+    try:
+        return Lines(path).read()
+    except ValueError as error:
+        raise PlotError(f"{path} holds a line that is not JSON ({error}); is it a run's own file?") from error
+
+
+def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evaluation], path: Path, title: str) -> None:
+    """Draw reward per step and held-out accuracy per version as a PNG of 1200 x 675 pixels at `path`.
+
+    Both share the x axis: version v is what v trained steps made. Raises OSError.
+    """
+    # Half a second and 60 MB that only the end of a run needs; no pyplot, which would keep global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    points = [(index, step["reward/mean"]) for index, step in enumerate(metrics, 1) if "reward/mean" in step]
+    if points:
+        steps, rewards = [list(column) for column in zip(*points, strict=True)]
+        few = len(points) < 5  # too few to smooth
+        look: dict[str, Any] = {"marker": "o", "markersize": 5} if few else {"alpha": 0.35}
+        axes.plot(steps, rewards, color=COLORS[0], linewidth=1.2, label="reward per step", **look)
+        if not few:
+            axes.plot(steps, smoothed(rewards), color=COLORS[0], linewidth=2, label="reward, smoothed")
+    for kind, color, shape in (("greedy", COLORS[1], "o"), ("sampled", COLORS[2], "s")):
+        accuracies = {e.version: getattr(e, kind) for e in evaluations if getattr(e, kind) is not None}
+        if accuracies:
+            versions = sorted(accuracies)
+            look = {
+                "linestyle": ":",
+                "marker": shape,
+                "markersize": 7,
+                "markeredgecolor": "white",
+                "zorder": 3,
+            }
+            values = [accuracies[version] for version in versions]
+            axes.plot(versions, values, color=color, linewidth=1, label=f"held-out, {kind}", **look)
+    # A title is text, never TeX: a run may be called anything.
+    axes.set_title(clean(title), loc="left", color=INK, parse_math=False)
+    axes.set_xlabel("steps trained (= policy version)", color=INK)
+    axes.set_ylabel("mean reward per completion; accuracy (0 to 1)", color=INK)
+    last, (low, high) = max([len(metrics), 1, *(e.version for e in evaluations)]), axes.get_ylim()
+    axes.set_xlim(-0.02 * last, 1.02 * last)
+    axes.set_ylim(low if low < -0.05 else 0, max(high, 0.05))  # from 0, so that a slope is not exaggerated
+    plain(axes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="best")
+    write_png(figure, path)
+
+
+def plain(axes: Any) -> None:
+    """The look of every panel: whole steps on the x axis, faint grid lines, no box."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def write_png(figure: Any, path: Path) -> None:
+    """Raises OSError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    image = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(image)
+    write_file(path, image.getvalue())
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """A centred mean over about a tenth of the values and at least three, fewer near both ends."""
+    half = max(len(values) // 20, 1)
+    windows = [values[max(index - half, 0) : index + half + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

@@ -1,16 +1,13 @@
-"""What a run leaves behind for a person: `summary.json`, `reward.png` and the table shown at its end.
+"""The end of a run: `summary.json`, `reward.png` and the table shown then; and its legs, from each start to its end.
 
-Invariant: every figure comes from the coordinator, except those that only `shoal run` can measure (restarts and memory); a
-file appears whole under its name or not at all.
-Called once at the end of a run, by `shoal run` or the coordinator of a pool; the docs draw their curves with `draw_curve`.
-
-Left out: `metrics.jsonl` (grows during the run: `record`), comparisons between runs (`plot`), and error
-bars over runs (the intervals shown are over held-out tasks).
+Invariants: every figure comes from the coordinator, except those that only `shoal run` can measure (time, restarts, memory),
+which `legs.json` holds of every leg so far, the running one up to a few seconds ago. A file appears whole under its name or
+not at all. Left out: error bars over runs (the intervals shown are over held-out tasks).
 """
 
-import io
 import json
-from collections.abc import Sequence
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +21,13 @@ from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, Status
 from shoal.watch.estimates import wilson
 from shoal.watch.figures import busy_frac, clean, count, counted, duration, first_of, memory, number, percent, total
+from shoal.watch.plot import draw_curve
 
 SUMMARY = "summary.json"
 CURVE = "reward.png"
+LEGS = "legs.json"
+ENDED_S = 60.0  # a leg that was kept longer ago than this has ended
 MODEL = "model"  # the folder of the trained model
-INK, REWARD, GREEDY, SAMPLED = "#333333", "#1f6fb4", "#d1495b", "#edae49"
 
 
 def write_report(
@@ -143,76 +142,6 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
     return table
 
 
-def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evaluation], path: Path, title: str) -> None:
-    """Draw reward per step and held-out accuracy per version as a PNG of 1200 x 675 pixels at `path`.
-
-    Both share the x axis: version v is what v trained steps made. Raises OSError.
-    """
-    # Half a second and 60 MB that only the end of a run needs; no pyplot, which would keep global state.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    points = [(index, step["reward/mean"]) for index, step in enumerate(metrics, 1) if "reward/mean" in step]
-    if points:
-        steps, rewards = [list(column) for column in zip(*points, strict=True)]
-        few = len(points) < 5  # too few to smooth
-        look: dict[str, Any] = {"marker": "o", "markersize": 5} if few else {"alpha": 0.35}
-        axes.plot(steps, rewards, color=REWARD, linewidth=1.2, label="reward per step", **look)
-        if not few:
-            axes.plot(steps, smoothed(rewards), color=REWARD, linewidth=2, label="reward, smoothed")
-    for kind, color, shape in (("greedy", GREEDY, "o"), ("sampled", SAMPLED, "s")):
-        accuracies = {e.version: getattr(e, kind) for e in evaluations if getattr(e, kind) is not None}
-        if accuracies:
-            versions = sorted(accuracies)
-            look = {
-                "linestyle": ":",
-                "marker": shape,
-                "markersize": 7,
-                "markeredgecolor": "white",
-                "zorder": 3,
-            }
-            values = [accuracies[version] for version in versions]
-            axes.plot(versions, values, color=color, linewidth=1, label=f"held-out, {kind}", **look)
-    # A title is text, never TeX: a run may be called anything.
-    axes.set_title(clean(title), loc="left", color=INK, parse_math=False)
-    axes.set_xlabel("steps trained (= policy version)", color=INK)
-    axes.set_ylabel("mean reward per completion; accuracy (0 to 1)", color=INK)
-    last, (low, high) = max([len(metrics), 1, *(e.version for e in evaluations)]), axes.get_ylim()
-    axes.set_xlim(-0.02 * last, 1.02 * last)
-    axes.set_ylim(low if low < -0.05 else 0, max(high, 0.05))  # from 0, so that a slope is not exaggerated
-    plain(axes)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="best")
-    write_png(figure, path)
-
-
-def plain(axes: Any) -> None:
-    """The look of every panel: whole steps on the x axis, faint grid lines, no box."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def write_png(figure: Any, path: Path) -> None:
-    """Raises OSError."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    image = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(image)
-    write_file(path, image.getvalue())
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """A centred mean over about a tenth of the values and at least three, fewer near both ends."""
-    half = max(len(values) // 20, 1)
-    windows = [values[max(index - half, 0) : index + half + 1] for index in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
-
-
 def _heldout(found: Evaluation) -> dict[str, Any]:
     return {"greedy": found.greedy, "sampled": found.sampled, "n": found.n}
 
@@ -260,3 +189,51 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _reasons(reasons: dict[str, int]) -> str:
     return f": {counted(reasons)}" if reasons else ""
+
+
+# --- legs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Leg:
+    wall_s: float = 0.0
+    restarts: dict[str, int] = field(default_factory=dict)  # by process
+    peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
+    peak_together_bytes: int = 0
+    estimated_s: float = 0.0  # before it started; 0: not estimated
+    estimated_bytes: float = 0.0
+
+
+def read_legs(folder: Path) -> list[Leg]:
+    """The legs of the run in `folder`; none for a new run."""
+    path = folder / LEGS
+    return [Leg(**leg) for leg in json.loads(path.read_text())] if path.exists() else []
+
+
+def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:
+    """Seconds that the run in `folder` has taken, between its legs none; None where no `shoal run` measured any."""
+    path = folder / LEGS
+    if not path.exists():
+        return None
+    since_s = now_s - path.stat().st_mtime  # of the running leg, since it was last kept
+    return all_legs(read_legs(folder)).wall_s + (since_s if running and 0 < since_s < ENDED_S else 0.0)
+
+
+def write_legs(folder: Path, legs: list[Leg]) -> None:
+    write_file(folder / LEGS, (json.dumps([asdict(leg) for leg in legs]) + "\n").encode())
+
+
+def all_legs(legs: list[Leg]) -> Leg:
+    """All legs as one: seconds and restarts are summed, peaks are the highest of any leg."""
+    restarts: Counter[str] = Counter()
+    peaks: Counter[str] = Counter()
+    for leg in legs:
+        restarts.update(leg.restarts)
+        peaks |= Counter(leg.peak_rss_bytes)
+    names = [name for leg in legs for name in leg.restarts]
+    return Leg(
+        wall_s=sum(leg.wall_s for leg in legs),
+        restarts={name: restarts[name] for name in names},
+        peak_rss_bytes=dict(peaks),
+        peak_together_bytes=max((leg.peak_together_bytes for leg in legs), default=0),
+    )

@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 
 from shoal import config as config_module
 from shoal.config import Config, parse
-from shoal.coordinator.database import record_start, seal
+from shoal.coordinator.database import config_text, record_start, seal
+from shoal.coordinator.http.reports import read_status
+from shoal.coordinator.journal import Journal
 from shoal.coordinator.pool import TABLE_NAMES, Pool
 from shoal.files import copy_tree, digests
 from shoal.learner.groups import gather
@@ -55,7 +57,7 @@ from shoal.store.rollouts import (
     write_submission,
 )
 from shoal.tasks.compiling import build_tasks
-from shoal.watch.record import Record
+from shoal.watch.record import Record, State
 
 STEPS, NEED, GROUPS, SIZE = 3, 3, 2, 2  # a batch needs NEED groups, a submission has GROUPS
 SPENT = Spent(
@@ -226,6 +228,9 @@ class Recorded:
         (self.folder / "config.toml").write_text(config_module.dumps(self.config))
         record = Record(self.folder, lambda line: None)
         record.take(self.pool.db.history.after(0))
+        record.add_work(Journal(self.pool.db.connection, []).new())
+        status = read_status(self.pool.db, self.config, RUN, [])
+        record.write_state(State(status=status, config=config_text(self.config), under_way=[], ended=True))
         record.close()
         seal(self.pool.db, TABLE_NAMES)
         self.database.sqlite.close()

@@ -95,7 +95,9 @@ def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> 
         assert "submissions of version" in told and told.rstrip().endswith("the audit found no broken link")
         assert not list(servers.out.rglob("pool.sqlite")) and not list(servers.out.rglob("*.parquet"))
 
-        entries = [json.loads(line) for line in servers.done("audit", out, "--entries").splitlines() if line.startswith("{")]
+        entries = [
+            json.loads(line) for line in servers.done("audit", out, "--entries").splitlines() if line.startswith("{")
+        ]
         credited = sum(entry["body"]["tokens"] for entry in entries if entry["kind"] == "credited")
         assert on_chain(rpc, contract, entries) == credited > 0
         assert servers.done("pool", "stake", "settle", out).strip().endswith("0 entries settled")
@@ -132,7 +134,9 @@ def test_a_second_coordinator_finishes_the_run_when_the_leader_is_killed(servers
         second.terminate()
         second.wait(60)
     entries = [
-        json.loads(line) for line in servers.done("audit", str(servers.out), "--entries").splitlines() if line.startswith("{")
+        json.loads(line)
+        for line in servers.done("audit", str(servers.out), "--entries").splitlines()
+        if line.startswith("{")
     ]
     kinds = [entry["kind"] for entry in entries]
     assert kinds.count("started") >= 2 and kinds.count("trained") == steps, log.read_text()

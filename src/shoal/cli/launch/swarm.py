@@ -34,11 +34,10 @@ from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
 from shoal.watch.figures import no_signal
-from shoal.watch.legs import Leg, read_legs, total, write_legs
 from shoal.watch.record import read_evaluations, trained_steps
-from shoal.watch.summary import MODEL, SUMMARY, summary_table, write_report
+from shoal.watch.summary import MODEL, SUMMARY, Leg, all_legs, read_legs, summary_table, write_legs, write_report
+from shoal.watch.terminal.events import sample_lines
 from shoal.watch.terminal.live import LiveView, Terminal
-from shoal.watch.terminal.samples import sample_lines
 
 POLL_S = 0.3
 PREPARE = "shoal.cli.launch.prepare"
@@ -263,7 +262,7 @@ class Swarm:
 
     def _wall_s(self) -> float:
         """What the run has taken so far, all its legs together."""
-        return total(self.legs[:-1]).wall_s + time.monotonic() - self.started_s
+        return all_legs(self.legs[:-1]).wall_s + time.monotonic() - self.started_s
 
     def _save_leg(self) -> None:
         self.legs[-1] = Leg(
@@ -318,7 +317,7 @@ class Swarm:
         assert trained is not None
         shutil.rmtree(self.out / MODEL, ignore_errors=True)  # of a run that is resumed with more steps
         copy_tree(trained, self.out / MODEL)
-        legs = total(self.legs)
+        legs = all_legs(self.legs)
         summary = write_report(
             self.out,
             config=self.config,

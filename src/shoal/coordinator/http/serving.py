@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.config import Config
-from shoal.coordinator.database import record_start, seal
+from shoal.coordinator.database import config_text, record_start, seal
 from shoal.coordinator.http.routes import Coordinator
+from shoal.coordinator.journal import Journal
 from shoal.coordinator.pool import TABLE_NAMES
 from shoal.coordinator.state.folder import KEY
 from shoal.protocol.address import Address
@@ -22,7 +23,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Status
 from shoal.protocol.server import listen
 from shoal.shardcast.server import url_of
-from shoal.watch.record import Record
+from shoal.watch.record import Record, State
 from shoal.watch.summary import CURVE, SUMMARY, write_report
 from shoal.watch.trackers import open_tracker
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 RECORD_S = 2.0
+STATE_SHARE = 0.02  # of the coordinator's time, at most, for the state file
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +61,11 @@ class ServedRun:
         self.reports = reports
         self.record = Record(record_to or folder, self.coordinator.pool.notices.append)
         self.record.tracker = open_tracker(record_to.name if record_to else run, self.record.folder, config)
+        self.journal = Journal(self.coordinator.pool.db.connection, self.record.work())
+        self._state_due_s = 0.0
         self._catch_up()
         record_start(self.coordinator.pool.db, run, identity.public, config)
+        self.record.write_state(self._state())
 
     async def live(self, stop: threading.Event) -> None:
         """Keep the record until `stop`. Raises what ends this run: DatabaseLostError, OSError of a full disk."""
@@ -90,6 +95,7 @@ class ServedRun:
                 self._catch_up()
                 if self._report_is_due():  # it was stopped right after the end
                     self._report(self.coordinator.status())
+                self.record.write_state(self._state(ended=True))
                 seal(self.coordinator.pool.db, TABLE_NAMES)
         finally:
             self.record.close()
@@ -97,7 +103,12 @@ class ServedRun:
     async def _take_record(self) -> None:
         """In a thread: a tracker may wait for its own server, and members must not."""
         pool, record = self.coordinator.pool, self.record
-        await asyncio.to_thread(record.take, pool.db.history.after(record.history.cursor))
+        news, work = pool.db.history.after(record.history.cursor), self.journal.new()
+        state, begun_s = None, time.monotonic()
+        if begun_s >= self._state_due_s:
+            state = self._state()
+            self._state_due_s = time.monotonic() + (time.monotonic() - begun_s) / STATE_SHARE
+        await asyncio.to_thread(record.keep, news, work, state)
         if self._report_is_due():
             self._catch_up()
             await asyncio.to_thread(self._report, self.coordinator.status())
@@ -117,9 +128,20 @@ class ServedRun:
         steps, place = summary["steps"], record.folder
         log.info("the run has finished its %d steps; %s and %s are in %s", steps, SUMMARY, CURVE, place)
 
+    def _state(self, *, ended: bool = False) -> State:
+        coordinator = self.coordinator
+        return State(
+            status=coordinator.status(),
+            config=config_text(coordinator.config),
+            under_way=self.journal.under_way(),
+            ended=ended,
+        )
+
     def _catch_up(self) -> None:
         while self.record.take(self.coordinator.pool.db.history.after(self.record.history.cursor)):
             pass
+        while work := self.journal.new():
+            self.record.add_work(work)
 
 
 def serve_forever(

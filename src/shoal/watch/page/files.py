@@ -1,12 +1,14 @@
-"""Static files, read once at the start and served by exact name.
+"""What every page is served with: static files by exact name, and the headers of every answer.
 
-Invariant: only files that were there at the start are served, so no path in a request leads anywhere else.
-Used by every page. A browser asks again each time and mostly hears that its copy is current.
+Invariants: only files that were there at the start are served, so no path in a request leads anywhere else. A page runs and
+shows only what this server sent as a file; text in a page, whoever wrote it, is never markup: `require-trusted-types-for`
+makes the browser refuse `innerHTML` and its like altogether.
+A browser asks again for a file each time and mostly hears that its copy is current.
 """
 
 import gzip
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,31 @@ TYPES = {
     ".woff2": "font/woff2",
 }
 COMPRESSED = (".css", ".html", ".js", ".json", ".svg")
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "font-src 'self'",
+        "connect-src 'self'",
+        "manifest-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
 
 
 @dataclass(frozen=True)
@@ -67,3 +94,35 @@ def _read(path: Path) -> File:
     content = path.read_bytes()
     gzipped = gzip.compress(content, mtime=0) if path.suffix in COMPRESSED else None
     return File(content, gzipped, TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:20]}"')
+
+
+def secure(application: web.Application, hosts: Collection[str] = ()) -> None:
+    """Add the headers to every answer. `hosts`: names that requests may use for this server; empty: any.
+
+    Names matter where no login protects the server: another site may let its own name point here.
+    """
+
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(HEADERS)
+        response.headers.setdefault("Cache-Control", "no-store")
+        del response.headers["Server"]
+
+    @web.middleware
+    async def named(request: web.Request, handler: object) -> web.StreamResponse:
+        if hosts and host_name(request.headers.get("Host", "")) not in hosts:
+            return web.json_response({"error": "this server has another name"}, status=421)
+        answer: web.StreamResponse = await handler(request)  # type: ignore[operator]
+        return answer
+
+    application.on_response_prepare.append(add)
+    application.middlewares.insert(0, named)
+
+
+def host_name(host: str) -> str:
+    """A Host header without its port, in lower case.
+
+    >>> host_name("LocalHost:8080"), host_name("[::1]:80")
+    ('localhost', '[::1]')
+    """
+    name, colon, port = host.strip().lower().rpartition(":")
+    return name if colon and port.isdigit() else host.strip().lower()

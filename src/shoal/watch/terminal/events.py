@@ -4,11 +4,11 @@ Invariants: each event is printed once, however often its status comes; while a 
 says how far it is, by the coordinator's clock. Called by the live view.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Status
+from shoal.protocol.messages import Status, WorkerSample
 from shoal.watch.figures import (
     NONE,
     SILENT_S,
@@ -22,13 +22,14 @@ from shoal.watch.figures import (
     number,
     percent,
     ratio,
+    sites_of,
+    sites_summary,
     useful_share,
 )
-from shoal.watch.sites import sites_of, summary
-from shoal.watch.terminal.samples import sample_lines
 
 PROGRESS_S = 60.0
 SHOWN_SAMPLES = 3
+LINE = 160  # characters of a prompt or completion in one line of a log
 
 
 @dataclass
@@ -120,7 +121,7 @@ class Events:
 
     def _learner_sites(self, history: RunHistory) -> Iterator[str]:
         """Who counts, when that changes."""
-        told, before = summary(sites) if (sites := sites_of(history.metrics)) else [], self._sites
+        told, before = sites_summary(sites) if (sites := sites_of(history.metrics)) else [], self._sites
         if told != before:
             self._sites = told
             yield f"sites: {', '.join(told)}"
@@ -199,3 +200,17 @@ def _length(step: dict[str, float]) -> str:
 
 def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
     return {name: n - before.get(name, 0) for name, n in now.items() if n > before.get(name, 0)}
+
+
+def sample_lines(samples: Sequence[WorkerSample]) -> list[str]:
+    """One line per sample, for logs: reward, prompt and completion."""
+    return [
+        f"completion by {sample.worker}, version {sample.policy_version}, reward {number(sample.reward)}: "
+        f"{_one_line(sample.prompt)} → {_one_line(sample.completion)}"
+        for sample in samples
+    ]
+
+
+def _one_line(text: str) -> str:
+    line = repr(text)[1:-1]
+    return line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}"

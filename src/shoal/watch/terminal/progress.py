@@ -1,8 +1,10 @@
 """How far a long command is: a bar with the time left in a terminal, a line every ten seconds anywhere else.
 
-Invariant: the time left counts only what this process did. Called by `cli` and `evals`.
+Invariant: the time left counts only what this process did. The bar of `shoal fetch` is on standard error; paths of fetched
+versions go to standard output.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -10,10 +12,21 @@ from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 
+from shoal import shardcast
+from shoal.errors import printable
 from shoal.watch.figures import duration
+from shoal.watch.terminal.live import Terminal
 
 EVERY_S = 10.0
 
@@ -67,3 +80,42 @@ class Progress:
         if done == before or done == self.total:
             return line
         return f"{line}, ETA {duration((self.total - done) * (now_s - begun_s) / (done - before))}"
+
+
+class FetchBar:
+    """Bytes, speed and senders of the running download."""
+
+    def __init__(self) -> None:
+        self.bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[sources]}"),
+            console=Terminal(stderr=True),
+        )
+        self.task = self.bar.add_task("", total=None, sources="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def show(self, progress: shardcast.Progress) -> None:
+        sources = sorted(progress.by_source.items(), key=lambda item: -item[1])
+        senders = ", ".join(f"{url} {size_bytes / 1e6:.1f} MB" for url, size_bytes in sources[:4])
+        self.bar.update(
+            self.task,
+            description=progress.doing,
+            total=progress.total_bytes or None,
+            completed=min(progress.transferred_bytes + progress.reused_bytes, progress.total_bytes or 0),
+            sources=senders,
+        )
+
+    def say(self, line: str) -> None:
+        self.bar.refresh()
+        sys.stdout.write(printable(line) + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,423 @@
+"""Is it learning, is it healthy, is anyone cheating: the three answers, the figures behind them, the nodes, the curves.
+
+Invariants: an answer is drawn from figures that stand next to it, and where they do not suffice it says so. No key and no
+fingerprint is in it, and an address only for the operator. What a node reports about itself is marked so on the page.
+A curve of more than MOST points is cut into buckets of steps; a point is the mean of its bucket, and `low` and `high` are
+the bucket's extremes, so no spike disappears.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shoal.evidence import ALPHA
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import Evaluation, NodeStatus, Status
+from shoal.watch.estimates import wilson
+from shoal.watch.figures import (
+    SILENT_S,
+    Pace,
+    SiteRow,
+    busy_frac,
+    clean,
+    count,
+    duration,
+    eta_s,
+    grader_errors,
+    is_hard,
+    no_signal,
+    number,
+    percent,
+    rejections,
+    said,
+    sites_of,
+    total,
+    weights_tree,
+)
+from shoal.watch.run import Run
+
+LEAST_STEPS = 6  # before a trend is worth a word
+CLEAR = 2.0  # standard errors between the two ends of the reward, before it counts as a trend
+STATED = 3  # problems named in one answer
+SHOWN_TAKERS = 64  # nodes in the tree of weights that only receive
+ORDER = {"bad": 0, "warn": 1, "good": 2, "none": 3}
+KEY_PART = re.compile(r"-[0-9a-f]{16}$")
+MOST = 360  # points
+NAMES = {  # of metrics.jsonl, by what the page calls them
+    "reward": "reward/mean",
+    "entropy": "policy/entropy",
+    "kl": "policy/kl",
+    "mismatch": "policy/mismatch_kl",
+    "clip_low": "policy/clip_low",
+    "clip_high": "policy/clip_high",
+    "clip_delta": "policy/clip_delta",
+    "grad_norm": "optim/grad_norm",
+    "loss": "loss",
+    "tokens_per_s": "perf/tokens_per_s",
+    "busy": "perf/busy_s",
+    "waiting": "perf/waiting_s",
+    "stale_mean": "async/staleness_mean",
+    "stale_max": "async/staleness_max",
+    "length": "completion/length_mean",
+    "truncated": "completion/truncated_frac",
+    "penalty": "length_penalty/mean",
+    "sync_bytes": "sync/bytes",
+    "memory": "memory/rss_peak_bytes",
+    "skipped": "optim/skipped",
+}
+SITE_LOSS = re.compile(r"^sites/(.+)/loss$")
+Curve = dict[str, Any]
+Tone = Literal["good", "warn", "bad", "none"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    question: str
+    answer: str
+    tone: Tone
+    detail: str
+
+
+def state_of(run: Run, status: Status) -> str:
+    """`finished`, `running` or `stopped`."""
+    return status.state if status.state == "finished" else "running" if run.running() else "stopped"
+
+
+def overview(run: Run, status: Status, *, answers: bool = True) -> dict[str, Any]:
+    """`answers`: whether its coordinator still answers."""
+    history, config = run.history, run.config
+    state, wall_s = state_of(run, status), run.wall_s(status)
+    if state == "running" and not answers:
+        state = "stopped"
+    accepted, rejected = sum(node.accepted for node in status.nodes), sum(node.rejected for node in status.nodes)
+    found: dict[str, Any] = {
+        "name": run_name(status.run),
+        "state": state,
+        "trained": len(history.metrics),
+        "steps": status.steps,
+        "version": status.newest_version,
+        "have": status.have,
+        "need": status.need,
+        "elapsed_s": _about(wall_s, 10.0 if state == "running" else 0.1),
+        "left_s": _about(eta_s(status, history.metrics), 5.0) if state == "running" else None,
+        "answers": [
+            asdict(_learning(history)),
+            asdict(_healthy(status, history, state, wall_s)),
+            asdict(_cheating(status, accepted, rejected)),
+        ],
+        "tokens": status.tokens_generated,
+        "tokens_trained": int(total(history.metrics, "perf/tokens")),
+        "busy": busy_frac(history.metrics),
+        "useful": status.useful_groups,
+        "stale": status.stale_groups,
+        "late": status.late_groups,
+        "accepted": accepted,
+        "rejected": rejected,
+        "reasons": {reason: [number_, is_hard(reason)] for reason, number_ in sorted(status.reject_reasons.items())},
+        "slashed": [clean(name) for name in status.slashed],
+        "exact": status.exact.model_dump(),
+        "grading": {"recent": status.grading.recent, "errors": status.grading.errors},
+        "sites": [_site(site) for site in sites_of(history.metrics)],
+        "notices": [said(notice) for notice in status.notices],
+        "nodes": _counts(status, state),
+    }
+    if config:
+        found["model"] = clean(config.model.name)
+        found["async_level"] = config.coordinator.async_level
+        found["group_size"] = config.sampling.group_size
+        found["epsilon"] = config.learner.loss.epsilon
+        found["loss"] = config.learner.loss.kind
+        found["sources"] = [clean(source.label) for source in config.tasks.sources]
+    return found
+
+
+def _site(site: SiteRow) -> dict[str, Any]:
+    times_s = {"computing": site.computed_s, "waiting": site.waited_s, "syncing": site.synced_s}
+    return {
+        "name": said(site.name),
+        "state": site.state,
+        "tone": "good" if site.well else "warn",
+        "loss": site.loss,
+        "sent": site.sent_bytes,
+        "received": site.received_bytes,
+        **{name: site.share(seconds) for name, seconds in times_s.items()},
+    }
+
+
+def _about(seconds: float | None, grain_s: float) -> float | None:
+    """Rounded, so that a clock that ticks is no news to every page."""
+    return None if seconds is None else round(round(seconds / grain_s) * grain_s, 1)
+
+
+def run_name(run: str) -> str:
+    """The run's name without the part that its coordinator's key adds.
+
+    >>> run_name("quickstart-0-7715741485d6412d")
+    'quickstart-0'
+    """
+    return said(KEY_PART.sub("", run))
+
+
+def _learning(history: RunHistory) -> Answer:
+    question = "Is it learning?"
+    rewards = [step["reward/mean"] for step in history.metrics if "reward/mean" in step]
+    held = _heldout(history.evaluations)
+    if held:
+        before, after = held
+        a, b = (_interval(found) for found in held)
+        change = f"Held-out {percent(_value(before))} → {percent(_value(after))}"
+        if b[0] > a[1]:
+            return Answer(question, "Yes", "good", f"{change}; the 95 % intervals do not overlap.")
+        if b[1] < a[0]:
+            return Answer(question, "No, it got worse", "bad", f"{change}; the 95 % intervals do not overlap.")
+    if len(rewards) < LEAST_STEPS:
+        return Answer(
+            question, "Too early to say", "none", f"{len(rewards)} steps so far; a trend needs {LEAST_STEPS}."
+        )
+    first, last, error = _ends(rewards)
+    change = f"Reward {number(first)} → {number(last)} over {len(rewards)} steps"
+    if last - first > CLEAR * error:
+        return Answer(question, "Yes", "good", f"{change}, more than its noise.")
+    if first - last > CLEAR * error:
+        return Answer(question, "No, reward falls", "bad", f"{change}, more than its noise.")
+    return Answer(question, "Not visibly", "warn", f"{change}, within its noise.")
+
+
+def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> Answer:
+    question, problems = "Is it healthy?", []
+    if state == "stopped":
+        return Answer(question, "It has stopped", "bad", f"After {status.trained} of {status.steps} steps.")
+    silent = [node for node in status.nodes if is_silent(node, status, state)]
+    if silent:
+        names = ", ".join(clean(node.name) for node in silent[:STATED])
+        problems.append(f"{len(silent)} silent: {names}{' …' if len(silent) > STATED else ''}")
+    if words := no_signal(status.signal):
+        problems.append(words)
+    if words := grader_errors(status.grading):
+        problems.append(words)
+    skipped = int(total(history.metrics, "optim/skipped"))
+    if skipped:
+        problems.append(f"{skipped} updates skipped by the guard")
+    problems += [f"{site.name} {site.state}" for site in sites_of(history.metrics) if not site.well]
+    suspended = [node for node in status.nodes if node.suspended_s]
+    if suspended:
+        problems.append(f"{len(suspended)} suspended: {', '.join(clean(node.name) for node in suspended[:STATED])}")
+    if problems:
+        return Answer(question, "Look here", "warn", "; ".join(problems[:STATED]) + ".")
+    here = sum(not node.evicted and node.state != "left" for node in status.nodes)
+    pace = _pace(history)
+    if state == "finished":
+        return Answer(question, "Yes, and finished", "good", f"{status.trained} steps in {duration(wall_s)}{pace}.")
+    return Answer(question, "Yes", "good", f"All {here} nodes answer{pace}.")
+
+
+def _cheating(status: Status, accepted: int, rejected: int) -> Answer:
+    question = "Is anyone cheating?"
+    hard = {reason: n for reason, n in status.reject_reasons.items() if is_hard(reason)}
+    if status.slashed:
+        names = ", ".join(clean(name) for name in status.slashed[:STATED])
+        why = f" ({rejections(sum(hard.values()), hard)})" if hard else ""
+        return Answer(question, "Caught", "bad", f"Slashed: {names}{why}. Rejected work is never trained on.")
+    if hard:
+        return Answer(question, "Suspected", "bad", f"Provably false: {rejections(sum(hard.values()), hard)}.")
+    if not accepted and not rejected:
+        return Answer(question, "Nothing checked yet", "none", "The first verdict is still to come.")
+    exact = status.exact
+    bits = f", {count(exact.tokens)} tokens equal to the last bit" if exact.submissions else ""
+    soft = f"; {rejected} rejected for reasons that are no proof" if rejected else ""
+    return Answer(question, "Nobody was caught", "good", f"{accepted} submissions accepted{bits}{soft}.")
+
+
+def is_silent(node: NodeStatus, status: Status, state: str) -> bool:
+    trained = status.newest_version == status.steps  # from now on nodes end when they are done
+    away = status.now_s - node.seen_s > SILENT_S
+    return state == "running" and away and not node.evicted and node.state != "left" and not trained
+
+
+def _counts(status: Status, state: str) -> dict[str, int]:
+    found = {"all": len(status.nodes), "evicted": 0, "silent": 0, "left": 0, "suspended": 0}
+    for node in status.nodes:
+        found["evicted"] += node.evicted
+        found["left"] += node.state == "left"
+        found["suspended"] += bool(node.suspended_s)
+        found["silent"] += is_silent(node, status, state)
+    return found
+
+
+def _pace(history: RunHistory) -> str:
+    busy = busy_frac(history.metrics)
+    return "" if busy is None else f"; the learner computes {percent(busy, 0)} of its time"
+
+
+def _heldout(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
+    """The first and the newest evaluation, if there are two."""
+    known = [found for found in evaluations if _value(found) is not None]
+    return (known[0], known[-1]) if len(known) > 1 and known[0].version != known[-1].version else None
+
+
+def _value(found: Evaluation) -> float | None:
+    return found.greedy if found.greedy is not None else found.sampled
+
+
+def _interval(found: Evaluation) -> tuple[float, float]:
+    estimate = wilson((_value(found) or 0.0) * found.n, found.n)
+    return estimate.low, estimate.high
+
+
+def _ends(rewards: Sequence[float]) -> tuple[float, float, float]:
+    """Means of the first and the last third, and the standard error of their difference."""
+    size = len(rewards) // 3
+    first, last = rewards[:size], rewards[-size:]
+    means = [sum(part) / size for part in (first, last)]
+    spread = [
+        sum((value - mean) ** 2 for value in part) / max(size - 1, 1)
+        for part, mean in zip((first, last), means, strict=True)
+    ]
+    return means[0], means[1], (sum(spread) / size) ** 0.5
+
+
+def node_table(
+    run: Run, status: Status, pace: Pace, trust: Mapping[str, tuple[int, int]], *, public: bool = False
+) -> list[dict[str, Any]]:
+    """One row per node, problems first. `trust`: by worker, full checks that it passed in a row, and all of them."""
+    state = state_of(run, status)
+    alpha = ALPHA if run.config else None  # evidence of 1 / alpha dismisses a worker
+    rows = [_row(node, status, pace, trust, state, alpha) | ({} if public else _machine(node)) for node in status.nodes]
+    return sorted(rows, key=lambda row: (ORDER[row["tone"]], row["role"], row["name"]))
+
+
+def _row(
+    node: NodeStatus, status: Status, pace: Pace, trust: Mapping[str, tuple[int, int]], state: str, alpha: float | None
+) -> dict[str, Any]:
+    silent = is_silent(node, status, state)
+    condition, tone = "here", "good"
+    if node.evicted:
+        condition, tone = ("slashed" if node.name in status.slashed and node.role == "worker" else "evicted"), "bad"
+    elif silent:
+        condition, tone = "silent", "bad"
+    elif node.suspended_s:
+        condition, tone = "suspended", "warn"
+    elif node.state == "left" or state != "running":
+        condition, tone = ("left" if node.state == "left" else "ended"), "none"
+    elif node.state != "active":
+        condition, tone = node.state, "warn"
+    worked_s = node.stats.busy_s + node.stats.waiting_s
+    speed = node.tokens_per_s or pace.tokens_per_s(node)
+    behind = None
+    if node.policy_version is not None and status.newest_version is not None:
+        behind = max(status.newest_version - node.policy_version, 0)
+    streak, checks = trust.get(node.name, (0, 0))
+    return {
+        "name": clean(node.name),
+        "role": node.role,
+        "condition": condition,
+        "tone": tone,
+        "why": said(node.reason or node.suspension),
+        "doing": said(("waiting for " if node.stats.waiting else "") + node.stats.doing) if node.stats.doing else "",
+        "version": node.policy_version,
+        "behind": behind,
+        "arrived_s": finite(node.stats.intake.behind_s),
+        "speed": finite(speed),
+        "busy": finite(node.stats.busy_s / worked_s) if worked_s > 0 else None,
+        "seen_s": round(max(status.now_s - node.seen_s, 0.0), 1),
+        "accepted": node.accepted,
+        "rejected": node.rejected,
+        "missed": node.missed,
+        "credited": node.credited,
+        "pending": node.pending,
+        "streak": streak,
+        "checks": checks,
+        "evidence": finite(node.evidence),
+        "limit": finite(math.log(1 / alpha)) if alpha else None,
+        "class": bool(node.fingerprint),
+    }
+
+
+def _machine(node: NodeStatus) -> dict[str, Any]:
+    """What the operator sees and the public does not."""
+    return {
+        "memory": node.stats.rss_bytes,
+        "device": clean(f"{node.capability.engine} on {node.capability.device}") if node.capability.device else "",
+        "address": clean(node.url or ""),
+    }
+
+
+def broadcast(status: Status) -> dict[str, Any]:
+    """The tree of weights: each node below the one that sent it most, with the rate of every sender."""
+    names = {node.url: clean(node.name) for node in status.nodes if node.url}
+    rows, left_out = weights_tree(status.nodes, SHOWN_TAKERS)
+    tree = [
+        {
+            "depth": depth,
+            "name": clean(node.name),
+            "role": node.role,
+            "version": node.policy_version,
+            "behind_s": finite(node.stats.intake.behind_s),
+            "from": [
+                {"name": names.get(url, "another address"), "bytes_per_s": finite(rate)}
+                for url, rate in sorted(node.stats.intake.bytes_per_s.items(), key=lambda item: -item[1])
+            ],
+        }
+        for depth, node in rows
+    ]
+    return {"tree": tree, "left_out": left_out}
+
+
+def finite(value: float | None) -> float | None:
+    """A number that JSON can carry, whatever a node reports."""
+    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
+
+
+# --- curves ------------------------------------------------------------------------------------------------------------
+
+
+def names_in(keys: Collection[str]) -> dict[str, str]:
+    """Those of these metrics that the page draws, by what it calls them: NAMES, and the loss at each of several sites."""
+    losses = {f"loss {clean(site[1])}": key for key in sorted(keys) if (site := SITE_LOSS.match(key))}
+    return {name: key for name, key in NAMES.items() if key in keys} | losses
+
+
+def point(metrics: Mapping[str, float]) -> dict[str, float]:
+    """One step as the page calls its figures; `x` counts trained steps from 1."""
+    found = {name: short(metrics[key]) for name, key in names_in(metrics).items()}
+    return {"x": int(metrics["step"]) + 1, "t": round(metrics.get("time_s", 0.0), 2)} | found
+
+
+def curves(history: Sequence[Mapping[str, float]], most: int = MOST) -> Curve:
+    """All curves: `x`, `t`, and for each name its values, with `low` and `high` where steps were put together."""
+    names = names_in({key for step in history for key in step})
+    spans = buckets(len(history), most)
+    together = len(spans) < len(history)
+    ends = [point(history[last - 1]) for _, last in spans]
+    found: Curve = {
+        "x": [end["x"] for end in ends],
+        "t": [end["t"] for end in ends],
+        "values": {},
+        "low": {},
+        "high": {},
+    }
+    for name, key in names.items():
+        parts = [[step[key] for step in history[first:last] if key in step] for first, last in spans]
+        found["values"][name] = [short(sum(part) / len(part)) if part else None for part in parts]
+        if together:
+            found["low"][name] = [short(min(part)) if part else None for part in parts]
+            found["high"][name] = [short(max(part)) if part else None for part in parts]
+    return found
+
+
+def accuracy(found: Evaluation) -> dict[str, Any]:
+    greedy, sampled = (None if value is None else short(value) for value in (found.greedy, found.sampled))
+    return {"x": found.version, "greedy": greedy, "sampled": sampled, "n": found.n, "final": found.final}
+
+
+def buckets(count: int, most: int) -> list[tuple[int, int]]:
+    """At most `most` ranges of about equal size that cover `count` steps, empty ones left out."""
+    size = max(-(-count // most), 1)
+    return [(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def short(value: float) -> float:
+    """Five digits: what a chart can show, and half the bytes."""
+    return float(f"{value:.5g}")

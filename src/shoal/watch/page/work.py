@@ -1,0 +1,249 @@
+"""What the pool worked on: who did what when, what became of it, why work was rejected. From the lines of `work.jsonl`.
+
+The timeline is the figure of asynchrony in the paper (INTELLECT-2, section 2): workers generate with one version while the
+learner trains the next. Invariant: every bar comes from times that the coordinator recorded, with two exceptions. The
+learner's follow from its own report: when a step ended, how long it computed and waited. The lengths of downloads are the
+nodes' statements. A validator that holds several claims is shown at the one that it judged next.
+A rejection is told with its reason in words and with the validator's own detail; names and numbers only, no ids.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from shoal.protocol.messages import WorkerSample
+from shoal.watch.figures import clean, is_hard, reason_words, said
+from shoal.watch.page.overview import MOST, buckets
+from shoal.watch.record import Line
+from shoal.watch.run import Run
+
+SHOWN = 3_000  # newest submissions and downloads in a timeline
+LANES = 40  # of one role; the busiest
+ORDER = ("learner", "origin", "relay", "worker", "validator", "evaluator")
+QUEUE = 50  # oldest that are shown
+REJECTED = 100  # newest
+RECENT = 256  # verdicts whose waits are summed up
+SNIPPET = 160  # characters of a sample in the list of groups
+Bar = dict[str, Any]
+
+
+def submissions(work: Sequence[Line]) -> list[Line]:
+    return [line for line in work if line["kind"] == "submission"]
+
+
+def trust(work: Sequence[Line]) -> dict[str, tuple[int, int]]:
+    """By worker: submissions accepted after a full check since its last rejection, and all full checks."""
+    found: dict[str, tuple[int, int]] = {}
+    for line in work:
+        if line["kind"] == "submission" and line["state"] in ("accepted", "rejected"):
+            streak, checks = found.get(line["worker"], (0, 0))
+            streak = 0 if line["state"] == "rejected" else streak + bool(line["full"])
+            found[line["worker"]] = (streak, checks + bool(line["full"]))
+    return found
+
+
+def flow(work: Sequence[Line], most: int = MOST // 4) -> dict[str, Any]:
+    """Per step, or per bucket of steps, summed: what became of groups, and verdicts by reason."""
+    settled = [line for line in submissions(work) if line["state"] in ("accepted", "rejected", "stale")]
+    spans = buckets(max((line["step"] for line in settled), default=-1) + 1, most)
+    size = spans[0][1] - spans[0][0] if spans else 1
+    groups = {name: [0] * len(spans) for name in ("useful", "filtered", "late", "rejected")}
+    judged: dict[str, list[int]] = {"": [0] * len(spans)}
+    for line in settled:
+        place = line["step"] // size
+        if line["state"] == "stale":
+            groups["late"][place] += line["groups"]
+            continue
+        judged.setdefault(line["reason"] or "", [0] * len(spans))[place] += 1
+        if line["state"] == "rejected":
+            groups["rejected"][place] += line["groups"]
+        for group in line.get("group_list", []):
+            groups["useful" if group["useful"] else "filtered"][place] += 1
+    return {"x": [until for _, until in spans], "per": size, "groups": groups, "verdicts": dict(sorted(judged.items()))}
+
+
+def validation(run: Run) -> dict[str, Any]:
+    """The validators' queue, how long verdicts take, and why submissions were rejected."""
+    settled, under_way = submissions(run.work()), run.under_way()
+    states: dict[str, int] = {}
+    for line in [*settled, *under_way]:
+        states[line["state"]] = states.get(line["state"], 0) + 1
+    judged = [line for line in settled if line["judged_s"] and line["uploaded_s"]][-RECENT:]
+    waits = sorted(line["judged_s"] - line["uploaded_s"] for line in judged)
+    rejected = [line for line in settled if line["state"] == "rejected"][: -REJECTED - 1 : -1]
+    return {
+        "states": states,
+        "wait_s": {"median": _at(waits, 0.5), "p95": _at(waits, 0.95), "of": len(waits)},
+        "queue": [_named(line) for line in under_way if line["state"] != "open"][:QUEUE],
+        "rejected": [_named(line) | why(line) for line in rejected],
+    }
+
+
+def why(line: Line) -> dict[str, Any]:
+    """The reason of a rejection in words, and the validator's detail; empty for what was not rejected."""
+    if not line["reason"]:
+        return {"reason": None, "hard": False, "words": "", "detail": ""}
+    reason = line["reason"]
+    detail = said(line.get("detail", ""))
+    return {"reason": reason, "hard": is_hard(reason), "words": reason_words(reason), "detail": detail}
+
+
+def _named(line: Line) -> dict[str, Any]:
+    names = ("submission", "groups", "version", "step", "state", "uploaded_s", "judged_s")
+    validator = clean(line["validator"]) if line["validator"] else None
+    return {name: line[name] for name in names} | {"worker": clean(line["worker"]), "validator": validator}
+
+
+def _at(ordered: list[float], share: float) -> float | None:
+    return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], 2) if ordered else None
+
+
+# --- groups ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rows of the rollout browser. None and "": any."""
+
+    verdict: str = ""  # accepted | rejected | filtered
+    worker: str = ""
+    source: str = ""
+    task: int | None = None
+    reason: str = ""
+    reward_min: float | None = None
+    reward_max: float | None = None
+    version: int | None = None
+    before: tuple[int, int] | None = None  # (submission, group): only older rows
+
+    def takes(self, row: Mapping[str, Any]) -> bool:
+        verdict = row["state"] if self.verdict != "filtered" else "filtered" if row["useful"] is False else ""
+        equal = (
+            (self.verdict, verdict),
+            (self.worker, row["worker"]),
+            (self.source, row["source"]),
+            (self.reason, row["reason"]),
+            (self.task, row["task"]),
+            (self.version, row["version"]),
+        )
+        if any(wanted not in ("", None) and wanted != value for wanted, value in equal):
+            return False
+        reward = row["reward"]
+        low, high = self.reward_min, self.reward_max
+        return not (low is not None and (reward is None or reward < low)) and not (
+            high is not None and (reward is None or reward > high)
+        )
+
+
+def group_list(work: Sequence[Line], samples: Sequence[WorkerSample], wanted: Wanted, limit: int) -> dict[str, Any]:
+    """Accepted groups and rejected submissions, newest first; a rejected submission has no group (None)."""
+    texts = {(one.submission, one.group): one for one in samples}
+    shown: list[dict[str, Any]] = []
+    for line in reversed(submissions(work)):
+        if wanted.before and line["submission"] > wanted.before[0]:
+            continue
+        for row in _groups(line, texts):
+            place = (row["submission"], -1 if row["group"] is None else row["group"])
+            older = not wanted.before or place[0] < wanted.before[0] or place[1] > wanted.before[1]
+            if older and wanted.takes(row):
+                shown.append(row)
+        if len(shown) > limit:
+            break
+    more = len(shown) > limit
+    last = shown[limit - 1] if more else None
+    before = f"{last['submission']}.{-1 if last['group'] is None else last['group']}" if last else None
+    return {"rows": shown[:limit], "before": before}
+
+
+def _groups(line: Line, texts: Mapping[tuple[str, int], WorkerSample]) -> list[dict[str, Any]]:
+    """The rows of one submission, as the list shows them."""
+    if line["state"] not in ("accepted", "rejected"):
+        return []
+    about = _named(line) | {"reason": line["reason"], "group": None, "reward": None, "useful": None, "tokens": None}
+    about |= {"task": None, "source": None, "target": None, "fate": line["state"]}
+    rows = []
+    for number, group in enumerate(line.get("group_list", [])):
+        row = about | group | {"group": number, "source": clean(group["source"])}
+        row["fate"] = "useful" if group["useful"] else "no signal"
+        if sample := texts.get((line["id"], number)):
+            row |= {"prompt": clean(sample.prompt[-SNIPPET:]), "completion": clean(sample.completion[:SNIPPET])}
+        rows.append(row)
+    return rows or [about]
+
+
+# --- timeline ----------------------------------------------------------------------------------------------------------
+
+
+def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
+    """Lanes of bars between these moments, in seconds of unix time. `cut_s`: it is complete from then on."""
+    work = run.work()
+    lease_s = run.config.coordinator.claim_lease_s if run.config else 0.0
+    both = [*submissions(work), *run.under_way()]
+    during = [line for line in both if line["assigned_s"] <= to_s and (_ended_s(line) or to_s) >= from_s]
+    shown = sorted(during, key=lambda line: int(line["submission"]))[-SHOWN:]
+    lanes: dict[tuple[str, str], list[Bar]] = {("learner", "learner"): _learner(run.history.metrics, from_s, to_s)}
+    for line in shown:
+        if line["uploaded_s"] is not None or line["state"] == "open":  # else: when its worker stopped is not recorded
+            bar = {"kind": "generate", "from_s": line["assigned_s"], "to_s": line["uploaded_s"] or to_s}
+            lanes.setdefault(("worker", clean(line["worker"])), []).append(bar | _submission(line))
+        if line["validator"] is not None and line["lease_s"] is not None:
+            # When a claim was made is not stored: its lease ends `claim_lease_s` after it.
+            begun_s, queued_s = max(line["lease_s"] - lease_s, line["uploaded_s"] or 0.0), line["uploaded_s"]
+            bar = {"kind": "check", "from_s": begun_s, "to_s": line["judged_s"] or to_s, "queued_s": queued_s}
+            bar |= _submission(line) | {"worker": clean(line["worker"])}
+            lanes.setdefault(("validator", clean(line["validator"])), []).append(bar)
+    for (role, _), bars in lanes.items():
+        if role == "validator":
+            _one_by_one(bars)
+    downloads = [
+        line for line in work if line["kind"] == "download" and line["to_s"] >= from_s and line["from_s"] <= to_s
+    ]
+    for line in downloads[-SHOWN:]:
+        bar = {"kind": "receive"} | {name: line[name] for name in ("from_s", "to_s", "version", "bytes")}
+        lanes.setdefault((line["role"], clean(line["node"])), []).append(bar)
+    names = sorted(lanes, key=lambda lane: (-len(lanes[lane]), lane[1]))
+    kept = [name for role in ORDER for name in [lane for lane in names if lane[0] == role][:LANES]]
+    kept.sort(key=lambda lane: (ORDER.index(lane[0]), lane[1]))
+    versions = [line for line in work if line["kind"] == "version" and from_s <= line["at_s"] <= to_s]
+    return {
+        "from_s": from_s,
+        "to_s": to_s,
+        "cut_s": shown[0]["assigned_s"] if len(during) > SHOWN else None,
+        "left_out": len(names) - len(kept),
+        "lanes": [{"role": role, "name": name, "bars": lanes[role, name]} for role, name in kept],
+        "published": [
+            {name: line[name] for name in ("version", "at_s", "bytes")} for line in versions[: -SHOWN - 1 : -1]
+        ],
+    }
+
+
+def _ended_s(line: Line) -> float | None:
+    ended_s: float | None = line["judged_s"] or line["uploaded_s"]
+    return ended_s
+
+
+def _learner(metrics: Sequence[Mapping[str, float]], from_s: float, to_s: float) -> list[Bar]:
+    bars: list[Bar] = []
+    for step in metrics:
+        end_s = step.get("time_s", 0.0)
+        start_s = end_s - step.get("perf/busy_s", 0.0)
+        waited_s = start_s - step.get("perf/waiting_s", 0.0)
+        if end_s < from_s or waited_s > to_s:
+            continue
+        number = int(step["step"])
+        bars.append({"kind": "wait", "from_s": waited_s, "to_s": start_s, "step": number, "version": number})
+        bars.append({"kind": "train", "from_s": start_s, "to_s": end_s, "step": number, "version": number + 1})
+    return bars
+
+
+def _submission(line: Line) -> Bar:
+    return {name: line[name] for name in ("step", "version", "submission", "groups", "state")} | {
+        "reason": line["reason"] or ""
+    }
+
+
+def _one_by_one(checks: list[Bar]) -> None:
+    """Claims are taken together and judged one after another: each bar begins when the one before it ended."""
+    checks.sort(key=lambda bar: float(bar["to_s"]))
+    for earlier, bar in pairwise(checks):
+        bar["from_s"] = min(max(bar["from_s"], earlier["to_s"]), bar["to_s"])

@@ -1,0 +1,154 @@
+"""A run as people see it: its state, history and work, from the files in its folder or from its coordinator's open routes.
+
+Invariant: it changes nothing. A folder can be read during the run and after it: `record` says what is in it. By a
+coordinator's URL only what its open routes tell can be seen: state, curves, nodes and samples.
+Terminal, page and picture draw what is here.
+"""
+
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from shoal.config import Config, parse
+from shoal.errors import UserError
+from shoal.protocol.address import server_url
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import Evaluation, Status, WorkerSample
+from shoal.protocol.watch import PoolWatch
+from shoal.watch.record import EVALUATIONS, METRICS, ROLLOUTS, STATE, WORK, Line, Lines, State
+from shoal.watch.summary import read_summary, wall_s
+
+AWAY_S = 60.0  # a run whose coordinator has written nothing for this long has ended, finished or not
+
+
+class RunError(UserError):
+    """A folder or address that holds no run; the message names it and the next step."""
+
+
+class Run(Protocol):
+    """`look` brings the state and `history` up to date."""
+
+    name: str
+    history: RunHistory
+    config: Config | None
+    folder: Path | None  # None: it is known by its open routes
+
+    def look(self) -> Status: ...
+
+    def changed(self) -> bool:
+        """Whether a look may show anything new."""
+        ...
+
+    def running(self) -> bool: ...
+
+    def wall_s(self, status: Status) -> float:
+        """What the run has taken: as its summary says, or `shoal run` measures, else since its coordinator first started."""
+        ...
+
+    def work(self) -> list[Line]:
+        """Of `work.jsonl`; empty where it is not known."""
+        ...
+
+    def under_way(self) -> list[Line]:
+        """Submissions that are not settled, oldest first."""
+        ...
+
+
+class FolderRun:
+    """The folder of a run, or of a pool's coordinator."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """Raises RunError, and ConfigError for a config of another version."""
+        if not (folder / STATE).is_file():
+            raise RunError(f"no {STATE} in {folder}: name the folder of a run, of a coordinator, or its URL")
+        self.folder: Path | None = folder
+        self.path, self.clock = folder, clock
+        self.history = RunHistory()
+        self._files = {name: Lines(folder / name) for name in (METRICS, EVALUATIONS, ROLLOUTS, WORK)}
+        self._state: State | None = None
+        self._seen: tuple[int, ...] = ()
+        self.name = self.look().run
+        assert self._state is not None
+        self.config: Config | None = parse(tomllib.loads(self._state.config), source=f"{folder / STATE}")
+
+    def look(self) -> Status:
+        try:
+            self._state = State.model_validate_json((self.path / STATE).read_bytes())
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path / STATE} is not of a run of this version: {error}") from error
+        self._seen = self._marks()
+        steps = {step["step"]: step for step in self._files[METRICS].read()}
+        self.history.metrics = [steps[number] for number in sorted(steps)]
+        self.history.evaluations = [Evaluation.model_validate(line) for line in self._files[EVALUATIONS].read()]
+        self.history.samples = [WorkerSample.model_validate(line) for line in self._files[ROLLOUTS].read()]
+        return self._state.status
+
+    def changed(self) -> bool:
+        return self._marks() != self._seen
+
+    def running(self) -> bool:
+        assert self._state is not None
+        if self._state.ended or self._state.status.state == "finished":
+            return False
+        return bool(self.clock() - (self.path / STATE).stat().st_mtime < AWAY_S)
+
+    def wall_s(self, status: Status) -> float:
+        if status.state == "finished" and (told := read_summary(self.path).get("wall_s")):
+            return float(told)
+        measured = wall_s(self.path, self.clock(), running=self.running())
+        return status.now_s - status.started_s if measured is None else measured
+
+    def work(self) -> list[Line]:
+        return self._files[WORK].read()
+
+    def under_way(self) -> list[Line]:
+        return self._state.under_way if self._state else []
+
+    def _marks(self) -> tuple[int, ...]:
+        paths = [self.path / name for name in (STATE, METRICS, EVALUATIONS)]
+        return tuple(path.stat().st_mtime_ns for path in paths if path.exists())
+
+
+class PoolRun:
+    """A coordinator elsewhere, by its URL."""
+
+    config: Config | None = None
+    folder: Path | None = None
+
+    def __init__(self, url: str, client: httpx.Client) -> None:
+        self.pool = PoolWatch(server_url(url), client)
+        self.history = self.pool.history
+        self.name = url
+        self._state = "running"
+
+    def look(self) -> Status:
+        """Raises UnreachableError."""
+        status = self.pool.look()
+        self.name, self._state = status.run, status.state
+        return status
+
+    def changed(self) -> bool:
+        return True
+
+    def running(self) -> bool:
+        return self._state == "running"
+
+    def wall_s(self, status: Status) -> float:
+        return status.now_s - status.started_s
+
+    def work(self) -> list[Line]:
+        return []
+
+    def under_way(self) -> list[Line]:
+        return []
+
+
+def open_run(where: str) -> Run:
+    """The run at a folder or a URL. Raises RunError or AddressError."""
+    if where.startswith(("http://", "https://")):
+        return PoolRun(where, httpx.Client(timeout=5))
+    return FolderRun(Path(where))

@@ -1,0 +1,118 @@
+"""A finished run for all tests of this folder, with hostile texts in it, and a server that shows it."""
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from shoal.watch.page.server import LOOPBACK, Dashboard
+from shoal.watch.run import FolderRun
+from tests.cli.audit.recorded import record_run
+
+MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+Serving = Callable[..., str]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change each line of a file of JSON lines."""
+    lines = [json.dumps(change(json.loads(line))) for line in path.read_text().splitlines()]
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A node's name, a node's report, a sample and a verdict hold markup; another verdict names a token."""
+    folder = record_run(tmp_path_factory.mktemp("watched"))
+    state = json.loads((folder / "state.json").read_text())
+    for node in state["status"]["nodes"]:
+        if node["name"] == "bob":
+            node["name"] = MARKUP[:60]
+        if node["name"] == "alice":
+            node["stats"] = {"doing": MARKUP[:80], "tokens": 5, "busy_s": 1.0, "waiting_s": 1.0}
+            node["url"] = "http://10.1.2.3:99"
+    (folder / "state.json").write_text(json.dumps(state))
+    rewrite(folder / "rollouts.jsonl", lambda one: one | {"task": MARKUP, "prompt": MARKUP, "completion": MARKUP})
+
+    def hostile(line: dict[str, Any]) -> dict[str, Any]:
+        if line["kind"] != "submission":
+            return line
+        line["worker"] = line["worker"].replace("bob", MARKUP[:60])
+        if line["submission"] == 1:
+            line["missed"] = [[1, 0, 0.7]]
+        if line["state"] == "rejected":
+            line["detail"] = f"{MARKUP} http://10.1.2.3:99 {'ab' * 32}"
+        return line
+
+    rewrite(folder / "work.jsonl", hostile)
+    begun_s = state["status"]["started_s"]
+    download = {"kind": "download", "number": 1, "node": "alice", "role": "worker", "version": 1, "bytes": 700}
+    with (folder / "work.jsonl").open("a") as file:
+        file.write(json.dumps(download | {"from_s": begun_s, "to_s": begun_s + 2}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def two_sites(finished: Path, tmp_path: Path) -> Path:
+    """The same run, trained at two sites. The second has a name with markup, and no part in the last step."""
+    folder = shutil.copytree(finished, tmp_path / "sites")
+
+    def at_sites(step: dict[str, Any]) -> dict[str, Any]:
+        told = {"sites/kept": 2.0}
+        for name, kept in (("site-0", 1.0), (MARKUP[:20], float(step["step"] < 2))):
+            told |= {f"sites/{name}/{what}": kept for what in ("kept", "loss", "computed_s", "synced_s", "sent_bytes")}
+        return step | told
+
+    rewrite(folder / "metrics.jsonl", at_sites)
+    return folder
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    """Starts servers in a thread; each call returns the address of one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runners: list[web.AppRunner] = []
+
+    async def start(folder: Path, public: bool, hosts: tuple[str, ...], compare: list[Path]) -> str:
+        others = [FolderRun(other) for other in compare]
+        for other in others:
+            other.look()
+        dashboard = Dashboard(FolderRun(folder), [*others], public=public)
+        runner = web.AppRunner(dashboard.app(hosts), shutdown_timeout=0.1)
+        await runner.setup()
+        runners.append(runner)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    def serve(
+        folder: Path, *, public: bool = False, hosts: tuple[str, ...] = LOOPBACK, compare: Sequence[Path] = ()
+    ) -> str:
+        return asyncio.run_coroutine_threadsafe(start(folder, public, hosts, list(compare)), loop).result(30)
+
+    yield serve
+    for runner in runners:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """Debian's browser. Skips without it; `make browser` installs it."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("Chromium is not installed: make browser")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -1,0 +1,93 @@
+// The page's logic without a browser: node --test tests/watch/page/page.test.mjs
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import * as figures from "../../../src/shoal/watch/page/static/figures.js";
+import { Run } from "../../../src/shoal/watch/page/static/run.js";
+
+const opened = () => ({
+  curves: { x: [1, 2], t: [10, 20], values: { reward: [0.1, 0.2] }, low: {}, high: {} },
+  evaluations: [{ x: 0, greedy: 0.3, sampled: 0.2, n: 8, final: false }],
+});
+
+test("figures are written as the terminal writes them", () => {
+  assert.equal(figures.count(812), "812");
+  assert.equal(figures.count(81234), "81.2k");
+  assert.equal(figures.count(999960), "1.0M");
+  assert.equal(figures.duration(3725), "1h 02m");
+  assert.equal(figures.duration(59.6), "1m 00s");
+  assert.equal(figures.percent(0.5188), "51.9 %");
+  assert.equal(figures.brief(0.00364), "0.0036");
+  assert.deepEqual([700, 5e6, 3e9].map(figures.bytes), ["1 KiB", "5 MiB", "2.8 GiB"]);
+  for (const write of [figures.count, figures.duration, figures.percent, figures.number, figures.brief]) {
+    assert.equal(write(null), "–");
+    assert.equal(write(NaN), "–");
+  }
+});
+
+test("the losses of sites are found among the curves, by name", () => {
+  const values = { loss: [1], "loss site-1": [null, 2], reward: [0], "loss site-0": [3, 4] };
+  assert.deepEqual(figures.siteLosses(values), [["site-0", [3, 4]], ["site-1", [null, 2]]]);
+});
+
+test("a verdict's number comes first, and a long name loses its middle", () => {
+  assert.equal(figures.verdicts("", 12), "12 accepted");
+  assert.equal(figures.verdicts("proof", 1), "1 rejected: proof");
+  assert.equal(figures.middle("words-of-seven-letters-3", 16), "words-of…tters-3");
+  assert.equal(figures.middle("tiny-0", 16), "tiny-0");
+});
+
+test("ticks are round and within the range", () => {
+  assert.deepEqual(figures.ticks(0, 0.76, 4), [0, 0.2, 0.4, 0.6]);
+  assert.deepEqual(figures.wholeTicks(1, 3, 6), [1, 2, 3]);
+  assert.deepEqual(figures.ticks(5, 5), [5]);
+  for (const value of figures.ticks(-3.3, 7.7, 5)) assert.ok(value >= -3.3 && value <= 7.7);
+});
+
+test("a range starts at 0, holds every value and ignores gaps", () => {
+  const [low, high] = figures.range([[0.2, null, 0.8], [undefined, NaN]]);
+  assert.equal(low, 0);
+  assert.ok(high > 0.8 && high < 0.9);
+  assert.deepEqual(figures.range([[]]), [0, 1]);
+  assert.ok(figures.range([[-1, 1]])[0] < -1);
+});
+
+test("a path leaves a gap where a value is missing", () => {
+  const same = (value) => value;
+  assert.equal(figures.path([1, 2, 3], [1, null, 3], same, same), "M1.0 1.0M3.0 3.0");
+  assert.equal(figures.path([1, 2], [1, 2], same, same), "M1.0 1.0L2.0 2.0");
+});
+
+test("smoothing keeps the length and the mean of a constant", () => {
+  assert.deepEqual(figures.smooth([2, 2, 2, 2]), [2, 2, 2, 2]);
+  assert.equal(figures.smooth([null, null, null]).every((value) => value === null), true);
+});
+
+test("the nearest point is found at both ends and between", () => {
+  const xs = [1, 4, 9];
+  assert.deepEqual([0, 2, 3, 7, 100].map((x) => figures.nearest(xs, x)), [0, 0, 1, 2, 2]);
+  assert.equal(figures.nearest([], 3), -1);
+});
+
+test("a step that comes twice is taken once", () => {
+  const run = new Run(opened());
+  run.addStep({ x: 3, t: 30, reward: 0.3, entropy: 1 });
+  run.addStep({ x: 3, t: 30, reward: 0.4, entropy: 1 });
+  assert.deepEqual(run.curves.x, [1, 2, 3]);
+  assert.deepEqual(run.curves.values.reward, [0.1, 0.2, 0.4]);
+  assert.deepEqual(run.curves.values.entropy, [null, null, 1]);
+});
+
+test("a step inside a bucket changes nothing", () => {
+  const run = new Run(opened());
+  run.curves.x = [10, 20];
+  assert.equal(run.addStep({ x: 15, t: 0, reward: 9 }), false);
+  assert.deepEqual(run.curves.values.reward, [0.1, 0.2]);
+});
+
+test("an evaluation replaces the one of its version", () => {
+  const run = new Run(opened());
+  run.addEvaluation({ x: 5, greedy: 0.6, sampled: 0.5, n: 8, final: true });
+  run.addEvaluation({ x: 0, greedy: 0.9, sampled: 0.2, n: 8, final: false });
+  assert.deepEqual(run.evaluations.map((found) => [found.x, found.greedy]), [[0, 0.9], [5, 0.6]]);
+});

@@ -1,0 +1,146 @@
+"""The page in a real browser, on a finished run with hostile texts. `make browser` installs what it needs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .browsing import Watched
+from .conftest import Serving
+
+pytestmark = pytest.mark.slow
+AXE = Path(__file__).parents[3] / ".browser" / "node_modules" / "axe-core" / "axe.min.js"
+VIEWS = ["overview", "timeline", "nodes", "validation", "rollouts", "about"]
+
+
+def test_the_first_screen_holds_three_answers_and_six_charts(chromium: Any, finished: Path, serving: Serving) -> None:
+    watched = Watched(chromium, serving(finished))
+    page = watched.open()
+    page.wait_for_selector(".member")
+    assert page.locator(".answer").count() == 3 and page.locator(".card").count() == 6
+    assert page.evaluate("document.documentElement.scrollHeight") <= 900
+    assert page.locator(".answer.bad .said").inner_text() == "Caught"
+    assert watched.errors == [] and watched.asked == {watched.url}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_text_of_others_becomes_markup(chromium: Any, finished: Path, serving: Serving, view: str) -> None:
+    watched = Watched(chromium, serving(finished))
+    page = watched.open(view)
+    if view == "rollouts":
+        page.locator("tr.pick a").first.click()
+        page.wait_for_selector(".side")
+    page.wait_for_load_state("domcontentloaded")
+    assert "owned" not in page.title()
+    assert page.locator("main img, main script").count() == 0
+    assert watched.errors == [] and watched.asked == {watched.url}
+
+
+def test_runs_are_overlaid(chromium: Any, finished: Path, serving: Serving) -> None:
+    watched = Watched(chromium, serving(finished, compare=[finished]))
+    page = watched.open()
+    card = page.locator(".card", has_text="Reward and held-out accuracy")
+    assert card.locator("path.line.c-faint.thin").count() == 1
+    assert card.locator("circle.ring.c-faint").count() == card.locator("circle.dot.c-ink").count() > 0
+    assert page.locator("#run").inner_text() in card.locator(".legend").inner_text()
+    assert watched.errors == []
+
+
+def test_tokens_are_marked_by_margin_or_by_probability(chromium: Any, finished: Path, serving: Serving) -> None:
+    page = Watched(chromium, serving(finished)).open("rollouts/1/0")
+    page.wait_for_selector(".side")
+    assert page.get_by_role("button", name="Replay margin").get_attribute("aria-pressed") == "true"
+    marked = page.locator(".side .text span.p0, .side .text span.p1, .side .text span.p2")
+    assert marked.count() == 1 and "misses by 0.7 nats" in marked.first.get_attribute("title")
+    page.get_by_role("button", name="Probability").click()
+    assert "marked by its probability" in page.locator("#view").inner_text()
+    page.goto(f"{page.url.partition('#')[0]}#rollouts/2/0")
+    page.get_by_text("recorded no replay margins").wait_for()
+
+
+def test_downloads_are_shown(chromium: Any, finished: Path, serving: Serving) -> None:
+    watched = Watched(chromium, serving(finished))
+    page = watched.open("timeline")
+    page.get_by_role("button", name="1h 00m").click()
+    download = page.locator("rect.b-receive")
+    assert "alice receives 1 KiB of version 1" in (download.first.get_attribute("aria-label") or "")
+
+
+def test_a_chart_can_be_read_by_keyboard(chromium: Any, finished: Path, serving: Serving) -> None:
+    page = Watched(chromium, serving(finished)).open()
+    page.locator(".card svg").first.focus()
+    page.keyboard.press("End")
+    assert page.locator(".tip:visible").inner_text().startswith("step 3")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator(".tip:visible").inner_text().startswith("step 2")
+    page.keyboard.press("Escape")
+    assert page.locator(".tip:visible").count() == 0
+
+
+def test_a_rejection_is_explained(chromium: Any, finished: Path, serving: Serving) -> None:
+    page = Watched(chromium, serving(finished)).open("validation")
+    page.wait_for_selector(".reason")
+    reason = page.locator(".reason", has_text="proof").first
+    assert "another model" in reason.inner_text()
+    reason.locator("a").click()
+    page.wait_for_selector(".verdict.bad")
+    assert "The worker's own signature proves it" in page.locator(".verdict").inner_text()
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_sites_are_shown_where_the_learner_has_some(
+    chromium: Any, finished: Path, two_sites: Path, serving: Serving, width: int
+) -> None:
+    assert Watched(chromium, serving(finished)).open().locator("#views a", has_text="Sites").count() == 0
+    watched = Watched(chromium, serving(two_sites), width=width, height=844)
+    page = watched.open("sites")
+    assert page.locator("#views a[aria-current=page]").inner_text() == "Sites"
+    rows = page.locator("tbody tr")
+    assert rows.count() == 2 and "missing" in page.locator("tr", has_text="<img").inner_text()
+    assert "50 %" in page.locator("tr", has_text="site-0").inner_text()
+    page.wait_for_selector("path.line.c-ink", state="attached")  # level lines have no height
+    assert page.locator(".plot path.line").count() == 2
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert "owned" not in page.title() and page.locator("main img, main script").count() == 0
+    assert watched.errors == [] and watched.asked == {watched.url}
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_view_is_wider_than_the_screen(
+    chromium: Any, finished: Path, serving: Serving, view: str, width: int
+) -> None:
+    page = Watched(chromium, serving(finished), width=width, height=844).open(view)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_theme_is_kept(chromium: Any, finished: Path, serving: Serving) -> None:
+    page = Watched(chromium, serving(finished)).open()
+    page.locator("#theme").click()
+    page.reload()
+    page.wait_for_selector(".answer")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_a_lost_connection_is_said_and_found_again(chromium: Any, finished: Path, serving: Serving) -> None:
+    watched = Watched(chromium, serving(finished))
+    watched.page.route("**/api/events*", lambda route: route.abort())
+    page = watched.open()
+    page.wait_for_selector("#trouble:visible")
+    assert page.locator(".answer").count() == 3  # the page keeps what it has
+    page.unroute("**/api/events*")
+    page.reload()
+    page.wait_for_selector(".answer")
+    page.wait_for_selector("#trouble", state="hidden")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_axe_finds_nothing_serious(chromium: Any, finished: Path, serving: Serving, view: str, theme: str) -> None:
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed: make browser")
+    page = Watched(chromium, serving(finished), theme=theme).open(view)
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    serious = [(one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
+    assert serious == []

@@ -1,0 +1,209 @@
+"""What the dashboard computes from a run: curves, answers, lanes, words."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import Evaluation, Reason, Status
+from shoal.watch.figures import REASONS, is_hard, reason_words, said
+from shoal.watch.page.feed import Seen
+from shoal.watch.page.overview import buckets, curves, overview, point, run_name
+from shoal.watch.page.work import _one_by_one, flow, trust
+from shoal.watch.run import FolderRun, RunError
+
+
+def steps(rewards: list[float]) -> list[dict[str, float]]:
+    return [{"step": float(number), "reward/mean": value} for number, value in enumerate(rewards)]
+
+
+def status(**changes: object) -> Status:
+    base: dict[str, object] = {
+        "run": "tiny-0-0123456789abcdef", "state": "running", "step": 1, "steps": 10, "have": 0, "need": 4,
+        "newest_version": 1, "started_s": 0.0, "now_s": 100.0, "nodes": [], "trained": 1, "notices": [],
+        "reject_reasons": {}, "slashed": [], "stale_groups": 0, "tokens_generated": 0,
+    }  # fmt: skip
+    return Status.model_validate(base | changes)
+
+
+def told_of(found: Status, history: RunHistory, *, running: bool = True, wall_s: float = 100.0) -> dict[str, Any]:
+    run: Any = SimpleNamespace(history=history, config=None, running=lambda: running, wall_s=lambda _: wall_s)
+    return overview(run, found)
+
+
+def answers(found: Status, history: RunHistory) -> dict[str, tuple[str, str]]:
+    told = told_of(found, history)["answers"]
+    return {one["question"]: (one["answer"], one["tone"]) for one in told}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 360, 361, 5000])
+def test_buckets_cover_every_step_once(count: int) -> None:
+    spans = buckets(count, 360)
+    assert [step for first, until in spans for step in range(first, until)] == list(range(count))
+    assert len(spans) <= 360
+
+
+def test_a_spike_survives_downsampling() -> None:
+    rewards = [0.1] * 5000
+    rewards[1234] = 9.0
+    found = curves(steps(rewards))
+    assert len(found["x"]) <= 360 and found["x"][-1] == 5000
+    assert max(found["high"]["reward"]) == 9.0 and max(found["values"]["reward"]) < 1.0
+
+
+def test_few_steps_stay_as_they_are() -> None:
+    found = curves(steps([0.1, 0.3]))
+    assert found["values"]["reward"] == [0.1, 0.3] and found["low"] == {}
+    assert point({"step": 4.0, "time_s": 7.0, "reward/mean": 0.123456789}) == {"x": 5, "t": 7.0, "reward": 0.12346}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "answer"),
+    [
+        ([0.1, 0.2], "Too early to say"),
+        ([0.1 + 0.05 * n for n in range(12)], "Yes"),
+        ([0.9 - 0.05 * n for n in range(12)], "No, reward falls"),
+        ([0.4, 0.5] * 6, "Not visibly"),
+    ],
+)
+def test_whether_it_learns_follows_from_the_reward(rewards: list[float], answer: str) -> None:
+    assert answers(status(), RunHistory(metrics=steps(rewards)))["Is it learning?"][0] == answer
+
+
+def test_held_out_accuracy_outweighs_the_reward() -> None:
+    found = [Evaluation(version=v, greedy=g, sampled=None, n=256, final=False) for v, g in ((0, 0.8), (9, 0.4))]
+    history = RunHistory(metrics=steps([0.1 + 0.05 * n for n in range(12)]), evaluations=found)
+    assert answers(status(), history)["Is it learning?"] == ("No, it got worse", "bad")
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [
+        ({}, "Nothing checked yet"),
+        ({"reject_reasons": {"proof": 1}}, "Suspected"),
+        ({"reject_reasons": {"proof": 1}, "slashed": ["bob"]}, "Caught"),
+    ],
+)
+def test_who_cheats_follows_from_hard_reasons(changes: dict[str, object], answer: str) -> None:
+    assert answers(status(**changes), RunHistory())["Is anyone cheating?"][0] == answer
+
+
+def test_a_silent_node_is_no_health() -> None:
+    node = {"name": "worker-3", "role": "worker", "url": None, "policy_version": 0, "seen_s": 10.0, "evicted": False}
+    nodes = [node | {"accepted": 0, "rejected": 0, "stats": {}}]
+    told = answers(status(nodes=nodes), RunHistory())
+    assert told["Is it healthy?"] == ("Look here", "warn")
+    nodes[0]["seen_s"] = 99.0
+    assert answers(status(nodes=nodes), RunHistory())["Is it healthy?"][1] == "good"
+
+
+def two_sites(rewards: list[float], **of_1: float) -> list[dict[str, float]]:
+    """Two sites that count; the last step says of site-1 what `of_1` says."""
+    both = {f"sites/site-{n}/{key}": 1.0 for n in (0, 1) for key in ("kept", "loss")} | {"sites/kept": 2.0}
+    found = [step | both for step in steps(rewards)]
+    found[-1] |= {f"sites/site-1/{key}": value for key, value in of_1.items()}
+    return found
+
+
+def test_the_sites_of_a_learner_are_shown_with_their_curves() -> None:
+    history = RunHistory(metrics=two_sites([0.1, 0.2], computed_s=3.0, synced_s=1.0, sent_bytes=5.0, loss=0.5))
+    told = told_of(status(), history)["sites"]
+    assert [(site["name"], site["state"], site["tone"]) for site in told] == [
+        (f"site-{n}", "counts", "good") for n in (0, 1)
+    ]
+    assert {key: told[1][key] for key in ("loss", "computing", "waiting", "syncing", "sent")} == {
+        "loss": 0.5, "computing": 0.75, "waiting": 0.0, "syncing": 0.25, "sent": 5.0,
+    }  # fmt: skip
+    assert curves(history.metrics)["values"]["loss site-1"] == [1.0, 0.5]
+    assert point(history.metrics[1])["loss site-1"] == 0.5
+
+
+def test_a_site_that_is_missing_is_no_health() -> None:
+    assert answers(status(), RunHistory(metrics=two_sites([0.1])))["Is it healthy?"][1] == "good"
+    history = RunHistory(metrics=two_sites([0.1], kept=0.0))
+    assert answers(status(), history)["Is it healthy?"] == ("Look here", "warn")
+
+
+def test_every_reason_has_words() -> None:
+    assert REASONS.keys() == set(Reason)
+    assert is_hard("proof") and not is_hard("inexact") and reason_words("of a later version") == "of a later version"
+
+
+def test_what_others_say_loses_keys_addresses_and_control_characters() -> None:
+    told = said(f"{'0f' * 32} at https://10.0.0.1:80/x?k=1 and 10.0.0.7:9\x1b[2J")
+    assert told == "[key] at [address] and [address]?[2J"
+    assert run_name("quickstart-0-7715741485d6412d") == "quickstart-0"
+
+
+def test_claims_of_one_validator_are_shown_one_after_another() -> None:
+    bars = [{"from_s": 0.0, "to_s": 5.0}, {"from_s": 0.0, "to_s": 3.0}, {"from_s": 6.0, "to_s": 8.0}]
+    _one_by_one(bars)
+    assert [(bar["from_s"], bar["to_s"]) for bar in bars] == [(0.0, 3.0), (3.0, 5.0), (6.0, 8.0)]
+
+
+def test_what_a_page_has_seen_is_read_strictly() -> None:
+    assert Seen.read("12.3") == Seen(12, 3) and str(Seen(12, 3)) == "12.3"
+    assert [Seen.read(text) for text in ("", "12", "a.1", "1.-1", "1" * 30 + ".1")] == [None] * 5
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no state.json"):
+        FolderRun(tmp_path)
+    (tmp_path / "state.json").write_text('{"status": 1}')
+    with pytest.raises(RunError, match="of this version"):
+        FolderRun(tmp_path)
+
+
+def test_a_run_whose_coordinator_writes_no_more_has_stopped(finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    state = json.loads((folder / "state.json").read_text())
+    state["status"]["state"] = "running"
+
+    def running(ended: bool, later_s: float) -> bool:
+        (folder / "state.json").write_text(json.dumps(state | {"ended": ended}))
+        return FolderRun(folder, lambda: time.time() + later_s).running()
+
+    assert running(False, 0.0) and not running(False, 90.0), "it was killed"
+    assert not running(True, 0.0), "it was stopped"
+
+
+def test_a_rejection_is_told_with_its_number_first() -> None:
+    def detail(found: Status) -> str:
+        told = told_of(found, RunHistory())["answers"]
+        return str(told[2]["detail"])
+
+    caught = status(slashed=["worker-liar"], reject_reasons={"proof": 1})
+    assert detail(caught) == "Slashed: worker-liar (1 rejected: proof). Rejected work is never trained on."
+    suspected = status(reject_reasons={"proof": 2, "reward": 1, "unreadable": 5})
+    assert detail(suspected) == "Provably false: 3 rejected: 2 proof, 1 reward."
+
+
+def test_what_a_run_took_is_told_once_for_all() -> None:
+    found = status(state="finished", trained=10)
+    told = told_of(found, RunHistory(), running=False, wall_s=63.0)
+    assert told["elapsed_s"] == 63.0 and "10 steps in 1m 03s" in told["answers"][1]["detail"]
+
+
+def test_work_is_counted_by_step_and_by_worker() -> None:
+    def settled(state: str, step: int, reason: str | None = None, **more: Any) -> dict[str, Any]:
+        line = {"kind": "submission", "state": state, "step": step, "reason": reason, "worker": "w", "full": True}
+        return line | {"groups": 2} | more
+
+    groups = [{"useful": True}, {"useful": False}]
+    work = [
+        {"kind": "version", "version": 0},
+        settled("accepted", 0, group_list=groups),
+        settled("rejected", 0, "proof"),
+        settled("stale", 1),
+        settled("expired", 1),
+        settled("accepted", 1, group_list=groups),
+    ]
+    assert trust(work) == {"w": (1, 3)}
+    found = flow(work)
+    assert found["groups"] == {"useful": [1, 1], "filtered": [1, 1], "late": [0, 2], "rejected": [2, 0]}
+    assert found["verdicts"] == {"": [1, 1], "proof": [1, 0]} and found["x"] == [1, 2]
