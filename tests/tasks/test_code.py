@@ -294,9 +294,9 @@ def test_tests_that_reach_a_limit_are_not_repeatable() -> None:
 
 def test_all_stdin_cases_together_have_a_limit() -> None:
     """Its worker knows the cases, and may write a program that sleeps in each of them and still passes."""
-    with limited(cpu_s=60.0, wall_s=0.5) as code:
+    with limited(cpu_s=60.0, wall_s=0.3) as code:
         cases = {"kind": "stdin", "cases": [{"input": "", "output": "1"}] * 100}
-        found = grade(code, cases, "import time\ntime.sleep(0.25)\nprint(1)")
+        found = grade(code, cases, "import time\ntime.sleep(0.15)\nprint(1)")
         assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
         assert "time limit" in found.detail
         assert int(found.detail.split()[1]) <= 20

@@ -166,7 +166,7 @@ def fuzz(count: int) -> None:
     calls = reward.grader.calls
     reward.grader.calls = lambda values: ended.extend(calls(values)) or ended[-len(values) :]  # type: ignore[method-assign]
     cases = list(answers(0, count))
-    for batch in (cases[at : at + 100] for at in range(0, count, 100)):
+    for batch in (cases[at : at + 50] for at in range(0, count, 50)):
         grades += reward.grade([Task("t", "", gold) for gold, _ in batch], [completion for _, completion in batch])
     reward.close()
     assert len(grades) == count
@@ -180,7 +180,7 @@ def fuzz(count: int) -> None:
 
 
 def test_no_fuzzed_answer_outlasts_its_limit() -> None:
-    fuzz(100)
+    fuzz(50)
 
 
 @pytest.mark.slow

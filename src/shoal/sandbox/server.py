@@ -4,7 +4,8 @@ Invariants: nothing that a program does reaches the server, which never runs one
 pool, takes one request at a time and ends when the socket closes or the pool's process dies. A keeper ends when the
 program ends, when the pool pulls the leash (closes its end of a socket), when the pool dies, or when the wall limit has
 passed, whichever is first; then nothing that the program started is alive. Only it writes to the leash once the
-program's code runs, so a program cannot report for itself. In the strong tiers both are process 1 of their namespaces.
+program's code runs, so a program cannot report for itself. In the strong tiers both are process 1 of their namespaces;
+in `plain` the server keeps its programs itself.
 Left out: a second program at once, and the program's output; the pool starts more servers, and reads the pipes itself.
 """
 
@@ -92,14 +93,29 @@ def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
     message, descriptors, _, _ = socket.recv_fds(control, 64, MAX_DESCRIPTORS)
     if not message:
         return False
+    if config["plain"]:  # code that is trusted needs no keeper of its own
+        copies = [above(LOWEST, descriptor) for descriptor in descriptors]
+        close(descriptors)
+        keep(config, copies)
+    elif not keep_apart(control, config, descriptors):
+        return False
+    with contextlib.suppress(OSError):  # the pool has gone, as the next call sees
+        control.send(DONE)
+    return True
+
+
+def keep_apart(control: socket.socket, config: dict[str, Any], descriptors: list[int]) -> bool:
+    """Fork a keeper and wait for its end. False: the pool has gone."""
     child = kernel.fork_into(FRESH) if config["strong"] else os.fork()
     if child == 0:
         try:
-            keep(config, descriptors)
+            if not config["strong"]:
+                kernel.call_prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+                kernel.call_prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            keep(config, raise_above(LOWEST, descriptors))
         finally:
-            os._exit(1)
-    for descriptor in descriptors:
-        os.close(descriptor)
+            os._exit(0)
+    close(descriptors)
     ended = os.pidfd_open(child)
     alone = readable([ended, control.fileno(), config["parent"]]) != {ended}
     os.close(ended)
@@ -108,7 +124,6 @@ def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
     os.waitpid(child, 0)
     if not config["strong"]:
         end_descendants()  # of a keeper that its program killed
-    control.send(DONE)
     return True
 
 
@@ -123,45 +138,52 @@ def readable(descriptors: list[int]) -> set[int]:
 # --- the keeper of one program --------------------------------------------------------------------------------------
 
 
-def keep(config: dict[str, Any], descriptors: list[int]) -> NoReturn:
-    """Prepare scratch space, start the program, wait, kill everything, report."""
-    payload, stdin, stdout, stderr, leash, *frames = raise_above(LOWEST, descriptors)
+def keep(config: dict[str, Any], descriptors: list[int]) -> None:
+    """Prepare scratch space, start the program, wait, kill everything, report. Closes the descriptors."""
+    payload, stdin, stdout, stderr, leash, *frames = descriptors
     strong, scratch = config["strong"], ""
     try:
         request = json.loads(read_all(payload))
-        if not strong:
-            kernel.call_prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-            kernel.call_prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if not config["plain"]:
             scratch = make_scratch(request, config)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         child = os.fork()
         if child == 0:
             try:
                 program.main(config, request, [stdin, stdout, stderr, *frames], leash, scratch)
             finally:
                 os._exit(1)  # never back into this code
-        for descriptor in (stdin, stdout, stderr, *frames):
-            os.close(descriptor)
+        close([stdin, stdout, stderr, *frames])
         timely = wait(child, leash, time.monotonic() + request["wall_s"] + BACKSTOP_S, request["cpu_s"])
-        code = end(child, strong)
+        code, resident_kib = end(child, strong)
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        memory_bytes = max(0, (usage.ru_maxrss << 10) - config.get("resident_bytes", 0))
-        cpu_s = usage.ru_utime + usage.ru_stime
+        cpu_s = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
+        memory_bytes = max(0, (resident_kib << 10) - config.get("resident_bytes", 0))
         report(leash, {"code": code, "timely": timely, "cpu_s": cpu_s, "memory_bytes": memory_bytes})
     except BaseException as error:  # noqa: BLE001 - told to the pool, which raises it
         report(leash, {"error": f"{type(error).__name__}: {error}"})
+    os.close(leash)
     if scratch and not strong:
         shutil.rmtree(scratch, ignore_errors=True)
-    os._exit(0)
+
+
+def above(lowest: int, descriptor: int) -> int:
+    """Return a copy of the descriptor, out of the way of those that the program gets."""
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest)
 
 
 def raise_above(lowest: int, descriptors: list[int]) -> list[int]:
     """Move descriptors up and close every other one but stdio: the server's socket among them."""
-    raised = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in descriptors]
+    raised = [above(64, descriptor) for descriptor in descriptors]
     os.closerange(3, 64)
-    lowered = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest) for descriptor in raised]
+    lowered = [above(lowest, descriptor) for descriptor in raised]
     os.closerange(64, 1 << 16)
     return lowered
+
+
+def close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def read_all(descriptor: int) -> bytes:
@@ -206,9 +228,9 @@ def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
         os.close(ended)
 
 
-def end(child: int, strong: bool) -> int | None:
-    """Kill and reap all that is left. Return the program's exit code, or its signal as a negative number."""
-    ended, status = os.waitpid(child, os.WNOHANG)
+def end(child: int, strong: bool) -> tuple[int, int]:
+    """Kill and reap all that is left. Return the program's exit code or negative signal, and its peak of memory in KiB."""
+    ended, status, usage = os.wait4(child, os.WNOHANG)
     if strong:
         assert os.getpid() == 1  # or the next line would kill the host
         with contextlib.suppress(ProcessLookupError):
@@ -216,7 +238,7 @@ def end(child: int, strong: bool) -> int | None:
     elif not ended:
         os.kill(child, signal.SIGKILL)
     if not ended:
-        _, status = os.waitpid(child, 0)
+        _, status, usage = os.wait4(child, 0)
     if strong:
         while True:
             try:
@@ -225,7 +247,7 @@ def end(child: int, strong: bool) -> int | None:
                 break
     else:
         end_descendants()
-    return os.waitstatus_to_exitcode(status)
+    return os.waitstatus_to_exitcode(status), usage.ru_maxrss
 
 
 def end_descendants() -> None:
@@ -240,7 +262,5 @@ def end_descendants() -> None:
 
 
 def report(leash: int, message: dict[str, Any]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the pool has gone: nobody to tell
         os.write(leash, json.dumps(message).encode() + b"\n")
-    except OSError:  # the pool has gone: nobody to tell
-        sys.exit(1)
