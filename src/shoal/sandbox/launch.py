@@ -7,7 +7,7 @@ namespace of its own; the host's never change. Then
 `kernel`      makes the same namespaces and the same root folder by itself and becomes process 1;
 `rlimits`     continues as it is;
 `plain`       has no walls, and has stayed the user that it was.
-The interpreter got its modules through a file descriptor; but in `plain` its environment is empty.
+The interpreter got its modules through a file descriptor. Its environment is empty, except in `plain`.
 Left out: seccomp, Landlock and limits, which each program gets in `program.py`; scratch space, see `server.py`.
 """
 

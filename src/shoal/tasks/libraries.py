@@ -4,10 +4,12 @@ Each has a file in `inside/` with `rows(options)`, `prepare(setting)` and `score
 their own.
 Invariants: rows follow from the options and the versions of library and environment. Those are in each row's metadata
 and so in the digest of the task set. A completion is scored in a child under limits, so it can hang or kill nothing. A
-score is the library's, or a grader error. verifiers and its hundred packages may live in an environment of their own:
-SHOAL_VERIFIERS_PYTHON names its interpreter. It is no option of the config, because it differs between machines and no
-run's author may choose what a machine executes. For the same reason a machine loads only the environments that
-SHOAL_VERIFIERS_ENVIRONMENTS lists: to load one is to import a module.
+score is the library's, or a grader error.
+
+verifiers and its hundred packages may live in an environment of their own: SHOAL_VERIFIERS_PYTHON names its
+interpreter. It is no option of the config, because it differs between machines and no run's author may choose what a
+machine executes. For the same reason a machine loads only the environments that SHOAL_VERIFIERS_ENVIRONMENTS lists: to
+load one is to import a module.
 Left out: isolation; a machine that installs a library trusts its code.
 """
 

@@ -1,8 +1,9 @@
 """What runs in children of the sandbox, as text, and how its functions become grades.
 
-candidate, checker   the two sides of a code task      equality, ifeval, gym, tasksets   graders, for whom to start: `Grader`
-own                  code of a run's author            plain                             which programs print the same
-everywhere
+candidate, checker               the two sides of a code task
+own                              code of a run's author
+equality, ifeval, gym, tasksets  graders that `Grader` starts
+plain                            which programs print the same everywhere
 
 Invariant: these files import nothing of Shoal but `channel`, so that another interpreter can run them and a wall need
 not show the package.

@@ -1,12 +1,10 @@
 """The rewards `number` and `choice`: short answers that are compared as text.
 
-`number`  1 if the last number of the completion, or of its last box, is the answer. As usual for GSM8K. Numbers are
-compared in a
-          canonical form, so that none is too long or rounded.
-`choice`  1 if the letter that a completion answers with is the task's answer. For GPQA and the like. The last "Answer:
-X" counts,
-          the form that openai/simple-evals asks for; also with Markdown around it, in brackets, and the last
-          \\boxed{X}. A letter somewhere in the text is not an answer.
+`number` is 1 if the last number of the completion, or of its last box, is the answer, as usual for GSM8K. Numbers are
+compared in a canonical form, so that none is too long or rounded.
+`choice` is 1 if the letter that a completion answers with is the task's answer, for GPQA and the like. The last
+"Answer: X" counts, the form that openai/simple-evals asks for; also with Markdown around it, in brackets, and the last
+\\boxed{X}. A letter somewhere in the text is not an answer.
 
 Invariant: a grade follows from the task's answer and the completion alone. A task whose answer is no number, or no
 letter, is a `grader_error`: no completion could be right.

@@ -4,7 +4,8 @@ The grader is that of EleutherAI's lm-evaluation-harness, Google's code with its
 published ones. The score is its prompt-level strict accuracy; `parts` also holds the loose one.
 Invariant: each completion is checked in a child process of its own (`inside/ifeval.py`) under a limit on CPU time,
 because the library searches with regular expressions that some texts make slow. A check that passes the limit is a
-`grader_error`. Needs the extra `evals`. One instruction (number of sentences) needs NLTK's data `punkt_tab`, which the
+`grader_error`.
+Needs the extra `evals`. One instruction (number of sentences) needs NLTK's data `punkt_tab`, which the
 library asks for over the network at its import.
 """
 

@@ -1,11 +1,9 @@
 """The generators `arithmetic` and `functions`: verifiable tasks for a small model and a short run.
 
-`arithmetic`  small sums and differences. A sum's text does not depend on the other options, so a sum held out in one
-run (by a
-              hash of its text) is held out in every run with as many held-out tasks.
-`functions`   small Python functions to write. A task's text and tests depend only on its kind and its constant, the
-tests are
-              computed from the expression that the text describes, and no function that ignores its argument passes them.
+`arithmetic` makes small sums and differences. A sum's text does not depend on the other options, so a sum held out in
+one run (by a hash of its text) is held out in every run with as many held-out tasks.
+`functions` asks for small Python functions. A task's text and tests depend only on its kind and its constant, the tests
+are computed from the expression that the text describes, and no function that ignores its argument passes them.
 """
 
 import json
