@@ -121,8 +121,8 @@ class Harness:
         given = verdict(id, reason, useful, content or f"{self.contents:064x}", replay)
         given = given.model_copy(update={"spent": spent})
         self.pool.judgement.judge(validator, given)
-        doubted = self.pool.judgement.checkers.replays.get(id)
-        if confirmed and doubted is not None and doubted.doubted_by == validator and self.state(id) == "uploaded":
+        doubt = self.pool.judgement.checkers.replays.doubt(id)
+        if confirmed and doubt is not None and doubt.by == validator and self.state(id) == "uploaded":
             second = OTHER_VALIDATOR if validator == VALIDATOR else VALIDATOR
             self.lease(id, second)
             self.pool.judgement.judge(second, given)

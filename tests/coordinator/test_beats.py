@@ -72,6 +72,6 @@ def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harne
 def test_only_the_newest_downloads_are_kept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "KEPT", 3)
     for version in range(6):
-        members.Downloads(harness.pool.db.connection).add_all([("a" * 64, version, 0.0, 1.0, 5)])
+        members.Beats(harness.pool.db).record_downloads([("a" * 64, version, 0.0, 1.0, 5)])
     rows = harness.pool.db.connection.rows("SELECT version FROM transfers ORDER BY version")
     assert rows == [(3,), (4,), (5,)]

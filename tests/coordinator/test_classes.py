@@ -286,7 +286,7 @@ def test_at_the_runs_end_the_first_verdict_counts_before_anyone_is_paid(harness:
         assert claimable(harness, OTHER_VALIDATOR) == [id]
     harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
     slashed_by_the_first(harness, id)
-    assert harness.pool.judgement.escrow.credits.tokens_by_credit() == {(ALICE, "forfeited"): 20}
+    assert harness.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "forfeited"): 20}
     with pytest.raises(PoolError, match="rejected and not claimed"):
         harness.judge(id, validator=OTHER_VALIDATOR)
     harness.judge(id, Reason.PROOF, confirmed=False)  # the first one repeats itself: it did not get the answer

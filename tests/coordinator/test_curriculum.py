@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.config import parse
-from shoal.coordinator.curriculum import open_pages, read_page, recomputed
+from shoal.coordinator.curriculum import open_pages, recomputed
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
 from shoal.ledger.connection import Connection, open_sqlite
@@ -96,7 +96,7 @@ def test_a_step_is_drawn_by_what_was_accepted_before_it_opened(harness: Harness)
     assert accept(harness, group(3, 0), group(5, 1)) == "", "nothing is known yet"
     assert accept(harness, group(3, 2), group(5, 4)) == "", "the step is still open"
     first = harness.task().curriculum
-    page = harness.pool.curriculum.page(first)
+    page = harness.pool.curriculum.pages.page(first)
     assert page.digest() == first and (page.step, page.previous) == (1, "")
     assert page.tasks == [(3, 8, 2 * MILLION), (5, 8, 5 * MILLION)]
 
@@ -105,7 +105,7 @@ def test_pages_are_a_chain_and_each_group_is_in_one(harness: Harness) -> None:
     accept(harness, group(3, 1), group(5, 1))
     first = accept(harness, group(9, 2), group(3, 3))
     second = harness.task().curriculum
-    page = harness.pool.curriculum.page(second)
+    page = harness.pool.curriculum.pages.page(second)
     assert (page.step, page.previous) == (2, first)
     assert page.tasks == [(3, 4, 3 * MILLION), (9, 4, 2 * MILLION)]
 
@@ -124,7 +124,7 @@ def test_an_assignment_keeps_its_page_when_a_step_opens_meanwhile(harness: Harne
 def test_a_group_with_a_grader_error_says_nothing_of_its_task(harness: Harness) -> None:
     accept(harness, group(3, 1, errors=2), group(5, 1))
     accept(harness, group(5, 1), group(7, 0))
-    page = harness.pool.curriculum.page(harness.task().curriculum)
+    page = harness.pool.curriculum.pages.page(harness.task().curriculum)
     assert page.tasks == [(5, 8, 2 * MILLION), (7, 4, 0)]
     assert [one.tasks for one, _ in recomputed(entries(harness))] == [page.tasks]
 
@@ -135,7 +135,7 @@ def test_whoever_has_the_ledger_recomputes_every_page(harness: Harness) -> None:
     found = list(recomputed(entries(harness)))
     assert [page.step for page, _ in found] == [1, 2, 3]
     assert all(page.digest() == recorded for page, recorded in found)
-    assert found[-1][0] == harness.pool.curriculum.page(found[-1][1])
+    assert found[-1][0] == harness.pool.curriculum.pages.page(found[-1][1])
 
 
 def test_a_coordinator_that_made_up_a_page_is_found_out(harness: Harness) -> None:
@@ -163,12 +163,12 @@ def test_pages_survive_a_restart_and_can_be_read_from_the_folder(harness: Harnes
     assert again.task().curriculum == named
     pages = open_pages(tmp_path)
     assert pages.digest(0) == "" and pages.digest(1) == pages.digest(4) == named
-    assert read_page(pages, named) == harness.pool.curriculum.page(named)
+    assert pages.page(named) == harness.pool.curriculum.pages.page(named)
 
 
 def test_a_page_that_does_not_exist_and_a_folder_without_pages_are_named(harness: Harness, tmp_path: Path) -> None:
     with pytest.raises(PoolError, match=f"no curriculum page {'a' * 64}") as refused:
-        harness.pool.curriculum.page("a" * 64)
+        harness.pool.curriculum.pages.page("a" * 64)
     assert refused.value.status == 404
     with pytest.raises(PoolError, match="name the folder of the run with --run"):
         open_pages(tmp_path / "elsewhere")
@@ -185,4 +185,4 @@ def test_pages_in_postgresql_are_found_by_the_config_beside_the_folder(postgres:
     named = harness.task().curriculum
     (tmp_path / "config.toml").write_text(f'[coordinator]\ndatabase = "{url}"\n')
     pages = open_pages(tmp_path / "coordinator")
-    assert named and pages.digest(1) == named and read_page(pages, named) == harness.pool.curriculum.page(named)
+    assert named and pages.digest(1) == named and pages.page(named) == harness.pool.curriculum.pages.page(named)

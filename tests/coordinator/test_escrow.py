@@ -23,7 +23,7 @@ def harness() -> Harness:
 
 
 def credit(harness: Harness, key: str = ALICE) -> tuple[int, int, int]:
-    found = harness.pool.judgement.escrow.credits.tokens_by_credit()
+    found = harness.pool.judgement.escrow.tokens_by_credit()
     return tuple(found.get((key, name), 0) for name in ("pending", "credited", "forfeited"))  # type: ignore[return-value]
 
 

@@ -2,19 +2,11 @@ import json
 
 import pytest
 
-from shoal.coordinator.database import PoolError
-from shoal.protocol.messages import Evaluation, Policy, StepReport
+from shoal.protocol.messages import Evaluation, StepReport
 
-from .support import CAROL, VALIDATOR, Harness
+from .support import CAROL, VALIDATOR, Harness, advance
 
 pytestmark = pytest.mark.usefixtures("every_database")
-
-
-def test_a_version_is_published_once_with_one_digest(harness: Harness) -> None:
-    harness.publish(0)
-    with pytest.raises(PoolError, match="another digest"):
-        harness.pool.learning.published(Policy(version=0, digest="7" * 64, size_bytes=1))
-    assert harness.kinds().count("policy") == 1
 
 
 def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(harness: Harness) -> None:
@@ -54,3 +46,23 @@ def test_the_status_counts_what_validators_counted(harness: Harness) -> None:
     alice = next(node for node in status.nodes if node.name == "worker-a")
     assert (alice.accepted, alice.rejected, status.tokens_generated, status.have) == (1, 0, 20, 1)
     assert (status.step, status.steps, status.newest_version, status.started_s) == (0, 6, 0, 1_000.0)
+
+
+def test_newest_groups_with_equal_rewards_are_counted(harness: Harness) -> None:
+    assert harness.status().signal.model_dump() == {
+        "groups": 0, "useful": 0, "flat": 0, "lowest": None, "highest": None,
+    }  # fmt: skip
+    harness.accepted(useful=(True, False))
+    for _ in range(2):
+        harness.accepted(useful=(False, False))
+    signal = harness.status().signal
+    assert (signal.groups, signal.useful, signal.flat) == (6, 1, 5)
+    assert signal.lowest is not None and signal.lowest == signal.highest
+    harness.accepted(useful=(True, True))
+    assert harness.status().signal.flat == 0
+
+
+def test_groups_are_counted_for_the_open_step(harness: Harness) -> None:
+    advance(harness, 1)
+    harness.accepted(useful=(False, False))
+    assert (harness.status().signal.groups, harness.status().signal.useful) == (2, 0)

@@ -22,8 +22,9 @@ def table() -> Submissions:
 
 
 def added(table: Submissions, number: int = 0) -> Submission:
-    times = {"assigned_s": 0.0, "deadline_s": 1.0}
-    return table.add(f"w-{number}", "w", number, step=0, version=0, digest="d", groups=2, nonce="n", **times)
+    made = {"step": 0, "version": 0, "digest": "d", "groups": 2, "nonce": "n", "assigned_s": 0.0, "deadline_s": 1.0}
+    table.add(Submission(id=f"w-{number}", worker="w", number=number, **made))  # type: ignore[arg-type]
+    return now(table, f"w-{number}")
 
 
 def now(table: Submissions, id: str = "w-0") -> Submission:

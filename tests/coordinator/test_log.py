@@ -59,22 +59,3 @@ def test_a_detail_that_quotes_a_workers_file_stays_one_line(caplog: pytest.LogCa
     harness.pool.judgement.judge(VALIDATOR, quoted)
     (line,) = [message for record in caplog.records if " rejected: " in (message := record.getMessage())]
     assert line.isprintable() and len(line) < 300
-
-
-def test_a_verdict_that_is_undone_is_not_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness = open_pool()
-    harness.join(ALICE)
-    harness.publish(0)
-    task = harness.upload()
-    harness.claim()
-    caplog.set_level(logging.INFO, logger="shoal.coordinator")
-
-    def fail(kind: str, body: object) -> None:
-        raise RuntimeError
-
-    monkeypatch.setattr(harness.pool.db.ledger, "append", fail)
-    with pytest.raises(RuntimeError):
-        harness.judge(task.id)
-    assert caplog.records == []

@@ -1,5 +1,6 @@
 """Killed or failing at any moment, the pool is whole when it is opened again."""
 
+import logging
 import multiprocessing
 import os
 import sqlite3
@@ -82,17 +83,20 @@ def test_a_reopened_pool_is_as_it_was(tmp_path: Path) -> None:
     assert again.pool.batches.of_step(0).ready
 
 
-def test_a_failing_ledger_leaves_no_trace_of_the_verdict(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_ledger_leaves_no_trace_of_the_verdict(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     task = harness.upload()
     harness.claim(VALIDATOR)
 
     def full(kind: str, body: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
+    caplog.set_level(logging.INFO, logger="shoal.coordinator")
     with monkeypatch.context() as patch:
         patch.setattr(harness.pool.db.ledger, "append", full)
         with pytest.raises(sqlite3.OperationalError):
             harness.judge(task.id)
-    assert harness.status().have == 0
+    assert harness.status().have == 0 and caplog.records == [], "what is undone is not logged either"
     harness.judge(task.id)
     assert harness.status().have == 2

@@ -61,35 +61,17 @@ def test_known_first_entry() -> None:
     )
 
 
-def test_appended_entries_are_read_back_in_order_and_verify() -> None:
+def test_appended_entries_are_read_back_in_order_and_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "PAGE_ROWS", 2)
     ledger, _ = open_ledger()
-    appended = [ledger.append(kind, {}) for kind in ("registered", "accepted", "slashed")]
+    assert ledger.head() is None and list(ledger.entries()) == []
+    appended = [ledger.append(kind, {}) for kind in ("accepted", "rejected", "accepted", "accepted", "slashed")]
     assert list(ledger.entries()) == appended
     assert ledger.head() == appended[-1]
     verify_chain(ledger.entries(), COORDINATOR.public)
-
-
-def test_an_empty_ledger_has_no_head_and_a_valid_chain() -> None:
-    ledger, _ = open_ledger()
-    assert ledger.head() is None
-    verify_chain(ledger.entries(), COORDINATOR.public)
-
-
-def test_entries_since_and_of_a_kind() -> None:
-    ledger, _ = open_ledger()
-    for kind in ("accepted", "rejected", "accepted", "accepted"):
-        ledger.append(kind, {})
-    assert [entry.seq for entry in ledger.entries(since=1)] == [2, 3, 4]
+    assert [entry.seq for entry in ledger.entries(since=1)] == [2, 3, 4, 5]
     assert [entry.seq for entry in ledger.entries(kind="accepted")] == [1, 3, 4]
     assert [entry.seq for entry in ledger.entries(since=1, kind="accepted")] == [3, 4]
-
-
-def test_entries_read_across_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "PAGE_ROWS", 2)
-    ledger, _ = open_ledger()
-    for _ in range(5):
-        ledger.append("accepted", {})
-    assert [entry.seq for entry in ledger.entries()] == [1, 2, 3, 4, 5]
 
 
 def test_the_chain_goes_on_after_a_restart(tmp_path: Path) -> None:
@@ -108,8 +90,8 @@ def test_another_key_cannot_go_on_with_the_ledger(tmp_path: Path) -> None:
         open_ledger(tmp_path / "ledger.db", OTHER)
 
 
-def test_append_falls_with_the_callers_transaction() -> None:
-    ledger, connection = open_ledger()
+def test_append_falls_and_stands_with_the_callers_transaction(tmp_path: Path) -> None:
+    ledger, connection = open_ledger(tmp_path / "ledger.db")
     connection.execute("CREATE TABLE credit (worker TEXT)")
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("INSERT INTO credit VALUES ('w')")
@@ -117,23 +99,14 @@ def test_append_falls_with_the_callers_transaction() -> None:
     connection.execute("ROLLBACK")
     assert ledger.head() is None
     assert connection.execute("SELECT * FROM credit").fetchall() == []
-
-
-def test_append_stands_with_the_callers_transaction(tmp_path: Path) -> None:
-    ledger, connection = open_ledger(tmp_path / "ledger.db")
     connection.execute("BEGIN IMMEDIATE")
     ledger.append("accepted", {})
     ledger.append("accepted", {})
     assert connection.in_transaction
     connection.execute("COMMIT")
-    assert [entry.seq for entry in open_ledger(tmp_path / "ledger.db")[0].entries()] == [1, 2]
-
-
-def test_append_commits_when_no_transaction_is_open(tmp_path: Path) -> None:
-    ledger, connection = open_ledger(tmp_path / "ledger.db")
     ledger.append("accepted", {})
-    assert not connection.in_transaction
-    assert open_ledger(tmp_path / "ledger.db")[0].head() == ledger.head()
+    assert not connection.in_transaction, "where none is open, it has its own"
+    assert [entry.seq for entry in open_ledger(tmp_path / "ledger.db")[0].entries()] == [1, 2, 3]
 
 
 def test_a_failed_append_leaves_no_transaction_open() -> None:
@@ -198,6 +171,7 @@ def test_the_database_refuses_all_but_appends(statement: str) -> None:
         {"digest": "not hex"},
         {"signature": "0" * 128},
         {"signature": "not hex"},
+        {"signature": COORDINATOR.sign(bytes.fromhex(GENESIS), domain="ledger")},
     ],
 )
 def test_a_changed_entry_is_found(changed: dict[str, Any]) -> None:
@@ -216,19 +190,15 @@ def test_a_forger_who_recomputes_the_digest_is_found() -> None:
     }
     entries[2] = entries[2].model_copy(update=forged)
     assert first_bad(entries) == 3
+    assert first_bad(filled(identity=OTHER)) == 1, "a chain of another key"
+    wrong = COORDINATOR.sign(bytes.fromhex(filled()[0].digest), domain="manifest")
+    assert first_bad([filled()[0].model_copy(update={"signature": wrong})]) == 1, "of another domain"
 
 
 def test_an_entry_rewritten_by_the_owner_breaks_the_next() -> None:
     ledger, _ = open_ledger()
     rewritten = [ledger.append("accepted", {"step": step}) for step in (0, 9)]
     assert first_bad([*rewritten, *filled()[2:]]) == 3
-
-
-def test_a_signature_from_another_domain_is_found() -> None:
-    entries = filled()
-    wrong = COORDINATOR.sign(bytes.fromhex(entries[0].digest), domain="manifest")
-    entries[0] = entries[0].model_copy(update={"signature": wrong})
-    assert first_bad(entries) == 1
 
 
 @pytest.mark.parametrize(
@@ -243,10 +213,6 @@ def test_a_signature_from_another_domain_is_found() -> None:
 def test_entries_out_of_order_are_found(order: list[int], seq: int) -> None:
     entries = filled()
     assert first_bad([entries[position] for position in order]) == seq
-
-
-def test_a_chain_of_another_key_is_found() -> None:
-    assert first_bad(filled(identity=OTHER)) == 1
 
 
 def test_an_export_verifies_without_the_database_and_replaces_the_last_one(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_tasks_drawn_by_pass_rate_are_checked_with_the_pages_in_the_runs_folder(
     database = open_sqlite(tmp_path / "coordinator" / "pool.sqlite")
     for statement in curriculum.SCHEMA:
         database.change(statement)
-    curriculum.Curricula(database).add(page.step, page.digest(), page.model_dump_json(), 0)
+    curriculum.Curricula(database).add(page)
     producer = make_producer(tiny_folder, settings)
     producer.curriculum = Curriculum({page.digest(): page}.__getitem__)
     file = tmp_path / "file.parquet"

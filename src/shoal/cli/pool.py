@@ -218,9 +218,9 @@ def invite(arguments: argparse.Namespace) -> None:
 
 
 def evict(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import evict_from
+    from shoal.coordinator.operating import steer
 
-    evict_from(arguments.dir, arguments.name)
+    steer(arguments.dir, arguments.name, "ban")
     say(f"{arguments.name} is evicted: nodes stop asking it within seconds")
 
 
@@ -237,16 +237,16 @@ def drain(arguments: argparse.Namespace) -> None:
 
         Node.of(read_invite(arguments.join), Identity.load(arguments.dir / KEY)).post("/v1/drain", None, Ok)
     else:
-        from shoal.coordinator.operating import drain_from
+        from shoal.coordinator.operating import steer
 
-        drain_from(arguments.dir, arguments.name)
+        steer(arguments.dir, arguments.name, "drain")
     say(f"{arguments.name or 'this worker'} gets no new tasks; its process ends once it has uploaded what it holds")
 
 
 def readmit(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import readmit_from
+    from shoal.coordinator.operating import steer
 
-    readmit_from(arguments.dir, arguments.name)
+    steer(arguments.dir, arguments.name, "readmit")
     say(f"{arguments.name} gets tasks again; if its process has ended, start it")
 
 

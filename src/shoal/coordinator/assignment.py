@@ -29,6 +29,7 @@ from shoal.config import Config
 from shoal.coordinator.arrivals import Arrivals, usual
 from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.nodes import Node
 from shoal.coordinator.submissions import Submission
 from shoal.coordinator.trust import most_unchecked
 from shoal.protocol.identity import Identity
@@ -76,27 +77,31 @@ class Assignments:
             if loaded < given:
                 return f"this worker to load version {given}"  # switching versions would let it choose
             gone = self._take_back(worker, uploading, oldest_allowed)
-            mine = self.db.submissions.open_of(worker)
+            mine = [one for one in self.db.submissions.held_by(worker) if not one.announced]
             lost = [one for one in mine if one.id not in working_on]
             ended = [one for one in mine if one.version != loaded or (one in lost and now_s > one.deadline_s)]
             if gone or ended:
                 self.arrivals.missed([*gone, *ended])
             if again := [one for one in lost if one not in ended]:
                 return self.describe(again[0])  # the worker restarted: a new task would let it choose
-            if waits_for := self._holds_enough(worker, loaded, oldest_allowed) or self._rests(worker, now_s):
+            node = self.db.nodes.get(worker)
+            if waits_for := self._holds_enough(worker, node, loaded, oldest_allowed) or _rests(node, now_s):
                 return waits_for
-            groups = self._wanted(worker, step, loaded, newest, now_s)
+            groups = self._wanted(node, step, loaded, newest, now_s)
             if not groups:
                 return "the validators and the learner to catch up"
             return self._open(worker, step, loaded, digest, groups, now_s)
 
     def finished(self, worker: str, said: Finished) -> None:
         """A worker uploads the oldest task it was working on. It lost what it announced before and has not uploaded yet."""
-        mine = self.db.submissions.open_of(worker)
+        held = self.db.submissions.held_by(worker)
+        mine, announced = (
+            [one for one in held if bool(one.announced) is is_announced] for is_announced in (False, True)
+        )
         if not mine or mine[0].id != said.submission:
             return
-        if (lost := self.db.submissions.announced_of(worker)) is not None:
-            self.arrivals.missed([lost])
+        if announced:
+            self.arrivals.missed(announced)
         self.db.submissions.announce(mine[0].id, said.hash)
 
     def _take_back(self, worker: str, uploading: str, oldest_allowed: int) -> list[Submission]:
@@ -104,7 +109,7 @@ class Assignments:
 
         Returns it if it was lost and its worker knows a later task, which it could deliver instead: it counts as missed.
         """
-        held = self.db.submissions.announced_of(worker)
+        held = next((one for one in self.db.submissions.held_by(worker) if one.announced), None)
         if held is None:
             return []
         if uploading == held.id:
@@ -116,13 +121,13 @@ class Assignments:
         self.db.submissions.announce(held.id, "")  # it was restarted
         return []
 
-    def _holds_enough(self, worker: str, loaded: int, oldest_allowed: int) -> str:
+    def _holds_enough(self, worker: str, node: Node | None, loaded: int, oldest_allowed: int) -> str:
         """What the worker has to finish before its next task; "" if nothing.
 
         A task of newer weights may outlive an older one that is still being uploaded. So it is given only while the older
         version will do for one more step.
         """
-        held, node = self.db.submissions.held_by(worker), self.db.nodes.get(worker)
+        held = self.db.submissions.held_by(worker)
         if not held:
             return ""
         proven = node is not None and node.took_s and not node.missed_in_a_row
@@ -133,10 +138,10 @@ class Assignments:
     def _open(self, worker: str, step: int, version: int, digest: str, groups: int, now_s: float) -> Assignment:
         """A new task with this worker's next number."""
         number = self.db.submissions.next_number(worker)
-        added = self.db.submissions.add(
-            f"{worker[:16]}-{number:06d}",
-            worker,
-            number,
+        task = Submission(
+            id=f"{worker[:16]}-{number:06d}",
+            worker=worker,
+            number=number,
             step=step,
             version=version,
             digest=digest,
@@ -145,22 +150,8 @@ class Assignments:
             assigned_s=now_s,
             deadline_s=now_s + self.config.coordinator.task_deadline_s,
         )
-        return self.describe(added)
-
-    def _rests(self, worker: str, now_s: float) -> str:
-        """Why the worker gets no new task, by its state or after it missed one; "" if it does."""
-        node = self.db.nodes.get(worker)
-        if node is None:
-            return ""
-        if wait_s := node.suspended_s(now_s):
-            return f"its suspension to end in {wait_s:.0f} s ({node.reason})"
-        if node.state == "dismissed":
-            return f"the pool's operator to readmit it: it was dismissed ({node.reason})"
-        if node.state != "active":
-            return f"nothing more: it is {node.state} ({node.reason})"
-        if node.rests_until_s > now_s:
-            return f"its next task in {node.rests_until_s - now_s:.0f} s, because {node.missed_in_a_row} in a row never came"
-        return ""
+        self.db.submissions.add(task)
+        return self.describe(task)
 
     def describe(self, submission: Submission) -> Assignment:
         """The message that describes a submission's task to its worker and to its validator."""
@@ -178,7 +169,7 @@ class Assignments:
             max_bytes=self.config.coordinator.max_submission_bytes,
         )
 
-    def _wanted(self, worker: str, step: int, version: int, newest: int, now_s: float) -> int:
+    def _wanted(self, node: Node | None, step: int, version: int, newest: int, now_s: float) -> int:
         """How many groups this worker's next task holds; 0: enough of them are under way for the open batch.
 
         More would only grow old in the queue. Open tasks that are late, or whose workers are silent, do not count. While a
@@ -188,7 +179,7 @@ class Assignments:
         could not use it (its version is too old by then, or the run is over), no task holds more than is missing. While the
         learner is still busy, all groups then count as useful, so that nothing is left over.
         """
-        section, node = self.config.coordinator, self.db.nodes.get(worker)
+        section = self.config.coordinator
         keeps = version > step - section.async_level and step + 1 < self.config.run.steps
         recent = self.db.groups.recent_useful_share(RECENT_GROUPS)
         share = max(1.0 if recent is None else recent, LEAST_USEFUL_SHARE)
@@ -252,6 +243,23 @@ class Assignments:
         tasks = self.db.submissions.missed_of(worker, MOST_MISSED)
         newest = [self.describe(task) for task in tasks]
         return MissedTasks(worker=worker, given=given, missed=missed, newest=newest)
+
+
+def _rests(node: Node | None, now_s: float) -> str:
+    """Why the worker gets no new task, by its state or after it missed one; "" if it does."""
+    if node is None:
+        return ""
+    if wait_s := node.suspended_s(now_s):
+        return f"its suspension to end in {wait_s:.0f} s ({node.reason})"
+    if node.state == "dismissed":
+        return f"the pool's operator to readmit it: it was dismissed ({node.reason})"
+    if node.state != "active":
+        return f"nothing more: it is {node.state} ({node.reason})"
+    if node.rests_until_s > now_s:
+        return (
+            f"its next task in {node.rests_until_s - now_s:.0f} s, because {node.missed_in_a_row} in a row never came"
+        )
+    return ""
 
 
 def nonce_secret(identity: Identity) -> bytes:

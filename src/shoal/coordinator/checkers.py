@@ -29,7 +29,7 @@ docs/trust.md says why a false verdict of one validator is doubted, though valid
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
@@ -72,14 +72,12 @@ class Renewal:
 
 
 @dataclass(frozen=True)
-class Replayed:
-    fingerprint: str  # the worker's for the submission's version; "": it claimed no class
-    doubted_by: str | None = None  # the validator whose rejection another one is to confirm
-    doubt: str | None = None  # its reason
-    verdict: str | None = None  # all of it, as JSON: it counts if no second one comes
+class Doubt:
+    """A rejection that another validator is to confirm."""
 
-
-COLUMNS = ", ".join(field.name for field in fields(Replayed))
+    by: str
+    reason: Reason
+    verdict: str  # all of it, as JSON: it counts if no second one comes
 
 
 class Fingerprints:
@@ -146,9 +144,14 @@ class Replays:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    def get(self, submission: str) -> Replayed | None:
-        row = self.connection.row(f"SELECT {COLUMNS} FROM replays WHERE submission = ?", submission)
-        return None if row is None else Replayed(*row)
+    def fingerprint(self, submission: str) -> str | None:
+        """The worker's for the submission's version; "": it claimed no class; None: the submission was not claimed yet."""
+        found: str | None = self.connection.value("SELECT fingerprint FROM replays WHERE submission = ?", submission)
+        return found
+
+    def doubt(self, submission: str) -> Doubt | None:
+        row = self.connection.row("SELECT doubted_by, doubt, verdict FROM replays WHERE submission = ?", submission)
+        return Doubt(row[0], Reason(row[1]), row[2]) if row and row[0] else None
 
     def add(self, submission: str, fingerprint: str) -> None:
         self.connection.change("INSERT INTO replays (submission, fingerprint) VALUES (?, ?)", submission, fingerprint)
@@ -249,10 +252,10 @@ class Checkers:
         is inexact; what is beyond the limits, any validator can confirm.
         """
         live, peers = self.live_validators(), self.peers(submission.worker)
-        found = self.replays.get(submission.id)
-        if found is None or found.doubted_by is None or found.doubt is None:
+        doubt = self.replays.doubt(submission.id)
+        if doubt is None:
             return peers or live
-        able = self.confirmers(submission, found.doubted_by, Reason(found.doubt))
+        able = self.confirmers(submission, doubt.by, doubt.reason)
         return [key for key in able if key in peers] or able or live
 
     def may(self, validator: str, submission: Submission) -> bool:
@@ -267,20 +270,18 @@ class Checkers:
 
     def fingerprint(self, submission: Submission) -> str:
         """The worker's fingerprint for the submission's version, as it was at the submission's first claim."""
-        found = self.replays.get(submission.id)
+        found = self.replays.fingerprint(submission.id)
         if found is None:
-            found = Replayed(self.fingerprints.of(submission.worker).get(submission.version, ""))
-            self.replays.add(submission.id, found.fingerprint)
-        return found.fingerprint
+            found = self.fingerprints.of(submission.worker).get(submission.version, "")
+            self.replays.add(submission.id, found)
+        return found
 
     # --- second opinions -----------------------------------------------------------------------------------------------
 
     def opens(self, found: Submission, validator: str, verdict: Verdict) -> bool:
         """Whether this verdict waits for a second one. If so, the submission is back in the queue."""
-        reason, known = verdict.reason, self.replays.get(found.id)
-        if reason is None or not (reason in HARD or reason is Reason.INEXACT):
-            return False
-        if known is not None and known.doubted_by is not None:
+        reason = verdict.reason
+        if reason is None or not (reason in HARD or reason is Reason.INEXACT) or self.replays.doubt(found.id):
             return False
         if self.db.is_trained(self.config.run.steps) or not self.confirmers(found, validator, reason):
             return False
@@ -290,38 +291,28 @@ class Checkers:
 
     def first(self, found: Submission) -> tuple[str, Verdict] | None:
         """The validator and its verdict, of a submission that waits for a second one; else None."""
-        known = self.replays.get(found.id)
-        if known is None or known.doubted_by is None or known.verdict is None:
-            return None
-        return known.doubted_by, Verdict.model_validate_json(known.verdict)
+        doubt = self.replays.doubt(found.id)
+        return None if doubt is None else (doubt.by, Verdict.model_validate_json(doubt.verdict))
 
     def was_first(self, found: Submission, validator: str) -> bool:
         """Whether this validator gave its verdict on the submission already, and another one has it now."""
-        known = self.replays.get(found.id)
-        return known is not None and known.doubted_by == validator != found.validator
+        doubt = self.replays.doubt(found.id)
+        return doubt is not None and doubt.by == validator != found.validator
 
     def settle(self, found: Submission, validator: str, verdict: Verdict, reason: Reason | None) -> Reason | None:
         """The reason that counts, after a verdict that waits for nobody. Holds against each what is to be held."""
-        known = self.replays.get(found.id)
-        first = known.doubted_by if known else None
-        confirmed = first is not None and first != validator
-        if (
-            confirmed
-            and known is not None
-            and known.doubt == Reason.INEXACT
-            and verdict.replay is None
-            and reason is None
-        ):
+        first = self.replays.doubt(found.id)
+        if first is not None and first.by == validator:
+            first = None  # it judges alone, after all
+        if first and first.reason is Reason.INEXACT and verdict.replay is None and reason is None:
             # The second one computes unlike the worker and the first: it cannot say that the first is wrong.
-            self._renew(validator, f"could not replay {found.id} exactly, unlike {self.db.nodes.name(str(first))}")
-            reason, confirmed = Reason.INEXACT, False
-        if confirmed and not (reason is not None and (reason in HARD or reason is Reason.INEXACT)):
-            self._renew(
-                str(first),
-                f"rejected {found.id} ({known.doubt if known else ''}), {self.db.nodes.name(validator)} did not",
-            )
+            self._renew(validator, f"could not replay {found.id} exactly, unlike {self.db.nodes.name(first.by)}")
+            reason, first = Reason.INEXACT, None
+        if first and not (reason is not None and (reason in HARD or reason is Reason.INEXACT)):
+            who = self.db.nodes.name(validator)
+            self._renew(first.by, f"rejected {found.id} ({first.reason.value}), {who} did not")
         if reason is Reason.INEXACT:
-            self._mismatch(found, confirmed=confirmed)
+            self._mismatch(found, confirmed=first is not None)
         if verdict.replay is not None and (reason is None or reason is Reason.INEXACT):
             tokens, mismatched = verdict.replay.tokens, verdict.replay.mismatched
             self.replays.set_replayed(found.id, tokens=tokens, mismatched=mismatched, accepted=reason is None)

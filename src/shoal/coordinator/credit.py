@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
 from shoal.ledger.chain import Entry, LedgerError
-from shoal.ledger.connection import Connection
 from shoal.ledger.settle import KINDS, settle, unsettled
 from shoal.ledger.stakes import LedgerStakes
 from shoal.protocol.messages import Booking
@@ -45,89 +44,68 @@ FINISH_S = 5.0
 log = logging.getLogger(__name__)
 
 
-class Credits:
+class Escrow:
     """The columns `tokens` and `credit` of accepted submissions. Nothing else writes them."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def set_pending(self, id: str, tokens: int) -> None:
-        """An accepted submission, whose credit waits."""
-        self.connection.change("UPDATE submissions SET tokens = ?, credit = 'pending' WHERE id = ?", tokens, id)
-
-    def pending_before(self, worker: str, checks: int) -> list[tuple[str, int]]:
-        """Id and tokens of what waits and has at least so many accepted full checks of this worker after it."""
-        return self.connection.rows(
-            "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' AND seq <"
-            " (SELECT seq FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check"
-            " ORDER BY seq DESC LIMIT 1 OFFSET ?) ORDER BY seq",
-            worker,
-            worker,
-            checks - 1,
-        )
-
-    def pending_of(self, worker: str) -> list[tuple[str, int]]:
-        return self.connection.rows(
-            "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' ORDER BY seq", worker
-        )
-
-    def waiting_of(self, worker: str) -> tuple[int, int]:
-        """How many accepted submissions wait for their credit, and how many groups these hold."""
-        count, groups = self.connection.row(
-            "SELECT count(*), coalesce(sum(groups), 0) FROM submissions WHERE worker = ? AND credit = 'pending'", worker
-        )
-        return int(count), int(groups)
-
-    def workers_with_pending(self) -> list[str]:
-        rows = self.connection.rows("SELECT DISTINCT worker FROM submissions WHERE credit = 'pending' ORDER BY worker")
-        return [worker for (worker,) in rows]
-
-    def set_credit(self, id: str, credit: Literal["credited", "forfeited"]) -> None:
-        self.connection.change("UPDATE submissions SET credit = ? WHERE id = ?", credit, id)
-
-    def tokens_by_credit(self) -> dict[tuple[str, str], int]:
-        """Summed tokens by worker and what became of their credit: pending, credited or forfeited."""
-        rows = self.connection.rows(
-            "SELECT worker, credit, sum(tokens) FROM submissions WHERE credit != '' GROUP BY worker, credit"
-        )
-        return {(worker, credit): tokens for worker, credit, tokens in rows}
-
-
-class Escrow:
     def __init__(self, db: Database, config: Config) -> None:
         self.db = db
         self.config = config
-        self.credits = Credits(db.connection)
 
     def accepted(self, worker: str, submission: str, tokens: int) -> None:
         """Hold the credit of an accepted submission; release what this worker's checks have covered by now.
 
         After the run's last step no more work comes that could cover it: nothing waits any more.
         """
-        self.credits.set_pending(submission, tokens)
+        self.db.connection.change(
+            "UPDATE submissions SET tokens = ?, credit = 'pending' WHERE id = ?", tokens, submission
+        )
         if self.db.is_trained(self.config.run.steps):
-            self._credit(worker, self.credits.pending_of(worker))
-        else:
-            self._credit(worker, self.credits.pending_before(worker, self.config.validator.escrow_checks))
+            self._settle(worker, "credited", self._pending(worker))
+            return
+        covered = self.db.connection.rows(  # with at least `escrow_checks` accepted full checks after it
+            "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' AND seq <"
+            " (SELECT seq FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check"
+            " ORDER BY seq DESC LIMIT 1 OFFSET ?) ORDER BY seq",
+            *(worker, worker, self.config.validator.escrow_checks - 1),
+        )
+        self._settle(worker, "credited", covered)
 
     def forfeit(self, worker: str) -> None:
         """Take all that waits."""
-        lost = self.credits.pending_of(worker)
-        for submission, _ in lost:
-            self.credits.set_credit(submission, "forfeited")
-        if lost:
-            self.db.ledger.append("forfeited", _entry(worker, lost))
+        self._settle(worker, "forfeited", self._pending(worker))
 
     def close(self) -> None:
         """Release all that waits: no more work will be asked for, so nobody has anything left to lie about."""
-        for worker in self.credits.workers_with_pending():
-            self._credit(worker, self.credits.pending_of(worker))
+        waiting = "SELECT DISTINCT worker FROM submissions WHERE credit = 'pending' ORDER BY worker"
+        for (worker,) in self.db.connection.rows(waiting):
+            self._settle(worker, "credited", self._pending(worker))
 
-    def _credit(self, worker: str, earned: list[tuple[str, int]]) -> None:
-        for submission, _ in earned:
-            self.credits.set_credit(submission, "credited")
-        if earned:
-            self.db.ledger.append("credited", _entry(worker, earned))
+    def waiting_of(self, worker: str) -> tuple[int, int]:
+        """How many accepted submissions wait for their credit, and how many groups these hold."""
+        count, groups = self.db.connection.row(
+            "SELECT count(*), coalesce(sum(groups), 0) FROM submissions WHERE worker = ? AND credit = 'pending'", worker
+        )
+        return int(count), int(groups)
+
+    def tokens_by_credit(self) -> dict[tuple[str, str], int]:
+        """Summed tokens by worker and what became of their credit: pending, credited or forfeited."""
+        rows = self.db.connection.rows(
+            "SELECT worker, credit, sum(tokens) FROM submissions WHERE credit != '' GROUP BY worker, credit"
+        )
+        return {(worker, credit): tokens for worker, credit, tokens in rows}
+
+    def _pending(self, worker: str) -> list[tuple[str, int]]:
+        return self.db.connection.rows(
+            "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' ORDER BY seq", worker
+        )
+
+    def _settle(self, worker: str, credit: Literal["credited", "forfeited"], found: list[tuple[str, int]]) -> None:
+        if not found:
+            return
+        for submission, _ in found:
+            self.db.connection.change("UPDATE submissions SET credit = ? WHERE id = ?", credit, submission)
+        submissions, tokens = [submission for submission, _ in found], sum(tokens for _, tokens in found)
+        self.db.ledger.append(credit, {"worker": worker, "submissions": submissions, "tokens": tokens})
 
 
 class StakeView(Protocol):
@@ -316,11 +294,3 @@ class Settlement:
         if account is not None:
             return account.stake
         return contract.deposited(key, payer) if payer else 0
-
-
-def _entry(worker: str, found: list[tuple[str, int]]) -> dict[str, str | int | list[str]]:
-    return {
-        "worker": worker,
-        "submissions": [submission for submission, _ in found],
-        "tokens": sum(tokens for _, tokens in found),
-    }

@@ -27,17 +27,31 @@ SCHEMA = [
 
 
 class Curricula:
+    """The pages, by the step that opened when each was closed."""
+
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    def add(self, step: int, digest: str, body: str, until: int) -> None:
+    def add(self, page: CurriculumPage, until: int = 0) -> None:
+        """`until`: the newest group that it or an earlier page covers."""
         self.connection.change(
-            "INSERT INTO curricula (step, digest, body, until) VALUES (?, ?, ?, ?)", step, digest, body, until
+            "INSERT INTO curricula (step, digest, body, until) VALUES (?, ?, ?, ?)",
+            *(page.step, page.digest(), page.model_dump_json(), until),
         )
 
-    def newest(self) -> tuple[str, int]:
-        """Its digest, and the sequence number of the newest group that it or an earlier page covers."""
-        return self.connection.row("SELECT digest, until FROM curricula ORDER BY step DESC LIMIT 1") or ("", 0)
+    def close(self, step: int) -> CurriculumPage:
+        """The page of a step that opens now: all groups since the page before. Those with a grader error say nothing."""
+        newest = self.connection.row("SELECT digest, until FROM curricula ORDER BY step DESC LIMIT 1")
+        previous, after = newest or ("", 0)
+        until = int(self.connection.value("SELECT coalesce(max(seq), 0) FROM groups"))
+        tasks = self.connection.rows(
+            f"SELECT task, sum({ROLLOUTS}), sum(score) FROM groups WHERE seq > ? AND seq <= ? AND grader_error = 0"
+            f" AND {ROLLOUTS} > 0 GROUP BY task ORDER BY task",
+            *(after, until),
+        )
+        page = CurriculumPage(step=step, previous=previous, tasks=tasks)
+        self.add(page, until)
+        return page
 
     def digest(self, step: int) -> str:
         """Of the newest page that was there when `step` opened; "" if there was none."""
@@ -46,21 +60,12 @@ class Curricula:
         )
         return found or ""
 
-    def body(self, digest: str) -> str | None:
-        found: str | None = self.connection.value("SELECT body FROM curricula WHERE digest = ?", digest)
-        return found
-
-    def newest_group(self) -> int:
-        return int(self.connection.value("SELECT coalesce(max(seq), 0) FROM groups"))
-
-    def scored(self, after: int, until: int) -> list[tuple[int, int, int]]:
-        """Task, rollouts and summed score of the groups in this range, by task. Groups with a grader error say nothing."""
-        return self.connection.rows(
-            f"SELECT task, sum({ROLLOUTS}), sum(score) FROM groups WHERE seq > ? AND seq <= ? AND grader_error = 0"
-            f" AND {ROLLOUTS} > 0 GROUP BY task ORDER BY task",
-            after,
-            until,
-        )
+    def page(self, digest: str) -> CurriculumPage:
+        """Raises PoolError."""
+        body = self.connection.value("SELECT body FROM curricula WHERE digest = ?", digest)
+        if body is None:
+            raise PoolError(f"no curriculum page {digest[:64]}", 404)
+        return CurriculumPage.model_validate_json(body)
 
 
 class Curriculum:
@@ -70,19 +75,12 @@ class Curriculum:
 
     def close(self, step: int) -> None:
         """Make the page of a step that opens now. Part of the caller's transaction."""
-        if not self.is_used:
-            return
-        (previous, after), until = self.pages.newest(), self.pages.newest_group()
-        page = CurriculumPage(step=step, previous=previous, tasks=self.pages.scored(after, until))
-        self.pages.add(step, page.digest(), page.model_dump_json(), until)
-        self.db.ledger.append("curriculum", {"step": step, "page": page.digest()})
+        if self.is_used:
+            self.db.ledger.append("curriculum", {"step": step, "page": self.pages.close(step).digest()})
 
     def digest(self, step: int) -> str:
         """Names the page that the tasks of this step are drawn by; "": none."""
         return self.pages.digest(step) if self.is_used else ""
-
-    def page(self, digest: str) -> CurriculumPage:
-        return read_page(self.pages, digest)
 
 
 def evidence(groups: Sequence[GroupResult], config: Config) -> dict[str, JSON]:
@@ -96,14 +94,6 @@ def evidence(groups: Sequence[GroupResult], config: Config) -> dict[str, JSON]:
             if not group.outcomes.grader_error and group.outcomes.total
         ]
     }
-
-
-def read_page(table: Curricula, digest: str) -> CurriculumPage:
-    """Raises PoolError."""
-    body = table.body(digest)
-    if body is None:
-        raise PoolError(f"no curriculum page {digest[:64]}", 404)
-    return CurriculumPage.model_validate_json(body)
 
 
 def open_pages(folder: Path) -> Curricula:

@@ -25,7 +25,7 @@ from shoal.coordinator.checkers import Checkers
 from shoal.coordinator.credit import StakeView
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.nodes import Node
-from shoal.ledger.connection import SERIAL, Connection
+from shoal.ledger.connection import SERIAL
 from shoal.protocol.address import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Intake, InvitePayload, Registered, Role
 from shoal.shardcast.fetch.reach import OutOfReach, check_host
@@ -50,18 +50,14 @@ log = logging.getLogger(__name__)
 
 class Members:
     def __init__(
-        self,
-        db: Database,
-        config: Config,
-        assignments: Assignments,
-        checkers: Checkers,
-        stakes: StakeView,
+        self, db: Database, config: Config, assignments: Assignments, checkers: Checkers, stakes: StakeView
     ) -> None:
         self.db = db
         self.config = config
         self.assignments = assignments
         self.checkers = checkers
         self.stakes = stakes
+        self._least_stake = max(1, config.requirements.stake)
         self._beats = Beats(db)
 
     def may_register(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> None:
@@ -83,30 +79,23 @@ class Members:
         if invite.open:
             self._check_stake(key)
 
-    def count_workers(self) -> int:
-        """Workers that live and may work: each has one of the run's places."""
-        return self.db.nodes.count_workers(self.db.clock() - self.config.coordinator.node_timeout_s)
-
     def _check_place(self, role: Role) -> None:
-        places = self.config.requirements.places
-        if role == "worker" and places and self.count_workers() >= places:
+        places, since_s = self.config.requirements.places, self.db.clock() - self.config.coordinator.node_timeout_s
+        if role == "worker" and places and self.db.nodes.count_workers(since_s) >= places:
             raise PoolError(f"this run is full: it has places for {places} workers; try again when one has left", 403)
 
     def _check_stake(self, key: str) -> None:
-        staked, least = self.stakes.offered(key), self._least_stake()
+        staked, least = self.stakes.offered(key), self._least_stake
         if staked < least:
             raise PoolError(
                 f"this key has staked {staked}, an open invite needs {least}: stake more and join again", 403
             )
 
-    def _least_stake(self) -> int:
-        return max(1, self.config.requirements.stake)
-
     def _why_no_stake(self, node: Node) -> str:
         """What a worker that joined by stake has to wait for before it gets a task; "" if nothing."""
-        if not node.joined_by_stake or (staked := self.stakes.at_risk(node.key)) >= self._least_stake():
+        if not node.joined_by_stake or (staked := self.stakes.at_risk(node.key)) >= self._least_stake:
             return ""
-        return f"stake: {staked} is at risk on this key, and this run requires {self._least_stake()}"
+        return f"stake: {staked} is at risk on this key, and this run requires {self._least_stake}"
 
     def register(
         self,
@@ -224,7 +213,6 @@ class Beats:
 
     def __init__(self, db: Database, *, at_once_per_s: float = AT_ONCE_PER_S) -> None:
         self.db = db
-        self.downloads = Downloads(db.connection)
         self._of_node, self._at_once = Rates(RECORDS_PER_S), Rates(at_once_per_s)
         self._collected: dict[str, tuple[str, float, int | None, str]] = {}
         self._came: dict[str, int] = {}  # by key: the version whose download was recorded last
@@ -242,7 +230,7 @@ class Beats:
             return
         self._at_once.charge("", len(self._collected), now_s)
         self.db.nodes.beat_all(list(self._collected.values()))
-        self.downloads.add_all(self._downloads)
+        self.record_downloads(self._downloads)
         self._collected.clear()
         self._downloads.clear()
         self._written_s = now_s
@@ -256,23 +244,16 @@ class Beats:
         to_s = now_s - min(intake.ago_s, LONGEST_S)
         self._downloads.append((key, version, to_s - min(intake.took_s, LONGEST_S), to_s, intake.size_bytes))
 
-
-class Downloads:
-    """Which node received which version: one row for each, the newest KEPT of them."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def add_all(self, rows: Sequence[Download]) -> None:
-        """Record downloads; one that is known already changes nothing."""
+    def record_downloads(self, rows: Sequence[Download]) -> None:
+        """One that is known already changes nothing; the newest KEPT are kept."""
         for row in rows:
-            self.connection.change(
+            self.db.connection.change(
                 "INSERT INTO transfers (node, version, from_s, to_s, size_bytes) VALUES (?, ?, ?, ?, ?)"
                 " ON CONFLICT (node, version) DO NOTHING",
                 *row,
             )
         if rows:
-            self.connection.change("DELETE FROM transfers WHERE seq <= (SELECT max(seq) FROM transfers) - ?", KEPT)
+            self.db.connection.change("DELETE FROM transfers WHERE seq <= (SELECT max(seq) FROM transfers) - ?", KEPT)
 
 
 def lacks(reported: Capability | None, wants: RequirementsSection) -> str:

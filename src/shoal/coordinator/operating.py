@@ -17,6 +17,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -25,12 +26,12 @@ from shoal import config as config_module
 from shoal.config import Config
 from shoal.config.config import LOOPBACK
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.nodes import Event, Node, Nodes
+from shoal.coordinator.nodes import Nodes
 from shoal.coordinator.state.folder import KEY, NONCES, TABLES, TASKS, Nonces, open_tables
 from shoal.coordinator.trust import EvidenceTable
 from shoal.errors import UserError
 from shoal.files import discard, fsync, write_file
-from shoal.ledger.connection import Connection, copy_sqlite, open_sqlite
+from shoal.ledger.connection import copy_sqlite, open_sqlite
 from shoal.protocol.address import Address, AddressError, server_url
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite, run_id
@@ -39,6 +40,7 @@ from shoal.shardcast.fetch.reach import narrowest
 
 CONFIG, INVITES = "config.toml", "invites"
 BOOT = "a backup"  # no machine's
+STEERED = {"ban": "evicted", "drain": "drained", "readmit": "readmitted"}
 
 
 class PoolFolderError(UserError):
@@ -136,34 +138,27 @@ def invite_from(folder: Path, role: Role, name: str, url: str | None, days: floa
         raise InviteError(f"{name[:60]!r} is not a node's name: use a to z, 0 to 9 and -, at most 40") from error
 
 
-def evict_from(folder: Path, name: str) -> None:
-    """Evicts a relay: nobody asks it from the next heartbeats on, and its key can read no weights.
+def steer(folder: Path, name: str, event: Literal["ban", "drain", "readmit"]) -> None:
+    """Let an operator's event happen to a member.
+
+        ban      of a relay: nobody asks it from the next heartbeats on, and its key can read no weights
+        drain    of a worker: no new tasks; it finishes the one that it holds, and leaves; nothing is held against it
+        readmit  tasks again for a worker that was dismissed, drains, has left, or was too slow; what was held against it is
+                 forgotten. A suspension stays, and who was slashed stays banned
 
     Raises SteeringError, PoolError, FolderError.
     """
-    connection = open_tables(folder)
-    _move(connection, _find(connection, name, "relay"), "ban", "evicted by the operator")
-
-
-def drain_from(folder: Path, name: str) -> None:
-    """No new tasks for a worker. It finishes the one that it holds, and leaves; nothing is held against it.
-
-    Raises SteeringError, PoolError, FolderError.
-    """
-    connection = open_tables(folder)
-    _move(connection, _find(connection, name, "worker"), "drain", "drained by the operator")
-
-
-def readmit_from(folder: Path, name: str) -> None:
-    """Tasks again for a worker that was dismissed, drains, has left, or was too slow; what was held against it is forgotten.
-
-    A suspension stays, and who was slashed stays banned. Raises SteeringError, PoolError, FolderError.
-    """
-    connection = open_tables(folder)
-    node = _find(connection, name, "worker")
+    connection, role = open_tables(folder), "relay" if event == "ban" else "worker"
+    every = [node for node in Nodes(connection).all() if node.role == role]
+    node = next((one for one in every if one.name == name), None)
+    if node is None:
+        names = ", ".join(one.name for one in every if not one.evicted)
+        raise SteeringError(f"{name} is not a {role} of this pool; its {role}s are: {names or 'none'}")
     with connection.transaction():
-        _move(connection, node, "readmit", "readmitted by the operator")
-        EvidenceTable(connection).forget(node.key)
+        if not Nodes(connection).move(node.key, event, f"{STEERED[event]} by the operator", time.time()):
+            raise PoolError(f"{name} is {node.state} ({node.reason or 'no reason given'}): `{event}` changes nothing")
+        if event == "readmit":
+            EvidenceTable(connection).forget(node.key)
 
 
 def back_up(folder: Path, copy: Path) -> int:
@@ -240,20 +235,6 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
             "other machines reach, before the coordinator starts.",
         ]
     return lines
-
-
-def _find(connection: Connection, name: str, role: Role) -> Node:
-    every = [node for node in Nodes(connection).all() if node.role == role]
-    found = next((node for node in every if node.name == name), None)
-    if found is None:
-        names = ", ".join(node.name for node in every if not node.evicted)
-        raise SteeringError(f"{name} is not a {role} of this pool; its {role}s are: {names or 'none'}")
-    return found
-
-
-def _move(connection: Connection, node: Node, event: Event, reason: str) -> None:
-    if not Nodes(connection).move(node.key, event, reason, time.time()):
-        raise PoolError(f"{node.name} is {node.state} ({node.reason or 'no reason given'}): `{event}` changes nothing")
 
 
 def _unwanted(folder: str, names: list[str]) -> set[str]:

@@ -56,8 +56,8 @@ class Pool:
         checking = checkers.Checkers(db, config, self.notices.append)
         self.members = members.Members(db, config, self.assignments, checking, stakes or BookedStakes(db))
         self.batches = Batches(db, config, self.curriculum)
-        trusting = trust.Trust(db, config, random.SystemRandom().random)
         escrow = Escrow(db, config)
+        trusting = trust.Trust(db, config, escrow, random.SystemRandom().random)
         describe = self.assignments.describe
         self.judgement = Judgement(db, config, describe, arrivals, self.batches, checking, trusting, escrow)
         self.learning = Learning(db, config, self.judgement.close)

@@ -14,8 +14,8 @@ What accepted ones earn is written by `credit`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Literal
 
 from shoal.ledger.connection import SERIAL, Connection
 
@@ -71,13 +71,13 @@ class Submission:
     nonce: str
     assigned_s: float
     deadline_s: float  # after it, its worker may be given another task
-    state: State
-    announced: str  # hash of the file that its worker uploads; "": it still works on it
-    file_hash: str | None  # of the uploaded file
-    accepted_hash: str | None  # of the validator's accepted file
-    validator: str | None  # holds the claim
-    full_check: bool | None  # whether it is prefilled; drawn at the first claim
-    uploaded_s: float | None
+    state: State = "open"
+    announced: str = ""  # hash of the file that its worker uploads; "": it still works on it
+    file_hash: str | None = None  # of the uploaded file
+    accepted_hash: str | None = None  # of the validator's accepted file
+    validator: str | None = None  # holds the claim
+    full_check: bool | None = None  # whether it is prefilled; drawn at the first claim
+    uploaded_s: float | None = None
 
 
 COLUMNS = ", ".join(field.name for field in fields(Submission))
@@ -87,26 +87,9 @@ class Submissions:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    def add(
-        self,
-        id: str,
-        worker: str,
-        number: int,
-        *,
-        step: int,
-        version: int,
-        digest: str,
-        groups: int,
-        nonce: str,
-        assigned_s: float,
-        deadline_s: float,
-    ) -> Submission:
-        row = self.connection.row(
-            "INSERT INTO submissions (id, worker, number, step, version, digest, groups, nonce, assigned_s, deadline_s,"
-            f" state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'open') RETURNING {COLUMNS}",
-            *(id, worker, number, step, version, digest, groups, nonce, assigned_s, deadline_s),
-        )
-        return _submission(row)
+    def add(self, task: Submission) -> None:
+        marks = ", ".join("?" for _ in fields(Submission))
+        self.connection.change(f"INSERT INTO submissions ({COLUMNS}) VALUES ({marks})", *astuple(task))
 
     def get(self, id: str) -> Submission | None:
         return self._first("id = ?", id)
@@ -115,16 +98,8 @@ class Submissions:
         """The same worker's task before this one."""
         return self._first("worker = ? AND number = ?", task.worker, task.number - 1)
 
-    def open_of(self, worker: str) -> list[Submission]:
-        """The tasks that it works on, oldest first."""
-        return self._all("worker = ? AND state = 'open' AND announced = '' ORDER BY seq", worker)
-
-    def announced_of(self, worker: str) -> Submission | None:
-        """The task that it finished and is uploading."""
-        return self._first("worker = ? AND state = 'open' AND announced != ''", worker)
-
     def held_by(self, worker: str) -> list[Submission]:
-        """The tasks that it works on or uploads, oldest first."""
+        """The tasks that it works on or uploads (those it has announced), oldest first."""
         return self._all("worker = ? AND state = 'open' ORDER BY seq", worker)
 
     def announce(self, id: str, file_hash: str) -> None:
@@ -302,12 +277,8 @@ class Submissions:
 
     def _all(self, which: str, *arguments: object) -> list[Submission]:
         rows = self.connection.rows(f"SELECT {COLUMNS} FROM submissions WHERE {which}", *arguments)
-        return [_submission(row) for row in rows]
+        found = [Submission(*row) for row in rows]
+        return [one if one.full_check is None else replace(one, full_check=bool(one.full_check)) for one in found]
 
     def _integer(self, sql: str, *arguments: object) -> int:
         return int(self.connection.value(sql, *arguments))
-
-
-def _submission(row: tuple[Any, ...]) -> Submission:
-    found = Submission(*row)
-    return replace(found, full_check=None if found.full_check is None else bool(found.full_check))

@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable
 
 from shoal.config import Config
-from shoal.coordinator.credit import Credits
+from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import Submission
 from shoal.evidence import ALPHA, REWARD_TILT, Process, frequency
@@ -90,11 +90,11 @@ class EvidenceTable:
 
 
 class Trust:
-    def __init__(self, db: Database, config: Config, random: Callable[[], float]) -> None:
+    def __init__(self, db: Database, config: Config, escrow: Escrow, random: Callable[[], float]) -> None:
         self.db = db
         self.config = config
         self.random = random  # uniform in [0, 1)
-        self.credits, self.evidence = Credits(db.connection), EvidenceTable(db.connection)
+        self.escrow, self.evidence = escrow, EvidenceTable(db.connection)
 
     def share(self, worker: str) -> float:
         """The probability that a submission of this worker is checked in full."""
@@ -112,7 +112,7 @@ class Trust:
         unchecked = self.db.groups.count_waiting_unchecked() + self.db.submissions.groups_unchecked()
         if unchecked >= most_unchecked(self.config):
             return True
-        waiting, held = self.credits.waiting_of(worker)
+        waiting, held = self.escrow.waiting_of(worker)
         return held < min(waiting, self.config.validator.escrow_checks) * groups
 
     def finds(self, found: Submission, verdict: Verdict) -> str:

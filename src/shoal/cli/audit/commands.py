@@ -151,9 +151,9 @@ def _weights(run: Path, version: int) -> Path:
 
 def _curriculum(run: Path | None, step: int) -> dict[str, Any]:
     """The pages that a step's tasks were drawn by, from the coordinator's folder in a run's folder."""
-    from shoal.coordinator.curriculum import open_pages, read_page
+    from shoal.coordinator.curriculum import open_pages
 
     if run is None:
         raise UsageError("this run draws tasks by their pass rates, which are in its folder: name it with --run")
     pages = open_pages(run / "coordinator")
-    return {"curriculum": pages.digest(step), "page": lambda digest: read_page(pages, digest)}
+    return {"curriculum": pages.digest(step), "page": pages.page}

@@ -17,7 +17,7 @@ from blake3 import blake3
 from shoal.cli.audit.found import Accepted, Found, Rejected
 from shoal.cli.audit.opened import BrokenError, Opened, naming
 from shoal.config import Config
-from shoal.coordinator.curriculum import Curricula, read_page
+from shoal.coordinator.curriculum import Curricula
 from shoal.model.dtype import DtypeName
 from shoal.protocol.messages import HARD, Reason
 
@@ -125,7 +125,7 @@ def _judging(run: Opened, config: Config, dtype: DtypeName) -> "Iterator[Judge]"
         return (run.coordinator / "tasks" / sha256).read_bytes()
 
     pages = Curricula(run.connection) if run.connection and config.tasks.curriculum == "pass_rate" else None
-    page = {"page": lambda digest: read_page(pages, digest)} if pages else {}
+    page = {"page": pages.page} if pages else {}
     with TemporaryDirectory() as scratch:
         loaded = tasks.join(config.tasks, Path(scratch) / "tasks", fetch) if config.tasks.digest else None
         with Judge(config, run.run, dtype, loaded, **page) as judge:  # type: ignore[arg-type]

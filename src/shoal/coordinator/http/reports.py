@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from shoal.config import Config
 from shoal.coordinator.checkers import Fingerprints, Replays
-from shoal.coordinator.credit import Credits
+from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import State
 from shoal.coordinator.trust import EvidenceTable, most_unchecked
@@ -81,7 +81,7 @@ def read_offer(db: Database, config: Config, run: str, key: str, invite: str) ->
 
 
 def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) -> Status:
-    nodes = _nodes(db)
+    nodes = _nodes(db, config)
     tokens, stale, useful = db.groups.totals()
     replays = Replays(db.connection)
     return Status(
@@ -114,8 +114,8 @@ def _grading(db: Database, groups: int) -> Grading:
     return Grading(total=db.grades.total(), recent=recent, errors=errors, error=db.grades.newest_error())
 
 
-def _nodes(db: Database) -> list[NodeStatus]:
-    credit = Credits(db.connection).tokens_by_credit()
+def _nodes(db: Database, config: Config) -> list[NodeStatus]:
+    credit = Escrow(db, config).tokens_by_credit()
     evidence, fingerprints = EvidenceTable(db.connection), Fingerprints(db.connection)
     now_s = db.clock()
     counts, missed = db.submissions.count_by_worker_and_state(), db.submissions.count_missed()
@@ -168,12 +168,12 @@ def _submissions(db: Database) -> Iterator[Metric]:
     every_state = [({"state": state}, states.get(state, 0)) for state in get_args(State)]
     every_reason = [({"reason": reason}, count) for reason, count in reasons.items()]
     yield _gauge("submissions", "Submissions by state.", every_state)
-    yield _gauge("queue_age_seconds", "Age of the oldest upload without a verdict.", [({}, age_s)])
-    yield _counter("verdicts", "Verdicts given.", [({}, verdicts)])
-    yield _counter("verdicts_full", "Verdicts that rest on a prefill.", [({}, full)])
-    yield _counter("verdict_seconds", "Time from upload to verdict, summed.", [({}, waited_s)])
+    yield _gauge("queue_age_seconds", "Age of the oldest upload without a verdict.", age_s)
+    yield _counter("verdicts", "Verdicts given.", verdicts)
+    yield _counter("verdicts_full", "Verdicts that rest on a prefill.", full)
+    yield _counter("verdict_seconds", "Time from upload to verdict, summed.", waited_s)
     yield _counter("rejections", "Rejections by reason.", every_reason)
-    yield _counter("accepted_tokens", "Completion tokens accepted.", [({}, db.groups.totals()[0])])
+    yield _counter("accepted_tokens", "Completion tokens accepted.", db.groups.totals()[0])
 
 
 def _grades(db: Database) -> Iterator[Metric]:
@@ -207,12 +207,12 @@ def _training(db: Database) -> Iterator[Metric]:
     evaluation = db.history.newest_evaluation()
     reward = step.get("reward/mean")
     accuracies = {"greedy": evaluation.greedy, "sampled": evaluation.sampled} if evaluation else {}
-    yield _gauge("open_step", "The smallest step that lacks accepted groups.", [({}, db.open_step())])
-    yield _counter("steps_trained", "Steps that the learner has trained.", [({}, db.history.count("step"))])
+    yield _gauge("open_step", "The smallest step that lacks accepted groups.", db.open_step())
+    yield _counter("steps_trained", "Steps that the learner has trained.", db.history.count("step"))
     yield _gauge(
         "newest_version",
         "The newest published policy version; -1 if there is none.",
-        [({}, -1 if version is None else version)],
+        -1 if version is None else version,
     )
     yield _gauge(
         "reward_mean",
@@ -240,9 +240,9 @@ def _node_figures(db: Database) -> Iterator[Metric]:
     nodes = [({"name": node.name, "role": node.role}, node) for node in every if not node.evicted]
     stats = [(labels, Stats.model_validate_json(node.stats)) for labels, node in nodes]
     silence_s = [(labels, db.clock() - node.seen_s) for labels, node in nodes]
-    yield _gauge("evicted_nodes", "Nodes that were slashed.", [({}, len(every) - len(nodes))])
+    yield _gauge("evicted_nodes", "Nodes that were slashed.", len(every) - len(nodes))
     suspended = sum(1 for node in every if node.suspended_s(db.clock()))
-    yield _gauge("suspended_nodes", "Nodes that get no tasks for a while.", [({}, suspended)])
+    yield _gauge("suspended_nodes", "Nodes that get no tasks for a while.", suspended)
     yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
     evidence = EvidenceTable(db.connection)
     against = [(labels, evidence.of(node.key).evidence) for labels, node in nodes if node.role == "worker"]
@@ -259,15 +259,16 @@ def _node_figures(db: Database) -> Iterator[Metric]:
     )
 
 
-def _gauge(name: str, documentation: str, samples: Samples) -> Metric:
+def _gauge(name: str, documentation: str, samples: Samples | float) -> Metric:
     return _with(GaugeMetricFamily(f"shoal_{name}", documentation), samples)
 
 
-def _counter(name: str, documentation: str, samples: Samples) -> Metric:
+def _counter(name: str, documentation: str, samples: Samples | float) -> Metric:
     return _with(CounterMetricFamily(f"shoal_{name}", documentation), samples, "_total")
 
 
-def _with(metric: Metric, samples: Samples, suffix: str = "") -> Metric:
-    for labels, value in samples:
+def _with(metric: Metric, samples: Samples | float, suffix: str = "") -> Metric:
+    """`samples`: one number, or several with labels."""
+    for labels, value in [({}, samples)] if isinstance(samples, int | float) else samples:
         metric.add_sample(metric.name + suffix, dict(labels), value)
     return metric

@@ -8,7 +8,7 @@ What all routes share is in `protocol.server`; the routes of rollout files are i
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
@@ -41,7 +41,7 @@ READER_GRANT_S = 600.0  # of a new one
 MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence
 MAX_HEARTBEAT_BYTES = 32 << 10  # its longest part names MAX_SENDERS servers by their URLs
 MAX_SAMPLE_BYTES = 40 << 10  # of one group in a verdict: two texts of 4,000 characters
-STEP = CURSOR = re.compile("[0-9]{1,15}")
+NUMBER = re.compile("[0-9]{1,15}")
 SHA256 = re.compile("[0-9a-f]{64}")
 STATUSES = {InviteError: 403, StoreError: 507, DatabaseFullError: 507, DatabaseLostError: 503}
 
@@ -99,8 +99,21 @@ class Coordinator:
         return invite.encode() if time.time() < payload.expires_s else ""
 
     def app(self) -> web.Application:
-        m, pool, anyone, signed = messages, self.pool, self.front.open_to_all, self.admission.signed
+        m, pool, every = messages, self.pool, get_args(Role)
+        anyone, signed = self.front.open_to_all, self.admission.signed
+        judgement, learning = pool.judgement, pool.learning
         verdict_bytes = MAX_REPORT_BYTES + self.config.workers.largest * MAX_SAMPLE_BYTES
+        told: list[tuple[str, Callable[[Mapping[str, str]], Answer], Sequence[Role]]] = [
+            ("/v1/ledger/{after}", lambda path: self._ledger(_number(path["after"], "the number of an entry")), every),
+            ("/v1/contents/{digest}", lambda path: judgement.content_owner(path["digest"]), ["validator"]),
+            ("/v1/missed/{key}", lambda path: pool.assignments.missed(_key(path["key"])), ["validator"]),
+            (
+                "/v1/curricula/{digest}",
+                lambda path: pool.curriculum.pages.page(path["digest"]),
+                ["worker", "validator"],
+            ),
+            ("/v1/batches/{step}", lambda path: pool.batches.of_step(_number(path["step"], "a step")), ["learner"]),
+        ]
         app = web.Application()
         app[IDENTITY] = self.identity
         app.add_routes(
@@ -112,25 +125,18 @@ class Coordinator:
                 web.get("/v1/history", anyone(self._history)),
                 web.get("/metrics", anyone(self._metrics)),
                 web.post("/v1/register", signed(self._register, None)),
-                web.post("/v1/heartbeat", signed(self._heartbeat, get_args(Role), MAX_HEARTBEAT_BYTES)),
-                web.post("/v1/drain", signed(self._drain, ["worker"])),
-                web.get("/v1/tasks/{sha256}", signed(self._task_data, get_args(Role))),
-                web.post("/v1/claims", signed(self._claim, ["validator"])),
-                web.get("/v1/contents/{digest}", signed(self._content, ["validator"])),
-                web.get("/v1/missed/{key}", signed(self._missed, ["validator"])),
-                web.get("/v1/curricula/{digest}", signed(self._curriculum, ["worker", "validator"])),
-                *self.files.routes(),
-                web.post("/v1/verdicts", signed(self._judge, ["validator"], verdict_bytes)),
-                web.post("/v1/policies", signed(_report(m.Policy, pool.learning.published), ["origin"])),
-                web.get("/v1/ledger/{after}", signed(self._ledger, get_args(Role))),
                 web.post("/v1/bookings", signed(self._book, None)),
+                web.post("/v1/heartbeat", signed(self._heartbeat, every, MAX_HEARTBEAT_BYTES)),
+                web.post("/v1/drain", signed(self._drain, ["worker"])),
+                web.get("/v1/tasks/{sha256}", signed(self._task_data, every)),
+                *self.files.routes(),
+                *(web.get(path, signed(_told(answer), roles)) for path, answer, roles in told),
+                web.post("/v1/claims", signed(self._claim, ["validator"])),
+                web.post("/v1/verdicts", signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/heads", signed(self._head, ["validator"])),
-                web.get("/v1/batches/{step}", signed(self._batch, ["learner"])),
-                web.post(
-                    "/v1/steps",
-                    signed(_report(m.StepReport, pool.learning.trained), ["learner"], MAX_REPORT_BYTES),
-                ),
-                web.post("/v1/evaluations", signed(_report(m.Evaluation, pool.learning.evaluated), ["evaluator"])),
+                web.post("/v1/policies", signed(_report(m.Policy, learning.published), ["origin"])),
+                web.post("/v1/steps", signed(_report(m.StepReport, learning.trained), ["learner"], MAX_REPORT_BYTES)),
+                web.post("/v1/evaluations", signed(_report(m.Evaluation, learning.evaluated), ["evaluator"])),
             ]
         )
         return self.front.attach(app)
@@ -161,7 +167,7 @@ class Coordinator:
 
     async def _history(self, request: web.Request) -> web.Response:
         after = request.query.get("after", "0")
-        if not CURSOR.fullmatch(after):
+        if not NUMBER.fullmatch(after):
             return refusal(400, f"after={after[:40]!r} is not a cursor; start with 0")
         return web.Response(body=self.pool.db.history.page(int(after)), content_type="application/json")
 
@@ -209,10 +215,8 @@ class Coordinator:
         """One that is good for half of its time at least: signing is a good part of what a heartbeat costs."""
         now_s, (until_s, grant) = time.time(), self._grants.get(key, (0.0, ""))
         if not READER_GRANT_S / 2 < until_s - now_s <= READER_GRANT_S:  # or the clock was set back
-            until_s, grant = (
-                now_s + READER_GRANT_S,
-                issue(self.identity.private_key, key, self.run, now_s + READER_GRANT_S),
-            )
+            until_s = now_s + READER_GRANT_S
+            grant = issue(self.identity.private_key, key, self.run, until_s)
             self._grants[key] = until_s, grant
         return grant
 
@@ -229,40 +233,42 @@ class Coordinator:
         self.admission.pace.moved(request.key, path.stat().st_size)
         return web.FileResponse(path)
 
-    # --- checking and learning ---------------------------------------------------------------------------------------
+    def _ledger(self, after: int) -> Answer:
+        return web.Response(body=self.pool.ledger_page(after))  # its bytes count against who asks
 
     async def _claim(self, request: Request) -> Answer:
         asked = messages.ClaimRequest.model_validate_json(request.body)
         return self.pool.judgement.claim(request.key, asked.most)
 
-    async def _content(self, request: Request) -> Answer:
-        return self.pool.judgement.content_owner(request.match["digest"])
-
-    async def _missed(self, request: Request) -> Answer:
-        if not SHA256.fullmatch(request.match["key"]):
-            raise PoolError(f"{request.match['key'][:64]!r} is not a key", 400)
-        return self.pool.assignments.missed(request.match["key"])
-
-    async def _curriculum(self, request: Request) -> Answer:
-        return self.pool.curriculum.page(request.match["digest"])
-
     async def _judge(self, request: Request) -> Answer:
         self.pool.judgement.judge(request.key, messages.Verdict.model_validate_json(request.body))
         return Ok()
-
-    async def _ledger(self, request: Request) -> Answer:
-        if not CURSOR.fullmatch(request.match["after"]):
-            raise PoolError(f"{request.match['after'][:40]!r} is not the number of an entry", 400)
-        return web.Response(body=self.pool.ledger_page(int(request.match["after"])))
 
     async def _head(self, request: Request) -> Answer:
         self.pool.witnessed(request.key, Signed.model_validate_json(request.body))
         return Ok()
 
-    async def _batch(self, request: Request) -> Answer:
-        if not STEP.fullmatch(request.match["step"]):
-            raise PoolError(f"{request.match['step'][:40]!r} is not a step", 400)
-        return self.pool.batches.of_step(int(request.match["step"]))
+
+def _number(text: str, what: str) -> int:
+    """A step, or the number of an entry, in a path. Raises PoolError."""
+    if not NUMBER.fullmatch(text):
+        raise PoolError(f"{text[:40]!r} is not {what}", 400)
+    return int(text)
+
+
+def _key(text: str) -> str:
+    if not SHA256.fullmatch(text):
+        raise PoolError(f"{text[:64]!r} is not a key", 400)
+    return text
+
+
+def _told(answer: Callable[[Mapping[str, str]], Answer]) -> Handler:
+    """A route's handler that says what the pool knows of what the path names."""
+
+    async def handler(request: Request) -> Answer:
+        return answer(request.match)
+
+    return handler
 
 
 def _report(model: type[M], record: Callable[[M], None]) -> Handler:
