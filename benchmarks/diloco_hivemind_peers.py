@@ -55,7 +55,7 @@ def meeting(where: str, peers: int, count: int) -> None:
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.meeting import Meeting
     from shoal.diloco.messages import site_invite
-    from shoal.diloco.serve import Server, serve
+    from shoal.diloco.serve import MeetingServer, serve
     from shoal.protocol.identity import Identity
 
     folder = Path(where)
@@ -63,7 +63,7 @@ def meeting(where: str, peers: int, count: int) -> None:
     async def live() -> None:
         terms, identity = terms_of(peers, count), Identity.generate()
         first = {name: torch.zeros(shape) for name, shape in shapes(count).items()}
-        server = Server(Meeting(folder, terms, {}, RUN, lambda: Agreed.of(first, terms.fragments)), identity)
+        server = MeetingServer(Meeting(folder, terms, {}, RUN, lambda: Agreed.of(first, terms.fragments)), identity)
         _, port = await serve(server, "127.0.0.1", 0, None, folder / "port")
         for peer in range(peers):
             invite = site_invite(identity, f"http://127.0.0.1:{port}", RUN, f"site-{peer}")

@@ -13,7 +13,7 @@ an eighth of that to all of it, seed 0). The systems take turns. Each trains eve
               given order, labels -100 for padding, its own loss; torch.optim.AdamW(fused=True)
     rounded   the same with weights and moments in bf16: no masters, but updates smaller than a bf16 step are lost
 
-Tokens per second count real tokens. MFU: FLOPs of real tokens (learner/metrics.py: no padding, no recomputation) over
+Tokens per second count real tokens. MFU: FLOPs of real tokens (learner/report.py: no padding, no recomputation) over
 seconds and peak. The peak is the fastest of several square matrix products in that dtype, measured before and after.
 Writes benchmarks/results/learner_alone.json.
 """
@@ -36,8 +36,8 @@ from transformers import AutoModelForCausalLM
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner.batch import micro_batches
 from shoal.learner.groups import Group
-from shoal.learner.metrics import forward_flops, shape_of
 from shoal.learner.policy import Policy
+from shoal.learner.report import forward_flops, shape_of
 from shoal.model.sources import SMOLLM2, resolve
 
 PATH = Path(__file__).parent / "results" / "learner_alone.json"

@@ -13,7 +13,7 @@ signed Parquet files. It goes through the learner's own code, in one process:
 
 To these the table adds the computed time to send the other ranks' bytes over LINK_BPS. Next to it is a measured time: one
 other rank receives all of them over gloo on loopback. The sum for rank 0, without `read`, delays a step. It is compared with
-the time to train the step at 40 % MFU, by the arithmetic of `learner/metrics`, which counts no recomputation:
+the time to train the step at 40 % MFU, by the arithmetic of `learner/report`, which counts no recomputation:
 
     training  3 forwards x FLOPs / (devices x 989e12 x 0.40)
 
@@ -40,14 +40,14 @@ from machine import describe
 
 from shoal.cli.preflight.work import sizes_of
 from shoal.config import parse
-from shoal.learner.balance import cost, order
-from shoal.learner.batch import Row, Rows
-from shoal.learner.deal import decode as decode_contents
-from shoal.learner.deal import encode as encode_contents
-from shoal.learner.group import Group, Outline, decode, encode
-from shoal.learner.groups import Gathering
-from shoal.learner.metrics import Shape, forward_flops
+from shoal.learner.batch import Row
+from shoal.learner.batch import plan as rows_of
+from shoal.learner.groups import Gathering, Group, Outline, decode, encode
 from shoal.learner.ranks import Ranks
+from shoal.learner.report import Shape, forward_flops
+from shoal.learner.updates import cost, dealing_order
+from shoal.learner.updates import decode as decode_contents
+from shoal.learner.updates import encode as encode_contents
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.store.columns import ACCEPTED, content_digest, from_table
@@ -182,7 +182,7 @@ def deal(groups: list[Group], ranks: int, stages: Stages) -> dict[str, Any]:
     """All stages after reading, for all ranks, in this process."""
     shape = shape_of("32B")
     message = stages.of("outlines", lambda: encode(groups))
-    outlines, _ = stages.of("outlines", lambda: decode(message))
+    outlines = stages.of("outlines", lambda: decode(message))
     assert outlines == [group.outline for group in groups]
     sent = rows = 0
     for update in range(UPDATES):
@@ -198,9 +198,8 @@ def deal(groups: list[Group], ranks: int, stages: Stages) -> dict[str, Any]:
 
 
 def plan(groups: list[Group] | list[Outline], ranks: int, shape: Shape) -> tuple[list[Row], list[int]]:
-    rows = Rows(row_tokens=ROW_TOKENS)
-    planned = [row for group in groups for row in rows.add(group)] + rows.close()
-    return planned, order([cost(row, shape) for row in planned], ranks)
+    planned = rows_of(groups, row_tokens=ROW_TOKENS)
+    return planned, dealing_order([cost(row, shape) for row in planned], ranks)
 
 
 def pack(rows: list[Row], data: bytes) -> None:

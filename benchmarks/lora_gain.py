@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from shoal.config.recipe import LearnerSection
 from shoal.engine.selftest import fixed_tokens
-from shoal.learner import lora
 from shoal.learner.batch import MicroBatch, micro_batches
 from shoal.learner.groups import Group
+from shoal.learner.masters import merge_adapters
 from shoal.learner.policy import Policy
 from shoal.model.load import WEIGHTS, load_model, save_model
 from shoal.model.sources import SMOLLM2, resolve
@@ -55,7 +55,7 @@ def measured(folder: Path, lr: float, dtype: str) -> dict[str, float]:
         version, merged = Path(scratch) / "version", Path(scratch) / "merged"
         save_model(policy.model, policy.tokenizer, version, policy.published(), policy.stored)
         apart = gain(Scorer(load_model(version, dtype)), micro) - before
-        lora.merge(version, merged)
+        merge_adapters(version, merged)
         rounded = {name: tensor.bfloat16() for name, tensor in load_file(merged / WEIGHTS).items()}
         save_file(rounded, merged / WEIGHTS, metadata={"format": "pt"})
         once = gain(Scorer(load_model(merged, dtype)), micro) - before

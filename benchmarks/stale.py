@@ -29,7 +29,7 @@ from shoal.config import load
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.learner.advantage import group_advantages
+from shoal.learner.batch import group_advantages
 from shoal.learner.loss import denominator, policy_loss
 from shoal.learner.policy import DivergedError, Policy
 from shoal.model.sampling import rollout_seed

@@ -3,7 +3,7 @@
     python benchmarks/against_trl/loop.py JOB.json
 
 No real run works like this. It shows the cost of generation and training alone, on TRL's prompts. JOB.json is that of
-`peer.py` without TRL's settings. The engine is that of `shoal run`; packing and update are its learner's. Weights pass from
+`peer.py` without TRL's settings. The engine is that of `shoal run`; the update is its learner's. Weights pass from
 one to the other in memory.
 """
 
@@ -18,7 +18,7 @@ from shoal import tasks
 from shoal.config import parse
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.learner.batch import micro_batches, teaching
+from shoal.learner import updates
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 from shoal.model.load import eos_ids, load_tokenizer, save_model
@@ -37,7 +37,6 @@ def main() -> None:
     graders = tasks.Graders(config.tasks)
     source = config.tasks.sources[0].label
     policy = Policy(folder, config.learner, job["dtype"], "cpu", config.sampling.temperature)
-    row_tokens, normalize_std = config.learner.row_tokens, config.learner.loss.normalize_std
     engine = TorchEngine(job["dtype"])
     engine.load(folder)
     sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, eos_ids(folder))
@@ -62,8 +61,7 @@ def main() -> None:
             ]
             groups.append(as_group(line["tokens"], group, rewards))
         n_tokens = sum(group.n_tokens for group in groups)
-        rows = micro_batches(teaching(groups, config.learner.loss), row_tokens=row_tokens, normalize_std=normalize_std)
-        policy.update(rows, n_tokens)
+        updates.train(policy, groups, config)
         with torch.no_grad():
             for own, new in zip(engine.model.parameters(), policy.model.parameters(), strict=True):
                 own.copy_(new)

@@ -185,7 +185,6 @@ def config(
     run: dict[str, Any] | None = None,
     groups: int = 2,
     requirements: dict[str, Any] | None = None,
-    stream: bool = False,
     in_flight: int = 1,
     **coordinator: Any,
 ) -> Config:
@@ -197,7 +196,7 @@ def config(
             "coordinator": settings | coordinator,
             "workers": {"groups_per_submission": groups, "in_flight": in_flight},
             "sampling": {"max_tokens": 64},
-            "learner": {"optimizer_steps_per_step": 1, "stream": stream},
+            "learner": {"optimizer_steps_per_step": 1},
             "validator": validator or {},
             "requirements": requirements or {},
         }

@@ -1,7 +1,7 @@
 """A site in the same process as the meeting, for tests."""
 
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import SILENT, Figures, Greeting, Outcome, Welcome
+from shoal.diloco.messages import SILENT, Figures, Greeting, RoundOutcome, Welcome
 
 
 class Direct:
@@ -27,7 +27,7 @@ class Direct:
         if self.meeting.due():
             self.meeting.close()
 
-    def outcome(self, round: int) -> tuple[Outcome, bytes] | list[str]:
+    def outcome(self, round: int) -> tuple[RoundOutcome, bytes] | list[str]:
         if self.meeting.due():
             self.meeting.close()
         found = self.meeting.outcome(self.name, round)

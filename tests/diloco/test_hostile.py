@@ -17,7 +17,7 @@ from shoal.diloco.codec import encode
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import BadOfferError, Figures, Greeting, JoinRequest, MeetingError
 from shoal.diloco.remote import Remote
-from shoal.diloco.serve import Nonces
+from shoal.diloco.serve import RecentNonces
 from shoal.protocol import pace
 from shoal.protocol.answers import Refusal
 from shoal.protocol.signing import SignedAuth
@@ -137,14 +137,14 @@ def test_why_a_site_heals_is_logged_once_a_round_and_in_one_line(
 
 def test_nonces_of_one_site_take_a_bounded_memory_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "MOST_NONCES", 100)
-    nonces, now_s = Nonces(), int(time.time())
+    nonces, now_s = RecentNonces(), int(time.time())
     for number in range(100):
         assert nonces.spend("site", f"{number}", now_s)
     with pytest.raises(Refusal, match="more than 100 requests in 120 s"):
         nonces.spend("site", "next", now_s)
     assert not nonces.spend("site", "7", now_s)  # a repetition
     assert nonces.spend("other", "7", now_s)
-    nonces = Nonces()
+    nonces = RecentNonces()
     for number in range(300):
         assert nonces.spend("site", f"{number}", now_s - 121)  # over before the next
     assert sum(map(len, nonces._seen.values())) <= 100

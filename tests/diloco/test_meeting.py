@@ -17,11 +17,11 @@ from shoal.diloco.codec import KINDS, Kind, encode
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
     BadOfferError,
-    ClosedError,
     Figures,
     ForgottenError,
     Greeting,
     MeetingError,
+    RoundClosedError,
     Terms,
     about_model,
     compare,
@@ -176,7 +176,7 @@ def test_a_dead_site_costs_one_wait_and_is_named_and_a_late_one_is_healed(tmp_pa
     assert meeting.outcomes[1].missing == ["c"]
     rounds([a, b], 1)  # at once: nobody waits for c
     assert meeting.outcomes[2].missing == []
-    with pytest.raises(ClosedError, match="round 1 is over; round 3 is open"):
+    with pytest.raises(RoundClosedError, match="round 1 is over; round 3 is open"):
         c.offer()
     c.heal("its round was over")
     c.join()
@@ -287,7 +287,7 @@ def test_a_site_with_other_bits_is_refused_and_healed(tmp_path: Path) -> None:
     rounds([a, b], 1)
     assert digests([a, b]) == {"".join(meeting.agreed.digests)}
     b.site.agreed.digests = ["0" * 64]
-    with pytest.raises(ClosedError, match="the parameters of b differ"):
+    with pytest.raises(RoundClosedError, match="the parameters of b differ"):
         b.offer()
 
 
@@ -309,7 +309,7 @@ def test_an_offer_that_does_not_count_leaves_what_rounding_owes_for_other_fragme
         b.offer()
         clock.now_s += 10.0
         a.finish()
-        with pytest.raises(ClosedError, match="round 2 is over"):
+        with pytest.raises(RoundClosedError, match="round 2 is over"):
             c.offer()
         c.heal("its round was over")
     assert not c.site.feedback[0].left.any(), "of the offer that did not count"
@@ -393,7 +393,7 @@ def test_an_outcome_that_was_not_fetched_yet_survives_a_restart(tmp_path: Path) 
     a.reach(meeting)
     rounds([a, b], 2)
     b.site.round = 0
-    with pytest.raises(ClosedError, match="not kept"):
+    with pytest.raises(RoundClosedError, match="not kept"):
         b.exchange.outcome(0)
 
 
@@ -457,7 +457,7 @@ def test_the_work_of_a_round_is_dealt_once_and_equally_to_all_who_ask(tmp_path: 
         each.reach(meeting)
     (d,) = together(meeting, "d")
     assert d.exchange.deal(0) == c.exchange.deal(0) == ["a", "b", "c"]  # d came too late for this round
-    with pytest.raises(ClosedError, match="the work of round 0 was shared before d came"):
+    with pytest.raises(RoundClosedError, match="the work of round 0 was shared before d came"):
         d.offer()
     a.offer()
     b.offer()
@@ -465,7 +465,7 @@ def test_the_work_of_a_round_is_dealt_once_and_equally_to_all_who_ask(tmp_path: 
     a.finish()
     assert meeting.outcomes[0].dealt == ["a", "b", "c"] and meeting.outcomes[0].missing == ["c"]
     assert meeting.members.unfinished() == 1  # what c was to do
-    with pytest.raises(ClosedError, match="round 0 is over"):
+    with pytest.raises(RoundClosedError, match="round 0 is over"):
         c.exchange.deal(0)
     b.finish()
     assert b.exchange.deal(1) == ["a", "b", "d"]
@@ -561,7 +561,7 @@ def test_a_site_whose_average_was_damaged_takes_over_the_state(tmp_path: Path) -
     b.offer()
     a.finish()
     flip(meeting.archive.path("average", 0), -1)
-    with pytest.raises(ClosedError, match=r"average of round 0 is lost: .*average-000000.safetensors is damaged"):
+    with pytest.raises(RoundClosedError, match=r"average of round 0 is lost: .*average-000000.safetensors is damaged"):
         b.finish()
     b.heal("the average is lost")
     assert digests([a, b]) == {"".join(meeting.agreed.digests)}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import ssl
 import threading
 import time
@@ -16,9 +17,9 @@ import torch
 
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import BadOfferError, ClosedError, Greeting, MeetingError, Terms, site_invite
+from shoal.diloco.messages import BadOfferError, Greeting, MeetingError, RoundClosedError, Terms, site_invite
 from shoal.diloco.remote import Remote
-from shoal.diloco.serve import Server, serve
+from shoal.diloco.serve import MeetingServer, serve
 from shoal.diloco.site import Site, meet
 from shoal.protocol.calling import NodeError
 from shoal.protocol.identity import Identity
@@ -44,7 +45,7 @@ class Served:
         async def live() -> None:
             fragments = self.terms.fragments
             self.meeting = Meeting(self.folder, self.terms, ABOUT, RUN, lambda: Agreed.of(start(), fragments))
-            server = Server(self.meeting, self.identity)
+            server = MeetingServer(self.meeting, self.identity)
             runner, self.port = await serve(server, "127.0.0.1", 0, self.tls, self.folder / "port")
             ready.set()
             try:
@@ -167,11 +168,11 @@ def test_a_site_that_was_late_once_counts_again_although_it_is_no_faster_than_th
         host.meeting.clock = time.monotonic
         assert host.meeting.outcomes[1].missing == ["site-b"]
 
-        with pytest.raises(ClosedError, match="round 1 is over; round 2 is open"):
+        with pytest.raises(RoundClosedError, match="round 1 is over; round 2 is open"):
             b.rounds(1)
         b.site.adopt(b.tensors, *b.remote.state("its round was over"))
         a.rounds(1)  # the round that was open when b came back waits for nobody
-        with pytest.raises(ClosedError, match="round 2 is over; round 3 is open"):
+        with pytest.raises(RoundClosedError, match="round 2 is over; round 3 is open"):
             b.rounds(1)
         b.site.adopt(b.tensors, *b.remote.state("its round was over"))
 
@@ -232,7 +233,7 @@ def test_bad_bytes_and_a_round_that_is_over_are_refused_with_the_reason(tmp_path
             a.remote.offer(0, digest, b"x" * 100)
         with pytest.raises(MeetingError, match="at most"):
             a.remote.offer(0, digest, b"x" * 1_000_000)
-        with pytest.raises(ClosedError, match="round 7 is over; round 0 is open"):
+        with pytest.raises(RoundClosedError, match="round 7 is over; round 0 is open"):
             a.remote.offer(7, digest, b"x")
         a.rounds(1)
         assert BadOfferError.status == 422
@@ -353,3 +354,41 @@ def test_with_a_certificate_the_traffic_is_encrypted_and_the_authority_is_checke
         stranger = Remote(invite, tmp_path / "b", host.terms, patience_s=0.3)
         with pytest.raises(NodeError, match="did not answer"):
             stranger.join(greeting)
+
+
+def test_a_site_that_sends_all_before_it_reads_gets_the_reason(tmp_path: Path) -> None:
+    """Without lingering, what is left of a refused body would reset the connection under the answer."""
+    with served(tmp_path / "meet", terms()) as host, socket.create_connection(("127.0.0.1", host.port)) as stranger:
+        stranger.settimeout(30)
+        stranger.sendall(b"PUT /v1/rounds/0/%s HTTP/1.1\r\nHost: x\r\n" % (b"0" * 64))
+        stranger.sendall(b"Content-Length: %d\r\n\r\n" % (16 << 20))
+        for _ in range(16):
+            stranger.sendall(bytes(1 << 20))
+        assert stranger.recv(4096).startswith(b"HTTP/1.1 401")
+
+
+def test_a_strangers_connection_ends_with_its_answer_and_a_sites_stays(tmp_path: Path) -> None:
+    with served(tmp_path / "meet", terms()) as host:
+        site = Trainee(host, "site-a", tmp_path)
+        site.join()
+        site.rounds(1)
+        pool = site.remote.node.client._transport._pool  # type: ignore[attr-defined]
+        assert any(connection.is_idle() for connection in pool.connections)
+        found = httpx.get(f"http://127.0.0.1:{host.port}/v1/status").json()
+        assert found["sites"]["site-a"]["accepted"] == 0 and found["round"] == 1
+        with socket.create_connection(("127.0.0.1", host.port), timeout=20) as stranger:
+            stranger.sendall(b"POST /v1/state HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            answer = b""
+            while piece := stranger.recv(4096):  # until the meeting closes it
+                answer += piece
+        assert answer.startswith(b"HTTP/1.1 401") and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+def test_an_address_has_only_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.diloco.serve.OF_ADDRESS", 3)
+    with served(tmp_path / "meet", terms()) as host:
+        idle = [socket.create_connection(("127.0.0.1", host.port), timeout=20) for _ in range(3)]
+        with socket.create_connection(("127.0.0.1", host.port), timeout=20) as fourth:
+            assert fourth.recv(1) == b""
+        for each in idle:
+            each.close()

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import hf_storage
 
 from shoal.learner.ranks import Ranks
 
-from .sharding import CHECKS, eight_bit
+from .sharding import CHECKS
 from .support import Pool, SitePool, make_learner, make_site_learner
 
 
@@ -35,23 +35,16 @@ def main() -> None:
         out = Path(job["out"])
         if "check" in job:
             out.mkdir(parents=True, exist_ok=True)
-            if job["check"] == "eight_bit":
-                found = eight_bit(ranks, out, Path(job["model"]), job["settings"])
-            else:
-                found = CHECKS[job["check"]](ranks, Path(job["model"]), job["settings"])
+            found = CHECKS[job["check"]](ranks, Path(job["model"]), job["settings"])
             (out / f"{ranks.rank}.json").write_text(json.dumps(found))
             continue
         files = [path.read_bytes() for path in sorted(Path(job["files"]).iterdir())]
         kind = SitePool if "site" in job else Pool
         pool = kind(*files, validator=job["validator"]) if ranks.leads else None
-        if pool is not None:
-            pool.shown = job.get("shown", ())
         make = partial(make_site_learner, Path(job["site"])) if "site" in job else make_learner
         learner = make(
             Path(job["model"]), out, pool, steps=job["steps"], dtype=job["dtype"], ranks=ranks, **job["changed"]
         )
-        if what := job["die"].get("computing"):
-            learner.policy._backward = dies_after(what, learner.policy._backward)  # type: ignore[method-assign]
         if what := job["die"].get("updating"):
             learner.policy.optimizer.step = dies_after(what, learner.policy.optimizer.step)  # type: ignore[method-assign]
         if what := job["die"].get("checkpointing"):

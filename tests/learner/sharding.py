@@ -3,25 +3,20 @@
 What rank R found goes to OUT/R.json (`tests.learner.process`).
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 from weakref import WeakSet
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.learner import masters
 from shoal.learner.batch import micro_batches
-from shoal.learner.checkpoint import Checkpoints, Progress
-from shoal.learner.eight_bit import AdamW8bit
-from shoal.learner.optimizers import Muon
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
@@ -48,7 +43,7 @@ def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]
     differ += _different(sharded, whole_)
     for number in range(2):
         rows = micro_batches(make_groups(), row_tokens=64, normalize_std=False, packs=sharded.packs)
-        figures = [policy.update(rows, N_TOKENS) for policy in (sharded, whole_)]
+        figures = [policy.update(ranks.scatter(rows), N_TOKENS) for policy in (sharded, whole_)]
         differ += [f"figures of update {number}"] if figures[0] != figures[1] else []
     differ += [f"{name} after updates" for name in _different(sharded, whole_)]
     published = list(sharded.published())
@@ -120,34 +115,6 @@ class Live(TorchDispatchMode):
         return found
 
 
-def muon(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Which matrices, of rows that the ranks divide or not, get other bits from Muon sharded than whole."""
-    shapes = [(8, 12), (13, 6), (3, 20)]
-    cpu = torch.device("cpu")
-    return {"differ": _updated_otherwise(ranks, shapes, lambda of: Muon([of], 0.01, 0.9, 0.1, torch.bfloat16, cpu))}
-
-
-def _updated_otherwise(
-    ranks: Ranks, shapes: list[tuple[int, int]], optimizer_of: Callable[[torch.nn.Parameter], torch.optim.Optimizer]
-) -> list[str]:
-    """Which matrices get other bits in three steps sharded than whole."""
-    mesh = init_device_mesh("cpu", (ranks.size,))
-    differ = []
-    for shape in shapes:
-        draw = torch.Generator().manual_seed(shape[0])
-        start, *grads = (torch.randn(shape, generator=draw) for _ in range(4))
-        one = torch.nn.Parameter(start.clone())
-        shard = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
-        optimizers = [optimizer_of(of) for of in (one, shard)]
-        for grad in grads:
-            one.grad, shard.grad = grad.clone(), distribute_tensor(grad.clone(), mesh, [Shard(0)])
-            for optimizer in optimizers:
-                optimizer.step()
-        if not torch.equal(whole(shard.detach()), one.detach()):
-            differ.append(str(shape))
-    return differ
-
-
 def offload(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """What two updates of a policy that offloads change otherwise than of one that does not, and where its tensors are."""
     policies, figures = [], []
@@ -155,7 +122,7 @@ def offload(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, An
         for offloads in (False, True):
             torch.manual_seed(1)
             policy = make_policy(model, ranks=ranks, device=device, offload=offloads, **settings)
-            figures.append([policy.update(batches(20), N_TOKENS) for _ in range(2)])
+            figures.append([policy.update(ranks.scatter(batches(20)), N_TOKENS) for _ in range(2)])
             policies.append(policy)
         kept, offloaded = policies
         differ = [name for name in figures[0][1] if figures[0][1][name] != figures[1][1][name]]
@@ -184,26 +151,4 @@ def renamed(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, An
     return {"why": opened(model, "cpu", "fast", ranks.shard), "whole": policy.sharded is None}
 
 
-def eight_bit(ranks: Ranks, out: Path, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Which matrices get other bits from 8-bit AdamW sharded than whole; and the digests of a checkpoint of two updates."""
-    shapes = [(8, 512), (13, 256), (1, 256)]
-    differ = _updated_otherwise(ranks, shapes, lambda of: AdamW8bit([of], 0.01, (0.9, 0.99), 0.1))
-    policy = make_policy(model, ranks=ranks, **settings)
-    for _ in range(2):
-        policy.update(batches(), N_TOKENS)
-    checkpoints = Checkpoints(out, policy)
-    checkpoints.begin(Progress(step=2))
-    checkpoints.finish()
-    return {"differ": differ, "digests": digests(policy)}
-
-
-def digests(policy: Policy) -> dict[str, str]:
-    """Of every master and every tensor of its optimizer's state, whole."""
-    found = {}
-    for name, master in policy.masters.items():
-        for key, tensor in ({"master": master.detach()} | policy.optimizer.state[master]).items():
-            found[f"{name}/{key}"] = blake3(whole(tensor).contiguous().numpy().tobytes()).hexdigest()
-    return found
-
-
-CHECKS = {"loads": loads, "memory": memory, "muon": muon, "offload": offload, "renamed": renamed}
+CHECKS = {"loads": loads, "memory": memory, "offload": offload, "renamed": renamed}

@@ -1,7 +1,5 @@
 """Shared by the tests of the learner: a policy, groups to train it on, and a node that serves accepted files."""
 
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,19 +177,13 @@ def step_file(step: int) -> bytes:
 
 
 class Pool(Store):
-    """The leader's node: step s's batch is all of file s. Keeps the reports.
-
-    `shown`: the groups, by number, that a step's batch holds at each look before it is full.
-    """
-
-    shown: Sequence[Sequence[int]] = ()
+    """The leader's node: step s's batch is all of file s. Keeps the reports."""
 
     def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
         super().__init__(*files, validator=validator)
         self.policy_version: int | None = None
         self.identity = LEARNER
         self.reports: list[StepReport] = []
-        self.looks: Counter[int] = Counter()
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
         """Not recorded."""
@@ -199,10 +191,6 @@ class Pool(Store):
     def get(self, path: str, kind: type[Batch]) -> Batch:
         step = int(path.removeprefix("/v1/batches/"))
         groups = [BatchGroup(submission=submission(step), group=group) for group in range(GROUPS)]
-        self.looks[step] += 1
-        if self.looks[step] <= len(self.shown):
-            groups = [groups[number] for number in self.shown[self.looks[step] - 1]]
-            return kind(step=step, ready=False, have=len(groups), need=GROUPS, groups=groups)
         return kind(step=step, ready=True, have=GROUPS, need=GROUPS, groups=groups)
 
     def post(self, path: str, message: StepReport, kind: type[Ok]) -> Ok:
@@ -245,4 +233,4 @@ def make_site_learner(
     read, settings = read_invite(str(invite)), of.config.sites
     terms = learner_terms(of.config, of.policy)
     way = Remote(read, out, terms, patience_s=settings.give_up_s) if ranks.leads else None
-    return SiteLearner(of.node, of.config, of.policy, out, name_of(read), way, way)
+    return SiteLearner(of.node, of.config, of.policy, out, name_of(read), way)

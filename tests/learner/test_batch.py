@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.config.recipe import LossSection
-from shoal.learner.batch import MicroBatch, Rows, micro_batches, teaching
+from shoal.learner.batch import MicroBatch, group_advantages, micro_batches, teaching
 from shoal.learner.groups import Group
 from shoal.model.tree import forward_hidden
 
@@ -54,19 +56,6 @@ def test_every_token_comes_once_with_its_own_logprob_and_advantage(row_tokens: i
 @pytest.mark.parametrize("row_tokens", [15, 20, 25, 64])
 def test_a_row_holds_no_more_than_its_budget(row_tokens: int) -> None:
     assert all(len(micro.pack.tokens_T) <= row_tokens for micro in packed(row_tokens))
-
-
-@pytest.mark.parametrize("row_tokens", [15, 25, 64])
-def test_a_closed_row_depends_on_no_later_group(row_tokens: int) -> None:
-    """So it can be computed while groups still arrive."""
-    rows, closed = Rows(row_tokens=row_tokens), []
-    for one in GROUPS:
-        closed += rows.add(one)
-    whole = packed(row_tokens)
-    assert 0 < len(closed) < len(whole)
-    for early, late in zip([*closed, *rows.close()], whole, strict=True):
-        assert early.contents().tokens_T.tolist() == late.pack.tokens_T.tolist()
-    assert not rows.close()
 
 
 def test_what_fits_one_row_comes_in_one() -> None:
@@ -169,3 +158,43 @@ def test_another_answer_leaves_what_is_trained_on_and_changes_what_is_read(tiny_
     before = torch.tensor([True, True, False, False, True, True])
     torch.testing.assert_close(logps[0][before], logps[1][before], atol=1e-5, rtol=0)
     assert ((logps[0] - logps[1])[~before].abs() > 1e-3).all()
+
+
+REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.9, 0.0])
+
+
+def test_advantages_are_rewards_minus_their_mean() -> None:
+    expected = torch.tensor([0.57, -0.43, -0.18, 0.47, -0.43])
+    torch.testing.assert_close(group_advantages(REWARDS, normalize_std=False), expected)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_advantages_have_mean_zero(normalize_std: bool) -> None:
+    assert float(group_advantages(REWARDS, normalize_std=normalize_std).mean()) == pytest.approx(0, abs=1e-6)
+
+
+def test_normalised_advantages_have_a_samples_std_of_one() -> None:
+    """As in TRL and verl: a group is a sample of the policy's completions."""
+    assert float(group_advantages(REWARDS, normalize_std=True).std(correction=1)) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@settings(deadline=None)
+@given(reward=st.floats(-100, 100, width=32), size=st.integers(1, 64))
+def test_equal_rewards_give_exactly_zero(normalize_std: bool, reward: float, size: int) -> None:
+    """Exactly, because the online filter drops a group whose advantages are all zero."""
+    advantages_G = group_advantages(torch.full((size,), reward), normalize_std=normalize_std)
+    assert torch.equal(advantages_G, torch.zeros(size))
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+def test_advantages_are_float32_whatever_the_rewards_are(dtype: torch.dtype, normalize_std: bool) -> None:
+    rewards_G = torch.tensor([1, 0, 0]).to(dtype)
+    assert group_advantages(rewards_G, normalize_std=normalize_std).dtype == torch.float32
+
+
+def test_one_right_answer_among_wrong_ones_has_the_only_positive_advantage() -> None:
+    assert (group_advantages(torch.tensor([0.0, 0.0, 1.0, 0.0]), normalize_std=True) > 0).tolist() == [
+        False, False, True, False,
+    ]  # fmt: skip

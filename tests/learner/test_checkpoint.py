@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import hf_storage
 
 from shoal.config.recipe import LearnerSection
 from shoal.learner.batch import micro_batches
-from shoal.learner.checkpoint import CheckpointError, Checkpoints, Progress
+from shoal.learner.checkpoint import CheckpointError, Checkpoints, LearnerProgress
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 
@@ -44,7 +44,7 @@ def train(policy: Policy, *steps: int) -> list[dict[str, float]]:
 
 def save(policy: Policy, step: int, folder: Path) -> None:
     checkpoints = Checkpoints(folder, policy)
-    checkpoints.begin(Progress(step=step))
+    checkpoints.begin(LearnerProgress(step=step))
     checkpoints.finish()
 
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder: Pat
     train(interrupted, 0, 1)
     save(interrupted, 2, tmp_path)
     resumed = fresh(tiny_folder, dtype=dtype)
-    assert Checkpoints(tmp_path, resumed).restore() == Progress(step=2, updates=2)
+    assert Checkpoints(tmp_path, resumed).restore() == LearnerProgress(step=2, updates=2)
     assert equal(state(resumed), state(interrupted))
     assert train(resumed, 2, 3) == figures[2:]  # losses, norms and learning rates too
     assert equal(state(resumed), state(straight))
@@ -93,9 +93,9 @@ def test_counters_and_data_position_come_back(tiny_folder: Path, tmp_path: Path)
     train(policy, 0, 1)
     policy.skipped_in_row = 2
     checkpoints = Checkpoints(tmp_path, policy)
-    checkpoints.begin(Progress(step=7, version_digest="ab", trained=["x-1", "x-0"]))
+    checkpoints.begin(LearnerProgress(step=7, version_digest="ab", trained=["x-1", "x-0"]))
     checkpoints.finish()
-    wanted = Progress(step=7, updates=2, skipped_in_row=2, version_digest="ab", trained=["x-1", "x-0"])
+    wanted = LearnerProgress(step=7, updates=2, skipped_in_row=2, version_digest="ab", trained=["x-1", "x-0"])
     assert Checkpoints(tmp_path, resumed).restore() == wanted
     assert (resumed.updates, resumed.skipped_in_row) == (2, 2)
     assert json.loads((tmp_path / "step-000007/progress.json").read_text())["trained"] == ["x-1", "x-0"]
@@ -103,12 +103,12 @@ def test_counters_and_data_position_come_back(tiny_folder: Path, tmp_path: Path)
 
 def test_what_is_written_is_the_progress_as_it_was_at_the_beginning(tiny_folder: Path, tmp_path: Path) -> None:
     policy = fresh(tiny_folder)
-    checkpoints, progress = Checkpoints(tmp_path, policy), Progress(step=1, trained=["a"])
+    checkpoints, progress = Checkpoints(tmp_path, policy), LearnerProgress(step=1, trained=["a"])
     checkpoints.begin(progress)
     progress.step, progress.trained = 2, [*progress.trained, "b"]  # a step in which every update is skipped
     checkpoints.finish()
     assert steps(tmp_path) == ["step-000001"]
-    assert Checkpoints(tmp_path, fresh(tiny_folder)).restore() == Progress(step=1, trained=["a"])
+    assert Checkpoints(tmp_path, fresh(tiny_folder)).restore() == LearnerProgress(step=1, trained=["a"])
 
 
 def test_random_numbers_go_on_where_they_were(tiny_folder: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_checkpoint_before_the_first_update_can_be_resumed(tiny_folder: Path, 
     straight, start = fresh(tiny_folder), fresh(tiny_folder)
     save(start, 0, tmp_path)
     resumed = fresh(tiny_folder)
-    assert Checkpoints(tmp_path, resumed).restore() == Progress()
+    assert Checkpoints(tmp_path, resumed).restore() == LearnerProgress()
     assert train(resumed, 0) == train(straight, 0)
 
 
@@ -169,7 +169,7 @@ def test_without_a_checkpoint_it_begins_at_step_0(tiny_folder: Path, tmp_path: P
     (tmp_path / "empty").mkdir()
     policy = fresh(tiny_folder)
     before = state(policy)
-    assert Checkpoints(tmp_path / folder, policy).restore() == Progress()
+    assert Checkpoints(tmp_path / folder, policy).restore() == LearnerProgress()
     assert equal(state(policy), before)
 
 
@@ -277,7 +277,7 @@ def test_the_optimizer_waits_for_the_checkpoint_being_written(
 
     monkeypatch.setattr(hf_storage.HuggingFaceStorageWriter, "write_data", slow)
     checkpoints = Checkpoints(tmp_path, policy)
-    checkpoints.begin(Progress(step=1))  # comes back: nothing is written yet
+    checkpoints.begin(LearnerProgress(step=1))  # comes back: nothing is written yet
     assert steps(tmp_path) == [".step-000001"]
     wait = policy.before_update
     monkeypatch.setattr(policy, "before_update", lambda: (is_moving.set(), wait()))
@@ -306,7 +306,7 @@ def test_a_full_disk_names_the_folder_and_leaves_older_checkpoints(
 
     monkeypatch.setattr(hf_storage.HuggingFaceStorageWriter, "write_data", full)
     checkpoints = Checkpoints(tmp_path, policy)
-    checkpoints.begin(Progress(step=2))
+    checkpoints.begin(LearnerProgress(step=2))
     with pytest.raises(OSError, match=rf"{tmp_path}/\.step-000002.*No space left on device"):
         checkpoints.finish()
     assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1

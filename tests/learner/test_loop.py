@@ -18,8 +18,8 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file
 
-from shoal.learner.guard import MAX_SKIPS
 from shoal.learner.loop import EmptyBatchError
+from shoal.learner.policy import MAX_SKIPS
 
 from .support import STRANGER, VALIDATOR, Pool, accepted, equal, make_learner, rollouts, step_file, submission
 

@@ -1,6 +1,5 @@
-"""Adapters in place of weights: what is trained, what is published, what is kept, and that peft reads it."""
+"""Adapters in place of weights: what is trained, what is published, what is kept."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from shoal.config.recipe import LearnerSection
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.learner import lora
 from shoal.learner.batch import MicroBatch
-from shoal.learner.checkpoint import Checkpoints, Progress
+from shoal.learner.checkpoint import Checkpoints, LearnerProgress
+from shoal.learner.masters import merge_adapters
 from shoal.learner.policy import Policy
 from shoal.model.adapters import AdapterError, is_adapter
 from shoal.model.adapters import layers as adapter_layers
@@ -140,7 +139,7 @@ def test_what_is_left_at_the_end_is_a_plain_model_that_computes_the_same(tiny_fo
     for _ in range(2):
         policy.update(batches(), N_TOKENS)
     save_model(policy.model, policy.tokenizer, tmp_path / "v", policy.published(), policy.stored)
-    lora.merge(tmp_path / "v", tmp_path / "model")
+    merge_adapters(tmp_path / "v", tmp_path / "model")
     plain, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not loading["unexpected_keys"] and not loading["missing_keys"] and plain.dtype == torch.float32
     tokens_1T = torch.arange(4, 24)[None]
@@ -169,29 +168,11 @@ def test_targets_that_the_model_does_not_have_are_named(tiny_folder: Path) -> No
         make_policy(tiny_folder, lora=SECTION | {"targets": ["query"]})
 
 
-def test_peft_reads_the_adapter_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
-    peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
-    policy = adapted(tiny_folder)
-    policy.update(batches(), N_TOKENS)
-    assert policy.config.lora is not None
-    for _ in range(2):  # a second one takes the first one's place
-        lora.save(lora.adapters(policy.model, policy.ranks), policy.config.lora, str(tiny_folder), tmp_path / "adapter")
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
-    base = Path(json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"])
-    theirs = peft.PeftModel.from_pretrained(load_model(base), str(tmp_path / "adapter")).eval()
-    tokens_1T = torch.arange(4, 24)[None]
-    with torch.no_grad():
-        ours_1TV, theirs_1TV = policy.model(tokens_1T).logits, theirs(tokens_1T).logits
-        base_1TV = load_model(tiny_folder)(tokens_1T).logits
-    torch.testing.assert_close(ours_1TV, theirs_1TV, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(ours_1TV, base_1TV, atol=1e-2)
-
-
 def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:
     policy = adapted(tiny_folder)
     policy.update(batches(), N_TOKENS)
     checkpoints = Checkpoints(tmp_path, policy)
-    checkpoints.begin(Progress(step=1))
+    checkpoints.begin(LearnerProgress(step=1))
     checkpoints.finish()
     names: set[str] = set()
     for path in (tmp_path / "step-000001").glob("*.safetensors"):
@@ -213,14 +194,3 @@ def test_recomputed_activations_give_the_same_adapters(tiny_folder: Path) -> Non
         for _ in range(2):
             policy.update(batches(20), N_TOKENS)
     assert equal(state(kept), state(again))
-
-
-def test_the_adapters_own_config_says_what_it_is(tiny_folder: Path, tmp_path: Path) -> None:
-    policy = adapted(tiny_folder)
-    assert policy.config.lora is not None
-    lora.save(lora.adapters(policy.model, policy.ranks), policy.config.lora, str(tiny_folder), tmp_path / "adapter")
-    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(tiny_folder)
-    lora.save({"a": torch.zeros(1)}, policy.config.lora, "org/name", tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "org/name"
-    assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (4, 12.0, set(SECTION["targets"]))  # type: ignore[call-overload]

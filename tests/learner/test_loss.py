@@ -118,21 +118,6 @@ def test_the_random_data_meets_every_bound_of_the_kind(kind: LossKind) -> None:
     assert all(0 < total < 3 * N for total in totals.values()), totals
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
-def test_the_gradient_equals_finite_differences(kind: LossKind) -> None:
-    """The kinds whose weights are not detached: their gradient is that of their value."""
-    data, settings = case(), section(kind, beta=0.3)
-    gradient_N, h = gradient(data, settings), 1e-6
-    for t in range(0, N, 7):
-        up, down = (data["logp_N"].clone() for _ in range(2))
-        up[t] += h
-        down[t] -= h
-        slope = (
-            (loss_of(data | {"logp_N": up}, settings).loss - loss_of(data | {"logp_N": down}, settings).loss) / 2 / h
-        )
-        assert float(gradient_N[t]) == pytest.approx(float(slope), abs=1e-7)
-
-
 # ---- grpo: two-sided clipping
 
 
@@ -145,14 +130,6 @@ def test_two_sided_clipping_is_dual_clip_ppo_with_c_equal_to_delta() -> None:
     torch.testing.assert_close(loss_of(data).loss, -dual_N.sum() / D)
 
 
-@pytest.mark.parametrize(
-    ("drift", "advantage", "moves"),
-    [(1.0, 1.0, False), (-1.0, 1.0, True), (1.0, -1.0, True), (-1.0, -1.0, False), (2.0, -1.0, False)],
-)
-def test_grpo_gives_no_gradient_to_a_token_beyond_its_clip(drift: float, advantage: float, moves: bool) -> None:
-    assert (float(gradient(token(drift - 3, -3.0, advantage))) != 0) == moves
-
-
 def token(logp: float, behaviour: float, advantage: float) -> dict[str, Tensor]:
     return {
         "logp_N": torch.tensor([logp]),
@@ -160,11 +137,6 @@ def token(logp: float, behaviour: float, advantage: float) -> dict[str, Tensor]:
         "advantage_N": torch.tensor([advantage]),
         "rollout_N": torch.tensor([0]),
     }
-
-
-def test_on_policy_the_loss_is_minus_the_mean_advantage() -> None:
-    data = case() | {"logp_N": case()["behaviour_N"]}
-    torch.testing.assert_close(loss_of(data).loss, -data["advantage_N"].sum() / D)
 
 
 # ---- the other kinds
@@ -176,31 +148,10 @@ def test_dr_grpo_differs_from_grpo_in_its_denominator_alone() -> None:
     assert denominator("dr_grpo", n_tokens=50, n_rollouts=4, max_tokens=100) == 400
 
 
-def test_gspo_weighs_rollouts_alike_however_long_they_are() -> None:
-    data = case() | {"logp_N": case()["behaviour_N"], "advantage_N": torch.full((N,), -1.0, dtype=torch.float64)}
-    gradient_N = gradient(data, section("gspo"))
-    totals = [float(part.sum()) for part in torch.split(gradient_N, LENGTHS)]
-    assert totals == pytest.approx([1 / D] * len(LENGTHS))
-
-
-def test_gspo_with_rollouts_of_one_token_is_grpo_with_its_range() -> None:
-    data = case() | {"rollout_N": torch.arange(N)}
-    same = section("grpo", epsilon=0.1)
-    gspo = section("gspo", epsilon=0.1, epsilon_high=0.1)
-    torch.testing.assert_close(gradient(data, gspo), gradient(data, same))
-
-
 def test_gspo_finds_rollouts_whatever_their_numbers_are() -> None:
     data = case()
     renamed = data | {"rollout_N": 7 * (len(LENGTHS) - data["rollout_N"])}
     assert loss_of(renamed, section("gspo")) == loss_of(data, section("gspo"))
-
-
-def test_cispo_gives_every_token_a_gradient_and_none_beyond_its_weight() -> None:
-    data = case()
-    gradient_N = gradient(data, section("cispo", delta=2.0))
-    assert bool((gradient_N != 0).all())
-    assert bool((gradient_N.abs() <= 2.0001 * data["advantage_N"].abs() / D).all())
 
 
 @pytest.mark.parametrize(
@@ -351,17 +302,6 @@ def test_the_mean_of_k3_over_samples_is_the_kl_from_policy_to_reference() -> Non
     torch.testing.assert_close((policy_V.exp() * k3(policy_V, reference_V)).sum(), exact)
 
 
-def test_a_policy_equal_to_its_reference_has_no_kl() -> None:
-    data = case()
-    assert loss_of(data | {"reference_N": data["logp_N"]}, section(beta=0.3)).kl == 0
-
-
-def test_more_entropy_lowers_the_loss_by_its_coefficient() -> None:
-    data, settings = case(), section(entropy=0.1)
-    more = data | {"entropy_N": data["entropy_N"] + 1}
-    assert float(loss_of(data, settings).loss - loss_of(more, settings).loss) == pytest.approx(0.1 * N / D)
-
-
 def test_the_entropy_bonus_has_a_gradient() -> None:
     data = case()
     entropy_N = data["entropy_N"].requires_grad_()
@@ -369,12 +309,9 @@ def test_the_entropy_bonus_has_a_gradient() -> None:
     torch.testing.assert_close(gradient_N, torch.full_like(entropy_N, -0.1 / D))
 
 
-def test_the_entropy_reported_is_the_sum() -> None:
-    assert loss_of(case(), section(entropy=0.1)).entropy == pytest.approx(float(case()["entropy_N"].sum()))
-
-
-def test_the_entropy_is_reported_where_it_is_not_rewarded() -> None:
-    assert loss_of(case()).entropy == pytest.approx(float(case()["entropy_N"].sum()))
+def test_the_entropy_is_reported_whether_it_is_rewarded_or_not() -> None:
+    for settings in (section(), section(entropy=0.1)):
+        assert loss_of(case(), settings).entropy == pytest.approx(float(case()["entropy_N"].sum()))
 
 
 # ---- what is reported

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.learner.checkpoint import Checkpoints, Progress
+from shoal.learner.checkpoint import Checkpoints, LearnerProgress
 
 from . import pretend
 from .sharding import places
@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 SETTINGS = {
     "adamw": BF16 | {"loss": {"beta": 0.01}},
-    "muon": BF16 | {"optimizer": "muon"},
     "float32": {},
     "lora": BF16 | {"lora": {"rank": 4}},
     "checkpointing": BF16 | {"activation_checkpointing": True},
@@ -43,7 +42,7 @@ def test_one_rank_that_offloads_has_the_bits_of_one_that_does_not(tiny_folder: P
             figures.append([policy.update(batches(20), N_TOKENS) for _ in range(2)])
             states.append(on_the_host(state(policy)))
             published.append(dict(policy.published()))
-            policy.gradients(batches(20))
+            policy.accumulate(batches(20))
             where = places(policy) | {"gradients": sorted({of.grad.device.type for of in policy.masters.values()})}  # type: ignore[union-attr]
             host = {"masters", "state", "gradients"} if offload else set()
             assert where == {what: ["cpu" if what in host else pretend.NAME] for what in where}
@@ -61,7 +60,7 @@ def test_a_checkpoint_of_what_is_offloaded_resumes_on_the_host_and_on_the_device
         )
         straight.update(batches(), N_TOKENS)
         checkpoints = Checkpoints(tmp_path, straight)
-        checkpoints.begin(Progress(step=1))
+        checkpoints.begin(LearnerProgress(step=1))
         checkpoints.finish()
         figures = straight.update(batches(), N_TOKENS)
         for policy in resumed:

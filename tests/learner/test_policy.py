@@ -1,5 +1,6 @@
-"""One update: what it changes, what it must not, and that how a batch is cut up makes no difference."""
+"""One update: what it changes, what it must not, how a batch is cut up; the guard; where memory ends."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -7,10 +8,12 @@ from typing import get_args
 import pytest
 import torch
 
-from shoal.config.recipe import LossKind
+from shoal.config.recipe import GuardSection, LearnerSection, LossKind
+from shoal.errors import ShoalError
 from shoal.learner.batch import micro_batches, teaching
-from shoal.learner.policy import DivergedError
+from shoal.learner.policy import Decision, DivergedError, OutOfMemoryError, explained, judge
 from shoal.model import logprobs
+from shoal.model.adapters import AdapterError
 from shoal.model.dtype import DtypeName
 
 from .support import N_TOKENS, batches, equal, make_groups, make_policy, masters, state
@@ -112,7 +115,7 @@ def test_slices_of_logits_make_no_difference(
 
 def test_gradients_reach_the_masters_as_they_are_complete(tiny_folder: Path) -> None:
     trained = make_policy(tiny_folder, dtype="bfloat16")
-    trained.gradients(batches(20))
+    trained.accumulate(batches(20))
     assert all(weight.grad is None for weight in trained.weights.values())
     assert all(master.grad is not None and master.grad.dtype is torch.float32 for master in trained.masters.values())
 
@@ -245,3 +248,83 @@ def test_an_update_on_nothing_moves_nothing(tiny_folder: Path) -> None:
     figures = policy.update([], N_TOKENS)
     assert (figures["loss"], figures["optim/grad_norm"], figures["optim/skipped"]) == (0.0, 0.0, 0.0)
     assert equal(state(policy), before)
+
+
+STOP, SKIP = GuardSection(max_grad_norm=2.0), GuardSection(max_grad_norm=2.0, action="skip")
+
+
+def test_an_update_within_the_bound_goes_on() -> None:
+    assert judge(0, -0.5, 2.0, STOP, skipped_in_row=0) == Decision("update")
+
+
+def test_no_bound_is_set_by_default() -> None:
+    assert judge(0, 0.1, 1e30, GuardSection(), skipped_in_row=0).action == "update"
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (0.1, math.nan), (0.1, math.inf)])
+@pytest.mark.parametrize(("settings", "action"), [(GuardSection(), "stop"), (SKIP, "skip")], ids=["stop", "skip"])
+def test_what_is_no_number_never_goes_on(loss: float, norm: float, settings: GuardSection, action: str) -> None:
+    assert judge(3, loss, norm, settings, skipped_in_row=0).action == action
+
+
+def test_skips_end_after_as_many_in_a_row_as_allowed() -> None:
+    assert [judge(9, 0.1, 2.5, SKIP, skipped_in_row=n).action for n in range(5)] == ["skip"] * 3 + ["stop"] * 2
+
+
+@pytest.mark.parametrize(("settings", "skipped"), [(STOP, 0), (SKIP, 3)], ids=["at once", "after skips"])
+def test_a_stop_names_update_value_bound_and_what_to_lower(settings: GuardSection, skipped: int) -> None:
+    why = judge(7, 0.1, 2.5, settings, skipped_in_row=skipped).why
+    for words in ("update 7", "2.5", "learner.guard.max_grad_norm = 2", "lower learner.lr"):
+        assert words in why
+
+
+FIELD = r"lower learner\.row_tokens \(now 4096\)"
+SMALL = LearnerSection(row_tokens=4096)
+
+
+def test_an_allocation_that_fails_on_the_cpu_names_the_field_and_its_value() -> None:
+    with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(SMALL):
+        torch.empty(2**48)
+    assert "\n" not in str(caught.value) and "activation_checkpointing = true" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nmore"), MemoryError()])
+def test_a_devices_or_pythons_own_error_does_too(error: Exception) -> None:
+    with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(SMALL):
+        raise error
+    assert caught.value.__cause__ is error and "more" not in str(caught.value)
+    assert ("learner.offload = true" in str(caught.value)) == isinstance(error, torch.OutOfMemoryError)
+
+
+def test_what_is_set_already_is_not_advised() -> None:
+    section = LearnerSection(row_tokens=4096, activation_checkpointing=True)
+    with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(section):
+        raise MemoryError
+    assert "activation_checkpointing" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("x"), KeyboardInterrupt()])
+def test_another_failure_passes_unchanged(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, explained(SMALL):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("again", ["update", "own_logprobs"])
+def test_the_policy_explains_it_and_is_unchanged(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, again: str, one_thread: None
+) -> None:
+    policy = make_policy(tiny_folder, row_tokens=4096)
+    before = masters(policy)
+    monkeypatch.setattr(policy.scorer, "forward", lambda *_: torch.empty(2**48))
+    with pytest.raises(OutOfMemoryError, match=FIELD):
+        if again == "update":
+            policy.update(batches(), N_TOKENS)
+        else:
+            policy.own_logprobs(batches()[0])
+    assert all(torch.equal(before[name], now) for name, now in masters(policy).items())
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError("x"), AdapterError("x")])
+def test_the_message_is_one_line(error: Exception) -> None:
+    assert isinstance(error, ShoalError)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,13 @@ CHANGED: dict[str, dict[str, Any]] = {
 RUNS = list(CHANGED)
 SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model of `models`, and the settings of its policy
     "tied": ("tied", {"dtype": "bfloat16", "loss": {"beta": 0.01}}),
-    "untied": ("untied", {"optimizer": "muon"}),
+    "untied": ("untied", {}),
     "lora": ("tied", {"lora": {"rank": 4}}),
     "published": ("adapters", {"lora": {"rank": 4}}),
     "gemma3_text": ("gemma3_text", {}),  # one sequence a row; several rotary tables, a scale as a buffer
 }
 OFFLOADED: dict[str, dict[str, Any]] = {  # settings of a policy that offloads
     "offload": {"dtype": "bfloat16", "loss": {"beta": 0.01}},
-    "offload-muon": {"dtype": "bfloat16", "optimizer": "muon"},
     "offload-float32": {},
     "offload-lora": {"dtype": "bfloat16", "lora": {"rank": 4}},
 }
@@ -143,7 +143,7 @@ def models(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict[str, Any]]:
     """Jobs of `sharding`."""
     made = [("loads", name, *SHARDED[name]) for name in names]
-    made += [("memory", "memory", "deep", {}), ("muon", "muon", "tied", {})]
+    made += [("memory", "memory", "deep", {})]
     made += [] if names == QUICK else [("renamed", "renamed", "qwen2_moe", {})]
     # last, because the device that they register stays
     made += [("offload", name, "tied", of) for name, of in OFFLOADED.items() if names != QUICK or name == "offload"]
@@ -202,15 +202,15 @@ def assert_same_run(found: Path, wanted: Path) -> None:
         assert_same_weights(version(found, number), version(wanted, number))
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_train_as_one_does(two: Path, alone: Path, name: str) -> None:
-    assert_same_run(two / name, alone / name)
+def cases(quick: Iterable[str], every: Iterable[str]) -> list[Any]:
+    """Names of what is compared on two ranks, and of what on four, which is slow."""
+    four = [pytest.param("four", name, marks=pytest.mark.slow) for name in every]
+    return [*(("two", name) for name in quick), *four]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_four_ranks_train_as_one_does(four: Path, alone: Path, name: str) -> None:
-    assert_same_run(four / name, alone / name)
+@pytest.mark.parametrize(("ranks", "name"), cases(RUNS, RUNS))
+def test_several_ranks_train_as_one_does(request: pytest.FixtureRequest, alone: Path, ranks: str, name: str) -> None:
+    assert_same_run(request.getfixturevalue(ranks) / name, alone / name)
 
 
 def test_each_step_changes_the_published_weights(alone: Path) -> None:
@@ -243,15 +243,7 @@ def assert_continued(out: Path, straight: Path, posted: list[StepReport]) -> Non
         assert report.metrics[name] == pytest.approx(wanted.metrics[name], rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.skipif("lora" not in RUNS, reason="peft is not installed: pip install peft")
-def test_two_ranks_keep_the_whole_adapter(two: Path, alone: Path) -> None:
-    found, wanted = (load_file(run / "lora/adapter/adapter_model.safetensors") for run in (two, alone))
-    assert found.keys() == wanted.keys()
-    assert all(found[name].shape == wanted[name].shape for name in wanted)
-    assert all(bool(found[name].any()) for name in wanted)
-
-
-# --- loading, publishing and Muon in shards ---------------------------------------------------------------------------
+# --- loading and publishing in shards -------------------------------------------------------------------------------
 
 
 def found(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -259,73 +251,43 @@ def found(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted((folder / "checks" / name).iterdir())]
 
 
-def assert_loaded_in_shards(folder: Path, name: str) -> None:
-    for rank, of in enumerate(found(folder, name)):
+@pytest.mark.parametrize(("ranks", "name"), cases(QUICK, SHARDED))
+def test_loading_in_shards_gives_the_bits_of_loading_whole(
+    request: pytest.FixtureRequest, ranks: str, name: str
+) -> None:
+    for rank, of in enumerate(found(request.getfixturevalue(ranks), name)):
         assert of["sharded"] and of["loaded whole"], "else there is nothing to compare"
         assert of["differ"] == []
         assert of["generation"] and of["tied"] == (name != "untied")
         assert rank == 0 or of["published elsewhere"] == 0
 
 
-def assert_no_full_copy(folder: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "name"), cases(["memory"], ["memory"]))
+def test_no_rank_reads_or_holds_more_than_its_share(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
     """Of 16 blocks, two are gathered at once, one used and one to come, beside what stands outside of them."""
-    results = found(folder, "memory")
-    assert len(results) == ranks
+    results = found(request.getfixturevalue(ranks), name)
     for of in results:
-        share = of["whole_bytes"] / ranks
-        assert of["read_bytes"] == pytest.approx(2 * of["stored_bytes"] / ranks, rel=0.01)  # to compare, and to train
+        share = of["whole_bytes"] / len(results)
+        assert of["read_bytes"] == pytest.approx(
+            2 * of["stored_bytes"] / len(results), rel=0.01
+        )  # to compare; to train
         assert share < of["compared_bytes"] < share + 0.35 * of["whole_bytes"]
         assert of["peak_bytes"] < share + 0.35 * of["whole_bytes"]
     assert sum(of["read_bytes"] for of in results) == 2 * results[0]["stored_bytes"]
+    assert len(results) == {"two": 2, "four": 4}[ranks]
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_loading_in_shards_gives_the_bits_of_loading_whole(two: Path, name: str) -> None:
-    assert_loaded_in_shards(two, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHARDED)
-def test_four_ranks_load_in_shards_the_bits_of_loading_whole(four: Path, name: str) -> None:
-    assert_loaded_in_shards(four, name)
-
-
-def test_no_rank_reads_or_holds_more_than_its_share(two: Path) -> None:
-    assert_no_full_copy(two, 2)
-
-
-@pytest.mark.slow
-def test_none_of_four_ranks_reads_or_holds_more_than_its_share(four: Path) -> None:
-    assert_no_full_copy(four, 4)
-
-
-def test_muon_on_two_ranks_has_the_bits_of_one(two: Path) -> None:
-    assert [of["differ"] for of in found(two, "muon")] == [[], []]
-
-
-@pytest.mark.slow
-def test_muon_on_four_ranks_has_the_bits_of_one(four: Path) -> None:
-    assert [of["differ"] for of in found(four, "muon")] == [[]] * 4
-
-
-def assert_offloaded(folder: Path, name: str) -> None:
-    for of in found(folder, name):
+@pytest.mark.parametrize(("ranks", "name"), cases(["offload"], OFFLOADED))
+def test_ranks_that_offload_have_the_bits_of_those_that_do_not(
+    request: pytest.FixtureRequest, ranks: str, name: str
+) -> None:
+    """Shards, gradients and moments are on the host, and what is gathered of them on the device."""
+    for of in found(request.getfixturevalue(ranks), name):
         assert of["differ"] == []
         away, here = [pretend.NAME], ["cpu"]
         reference = {"reference": away} if name == "offload" else {}
         assert of["where"] == {"masters": here, "state": here, "weights": here, "buffers": away} | reference
         assert set(map(tuple, of["where kept"].values())) == {(pretend.NAME,)}
-
-
-def test_two_ranks_that_offload_have_the_bits_of_two_that_do_not(two: Path) -> None:
-    """Shards, gradients and moments are on the host, and what is gathered of them on the device."""
-    assert_offloaded(two, "offload")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OFFLOADED)
-def test_four_ranks_that_offload_have_the_bits_of_four_that_do_not(four: Path, name: str) -> None:
-    assert_offloaded(four, name)
 
 
 @pytest.mark.slow

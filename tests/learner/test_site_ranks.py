@@ -17,7 +17,7 @@ import pytest
 from shoal.config import Config
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import site_invite
-from shoal.diloco.serve import Server, serve
+from shoal.diloco.serve import MeetingServer, serve
 from shoal.protocol.identity import Identity
 
 from .support import VALIDATOR, SitePool, step_file
@@ -36,7 +36,7 @@ def served(meeting: Meeting) -> Iterator[None]:
     stop, ready, identity = threading.Event(), threading.Event(), Identity.generate()
 
     async def live() -> None:
-        server = Server(meeting, identity)
+        server = MeetingServer(meeting, identity)
         runner, port = await serve(server, "127.0.0.1", 0, None, meeting.folder / "port")
         for name in SITES:
             site_invite(identity, f"http://127.0.0.1:{port}", meeting.run, name).save(meeting.folder / f"{name}.invite")

@@ -1,5 +1,6 @@
-"""A step of several updates, as the recipe has it: what each is made of, and that AdamW does what its settings say."""
+"""A step of several updates: what each is made of, how its rows reach the ranks; AdamW does what its settings say."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,15 @@ import pytest
 import torch
 
 from shoal.config import parse
-from shoal.learner.batch import micro_batches
+from shoal.learner.batch import Row, micro_batches, plan
 from shoal.learner.groups import Group
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
+from shoal.learner.ranks import Ranks
+from shoal.learner.report import Shape, forward_flops
+from shoal.learner.updates import cost, deal, dealing_order, decode, encode, idle_frac
 
-from .support import batches, equal, make_policy, state
+from .support import batches, equal, make_groups, make_policy, state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,8 +78,8 @@ def test_the_ratio_of_every_update_is_to_the_policy_that_sampled(tiny_folder: Pa
     trained = learner(tiny_folder, tmp_path, "grpo", optimizer_steps_per_step=2)
     on_policy = []
     for group in groups(2):
-        rows = trained.policy.recompute_behaviour(micro_batches([group], row_tokens=512, normalize_std=False))
-        parts = torch.split(rows[0].behaviour_N, [len(completion) for completion in group.completions])
+        [row] = micro_batches([group], row_tokens=512, normalize_std=False)
+        parts = torch.split(trained.policy.own_logprobs(row), [len(completion) for completion in group.completions])
         on_policy.append(replace(group, behaviour=[part.tolist() for part in parts]))
     seen: list[float] = []
     apply = trained.policy.apply
@@ -116,3 +120,91 @@ def test_adamw_uses_the_rate_the_decay_rates_and_the_weight_decay_that_are_set(
         moved = (first / (1 - beta1**n)) / ((second / (1 - beta2**n)).sqrt() + 1e-8)
         wanted = wanted * (1 - rate * decay) - rate * moved
     torch.testing.assert_close(trained.masters[name].detach().double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+# --- dealing ------------------------------------------------------------------------------------------------------------
+
+SMALL = Shape(body=1000, head=64, layers=2, width=8)
+
+
+def several() -> list[Group]:
+    """One of several turns, and one that nobody checked."""
+    first, second, third = make_groups()
+    turns = [[1, 1], [], [2, 1], []]
+    behaviour = [of[: len(of) - bool(own)] for of, own in zip(first.behaviour, turns, strict=True)]
+    return [replace(first, turns=turns, behaviour=behaviour), replace(second, checked=False), third]
+
+
+def planned(known: list[Any], row_tokens: int = 12) -> list[Row]:
+    return plan(known, row_tokens=row_tokens)
+
+
+class Wired(Ranks):
+    """One of several ranks in this process: the leader's messages go through `box`."""
+
+    box: list[bytes] = []
+
+    def deal(self, messages: Any, size_bytes: int) -> bytes:
+        if messages is not None:
+            self.box[:] = messages
+        assert len(self.box[self.rank]) == size_bytes, "the rank expects what the leader sends"
+        return self.box[self.rank]
+
+
+def assert_same_row(found: Any, wanted: Any) -> None:
+    for name in ("tokens_T", "positions_T", "predictor_N", "target_N"):
+        assert torch.equal(getattr(found.pack, name), getattr(wanted.pack, name)), name
+    assert found.pack.layout.spans == wanted.pack.layout.spans
+    for name in ("behaviour_N", "advantage_N", "rollout_N"):
+        assert torch.equal(getattr(found, name).nan_to_num(9.0), getattr(wanted, name).nan_to_num(9.0)), name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_rank_gets_its_own_rows_and_they_are_those_of_one_rank(size: int) -> None:
+    wanted = micro_batches(several(), row_tokens=12, normalize_std=False)
+    outlines = [group.outline for group in several()]
+    dealt = [deal(planned(several() if rank == 0 else outlines), Wired(rank, size)) for rank in range(size)]
+    found = [row for own in dealt for each in own if (row := each.packed(normalize_std=False)) is not None]
+    assert len(found) == len(wanted) > 4
+    by_tokens = {tuple(micro.pack.tokens_T.tolist()): micro for micro in found}
+    for micro in wanted:
+        assert_same_row(by_tokens[tuple(micro.pack.tokens_T.tolist())], micro)
+    together = [[each.checked for each in own] for own in dealt]
+    assert all(of == together[0] for of in together), "all ranks know which turns lack behaviour"
+    assert set(together[0]) == {True, False}
+
+
+def test_a_message_of_other_rows_is_refused() -> None:
+    rows = planned(several())
+    data = encode([row.contents() for row in rows])
+    assert len(data) == 4 * sum(row.n_tokens + row.n_trained for row in rows)
+    with pytest.raises(ValueError, match="the ranks planned different rows"):
+        decode(data, rows[:-1])
+
+
+def test_a_row_costs_what_its_trees_do() -> None:
+    groups = make_groups()
+    (row,) = plan(groups, row_tokens=512)
+    flops = [forward_flops(SMALL, len(g.prompt), [len(c) for c in g.completions]) for g in groups]
+    assert cost(row, SMALL) == pytest.approx(sum(flops))
+
+
+def test_one_rank_keeps_the_order_and_several_begin_with_the_costliest() -> None:
+    costs = [3.0, 9.0, 1.0, 9.0]
+    assert dealing_order(costs, 1) == [0, 1, 2, 3]
+    assert dealing_order(costs, 2) == [1, 3, 0, 2]
+    assert dealing_order([], 2) == []
+
+
+def test_ranks_wait_for_the_costliest_row_of_each_turn() -> None:
+    assert idle_frac([4.0, 2.0, 3.0, 3.0], 2) == pytest.approx(2 / 14)
+    assert idle_frac([4.0, 2.0, 3.0], 1) == 0
+    assert idle_frac([5.0], 2) == pytest.approx(0.5)  # the other rank has no row
+    assert idle_frac([], 2) == 0
+
+
+def test_dealing_by_cost_wastes_less_than_dealing_by_count() -> None:
+    draw = random.Random(0)
+    costs = [draw.uniform(1, 3) for _ in range(64)]
+    dealt = [costs[number] for number in dealing_order(costs, 8)]
+    assert idle_frac(costs, 8) > 0.2 and idle_frac(dealt, 8) < 0.1

@@ -257,10 +257,10 @@ def _at_site(
     from shoal.learner.sites import SiteLearner, learner_terms
 
     if node is None:
-        return SiteLearner(None, config, policy, folder, name_of(site), None, None)
+        return SiteLearner(None, config, policy, folder, name_of(site), None)
     terms = learner_terms(config, policy)
     remote = Remote(site, folder, terms, patience_s=config.sites.give_up_s, stop=stop)
-    return SiteLearner(node, config, policy, folder, remote.name, remote, remote)
+    return SiteLearner(node, config, policy, folder, remote.name, remote)
 
 
 @contextmanager
@@ -292,8 +292,7 @@ def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.meeting import Meeting
     from shoal.learner.policy import Policy
-    from shoal.learner.site_policy import about_of
-    from shoal.learner.sites import Publisher, learner_terms
+    from shoal.learner.sites import Publisher, about_of, learner_terms
     from shoal.model.sources import resolve
 
     section = config.learner

@@ -68,12 +68,11 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
     config = read_config(arguments)
     stop = process.begin("sft", threads=arguments.threads)
     from shoal.cli.launch.prepare import model_folder
-    from shoal.learner.sft.batch import Data, load_data
-    from shoal.learner.sft.trainer import Sft, open_policy
-    from shoal.learner.started import from_leader, start
+    from shoal.learner.ranks import from_leader, start_ranks
+    from shoal.learner.sft.trainer import Data, Sft, load_data, open_policy
     from shoal.model.load import load_tokenizer
 
-    ranks, config, picked = start(config)
+    ranks, config, picked = start_ranks(config)
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     out = from_leader(ranks, lambda: out, lambda path: str(path).encode(), lambda told: Path(told.decode()))
     folder = model_folder(config.model.name)
@@ -131,29 +130,27 @@ def _net(config: Config) -> tuple[Net, Config, Path]:
     """The model on this rank, the leader's config, and the model's folder."""
     from shoal.cli.launch.prepare import model_folder
     from shoal.learner.pretrain.net import Net
-    from shoal.learner.started import start
+    from shoal.learner.ranks import start_ranks
 
-    ranks, config, dtype = start(config)
+    ranks, config, dtype = start_ranks(config)
     folder, autocast = model_folder(config.model.name), dtype == "bfloat16"
     net = Net(model_of(folder, config), config.pretrain, ranks, device=config.model.device, autocast=autocast)
     return net, config, folder
 
 
 def _train(net: Net, config: Config, folder: Path, out: Path, invite: str | None, stop: threading.Event) -> Path | None:
-    from shoal.learner.pretrain.about import about
-    from shoal.learner.pretrain.stream import Stream, heldout
-    from shoal.learner.pretrain.text import Corpus
-    from shoal.learner.pretrain.trainer import Pretraining
+    from shoal.learner.pretrain.text import Corpus, TokenStream, heldout
+    from shoal.learner.pretrain.trainer import Pretraining, about
     from shoal.model.load import load_tokenizer
 
     settings = config.pretrain
     corpus, tokenizer = Corpus(settings.data, settings.field), load_tokenizer(folder)
     kept = heldout(corpus, tokenizer, settings.heldout, settings.tokens)
     outer = _outer(config, net, out, read_invite(invite), stop) if invite else None
-    take = outer.roster.take if outer else None
-    stream = Stream(corpus, tokenizer, first=settings.heldout, share=settings.share, take=take)
-    training = Pretraining(net, tokenizer, stream, kept, config, out, outer)
-    return training.run(about(config, folder, corpus, sites=outer is not None), stop)
+    take = outer.link.take if outer else None
+    stream = TokenStream(corpus, tokenizer, first=settings.heldout, share=settings.share, take=take)
+    followed = about(config, folder, corpus, sites=outer is not None)
+    return Pretraining(net, tokenizer, stream, kept, config, out, followed, outer).run(stop)
 
 
 def _outer(config: Config, net: Net, out: Path, invite: Invite, stop: threading.Event) -> Outer:
@@ -163,7 +160,7 @@ def _outer(config: Config, net: Net, out: Path, invite: Invite, stop: threading.
     settings, tensors = config.sites, net.tensors
     terms = terms_of(config, tensors)
     remote = Remote(invite, out, terms, patience_s=settings.give_up_s, stop=stop)
-    return Outer(remote.name, settings, terms, remote, remote, tensors, out, stop.is_set)
+    return Outer(remote.name, settings, terms, remote, tensors, out, stop.is_set)
 
 
 def model_of(folder: Path, config: Config) -> Any:
@@ -203,8 +200,8 @@ def _pretraining(config: Config, folder: Path, run: str) -> Meeting:
     from shoal.cli.launch.prepare import model_folder
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.meeting import Meeting
-    from shoal.learner.pretrain.about import about
     from shoal.learner.pretrain.outer import named, terms_of
+    from shoal.learner.pretrain.trainer import about
 
     where = model_folder(config.model.name)
     tensors = named(model_of(where, config))
@@ -221,14 +218,14 @@ async def _meet(
     stop: threading.Event,
 ) -> None:
     from shoal.diloco.messages import site_invite
-    from shoal.diloco.serve import Server, serve
+    from shoal.diloco.serve import MeetingServer, serve
     from shoal.protocol.node import KEY
     from shoal.shardcast.server import url_of
 
     identity = Identity.load_or_create(folder / KEY)
     run = run_id(name, identity.public)
     meeting, settings = open_meeting(config, folder, run), config.sites
-    server = Server(meeting, identity)
+    server = MeetingServer(meeting, identity)
     runner, port = await serve(server, settings.host, port=settings.port, tls=None, listening=folder / "port")
     try:
         url = settings.url or url_of(settings.host, port, tls=False)

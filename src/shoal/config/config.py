@@ -105,8 +105,6 @@ class Config(Section):
             yield f"evaluator.n = {evaluator.n} exceeds tasks.heldout = {tasks.heldout}"
         if self.coordinator.prompts_per_step % learner.optimizer_steps_per_step:
             yield "coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step"
-        if learner.sites and learner.stream:
-            yield "learner.stream is for a learner at one site: a site's share is known once the batch is full"
         if learner.sites and self.coordinator.prompts_per_step < learner.sites:
             yield "coordinator.prompts_per_step is below learner.sites: a site would have no group"
         if learner.offload and self.model.device == "cpu":

@@ -55,7 +55,6 @@ PEERS = {
     "num_eval_examples": "evaluator.n",
     "num_generations": "sampling.group_size",
     "num_iterations": "learner.optimizer_steps_per_step",
-    "optim": "learner.optimizer",
     "peft_config": "learner.lora",
     "per_device_train_batch_size": "coordinator.prompts_per_step",
     "ppo_mini_batch_size": "learner.optimizer_steps_per_step",

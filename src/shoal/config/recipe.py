@@ -148,13 +148,6 @@ class LoraSection(Section):
 class LearnerSection(Section):
     """The trainer: optimizer, memory, checkpoints."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "muon"] = Field(
-        default="adamw",
-        description="adamw_8bit: moments in 8 bits, 6 bytes of state an entry instead of 12, needs the extra 8bit; muon: "
-        "Muon for the matrices of the blocks, AdamW for embeddings, output head, norms and biases, 8 bytes a "
-        "matrix entry",
-        json_schema_extra=PAPER,
-    )
     lr: float = Field(default=3e-7, gt=0, description="learning rate after warm-up", json_schema_extra=PAPER)
     warmup_steps: int = Field(
         default=25,
@@ -186,11 +179,6 @@ class LearnerSection(Section):
         default=8, ge=1, description="optimizer steps per rollout step", json_schema_extra=PAPER
     )
     row_tokens: int = Field(default=40960, ge=16, description="positions in one packed row, computed at once")
-    stream: bool = Field(
-        default=False,
-        description="compute rows of a step's first update while its batch fills, as soon as accepted groups fill them; the "
-        "weights are the same bit for bit",
-    )
     activation_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: about a third more time, less memory"
     )
@@ -237,14 +225,6 @@ class LearnerSection(Section):
             raise ValueError(
                 f'schedule = "{self.schedule}" needs schedule_steps above warmup_steps = {self.warmup_steps}: the optimizer '
                 "steps at whose end the rate is lr × final_lr_frac"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _muon_has_matrices(self) -> "LearnerSection":
-        if self.optimizer == "muon" and self.lora is not None:
-            raise ValueError(
-                'optimizer = "muon" trains whole matrices; set optimizer = "adamw" or remove [learner.lora]'
             )
         return self
 

@@ -56,17 +56,11 @@ class Batches:
             return filled
 
     def of_step(self, step: int) -> Batch:
-        """The groups of one step if its batch is full, else how many there are.
-
-        With `learner.stream`, the open batch also names those that it would hold now. They come in the order of the full
-        batch, but may be withdrawn until then.
-        """
+        """The groups of one step if its batch is full, else how many there are."""
         need = self.config.coordinator.prompts_per_step
         found = self.db.groups.of_batch(step)
         if len(found) < need:
-            if self.config.learner.stream and step == self.db.open_step():
-                found = [(submission, group) for _, submission, group in self._waiting(need)]
-            return Batch(step=step, ready=False, have=self.count_waiting(), need=need, groups=_named(found))
+            return Batch(step=step, ready=False, have=self.count_waiting(), need=need, groups=[])
         return Batch(step=step, ready=True, have=need, need=need, groups=_named(found))
 
     def count_waiting(self) -> int:

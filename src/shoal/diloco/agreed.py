@@ -120,8 +120,8 @@ class Agreed:
 
     @classmethod
     def take(cls, tensors: Mapping[str, Tensor], fragments: Fragments) -> "Agreed":
-        """The state in tensors with the names of `tensors()`. Raises StateError for any other shape."""
-        found = []
+        """The state in tensors with the names of `tensors()`. Raise StateError for any other shape."""
+        result = []
         for name in ("parameters", "velocity"):
             vectors = [tensors.get(f"agreed.{name}.{number}") for number in range(len(fragments))]
             if any(
@@ -131,8 +131,8 @@ class Agreed:
                 raise StateError(
                     f"it does not hold the {name} of {len(fragments)} fragments of {fragments.sizes} numbers"
                 )
-            found.append([vector for vector in vectors if vector is not None])
-        return cls(*found)
+            result.append([vector for vector in vectors if vector is not None])
+        return cls(*result)
 
     @classmethod
     def from_bytes(cls, data: bytes, fragments: Fragments) -> "Agreed":

@@ -35,19 +35,19 @@ class Archive:
         self.sums: dict[str, str] = {}  # SHA-256 of the rounds' files, by name
 
     def held(self) -> dict[str, Any] | None:
-        """What `hold` wrote; None in a new folder. Raises StateError."""
+        """What `hold` wrote; None in a new folder. Raise StateError."""
         path = self.folder / "meeting.json"
         if not path.exists():
             return None
         try:
-            found: dict[str, Any] = json.loads(path.read_text())
-            whole = found.pop("sha256", None) == _checksum(found)
+            result: dict[str, Any] = json.loads(path.read_text())
+            whole = result.pop("sha256", None) == _checksum(result)
         except ValueError:
             whole = False
         if not whole:
             raise _damaged(path)
-        self.sums = found["files"]
-        return found
+        self.sums = result["files"]
+        return result
 
     def hold(self, held: dict[str, Any]) -> None:
         held = held | {"files": self.sums}
@@ -63,14 +63,14 @@ class Archive:
             file.write(json.dumps(figures) + "\n")
 
     def average(self, round: int) -> bytes:
-        """What `write_average` wrote. Raises StateError."""
+        """What `write_average` wrote. Raise StateError."""
         return self._checked("average", round).read_bytes()
 
     def write_average(self, round: int, data: bytes) -> None:
         self._write("average", round, [data])
 
     def state(self, round: int, fragments: Fragments) -> tuple[Agreed, list[ErrorFeedback]]:
-        """What `write_state` wrote. Raises StateError."""
+        """What `write_state` wrote. Raise StateError."""
         agreed = Agreed.take(load_file(self._checked("state", round)), fragments)
         left = load_file(self._checked("rounding", round))
         return agreed, [ErrorFeedback(left[str(number)]) for number in range(len(fragments))]
@@ -95,15 +95,15 @@ class Archive:
         return self.folder / f"{name}-{round:06d}.safetensors"
 
     def _write(self, name: str, round: int, data: Iterable[bytes | memoryview]) -> None:
-        path, found = self.path(name, round), sha256()
+        path, result = self.path(name, round), sha256()
 
         def hashed() -> Iterator[bytes | memoryview]:
             for piece in data:
-                found.update(piece)
+                result.update(piece)
                 yield piece
 
         write_pieces(path, hashed())
-        self.sums[path.name] = found.hexdigest()
+        self.sums[path.name] = result.hexdigest()
 
     def _checked(self, name: str, round: int) -> Path:
         path = self.path(name, round)

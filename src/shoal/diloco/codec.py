@@ -61,15 +61,15 @@ class Encoded:
 
     @classmethod
     def from_bytes(cls, data: bytes, kind: Kind, length: int) -> "Encoded":
-        """Raises CodecError for any other bytes, before any tensor is made of them."""
+        """Raise CodecError for any other bytes, before any tensor is made of them."""
         try:
             views = dict(deserialize(data))  # type: ignore[no-untyped-call]
         except SafetensorError as error:
             raise CodecError(f"not a safetensors file: {error}") from error
         layout = _layout(kind, length)
-        found = {name: (view["dtype"], tuple(view["shape"])) for name, view in views.items()}
-        if found != (wanted := {name: (NAMES[dtype], shape) for name, (dtype, shape) in layout.items()}):
-            raise CodecError(f"expected {length} numbers as {kind}, {wanted}, not {str(found)[:200]}")
+        result = {name: (view["dtype"], tuple(view["shape"])) for name, view in views.items()}
+        if result != (wanted := {name: (NAMES[dtype], shape) for name, (dtype, shape) in layout.items()}):
+            raise CodecError(f"expected {length} numbers as {kind}, {wanted}, not {str(result)[:200]}")
         read = {name: torch.frombuffer(views[name]["data"], dtype=dtype) for name, (dtype, _) in layout.items()}
         return cls(kind, length, read)
 
@@ -121,7 +121,7 @@ def encode(values: Tensor, kind: Kind) -> bytes:
 
 
 def decode(data: bytes, kind: Kind, length: int) -> Tensor:
-    """The vector, in float64 for fp64 and else in float32. Raises CodecError for any other bytes."""
+    """The vector, in float64 for fp64 and else in float32. Raise CodecError for any other bytes."""
     encoded = Encoded.from_bytes(data, kind, length)
     return torch.cat([encoded.get(part) for part in parts(length)])
 

@@ -27,15 +27,15 @@ from torch import Tensor
 from shoal.diloco.agreed import Agreed, StateError
 from shoal.diloco.archive import KEPT, Archive
 from shoal.diloco.codec import CodecError, Encoded, ErrorFeedback
-from shoal.diloco.members import Members
+from shoal.diloco.members import SiteMembers
 from shoal.diloco.messages import (
     BadOfferError,
-    ClosedError,
     Figures,
     ForgottenError,
     Greeting,
     MeetingStatus,
-    Outcome,
+    RoundClosedError,
+    RoundOutcome,
     SiteStatus,
     StateDescriptor,
     Terms,
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Offer:
+class SiteOffer:
     change: Encoded
     size_bytes: int
     norm: float
@@ -71,15 +71,15 @@ class Meeting:
         clock: Callable[[], float] = time.monotonic,
         publish: Callable[[int, Agreed], None] = nothing,
     ) -> None:
-        """Open the meeting in `folder`, or found it with the state of `first`. Raises MeetingError for another run's.
+        """Open the meeting in `folder`, or found it with the state of `first`. Raise MeetingError for another run's.
 
         `publish` is given the open round and what is agreed before it: at the start, and after each round.
         """
         self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
-        self.round, self.publish, self.archive, self.members = 0, publish, Archive(folder), Members()
+        self.round, self.publish, self.archive, self.members = 0, publish, Archive(folder), SiteMembers()
         self.norms: list[float] = []
-        self.outcomes: dict[int, Outcome] = {}
-        self.offers: dict[str, Offer] = {}
+        self.outcomes: dict[int, RoundOutcome] = {}
+        self.offers: dict[str, SiteOffer] = {}
         self.dealt: list[str] = []  # the sites that share the open round's work, once one has asked
         self.healed: dict[str, str] = {}
         self.figures: dict[str, Figures] = {}  # the last of each site
@@ -102,7 +102,7 @@ class Meeting:
     # --- members ---------------------------------------------------------------------------------------------------
 
     def join(self, name: str, greeting: Greeting) -> Welcome:
-        """Raises MeetingError if the site trains another model, tokenizer, data or recipe."""
+        """Raise MeetingError if the site trains another model, tokenizer, data or recipe."""
         wanted = {key: greeting.about[key] for key in ("data",) if key in greeting.about} | self.about
         compare(name, greeting.about, wanted)
         self.about = wanted  # the meeting itself reads no data: the first site that may join says which
@@ -120,11 +120,11 @@ class Meeting:
     def deal(self, name: str, round: int) -> list[str]:
         """The sites that share the open round's work, in order, equal for all who ask. Empty: not all are here yet.
 
-        A site that joins after the first answer has no share of the round. Raises ClosedError if the round is over.
+        A site that joins after the first answer has no share of the round. Raise ClosedError if the round is over.
         """
         self.members[name]  # it has joined
         if round != self.round or self.over:
-            raise ClosedError(f"round {round} is over; round {self.round} is open")
+            raise RoundClosedError(f"round {round} is over; round {self.round} is open")
         if self.first_deal_s is None:
             self.first_deal_s = self.clock()
         if not self.dealt and (self._gathered() or self.clock() - self.first_deal_s >= self.terms.wait_s):
@@ -154,39 +154,39 @@ class Meeting:
         if ended is not None and name in {*ended.kept, *ended.left_out}:
             return  # it counted, and only the answer was lost
         if round != self.round or self.over:
-            raise ClosedError(f"round {round} is over; round {self.round} is open")
+            raise RoundClosedError(f"round {round} is over; round {self.round} is open")
         if digest != self.agreed.digests[number]:
-            raise ClosedError(f"the parameters of {name} differ from the others' before round {round}")
+            raise RoundClosedError(f"the parameters of {name} differ from the others' before round {round}")
         if self.dealt and name not in self.dealt:
-            raise ClosedError(f"the work of round {round} was shared before {name} came")
+            raise RoundClosedError(f"the work of round {round} was shared before {name} came")
         if name in self.offers:
             return  # the first one stands: decoding more would keep the others waiting
         try:
             change = Encoded.from_bytes(data, self.terms.kind, self.terms.fragments.sizes[number])
         except CodecError as error:
             raise BadOfferError(f"the offer of {name} for round {round} is malformed: {error}") from error
-        self.offers[name] = Offer(change, len(data), change.norm(), figures)
+        self.offers[name] = SiteOffer(change, len(data), change.norm(), figures)
         member.expected = True
         if self.first_offer_s is None:
             self.first_offer_s = self.clock()
 
-    def outcome(self, name: str, round: int) -> Outcome | None:
+    def outcome(self, name: str, round: int) -> RoundOutcome | None:
         """How the round ended; None while it is open."""
         if round == self.round and not self.over:
             if name not in self.offers:
                 raise ForgottenError(f"no offer of {name} for round {round} is here: offer it again")
             return None
         if round not in self.outcomes:
-            raise ClosedError(f"the outcome of round {round} is not kept; round {self.round} is open")
+            raise RoundClosedError(f"the outcome of round {round} is not kept; round {self.round} is open")
         return self.outcomes[round]
 
     def average(self, round: int) -> bytes:
         if round not in self.outcomes:
-            raise ClosedError(f"the average of round {round} is not kept; round {self.round} is open")
+            raise RoundClosedError(f"the average of round {round} is not kept; round {self.round} is open")
         try:
             return self.archive.average(round)
         except StateError as error:  # what is agreed has a file of its own, which is checked too
-            raise ClosedError(f"the average of round {round} is lost: {error}") from error
+            raise RoundClosedError(f"the average of round {round} is lost: {error}") from error
 
     def state(self) -> tuple[StateDescriptor, Path]:
         """What is agreed before the open round: its descriptor, and the file."""
@@ -204,7 +204,7 @@ class Meeting:
         waited_s = self.clock() - self.first_offer_s
         return (self._gathered() and not self.waiting_for()) or waited_s >= self.terms.wait_s
 
-    def close(self) -> Outcome:
+    def close(self) -> RoundOutcome:
         """Average what was offered, make the outer step, and open the next round."""
         number, terms, missing = self.terms.fragment(self.round), self.terms, self.waiting_for()
         norms = {name: each.norm for name, each in self.offers.items()}
@@ -218,7 +218,7 @@ class Meeting:
             average = self._average(kept, number)
             self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
             data = average.to_bytes()
-        outcome = Outcome(
+        outcome = RoundOutcome(
             round=self.round,
             kept=kept,
             left_out=left_out,
@@ -228,7 +228,7 @@ class Meeting:
             digest=self.agreed.digests[number],
         )
         self.members.lost_shares += len(set(self.dealt) - set(kept))
-        self.archive.record(self._told(outcome, data))
+        self.archive.record(self._record_line(outcome, data))
         self.archive.write_average(self.round, data)
         self.archive.write_state(self.round + 1, self.agreed, self.feedback)
         self._advance(outcome)
@@ -274,7 +274,7 @@ class Meeting:
 
         return self.feedback[number].encode(mean, self.terms.kind)
 
-    def _advance(self, outcome: Outcome) -> None:
+    def _advance(self, outcome: RoundOutcome) -> None:
         for name, why in outcome.left_out.items():
             log.warning("%s is left out of round %d: %s", name, outcome.round, why)
         for name in outcome.missing:
@@ -293,7 +293,7 @@ class Meeting:
         self.offers, self.healed, self.dealt, self.first_offer_s, self.first_deal_s = {}, {}, [], None, None
         self.round, self.opened_s = self.round + 1, self.clock()
 
-    def _told(self, outcome: Outcome, data: bytes) -> dict[str, Any]:
+    def _record_line(self, outcome: RoundOutcome, data: bytes) -> dict[str, Any]:
         """The round's line of the record."""
         return {
             **outcome.model_dump(),
@@ -324,7 +324,7 @@ class Meeting:
         compare(f"the meeting in {self.folder}", held["about"], self.about)
         self.round, self.norms, self.dealt = held["round"], held["norms"], held.get("dealt", [])
         self.members.restore(held)
-        self.outcomes = {each["round"]: Outcome.model_validate(each) for each in held["outcomes"]}
+        self.outcomes = {each["round"]: RoundOutcome.model_validate(each) for each in held["outcomes"]}
         self.agreed, self.feedback = self.archive.state(self.round, self.terms.fragments)
         self.archive.drop_records(self.round)
         log.info("the meeting goes on in round %d", self.round)

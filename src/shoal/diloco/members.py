@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Member:
+class SiteMember:
     expected: bool = False  # rounds wait for it
     since: int = 0  # the first round that waits for it
     failed: int = 0  # rounds in a row that waited for it in vain
@@ -26,20 +26,20 @@ class Member:
     sent_bytes: int = 0  # of offers that were taken
 
 
-class Members:
+class SiteMembers:
     def __init__(self) -> None:
-        self.named: dict[str, Member] = {}  # all who ever joined
+        self.named: dict[str, SiteMember] = {}  # all who ever joined
         self.next_share, self.lost_shares = 0, 0
 
-    def __getitem__(self, name: str) -> Member:
-        """Raises MeetingError for a site that never joined."""
+    def __getitem__(self, name: str) -> SiteMember:
+        """Raise MeetingError for a site that never joined."""
         if name not in self.named:
             raise MeetingError(f"{name} has not joined this meeting")
         return self.named[name]
 
-    def join(self, name: str, greeting: Greeting, round: int) -> Member:
+    def join(self, name: str, greeting: Greeting, round: int) -> SiteMember:
         """A site comes, or comes back, while `round` is open. The next one waits for it."""
-        member = self.named.setdefault(name, Member())
+        member = self.named.setdefault(name, SiteMember())
         self.expect(name, round)
         if greeting.round is None and member.share is not None:
             log.warning("%s lost its place in the data: what was left of share %d is lost", name, member.share)
@@ -66,8 +66,8 @@ class Members:
         """
         here = self.expected()
         steady = sorted(name for name, each in here.items() if each.failed < 2 or each.since <= round)
-        found = steady if len(steady) >= quorum else sorted(here)
-        return found if len(found) >= quorum else []
+        result = steady if len(steady) >= quorum else sorted(here)
+        return result if len(result) >= quorum else []
 
     def take(self, name: str) -> int:
         """The next share of the data."""
@@ -75,7 +75,7 @@ class Members:
         self.next_share += 1
         return share
 
-    def expected(self) -> dict[str, Member]:
+    def expected(self) -> dict[str, SiteMember]:
         return {name: each for name, each in self.named.items() if each.expected}
 
     def unfinished(self) -> int:
@@ -90,4 +90,4 @@ class Members:
 
     def restore(self, held: dict[str, Any]) -> None:
         self.next_share, self.lost_shares = held["next_share"], held["lost_shares"]
-        self.named = {name: Member(**member) for name, member in held["members"].items()}
+        self.named = {name: SiteMember(**member) for name, member in held["members"].items()}

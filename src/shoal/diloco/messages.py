@@ -56,11 +56,11 @@ def dealt_to(name: str, dealt: Sequence[str], items: int) -> range:
     return range(dealt.index(name), items, len(dealt))
 
 
-class Message(BaseModel):
+class SiteMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Greeting(Message):
+class Greeting(SiteMessage):
     """A site that comes or comes back."""
 
     about: dict[Annotated[str, Field(max_length=64)], Words] = Field(max_length=64)  # what must be equal at all sites
@@ -68,13 +68,13 @@ class Greeting(Message):
     digests: list[Digest] = Field(max_length=1024)  # of its copy of the agreed parameters, by fragment
 
 
-class Welcome(Message):
+class Welcome(SiteMessage):
     round: int  # the one that is open
     same: bool  # the site's copy is that of the meeting
     accepted: int  # the last round to which this site's offer was accepted; −1: none
 
 
-class Figures(Message):
+class Figures(SiteMessage):
     """What a site says of itself with an offer, for people: nothing is decided by it. Seconds and bytes since it started."""
 
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # of its last inner step
@@ -88,7 +88,7 @@ class Figures(Message):
 SILENT = Figures()
 
 
-class Outcome(Message):
+class RoundOutcome(SiteMessage):
     """How a round ended. The average lies beside it, as bytes; with nobody in `kept` there is none."""
 
     round: int
@@ -100,20 +100,20 @@ class Outcome(Message):
     digest: Digest  # of the fragment's agreed parameters afterwards
 
 
-class RoundProgress(Message):
-    outcome: Outcome | None
+class RoundProgress(SiteMessage):
+    outcome: RoundOutcome | None
     waiting_for: list[str]
 
 
-class Share(Message):
+class Share(SiteMessage):
     number: int
 
 
-class Dealt(Message):
+class Dealt(SiteMessage):
     sites: list[str]  # empty: not all are here yet
 
 
-class SiteStatus(Message):
+class SiteStatus(SiteMessage):
     expected: bool  # rounds wait for it
     offered: bool  # in the open round
     accepted: int  # the last round that took its offer; −1: none
@@ -122,7 +122,7 @@ class SiteStatus(Message):
     figures: Figures | None  # with its last offer that was taken
 
 
-class MeetingStatus(Message):
+class MeetingStatus(SiteMessage):
     run: str
     round: int  # the open one
     rounds: int
@@ -130,11 +130,11 @@ class MeetingStatus(Message):
     sites: dict[str, SiteStatus]
 
 
-class Why(Message):
+class Why(SiteMessage):
     why: Words
 
 
-class StateDescriptor(Message):
+class StateDescriptor(SiteMessage):
     """What the meeting signs of a state file."""
 
     run: str
@@ -149,7 +149,7 @@ class MeetingError(Refusal):
     status = 403
 
 
-class ClosedError(MeetingError):
+class RoundClosedError(MeetingError):
     """The offer is for a round that is over, or starts from other parameters: fetch the state and go on from there."""
 
     status = 409
@@ -175,7 +175,7 @@ class Roster(Protocol):
         ...
 
     def deal(self, round: int) -> list[str]:
-        """The sites that share the work of a round, in order; empty: not settled yet. Raises ClosedError."""
+        """The sites that share the work of a round, in order; empty: not settled yet. Raise ClosedError."""
         ...
 
     def leave(self) -> None: ...
@@ -185,16 +185,20 @@ class Exchange(Protocol):
     """How vectors and state travel: the engine's whole interface."""
 
     def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
-        """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raises ClosedError."""
+        """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raise ClosedError."""
         ...
 
-    def outcome(self, round: int) -> tuple[Outcome, bytes] | list[str]:
-        """How it ended and the average, or the sites that are still waited for. Raises ForgottenError, ClosedError."""
+    def outcome(self, round: int) -> tuple[RoundOutcome, bytes] | list[str]:
+        """How it ended and the average, or the sites that are still waited for. Raise ForgottenError, ClosedError."""
         ...
 
     def state(self, why: str) -> tuple[int, bytes]:
         """The open round and what is agreed before it, verified."""
         ...
+
+
+class MeetingLink(Roster, Exchange, Protocol):
+    """A site's way to the meeting: over HTTP it is `remote.Remote`."""
 
 
 FILES = {
@@ -209,7 +213,7 @@ def about_model(folder: Path) -> dict[str, str]:
 
 
 def compare(name: str, about: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raises MeetingError, which names what differs, if a site trains something else than the run.
+    """Raise MeetingError, which names what differs, if a site trains something else than the run.
 
     Data come last: if the tokenizer differs, so may they.
     """
@@ -222,11 +226,11 @@ def compare(name: str, about: Mapping[str, str], ours: Mapping[str, str]) -> Non
 
 
 def _digest(paths: list[Path]) -> str:
-    found = sha256()
+    result = sha256()
     for path in paths:
         if path.exists():
-            found.update(path.name.encode() + sha256(path.read_bytes()).digest())
-    return found.hexdigest()
+            result.update(path.name.encode() + sha256(path.read_bytes()).digest())
+    return result.hexdigest()
 
 
 def _short(text: str | None) -> str:
@@ -245,7 +249,7 @@ class SiteInvite(BaseModel):
     name: str
 
 
-class JoinRequest(Message):
+class JoinRequest(SiteMessage):
     invite: Signed
     greeting: Greeting
 
@@ -257,7 +261,7 @@ def site_invite(identity: Identity, url: str, run: str, name: str) -> Invite:
 
 
 def name_of(invite: Invite) -> str:
-    """The site that an invite is for. Raises MeetingError for an invite of another kind."""
+    """The site that an invite is for. Raise MeetingError for an invite of another kind."""
     try:
         return SiteInvite.model_validate_json(invite.signed.open(invite.key, domain=DOMAIN)).name
     except (IdentityError, ValidationError) as error:
@@ -265,7 +269,7 @@ def name_of(invite: Invite) -> str:
 
 
 def open_descriptor(signed: Signed, key: str, run: str) -> StateDescriptor:
-    """What the meeting signed of a state file. Raises MeetingError."""
+    """What the meeting signed of a state file. Raise MeetingError."""
     try:
         described = StateDescriptor.model_validate_json(signed.open(key, domain=STATE_DOMAIN))
     except (IdentityError, ValidationError) as error:

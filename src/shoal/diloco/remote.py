@@ -16,14 +16,14 @@ from shoal.diloco.codec import most_bytes
 from shoal.diloco.messages import (
     PIECE_BYTES,
     SILENT,
-    ClosedError,
     Dealt,
     Figures,
     ForgottenError,
     Greeting,
     JoinRequest,
     MeetingError,
-    Outcome,
+    RoundClosedError,
+    RoundOutcome,
     RoundProgress,
     Share,
     StateDescriptor,
@@ -40,7 +40,7 @@ from shoal.protocol.messages import Ok
 from shoal.protocol.node import KEY, Node
 from shoal.shardcast.fetch.reach import client_context
 
-ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: ClosedError}
+ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: RoundClosedError}
 GOOD_BYE_S = 3.0
 STATE_TRIES = 3  # a round may end before the whole file has come
 
@@ -56,7 +56,7 @@ class Remote:
         authority: Path | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        """`folder` holds the site's key. Raises MeetingError for an invite that is not for a site."""
+        """`folder` holds the site's key. Raise MeetingError for an invite that is not for a site."""
         self.name, self.invite, self.terms = name_of(invite), invite, terms
         context = client_context(authority)
         self.node = Node.of(
@@ -94,7 +94,7 @@ class Remote:
         except RefusedError as error:
             raise _meant(error) from error
 
-    def outcome(self, round: int) -> tuple[Outcome, bytes] | list[str]:
+    def outcome(self, round: int) -> tuple[RoundOutcome, bytes] | list[str]:
         try:
             progress = self.node.get(f"/v1/rounds/{round}", RoundProgress)
             if progress.outcome is None:
@@ -114,7 +114,7 @@ class Remote:
             described = open_descriptor(signed, self.invite.key, self.invite.run)
             try:
                 data = self._download(described)
-            except ClosedError:
+            except RoundClosedError:
                 continue
             if sha256(data).hexdigest() != described.sha256:
                 raise MeetingError(f"the state of round {described.round} is not the one that the meeting signed")

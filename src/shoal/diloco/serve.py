@@ -38,13 +38,13 @@ from shoal.diloco.messages import (
     PIECE_BYTES,
     SILENT,
     STATE_DOMAIN,
-    ClosedError,
     Dealt,
     Figures,
     JoinRequest,
     MeetingError,
     MeetingStatus,
-    Outcome,
+    RoundClosedError,
+    RoundOutcome,
     RoundProgress,
     Share,
     SiteInvite,
@@ -71,14 +71,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Nonces:
+class RecentNonces:
     """Which requests were served, in memory: a restart forgets, and the clock bounds what can be served again."""
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[str, float]] = {}  # by key
 
     def spend(self, key: str, nonce: str, created_s: int) -> bool:
-        """Raises Refusal for a key that asked more often than its rate allows, which would fill the memory."""
+        """Raise Refusal for a key that asked more often than its rate allows, which would fill the memory."""
         now_s, seen = time.time(), self._seen.setdefault(key, {})
         if nonce in seen:
             return False
@@ -90,14 +90,14 @@ class Nonces:
         return True
 
 
-class Server:
+class MeetingServer:
     def __init__(self, meeting: Meeting, identity: Identity) -> None:
         self.meeting, self.identity = meeting, identity
         self.keys_path = meeting.folder / "keys.json"
         self.names: dict[str, str] = json.loads(self.keys_path.read_text()) if self.keys_path.exists() else {}
         self.largest = max(most_bytes(meeting.terms.kind, size) for size in meeting.terms.fragments.sizes)
         self.front = Front(untaken=Untaken(member_bytes=2 * self.largest + MEMBER_UNTAKEN))
-        self.admission = Admission(meeting.run, Nonces(), self._role, time.time, Pace())
+        self.admission = Admission(meeting.run, RecentNonces(), self._role, time.time, Pace())
         self.lock = asyncio.Lock()
         self.ended = asyncio.Event()  # a round ended
         self.offered = asyncio.Event()  # a round may be due
@@ -128,7 +128,7 @@ class Server:
         return MEMBERS[0] if key in self.names else None
 
     async def live(self, stop: Callable[[], bool]) -> None:
-        """Close rounds when they are due, until the run is over and every site left, or `stop`. Raises what broke it."""
+        """Close rounds when they are due, until the run is over and every site left, or `stop`. Raise what broke it."""
         over_s: float | None = None
         while not stop():
             if self.failure is not None:
@@ -221,7 +221,7 @@ class Server:
     async def _state(self, request: Request) -> bytes:
         described, path = await self._alone(self.meeting.state)
         if described.round != int(request.match["round"]):
-            raise ClosedError(f"the state of round {described.round} is agreed now")
+            raise RoundClosedError(f"the state of round {described.round} is agreed now")
         return await asyncio.to_thread(_piece, path, int(request.match["offset"]))
 
     async def _share(self, request: Request) -> Share:
@@ -241,7 +241,7 @@ class Server:
 
 
 async def serve(
-    server: Server, host: str, port: int, tls: SSLContext | None, listening: Path
+    server: MeetingServer, host: str, port: int, tls: SSLContext | None, listening: Path
 ) -> tuple[web.AppRunner, int]:
     """Listen; port 0 is the one from before a restart, or a free one."""
     last = listening.read_text() if port == 0 and listening.exists() else ""
@@ -259,14 +259,14 @@ def _piece(path: Path, offset_bytes: int) -> bytes:
         return os.pread(file.fileno(), PIECE_BYTES, offset_bytes)
 
 
-def summary(outcome: Outcome, status: MeetingStatus) -> str:
+def summary(outcome: RoundOutcome, status: MeetingStatus) -> str:
     """One line about a round that ended: who counted, with what loss, and how each spent its time."""
-    told = [f"{name} {_told(status.sites[name].figures or SILENT)}" for name in outcome.kept]
-    told += [f"{name} left out" for name in outcome.left_out] + [f"{name} missing" for name in outcome.missing]
-    return f"round {outcome.round + 1} of {status.rounds}: " + "; ".join(told)
+    parts = [f"{name} {_time_spent(status.sites[name].figures or SILENT)}" for name in outcome.kept]
+    parts += [f"{name} left out" for name in outcome.left_out] + [f"{name} missing" for name in outcome.missing]
+    return f"round {outcome.round + 1} of {status.rounds}: " + "; ".join(parts)
 
 
-def _told(figures: Figures) -> str:
+def _time_spent(figures: Figures) -> str:
     total_s = figures.computed_s + figures.waited_s + figures.synced_s or 1.0
     shares = [
         f"{100 * seconds / total_s:.0f} % {what}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.diloco.agreed import Agreed, mix, pseudo_gradient
 from shoal.diloco.codec import Encoded, ErrorFeedback
-from shoal.diloco.messages import SILENT, Exchange, Figures, ForgottenError, Outcome, Terms
+from shoal.diloco.messages import SILENT, Exchange, Figures, ForgottenError, RoundOutcome, Terms
 from shoal.errors import ShoalError
 
 
@@ -50,8 +50,8 @@ class Site:
         self.offered = self.round
         return self.agreed.digests[number], self.feedback[number].encode(change, self.terms.kind).to_bytes()
 
-    def apply(self, tensors: Mapping[str, Tensor], outcome: Outcome, data: bytes, keep: float = 0.0) -> None:
-        """Make the round's outer step and go on from there. Raises DifferentError if the result is not the meeting's.
+    def apply(self, tensors: Mapping[str, Tensor], outcome: RoundOutcome, data: bytes, keep: float = 0.0) -> None:
+        """Make the round's outer step and go on from there. Raise DifferentError if the result is not the meeting's.
 
         `keep` is the share of this site's own parameters in what it goes on with.
         """
@@ -98,26 +98,26 @@ def meet(
     give_up_s: float,
     pause_s: float = 0.0,
     stopped: Callable[[], bool] = lambda: False,
-) -> tuple[Outcome, bytes]:
+) -> tuple[RoundOutcome, bytes]:
     """Give an offer and wait until its round is over; give it again to a meeting that was restarted.
 
-    Raises ClosedError if the round is over already, SilenceError after `give_up_s` or when `stopped`.
+    Raise ClosedError if the round is over already, SilenceError after `give_up_s` or when `stopped`.
     """
     deadline_s = time.monotonic() + give_up_s
     exchange.offer(round, digest, data, figures)
     while True:
         try:
-            found = exchange.outcome(round)
+            result = exchange.outcome(round)
         except ForgottenError:
             exchange.offer(round, digest, data, figures)
             continue
-        if isinstance(found, tuple):
-            return found
+        if isinstance(result, tuple):
+            return result
         if stopped():
-            raise SilenceError(f"stopped while round {round} waited for {_named(found)}")
+            raise SilenceError(f"stopped while round {round} waited for {_named(result)}")
         if time.monotonic() > deadline_s:
             raise SilenceError(
-                f"round {round} waited {give_up_s:.0f} s for {_named(found)}: start more sites, or lower sites.quorum"
+                f"round {round} waited {give_up_s:.0f} s for {_named(result)}: start more sites, or lower sites.quorum"
             )
         time.sleep(pause_s)
 

@@ -1,13 +1,12 @@
 """Groups as training data: rows that are planned by lengths alone, and packed one at a time when they are computed.
 
 Invariant: every token that the model wrote is a target exactly once, for any row length. Tokens of an environment are in
-the forward and in no target, so they have no loss. A row depends on the groups up to its last one and on no later group, so
-rows can be computed while groups still arrive.
-Called by `share` and `deal`.
+the forward and in no target, so they have no loss.
+Advantages: GRPO (arXiv 2402.03300); without the division by std as in Dr. GRPO (arXiv 2503.20783).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,13 +15,25 @@ import torch
 from torch import Tensor
 
 from shoal.config.recipe import LossSection
-from shoal.learner.advantage import group_advantages
-from shoal.learner.group import Array, Group, Known, Outline, outline_of
+from shoal.learner.groups import Array, Group, Known, Outline, outline_of
 from shoal.model.attention import Span
 from shoal.model.tree import Pack, Tree, pack, split_lengths
 from shoal.tasks.budget import rewards_differ
 
 K = TypeVar("K", bound=Known)
+STD_EPSILON = 1e-6  # added to a group's std
+
+
+def group_advantages(rewards_G: Tensor, *, normalize_std: bool) -> Tensor:
+    """Reward minus the group's mean, optionally over the group's std. Return advantages_G, float32.
+
+    The std is the sample's (over G - 1), as in TRL and verl.
+    """
+    exact_G = rewards_G.float().double()  # float32s sum exactly in float64: equal rewards give exactly 0
+    advantages_G = exact_G - exact_G.mean()
+    if normalize_std:
+        advantages_G = advantages_G / (exact_G.std(correction=min(1, len(exact_G) - 1)) + STD_EPSILON)
+    return advantages_G.float()
 
 
 @dataclass(frozen=True)
@@ -30,18 +41,9 @@ class MicroBatch:
     """N tokens to train on in one packed row."""
 
     pack: Pack
-    behaviour_N: Tensor  # NaN where nobody checked it: see `with_own_behaviour`
+    behaviour_N: Tensor
     advantage_N: Tensor
     rollout_N: Tensor  # int64: the number of each token's rollout, from 0
-    reference_N: Tensor | None = None  # logprobs of the reference model, if they are computed already
-
-    @property
-    def spans(self) -> Sequence[Span]:
-        return self.pack.layout.spans
-
-    @property
-    def n_trained(self) -> int:
-        return len(self.advantage_N)
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,16 @@ class Contents:
     """What of a row its outline does not tell."""
 
     tokens_T: Array  # int32
-    behaviour_N: Array  # float32, NaN where nobody checked it
+    behaviour_N: Array  # float32, NaN where nobody checked it: see `with_behaviour`
+
+    def with_behaviour(self, own_N: Array, *, everywhere: bool) -> "Contents":
+        """Return them with the policy's own logprobs as behaviour: all, or only where nobody checked any."""
+        unknown_N = np.isnan(self.behaviour_N)
+        return replace(self, behaviour_N=own_N if everywhere else np.where(unknown_N, own_N, self.behaviour_N))
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupPart:
     """Some completions of a group, by number, which fit a row together with its prompt."""
 
     group: Known
@@ -80,15 +87,15 @@ class Part:
 class Row:
     """A row as every rank knows it. Whoever knows its groups has its contents, too."""
 
-    parts: Sequence[Part]
+    parts: Sequence[GroupPart]
 
     @property
     def spans(self) -> list[Span]:
-        found, at = [], 0
+        result, at = [], 0
         for part in self.parts:
-            found.append(Span(at, part.outline.prompt_tokens, tuple(part.lengths)))
-            at = found[-1].end
-        return found
+            result.append(Span(at, part.outline.prompt_tokens, tuple(part.lengths)))
+            at = result[-1].end
+        return result
 
     @property
     def n_tokens(self) -> int:
@@ -142,50 +149,33 @@ def teaching(groups: Sequence[K], loss: LossSection) -> list[K]:
     return [group for group in groups if loss.beta > 0 or loss.entropy > 0 or rewards_differ(group.rewards)]
 
 
-class Rows:
-    """Rows of `row_tokens` positions, filled with the groups' trees in the order in which the groups come.
+def plan(groups: Iterable[Known], *, row_tokens: int, packs: bool = True) -> list[Row]:
+    """Fill rows of `row_tokens` positions with the groups' trees, in the order of the groups.
 
-    A row is closed when the next tree does not fit. It is longer if one prompt and its completion need it: what the
-    validator accepted can be trained on. Without `packs`, each row is one completion behind its prompt (`model/tree`).
+    A row is full when the next tree does not fit. It is longer if one prompt and its completion need it: what the validator
+    accepted can be trained on. Without `packs`, each row is one completion behind its prompt (`model/tree`).
     """
-
-    def __init__(self, *, row_tokens: int, packs: bool = True) -> None:
-        self.row_tokens = row_tokens
-        self.packs = packs
-        self._open: list[Part] = []
-        self._free = 0
-
-    def add(self, group: Known) -> list[Row]:
-        """Returns the rows that are closed by it."""
+    rows: list[list[GroupPart]] = []
+    free = 0
+    for group in groups:
         outline = outline_of(group)
+        if not packs:
+            rows += [[GroupPart(group, range(number, number + 1))] for number in range(len(outline.lengths))]
+            continue
         longest = outline.prompt_tokens + max(outline.lengths)
-        if not self.packs:
-            return [Row([Part(group, range(number, number + 1))]) for number in range(len(outline.lengths))]
-        closed = []
-        for fitting in split_lengths(outline.prompt_tokens, outline.lengths, max(self.row_tokens, longest)):
-            part = Part(group, fitting)
-            if part.n_tokens > self._free:
-                closed += self.close()
-                self._free = self.row_tokens
-            self._open.append(part)
-            self._free -= part.n_tokens
-        return closed
-
-    def close(self) -> list[Row]:
-        """The row that was still open, if any."""
-        parts, self._open, self._free = self._open, [], 0
-        return [Row(parts)] if parts else []
+        for fitting in split_lengths(outline.prompt_tokens, outline.lengths, max(row_tokens, longest)):
+            part = GroupPart(group, fitting)
+            if part.n_tokens > free:
+                rows.append([])
+                free = row_tokens
+            rows[-1].append(part)
+            free -= part.n_tokens
+    return [Row(parts) for parts in rows]
 
 
 def micro_batches(
     groups: Sequence[Group], *, row_tokens: int, normalize_std: bool, packs: bool = True
 ) -> list[MicroBatch]:
-    """All rows of these groups, packed."""
-    rows = Rows(row_tokens=row_tokens, packs=packs)
-    found = [row for group in groups for row in rows.add(group)] + rows.close()
-    return [row.packed(row.contents(), normalize_std=normalize_std) for row in found]
-
-
-def with_own_behaviour(row: MicroBatch, own_N: Tensor) -> MicroBatch:
-    """The row with its own policy's logprobs as behaviour where nobody checked its own."""
-    return replace(row, behaviour_N=torch.where(row.behaviour_N.isnan(), own_N, row.behaviour_N))
+    """Return all rows of these groups, packed."""
+    rows = plan(groups, row_tokens=row_tokens, packs=packs)
+    return [row.packed(row.contents(), normalize_std=normalize_std) for row in rows]

@@ -6,7 +6,7 @@ written, waits for the end, so no tensor is copied. Any number of ranks can read
 Invariant: writing a checkpoint does not change training. A checkpoint folder appears whole (temporary name, fsync, rename)
 or not at all, and one whose bytes changed since is refused. Nothing is unpickled: DCP's own format holds a pickle, its
 Hugging Face format does not.
-Called by the learner's loop. The idea of the format: ByteCheckpoint (arXiv 2407.20143).
+The idea of the format: ByteCheckpoint (arXiv 2407.20143).
 """
 
 import json
@@ -31,9 +31,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from shoal.config.recipe import LearnerSection
 from shoal.errors import ShoalError
 from shoal.files import commit_folder, digests
-from shoal.learner.optimizers import fresh
 from shoal.learner.policy import Policy
-from shoal.learner.started import from_leader
+from shoal.learner.ranks import from_leader
 
 PROGRESS = "progress.json"
 FILES = "files.json"  # the BLAKE3 of each other file
@@ -51,7 +50,7 @@ class CheckpointError(ShoalError):
 
 
 @dataclass
-class Progress:
+class LearnerProgress:
     """How far training is. `step` steps are done, so the policy is version `step`."""
 
     step: int = 0
@@ -95,10 +94,10 @@ class Checkpoints:
         self.ranks = policy.ranks
         self.section: LearnerSection = policy.config
         self.every = policy.config.steps_between_checkpoints(policy.trained)
-        self._writing: tuple[Future[Any], Progress] | None = None
+        self._writing: tuple[Future[Any], LearnerProgress] | None = None
         policy.before_update = self.finish
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, progress: LearnerProgress) -> None:
         """Start writing the state before step `progress.step`. The optimizer must not move until `finish`."""
         self.finish()
         if (self.folder / _name(progress.step)).exists():
@@ -124,7 +123,7 @@ class Checkpoints:
         )  # a copy: the caller continues to change it
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written, if any, and give it its name. Raises OSError if the disk refused."""
+        """Wait for the checkpoint being written, if any, and give it its name. Raise OSError if the disk refused."""
         if self._writing is None:
             return
         (future, progress), self._writing = self._writing, None
@@ -144,19 +143,19 @@ class Checkpoints:
         for old in self._surplus():
             shutil.rmtree(old)
 
-    def restore(self) -> Progress:
+    def restore(self) -> LearnerProgress:
         """Load the newest whole checkpoint into the policy and return its progress, or a new Progress without one.
 
-        Raises CheckpointError if it is damaged, on the leader; LeaderError on the other ranks.
+        Raise CheckpointError if it is damaged, on the leader; LeaderError on the other ranks.
         """
         complete = self._complete()
         for half in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
             log.warning("ignoring %s: the learner ended while it was being written", half)
         if not complete:
-            return Progress()
+            return LearnerProgress()
         newest = complete[-1]
         from_leader(self.ranks, lambda: _check(newest), lambda _: b"", lambda _: None)
-        progress = Progress(**json.loads((newest / PROGRESS).read_text()))
+        progress = LearnerProgress(**json.loads((newest / PROGRESS).read_text()))
         self.policy.updates, self.policy.skipped_in_row = progress.updates, progress.skipped_in_row
         tensors = self._tensors()
         load(
@@ -167,8 +166,7 @@ class Checkpoints:
         )
         if STEPS in tensors:
             states = (self.policy.optimizer.state[master] for master in self.policy.masters.values())
-            counted = [state for state in states if STEP in state]
-            for state, step in zip(counted, tensors[STEPS], strict=True):
+            for state, step in zip(states, tensors[STEPS], strict=True):
                 state[STEP].copy_(step)
         self.policy.round()
         torch.set_rng_state(tensors[RNG])
@@ -180,17 +178,18 @@ class Checkpoints:
         for name, master in self.policy.masters.items():
             tensors[f"model.{name}"] = master.detach()
         if self.policy.updates:
-            states = {name: self._optimizer_state(name, master) for name, master in self.policy.masters.items()}
-            tensors[STEPS] = torch.stack([state[STEP].cpu() for state in states.values() if STEP in state])
+            states = {name: self._optimizer_state(master) for name, master in self.policy.masters.items()}
+            tensors[STEPS] = torch.stack([state[STEP].cpu() for state in states.values()])
             for name, state in states.items():
                 tensors |= {f"{moment}.{name}": tensor for moment, tensor in state.items() if moment != STEP}
         return tensors
 
-    def _optimizer_state(self, name: str, master: Tensor) -> dict[str, Tensor]:
-        """The live state of one master. Before its first update it is made here as its optimizer would make it."""
+    def _optimizer_state(self, master: Tensor) -> dict[str, Tensor]:
+        """The live state of one master. Before its first update it is made here as AdamW would make it."""
         state: dict[str, Tensor] = self.policy.optimizer.state[master]
         if not state:
-            state |= fresh(self.section.optimizer if name in self.policy.matrices else "adamw", master)
+            state[STEP] = torch.zeros((), device=master.device)
+            state |= {moment: torch.zeros_like(master) for moment in ("exp_avg", "exp_avg_sq")}
         return state
 
     def _temporary(self, step: int) -> Path:
@@ -207,10 +206,10 @@ class Checkpoints:
 
 def _check(folder: Path) -> None:
     """Raise CheckpointError unless the files are those that were written."""
-    found = digests(folder)
+    present = digests(folder)
     try:
         changed = [
-            name for name, digest in json.loads((folder / FILES).read_text()).items() if found.get(name) != digest
+            name for name, digest in json.loads((folder / FILES).read_text()).items() if present.get(name) != digest
         ]
     except (OSError, ValueError):
         changed = [FILES]

@@ -1,27 +1,34 @@
-"""The groups of one step: accepted files, downloaded and verified again. The learner trusts no other process.
+"""The groups of one step: waited for, downloaded, verified again, told to every rank. The learner trusts no other process.
 
-Tokens and logprobs stay what the file holds: arrays.
+The leading rank has a group's tokens and logprobs, as the arrays that the file holds. The other ranks have its outline:
+lengths and rewards, enough to plan the rows and to divide the sums. Tokens go to the rank that computes them (`updates`).
+While a step trains, the leader fetches the next one's files if its batch is full by then.
 Invariant: every row is signed by a registered validator, is within the async level, and holds possible values. A file that
 breaks the schema is quarantined under its name. Groups of it, of a file that is not this run's, too old or implausible ones
 are left out and counted. A full batch never changes, so whatever is in it must not stop the learner: it would be stopped by
-the same batch at each restart.
-Called by `incoming` on the leading rank, and by the audit.
+the same batch at each restart. All ranks know the same groups in the same order.
 """
 
+import json
 import logging
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shoal.config import Config
+from shoal.errors import ShoalError
 from shoal.files import write_file
-from shoal.learner.group import Array
-from shoal.learner.group import Group as Group
+from shoal.learner.ranks import Ranks
 from shoal.model.sampling import LOWEST_LOGPROB
-from shoal.protocol.messages import Batch
+from shoal.model.turns import model_tokens
+from shoal.protocol.messages import Batch, BatchGroup
 from shoal.protocol.node import Node
 from shoal.protocol.transfer import fetch_file
 from shoal.store.columns import Column, Columns
@@ -34,9 +41,88 @@ LONGEST_PROMPT = 1 << 17  # tokens; bounds what reading an accepted file may all
 
 log = logging.getLogger(__name__)
 
+Array = np.ndarray[Any, Any]
+
 
 @dataclass(frozen=True)
-class File:
+class Outline:
+    """A group as every rank knows it: without its tokens and logprobs."""
+
+    submission: str
+    number: int  # in the submission
+    policy_version: int
+    prompt_tokens: int
+    lengths: list[int]  # tokens of each completion
+    rewards: list[float]
+    turns: list[list[int]] = field(default_factory=list)  # of each completion, see `model/turns`; []: all are single
+    checked: bool = True  # false: the behaviour logprobs are the worker's own, and are not used
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """How many tokens of each completion are trained on: those that the model wrote."""
+        turns = self.turns or [[]] * len(self.lengths)
+        return [model_tokens(of, length) for of, length in zip(turns, self.lengths, strict=True)]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(self.trained)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """G completions of one prompt, with what training needs of them. Tokens and logprobs are arrays, or lists."""
+
+    submission: str
+    policy_version: int
+    prompt: Array | Sequence[int]  # int32 (P,)
+    completions: Sequence[Array | Sequence[int]]  # int32, of each completion
+    behaviour: Sequence[Array | Sequence[float]]  # float32: of trained tokens under the sampling version, from the file
+    rewards: list[float]
+    turns: list[list[int]] = field(default_factory=list)
+    checked: bool = True
+    number: int = 0
+
+    @cached_property
+    def outline(self) -> Outline:
+        return Outline(
+            self.submission,
+            self.number,
+            self.policy_version,
+            len(self.prompt),
+            [len(tokens) for tokens in self.completions],
+            self.rewards,
+            self.turns,
+            self.checked,
+        )
+
+    @property
+    def trained(self) -> list[int]:
+        return self.outline.trained
+
+    @property
+    def n_tokens(self) -> int:
+        return self.outline.n_tokens
+
+
+Known = Group | Outline  # the leading rank has the groups, the others their outlines
+
+
+def outline_of(group: Known) -> Outline:
+    return group.outline if isinstance(group, Group) else group
+
+
+def encode(groups: Sequence[Group]) -> bytes:
+    """Return their outlines as JSON, which keeps floats exactly."""
+    return json.dumps([asdict(group.outline) for group in groups]).encode()
+
+
+def decode(data: bytes) -> list[Outline]:
+    """Return the outlines of `encode`'s message."""
+    return [Outline(**fields) for fields in json.loads(data)]
+
+
+@dataclass(frozen=True)
+class AcceptedFile:
     """An accepted file as arrays."""
 
     header: Header
@@ -81,7 +167,7 @@ class Fetched:
 
 
 class Gathering:
-    """One step's groups, as its batch fills. Each file is read once, and each group is judged once."""
+    """Verifies the groups of one step's batch. Each file is read once."""
 
     def __init__(self, read: Callable[[str], bytes], *, run: str, config: Config, quarantine: Path) -> None:
         """`read` gives the accepted file of a submission."""
@@ -89,34 +175,33 @@ class Gathering:
         self.run = run
         self.config = config
         self.quarantine = quarantine
-        self.validators: set[str] = set()
-        self._files: dict[str, File | None] = {}
-        self._judged: dict[tuple[str, int], Group | str] = {}
+        self._files: dict[str, AcceptedFile | None] = {}  # None: it breaks the schema
+
+    def fetch(self, batch: Batch) -> None:
+        """Read the batch's files. Raise NodeError if one cannot be had."""
+        for submission in dict.fromkeys(member.submission for member in batch.groups):
+            if submission not in self._files:
+                data = self.read(submission)
+                self._files[submission] = _parsed(data, submission, self.config, self.quarantine)
 
     def gather(self, batch: Batch, validators: set[str]) -> Fetched:
-        """Verify a batch, or what it holds so far. Raises NodeError if a file cannot be had."""
-        if validators != self.validators:
-            self.validators = validators
-            self._judged.clear()
-        members = [(member.submission, member.group) for member in batch.groups]
-        for submission, number in members:
-            if (submission, number) not in self._judged:
-                self._judged[submission, number] = self._judge(batch.step, submission, number)
-        found = [self._judged[member] for member in members]
-        left_out = Counter(one for one in found if isinstance(one, str))
-        files = {submission: self._files[submission] for submission, _ in members}
-        contents = {submission: file.header.content for submission, file in files.items() if file is not None}
-        return Fetched([one for one in found if isinstance(one, Group)], contents, **left_out)
+        """Verify a full batch. `validators`: the keys that may sign accepted files now. Raise NodeError like `fetch`."""
+        self.fetch(batch)
+        judged = [self._judge(batch.step, member.submission, member.group, validators) for member in batch.groups]
+        files = {member.submission: self._files[member.submission] for member in batch.groups}
+        return Fetched(
+            [each for each in judged if isinstance(each, Group)],
+            {submission: file.header.content for submission, file in files.items() if file is not None},
+            **Counter(each for each in judged if isinstance(each, str)),
+        )
 
-    def _judge(self, step: int, submission: str, number: int) -> Group | str:
-        """The group, or the field of Fetched that counts why it is left out."""
+    def _judge(self, step: int, submission: str, number: int, validators: set[str]) -> Group | str:
+        """Return the group, or the field of Fetched that counts why it is left out."""
         size = self.config.sampling.group_size
-        if submission not in self._files:
-            self._files[submission] = _read(self.read(submission), submission, self.config, self.quarantine)
         file = self._files[submission]
         if file is None:
             return "quarantined"
-        if problem := _origin_fault(self.validators, self.run, step, file) or _group_fault(file, number, size):
+        if problem := _origin_fault(validators, self.run, step, file) or _group_fault(file, number, size):
             log.error("group %d of %s is left out: %s", number, submission, problem)
             return "foreign"
         if step - file.header.policy_version > self.config.coordinator.async_level:
@@ -143,13 +228,6 @@ def validators(node: Node) -> set[str]:
     return set(node.descriptor().keys.get("validator", []))
 
 
-def gather(
-    batch: Batch, read: Callable[[str], bytes], *, validators: set[str], run: str, config: Config, quarantine: Path
-) -> Fetched:
-    """Verify a full batch; `read` gives the accepted file of a submission."""
-    return Gathering(read, run=run, config=config, quarantine=quarantine).gather(batch, validators)
-
-
 def implausible_value(group: Group) -> str:
     """What cannot be true of a group's logprobs and rewards; empty if everything can.
 
@@ -169,11 +247,11 @@ def implausible_value(group: Group) -> str:
     return ""
 
 
-def _read(data: bytes, submission: str, config: Config, quarantine: Path) -> File | None:
+def _parsed(data: bytes, submission: str, config: Config, quarantine: Path) -> AcceptedFile | None:
     max_rows = max_rollouts(config)
     longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # of a prompt or a completion
     try:
-        return File(*accepted_columns(data, max_rows=max_rows, max_tokens=longest))
+        return AcceptedFile(*accepted_columns(data, max_rows=max_rows, max_tokens=longest))
     except RolloutFileError as error:
         path = quarantine / f"{submission}.parquet"
         write_file(path, data)
@@ -181,7 +259,7 @@ def _read(data: bytes, submission: str, config: Config, quarantine: Path) -> Fil
         return None
 
 
-def _origin_fault(validators: set[str], run: str, step: int, file: File) -> str:
+def _origin_fault(validators: set[str], run: str, step: int, file: AcceptedFile) -> str:
     """Why the file must not be trained on; empty if it may."""
     header = file.header
     if header.signer not in validators:
@@ -191,7 +269,7 @@ def _origin_fault(validators: set[str], run: str, step: int, file: File) -> str:
     return ""
 
 
-def _group_fault(file: File, number: int, size: int) -> str:
+def _group_fault(file: AcceptedFile, number: int, size: int) -> str:
     rows = range(number * size, (number + 1) * size)
     if rows.stop > len(file) or (file.numbers("group")[rows.start : rows.stop] != number).any():
         return f"its file has no whole group {number}"
@@ -203,7 +281,7 @@ def _group_fault(file: File, number: int, size: int) -> str:
     return ""
 
 
-def _group(file: File, submission: str, number: int, size: int) -> Group:
+def _group(file: AcceptedFile, submission: str, number: int, size: int) -> Group:
     rows = range(number * size, (number + 1) * size)
     return Group(
         submission=submission,
@@ -216,3 +294,104 @@ def _group(file: File, submission: str, number: int, size: int) -> Group:
         turns=[turns.tolist() for turns in file.slices("turns", rows)],
         number=number,
     )
+
+
+# --- waiting for a batch -------------------------------------------------------------------------------------------------
+
+POLL_S = 0.1
+LOOK_S = 1.0  # between two looks at the next step's batch while a step trains
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What a step trains on."""
+
+    step: int
+    groups: Sequence[Known]  # the leader's have their tokens
+    fetched: Fetched = field(default_factory=lambda: Fetched([]))  # known to the leader
+    members: Sequence[BatchGroup] = ()  # of the batch, those left out too; known to the leader
+    waited_s: float = 0.0  # for it to be full
+    full_s: float = 0.0  # when it was, by `time.monotonic`
+
+
+class IncomingBatches:
+    """The steps' batches. `node` is the leader's connection to the pool, and None on the other ranks."""
+
+    def __init__(self, node: Node | None, ranks: Ranks, config: Config, quarantine: Path) -> None:
+        self.node = node
+        self.ranks = ranks
+        self.config = config
+        self.quarantine = quarantine
+        self._prefetch: Prefetch | None = None
+
+    def wait(self, step: int, stop: threading.Event) -> StepBatch | None:
+        """Return the step's batch once it is full, on every rank; None if `stop` comes first.
+
+        Raise NodeError if a file cannot be had.
+        """
+        if self.node is None:
+            message = self.ranks.broadcast(None)
+            return StepBatch(step, decode(message)) if message else None
+        message = b""
+        try:
+            result = self._gathered(self.node, step, stop)
+            if result is not None:
+                message = encode(result.fetched.groups) if self.ranks.size > 1 else b""
+            return result
+        finally:  # the other ranks wait for this message even if an error is raised
+            if self.ranks.size > 1:
+                self.ranks.broadcast(message)
+
+    def prefetch(self, step: int) -> None:
+        """Begin to fetch this step's files."""
+        if self.node is not None and step < self.config.run.steps:
+            self._prefetch = Prefetch(step, self.node, self._gathering(self.node))
+            self._prefetch.start()
+
+    def _gathered(self, node: Node, step: int, stop: threading.Event) -> StepBatch | None:
+        started_s = time.monotonic()
+        node.doing(f"step {step}'s batch", waiting=True)
+        begun, self._prefetch = self._prefetch, None
+        known = begun.take() if begun and begun.step == step else self._gathering(node)
+        while not stop.is_set():
+            batch = node.get(f"/v1/batches/{step}", Batch)
+            if batch.ready:
+                node.doing(f"training step {step}")
+                full_s = time.monotonic()
+                fetched = known.gather(batch, validators(node))
+                return StepBatch(step, fetched.groups, fetched, batch.groups, full_s - started_s, full_s)
+            stop.wait(POLL_S)
+        return None
+
+    def _gathering(self, node: Node) -> Gathering:
+        return gathering(node, self.config, self.quarantine)
+
+
+class Prefetch(threading.Thread):
+    """Fetches a step's files beside the training of the step before."""
+
+    def __init__(self, step: int, node: Node, gathering: Gathering) -> None:
+        super().__init__(name=f"prefetch of step {step}", daemon=True)
+        self.step = step
+        self.node = node
+        self._gathering = gathering
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                batch = self.node.get(f"/v1/batches/{self.step}", Batch)
+                if batch.ready:
+                    return self._gathering.fetch(batch)
+                self._ended.wait(LOOK_S)
+        except (ShoalError, OSError) as error:  # raised by `take`, in the loop's own thread
+            self._error = error
+
+    def take(self) -> Gathering:
+        """Return what was fetched, once what is being fetched is there. Raise what the fetching raised."""
+        self._ended.set()
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._gathering

@@ -9,7 +9,6 @@ KL is the k3 estimator exp(d) - d - 1 with d = reference - logp, with gradient (
 
 Invariant: functions of tensors only. Finite logprobs, however far apart, never give a NaN loss or gradient, and always
 give finite sums to report.
-Called by the learner's policy for each micro-batch.
 Left out: PPO's ratio to a policy between the sampling one and the current one. Here the ratio spans the whole staleness.
 """
 
@@ -54,7 +53,7 @@ def denominator(kind: LossKind, n_tokens: int, n_rollouts: int, max_tokens: int)
     dr_grpo             max_tokens * n_rollouts: a token's weight does not depend on any rollout's length
     gspo                rollouts: every rollout has the same weight
 
-    Raises ValueError for an empty batch.
+    Raise ValueError for an empty batch.
     """
     if min(n_tokens, n_rollouts, max_tokens) < 1:
         raise ValueError(f"{n_tokens} tokens in {n_rollouts} rollouts of up to {max_tokens}: nothing to train on")
@@ -85,7 +84,7 @@ def policy_loss(
     logp_N: the policy's logprobs, with gradient. behaviour_N: logprobs under the version that sampled. advantage_N: the
     advantage of each token's rollout. denominator: `denominator()` of the *global* batch. rollout_N, needed by gspo:
     int64, the number of each token's rollout, in runs. reference_N is needed if settings.beta > 0, entropy_N if
-    settings.entropy > 0. All but rollout_N are float32, logprobs in nats. Raises ValueError if a needed one is missing.
+    settings.entropy > 0. All but rollout_N are float32, logprobs in nats. Raise ValueError if a needed one is missing.
     """
     weight_N = torch.ones_like(logp_N)
     match settings.kind:
@@ -241,7 +240,7 @@ def _ratio(drift_N: Tensor) -> Tensor:
 
 
 def _rollouts(rollout_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's rollout, numbered in order, and each rollout's length. Raises ValueError if one is not contiguous."""
+    """Each token's rollout, numbered in order, and each rollout's length. Raise ValueError if one is not contiguous."""
     _, index_N, length_R = torch.unique_consecutive(rollout_N, return_inverse=True, return_counts=True)
     if len(torch.unique(rollout_N)) != len(length_R):
         raise ValueError("a rollout's tokens must be contiguous: rollout_N returns to an earlier rollout")

@@ -1,22 +1,34 @@
-"""fp32 masters beside a model that holds them rounded to bf16, as published, in the compute dtype.
+"""What is trained of a model: fp32 masters beside weights that hold them rounded to bf16, as published.
 
 The optimizer updates the masters. The model computes with what workers sample with. Over several ranks FSDP keeps shards in
 a dtype of their own and casts what it gathers: if it gathers bf16, the shards are the masters, and rounded where they are
 used.
 With `learner.offload` they are on the host: each gradient is copied there once it is complete, and rounded weights back.
-Invariant: a weight that is its own master is left alone by every function here.
-Called by the policy.
+With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters are trained in place of whole weights. A
+published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply them as
+the learner does, so all compute the same policy, and only adapters travel. At the end they are merged into the base weights.
+Invariant: a weight that is its own master is left alone by every function here. The learner computes with exactly what it
+publishes.
 """
 
+import json
 import logging
+import shutil
 from collections.abc import Container, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from shoal.config.recipe import LoraSection
 from shoal.learner.ranks import Ranks
+from shoal.model import numerics as numerics_module
+from shoal.model.adapters import FIELD, Adapters, attach_, is_adapter
+from shoal.model.load import WEIGHTS
 from shoal.model.numerics import Numerics
 from shoal.model.training import Scorer, Sharded, opened
 
@@ -29,10 +41,10 @@ def in_shards(folder: Path, device: str, numerics: Numerics, ranks: Ranks) -> Sh
     """How to load the model in shards; None if there is one rank, or if each must load all of it."""
     if ranks.size == 1:
         return None
-    found = opened(folder, device, numerics, ranks.shard)
-    if isinstance(found, Sharded):
-        return found
-    log.warning("%s is loaded whole on every rank, and sharded then: %s", folder, found)
+    result = opened(folder, device, numerics, ranks.shard)
+    if isinstance(result, Sharded):
+        return result
+    log.warning("%s is loaded whole on every rank, and sharded then: %s", folder, result)
     return None
 
 
@@ -48,7 +60,7 @@ def prepare(
 ) -> dict[str, Tensor]:
     """Shard the model, copy the trained weights as masters, and round the model to bf16, in the compute dtype.
 
-    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Returns the masters by name. With
+    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Return the masters by name. With
     `offload` they are on the host, where one rank must have loaded the model; it is moved to the device here.
     """
     shards = ranks.size > 1
@@ -107,3 +119,34 @@ def _add(master: Tensor, weight: Tensor) -> None:
     grad = weight.grad.to(master.device, torch.float32)
     master.grad = grad if master.grad is None else master.grad.add_(grad)
     weight.grad = None
+
+
+# --- low-rank adapters ---------------------------------------------------------------------------------------------------
+
+
+def attach_adapters_(model: Any, section: LoraSection) -> None:
+    """Give the model trainable adapters, and freeze everything else. Its output is unchanged at first."""
+    attach_(model, Adapters(section.rank, section.alpha, section.targets), exact=numerics_module.of(model) == "exact")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+@torch.no_grad()
+def merge_adapters(version: Path, folder: Path) -> None:
+    """Write a published version as a plain model, with the adapters merged in float32. `folder` must not exist yet."""
+    config = json.loads((version / "config.json").read_text())
+    scale = config[FIELD]["alpha"] / config[FIELD]["rank"]
+    shutil.copytree(version, folder, ignore=shutil.ignore_patterns(WEIGHTS))
+    merged: dict[str, Tensor] = {}
+    with safe_open(version / WEIGHTS, framework="pt") as file:
+        names = set(file.keys())
+        for name in sorted(name for name in names if not is_adapter(name)):
+            tensor = file.get_tensor(name)
+            layer = name.removesuffix(".weight")
+            if f"{layer}.lora_A" in names:
+                down_rI, up_Or = (file.get_tensor(f"{layer}.{one}").float() for one in ("lora_A", "lora_B"))
+                tensor = tensor.float() + scale * (up_Or @ down_rI)
+            merged[name] = tensor
+    save_file(merged, folder / WEIGHTS, metadata={"format": "pt"})
+    kept = {name: value for name, value in config.items() if name != FIELD} | {"dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")

@@ -3,36 +3,45 @@
 The optimizer updates fp32 masters. The model holds the masters rounded to bf16, as published, in this machine's compute
 dtype. So gradients are taken at exactly the weights that workers sample with. At RL learning rates an update is smaller
 than a bf16 step, so gradients at the masters would be those of a policy that no worker samples from.
+The learning rate of update u, the first being 0: linear warm-up, then constant, or falling in a line or along half a cosine.
+
+    warm-up    lr (u + 1) / W                       for u < W
+    then       lr (f + (1 - f) left)                f: `final_lr_frac`
+               left = 1                             constant
+                    = 1 - d                         linear
+                    = (1 + cos(pi d)) / 2           cosine (arXiv 1608.03983); d = (u - W) / (schedule_steps - W), at most 1
+
 Invariant: between updates the model equals the rounded masters. An update happens completely or not at all, on all ranks.
-Called by the learner's loop and by supervised fine-tuning (`sft`).
 """
 
 import logging
+import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from shoal.config.recipe import LearnerSection
-from shoal.errors import ShoalError
-from shoal.learner import lora, optimizers, out_of_memory
-from shoal.learner.balance import cost, order, waiting
+from shoal.config.recipe import GuardSection, LearnerSection
+from shoal.errors import ShoalError, first_line
+from shoal.files import commit_folder
 from shoal.learner.batch import MicroBatch
-from shoal.learner.guard import judge
 from shoal.learner.loss import policy_loss
-from shoal.learner.masters import collect, collect_early, in_shards, prepare, round_
-from shoal.learner.metrics import shape_of
+from shoal.learner.masters import attach_adapters_, collect, collect_early, in_shards, prepare, round_
 from shoal.learner.ranks import Ranks, whole
-from shoal.learner.schedule import rate
+from shoal.learner.report import shape_of
 from shoal.model.dtype import DtypeName
-from shoal.model.load import load_model, load_tokenizer, stored_shapes
+from shoal.model.load import load_model, load_tokenizer, save_model, stored_shapes
 from shoal.model.logprobs import LossOf
 from shoal.model.numerics import Numerics, packs
 from shoal.model.training import Scorer, compile_blocks, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
+
+MAX_SKIPS = 3  # updates, or steps, skipped in a row; one more stops the run
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +73,7 @@ class Policy:
         self.sharded = in_shards(folder, device, numerics, self.ranks)
         self.model = self._model(folder, numerics, "cpu" if self.offloads else device)
         if config.lora is not None:
-            lora.attach_(self.model, config.lora)
+            attach_adapters_(self.model, config.lora)
         self.stored = stored_shapes(self.model)  # of a published version
         self.shape = shape_of(self.model)
         self.scorer = Scorer(self.model)
@@ -80,9 +89,9 @@ class Policy:
         if config.loss.beta > 0:
             self.reference = Scorer(self._model(folder, numerics, device).requires_grad_(False))
             self._prepare(self.reference)
-        self.matrices = optimizers.matrices(config, self.weights, self.scorer.layers)
-        self.optimizer = optimizers.make(config, self.masters, self.matrices, self.compute, self.device)
-        self._costs: list[float] = []  # of the next update's rows, as they were dealt to the ranks
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
         self.updates = 0  # optimizer steps so far
         self.skipped_in_row = 0
         self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint is written
@@ -94,42 +103,29 @@ class Policy:
     def _prepare(self, scorer: Scorer, *, offload: bool = False) -> dict[str, Tensor]:
         return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored, self.device, offload=offload)
 
-    def update(self, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
-        """One optimizer step on micro-batches whose losses are sums over `denominator`. Returns sums and norms."""
-        return self.apply(self.gradients(micro_batches), denominator)
+    def update(self, own: Iterable[MicroBatch | None], denominator: float) -> dict[str, float]:
+        """One optimizer step of the RL loss. `own`: this rank's micro-batches, in turns with other ranks'; None: it idles.
 
-    def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Add the gradients of the micro-batches' sums to those of the next update. Returns this rank's sums.
-
-        All ranks pass all of them.
+        Return all ranks' sums and the norms. Raise DivergedError before any change.
         """
-        costs = [cost(micro, self.shape) for micro in micro_batches]
-        dealt = order(costs, self.ranks.size)
-        own = self.ranks.scatter([micro_batches[number] for number in dealt])
-        return self.add(own, [costs[number] for number in dealt])
+        return self.apply(self.accumulate(own), denominator)
 
-    def add(
-        self, own: Iterable[MicroBatch | None], costs: Sequence[float], *, referenced: bool = False
-    ) -> dict[str, float]:
-        """Add the gradients of this rank's `own` micro-batches' sums; None: it idles. Returns this rank's sums.
-
-        `costs`: of all ranks' micro-batches, as they were dealt. `referenced`: all of them have the reference's logprobs.
-        """
+    def accumulate(self, own: Iterable[MicroBatch | None]) -> dict[str, float]:
+        """Add the gradients of this rank's micro-batches to those of the next update. Return this rank's sums."""
         sums = dict.fromkeys(SUMMED, 0.0)
 
         def loss(micro: MicroBatch | None) -> Tensor:
             if micro is None:
-                return self._idle(referenced=referenced)
+                return self._idle()
             value, terms = self._loss(micro)
             for name, amount in terms.items():
                 sums[name] += amount
             return value
 
-        self._costs += costs
         return {LOSS: self._backward(loss, own)} | sums
 
     def step(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> dict[str, float]:
-        """One optimizer step on the sum of `loss` over `batches`. Raises DivergedError before any change."""
+        """One optimizer step on the sum of `loss` over `batches`. Raise DivergedError before any change."""
         own = self.ranks.scatter(batches)
         return self.apply({LOSS: self._backward(lambda one: self._idle() if one is None else loss(one), own)}, 1.0)
 
@@ -137,15 +133,15 @@ class Policy:
     def total(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> float:
         """The sum of `loss` over `batches`, on every rank. Nothing is updated."""
         own = self.ranks.scatter(batches)
-        found = sum(float(self._idle() if one is None else loss(one)) for one in own)
+        result = sum(float(self._idle() if one is None else loss(one)) for one in own)
         self.ranks.reshard(self.scorer)
-        return self.ranks.sum({LOSS: found})[LOSS]
+        return self.ranks.sum({LOSS: result})[LOSS]
 
     def _backward(self, loss: Callable[[Any], Tensor], own: Iterable[Any]) -> float:
-        """Add the gradients of `loss` over this rank's batches to the masters'. Returns this rank's sum of losses."""
+        """Add the gradients of `loss` over this rank's batches to the masters'. Return this rank's sum of losses."""
         total = 0.0
         for batch in own:
-            with out_of_memory.explained(self.config):
+            with explained(self.config):
                 value = loss(batch)
                 value.backward()  # type: ignore[no-untyped-call]
             total += float(value.detach())
@@ -153,30 +149,23 @@ class Policy:
             collect(self.weights, self.masters)
         return total
 
-    def forget(self) -> None:
-        """Drop the gradients of the next update."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self._costs = []
-
     def apply(self, sums: Mapping[str, float], denominator: float) -> dict[str, float]:
-        """Divide loss and gradients by `denominator`, clip, and update. Returns all ranks' `sums` and the norms.
+        """Divide loss and gradients by `denominator`, clip, and update. Return all ranks' `sums` and the norms.
 
-        Because the division comes last, rows can be computed before the denominator is known, with the same bits.
-        Raises DivergedError before any change.
+        Raise DivergedError before any change.
         """
-        found = self.ranks.sum(sums)
-        total = found[LOSS] / denominator
+        result = self.ranks.sum(sums)
+        total = result[LOSS] / denominator
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = float(whole(torch.nn.utils.get_total_norm(gradients))) / denominator
         scale = min(1.0, self.config.grad_clip / (norm + 1e-6)) / denominator
         for gradient in gradients:
             gradient.mul_(scale)
         decision = judge(self.updates, total, norm, self.config.guard, skipped_in_row=self.skipped_in_row)
-        figures = found | {LOSS: total, "optim/grad_norm": norm, "optim/lr": self.lr, "optim/skipped": 0.0}
-        figures["perf/ranks_idle"] = waiting(self._costs, self.ranks.size)
+        figures = result | {LOSS: total, "optim/grad_norm": norm, "optim/lr": self.lr, "optim/skipped": 0.0}
         if decision.action == "update":
             self._update_masters()
-        self.forget()  # now, so that gradients take no memory while waiting
+        self.optimizer.zero_grad(set_to_none=True)  # now, so that gradients take no memory while waiting
         if decision.action == "stop":
             raise DivergedError(decision.why)
         if decision.action == "skip":
@@ -220,13 +209,21 @@ class Policy:
         """
         tensors = self.model.state_dict()
         for name in self.stored:
-            found = self.ranks.gathered(tensors[name], torch.bfloat16)
-            yield name, torch.empty(0) if found is None else found
+            result = self.ranks.gathered(tensors[name], torch.bfloat16)
+            yield name, torch.empty(0) if result is None else result
+
+    def write(self, final: Path, *, replace: bool = False) -> None:
+        """Write the published model as a Hugging Face folder (`write_folder`). All ranks must call it."""
+        tensors = self.published()
+        if self.ranks.leads:
+            write_folder(self.model, self.tokenizer, final, tensors, self.stored, replace=replace)
+        for _ in tensors:  # the other ranks take part in gathering each tensor
+            pass
 
     def logprobs(self, packed: Pack, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """The policy's logprobs of the pack's completion tokens, with gradient, and the entropies if requested."""
-        found: tuple[Tensor, Tensor | None] = self.scorer(packed.to(self.device), self.temperature, with_entropy)
-        return found
+        result: tuple[Tensor, Tensor | None] = self.scorer(packed.to(self.device), self.temperature, with_entropy)
+        return result
 
     def summed(self, packed: Pack, loss_of: LossOf, *, with_entropy: bool = False) -> Tensor:
         """The sum of `loss_of` over slices of those tokens, with gradient: logits exist for one slice at a time."""
@@ -234,33 +231,14 @@ class Policy:
         return loss
 
     @torch.no_grad()
-    def recompute_behaviour(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with this policy's logprobs as behaviour. Other ranks' micro-batches are unchanged."""
-        found = list(micro_batches)
-        costs = [cost(micro, self.shape) for micro in micro_batches]
-        for number in self.ranks.scatter(order(costs, self.ranks.size)):
-            own_N = self.own_logprobs(None if number is None else found[number])
-            if number is not None:
-                found[number] = replace(found[number], behaviour_N=own_N)
-        return found
-
-    @torch.no_grad()
     def own_logprobs(self, micro: MicroBatch | None) -> Tensor:
         """This policy's logprobs of the row's targets, on the CPU. All ranks call it; those that idle with None."""
-        with out_of_memory.explained(self.config):
+        with explained(self.config):
             return self.logprobs(IDLE if micro is None else micro.pack)[0].cpu()
 
-    def reference_logprobs(self, micro: MicroBatch | None) -> Tensor:
-        """The reference's, which must exist; otherwise like `own_logprobs`."""
-        with out_of_memory.explained(self.config):
-            found = self._reference_logprobs(IDLE if micro is None else micro.pack)
-        assert found is not None
-        return found.cpu()
-
-    def _idle(self, *, referenced: bool = False) -> Tensor:
+    def _idle(self) -> Tensor:
         """A loss of 0 by the same calls in the same order, for a rank that has no micro-batch left while others have."""
-        if not referenced:
-            self._reference_logprobs(IDLE)
+        self._reference_logprobs(IDLE)
         return self.logprobs(IDLE)[0].sum() * 0.0
 
     @torch.no_grad()
@@ -270,8 +248,7 @@ class Policy:
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, float]]:
         """The sum over the row's targets to differentiate, and the sums to report."""
         settings = self.config.loss
-        known_N = micro.reference_N
-        reference_N = self._reference_logprobs(micro.pack) if known_N is None else known_N.to(self.device)
+        reference_N = self._reference_logprobs(micro.pack)
         behaviour_N, advantage_N, rollout_N = (
             of_N.to(self.device) for of_N in (micro.behaviour_N, micro.advantage_N, micro.rollout_N)
         )
@@ -298,7 +275,100 @@ class Policy:
         return self.summed(micro.pack, loss_of, with_entropy=with_entropy), sums
 
 
+def write_folder(
+    model: Any,
+    tokenizer: Any,
+    final: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    stored: dict[str, tuple[int, ...]],
+    *,
+    replace: bool = False,
+) -> None:
+    """Write a model's folder, which appears whole or not at all. `replace`: in place of one that is there."""
+    temporary = final.with_name(f".{final.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    save_model(model, tokenizer, temporary, tensors, stored)
+    if replace:
+        shutil.rmtree(final, ignore_errors=True)
+    commit_folder(temporary, final)
+
+
+def rate(updates: int, section: LearnerSection) -> float:
+    """The learning rate of the next update, after so many."""
+    warm_up = section.warmup_steps
+    if updates < warm_up:
+        return section.lr * ((updates + 1) / warm_up)
+    if section.schedule == "constant" or section.schedule_steps is None:
+        return section.lr
+    done = min(1.0, (updates - warm_up) / (section.schedule_steps - warm_up))
+    left = 1.0 - done if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return section.lr * (section.final_lr_frac + (1.0 - section.final_lr_frac) * left)
+
+
 LOSS = "loss"
 SUMMED = [f"policy/{name}" for name in ("clip_low", "clip_high", "clip_delta", "mismatch_kl", "entropy", "kl")]
-ZEROS = dict.fromkeys([LOSS, *SUMMED], 0.0)
 IDLE = pack([Tree([0], [[0]])])
+
+
+# --- the guard -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decision:
+    action: Literal["update", "skip", "stop"]
+    why: str = ""  # for a person; empty for "update"
+
+
+def judge(update: int, loss: float, grad_norm: float, settings: GuardSection, *, skipped_in_row: int) -> Decision:
+    """What to do with optimizer update `update` (from 0), given its loss and its gradient norm before clipping.
+
+    `skipped_in_row`: how many updates directly before this one were skipped.
+    """
+    wrong = _wrong(loss, grad_norm, settings.max_grad_norm)
+    if not wrong:
+        return Decision("update")
+    why = f"update {update}: {wrong}"
+    if settings.action == "stop":
+        return Decision("stop", f"{why}; nothing was updated: lower learner.lr")
+    if skipped_in_row >= MAX_SKIPS:
+        return Decision(
+            "stop",
+            f"{why}; the {skipped_in_row} updates before it were skipped, as many as may be: lower learner.lr",
+        )
+    return Decision("skip", f"{why}; skipped, {skipped_in_row + 1} in a row of at most {MAX_SKIPS}")
+
+
+def _wrong(loss: float, grad_norm: float, max_grad_norm: float | None) -> str:
+    for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+        if not math.isfinite(value):
+            return f"the {name} is {value}, not a finite number"
+    if max_grad_norm is not None and grad_norm > max_grad_norm:
+        return f"the gradient norm {grad_norm:.4g} exceeds learner.guard.max_grad_norm = {max_grad_norm:g}"
+    return ""
+
+
+# --- memory --------------------------------------------------------------------------------------------------------------
+
+
+class OutOfMemoryError(ShoalError):
+    """This machine or device has too little memory for a row. The message says what to lower."""
+
+    restart_helps = True  # another process may have held the memory
+
+
+@contextmanager
+def explained(config: LearnerSection) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        message = str(error)
+        of_device = isinstance(error, torch.OutOfMemoryError)
+        known = "not enough memory" in message or "can't allocate memory" in message
+        if isinstance(error, RuntimeError) and not of_device and not known:
+            raise
+        hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
+        hint += " or learner.offload = true" if of_device and not config.offload else ""
+        raise OutOfMemoryError(
+            f"out of memory while computing a row: lower learner.row_tokens (now {config.row_tokens}){hint}; "
+            f"{first_line(error)}"
+        ) from error

@@ -4,13 +4,15 @@
 
 Rank 0 leads and is the only one that talks to the pool. Sharding, gradient reduction and mixed precision are FSDP2's
 (`fully_shard`). Without torchrun there is one rank, and torch.distributed is not used.
-Invariant: ranks exchange bytes and tensors, never pickled objects, and all make the same calls in the same order.
+Invariant: ranks exchange bytes and tensors, never pickled objects, and all make the same calls in the same order. Config,
+dtype and whatever else the leader reads are the same on every rank (`start_ranks`, `from_leader`).
 CPU tensors travel over gloo, beside NCCL for those on GPUs; what is offloaded needs both.
-Called by the learner. Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -18,9 +20,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from shoal.config import Config, parse
+from shoal.errors import ShoalError
+from shoal.model import dtype
+from shoal.model.dtype import DtypeName
 from shoal.model.training import blocks, local, shard_rows
 
 T = TypeVar("T")
+Found = TypeVar("Found")
 
 
 class Ranks:
@@ -163,10 +170,10 @@ class Ranks:
         rows = shard_rows(tensor)
         if len(own) < rows:
             own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
-        found = own.new_empty(rows * self.size, *own.shape[1:]) if self.leads else None
-        parts = None if found is None else [part.view(torch.uint8) for part in torch.split(found, rows)]
+        result = own.new_empty(rows * self.size, *own.shape[1:]) if self.leads else None
+        parts = None if result is None else [part.view(torch.uint8) for part in torch.split(result, rows)]
         dist.gather(own.contiguous().view(torch.uint8), parts, dst=0)  # as bytes, which every backend knows
-        return None if found is None else found[: len(tensor)].cpu()
+        return None if result is None else result[: len(tensor)].cpu()
 
     @torch.no_grad()
     def spread_(self, tensor: Tensor, value: Tensor | None) -> None:
@@ -176,14 +183,14 @@ class Ranks:
 
         assert isinstance(tensor, DTensor)
         own, rows = local(tensor), shard_rows(tensor)
-        found = own.new_empty(rows, *own.shape[1:])
+        result = own.new_empty(rows, *own.shape[1:])
         parts = None
         if value is not None:
-            padded = found.new_zeros(rows * self.size, *own.shape[1:])
+            padded = result.new_zeros(rows * self.size, *own.shape[1:])
             padded[: len(value)] = value
             parts = list(torch.split(padded, rows))
-        dist.scatter(found, parts, src=0)
-        own.copy_(found[: len(own)])
+        dist.scatter(result, parts, src=0)
+        own.copy_(result[: len(own)])
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -191,3 +198,46 @@ def whole(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+RANKS_TIMEOUT_S = 1800.0  # that a rank waits for another in a collective: longer than any step or checkpoint takes
+
+
+class LeaderError(ShoalError):
+    """The leader ended; the message is its own."""
+
+
+def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:
+    """The ranks that torchrun started, the leader's config, and the dtype that it computes in. Raise DeviceError."""
+    ranks = Ranks.start(RANKS_TIMEOUT_S, RANKS_TIMEOUT_S + config.sites.give_up_s)
+
+    def decode(message: bytes) -> tuple[Config, DtypeName]:
+        tables, picked = json.loads(message)
+        return parse(tables), picked
+
+    config, picked = from_leader(
+        ranks,
+        lambda: (config, dtype.pick(config.model.dtype, config.model.device)[0]),
+        lambda both: json.dumps([both[0].model_dump(exclude_none=True), both[1]]).encode(),
+        decode,
+    )
+    return ranks, config, picked
+
+
+def from_leader(
+    ranks: Ranks, read: Callable[[], Found], encode: Callable[[Found], bytes], decode: Callable[[bytes], Found]
+) -> Found:
+    """What `read` returns on the leader, on every rank. If it raises a ShoalError there, the others raise LeaderError."""
+    if not ranks.leads:
+        message = ranks.broadcast(None)
+        if message[:1] == b"!":
+            raise LeaderError(f"rank 0 ended: {message[1:].decode()}")
+        return decode(message[1:])
+    try:
+        result = read()
+    except ShoalError as error:
+        ranks.broadcast(b"!" + str(error).encode())
+        raise
+    if ranks.size > 1:
+        ranks.broadcast(b"=" + encode(result))
+    return result

@@ -8,39 +8,200 @@ step's batch, and one outer step over all of them makes the next policy version,
 Who publishes: the meeting (`Publisher`), which holds what is agreed and is restarted without loss. So no site's death holds
 a version back. Each site writes the same version for itself too, for its own record. Each reports the step; the coordinator
 takes the first report.
+Under torchrun a site has several ranks. Its leader alone talks to the meeting and holds what is agreed: masters are gathered
+for it in float32, and what it makes of them is spread again.
 Invariant: a site's masters are what all agree on whenever a step begins. What a site learned and could not give in time is
-dropped, with the reason in the log and in the meeting's `rounds.jsonl`.
-Called by `shoal learner --site` and `shoal meet`. Left out: publishing while sites go on.
+dropped, with the reason in the log and in the meeting's `rounds.jsonl`. All ranks of a site make the same calls, and each
+learns whether the leader's call was LATE, failed or went well.
+DiLoCo: arXiv 2311.08105. Left out: publishing while sites go on, delayed results, fragments.
 """
 
+import json
 import logging
-import shutil
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import torch
 from blake3 import blake3
+from torch import Tensor
 
 from shoal.config import Config
+from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed, Fragments
-from shoal.diloco.messages import Exchange, Outcome, Roster, Terms
-from shoal.files import commit_folder
-from shoal.learner import metrics
-from shoal.learner.checkpoint import Progress
-from shoal.learner.groups import Fetched, Group, gathering, validators
-from shoal.learner.incoming import Incoming
-from shoal.learner.loop import Learner
+from shoal.diloco.messages import Figures, Greeting, MeetingLink, RoundClosedError, RoundOutcome, Terms
+from shoal.diloco.site import DifferentError, SilenceError, Site, meet
+from shoal.errors import ShoalError
+from shoal.learner import report
+from shoal.learner.checkpoint import LearnerProgress
+from shoal.learner.groups import Fetched, Group, StepBatch, gathering, validators
+from shoal.learner.loop import Learner, drop_old_versions
 from shoal.learner.policy import Policy
-from shoal.learner.record import signed_record
-from shoal.learner.site_policy import LATE, PolicySite, Way, about_of, terms_of
-from shoal.model.load import WEIGHTS, save_model
+from shoal.model.load import WEIGHTS
+from shoal.protocol.calling import StoppedError
 from shoal.protocol.messages import Batch, BatchGroup, Ok, Status, StepReport
 from shoal.protocol.node import Node
 from shoal.shardcast.manifest import version_name
 
+POLL_S = 0.2
+LATE = (RoundClosedError, DifferentError)  # this site has to take over what the others agreed on
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A site's way to the meeting, and its copy of what is agreed: the leader's alone."""
+
+    link: MeetingLink
+    site: Site
+
+
+class PolicySite:
+    """A policy that is trained at one of several sites. Every rank of the site calls the same methods."""
+
+    def __init__(
+        self,
+        name: str,
+        policy: Policy,
+        terms: Terms,
+        link: MeetingLink | None,
+        *,
+        give_up_s: float,
+    ) -> None:
+        """`link`: None on ranks that do not lead."""
+        self.name, self.policy, self.terms, self.give_up_s = name, policy, terms, give_up_s
+        self.ranks = policy.ranks
+        masters = self._gathered()
+        self.way: Way | None = None
+        if link is not None:
+            self.way = Way(link, Site(name, terms, Agreed.of(masters, terms.fragments)))
+        self.computed_s = self.waited_s = self.synced_s = 0.0
+        self.sent_bytes = self.received_bytes = 0
+
+    def enter(self, about: dict[str, str], why: str) -> int:
+        """Join, or join again, and take over what is agreed. Return the open round. Raise MeetingError."""
+        self.policy.before_update()  # a checkpoint that is being written holds the masters
+        masters = self._gathered()
+
+        def adopt(way: Way) -> int:
+            greeting = Greeting(about=about, round=way.site.round, digests=way.site.agreed.digests)
+            way.link.join(greeting)
+            round, data = way.link.state(why[:400])
+            self.received_bytes += len(data)
+            way.site.adopt(masters, round, data)
+            return round
+
+        round: int = self.agree(adopt)
+        self._spread(masters)
+        return round
+
+    def deal(self, stop: threading.Event) -> list[str]:
+        """The sites that share the open round, this one among them. Raise ClosedError if it came too late."""
+        started_s = time.monotonic()
+
+        def ask(way: Way) -> list[str]:
+            while not stop.is_set():
+                dealt = way.link.deal(way.site.round)
+                if self.name in dealt:
+                    return dealt
+                stop.wait(POLL_S)  # not all are here yet; or the round was dealt before this site came, and will end
+            raise StoppedError(f"stopped before round {way.site.round} was dealt")
+
+        try:
+            dealt: list[str] = self.agree(ask)
+        finally:
+            self.synced_s += time.monotonic() - started_s
+        return dealt
+
+    def meet(self, loss: float | None, stop: threading.Event) -> RoundOutcome:
+        """Give what was learned and take what all agreed. Raise ClosedError, DifferentError: `enter` again."""
+        self.policy.before_update()
+        masters = self._gathered()
+
+        def exchange(way: Way) -> Any:
+            outcome, average = self._exchange(way, masters, loss, stop)
+            way.site.apply(masters, outcome, average)
+            return outcome.model_dump(mode="json")
+
+        outcome = RoundOutcome.model_validate(self.agree(exchange))
+        self._spread(masters)
+        if why := outcome.left_out.get(self.name):
+            log.warning("left out of round %d: %s; its moments are dropped", outcome.round, why)
+            self.policy.optimizer.state.clear()
+        return outcome
+
+    def leave(self) -> None:
+        if self.way is not None:
+            self.way.link.leave()
+
+    def agree(self, ask: Callable[[Way], Any]) -> Any:
+        """What the leader's `ask` returns, JSON, on every rank. If it raises LATE, so do all; else the others stop."""
+        if self.way is None:
+            received = json.loads(self.ranks.broadcast(None))
+            if "late" in received:
+                raise RoundClosedError(received["late"])
+            if "failed" in received:
+                raise StoppedError(received["failed"])
+            return received["result"]
+        try:
+            result = ask(self.way)
+        except ShoalError as error:
+            self.ranks.broadcast(json.dumps({"late" if isinstance(error, LATE) else "failed": str(error)}).encode())
+            raise
+        self.ranks.broadcast(json.dumps({"result": result}).encode())
+        return result
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """The masters: live where there is one rank; else whole copies on the leader's CPU, none on other ranks."""
+        if self.ranks.size == 1:
+            return self.policy.masters
+        result = {name: self.ranks.gathered(master, torch.float32) for name, master in self.policy.masters.items()}
+        return {name: whole for name, whole in result.items() if whole is not None}
+
+    def _spread(self, masters: Mapping[str, Tensor]) -> None:
+        """Set the policy to what the leader made of `_gathered`."""
+        if self.ranks.size > 1:
+            for name, master in self.policy.masters.items():
+                self.ranks.spread_(master, masters.get(name))
+        self.policy.round()
+
+    def _exchange(
+        self, way: Way, masters: Mapping[str, Tensor], loss: float | None, stop: threading.Event
+    ) -> tuple[RoundOutcome, bytes]:
+        digest, data = way.site.offer(masters)
+        self.sent_bytes += len(data)
+        figures = Figures(
+            loss=loss,
+            computed_s=self.computed_s,
+            waited_s=self.waited_s,
+            synced_s=self.synced_s,
+            sent_bytes=self.sent_bytes,
+            received_bytes=self.received_bytes,
+        )
+        started_s = time.monotonic()
+        try:
+            outcome, average = meet(
+                way.link,
+                way.site.round,
+                digest,
+                data,
+                figures,
+                give_up_s=self.give_up_s,
+                stopped=stop.is_set,
+            )
+        except SilenceError as error:
+            if stop.is_set():
+                raise StoppedError(str(error)) from error
+            raise
+        finally:
+            self.synced_s += time.monotonic() - started_s
+        self.received_bytes += len(average)
+        return outcome, average
 
 
 class SiteLearner(Learner):
@@ -51,24 +212,23 @@ class SiteLearner(Learner):
         policy: Policy,
         folder: Path,
         name: str,
-        exchange: Exchange | None,
-        roster: Roster | None,
+        link: MeetingLink | None,
     ) -> None:
-        """`name`: of this site. `exchange` and `roster`: its leader's ways to the meeting; like `node`, None elsewhere."""
+        """`name`: of this site. `link`: its leader's way to the meeting; like `node`, None elsewhere."""
         super().__init__(node, config, policy, folder)
         settings, terms = config.sites, learner_terms(config, policy)
-        self.place = PolicySite(name, policy, terms, exchange, roster, give_up_s=settings.give_up_s)
+        self.place = PolicySite(name, policy, terms, link, give_up_s=settings.give_up_s)
         self.about = about_of(settings, policy) | ({"data": f"run {node.invite.run}"} if node else {})
         self.sharing = 1  # sites that shared the last batch
 
     def run(self, stop: threading.Event) -> str:
-        """Train until the last step or until `stop`. Returns "finished" or "stopped"."""
+        """Train until the last step or until `stop`. Return "finished" or "stopped"."""
         progress = self.checkpoints.restore()
         try:
             self.take_over(progress, "it comes back" if progress.step else "it joins")
             while progress.step < self.config.run.steps:
                 synced_s = self.place.synced_s
-                batch = self.batch(progress.step, [], stop)
+                batch = self.incoming.wait(progress.step, stop)
                 if batch is None:
                     return "stopped"
                 started_s, waiting_s = time.monotonic(), batch.waited_s
@@ -95,15 +255,15 @@ class SiteLearner(Learner):
             self.checkpoints.finish()
             self.place.leave()
 
-    def take_over(self, progress: Progress, why: str) -> None:
+    def take_over(self, progress: LearnerProgress, why: str) -> None:
         """Go on from what is agreed: the weights of all sites, with this site's own moments."""
         log.warning("taking over what the sites agreed on: %s", why)
         progress.step = self.place.enter(self.about, why)
         self.publish(progress)
         self.report_again(progress)
 
-    def train_share(self, batch: Incoming, stop: threading.Event) -> dict[str, float]:
-        """The step's updates on this site's share of the batch. Returns the metrics of training. Raises ClosedError."""
+    def train_share(self, batch: StepBatch, stop: threading.Event) -> dict[str, float]:
+        """The step's updates on this site's share of the batch. Return the metrics of training. Raise ClosedError."""
         sites = self.place.deal(stop)
 
         def pick(way: Way) -> list[int]:
@@ -113,11 +273,11 @@ class SiteLearner(Learner):
         groups = [batch.groups[i] for i in self.place.agree(pick)]
         started_s, self.sharing = time.monotonic(), len(sites)
         nothing = replace(batch.fetched, groups=[])
-        found = self.train(groups) if groups else self.skip(batch.step, nothing)
+        result = self.train(groups) if groups else self.skip(batch.step, nothing)
         self.place.computed_s += time.monotonic() - started_s
-        return found
+        return result
 
-    def report_again(self, progress: Progress) -> None:
+    def report_again(self, progress: LearnerProgress) -> None:
         """Report the last step if nobody has: all sites that trained it may have died right after it."""
         step = progress.step - 1
         if self.node is None or self.place.way is None:
@@ -126,19 +286,19 @@ class SiteLearner(Learner):
         if step < 0 or not before.exists() or self.node.get("/v1/status", Status).trained > step:
             return
         batch = self.node.get(f"/v1/batches/{step}", Batch)
-        ended = self.place.way.exchange.outcome(step)
+        ended = self.place.way.link.outcome(step)
         assert isinstance(ended, tuple)  # the round is over
         fetched = gathering(self.node, self.config, self.folder / "quarantine").gather(batch, validators(self.node))
         counted = counting(batch.groups, fetched, ended[0])
-        figures = metrics.batch_metrics(counted, step, max_tokens=self.config.sampling.max_tokens)
+        figures = report.batch_metrics(counted, step, max_tokens=self.config.sampling.max_tokens)
         digest = blake3(max_threads=blake3.AUTO).update_mmap(before).hexdigest()
-        report = StepReport(
+        posted = StepReport(
             step=step,
-            metrics=metrics.finite(figures | site_metrics(ended[0])),
+            metrics=report.finite(figures | site_metrics(ended[0])),
             trained=[group.submission for group in counted.groups],
-            record=signed_record(self.node, step, counted, digest, progress.version_digest, self.policy),
+            record=report.signed_record(self.node, step, counted, digest, progress.version_digest, self.policy),
         )
-        self.node.post("/v1/steps", report, Ok)
+        self.node.post("/v1/steps", posted, Ok)
 
     def _flops(self, groups: list[Group]) -> float:
         return super()._flops(groups) / self.sharing  # of this site alone
@@ -158,14 +318,9 @@ class Publisher:
         for number, values in enumerate(agreed.parameters):
             self.fragments.scatter_(self.policy.masters, number, values)
         self.policy.round()
-        temporary = final.with_name(f".{final.name}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        policy = self.policy
-        save_model(policy.model, policy.tokenizer, temporary, policy.published(), policy.stored)
-        commit_folder(temporary, final)
+        self.policy.write(final)
         log.info("version %d is written to %s", round, final)
-        for old in sorted(self.versions.glob("v*"))[: -self.keep]:
-            shutil.rmtree(old)
+        drop_old_versions(self.versions, self.keep)
 
 
 def shares(batch: Sequence[BatchGroup], sites: Sequence[str]) -> dict[tuple[str, int], str]:
@@ -173,32 +328,41 @@ def shares(batch: Sequence[BatchGroup], sites: Sequence[str]) -> dict[tuple[str,
     return {(group.submission, group.group): sites[i % len(sites)] for i, group in enumerate(batch)}
 
 
-def counting(batch: Sequence[BatchGroup], fetched: Fetched, outcome: Outcome) -> Fetched:
+def counting(batch: Sequence[BatchGroup], fetched: Fetched, outcome: RoundOutcome) -> Fetched:
     """The batch without the groups of sites that had no part in the round's average."""
     owner = shares(batch, outcome.dealt)
     return replace(fetched, groups=[group for group in fetched.groups if owner[_id(group)] in outcome.kept])
 
 
-def site_metrics(outcome: Outcome) -> dict[str, float]:
-    """How the round went: whose share is in the version, and what each site says of itself (docs/metrics.md)."""
-    found = {
+def site_metrics(outcome: RoundOutcome) -> dict[str, float]:
+    """How the round went: whose share is in the version, and what each site says of itself (docs/report.md)."""
+    result = {
         "sites/kept": float(len(outcome.kept)),
         "sites/lost": float(len(set(outcome.dealt) - set(outcome.kept))),
     }
     for name in sorted({*outcome.kept, *outcome.left_out, *outcome.missing}):
-        found[f"sites/{name}/kept"] = float(name in outcome.kept)
-        found[f"sites/{name}/left_out"] = float(name in outcome.left_out)
+        result[f"sites/{name}/kept"] = float(name in outcome.kept)
+        result[f"sites/{name}/left_out"] = float(name in outcome.left_out)
     for name, figures in outcome.figures.items():
-        told = figures.model_dump(exclude_none=True)
-        found |= {f"sites/{name}/{key}": float(value) for key, value in told.items()}
-    return found
+        sent = figures.model_dump(exclude_none=True)
+        result |= {f"sites/{name}/{key}": float(value) for key, value in sent.items()}
+    return result
 
 
 def learner_terms(config: Config, policy: Policy) -> Terms:
-    """A round deals the groups of a batch."""
+    """Return how the sites meet. A round deals the groups of a batch."""
     groups = config.coordinator.prompts_per_step
-    return terms_of(config.sites, config.run.steps, policy, lambda _: groups)
+    shapes = {name: tuple(master.shape) for name, master in policy.masters.items()}
+    return Terms(Fragments(shapes), rounds=config.run.steps, items=lambda _: groups, **config.sites.terms)
 
 
 def _id(group: Group) -> tuple[str, int]:
     return group.submission, group.number
+
+
+def about_of(settings: SitesSection, policy: Policy) -> dict[str, str]:
+    """What must be equal at all sites beside the data: which parameters travel, and how."""
+    shapes = {name: list(master.shape) for name, master in sorted(policy.masters.items())}
+    result = {"trained parameters": sha256(json.dumps(shapes).encode()).hexdigest()}
+    keys = ("kind", "lr", "momentum")
+    return result | {f"sites.{key}": str(getattr(settings, key)) for key in keys}

@@ -21,8 +21,8 @@ from shoal.coordinator.http.reports import read_status
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.pool import TABLE_NAMES, Pool
 from shoal.files import copy_tree, digests
-from shoal.learner.groups import gather
-from shoal.learner.record import sign_folder, signed_record
+from shoal.learner.groups import Gathering
+from shoal.learner.report import sign_folder, signed_record
 from shoal.ledger.chain import Head, sign_head
 from shoal.ledger.connection import open_sqlite
 from shoal.ledger.table import Ledger
@@ -196,7 +196,7 @@ class Recorded:
             return self.store.get("accepted", self.pool.judgement.hashes(id)[1])
 
         keys = {VALIDATOR.public}
-        fetched = gather(batch, read, validators=keys, run=RUN, config=self.config, quarantine=self.folder / "q")
+        fetched = Gathering(read, run=RUN, config=self.config, quarantine=self.folder / "q").gather(batch, keys)
         after = self.publish(step + 1)
         node: Any = SimpleNamespace(invite=SimpleNamespace(run=RUN), identity=LEARNER)
         device, ranks = torch.device("cpu"), SimpleNamespace(size=1)

@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from shoal.learner.groups import gathering, validators
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
-from shoal.learner.record import DOMAIN
+from shoal.learner.report import DOMAIN
 from shoal.model import numerics
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import Batch, StepRecord
@@ -33,18 +32,16 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thr
     return run(tiny_folder, tmp_path_factory.mktemp("trained"))
 
 
-def run(tiny_folder: Path, folder: Path, shown: Sequence[Sequence[int]] = (), **changed: Any) -> Any:
+def run(tiny_folder: Path, folder: Path, **changed: Any) -> Any:
     """A run of three steps whose learner kept a checkpoint of each, and what an audit's walk found of it."""
     config = run_config(STEPS, {"checkpoint_every": 1} | changed)
     config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(tiny_folder)})})
     pool = Pool(*[step_file(step) for step in range(STEPS)])
-    pool.shown = shown
     torch.manual_seed(config.run.seed)
     picked = numerics.pick(config.model.numerics, "float32", "cpu")
     policy = Policy(tiny_folder, config.learner, "float32", "cpu", config.sampling.temperature, Ranks(), picked)
     learner = Learner(pool, config, policy, folder / "learner")  # type: ignore[arg-type]
     assert learner.run(threading.Event()) == "finished"
-    pool.shown = ()
     signed = [Signed.model_validate_json(report.record) for report in pool.reports]
     records = [StepRecord.model_validate_json(one.open(one.key, domain=DOMAIN)) for one in signed]
     batches = [pool.get(f"/v1/batches/{step}", Batch) for step in range(STEPS)]
@@ -52,9 +49,8 @@ def run(tiny_folder: Path, folder: Path, shown: Sequence[Sequence[int]] = (), **
         gathering(pool, config, folder / "quarantine").gather(batch, validators(pool))  # type: ignore[arg-type]
         for batch in batches
     ]
-    early = [report.metrics["perf/early_frac"] for report in pool.reports]
     where = SimpleNamespace(folder=folder)
-    return SimpleNamespace(run=where, records=records, configs=[config] * STEPS, groups=groups, early=early)
+    return SimpleNamespace(run=where, records=records, configs=[config] * STEPS, groups=groups)
 
 
 @pytest.fixture
@@ -91,17 +87,6 @@ def test_a_step_again_gives_the_same_weights(found: Any, tmp_path: Path, step: i
     for version in (step, step + 1):
         name = f"v{version:06d}/model.safetensors"
         assert (tmp_path / "versions" / name).read_bytes() == (kept / name).read_bytes()
-
-
-def test_a_streamed_step_again_gives_the_same_weights(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The audit has the whole batch at once; the learner computed most of it while the batch filled."""
-    streamed = run(tiny_folder, tmp_path / "run", [[0], [0, 1, 2], [0, 1, 2, 3]], stream=True)
-    assert min(streamed.early) > 0
-    monkeypatch.setattr(rerun_module, "gather_step", lambda run, found, step: streamed.groups[step])
-    with rerun(streamed.run, streamed, 2, tmp_path / "scratch") as again:
-        assert again.compared
 
 
 @pytest.mark.slow

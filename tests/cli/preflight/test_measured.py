@@ -11,7 +11,7 @@ import pytest
 
 from shoal.cli.preflight.work import BUNDLED, forward_flops, sizes_of, work_of
 from shoal.config import load
-from shoal.learner import metrics
+from shoal.learner import report
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,8 +53,8 @@ def test_the_committed_comparison_is_this_one() -> None:
 def test_flops_are_those_that_the_learner_reports() -> None:
     sizes = BUNDLED["bundled:smollm2-135m-instruct"]
     does = work_of(load(ROOT / "configs" / "quickstart.toml"), prompt=26, length=12)
-    shape = metrics.Shape(body=sizes.body, head=sizes.head, layers=sizes.layers, width=sizes.width)
-    assert forward_flops(sizes, does) == metrics.forward_flops(shape, does.prompt, [does.length] * does.completions)
+    shape = report.Shape(body=sizes.body, head=sizes.head, layers=sizes.layers, width=sizes.width)
+    assert forward_flops(sizes, does) == report.forward_flops(shape, does.prompt, [does.length] * does.completions)
 
 
 def test_bundled_sizes_are_the_models_own() -> None:

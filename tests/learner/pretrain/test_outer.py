@@ -14,9 +14,8 @@ from torch import Tensor
 from shoal.config import ConfigError, load, parse
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.meeting import Meeting
-from shoal.learner.pretrain.checkpoint import CheckpointError, Progress, read, write
 from shoal.learner.pretrain.outer import Outer, terms_of
-from shoal.learner.pretrain.trainer import Pretraining
+from shoal.learner.pretrain.trainer import CheckpointError, Pretraining, Saved, read, write
 from tests.diloco.direct import Direct
 
 LOCK = threading.Lock()
@@ -52,17 +51,17 @@ class Trainee:
     def __init__(self, name: str, meeting: Meeting, settings: Any, folder: Path) -> None:
         self.name, self.folder, self.tensors = name, folder / name, tensors()
         self.folder.mkdir(exist_ok=True)
-        exchange = Shared(meeting, name)
+        link = Shared(meeting, name)
         terms = terms_of(settings, self.tensors)
-        self.outer = Outer(name, settings.sites, terms, exchange, exchange, self.tensors, self.folder, lambda: False)
+        self.outer = Outer(name, settings.sites, terms, link, self.tensors, self.folder, lambda: False)
         self.resets, self.rounds, self.digests = 0, 0, []  # type: ignore[var-annotated]
 
     def begin(self) -> int:
         found = read(self.folder)
-        progress = found or Progress()
+        progress = found or Saved()
         for name, tensor in self.tensors.items() if found else ():
             tensor.copy_(progress.tensors[f"model.{name}"])
-        progress = self.outer.begin(ABOUT, progress, found is not None)
+        progress = self.outer.begin(ABOUT, progress, resumed=found is not None)
         self.place = progress.place
         return progress.step
 
@@ -82,7 +81,7 @@ class Trainee:
 
     def keep(self, step: int) -> None:
         held = {f"model.{name}": tensor for name, tensor in self.tensors.items()} | self.outer.state()
-        write(self.folder, Progress(step=step, place=self.place, round=self.outer.site.round, tensors=held))
+        write(self.folder, Saved(step=step, place=self.place, round=self.outer.site.round, tensors=held))
 
     def _reset(self) -> None:
         self.resets += 1
@@ -204,19 +203,20 @@ def test_a_site_that_missed_one_round_records_that_it_was_healed(tmp_path: Path)
     a.train(0, 4)
     recorded: list[int] = []
     trainer = SimpleNamespace(
-        outer=b.outer,
-        progress=Progress(step=4),
+        step=4,
         net=SimpleNamespace(pull=lambda: None, push=lambda: None, reset=lambda: None),
-        stream=SimpleNamespace(place=None),
-        _record_round=lambda outcome: recorded.append(b.outer.site.round),
+        record=lambda **figures: recorded.append(figures["round"]),
+        computed_s=0.0,
+        started_s=0.0,
+        _place=lambda: None,
     )
-    Pretraining.meet(trainer)  # type: ignore[arg-type]
-    assert trainer.progress.step == 4 and recorded == [1] and list(meeting.healed) == ["site-b"]
+    Pretraining.meet(trainer, b.outer)  # type: ignore[arg-type]
+    assert trainer.step == 4 and recorded == [1] and list(meeting.healed) == ["site-b"]
 
 
 def test_a_sites_checkpoint_with_one_flipped_bit_is_refused(tmp_path: Path) -> None:
     held = tensors() | {"count": torch.tensor(3), "half": torch.ones(3, dtype=torch.bfloat16)}
-    path = write(tmp_path, Progress(step=5, updates=7, place={"share": 1}, tensors=held))
+    path = write(tmp_path, Saved(step=5, updates=7, place={"share": 1}, tensors=held))
     whole = path.read_bytes()
     found = read(tmp_path)
     assert found is not None and found.updates == 7 and torch.equal(found.tensors["embed"], held["embed"])

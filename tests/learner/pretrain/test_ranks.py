@@ -124,8 +124,8 @@ class Alone(Direct):
 
 def alone_in_a_meeting(config: Config, net: Net, out: Path, invite: None, stop: Any) -> Outer:
     terms = terms_of(config, net.tensors)
-    exchange = Alone(Meeting(out / "meet", terms, {}, "run", lambda: Agreed.of(net.tensors, terms.fragments)), "site-0")
-    return Outer("site-0", config.sites, terms, exchange, exchange, net.tensors, out, stop.is_set)
+    link = Alone(Meeting(out / "meet", terms, {}, "run", lambda: Agreed.of(net.tensors, terms.fragments)), "site-0")
+    return Outer("site-0", config.sites, terms, link, net.tensors, out, stop.is_set)
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_after_a_kill_it_goes_on_from_the_newest_whole_checkpoint(
     from shoal.learner.pretrain.trainer import Pretraining
 
     assert train(config, tmp_path / "whole") == DONE
-    monkeypatch.setattr(Pretraining, "finish", lambda self: None)  # as kill -9 leaves it
+    monkeypatch.setattr(Pretraining, "pause", lambda self: None)  # as kill -9 leaves it
     stop_after(5)
     assert train(config, tmp_path / "killed") == FAILED
     monkeypatch.undo()
@@ -147,6 +147,6 @@ def test_a_full_disk_is_one_line(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("shoal.learner.pretrain.checkpoint.write_file", full)
+    monkeypatch.setattr("shoal.learner.pretrain.trainer.write_file", full)
     assert train(config, tmp_path / "out") == FAILED
     assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from shoal.cli.arguments import USAGE
 from shoal.cli.main import DONE, FAILED, main
-from shoal.learner.sft.batch import Data
+from shoal.learner.sft.trainer import Data
 from tests.gloo import on_two_ranks
 
 from .test_trainer import config, data_of, metrics, rows

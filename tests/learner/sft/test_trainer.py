@@ -12,10 +12,8 @@ import torch
 
 from shoal.config import Config, ConfigError, parse
 from shoal.config.recipe import SftSection
-from shoal.learner.sft.batch import Data, load_data, micro_batches, plan
-from shoal.learner.sft.chat import ChatTemplate
-from shoal.learner.sft.conversations import Conversation, ConversationError
-from shoal.learner.sft.trainer import Sft, open_policy
+from shoal.learner.sft.conversations import ChatTemplate, ConversationError, Dialogue
+from shoal.learner.sft.trainer import Data, Sft, load_data, micro_batches, open_policy, plan
 from shoal.model.load import eos_ids, load_model, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,7 +96,7 @@ def test_the_loss_falls_and_what_is_left_is_a_model(tiny_folder: Path, rows: Pat
     assert model is not None
     published = Sft(open_policy(model, settings, "float32"), data_of(model, settings), settings, tmp_path / "again")
     (tmp_path / "again").mkdir()
-    published.evaluate(0)
+    published.evaluate()
     assert metrics(tmp_path / "again", "heldout_loss") == {0: heldout[24]}
 
 
@@ -165,10 +163,10 @@ def test_a_conversation_that_is_far_too_long_is_encoded_once_whatever_its_turns(
     short = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     lines = [json.dumps({"messages": short * n}) for n in (1, 1, 200)]
     (tmp_path / "long.jsonl").write_text("\n".join(lines))
-    encoded: list[Conversation] = []
+    encoded: list[Dialogue] = []
     encode = ChatTemplate._encode
 
-    def counted(self: ChatTemplate, asked: Conversation, *arguments: Any, **options: bool) -> Any:
+    def counted(self: ChatTemplate, asked: Dialogue, *arguments: Any, **options: bool) -> Any:
         encoded.append(asked)
         return encode(self, asked, *arguments, **options)
 

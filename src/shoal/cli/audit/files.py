@@ -24,7 +24,7 @@ from shoal.cli.audit.opened import BrokenError, Opened, naming, read_config
 from shoal.coordinator.database import HistoryTable as History
 from shoal.coordinator.database import Kind, config_text
 from shoal.coordinator.submissions import Submissions
-from shoal.learner.record import CHECKPOINT, SIGNED
+from shoal.learner.report import CHECKPOINT, SIGNED
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import CheckpointRecord
 from shoal.shardcast.files import StreamFiles

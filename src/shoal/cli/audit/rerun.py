@@ -69,7 +69,7 @@ def rerun(run: Opened, found: Found, step: int, scratch: Path) -> Iterator[Again
     from shoal.learner.loop import Learner
     from shoal.learner.policy import Policy
     from shoal.learner.ranks import Ranks
-    from shoal.learner.record import computed
+    from shoal.learner.report import computed
     from shoal.model import numerics
     from shoal.model.dtype import temporarily_on
     from shoal.model.sources import resolve

@@ -22,8 +22,8 @@ from shoal.cli.audit.opened import BrokenError, Opened, naming, read_config
 from shoal.cli.audit.pay import Pay
 from shoal.coordinator.curriculum import recomputed
 from shoal.coordinator.trust import most_unchecked
-from shoal.learner.groups import Fetched, gather
-from shoal.learner.record import DOMAIN
+from shoal.learner.groups import Fetched, Gathering
+from shoal.learner.report import DOMAIN
 from shoal.ledger.stakes import EVENTS, Book, read_event
 from shoal.model.turns import model_tokens
 from shoal.protocol.identity import Signed
@@ -307,9 +307,8 @@ def gather_step(run: Opened, found: Found, step: int) -> Fetched:
 
     with TemporaryDirectory() as scratch:
         validators = run.keys.get("validator", set())
-        return gather(
-            batch, read, validators=validators, run=run.run, config=found.configs[step], quarantine=Path(scratch)
-        )
+        gathering = Gathering(read, run=run.run, config=found.configs[step], quarantine=Path(scratch))
+        return gathering.gather(batch, validators)
 
 
 def _same(row: Rollout | AcceptedRollout) -> tuple[object, ...]:

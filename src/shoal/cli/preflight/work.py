@@ -5,7 +5,7 @@
     head                   vocabulary x hidden, twice in memory unless tied to the embedding
 
 A group is a tree: one prompt of P tokens, G completions of L. With S = P + G L positions, and pairs of positions that
-attention computes K = P(P+1)/2 + G (L P + L(L+1)/2), as in `learner/metrics`, after PaLM (arXiv 2204.02311, appendix B):
+attention computes K = P(P+1)/2 + G (L P + L(L+1)/2), as in `learner/report`, after PaLM (arXiv 2204.02311, appendix B):
 
     forward(group)  = 2 body S + 2 head G L + 4 layers width K
     learner         = (3 + extra) forward x trained groups; extra: 1 to recompute activations, 1 for a reference model

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.config import ConfigError
 from shoal.config.sites import PretrainSection
-from shoal.errors import ShoalError
+from shoal.learner.policy import DivergedError
 from shoal.learner.pretrain.outer import named
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
@@ -30,10 +30,6 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1  # of AdamW; the decay is DiLoCo's (arXiv
 GRAD_CLIP = 1.0  # largest gradient norm; larger gradients are scaled down
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CALLS = ("step", "evaluate", "pull", "push", "state", "restore", "reset")
-
-
-class DivergedError(ShoalError):
-    """The loss is not finite. Nothing was updated."""
 
 
 class Net:
@@ -46,7 +42,7 @@ class Net:
         device: str = "cpu",
         autocast: bool = False,
     ) -> None:
-        """`autocast`: compute in bf16. Raises ConfigError if the ranks cannot share a step evenly."""
+        """`autocast`: compute in bf16. Raise ConfigError if the ranks cannot share a step evenly."""
         self.settings, self.ranks, self.autocast = settings, ranks or Ranks(), autocast
         self.model, self.device = model.to(device), torch.device(device)
         self._check_shares()
@@ -62,7 +58,7 @@ class Net:
         self.updates = 0  # since the moments were zero
 
     def step(self, ids_BT: Tensor, *, lr: float, number: int) -> tuple[float, float]:
-        """Update once. Returns the mean loss in nats per token and the gradient's norm. Raises DivergedError."""
+        """Update once. Return the mean loss in nats per token and the gradient's norm. Raise DivergedError."""
         self._tell("step", ids_BT, lr=lr, number=number)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -97,9 +93,9 @@ class Net:
         if self.sharded:
             self._tell("pull")
             for name, parameter in self.parameters.items():
-                found = self.ranks.gathered(parameter, torch.float32)
-                if found is not None:
-                    self.tensors[name].copy_(found)
+                result = self.ranks.gathered(parameter, torch.float32)
+                if result is not None:
+                    self.tensors[name].copy_(result)
 
     def push(self) -> None:
         """Give all ranks the weights in the leader's `tensors`."""
@@ -111,15 +107,15 @@ class Net:
     def state(self) -> dict[str, Tensor]:
         """Weights and moments by their names in a checkpoint, whole; on the leader."""
         self._tell("state")
-        found = {}
+        result = {}
         for name, parameter in self.parameters.items():
             moments = self.optimizer.state[parameter] if self.updates else {}
             held = {"model": parameter} | {moment: moments[moment] for moment in MOMENTS if moments}
             for kind, tensor in held.items():
                 gathered = self.ranks.gathered(tensor, torch.float32)
                 if gathered is not None:
-                    found[f"{kind}.{name}"] = gathered
-        return found
+                    result[f"{kind}.{name}"] = gathered
+        return result
 
     @torch.no_grad()
     def restore(self, held: Mapping[str, Tensor] | None = None, *, updates: int) -> None:
@@ -161,7 +157,7 @@ class Net:
             self.ranks.broadcast(head + b"\n" + (b"" if ids is None else ids.numpy().tobytes()))
 
     def _gradients(self, ids_BT: Tensor) -> float:
-        """Compute the gradients of the step's mean loss, a micro-batch at a time. Returns the loss."""
+        """Compute the gradients of the step's mean loss, a micro-batch at a time. Return the loss."""
         total = torch.zeros(1, device=self.device)
         for micro_MT in self._micro_batches(ids_BT)[self.ranks.rank :: self.ranks.size]:
             loss = self._loss(micro_MT) * (len(micro_MT) / len(ids_BT))
@@ -178,8 +174,8 @@ class Net:
                 logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
             return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
 
-        found: Tensor = self.root(compute)
-        return found
+        result: Tensor = self.root(compute)
+        return result
 
     def _micro_batches(self, ids_BT: Tensor) -> list[Tensor]:
         return list(torch.split(ids_BT, self.settings.micro_batch))
@@ -201,9 +197,9 @@ class Net:
             return
         import torch.distributed as dist
 
-        found = torch.empty(into.shape, device=self.device) if held is None else held.to(self.device).contiguous()
-        dist.broadcast(found, src=0)
-        local(into).copy_(found[own_rows(into)] if isinstance(into, DTensor) else found)
+        result = torch.empty(into.shape, device=self.device) if held is None else held.to(self.device).contiguous()
+        dist.broadcast(result, src=0)
+        local(into).copy_(result[own_rows(into)] if isinstance(into, DTensor) else result)
 
     def _optimizer(self) -> torch.optim.AdamW:
         settings = self.settings

@@ -7,7 +7,6 @@ A site is healed, by taking over the meeting's state, when it is new, was late, 
 moments are dropped as well: what broke the parameters is in them too.
 Invariant: after `land` the site's copy of what is agreed is the meeting's. No sequence is trained twice for an offer that
 was accepted: the place in the data after each offer is on disk before the offer leaves.
-Called by the trainer.
 """
 
 import json
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,14 +23,16 @@ from torch import Tensor
 from shoal.config import Config, ConfigError
 from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed, Fragments
-from shoal.diloco.messages import ClosedError, Exchange, Figures, Greeting, Outcome, Roster, Terms
+from shoal.diloco.messages import Figures, Greeting, MeetingLink, RoundClosedError, RoundOutcome, Terms
 from shoal.diloco.site import DifferentError, Site, meet
 from shoal.files import write_file
-from shoal.learner.pretrain.checkpoint import Progress
+
+if TYPE_CHECKING:
+    from shoal.learner.pretrain.trainer import Saved
 
 log = logging.getLogger(__name__)
 
-Flight = Future[tuple[Outcome, bytes]]
+Flight = Future[tuple[RoundOutcome, bytes]]
 
 
 class Outer:
@@ -40,13 +41,12 @@ class Outer:
         name: str,
         settings: SitesSection,
         terms: Terms,
-        exchange: Exchange,
-        roster: Roster,
+        link: MeetingLink,
         tensors: Mapping[str, Tensor],
         folder: Path,
         stopped: Callable[[], bool],
     ) -> None:
-        self.settings, self.exchange, self.roster, self.tensors = settings, exchange, roster, tensors
+        self.settings, self.link, self.tensors = settings, link, tensors
         self.site = Site(name, terms, Agreed.of(tensors, terms.fragments))
         self.places = folder / "places.json"  # after the last offers, by round
         self.stopped = stopped
@@ -56,27 +56,29 @@ class Outer:
         self.loss: float | None = None  # of the last inner step; like the next, for people who watch the meeting
         self.computed_s = 0.0
 
-    def begin(self, about: dict[str, str], progress: Progress, found: bool) -> Progress:
-        """Join the meeting; `found`: there was a checkpoint. Returns where to go on. Raises MeetingError."""
-        if found:
-            self._restore(progress)
+    def begin(self, about: dict[str, str], saved: "Saved", *, resumed: bool) -> "Saved":
+        """Join the meeting; `resumed`: there was a checkpoint. Return where to go on. Raise MeetingError."""
+        if resumed:
+            self._restore(saved)
         places: dict[str, Any] = json.loads(self.places.read_text()) if self.places.exists() else {}
-        known = progress.place is not None or bool(places)
+        known = saved.place is not None or bool(places)
         digests = self.site.agreed.digests
-        welcome = self.roster.join(Greeting(about=about, round=self.site.round if known else None, digests=digests))
+        welcome = self.link.join(Greeting(about=about, round=self.site.round if known else None, digests=digests))
         if str(welcome.accepted) in places and welcome.accepted >= self.site.round:
-            progress.place = places[str(welcome.accepted)]
+            saved.place = places[str(welcome.accepted)]
         if not welcome.same:
             self.site.forget(range(self.site.round, welcome.accepted + 1))  # the checkpoint is older than these offers
-            progress.step = self.heal("it comes back" if known else "it joins")
-        return progress
+            saved.step = self.heal("it comes back" if known else "it joins")
+        return saved
 
     def due(self, step: int) -> bool:
         """Whether `after` may have to do something once `step` inner steps are done."""
         return step % self.settings.round_steps == 0 or (self.flight is not None and step == self.flight[1])
 
-    def after(self, step: int, place: dict[str, int] | None, reset: Callable[[], None]) -> tuple[int, Outcome | None]:
-        """Once `step` inner steps are done: depart and land if it is time. Returns the step to go on from."""
+    def after(
+        self, step: int, place: dict[str, int] | None, reset: Callable[[], None]
+    ) -> tuple[int, RoundOutcome | None]:
+        """Once `step` inner steps are done: depart and land if it is time. Return the step to go on from."""
         landed = None
         if self.flight and step == self.flight[1]:
             step, landed = self.land(step, reset)
@@ -95,7 +97,7 @@ class Outer:
         self.sent_bytes += len(data)
         future = self.thread.submit(
             meet,
-            self.exchange,
+            self.link,
             self.site.round,
             digest,
             data,
@@ -105,14 +107,14 @@ class Outer:
         )
         self.flight = (future, step + self.settings.delay)
 
-    def land(self, step: int, reset: Callable[[], None]) -> tuple[int, Outcome | None]:
-        """Apply the round's result. Returns the step to go on from, and the outcome unless this site was too late."""
+    def land(self, step: int, reset: Callable[[], None]) -> tuple[int, RoundOutcome | None]:
+        """Apply the round's result. Return the step to go on from, and the outcome unless this site was too late."""
         assert self.flight is not None
         (future, _), self.flight = self.flight, None
         started_s = time.monotonic()
         try:
             outcome, data = future.result()
-        except ClosedError as error:
+        except RoundClosedError as error:
             return self.heal(str(error)), None
         finally:
             self.waited_s += time.monotonic() - started_s
@@ -127,15 +129,15 @@ class Outer:
         return step, outcome
 
     def heal(self, why: str) -> int:
-        """Take over what is agreed. Returns the inner step that belongs to it."""
+        """Take over what is agreed. Return the inner step that belongs to it."""
         log.warning("taking over the state of the meeting: %s", why)
-        round, data = self.exchange.state(why[:400])
+        round, data = self.link.state(why[:400])
         self.received_bytes += len(data)
         self.site.adopt(self.tensors, round, data)
         return round * self.settings.round_steps
 
     def end(self) -> None:
-        self.roster.leave()
+        self.link.leave()
         self.thread.shutdown(wait=False, cancel_futures=True)
 
     def state(self) -> dict[str, Tensor]:
@@ -143,11 +145,11 @@ class Outer:
         left = {f"rounding.{number}": each.left for number, each in enumerate(self.site.feedback)}
         return self.site.agreed.tensors() | left
 
-    def _restore(self, progress: Progress) -> None:
-        self.site.agreed = Agreed.take(progress.tensors, self.site.terms.fragments)
-        self.site.round = progress.round
+    def _restore(self, saved: "Saved") -> None:
+        self.site.agreed = Agreed.take(saved.tensors, self.site.terms.fragments)
+        self.site.round = saved.round
         for number, feedback in enumerate(self.site.feedback):
-            feedback.left = progress.tensors[f"rounding.{number}"]
+            feedback.left = saved.tensors[f"rounding.{number}"]
 
     def _note(self, place: dict[str, int] | None) -> None:
         held: dict[str, Any] = json.loads(self.places.read_text()) if self.places.exists() else {}
@@ -156,7 +158,7 @@ class Outer:
 
 
 def terms_of(config: Config, tensors: Mapping[str, Tensor]) -> Terms:
-    """How the sites of this run meet. Raises ConfigError if the steps are no whole number of rounds."""
+    """How the sites of this run meet. Raise ConfigError if the steps are no whole number of rounds."""
     settings, steps = config.sites, config.pretrain.steps
     if steps % settings.inner_steps:
         raise ConfigError(

@@ -1,12 +1,18 @@
-"""Documents from files of text, by number, read forwards and never held whole.
+"""Text as it is trained: documents from files, by number, tokenised one at a time, laid end to end, and cut into sequences.
 
     data/c4-train.*.json.gz    one JSON object a line with a field "text", as C4 is stored; also .jsonl, with or without .gz
     data/part-*.parquet        a column "text"
     notes.txt                  pieces of about 16 KiB, cut at line ends; together they are the file
     allenai/c4:en/c4-train.0000*.json.gz    files of a data set on the Hugging Face hub, downloaded before the first is read
 
-Invariant: the same files give the same documents with the same numbers. Files are taken in the order of their names.
-Called by `stream`. Left out: shuffling.
+Files are taken in the order of their names, read forwards and never held whole. A document ends with the tokenizer's end
+token, and a sequence may hold parts of several documents, which see each other, as in the papers. Documents come in shares
+of `pretrain.share` documents; shares are numbered on through the epochs, and whoever gives numbers out (`take`) decides
+which site reads which. A site goes on with its next share where its last ended.
+Invariant: the same files give the same documents with the same numbers. The place says exactly which token is next: a stream
+that is opened there gives the tokens that the old one would have given. Within an epoch no two shares have a document in
+common.
+Left out: shuffling, masking between documents.
 """
 
 import glob
@@ -14,12 +20,15 @@ import gzip
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.model.sources import HubError, data_files
@@ -44,7 +53,7 @@ class EndError(Exception):
 
 
 def find(source: str) -> list[Path]:
-    """The files that a path, a pattern or a data set on the hub names, in the order of their names. Raises TextError."""
+    """The files that a path, a pattern or a data set on the hub names, in the order of their names. Raise TextError."""
     if not (hub := HUB.fullmatch(source)):
         return sorted(Path(name) for name in glob.glob(str(Path(source).expanduser()), recursive=True))  # noqa: PTH207 - a pattern may be absolute
     try:
@@ -68,7 +77,7 @@ Item = Callable[[], Document]  # reads a document that may also be skipped
 
 class Corpus:
     def __init__(self, source: str, field: str = "text") -> None:
-        """Raises TextError if `source` names no file of text."""
+        """Raise TextError if `source` names no file of text."""
         if not source:
             raise TextError(f"pretrain.data is empty: set it to files that end in {', '.join(SUFFIXES)}")
         self.files = find(source)
@@ -84,7 +93,7 @@ class Corpus:
         self._items, self._next = self._read(), 0
 
     def document(self, number: int) -> Document:
-        """Document `number`, from 0. Raises EndError after the last one, TextError for a faulty one."""
+        """Document `number`, from 0. Raise EndError after the last one, TextError for a faulty one."""
         if number < self._next:
             self._items, self._next = self._read(), 0
         skipped = number - self._next
@@ -97,11 +106,11 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """A hash of the files' sizes and beginnings: equal for sites with the same data."""
-        found = sha256(self.field.encode())
+        result = sha256(self.field.encode())
         for path in self.files:
             with path.open("rb") as file:
-                found.update(f"{path.stat().st_size}\n".encode() + sha256(file.read(HEAD_BYTES)).digest())
-        return found.hexdigest()
+                result.update(f"{path.stat().st_size}\n".encode() + sha256(file.read(HEAD_BYTES)).digest())
+        return result.hexdigest()
 
     def _read(self) -> Iterator[Item]:
         for path in self.files:
@@ -170,3 +179,108 @@ def _pieces(path: Path) -> Iterator[Item]:
                 lines = following
     except UnicodeDecodeError as error:
         raise TextError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+# --- as tokens -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextPlace:
+    """The next token: in this share, document of it, and token of that."""
+
+    share: int
+    document: int = 0
+    token: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class TokenStream:
+    def __init__(
+        self, corpus: Corpus, tokenizer: Any, *, first: int, share: int, take: Callable[[], int] | None = None
+    ) -> None:
+        """`first`: the first document to train on. `share`: documents in a share. Without `take` all shares are ours."""
+        if tokenizer.eos_token_id is None:
+            raise TextError("the tokenizer has no end token, which separates documents; set eos_token in its config")
+        self.corpus, self.tokenizer, self.take = corpus, tokenizer, take or self._following
+        self.first, self.share = first, share
+        self.place: TextPlace | None = None  # None: at the start of a share that is not taken yet
+        self.shares: int | None = None  # in an epoch; known once the end was met
+        self._tokens: list[int] | None = None  # of the document at the place
+
+    def sequences(self, count: int, length: int) -> Tensor:
+        """The next tokens, (count, length)."""
+        result: list[int] = []
+        while len(result) < count * length:
+            result += self._some(count * length - len(result))
+        return torch.tensor(result).view(count, length)
+
+    def move(self, place: TextPlace | None) -> None:
+        """Go on elsewhere."""
+        self.place, self._tokens = place, None
+
+    def epoch(self) -> int:
+        return self.place.share // self.shares if self.place and self.shares else 0
+
+    def _some(self, most: int) -> list[int]:
+        """Tokens from the document at the place, and the place after them."""
+        place = self.place or TextPlace(self.take())
+        if self._tokens is None:
+            tokens = self._document(place)
+            if tokens is None:
+                self.move(TextPlace(self.take()))
+                return []
+            self._tokens = tokens
+        result = self._tokens[place.token : place.token + most]
+        self.place = replace(place, token=place.token + len(result))
+        if self.place.token == len(self._tokens):
+            last = place.document + 1 == self.share
+            self.move(TextPlace(self.take()) if last else TextPlace(place.share, place.document + 1))
+        return result
+
+    def _document(self, place: TextPlace) -> list[int] | None:
+        """Its tokens; None behind the last document of an epoch."""
+        try:
+            document = self.corpus.document(self._number(place))
+        except EndError as end:
+            if self.shares is None:
+                self.shares = -(-max(0, end.count - self.first) // self.share)
+                if not self.shares:
+                    raise TextError(
+                        f"{end.count} documents, of which pretrain.heldout = {self.first} are held out: "
+                        "none is left to train on"
+                    ) from end
+                return self._document(place) if place.share >= self.shares else None
+            return None
+        return encoded(self.tokenizer, document.text, ends=document.ends)
+
+    def _following(self) -> int:
+        return self.place.share + 1 if self.place else 0
+
+    def _number(self, place: TextPlace) -> int:
+        share = place.share if self.shares is None else place.share % self.shares
+        return self.first + share * self.share + place.document
+
+
+def encoded(tokenizer: Any, text: str, *, ends: bool) -> list[int]:
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [*tokens, tokenizer.eos_token_id] if ends else tokens
+
+
+def heldout(corpus: Corpus, tokenizer: Any, count: int, length: int) -> Tensor:
+    """The first `count` documents as whole sequences, (sequences, length); what is left over is dropped."""
+    tokens: list[int] = []
+    for number in range(count):
+        try:
+            document = corpus.document(number)
+        except EndError as end:
+            raise TextError(f"pretrain.heldout = {count}, and there are {end.count} documents: lower it") from end
+        tokens += encoded(tokenizer, document.text, ends=document.ends)
+    whole = len(tokens) // length
+    if count and not whole:
+        raise TextError(
+            f"the {count} held-out documents have {len(tokens)} tokens, fewer than one sequence of {length}: "
+            "raise pretrain.heldout"
+        )
+    return torch.tensor(tokens[: whole * length], dtype=torch.int64).view(whole, length)

@@ -5,182 +5,157 @@
 
 Invariant: a step's result is a function of the weights, moments and place in the data, all of which a checkpoint holds. So
 a resumed training equals the uninterrupted one, bit for bit on the CPU.
-Called by `shoal pretrain`, on the leader of a site's ranks (`net`). Left out: masks between documents.
+On the leader of a site's ranks (`net`). A checkpoint is one safetensors file with the parameters, AdamW's moments, and what
+the sites agreed on; it appears whole or not at all, one whose bits changed since is refused, and nothing is unpickled.
+Left out: masks between documents; writing checkpoints while training goes on.
 """
 
 import json
 import logging
 import math
-import shutil
-import threading
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from shoal.config import Config
 from shoal.config.sites import PretrainSection
-from shoal.diloco.messages import Outcome
-from shoal.files import commit_folder
-from shoal.learner.folder import claim, drop_after
-from shoal.learner.pretrain import checkpoint
-from shoal.learner.pretrain.checkpoint import Progress
+from shoal.diloco.agreed import digest
+from shoal.diloco.messages import about_model
+from shoal.files import remove_leftovers, write_file
+from shoal.learner.checkpoint import CheckpointError
+from shoal.learner.policy import write_folder
 from shoal.learner.pretrain.net import Net
 from shoal.learner.pretrain.outer import Outer
-from shoal.learner.pretrain.stream import Place, Stream
-from shoal.model.load import save_model, stored_shapes
+from shoal.learner.pretrain.text import Corpus, TextPlace, TokenStream
+from shoal.learner.training import CHECKPOINTS, METRICS, Training, claim, drop_after
+from shoal.model.load import stored_shapes
 
-LOG_EVERY_S = 1.0
+OWN = {  # what may differ from site to site, or between a stop and a resumption
+    "pretrain": {"data", "micro_batch", "checkpoint_every"},
+    "sites": {"wait_s", "give_up_s", "quorum", "sites", "host", "port", "url"},
+}
+KEPT = 2  # checkpoints
 
 log = logging.getLogger(__name__)
 
 
-class Pretraining:
+class Pretraining(Training):
     def __init__(
         self,
         net: Net,
         tokenizer: Any,
-        stream: Stream,
+        stream: TokenStream,
         heldout_ST: Tensor,
         config: Config,
         folder: Path,
+        about: dict[str, str],
         outer: Outer | None = None,
     ) -> None:
+        """`about`: what the training follows from, by name."""
         self.net, self.tokenizer, self.stream, self.heldout_ST = net, tokenizer, stream, heldout_ST
         self.settings: PretrainSection = config.pretrain
-        self.folder, self.outer = folder, outer
-        self.progress = Progress()
+        self.about, self.outer = about, outer
         self.kept = 0  # the step of the newest checkpoint
-        self.started_s, self.logged_s, self.computed_s = time.monotonic(), 0.0, 0.0
+        self.started_s, self.computed_s = time.monotonic(), 0.0
+        super().__init__(folder, self.settings.steps)
 
-    def run(self, about: dict[str, str], stop: threading.Event) -> Path | None:
-        """Train to the last step, or until `stop`. Returns the model's folder, or None if stopped."""
-        claim(self.folder, about)
-        self.resume(about)
-        self.evaluate()
-        while self.progress.step < self.settings.steps:
-            if stop.is_set():
-                self.finish()
-                return None
-            self.train()
-            self.meet()
-            self.keep()
-        self.finish()
-        return self.publish()
-
-    def resume(self, about: dict[str, str]) -> None:
+    def begin(self) -> None:
         """Take up the newest checkpoint, and the place in the sites' meeting."""
-        found = checkpoint.read(self.folder / "checkpoints")
-        if found is not None:
-            self.progress = found
-            self.net.restore(found.tensors, updates=found.updates)
+        claim(self.folder, self.about)
+        checkpoint = read(self.folder / CHECKPOINTS)
+        saved = checkpoint or Saved()
+        if checkpoint is not None:
+            self.net.restore(saved.tensors, updates=saved.updates)
             self.net.pull()
-            log.info("going on after step %d of %d", found.step, self.settings.steps)
+            log.info("going on after step %d of %d", saved.step, self.steps)
         if self.outer is not None:
-            self.progress = self.outer.begin(about, self.progress, found is not None)
+            saved = self.outer.begin(self.about, saved, resumed=checkpoint is not None)
         self.net.push()
-        self.kept = self.progress.step
-        drop_after(self.metrics, self.progress.step)
-        place = self.progress.place
-        self.stream.move(Place(**place) if place else None)
-        self.progress.tensors = {}
+        self.step = self.kept = saved.step
+        drop_after(self.folder / METRICS, self.step)
+        self.stream.move(TextPlace(**saved.place) if saved.place else None)
+        self.evaluate()
 
     def train(self) -> None:
-        """One inner step."""
+        """One inner step; then, where a round is due, give to the other sites and take from them."""
         started_s = time.monotonic()
         ids_BT = self.stream.sequences(self.settings.batch, self.settings.tokens)
-        lr = rate(self.progress.step, self.settings)
-        loss, norm = self.net.step(ids_BT, lr=lr, number=self.progress.step + 1)
-        self.progress.step += 1
+        lr = rate(self.step, self.settings)
+        loss, norm = self.net.step(ids_BT, lr=lr, number=self.step + 1)
+        self.step += 1
         seconds = time.monotonic() - started_s
         self.computed_s += seconds
+        speed = round(ids_BT.numel() / seconds)
+        self.record(loss=loss, lr=lr, grad_norm=norm, tokens=ids_BT.numel(), tokens_per_s=speed)
+        self.log(f"loss {loss:.3f}", often=True)
         if self.outer is not None:
             self.outer.loss, self.outer.computed_s = loss, self.computed_s
-        figures = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens": ids_BT.numel()}
-        self.record(**figures, tokens_per_s=round(ids_BT.numel() / seconds))
-        if time.monotonic() - self.logged_s > LOG_EVERY_S:
-            self.logged_s = time.monotonic()
-            log.info("step %d of %d: loss %.3f", self.progress.step, self.settings.steps, loss)
+            if self.outer.due(self.step):
+                self.meet(self.outer)
 
-    def meet(self) -> None:
-        """The sites' part of a step: give and take where a round is due."""
-        if self.outer is None or not self.outer.due(self.progress.step):
-            return
-        place = self.stream.place.to_json() if self.stream.place else None
+    def meet(self, outer: Outer) -> None:
         self.net.pull()
-        round = self.outer.site.round
-        self.progress.step, outcome = self.outer.after(self.progress.step, place, self.net.reset)
+        before = outer.site.round
+        self.step, outcome = outer.after(self.step, self._place(), self.net.reset)
         self.net.push()
-        if self.outer.site.round != round:  # applied, or healed after a round it was late for
-            self._record_round(outcome)
+        if outer.site.round != before:  # applied, or healed after a round it was late for
+            self.record(
+                round=outer.site.round,
+                quorum=outcome.kept if outcome else None,
+                left_out=outcome.left_out if outcome else None,
+                missing=outcome.missing if outcome else None,
+                digests=outer.site.agreed.digests,
+                sent_bytes=outer.sent_bytes,  # since the start, like the rest
+                received_bytes=outer.received_bytes,
+                computed_s=round(self.computed_s, 3),
+                waited_s=round(outer.waited_s, 3),
+                elapsed_s=round(time.monotonic() - self.started_s, 3),
+            )
 
-    def keep(self) -> None:
-        """Every few steps and at the end: measure the held-out loss; write a checkpoint."""
-        step, last = self.progress.step, self.progress.step >= self.settings.steps
-        if last or step % self.settings.checkpoint_every == 0:
+    def keep(self, *, last: bool) -> None:
+        if last or self.step % self.settings.checkpoint_every == 0:
             self.evaluate()
-        if last or step - self.kept >= self.settings.checkpoint_every or step < self.kept:
+        if last or self.step - self.kept >= self.settings.checkpoint_every or self.step < self.kept:
             self.checkpoint()
 
     def checkpoint(self) -> None:
         if self.outer is not None and self.outer.flight:
             return  # what travels is in no checkpoint; the next step, or the one that lands it, writes one
-        self.kept = self.progress.step
-        self.progress.place = self.stream.place.to_json() if self.stream.place else None
-        self.progress.round = self.outer.site.round if self.outer else 0
-        self.progress.updates = self.net.updates
-        self.progress.tensors = self.net.state() | (self.outer.state() if self.outer else {})
-        checkpoint.write(self.folder / "checkpoints", self.progress)
-        self.progress.tensors = {}
+        self.kept = self.step
+        round = self.outer.site.round if self.outer else 0
+        tensors = self.net.state() | (self.outer.state() if self.outer else {})
+        write(self.folder / CHECKPOINTS, Saved(self.step, self.net.updates, self._place(), round, tensors))
 
     def evaluate(self) -> None:
         """Record the mean loss over the held-out sequences, in nats per token, and its perplexity."""
         if len(self.heldout_ST):
             loss = self.net.evaluate(self.heldout_ST)
             self.record(heldout_loss=loss, perplexity=round(math.exp(min(loss, 100)), 4))
-            log.info("step %d: held-out loss %.4f", self.progress.step, loss)
+            self.log(f"held-out loss {loss:.4f}")
 
-    def finish(self) -> None:
-        if self.progress.step != self.kept:
+    def pause(self) -> None:
+        if self.step != self.kept:
             self.checkpoint()
+
+    def end(self) -> None:
         if self.outer is not None:
             self.outer.end()
 
-    def publish(self) -> Path:
-        """Write the model as a Hugging Face folder, which appears whole or not at all. Returns it."""
-        final, temporary = self.folder / "model", self.folder / ".model"
-        shutil.rmtree(temporary, ignore_errors=True)
+    def write_model(self, final: Path) -> None:
         self.net.pull()
         tensors, shapes = self.net.model.state_dict() | self.net.tensors, stored_shapes(self.net.model)
-        save_model(self.net.model, self.tokenizer, temporary, ((name, tensors[name]) for name in shapes), shapes)
-        shutil.rmtree(final, ignore_errors=True)
-        commit_folder(temporary, final)
-        return final
+        named = ((name, tensors[name]) for name in shapes)
+        write_folder(self.net.model, self.tokenizer, final, named, shapes, replace=True)
 
-    def record(self, **figures: Any) -> None:
-        """Append one line to metrics.jsonl."""
-        with self.metrics.open("a") as file:
-            file.write(json.dumps({"step": self.progress.step, **figures}) + "\n")
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    def _record_round(self, outcome: Outcome | None) -> None:
-        assert self.outer is not None
-        self.record(
-            round=self.outer.site.round,
-            quorum=outcome.kept if outcome else None,
-            left_out=outcome.left_out if outcome else None,
-            missing=outcome.missing if outcome else None,
-            digests=self.outer.site.agreed.digests,
-            sent_bytes=self.outer.sent_bytes,  # since the start, like the rest
-            received_bytes=self.outer.received_bytes,
-            computed_s=round(self.computed_s, 3),
-            waited_s=round(self.outer.waited_s, 3),
-            elapsed_s=round(time.monotonic() - self.started_s, 3),
-        )
+    def _place(self) -> dict[str, int] | None:
+        return self.stream.place.to_json() if self.stream.place else None
 
 
 def rate(step: int, settings: PretrainSection) -> float:
@@ -189,3 +164,65 @@ def rate(step: int, settings: PretrainSection) -> float:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
     return settings.final_lr + (settings.lr - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -> dict[str, str]:
+    """`folder` is the model's. Without a corpus, whoever has one says which data it is."""
+    result = about_model(folder) | {"run.seed": str(config.run.seed)}
+    if corpus is not None:
+        result["data"] = corpus.fingerprint()
+    for name in ("pretrain", "sites") if sites else ("pretrain",):
+        section = getattr(config, name)
+        result |= {f"{name}.{key}": str(value) for key, value in section if key not in OWN[name]}
+    return result
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Saved:
+    """A checkpoint's content."""
+
+    step: int = 0  # inner steps done
+    updates: int = 0  # of AdamW since its moments were zero
+    place: dict[str, int] | None = None  # of the next token
+    round: int = 0  # of the sites' meeting, the next one
+    tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+
+def write(folder: Path, saved: Saved) -> Path:
+    """Write a checkpoint, then remove older ones. Raise OSError if the disk refuses."""
+    held = json.dumps(asdict(replace(saved, tensors={})) | {"tensors": None})  # `asdict` would copy them
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in saved.tensors.items()}
+    path = folder / f"step-{saved.step:08d}.safetensors"
+    write_file(path, save(tensors, metadata={"progress": held, "sha256": _checksum(held, tensors)}))
+    for old in sorted(folder.glob("step-*.safetensors"))[:-KEPT]:
+        old.unlink()
+    return path
+
+
+def read(folder: Path) -> Saved | None:
+    """The newest checkpoint, None without one. Raise CheckpointError."""
+    remove_leftovers(folder)
+    result = sorted(folder.glob("step-*.safetensors"))
+    if not result:
+        return None
+    try:
+        with safe_open(result[-1], framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        if metadata["sha256"] != _checksum(metadata["progress"], tensors):
+            raise ValueError("its content is not what was written")
+        held = json.loads(metadata["progress"])
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{result[-1]} is damaged ({error}): remove it to go on from an older one") from error
+    return Saved(**held | {"tensors": tensors})
+
+
+def _checksum(held: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the progress and of every tensor, each with its name, type and shape."""
+    result = sha256(held.encode())
+    for name, tensor in sorted(tensors.items()):
+        result.update(f"\n{name} {tensor.dtype} {list(tensor.shape)} {digest(tensor.flatten())}".encode())
+    return result.hexdigest()

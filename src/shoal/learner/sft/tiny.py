@@ -2,8 +2,7 @@
 
 It is trained on questions and answers, with loss only on the answer's tokens, and leaves room for reinforcement learning.
 Invariant: it never sees a sum that `tasks` holds out.
-Called by `shoal sft` without a config, and before a run if the tiny model is not cached. Left out: what `sft` has for real
-data (chat templates, epochs, checkpoints).
+Left out: what `shoal sft` has for real data (chat templates, epochs, checkpoints).
 """
 
 import logging
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def train_tiny() -> Path:
-    """Train `bundled:tiny` into the cache. Returns its folder."""
+    """Train `bundled:tiny` into the cache. Return its folder."""
     torch.manual_seed(0)
     folder = tiny_dir()
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -2,164 +2,236 @@
 
 It uses the policy, packing and checkpoints of reinforcement learning, so a run can start from its result. One update's
 loss is the mean over all trained tokens of its conversations, with one denominator for all its micro-batches.
-Invariant: the conversations of an update are a pure function of seed, epoch and data. So the position in the data is the
-number of updates done, and a resumed run equals the uninterrupted one (bitwise on the CPU).
-Called by `shoal sft`, under torchrun on every rank: each computes its share of an update's micro-batches, and the leader
-writes the files. Left out: learning rates that decay, LoRA.
+Invariant: the conversations of an update are a pure function of seed, epoch and data, and every conversation that fits
+appears once per epoch. So the position in the data is the number of updates done, and a resumed run equals the uninterrupted
+one (bitwise on the CPU).
+Under torchrun every rank runs this loop: each computes its share of an update's micro-batches, and the leader writes the
+files. Left out: learning rates that decay, LoRA, data sets that do not fit in memory (four bytes per token are kept).
 """
 
+import hashlib
 import json
 import logging
-import shutil
+import random
 import threading
 import time
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from shoal.config import Config
-from shoal.config.recipe import LossSection
-from shoal.files import commit_folder
-from shoal.learner.checkpoint import Checkpoints, Progress
-from shoal.learner.folder import claim, drop_after
+from shoal.config import Config, ConfigError
+from shoal.config.recipe import LossSection, SftSection
+from shoal.learner.checkpoint import Checkpoints, LearnerProgress
 from shoal.learner.policy import Policy
-from shoal.learner.ranks import Ranks
-from shoal.learner.sft.batch import Data, MicroBatch, fingerprint, micro_batches, plan
-from shoal.learner.sft.chat import Example
-from shoal.learner.started import from_leader
+from shoal.learner.ranks import Ranks, from_leader
+from shoal.learner.sft.conversations import ChatTemplate, ConversationError, Example, read
+from shoal.learner.training import CHECKPOINTS, METRICS, Training, claim, drop_after
 from shoal.model.dtype import DtypeName
-from shoal.model.load import save_model
+from shoal.model.load import eos_ids
+from shoal.model.tree import Pack, assign_rows, pack
 
 DIFFERS = "another model, seed, batch or data (sft.max_tokens and sft.eval_frac change the data)"
+
 GRAD_CLIP = 1.0  # largest gradient norm; larger gradients are scaled down
-LOG_EVERY_S = 1.0  # at most one training step per second is logged; metrics.jsonl has all
 
 log = logging.getLogger(__name__)
 
 
-class Sft:
+@dataclass(frozen=True)
+class SftBatch:
+    pack: Pack
+    trained_N: Tensor  # bool, over the pack's completion tokens
+
+
+@dataclass(frozen=True)
+class Data:
+    train: list[Example]
+    heldout: list[Example]
+    ends: set[int]  # tokens that end an assistant's turn
+
+    def to_bytes(self) -> bytes:
+        """For `from_bytes` on the other ranks of this machine: a line of JSON, then all tokens."""
+        parts = [[[len(each.tokens), each.spans] for each in part] for part in (self.train, self.heldout)]
+        tokens = b"".join(each.tokens.tobytes() for each in (*self.train, *self.heldout))
+        return json.dumps([*parts, sorted(self.ends)]).encode() + b"\n" + tokens
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Data":
+        head, _, body = data.partition(b"\n")
+        train, heldout, ends = json.loads(head)
+        tokens, at = array("i", body), 0
+        examples = []
+        for length, spans in (*train, *heldout):
+            examples.append(Example(tokens[at : at + length], tuple((start, stop) for start, stop in spans)))
+            at += length
+        return cls(examples[: len(train)], examples[len(train) :], set(ends))
+
+
+def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
+    """Read, encode and split the conversations of `sft.data`. `folder` is the model's. Raise ConversationError."""
+    settings = config.sft
+    if not settings.data:
+        raise ConfigError(
+            "sft.data is empty: set it to a .jsonl or .parquet file, or to a data set of the hub, org/name"
+        )
+    template = ChatTemplate(tokenizer, eos_ids(folder))
+    fitting, count = [], 0
+    for conversation in read(settings.data):
+        count += 1
+        if not template.exceeds(conversation, settings.max_tokens):
+            example = template.example(conversation)
+            if len(example.tokens) <= settings.max_tokens:
+                fitting.append(example)
+    if len(fitting) < count:
+        log.warning(
+            "dropped %d of %d conversations: longer than sft.max_tokens = %d",
+            count - len(fitting),
+            count,
+            settings.max_tokens,
+        )
+    order = random.Random(f"{config.run.seed}:heldout").sample(range(len(fitting)), len(fitting))
+    kept = max(1, round(settings.eval_frac * len(fitting))) if settings.eval_frac else 0
+    if len(fitting) <= kept:
+        raise ConversationError(
+            f"{settings.data}: of {count} conversations, {len(fitting)} fit sft.max_tokens = "
+            f"{settings.max_tokens} and {kept} are held out, so none is left to train on; add data or raise sft.max_tokens"
+        )
+    heldout, train = [fitting[i] for i in sorted(order[:kept])], [fitting[i] for i in sorted(order[kept:])]
+    log.info("%d conversations to train on, %d held out", len(train), len(heldout))
+    return Data(train, heldout, template.ends)
+
+
+def plan(lengths: Sequence[int], settings: SftSection, seed: int) -> list[tuple[int, list[int]]]:
+    """Each update's epoch and conversations. Every conversation appears once per epoch, in a different order.
+
+    An epoch's last update takes the rest. A plan with more epochs begins with the updates of a shorter one.
+    """
+    updates: list[tuple[int, list[int]]] = []
+    for epoch in range(settings.epochs):
+        order = list(range(len(lengths)))
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        if settings.batch is not None:
+            batches = [order[at : at + settings.batch] for at in range(0, len(order), settings.batch)]
+        else:
+            sizes = [min(lengths[i], settings.batch_tokens) for i in order]  # a longer one is its own batch
+            rows = assign_rows(sizes, settings.batch_tokens, in_order=True)
+            batches = [[order[at] for at in row] for row in rows]
+        updates += [(epoch, batch) for batch in batches]
+    return updates
+
+
+def micro_batches(examples: Sequence[Example], *, row_tokens: int, packs: bool = True) -> list[SftBatch]:
+    """Pack conversations side by side into rows of `row_tokens`. Every token appears exactly once.
+
+    Without `packs`, each has a row of its own (`model/unpacked`).
+    """
+    rows = (
+        assign_rows([len(example.tokens) for example in examples], row_tokens)
+        if packs
+        else [[i] for i in range(len(examples))]
+    )
+    return [
+        SftBatch(
+            pack([examples[i].tree for i in row]),
+            torch.cat([examples[i].trained_N() for i in row]),
+        )
+        for row in rows
+    ]
+
+
+def fingerprint(data: Data, config: Config) -> str:
+    """A hash of everything that determines the order and content of every update."""
+    settings = config.sft
+    result = hashlib.sha256(repr([config.model.name, config.run.seed, settings.batch, settings.batch_tokens]).encode())
+    for example in data.train:
+        result.update(repr(example.spans).encode() + example.tokens.tobytes())
+    return result.hexdigest()
+
+
+# --- training ------------------------------------------------------------------------------------------------------------
+
+
+class Sft(Training):
     def __init__(self, policy: Policy, data: Data, config: Config, folder: Path) -> None:
         self.policy, self.ranks = policy, policy.ranks
         self.data = data
         self.config = config
-        self.folder = folder
-        self.checkpoints = Checkpoints(folder / "checkpoints", policy)
-        self.logged_s = 0.0  # time of the last logged training step
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, policy)
         self.plan = plan([len(example.tokens) for example in data.train], config.sft, config.run.seed)
+        super().__init__(folder, len(self.plan), leads=self.ranks.leads)
 
-    def run(self, stop: threading.Event) -> Path | None:
-        """Train to the end of the last epoch, or until `stop`. Returns the model's folder, or None if stopped."""
-        self.claim()
-        step = self.checkpoints.restore().step
-        self.drop_after(step)
-        if step:
-            log.info("resuming after step %d of %d", step, len(self.plan))
+    def begin(self) -> None:
+        """Raise ConfigError if the folder holds another run; LeaderError on the other ranks."""
+        about = {"fingerprint": fingerprint(self.data, self.config)}
+        from_leader(self.ranks, lambda: claim(self.folder, about, DIFFERS), lambda _: b"", lambda _: None)
+        self.step = self.checkpoints.restore().step
+        if self.leads:
+            drop_after(self.folder / METRICS, self.step)
+        if self.step:
+            self.log("resuming after it")
         else:
-            self.evaluate(0)
-        while step < len(self.plan):
-            if self.stops(stop):
-                self.checkpoint(step, last=True)
-                self.checkpoints.finish()
-                return None
-            self.train(step)
-            step += 1
-            self.checkpoint(step, last=step == len(self.plan))
-        self.checkpoints.finish()
-        return self.publish()
+            self.evaluate()
 
-    def train(self, step: int) -> float:
-        """Make one update and record its metrics. Returns its loss."""
+    def train(self) -> None:
         started_s = time.monotonic()
-        epoch, members = self.plan[step]
+        epoch, members = self.plan[self.step]
         examples = [self.data.train[i] for i in members]
         update = self.policy.step(self._mean_loss(examples), self._micro_batches(examples))
         seconds = time.monotonic() - started_s
         n_tokens = sum(len(example.tokens) for example in examples)
-        figures = {
-            "step": step + 1,
-            "epoch": epoch,
-            "loss": update["loss"],
-            "grad_norm": update["optim/grad_norm"],
-            "lr": update["optim/lr"],
-            "conversations": len(examples),
-            "trained_tokens": sum(example.n_trained for example in examples),
-            "tokens": n_tokens,
-            "tokens_per_s": round(n_tokens / seconds, 1),
-        }
-        self.record(figures)
-        if time.monotonic() - self.logged_s > LOG_EVERY_S:
-            self.logged_s = time.monotonic()
-            self.log(step + 1, f"loss {update['loss']:.3f}, {n_tokens / seconds:.0f} tokens/s")
-        return update["loss"]
+        self.step += 1
+        self.record(
+            epoch=epoch,
+            loss=update["loss"],
+            grad_norm=update["optim/grad_norm"],
+            lr=update["optim/lr"],
+            conversations=len(examples),
+            trained_tokens=sum(example.n_trained for example in examples),
+            tokens=n_tokens,
+            tokens_per_s=round(n_tokens / seconds, 1),
+        )
+        self.log(f"loss {update['loss']:.3f}, {n_tokens / seconds:.0f} tokens/s", often=True)
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self) -> None:
         """Record the mean loss over all trained tokens of the held-out conversations."""
         if self.data.heldout:
             loss = self._mean_loss(self.data.heldout)
             total = self.policy.total(loss, self._micro_batches(self.data.heldout))
-            self.record({"step": step, "heldout_loss": total})
-            self.log(step, f"held-out loss {total:.3f}")
+            self.record(heldout_loss=total)
+            self.log(f"held-out loss {total:.3f}")
 
-    def checkpoint(self, step: int, *, last: bool) -> None:
-        """Every few steps and at the end: measure the held-out loss and begin to write a checkpoint."""
+    def keep(self, *, last: bool) -> None:
         every = self.config.sft.checkpoint_every
-        if last or (every and step % every == 0):
-            self.evaluate(step)
+        if last or (every and self.step % every == 0):
+            self.evaluate()
             if every:
-                self.checkpoints.begin(Progress(step=step))
+                self.checkpoints.begin(LearnerProgress(step=self.step))
 
-    def publish(self) -> Path:
-        """Write the model as a Hugging Face folder, which appears whole or not at all. Returns it."""
-        final, temporary = self.folder / "model", self.folder / ".model"
-        policy, tensors = self.policy, self.policy.published()
-        if self.ranks.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-            _declare_ends(policy.model, self.data.ends)
-            save_model(policy.model, policy.tokenizer, temporary, tensors, policy.stored)
-            shutil.rmtree(final, ignore_errors=True)  # from a run with fewer epochs
-            commit_folder(temporary, final)
-        for _ in tensors:  # the other ranks take part in gathering each tensor
-            pass
-        return final
+    def pause(self) -> None:
+        self.keep(last=True)
 
-    def claim(self) -> None:
-        """Mark the folder as this run's. Raises ConfigError if it holds another run; LeaderError on the other ranks."""
-        from_leader(
-            self.ranks,
-            lambda: claim(self.folder, {"fingerprint": fingerprint(self.data, self.config)}, DIFFERS),
-            lambda _: b"",
-            lambda _: None,
-        )
+    def end(self) -> None:
+        self.checkpoints.finish()
+
+    def write_model(self, final: Path) -> None:
+        if self.leads:
+            _declare_ends(self.policy.model, self.data.ends)
+        self.policy.write(final, replace=True)
 
     def stops(self, stop: threading.Event) -> bool:
         """Whether the leader was told to stop, on every rank."""
         return bool(self.ranks.broadcast((b"stop" if stop.is_set() else b"") if self.ranks.leads else None))
 
-    def drop_after(self, step: int) -> None:
-        if self.ranks.leads:
-            drop_after(self.metrics, step)
-
-    def record(self, figures: dict[str, float]) -> None:
-        """Append one line to metrics.jsonl."""
-        if self.ranks.leads:
-            with self.metrics.open("a") as file:
-                file.write(json.dumps(figures) + "\n")
-
-    def log(self, step: int, text: str) -> None:
-        if self.ranks.leads:
-            log.info("step %d of %d: %s", step, len(self.plan), text)
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
     def _mean_loss(self, examples: Sequence[Example]) -> Any:
         """The loss of one micro-batch of `examples`. Over all micro-batches it adds up to the mean, in nats per token."""
         n_trained = sum(example.n_trained for example in examples)
 
-        def loss(micro: MicroBatch) -> Tensor:
+        def loss(micro: SftBatch) -> Tensor:
             trained_N = micro.trained_N.to(self.policy.device)
 
             def loss_of(targets: slice, logp_C: Tensor, _: Tensor | None) -> Tensor:
@@ -169,7 +241,7 @@ class Sft:
 
         return loss
 
-    def _micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
+    def _micro_batches(self, examples: Sequence[Example]) -> list[SftBatch]:
         return micro_batches(examples, row_tokens=self.config.sft.max_tokens, packs=self.policy.packs)
 
 

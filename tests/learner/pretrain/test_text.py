@@ -9,8 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shoal.learner.pretrain.stream import Place, Stream, heldout
-from shoal.learner.pretrain.text import PIECE_BYTES, Corpus, EndError, TextError
+from shoal.learner.pretrain.text import PIECE_BYTES, Corpus, EndError, TextError, TextPlace, TokenStream, heldout
 from tests.conftest import tiny_tokenizer
 
 TEXTS = [f"{i}:" + "ab" * (i % 5) for i in range(11)]
@@ -113,8 +112,8 @@ def test_other_data_has_another_fingerprint(tmp_path: Path) -> None:
     assert Corpus(str(write(tmp_path, "c.jsonl", TEXTS[1:]))).fingerprint() != one
 
 
-def stream(folder: Path, **changed: Any) -> Stream:
-    return Stream(Corpus(str(write(folder, "a.jsonl"))), tiny_tokenizer(), **({"first": 2, "share": 4} | changed))
+def stream(folder: Path, **changed: Any) -> TokenStream:
+    return TokenStream(Corpus(str(write(folder, "a.jsonl"))), tiny_tokenizer(), **({"first": 2, "share": 4} | changed))
 
 
 def test_tokens_are_the_documents_end_to_end_and_every_epoch_has_all_of_them(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_a_stream_goes_on_at_any_token(before: int, tmp_path: Path) -> None:
     first.sequences(1, before)
     again = stream(tmp_path)
     assert first.place is not None
-    again.move(Place(**json.loads(json.dumps(first.place.to_json()))))
+    again.move(TextPlace(**json.loads(json.dumps(first.place.to_json()))))
     assert again.sequences(1, 60).flatten().tolist() == whole[before:]
 
 

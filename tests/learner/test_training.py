@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import ConfigError
-from shoal.learner.folder import WRITTEN, claim, drop_after
+from shoal.learner.training import CHECKPOINTS, METRICS, MODEL, claim, drop_after
 
 
 def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path: Path)
         claim(tmp_path / "new", {"model": "a"}, "another lr")
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", [METRICS, CHECKPOINTS, MODEL])
 def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("precious")
     with pytest.raises(ConfigError, match=f"holds {name} of something else; choose another --out"):

@@ -1,8 +1,9 @@
-"""The metrics of one step: pure functions of its groups, updates, times and model that return named numbers.
+"""What the learner reports of each step: metrics, and a signed record of what was trained on. It signs checkpoints, too.
 
 Invariant: a figure that is unknown or not finite is left out. The figures of a skipped update, which may be NaN, count in
-no mean. Names are those of docs/metrics.md. The learner's loop joins these functions' results once per step. The
-coordinator adds `reward/mean` and `reward/zero_std_frac`, because only it knows the groups that were not trained on.
+no mean. Names are those of docs/metrics.md. The coordinator adds `reward/mean` and `reward/zero_std_frac`, because only it
+knows the groups that were not trained on. The record names rows and weights by their digests: whoever holds the accepted
+files can tell whether the step was trained on them, and whoever computes as this machine does gets the same weights again.
 
 FLOPs of training on one group (a prompt of P tokens, completions of L_1..L_G), with the prompt counted once:
 
@@ -18,17 +19,24 @@ MFU does not count recomputation and padding. Left out: embedding look-ups, norm
 
 import logging
 import math
+import platform
 import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.learner.groups import Fetched, Group
+from shoal.protocol.identity import Signed
+from shoal.protocol.messages import BatchGroup, CheckpointRecord, Computed, StepRecord
+from shoal.protocol.node import Node
+
+if TYPE_CHECKING:
+    from shoal.learner.policy import Policy
 
 PER_TOKEN = "policy/"
 LAST = "optim/lr"  # the value of a step's last update, not a mean
@@ -189,3 +197,52 @@ def finite(figures: Mapping[str, float]) -> dict[str, float]:
         if not math.isfinite(value):
             log.error("metric %s is %s and is left out", name, value)
     return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+
+# --- what is signed ------------------------------------------------------------------------------------------------------
+
+DOMAIN, CHECKPOINT = "trained", "checkpoint"
+SIGNED = "signed.json"  # in a checkpoint's folder
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def signed_record(node: Node, step: int, fetched: Fetched, before: str, after: str, policy: "Policy") -> str:
+    """The Signed StepRecord of one step, as JSON; `before` and `after` are digests of weights."""
+    used = dict.fromkeys(group.submission for group in fetched.groups)
+    record = StepRecord(
+        run=node.invite.run,
+        step=step,
+        groups=[BatchGroup(submission=group.submission, group=group.number) for group in fetched.groups],
+        files={submission: fetched.contents[submission] for submission in used},
+        before=before,
+        after=after,
+        computed=computed(policy),
+    )
+    return Signed.make(node.identity, record.model_dump_json(), domain=DOMAIN).model_dump_json()
+
+
+def sign_folder(node: Node, folder: Path, step: int, files: dict[str, str]) -> None:
+    """Write SIGNED into a checkpoint's folder: which files it has, with their BLAKE3, under the learner's signature."""
+    record = CheckpointRecord(run=node.invite.run, step=step, files=files)
+    signed = Signed.make(node.identity, record.model_dump_json(), domain=CHECKPOINT)
+    (folder / SIGNED).write_text(signed.model_dump_json())
+
+
+def computed(policy: "Policy") -> Computed:
+    """How this process computes. Equal ones give equal bits; of unequal ones nothing is known."""
+    return Computed(
+        dtype="bfloat16" if policy.compute is torch.bfloat16 else "float32",
+        threads=torch.get_num_threads(),
+        ranks=policy.ranks.size,
+        torch=torch.__version__,
+        machine=_machine(policy.device)[:200],
+    )
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor()
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {cpu}"

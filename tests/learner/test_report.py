@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.learner.groups import Group
-from shoal.learner.metrics import (
+from shoal.learner.report import (
     Shape,
     age_metrics,
     completion_metrics,

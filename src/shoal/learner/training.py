@@ -1,0 +1,112 @@
+"""A training without a pool: the loop of supervised fine-tuning and pretraining, and the folder that holds it.
+
+    run.json       what the training follows from, by name        metrics.jsonl    one line per step or measurement
+    checkpoints/   to resume from                                  model/           the result
+
+Invariant: a folder holds one training, and what something else left there is never overwritten.
+"""
+
+import json
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.config import ConfigError
+from shoal.files import keep_lines, write_file
+
+RUN, METRICS, CHECKPOINTS, MODEL = "run.json", "metrics.jsonl", "checkpoints", "model"
+LOG_EVERY_S = 1.0  # at most one training step per second is logged; metrics.jsonl has all
+
+log = logging.getLogger(__name__)
+
+
+class Training(ABC):
+    """`step` of `steps` steps are done. Only the rank that leads writes records and logs."""
+
+    def __init__(self, folder: Path, steps: int, *, leads: bool = True) -> None:
+        self.folder, self.steps, self.leads = folder, steps, leads
+        self.step = 0
+        self._logged_s = 0.0
+
+    def run(self, stop: threading.Event) -> Path | None:
+        """Train to the last step, or until `stop`. Return the model's folder, or None if stopped."""
+        self.begin()
+        while self.step < self.steps:
+            if self.stops(stop):
+                self.pause()
+                self.end()
+                return None
+            self.train()
+            self.keep(last=self.step >= self.steps)
+        self.end()
+        self.write_model(self.folder / MODEL)
+        return self.folder / MODEL
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Claim the folder, and take up its newest checkpoint."""
+
+    @abstractmethod
+    def train(self) -> None:
+        """Make one step."""
+
+    @abstractmethod
+    def keep(self, *, last: bool) -> None:
+        """Every few steps and at the last one: measure the held-out loss, write a checkpoint."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Write a checkpoint of a training that is to go on later."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Wait for what is still being written."""
+
+    @abstractmethod
+    def write_model(self, final: Path) -> None:
+        """Write the model as a Hugging Face folder, in place of what is there."""
+
+    def stops(self, stop: threading.Event) -> bool:
+        return stop.is_set()
+
+    def record(self, **figures: Any) -> None:
+        """Append one line to metrics.jsonl."""
+        if self.leads:
+            with (self.folder / METRICS).open("a") as file:
+                file.write(json.dumps({"step": self.step} | figures) + "\n")
+
+    def log(self, text: str, *, often: bool = False) -> None:
+        """`often`: leave it out if a step was logged less than a second ago."""
+        if self.leads and not (often and time.monotonic() - self._logged_s <= LOG_EVERY_S):
+            self._logged_s = time.monotonic() if often else self._logged_s
+            log.info("step %d of %d: %s", self.step, self.steps, text)
+
+
+def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
+    """Mark `folder` as this training's. `differs` says, in place of the name and both values, what may differ.
+
+    Raise ConfigError if the folder holds another training, or files of something else that this one would overwrite.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RUN
+    if not path.exists():
+        if taken := [name for name in (METRICS, CHECKPOINTS, MODEL) if (folder / name).exists()]:
+            raise ConfigError(f"{folder} holds {taken[0]} of something else; choose another --out")
+        write_file(path, (json.dumps(about, indent=1) + "\n").encode())
+        return
+    held = json.loads(path.read_text())
+    for key in sorted({*held, *about}):
+        if held.get(key) != about.get(key):
+            what = differs or f"{key} = {held.get(key)}, not {about.get(key)}"
+            raise ConfigError(
+                f"{folder} holds a run with {what}: restore it to resume that run, or choose another --out"
+            )
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be repeated, and an incomplete last line."""
+    keep_lines(path, lambda line: step > 0 and line["step"] <= step)

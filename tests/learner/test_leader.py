@@ -1,0 +1,159 @@
+"""What the leader of several ranks tells the others: a step's groups, and what it reads before they compute."""
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from shoal.errors import ShoalError
+from shoal.learner.groups import IncomingBatches
+from shoal.learner.ranks import LeaderError, Ranks, from_leader
+
+from .support import Pool, run_config, step_file, submission
+
+STEPS = 2
+
+
+def files() -> list[bytes]:
+    return [step_file(step) for step in range(STEPS)]
+
+
+class Wire:
+    """What the leader tells one other rank."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        if message is None:
+            return self.sent.pop(0)
+        self.sent.append(message)
+        return message
+
+
+def both(pool: Pool, wire: Any, folder: Path) -> tuple[IncomingBatches, IncomingBatches]:
+    """The leader's and another rank's."""
+    config: Any = run_config(STEPS, {})
+    return tuple(IncomingBatches(node, wire, config, folder) for node in (pool, None))  # type: ignore[arg-type,return-value]
+
+
+def test_other_ranks_know_the_same_groups_without_their_tokens(tmp_path: Path) -> None:
+    wire, stop = Wire(), threading.Event()
+    leader, other = both(Pool(*files()), wire, tmp_path)
+    found = leader.wait(0, stop)
+    assert found is not None and len(json.loads(wire.sent[0])) == 5 and b"tokens" in wire.sent[0]
+    told = other.wait(0, stop)
+    assert told is not None and told.groups == [group.outline for group in found.fetched.groups]
+    stop.set()
+    assert leader.wait(1, stop) is None and other.wait(1, stop) is None
+
+
+def test_other_ranks_do_not_wait_for_a_leader_that_failed(tmp_path: Path) -> None:
+    wire, stop = Wire(), threading.Event()
+    leader, other = both(Pool(), wire, tmp_path)
+    with pytest.raises(KeyError):
+        leader.wait(0, stop)
+    assert other.wait(0, stop) is None
+
+
+# --- the next step's files ---------------------------------------------------------------------------------------------
+
+
+class Slow(Pool):
+    """Step 1's batch fills while step 0 trains."""
+
+    def __init__(self, *files: bytes) -> None:
+        super().__init__(*files)
+        self.fetched = threading.Event()
+
+    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
+        data = super().get_bytes(path, most_bytes=most_bytes)
+        self.fetched.set()
+        return data
+
+
+def test_the_next_steps_files_are_fetched_beside_training_and_once(tmp_path: Path) -> None:
+    pool, config = Slow(*files()), run_config(2, {})
+    incoming = IncomingBatches(pool, Ranks(), config, tmp_path)  # type: ignore[arg-type]
+    incoming.prefetch(1)
+    assert pool.fetched.wait(60), "nobody waits for it"
+    found = incoming.wait(1, threading.Event())
+    assert found is not None
+    assert [group.submission for group in found.fetched.groups] == [submission(1)] * 5
+    assert pool.asked == [f"/v1/accepted/{submission(1)}"]
+
+
+def test_what_the_fetching_raises_ends_the_wait_on_all_ranks(tmp_path: Path) -> None:
+    class Gone(Pool):
+        def get(self, path: str, kind: Any) -> Any:
+            raise ShoalError("the coordinator is gone")
+
+    class Told(Ranks):
+        sent: list[bytes] = []
+
+        def broadcast(self, message: bytes | None) -> bytes:
+            self.sent.append(message or b"")
+            return b""
+
+    ranks = Told(0, 2)
+    incoming = IncomingBatches(Gone(), ranks, run_config(2, {}), tmp_path)  # type: ignore[arg-type]
+    incoming.prefetch(1)
+    incoming.node = Pool()  # type: ignore[assignment]
+    with ThreadPoolExecutor(1) as wait, pytest.raises(ShoalError, match="is gone"):
+        wait.submit(incoming.wait, 1, threading.Event()).result(60)
+    assert ranks.sent == [b""]
+
+
+# --- what it reads -----------------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One of two ranks. `wire`: what was broadcast."""
+
+    size = 2
+
+    def __init__(self, wire: list[bytes], *, leads: bool) -> None:
+        self.wire, self.leads = wire, leads
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        if self.leads:
+            assert message is not None
+            self.wire.append(message)
+            return message
+        return self.wire.pop(0)
+
+
+def told(rank: Any, read: Callable[[], int]) -> int:
+    return from_leader(cast(Ranks, rank), read, lambda found: str(found).encode(), lambda data: int(data))
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("only the leader reads")
+
+
+def refuse() -> int:
+    raise ShoalError("no such file")
+
+
+def test_every_rank_has_what_the_leader_read() -> None:
+    wire: list[bytes] = []
+    assert told(Rank(wire, leads=True), lambda: 7) == 7
+    assert told(Rank(wire, leads=False), never) == 7 and not wire
+
+
+def test_an_error_of_the_leader_ends_the_others_with_its_message() -> None:
+    wire: list[bytes] = []
+    with pytest.raises(ShoalError, match="^no such file"):
+        told(Rank(wire, leads=True), refuse)
+    with pytest.raises(LeaderError, match="rank 0 ended: no such file"):
+        told(Rank(wire, leads=False), never)
+
+
+def test_one_rank_alone_encodes_nothing() -> None:
+    assert from_leader(Ranks(), lambda: 7, never, never) == 7
