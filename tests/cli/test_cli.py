@@ -248,12 +248,6 @@ def test_a_field_a_section_or_all_fields_are_explained(capsys: pytest.CaptureFix
     assert one in section and section.strip() in capsys.readouterr().out
 
 
-def test_a_page_of_all_fields_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--markdown"]) == DONE
-    page = capsys.readouterr().out
-    assert page.startswith("# Every config field\n") and "\n## learner.loss\n" in page and "| `beta` | " in page
-
-
 def test_ctrl_c_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(arguments: object) -> int:
         raise KeyboardInterrupt

@@ -1,11 +1,11 @@
-"""What `shoal config --explain` and `--markdown` say of each field, read from the models."""
+"""What `shoal config --explain` says of each field, read from the models."""
 
 from pathlib import Path
 
 import pytest
 
 from shoal.config import Config, ConfigError, dumps, load
-from shoal.config.explain import fields, markdown, text
+from shoal.config.explain import fields, text
 from shoal.config.loading import section_of
 from tests.config.test_config import INTELLECT_2
 
@@ -97,11 +97,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(key: str, hint: str) -> 
     with pytest.raises(ConfigError, match=f"unknown key '{key}'") as refusal:
         fields(key)
     assert hint in str(refusal.value)
-
-
-def test_the_page_has_a_row_for_every_field() -> None:
-    rows = [line for line in markdown().splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == [field.key.rpartition(".")[2] for field in fields()]
 
 
 def test_none_is_written_as_a_comment_and_loads_again(tmp_path: Path) -> None:

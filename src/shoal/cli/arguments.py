@@ -1,7 +1,7 @@
 """What the commands share: the parser, bounded numbers, the arguments that several of them take, and how they print.
 
-Invariant: nothing heavy is imported, so `--help` answers at once. Called by every other module of this room; each of them
-holds the arguments of its commands next to what they do.
+Invariant: nothing heavy is imported, so `--help` answers at once. Each module of commands holds their
+arguments next to what they do.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ HERE = Listen()
 
 
 def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Event, listen: Listen = HERE) -> str:
-    """Publishes what the learner writes under `watched`, until the run ends."""
+    """Publish what the learner writes under `watched`, until the run ends."""
     check_apart(watched, folder)
     config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
@@ -96,7 +96,7 @@ def _announce(node: Node, manifest: Manifest) -> None:
 
 
 def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Listen = HERE) -> str:
-    """Mirrors the origin and serves the run's nodes, until the run ends."""
+    """Mirror the origin and serve the run's nodes, until the run ends."""
     config = Node.read_config(invite, stop)
     store = Store(
         folder / "store",
@@ -157,7 +157,7 @@ async def serve_store(
     live: Callable[[Node], Awaitable[str]],
     stop: threading.Event,
 ) -> str:
-    """Serves the store to the pool's nodes, joins with the address, and runs `live`. `default`: the config's host, port."""
+    """Serve the store to the pool's nodes, join with the address, and run `live`. `default`: the config's host, port."""
     host, port = listen.or_else(*default)
     clock = PoolClock()  # dates the passes that readers show, as the pool's nodes date theirs
     guard = Guard(
@@ -195,7 +195,7 @@ async def _ban(node: Node, guard: Guard) -> None:
 async def _bind(
     application: web.Application, host: str, port: int, tls: ssl.SSLContext | None, last_port: Path
 ) -> tuple[web.AppRunner, int]:
-    """Listens on `port`. Port 0 means the port from before a restart, or a free one."""
+    """Listen on `port`. Port 0 means the port from before a restart, or a free one."""
     last = last_port.read_text() if port == 0 and last_port.exists() else ""
     port = int(last) if last.isdecimal() else port  # an earlier version may have left an empty file
     runner, bound = await serve(application, host, port, ssl=tls)

@@ -16,7 +16,7 @@ noisiest pair of dtypes. A worker that says it is of a quieter kind gets no tigh
 `model.dtype` and calibrate again.
 
 Measure both the initial policy, which is least certain and whose logprobs differ most, and a trained one.
-Called by `shoal calibrate`. Left out: other machines. Run it on each kind of machine that will join, and use the widest
+Left out: other machines. Run it on each kind of machine that will join, and use the widest
 limits.
 """
 

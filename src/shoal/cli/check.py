@@ -37,11 +37,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         commands, "config", "print the resolved values of a config, or explain its fields", "--explain learner.lr"
     )
     takes_config(config_, required=False)
-    what = config_.add_mutually_exclusive_group()
-    what.add_argument(
+    config_.add_argument(
         "--explain", nargs="?", const="", metavar="KEY", help="describe every field, those of a section, or one field"
     )
-    what.add_argument("--markdown", action="store_true", help="describe every field, as one Markdown page")
 
     calibrate_ = add_command(
         commands, "calibrate", "measure honest work and write the validator's limits", "quickstart --out calibration"
@@ -113,11 +111,9 @@ def of_config(config: Config, folder: Path) -> Iterator[Finding]:
 def config(arguments: argparse.Namespace) -> None:
     from shoal.config import explain
 
-    if arguments.config and (arguments.markdown or arguments.explain is not None):
-        raise UsageError("--explain and --markdown describe defaults; leave the config out")
-    if arguments.markdown:
-        say(explain.markdown().rstrip("\n"))
-    elif arguments.explain is not None:
+    if arguments.config and arguments.explain is not None:
+        raise UsageError("--explain describes defaults; leave the config out")
+    if arguments.explain is not None:
         say(explain.text(explain.fields(arguments.explain)))
     else:
         say(config_module.dumps(read_config(arguments) if arguments.config else config_module.Config()).rstrip("\n"))

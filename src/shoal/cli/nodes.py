@@ -123,7 +123,7 @@ def _listen(arguments: argparse.Namespace) -> Listen:
 
 
 def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threading.Event) -> str:
-    """Returns how the run ended. Only the role's own modules are imported."""
+    """Return how the run ended. Only the role's own modules are imported."""
     folder: Path = arguments.dir
     match role:
         case "learner":

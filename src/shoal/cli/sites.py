@@ -1,6 +1,6 @@
 """`shoal pool status` of a sites' meeting: who takes part, with what loss, where its time goes and how much it sent.
 
-Called by `pool`, for a URL at which a meeting answers (`shoal meet`). What it answers is open to all, and only shown.
+What a meeting answers is open to all, and only shown.
 """
 
 from __future__ import annotations

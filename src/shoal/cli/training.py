@@ -64,7 +64,7 @@ def _tiny() -> Path:
 
 
 def _finetune(arguments: argparse.Namespace) -> Path | None:
-    """Returns the model's folder; None on a rank that does not lead."""
+    """Return the model's folder; None on a rank that does not lead."""
     config = read_config(arguments)
     stop = process.begin("sft", threads=arguments.threads)
     from shoal.cli.launch.prepare import model_folder

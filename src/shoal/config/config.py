@@ -1,7 +1,4 @@
-"""`Config`: a run's whole config, one section per process and the learning recipe, checked against each other.
-
-Called by `loading`, which reads it from a file, and by everything that needs a setting.
-"""
+"""`Config`: a run's whole config, one section per process and the learning recipe, checked against each other."""
 
 import math
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Every field of a config with its description, type, default and source: `shoal config --explain`.
 
-Invariant: all of it is read from the models, so text and code cannot disagree. Called by `cli`.
+Invariant: all of it is read from the models, so text and code cannot disagree.
 """
 
 import json
@@ -17,17 +17,6 @@ from shoal.config.section import Section
 
 OWN = "Shoal"
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-
-HEAD = """\
-# Every config field
-
-Look up what a field means, what it may be, and where its default is from. `shoal config --markdown` prints
-this page. `shoal config --explain learner.lr` prints one field, `shoal config --explain learner` a section, and
-`shoal config CONFIG` the resolved values of a file.
-
-A config is a TOML file with these sections, see `configs/`. `--set learner.lr=1e-5` overrides one key, and
-`--with FILE` applies another file on top. TOML has no null: leave a key out to get `none`.
-"""
 
 
 @dataclass(frozen=True)
@@ -49,8 +38,7 @@ def fields(key: str = "") -> list[Field]:
             raise ConfigError(f"unknown key {key!r}; {hint}")
         known.append(part)
         at = section_of(at.model_fields[part].annotation)
-    everything = [field for _, _, own in _sections(Config, "") for field in own]
-    return [field for field in everything if not key or field.key == key or field.key.startswith(f"{key}.")]
+    return [field for field in _fields(Config, "") if not key or field.key == key or field.key.startswith(f"{key}.")]
 
 
 def text(found: list[Field]) -> str:
@@ -61,30 +49,14 @@ def text(found: list[Field]) -> str:
     )
 
 
-def markdown() -> str:
-    """A page with a table per section."""
-    lines = [HEAD]
-    for name, section, own in _sections(Config, ""):
-        if own:
-            lines += [f"## {name}\n\n{(section.__doc__ or '').strip()}\n"]
-            lines += ["| field | meaning | type | default | source |\n| --- | --- | --- | --- | --- |"]
-            lines += [
-                f"| `{each.key.removeprefix(f'{name}.')}` | {each.description} | {each.type} | `{each.default}` "
-                f"| {each.source} |"
-                for each in own
-            ]
-            lines += [""]
-    return "\n".join(lines)
-
-
-def _sections(section: type[Section], name: str) -> Iterator[tuple[str, type[Section], list[Field]]]:
-    """Every section below this one, itself first: its name, its model, and its own fields."""
-    prefix = f"{name}." if name else ""
+def _fields(section: type[Section], prefix: str) -> Iterator[Field]:
+    """Yield the fields of this section, then those of the sections in it."""
     inner = {key: found for key, info in section.model_fields.items() if (found := section_of(info.annotation))}
-    own = [key for key, info in section.model_fields.items() if key not in inner or info.default is None]
-    yield name, section, [_field(f"{prefix}{key}", section.model_fields[key]) for key in own]
+    for key, info in section.model_fields.items():
+        if key not in inner or info.default is None:
+            yield _field(f"{prefix}{key}", info)
     for key, found in inner.items():
-        yield from _sections(found, f"{prefix}{key}")
+        yield from _fields(found, f"{prefix}{key}.")
 
 
 def _field(key: str, info: FieldInfo) -> Field:

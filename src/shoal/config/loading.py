@@ -4,7 +4,7 @@ A config is found by its path. Where there is no such file, `NAME`, `NAME.toml` 
 config of that name.
 
 Invariant: unknown keys are refused with the name that was probably meant, and a `ConfigError` names all faults at once.
-Called by `cli`, `shoal run` and every node. `explain` uses the same list of known keys.
+`explain` uses the same list of known keys.
 """
 
 import copy

@@ -1,7 +1,6 @@
 """What every section of a config is, the bound that several share, and where a default may be from.
 
 Every field has a description; a section's is its docstring. A default that is not Shoal's own names its source.
-Called by the modules that define sections.
 """
 
 from typing import Annotated

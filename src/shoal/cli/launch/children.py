@@ -3,7 +3,7 @@
 Each child runs a `shoal` command, as it would on its own machine. Where forking is safe, children are forked from one
 process that has imported everything they need (`preload`). This saves each child ten seconds of a laptop's time and a
 quarter of a gigabyte, which importing PyTorch and transformers takes. Elsewhere each child is a new interpreter.
-Invariant: after `stop_all` no child is left. Called by `swarm`; each child ends when this process is gone
+Invariant: after `stop_all` no child is left; each child ends when this process is gone
 (`process.follow`). Never imports torch.
 """
 

@@ -1,6 +1,6 @@
 """The processes of a run on one machine: their names, folders, invites and commands.
 
-Invariant: a member that is started again has the folder, the key and the invite it had before. Called by `swarm`.
+Invariant: a member that is started again has the folder, the key and the invite it had before.
 """
 
 import time

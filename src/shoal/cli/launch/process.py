@@ -1,7 +1,7 @@
 """What every process of a run has in common: threads, logging, signals, and ending with its parent.
 
 Invariant: a process that follows another one ends when that one is gone, so `shoal run` leaves nothing behind even when it
-is killed -9. Called by `cli` for each role, by `children`, and by `swarm` for its own signals.
+is killed -9.
 """
 
 import atexit

@@ -2,7 +2,7 @@
 
 The processes are the same commands that run on separate machines, and they speak HTTP on loopback. This one holds no state
 that a run needs: it can be killed, and its children end with it.
-Invariant: when it returns, no child is left. Called by `cli`. It never imports torch.
+Invariant: when it returns, no child is left. It never imports torch.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Watches a running run: its state, its progress, and the reasons to stop it.
 
 Invariant: a run that cannot get anywhere is stopped with the reason. It stalls (`run.stall_s`), its groups teach nothing
-(NO_SIGNAL_GROUPS in a row), its grader fails too often (`tasks.grader_error_limit`), or its disk is full. Called by `swarm`.
+(NO_SIGNAL_GROUPS in a row), its grader fails too often (`tasks.grader_error_limit`), or its disk is full.
 """
 
 import math

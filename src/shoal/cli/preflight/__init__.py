@@ -5,10 +5,8 @@
     work        a model's sizes, and what one step computes with it
     speed       seconds of each role for one step, from the measured speed of the cores
     memory      bytes that each role holds
-    cores       how the roles share the cores of one machine
-    estimate    time and memory of a whole run
+    estimate    time and memory of a whole run, and how its roles share the cores
     disk        what a run writes and keeps
 
 Invariant: nothing is started, changed or left behind, and each problem comes with its remedy.
-Called by `shoal check`, `shoal run`, and the learner for its memory.
 """

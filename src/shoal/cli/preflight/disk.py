@@ -1,7 +1,7 @@
 """Disk space: what a run needs, what its file system has, and which file system that is.
 
 Invariant: the estimate is an upper bound for checkpoints and weights, which are nearly all of a run's bytes. Rollouts are
-not counted. Called by `shoal check` and `shoal run`.
+not counted.
 """
 
 import math

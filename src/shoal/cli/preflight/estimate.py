@@ -4,7 +4,7 @@
 
 The first evaluation goes on beside the steps. It and the last one each decode n completions greedily and n sampled ones.
 Invariant: `estimate` is a pure function of numbers. Completions are taken to be as long as the config lets them be, unless
-it sets targets. Called by `shoal run` before it starts anything, and by `shoal check`. Left out: the first use of a model
+it sets targets. Left out: the first use of a model
 on a machine, evaluations between the first and the last, tasks' rewards, other devices than CPUs.
 """
 

@@ -2,7 +2,7 @@
 
 Invariant: `examine` is a pure function of `Facts`, so it is tested with facts of machines that nobody has at hand; every
 finding that is not "ok" has a remedy. `gather` changes nothing and takes a few seconds, most of them the import of torch.
-Called by `shoal check`. Left out: the speed of a disk and of the network, which a run shows better than a probe of seconds.
+Left out: the speed of a disk and of the network, which a run shows better than a probe of seconds.
 """
 
 import os

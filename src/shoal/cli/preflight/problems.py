@@ -1,8 +1,7 @@
 """What can be known before a run starts: does its config fit this machine, the model, the tasks and the network ports?
 
 Invariant: nothing is started, and only what answers a question is fetched (a hub model's config.json, the hub's tasks).
-torch is imported only for a device other than the CPU. Called by `shoal check`; `check_length`
-also by every command that has a config and may have the model. Memory and disk: `estimate`.
+torch is imported only for a device other than the CPU. Memory and disk: `estimate`.
 """
 
 import importlib.util

@@ -31,7 +31,7 @@ the cores takes as much longer, and the machine does all of the work:
 
 COORDINATION_S is what remains of a step with hardly any products: heartbeats, uploads, Parquet, fsync, checkpoints
 (runs of tiny, `plan.json`: 1.0 s, products 0.2 s).
-Invariant: pure functions of numbers, except for `measure`. Called by `estimate`. Left out: stragglers, tasks' rewards,
+Invariant: pure functions of numbers, except for `measure`. Left out: stragglers, tasks' rewards,
 start-up, GPUs.
 """
 
