@@ -2,7 +2,7 @@ import pytest
 
 from shoal.protocol.messages import StepReport
 
-from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
+from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database")
 
@@ -25,11 +25,7 @@ def test_a_batch_is_ready_when_it_is_full_of_useful_groups_oldest_first(harness:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_open_batch_names_what_it_would_hold_where_the_learner_streams(stream: bool) -> None:
-    harness = open_pool(stream=stream)
-    harness.join(ALICE)
-    harness.join(BOB)
-    harness.join(VALIDATOR, "validator")
-    harness.publish(0)
+    harness = staffed_pool(validators=(VALIDATOR,), stream=stream)
     first, second = harness.accepted(useful=(False, True)), harness.accepted(BOB)
     shown = [(first.id, 1), (second.id, 0), (second.id, 1)]
     filling, later = (harness.pool.batches.of_step(step) for step in (0, 1))
@@ -95,10 +91,7 @@ def test_no_task_is_assigned_when_every_batch_is_full(harness: Harness) -> None:
 
 
 def test_without_the_filter_every_group_is_trained_on_and_equal_rewards_are_still_counted() -> None:
-    harness = open_pool(online_filter=False)
-    harness.join(ALICE)
-    harness.join(VALIDATOR, "validator")
-    harness.publish(0)
+    harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), online_filter=False)
     first, second = (harness.accepted(useful=(False, True)) for _ in range(2))
     assert groups(harness, 0) == [(first.id, 0), (first.id, 1), (second.id, 0), (second.id, 1)]
     harness.pool.learning.trained(StepReport(step=0, metrics={}, trained=[first.id, second.id]))
