@@ -11,7 +11,7 @@ from shoal.protocol.messages import Reason, Replay, StepReport
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
 
-pytestmark = pytest.mark.usefixtures("every_database")
+pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 ONE, TWO = "1" * 64, "2" * 64
 INEXACT = Replay(tokens=100, mismatched=3)

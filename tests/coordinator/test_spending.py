@@ -14,7 +14,7 @@ from shoal.protocol.messages import Reason, Replay, Spent
 
 from .support import ALICE, BOB, VALIDATOR, Clock, Harness, config, open_pool, staffed_pool
 
-pytestmark = pytest.mark.usefixtures("every_database")
+pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
