@@ -217,12 +217,17 @@ def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **setti
     return Harness(Pool(connection, ledger, config(**settings), "r", clock, secret=b"secret"), clock)
 
 
-def staffed_pool(**settings: Any) -> Harness:
-    """Two workers, two validators, version 0."""
+def staffed_pool(
+    *,
+    workers: tuple[str, ...] = (ALICE, BOB),
+    validators: tuple[str, ...] = (VALIDATOR, OTHER_VALIDATOR),
+    **settings: Any,
+) -> Harness:
+    """These members, and version 0."""
     found = open_pool(**settings)
-    for key in (ALICE, BOB):
+    for key in workers:
         found.join(key)
-    for key in (VALIDATOR, OTHER_VALIDATOR):
+    for key in validators:
         found.join(key, "validator")
     found.publish(0)
     return found

@@ -9,7 +9,7 @@ from shoal.coordinator.pool import Pool
 
 from . import simulation
 from .simulation import Member, Simulation, silent, workers
-from .support import ALICE, BOB, CAROL, Harness, open_pool
+from .support import ALICE, BOB, CAROL, Harness, staffed_pool
 
 DAVE, ERIN = "d" * 64, "1" * 64
 USELESS = (False, False)  # fills no batch, so that any number can be accepted
@@ -106,10 +106,9 @@ def beat_all(harness: Harness, *keys: str) -> None:
 @pytest.fixture
 def pool() -> Harness:
     """Two slots; Alice and Bob are proven, and take 4 s."""
-    harness = open_pool(prompts_per_step=4, online_filter=True)
-    for key in (ALICE, BOB, CAROL, DAVE, ERIN):
-        harness.join(key)
-    harness.publish(0)
+    harness = staffed_pool(
+        workers=(ALICE, BOB, CAROL, DAVE, ERIN), validators=(), prompts_per_step=4, online_filter=True
+    )
     for key in (ALICE, BOB):
         proven(harness, key, 4.0)
     harness.pool.db.connection.change(
@@ -151,10 +150,7 @@ def test_young_keys_never_hold_all_the_work_while_a_proven_worker_is_there(pool:
 
 
 def test_where_nobody_is_proven_young_keys_get_all_the_work() -> None:
-    harness = open_pool()
-    for key in (ALICE, BOB, CAROL):
-        harness.join(key)
-    harness.publish(0)
+    harness = staffed_pool(workers=(ALICE, BOB, CAROL), validators=())
     assert harness.task(ALICE) and harness.task(BOB)
     assert "catch up" in harness.beat(CAROL, 0).waiting_for
     harness.clock.now_s += arrivals.LATE * arrivals.START_S + 0.01

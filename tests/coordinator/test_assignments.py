@@ -3,7 +3,7 @@ import pytest
 from shoal.coordinator.database import PoolError
 from shoal.protocol.messages import Reason
 
-from .support import ALICE, BOB, CAROL, VALIDATOR, Harness, advance, open_pool
+from .support import ALICE, BOB, CAROL, VALIDATOR, Harness, advance, open_pool, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
@@ -53,10 +53,7 @@ def test_a_worker_with_too_old_weights_waits_until_it_has_loaded_newer_ones(harn
 
 
 def test_an_async_level_of_zero_takes_only_the_version_of_the_step() -> None:
-    harness = open_pool(async_level=0)
-    harness.join(ALICE)
-    harness.join(VALIDATOR, "validator")
-    harness.publish(0)
+    harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), async_level=0)
     advance(harness, 1)
     assert "publish version 1" in harness.beat(version=0).waiting_for
     harness.publish(1)

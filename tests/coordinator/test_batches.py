@@ -2,7 +2,7 @@ import pytest
 
 from shoal.protocol.messages import StepReport
 
-from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
+from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database")
 
@@ -85,10 +85,7 @@ def test_no_task_is_assigned_when_every_batch_is_full(harness: Harness) -> None:
 
 
 def test_without_the_filter_every_group_is_trained_on_and_equal_rewards_are_still_counted() -> None:
-    harness = open_pool(online_filter=False)
-    harness.join(ALICE)
-    harness.join(VALIDATOR, "validator")
-    harness.publish(0)
+    harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), online_filter=False)
     first, second = (harness.accepted(useful=(False, True)) for _ in range(2))
     assert groups(harness, 0) == [(first.id, 0), (first.id, 1), (second.id, 0), (second.id, 1)]
     harness.pool.learning.trained(StepReport(step=0, metrics={}, trained=[first.id, second.id]))

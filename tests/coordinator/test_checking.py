@@ -50,9 +50,7 @@ def test_the_share_halves_with_every_few_found_honest_down_to_its_floor(harness:
 
 
 def test_by_default_everything_is_checked() -> None:
-    harness = open_pool(validator={"trust_after": 1})
-    harness.join(ALICE)
-    harness.publish(0)
+    harness = staffed_pool(workers=(ALICE,), validators=(), validator={"trust_after": 1})
     for _ in range(5):
         assert harness.accepted(useful=USELESS) and share(harness) == 1
     assert all(harness.pool.judgement.trust.draw(ALICE, 2) for _ in range(200))

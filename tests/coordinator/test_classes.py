@@ -11,7 +11,7 @@ from shoal.protocol.messages import Reason, Replay, StepReport
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
 
-pytestmark = pytest.mark.usefixtures("every_database")
+pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 ONE, TWO = "1" * 64, "2" * 64
 INEXACT = Replay(tokens=100, mismatched=3)
@@ -215,10 +215,7 @@ def test_one_validator_alone_cannot_slash_what_another_accepts(harness: Harness)
 
 
 def test_an_only_validator_slashes_as_ever() -> None:
-    harness = open_pool()
-    harness.join(ALICE)
-    harness.join(VALIDATOR, "validator")
-    harness.publish(0)
+    harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,))
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
     harness.judge(id, Reason.PROOF, confirmed=False)
@@ -380,10 +377,7 @@ def test_mismatches_long_ago_do_not_suspend(harness: Harness) -> None:
 @pytest.mark.parametrize("taken", ["any", "exact"])
 def test_mismatches_that_nobody_can_confirm_put_it_into_no_class_for_a_while(taken: str) -> None:
     """So the only validator computes its work once; honest work of a machine that differs is judged by the limits."""
-    harness = open_pool(validator={"classes": taken}, prompts_per_step=64)
-    harness.join(ALICE)
-    harness.join(VALIDATOR, "validator")
-    harness.publish(0)
+    harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), validator={"classes": taken}, prompts_per_step=64)
     harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
     for _ in range(MISMATCHES):
         inexact(harness, VALIDATOR, uploaded(harness))

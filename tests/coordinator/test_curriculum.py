@@ -10,6 +10,7 @@ from shoal.config import parse
 from shoal.coordinator.curriculum import open_pages, recomputed
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
+from shoal.coordinator.state.folder import FolderError
 from shoal.ledger.connection import Connection, open_sqlite
 from shoal.ledger.table import Ledger
 from shoal.protocol.messages import MILLION, GroupResult, Outcomes, Verdict
@@ -170,7 +171,7 @@ def test_a_page_that_does_not_exist_and_a_folder_without_pages_are_named(harness
     with pytest.raises(PoolError, match=f"no curriculum page {'a' * 64}") as refused:
         harness.pool.curriculum.pages.page("a" * 64)
     assert refused.value.status == 404
-    with pytest.raises(PoolError, match="name the folder of the run with --run"):
+    with pytest.raises(FolderError, match="is not the folder of a coordinator that has run; name that folder"):
         open_pages(tmp_path / "elsewhere")
 
 

@@ -7,7 +7,7 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.members import GIB
 from shoal.protocol.messages import Capability, Heartbeat, InvitePayload
 
-from .support import ALICE, BOB, VALIDATOR, Harness, open_pool, payload
+from .support import ALICE, BOB, VALIDATOR, Harness, open_pool, payload, staffed_pool
 
 LAPTOP = Capability(memory_bytes=8 * GIB, cores=4, device="cpu", engine="torch")
 USELESS = (False, False)  # 20 tokens, in no batch
@@ -51,12 +51,9 @@ def work(harness: Harness, key: str, takes_s: float, times: int) -> None:
 @pytest.fixture
 def pool() -> Harness:
     """20 tokens a task, and 5 a second required."""
-    harness = open_pool(requirements={"tokens_per_s": 5}, prompts_per_step=64, node_timeout_s=1e9)
-    for key in (ALICE, BOB):
-        harness.join(key)
-    harness.join(VALIDATOR, "validator")
-    harness.publish(0)
-    return harness
+    return staffed_pool(
+        validators=(VALIDATOR,), requirements={"tokens_per_s": 5}, prompts_per_step=64, node_timeout_s=1e9
+    )
 
 
 def test_speed_is_measured_by_accepted_work_and_the_coordinators_clock(pool: Harness) -> None:
@@ -164,10 +161,9 @@ def speed_of(harness: Harness) -> float:
 @pytest.fixture
 def three() -> Harness:
     """Three submissions in flight, 20 tokens a task; the first one is accepted after 4 s."""
-    harness = open_pool(in_flight=3, prompts_per_step=64, node_timeout_s=1e9)
-    harness.join(ALICE)
-    harness.join(VALIDATOR, "validator")
-    harness.publish(0)
+    harness = staffed_pool(
+        workers=(ALICE,), validators=(VALIDATOR,), in_flight=3, prompts_per_step=64, node_timeout_s=1e9
+    )
     work(harness, ALICE, 4.0, 1)
     return harness
 

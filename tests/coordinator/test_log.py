@@ -6,7 +6,7 @@ import pytest
 
 from shoal.protocol.messages import Evaluation, Policy, Reason, StepReport
 
-from .support import ALICE, BOB, VALIDATOR, open_pool, verdict
+from .support import ALICE, BOB, VALIDATOR, open_pool, staffed_pool, verdict
 
 
 def test_each_event_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,9 +48,7 @@ def test_each_event_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_detail_that_quotes_a_workers_file_stays_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="shoal.coordinator")
-    harness = open_pool()
-    harness.join(ALICE)
-    harness.publish(0)
+    harness = staffed_pool(workers=(ALICE,), validators=())
     task = harness.upload()
     harness.claim()
     quoted = verdict(task.id, Reason.TASKS, (), None).model_copy(

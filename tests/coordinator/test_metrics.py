@@ -5,7 +5,7 @@ import pytest
 from shoal.ledger.connection import SqliteConnection
 from shoal.protocol.messages import Evaluation, Heartbeat, Reason, Stats, StepReport
 
-from .support import ALICE, BOB, VALIDATOR, Harness, metrics_of, open_pool
+from .support import ALICE, BOB, VALIDATOR, Harness, metrics_of, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database")
 
@@ -19,11 +19,7 @@ def test_every_line_of_a_new_pool_is_valid(harness: Harness) -> None:
 
 
 def test_it_counts() -> None:
-    harness = open_pool(prompts_per_step=20)
-    harness.join(ALICE)
-    harness.join(BOB)
-    harness.join(VALIDATOR, "validator")
-    harness.publish(0)
+    harness = staffed_pool(validators=(VALIDATOR,), prompts_per_step=20)
     harness.accepted()
     harness.accepted(useful=(True, False))
     lied = harness.upload(BOB)

@@ -5,7 +5,7 @@ import pytest
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import Node
 
-from .support import ALICE, BOB, VALIDATOR, Harness, open_pool
+from .support import ALICE, BOB, VALIDATOR, Harness, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
@@ -13,11 +13,7 @@ pytestmark = pytest.mark.usefixtures("every_database_slow")
 @pytest.fixture
 def harness() -> Harness:
     """Alice has the one place."""
-    harness = open_pool(requirements={"places": 1})
-    harness.join(VALIDATOR, "validator")
-    harness.join(ALICE)
-    harness.publish(0)
-    return harness
+    return staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), requirements={"places": 1})
 
 
 def is_full(harness: Harness, key: str = BOB) -> bool:

@@ -12,9 +12,9 @@ from shoal.coordinator.trust import bets
 from shoal.evidence import Process
 from shoal.protocol.messages import Reason, Replay, Spent
 
-from .support import ALICE, BOB, VALIDATOR, Clock, Harness, config, open_pool
+from .support import ALICE, BOB, VALIDATOR, Clock, Harness, config, open_pool, staffed_pool
 
-pytestmark = pytest.mark.usefixtures("every_database")
+pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
@@ -38,11 +38,7 @@ def spent(**figures: Any) -> Spent:
 
 @pytest.fixture
 def harness() -> Harness:
-    harness = open_pool()
-    for key in (ALICE, BOB):
-        harness.join(key)
-    harness.publish(0)
-    return harness
+    return staffed_pool(validators=())
 
 
 def submitted(harness: Harness, used: Spent | None, key: str = ALICE, **given: Any) -> str:

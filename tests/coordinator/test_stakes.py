@@ -8,7 +8,7 @@ from shoal.coordinator.pool import Pool
 from shoal.ledger.stakes import UNSTAKE_S
 from shoal.protocol.messages import Booking, InvitePayload, Reason
 
-from .support import ALICE, BOB, VALIDATOR, Harness, open_pool, payload, verdict
+from .support import ALICE, BOB, VALIDATOR, Harness, payload, staffed_pool, verdict
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 LEAST = 100
@@ -20,10 +20,7 @@ def strangers() -> InvitePayload:
 
 @pytest.fixture
 def harness(every_database_slow: str) -> Harness:
-    found = open_pool(requirements={"stake": LEAST})
-    found.join(VALIDATOR, "validator")
-    found.publish(0)
-    return found
+    return staffed_pool(workers=(), validators=(VALIDATOR,), requirements={"stake": LEAST})
 
 
 def booked(pool: Pool) -> BookedStakes:

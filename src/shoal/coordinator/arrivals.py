@@ -52,7 +52,7 @@ SPEED_WEIGHT = 1 / 4  # of one task in its speed
 MEASURED = 4  # tasks, before their speed counts against a worker
 RETRY_S = 600.0
 MOST_REST_S = 600.0
-MANY, AGAIN_S = 256, 1.0  # of so many times, one more or less changes no median: they are read again after so long
+MANY, AGAIN_S = 256, 1.0  # among more times than MANY one changes no median: they are read again after AGAIN_S
 ABOUT = 4 / 3
 TOKEN_BYTES = 18  # in a submission: id, logprob and share of a proof of 32
 ROLLOUT_BYTES = 512  # everything else of a row
@@ -86,7 +86,7 @@ class Arrivals:
         return proven, young
 
     def came(self, task: Submission, tokens: int) -> None:
-        """An accepted task of so many tokens, as its validator counted them.
+        """Count an accepted task; `tokens` as its validator counted them.
 
         Its worker's share of missed tasks sinks, and its time and speed count; who is too slow becomes `unfit`.
 
@@ -166,7 +166,7 @@ class Arrivals:
     def _seconds(self, task: Submission, uploaded_s: float) -> float:
         """What the worker took for this task: while it holds several, since its upload of the one before.
 
-        Two files that it sends together count for half of their time or less: it holds so many tasks at most.
+        Two files that it sends together count for half of their time or less: it holds that many tasks at most.
         """
         before = self.db.submissions.before(task)
         last_s = before.uploaded_s if before and before.uploaded_s else 0.0

@@ -92,17 +92,17 @@ class Assignments:
                 return "the validators and the learner to catch up"
             return self._open(worker, step, loaded, digest, groups, now_s)
 
-    def finished(self, worker: str, said: Finished) -> None:
+    def finished(self, worker: str, upload: Finished) -> None:
         """A worker uploads the oldest task it was working on. It lost what it announced before and has not uploaded yet."""
         held = self.db.submissions.held_by(worker)
         mine, announced = (
             [one for one in held if bool(one.announced) is is_announced] for is_announced in (False, True)
         )
-        if not mine or mine[0].id != said.submission:
+        if not mine or mine[0].id != upload.submission:
             return
         if announced:
             self.arrivals.missed(announced)
-        self.db.submissions.announce(mine[0].id, said.hash)
+        self.db.submissions.announce(mine[0].id, upload.hash)
 
     def _take_back(self, worker: str, uploading: str, oldest_allowed: int) -> list[Submission]:
         """Ends the wait for an announced file that the worker lost, or that comes too late.
@@ -212,28 +212,28 @@ class Assignments:
         A late upload is not penalised: its task becomes stale here. Another file than the announced one ends the task as
         missed: the worker signed both.
         """
-        found = self.db.submissions.get(id)
-        if found is None:
+        task = self.db.submissions.get(id)
+        if task is None:
             raise PoolError(f"no submission {id}", 404)
-        if found.worker != worker:
+        if task.worker != worker:
             raise PoolError(f"{id} is another worker's task", 403)
-        if found.state != "open":
-            raise PoolError(f"{id} is {found.state}, not open for upload")
-        if found.version < (oldest := self.db.open_step() - self.config.coordinator.async_level):
-            self.arrivals.late(found)
-            raise PoolError(f"{id} is of version {found.version}, older than {oldest}; take a new task")
+        if task.state != "open":
+            raise PoolError(f"{id} is {task.state}, not open for upload")
+        if task.version < (oldest := self.db.open_step() - self.config.coordinator.async_level):
+            self.arrivals.late(task)
+            raise PoolError(f"{id} is of version {task.version}, older than {oldest}; take a new task")
         if (first := self.db.submissions.held_by(worker)[0]).id != id:
             raise PoolError(f"{id} comes after {first.id}, which has to be uploaded first")
-        if content_hash and found.announced not in ("", content_hash):
+        if content_hash and task.announced not in ("", content_hash):
             with self.db.transaction():
-                self.arrivals.missed([found])
+                self.arrivals.missed([task])
             log.info("%s: %s sent another file than it had announced", id, self.db.nodes.name(worker))
-            raise PoolError(f"{id} is not the file that was announced, {found.announced[:16]}; take a new task")
-        return found
+            raise PoolError(f"{id} is not the file that was announced, {task.announced[:16]}; take a new task")
+        return task
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
-        found = self.may_upload(worker, id, content_hash)  # in no transaction: an error would undo what it records
-        self.db.submissions.move(found, "upload", file_hash=content_hash, uploaded_s=self.db.clock())
+        task = self.may_upload(worker, id, content_hash)  # in no transaction: an error would undo what it records
+        self.db.submissions.move(task, "upload", file_hash=content_hash, uploaded_s=self.db.clock())
         log.info("%s uploaded by %s", id, self.db.nodes.name(worker))
 
     def missed(self, worker: str) -> MissedTasks:

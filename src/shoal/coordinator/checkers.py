@@ -278,64 +278,64 @@ class Checkers:
 
     # --- second opinions -----------------------------------------------------------------------------------------------
 
-    def opens(self, found: Submission, validator: str, verdict: Verdict) -> bool:
+    def opens(self, submission: Submission, validator: str, verdict: Verdict) -> bool:
         """Whether this verdict waits for a second one. If so, the submission is back in the queue."""
         reason = verdict.reason
-        if reason is None or not (reason in HARD or reason is Reason.INEXACT) or self.replays.doubt(found.id):
+        if reason is None or not (reason in HARD or reason is Reason.INEXACT) or self.replays.doubt(submission.id):
             return False
-        if self.db.is_trained(self.config.run.steps) or not self.confirmers(found, validator, reason):
+        if self.db.is_trained(self.config.run.steps) or not self.confirmers(submission, validator, reason):
             return False
-        self.replays.set_doubt(found.id, validator, reason.value, verdict.model_dump_json())
+        self.replays.set_doubt(submission.id, validator, reason.value, verdict.model_dump_json())
         # Back in the queue without what this validator stored. The next one checks all of it.
-        return self.db.submissions.move(found, "doubt", validator=None, accepted_hash=None, full_check=True)
+        return self.db.submissions.move(submission, "doubt", validator=None, accepted_hash=None, full_check=True)
 
-    def first(self, found: Submission) -> tuple[str, Verdict] | None:
+    def first(self, submission: Submission) -> tuple[str, Verdict] | None:
         """The validator and its verdict, of a submission that waits for a second one; else None."""
-        doubt = self.replays.doubt(found.id)
+        doubt = self.replays.doubt(submission.id)
         return None if doubt is None else (doubt.by, Verdict.model_validate_json(doubt.verdict))
 
-    def was_first(self, found: Submission, validator: str) -> bool:
+    def was_first(self, submission: Submission, validator: str) -> bool:
         """Whether this validator gave its verdict on the submission already, and another one has it now."""
-        doubt = self.replays.doubt(found.id)
-        return doubt is not None and doubt.by == validator != found.validator
+        doubt = self.replays.doubt(submission.id)
+        return doubt is not None and doubt.by == validator != submission.validator
 
-    def settle(self, found: Submission, validator: str, verdict: Verdict, reason: Reason | None) -> Reason | None:
+    def settle(self, submission: Submission, validator: str, verdict: Verdict, reason: Reason | None) -> Reason | None:
         """The reason that counts, after a verdict that waits for nobody. Holds against each what is to be held."""
-        first = self.replays.doubt(found.id)
+        first = self.replays.doubt(submission.id)
         if first is not None and first.by == validator:
             first = None  # it judges alone, after all
         if first and first.reason is Reason.INEXACT and verdict.replay is None and reason is None:
             # The second one computes unlike the worker and the first: it cannot say that the first is wrong.
-            self._renew(validator, f"could not replay {found.id} exactly, unlike {self.db.nodes.name(first.by)}")
+            self._renew(validator, f"could not replay {submission.id} exactly, unlike {self.db.nodes.name(first.by)}")
             reason, first = Reason.INEXACT, None
         if first and not (reason is not None and (reason in HARD or reason is Reason.INEXACT)):
             who = self.db.nodes.name(validator)
-            self._renew(first.by, f"rejected {found.id} ({first.reason.value}), {who} did not")
+            self._renew(first.by, f"rejected {submission.id} ({first.reason.value}), {who} did not")
         if reason is Reason.INEXACT:
-            self._mismatch(found, confirmed=first is not None)
+            self._mismatch(submission, confirmed=first is not None)
         if verdict.replay is not None and (reason is None or reason is Reason.INEXACT):
             tokens, mismatched = verdict.replay.tokens, verdict.replay.mismatched
-            self.replays.set_replayed(found.id, tokens=tokens, mismatched=mismatched, accepted=reason is None)
+            self.replays.set_replayed(submission.id, tokens=tokens, mismatched=mismatched, accepted=reason is None)
         return reason
 
-    def _mismatch(self, found: Submission, *, confirmed: bool) -> None:
-        renewal, uploaded_s = self.fingerprints.renewal(found.worker), found.uploaded_s or 0.0
+    def _mismatch(self, submission: Submission, *, confirmed: bool) -> None:
+        renewal, uploaded_s = self.fingerprints.renewal(submission.worker), submission.uploaded_s or 0.0
         if not renewal.pending:
-            self.fingerprints.ask(found.worker)
-        name, now_s = self.db.nodes.name(found.worker), self.db.clock()
+            self.fingerprints.ask(submission.worker)
+        name, now_s = self.db.nodes.name(submission.worker), self.db.clock()
         if not confirmed:
-            self.notify(f"{found.id} by {name} is inexact, and no second validator could confirm it")
+            self.notify(f"{submission.id} by {name} is inexact, and no second validator could confirm it")
         if renewal.pending or uploaded_s <= renewal.done_s:
             return  # the same cause as the mismatch for which it was asked to renew
-        self.fingerprints.add_mismatch(found.worker, now_s, confirmed=confirmed)
-        if self.fingerprints.mismatches(found.worker, now_s - WINDOW_S, confirmed=confirmed) < MISMATCHES:
+        self.fingerprints.add_mismatch(submission.worker, now_s, confirmed=confirmed)
+        if self.fingerprints.mismatches(submission.worker, now_s - WINDOW_S, confirmed=confirmed) < MISMATCHES:
             return
         if confirmed:
             why = f"{MISMATCHES} inexact submissions within {WINDOW_S:.0f} s"
-            self.db.nodes.suspend(found.worker, why, now_s)
-            self.fingerprints.forgive(found.worker)
+            self.db.nodes.suspend(submission.worker, why, now_s)
+            self.fingerprints.forgive(submission.worker)
         else:
-            self.fingerprints.set_outside(found.worker, now_s + WINDOW_S)
+            self.fingerprints.set_outside(submission.worker, now_s + WINDOW_S)
             self.notify(
                 f"{name} is in no exactness class for {WINDOW_S:.0f} s: a second validator would tell whose fault it is"
             )

@@ -7,7 +7,6 @@ How pages become weights of tasks is in `tasks.curriculum`.
 """
 
 import json
-import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.groups import ROLLOUTS
-from shoal.coordinator.state.folder import named_database
+from shoal.coordinator.state.folder import open_tables
 from shoal.ledger.chain import JSON, Entry
-from shoal.ledger.connection import Connection, SqliteConnection
+from shoal.ledger.connection import Connection
 from shoal.protocol.messages import CurriculumPage, GroupResult
 
 SCHEMA = [
@@ -97,16 +96,8 @@ def evidence(groups: Sequence[GroupResult], config: Config) -> dict[str, JSON]:
 
 
 def open_pages(folder: Path) -> Curricula:
-    """The pages of the coordinator that uses this folder, to read. Raises PoolError, ConfigError, DatabaseLostError."""
-    path = folder / "pool.sqlite"
-    if not path.is_file() and (database := named_database(folder)):
-        from shoal.ledger.postgres import open_postgres
-
-        return Curricula(open_postgres(database))
-    try:
-        return Curricula(SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)))
-    except sqlite3.OperationalError as error:
-        raise PoolError(f"{path} cannot be read ({error}); name the folder of the run with --run") from error
+    """The pages of the coordinator that uses this folder, to read. Raises FolderError, ConfigError, DatabaseLostError."""
+    return Curricula(open_tables(folder, read_only=True))
 
 
 def recomputed(entries: Iterable[Entry]) -> Iterator[tuple[CurriculumPage, str]]:

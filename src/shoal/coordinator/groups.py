@@ -107,7 +107,7 @@ class Groups:
         return self.connection.rows("SELECT submission, grp FROM groups WHERE batch = ? ORDER BY seq", step)
 
     def count_waiting(self, *, most_unchecked: int) -> int:
-        """Useful groups that are in no batch yet and not stale; of unchecked ones at most so many."""
+        """Useful groups that are in no batch yet and not stale; at most `most_unchecked` unchecked ones count."""
         checked = int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND checked"))
         return checked + min(self.count_waiting_unchecked(), most_unchecked)
 
@@ -115,7 +115,7 @@ class Groups:
         return int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND NOT checked"))
 
     def oldest_waiting(self, limit: int, *, most_unchecked: int) -> list[tuple[int, str, int]]:
-        """The oldest so many of them: sequence number, submission and group number."""
+        """The oldest `limit` of them: sequence number, submission and group number."""
         return self.connection.rows(
             f"SELECT seq, submission, grp FROM groups WHERE {WAITING} AND (checked OR seq IN"
             f" (SELECT seq FROM groups WHERE {WAITING} AND NOT checked ORDER BY seq LIMIT ?)) ORDER BY seq LIMIT ?",

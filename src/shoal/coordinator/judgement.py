@@ -26,7 +26,7 @@ from shoal.protocol.messages import HARD, Assignment, Claim, Claims, ContentOwne
 
 # Soft reasons that rest on the file alone. What a program of the model's printed (`unrepeatable`) is nobody's fault.
 UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
-ACCIDENTS, REMEMBERED = 1, 20  # so many among the newest judged files cost nothing but themselves
+ACCIDENTS, REMEMBERED = 1, 20  # ACCIDENTS among the newest REMEMBERED judged files cost nothing but themselves
 
 log = logging.getLogger(__name__)
 
@@ -53,36 +53,42 @@ class Judgement:
         with self.db.transaction():
             now_s = self.db.clock()
             lines = self._close_gone(validator, now_s)
-            mine = [one for one in self.db.submissions.claimable(validator, now_s) if self.checkers.may(validator, one)]
-            taken = [one for one in mine if one.version == mine[0].version][:most]
-            claims = [self._lease(validator, one, now_s + self.config.coordinator.claim_lease_s) for one in taken]
+            waiting = self.db.submissions.claimable(validator, now_s)
+            mine = [submission for submission in waiting if self.checkers.may(validator, submission)]
+            taken = [submission for submission in mine if submission.version == mine[0].version][:most]
+            lease_s = now_s + self.config.coordinator.claim_lease_s
+            claims = [self._lease(validator, submission, lease_s) for submission in taken]
         _tell(lines)
         return Claims(claims=claims)
 
-    def _lease(self, validator: str, one: Submission, lease_s: float) -> Claim:
-        full = self.trust.draw(one.worker, one.groups) if one.full_check is None else one.full_check
-        self.db.submissions.move(one, "claim", validator=validator, lease_s=lease_s, full_check=full)
+    def _lease(self, validator: str, submission: Submission, lease_s: float) -> Claim:
+        full = submission.full_check
+        if full is None:
+            full = self.trust.draw(submission.worker, submission.groups)
+        self.db.submissions.move(submission, "claim", validator=validator, lease_s=lease_s, full_check=full)
         return Claim(
-            assignment=self.describe(one),
-            worker=one.worker,
+            assignment=self.describe(submission),
+            worker=submission.worker,
             lease_s=lease_s,
             full=full,
-            fingerprint=self.checkers.fingerprint(one),
+            fingerprint=self.checkers.fingerprint(submission),
         )
 
     def _close_gone(self, validator: str, now_s: float) -> list[str]:
         """Close what no validator can check any more. Returns what to log."""
         oldest_held = self.db.policies.oldest_of_newest(self.config.relays.keep)
         lines: list[str] = []
-        for one in self.db.submissions.claimable(validator, now_s):
-            if oldest_held is None or one.version >= oldest_held or self._get(one.id).state == "expired":
+        for submission in self.db.submissions.claimable(validator, now_s):
+            if oldest_held is None or submission.version >= oldest_held or self._get(submission.id).state == "expired":
                 continue
-            if (first := self.checkers.first(one)) is not None:
-                lines += self._conclude(one, *first)
+            if (first := self.checkers.first(submission)) is not None:
+                lines += self._conclude(submission, *first)
                 continue
-            self.db.submissions.move(one, "drop")
-            name = self.db.nodes.name(one.worker)
-            lines.append(f"{one.id} by {name} expired unchecked: relays no longer hold version {one.version}")
+            self.db.submissions.move(submission, "drop")
+            name = self.db.nodes.name(submission.worker)
+            lines.append(
+                f"{submission.id} by {name} expired unchecked: relays no longer hold version {submission.version}"
+            )
         return lines
 
     def content_owner(self, content: str) -> ContentOwner:
@@ -91,8 +97,8 @@ class Judgement:
 
     def hashes(self, id: str) -> tuple[str, str]:
         """Content hashes of the uploaded and of the accepted file, "" for a file that does not exist yet."""
-        found = self._get(id)
-        return found.file_hash or "", found.accepted_hash or ""
+        submission = self._get(id)
+        return submission.file_hash or "", submission.accepted_hash or ""
 
     def may_store_accepted(self, validator: str, id: str, content_hash: str = "") -> None:
         """Raise PoolError unless this validator holds the claim."""
@@ -107,16 +113,16 @@ class Judgement:
     def judge(self, validator: str, verdict: Verdict) -> None:
         """Accept or reject. A hard rejection slashes the worker and evicts it; a second validator confirms it first."""
         with self.db.transaction():
-            found = self._get(verdict.submission)
-            if found.state in ("accepted", "rejected") and found.validator == validator:
+            submission = self._get(verdict.submission)
+            if submission.state in ("accepted", "rejected") and submission.validator == validator:
                 return  # the validator repeats a verdict because it did not get the answer
-            if self.checkers.was_first(found, validator):
+            if self.checkers.was_first(submission, validator):
                 return  # likewise, of a verdict that waits for a second one
-            found = self._claimed(validator, verdict.submission)
-            if self.checkers.opens(found, validator, verdict):
-                lines = [f"{found.id} is {verdict.reason} to {validator[:16]}; another validator is to confirm it"]
+            submission = self._claimed(validator, verdict.submission)
+            if self.checkers.opens(submission, validator, verdict):
+                lines = [f"{submission.id} is {verdict.reason} to {validator[:16]}; another validator is to confirm it"]
             else:
-                lines = self._conclude(found, validator, verdict)
+                lines = self._conclude(submission, validator, verdict)
         _tell(lines)
 
     def close(self) -> None:
@@ -124,22 +130,25 @@ class Judgement:
         with self.db.transaction():
             lines: list[str] = []
             for id in self.checkers.replays.doubted():
-                found = self._get(id)
-                if found.state in ("uploaded", "validating") and (first := self.checkers.first(found)) is not None:
-                    lines += self._conclude(found, *first)
+                submission = self._get(id)
+                if (
+                    submission.state in ("uploaded", "validating")
+                    and (first := self.checkers.first(submission)) is not None
+                ):
+                    lines += self._conclude(submission, *first)
             self.escrow.close()
         _tell(lines)
 
-    def _conclude(self, found: Submission, validator: str, verdict: Verdict) -> list[str]:
+    def _conclude(self, submission: Submission, validator: str, verdict: Verdict) -> list[str]:
         """Carry out a verdict that waits for no other. Returns what to log."""
-        reason = self.checkers.settle(found, validator, verdict, self._reason(found, verdict))
+        reason = self.checkers.settle(submission, validator, verdict, self._reason(submission, verdict))
         detail = verdict.detail
-        if reason is None and (why := self.trust.finds(found, verdict)):
+        if reason is None and (why := self.trust.finds(submission, verdict)):
             reason, detail = Reason.SPENDING, why
-        if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
-            raise PoolError(f"{found.id}: store the accepted file before accepting it")
+        if reason is None and (submission.accepted_hash is None or submission.accepted_hash != verdict.accepted_hash):
+            raise PoolError(f"{submission.id}: store the accepted file before accepting it")
         self.db.submissions.move(
-            found,
+            submission,
             "reject" if reason else "accept",
             validator=validator,
             reason=reason,
@@ -147,42 +156,44 @@ class Judgement:
             verdict=verdict.model_dump_json(exclude={"groups": {"__all__": {"sample"}}}),
             judged_s=self.db.clock(),
         )
-        found = replace(found, validator=validator)
-        return self._reject(found, reason, detail) if reason else self._accept(found, verdict)
+        submission = replace(submission, validator=validator)
+        return self._reject(submission, reason, detail) if reason else self._accept(submission, verdict)
 
-    def _accept(self, found: Submission, verdict: Verdict) -> list[str]:
+    def _accept(self, submission: Submission, verdict: Verdict) -> list[str]:
         tokens = sum(group.tokens for group in verdict.groups)
-        self.arrivals.came(found, tokens)
-        counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": found.accepted_hash}
-        self.db.ledger.append("accepted", _entry(found) | counts | evidence(verdict.groups, self.config))
-        filled = self.batches.credit(found.id, found.version, verdict.groups, checked=bool(found.full_check))
-        worker = self.db.nodes.name(found.worker)
-        self.db.history.put_samples(_samples(found, worker, verdict))
-        self.escrow.accepted(found.worker, found.id, tokens)
+        self.arrivals.came(submission, tokens)
+        counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": submission.accepted_hash}
+        self.db.ledger.append("accepted", _entry(submission) | counts | evidence(verdict.groups, self.config))
+        filled = self.batches.credit(
+            submission.id, submission.version, verdict.groups, checked=bool(submission.full_check)
+        )
+        worker = self.db.nodes.name(submission.worker)
+        self.db.history.put_samples(_samples(submission, worker, verdict))
+        self.escrow.accepted(submission.worker, submission.id, tokens)
         full = [f"batch of step {step + 1} of {self.config.run.steps} is full" for step in filled]
-        return [f"{found.id} by {worker} accepted, {len(verdict.groups)} groups", *full]
+        return [f"{submission.id} by {worker} accepted, {len(verdict.groups)} groups", *full]
 
-    def _reject(self, found: Submission, reason: Reason, detail: str) -> list[str]:
-        self.db.ledger.append("rejected", _entry(found) | {"reason": reason.value, "detail": detail})
-        worker = self.db.nodes.name(found.worker)
-        lines = [f"{found.id} by {worker} rejected: {reason}: {_printable(detail)}"]
-        if reason is Reason.SPENDING and self.trust.dismiss(found.worker, found.id, detail):
-            self.escrow.forfeit(found.worker)
+    def _reject(self, submission: Submission, reason: Reason, detail: str) -> list[str]:
+        self.db.ledger.append("rejected", _entry(submission) | {"reason": reason.value, "detail": detail})
+        worker = self.db.nodes.name(submission.worker)
+        lines = [f"{submission.id} by {worker} rejected: {reason}: {_printable(detail)}"]
+        if reason is Reason.SPENDING and self.trust.dismiss(submission.worker, submission.id, detail):
+            self.escrow.forfeit(submission.worker)
         if reason in UNUSABLE:
-            self._back_off(found.worker, reason)
-        if reason in HARD and self._slash(found, reason):
-            lines.append(f"{worker} slashed and evicted: {reason} in {found.id}")
+            self._back_off(submission.worker, reason)
+        if reason in HARD and self._slash(submission, reason):
+            lines.append(f"{worker} slashed and evicted: {reason} in {submission.id}")
         return lines
 
-    def _slash(self, found: Submission, reason: Reason) -> bool:
+    def _slash(self, submission: Submission, reason: Reason) -> bool:
         """False if its worker was slashed before. All that it has uploaded is settled."""
-        why = f"slashed: {reason.value} in {found.id}"
-        if not self.db.nodes.move(found.worker, "ban", why, self.db.clock()):
+        why = f"slashed: {reason.value} in {submission.id}"
+        if not self.db.nodes.move(submission.worker, "ban", why, self.db.clock()):
             return False
-        self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})
-        self.escrow.forfeit(found.worker)
-        self.db.submissions.drop_of(found.worker, UNSETTLED)
-        self.db.groups.mark_all_stale(found.worker)
+        self.db.ledger.append("slashed", _entry(submission) | {"reason": reason.value})
+        self.escrow.forfeit(submission.worker)
+        self.db.submissions.drop_of(submission.worker, UNSETTLED)
+        self.db.groups.mark_all_stale(submission.worker)
         return True
 
     def _back_off(self, worker: str, reason: Reason) -> None:
@@ -193,7 +204,7 @@ class Judgement:
             why = f"{faults} of its newest {REMEMBERED} files were {reason.value}"
             self.db.nodes.suspend(worker, why, self.db.clock())
 
-    def _reason(self, found: Submission, verdict: Verdict) -> Reason | None:
+    def _reason(self, submission: Submission, verdict: Verdict) -> Reason | None:
         """The validator's reason, or another one if it accepted what is in an accepted submission already.
 
         A worker's own earlier submission makes it `replayed`. Another worker's makes it `context`, which is soft: rows hold
@@ -202,28 +213,28 @@ class Judgement:
         owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
         if verdict.reason is not None or owner is None:
             return verdict.reason
-        return Reason.REPLAYED if self._get(owner).worker == found.worker else Reason.CONTEXT
+        return Reason.REPLAYED if self._get(owner).worker == submission.worker else Reason.CONTEXT
 
     def _get(self, id: str) -> Submission:
-        if (found := self.db.submissions.get(id)) is None:
+        if (submission := self.db.submissions.get(id)) is None:
             raise PoolError(f"no submission {id}", 404)
-        return found
+        return submission
 
     def _claimed(self, validator: str, id: str) -> Submission:
-        found = self._get(id)
-        if found.state != "validating" or found.validator != validator:
-            raise PoolError(f"{id} is {found.state} and not claimed by this validator")
-        return found
+        submission = self._get(id)
+        if submission.state != "validating" or submission.validator != validator:
+            raise PoolError(f"{id} is {submission.state} and not claimed by this validator")
+        return submission
 
 
-def _samples(found: Submission, worker: str, verdict: Verdict) -> list[WorkerSample]:
+def _samples(submission: Submission, worker: str, verdict: Verdict) -> list[WorkerSample]:
     return [
         WorkerSample(
             **group.sample.model_dump(),
-            submission=found.id,
+            submission=submission.id,
             group=number,
             worker=worker,
-            policy_version=found.version,
+            policy_version=submission.version,
         )
         for number, group in enumerate(verdict.groups)
         if group.sample is not None
@@ -241,16 +252,16 @@ def _printable(detail: str) -> str:
     return "".join(character if character.isprintable() else " " for character in detail[:200])
 
 
-def _entry(found: Submission) -> dict[str, str | int | bool | None]:
+def _entry(submission: Submission) -> dict[str, str | int | bool | None]:
     """What every ledger entry about a submission says."""
     return {
-        "submission": found.id,
-        "worker": found.worker,
-        "step": found.step,
-        "version": found.version,
-        "groups": found.groups,
-        "nonce": found.nonce,
-        "file": found.file_hash,
-        "full": bool(found.full_check),
-        "validator": found.validator,
+        "submission": submission.id,
+        "worker": submission.worker,
+        "step": submission.step,
+        "version": submission.version,
+        "groups": submission.groups,
+        "nonce": submission.nonce,
+        "file": submission.file_hash,
+        "full": bool(submission.full_check),
+        "validator": submission.validator,
     }

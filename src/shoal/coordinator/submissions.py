@@ -107,16 +107,16 @@ class Submissions:
 
     # --- their life --------------------------------------------------------------------------------------------------
 
-    def move(self, found: Submission, event: Event, **columns: object) -> bool:
+    def move(self, submission: Submission, event: Event, **columns: object) -> bool:
         """Let an event happen, and write what it brings. False, and nothing changes, if the table lacks it."""
         assert columns.keys() <= BROUGHT
-        state = TABLE.get((found.state, event))
+        state = TABLE.get((submission.state, event))
         names = "".join(f", {name} = ?" for name in columns)
         return (
             state is not None
             and self.connection.change(
                 f"UPDATE submissions SET state = ?{names} WHERE id = ? AND state = ?",
-                *(state, *columns.values(), found.id, found.state),
+                *(state, *columns.values(), submission.id, submission.state),
             )
             == 1
         )
@@ -124,8 +124,8 @@ class Submissions:
     def drop_of(self, worker: str, states: Sequence[State] = ("open",)) -> None:
         """Close what a worker has in one of these states."""
         marks = ", ".join("?" * len(states))
-        for found in self._all(f"worker = ? AND state IN ({marks}) ORDER BY seq", worker, *states):
-            self.move(found, "drop")
+        for submission in self._all(f"worker = ? AND state IN ({marks}) ORDER BY seq", worker, *states):
+            self.move(submission, "drop")
 
     # --- assigning ---------------------------------------------------------------------------------------------------
 

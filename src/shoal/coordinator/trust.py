@@ -102,10 +102,10 @@ class Trust:
         return share(self.db.submissions.honest_in_a_row(worker), section.check_floor, section.trust_after)
 
     def draw(self, worker: str, groups: int) -> bool:
-        """Whether a submission of so many groups is checked in full.
+        """Whether a submission of this many groups is checked in full.
 
         It always is if less waits in escrow than `validator.escrow_checks` such submissions would earn (if fewer submissions
-        wait: than so many would). Else a worker could risk the pay of small tasks for a lie in a large one.
+        wait: than that many would). Else a worker could risk the pay of small tasks for a lie in a large one.
         """
         if self.random() < self.share(worker):
             return True
@@ -115,14 +115,14 @@ class Trust:
         waiting, held = self.escrow.waiting_of(worker)
         return held < min(waiting, self.config.validator.escrow_checks) * groups
 
-    def finds(self, found: Submission, verdict: Verdict) -> str:
+    def finds(self, submission: Submission, verdict: Verdict) -> str:
         """Count a submission that its checks accept. Why its worker is or was dismissed; "" if it is not."""
-        if self.evidence.is_dismissed(found.worker):
+        if self.evidence.is_dismissed(submission.worker):
             return "its worker was dismissed"
         if verdict.spent is None or verdict.replay is not None:
             return ""
-        process = self.evidence.of(found.worker).after(bets(verdict.spent, self.config))
-        self.evidence.put(found.worker, process)
+        process = self.evidence.of(submission.worker).after(bets(verdict.spent, self.config))
+        self.evidence.put(submission.worker, process)
         if process.evidence < math.log(1 / ALPHA):
             return ""
         return (

@@ -163,8 +163,13 @@ def copy_sqlite(source: Path, target: Path) -> str:
         return str(new.execute("PRAGMA integrity_check").fetchone()[0])
 
 
-def open_sqlite(path: Path | str, *, survives_power_cuts: bool = True) -> SqliteConnection:
-    """Open or create a database that survives kill -9, and power cuts unless its owner says that it need not."""
+def open_sqlite(path: Path | str, *, survives_power_cuts: bool = True, read_only: bool = False) -> SqliteConnection:
+    """Open or create a database that survives kill -9, and power cuts unless its owner says that it need not.
+
+    `read_only`: open it as it is, beside its owner. Raises sqlite3.OperationalError if it cannot be read.
+    """
+    if read_only:
+        return SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None))
     connection = sqlite3.connect(path, isolation_level=None, timeout=10)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cuts else 'NORMAL'}")

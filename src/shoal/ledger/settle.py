@@ -63,11 +63,11 @@ def not_on_chain(entries: Sequence[Entry], known: set[tuple[str, str, str, int]]
         entry
         for entry in entries
         if entry.kind in KINDS
-        and (not is_settled(entry, contract) if entry.kind == "registered" else _said(entry) not in known)
+        and (not is_settled(entry, contract) if entry.kind == "registered" else _as_event(entry) not in known)
     ]
 
 
-def _said(entry: Entry) -> tuple[str, str, str, int]:
+def _as_event(entry: Entry) -> tuple[str, str, str, int]:
     body = json.loads(entry.body)
     return entry.kind, body["worker"], entry.digest, body["tokens"] if entry.kind == "credited" else 0
 

@@ -20,7 +20,7 @@ from shoal.config import Config, ConfigError, load, parse
 from shoal.config.sections import StoreSection
 from shoal.errors import ShoalError
 from shoal.ledger.chain import JSON, Entry, LedgerError, read_export, verify_chain
-from shoal.ledger.connection import Connection, SqliteConnection
+from shoal.ledger.connection import Connection, open_sqlite
 from shoal.ledger.table import Ledger
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Role
@@ -161,11 +161,11 @@ def _connect(folder: Path) -> Connection:
 
 def _open_sqlite(path: Path) -> Connection:
     with naming(path.name):
-        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
-        found = connection.execute("PRAGMA quick_check").fetchone()
-        if found != ("ok",):
+        connection = open_sqlite(path, read_only=True)
+        found = connection.value("PRAGMA quick_check")
+        if found != "ok":
             raise BrokenError(path.name, f"damaged: {found}")
-        return SqliteConnection(connection)
+        return connection
 
 
 def _bucket(section: StoreSection) -> Store:

@@ -122,10 +122,10 @@ def open_state(folder: Path, identity: Identity, lead: "Lead | None") -> State:
     return State(pool, Ledger(pool, identity), Nonces(spent, boot=this_boot(), now_s=now_s))
 
 
-def open_tables(folder: Path) -> Connection:
+def open_tables(folder: Path, *, read_only: bool = False) -> Connection:
     """The tables of the coordinator that uses this folder, beside it. Raises FolderError, ConfigError, DatabaseLostError."""
     if (folder / TABLES).is_file():
-        return open_sqlite(folder / TABLES)
+        return open_sqlite(folder / TABLES, read_only=read_only)
     if database := named_database(folder):
         from shoal.ledger.postgres import open_postgres
 
