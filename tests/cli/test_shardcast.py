@@ -21,7 +21,7 @@ from shoal.cli.arguments import UsageError
 from shoal.cli.main import LASTING, command_line
 from shoal.cli.shardcast import run_fetch, run_origin, run_relay
 from shoal.shardcast import PublishError
-from shoal.shardcast import contents as contents
+from shoal.shardcast import origin as origin_module
 
 Started = Callable[..., dict[str, Any]]
 
@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_published_is_refused_before_a_file_is_read(
         (folder / name).touch()
     if len(list(folder.iterdir())) != len(names):
         pytest.skip("this file system takes these names for the same")
-    monkeypatch.setattr(contents, "_refuse_key", lambda *given: pytest.fail("a file was read"))
+    monkeypatch.setattr(origin_module, "_refuse_key", lambda *given: pytest.fail("a file was read"))
     files = ["--store", str(tmp_path / "o"), "--key-file", str(tmp_path / "k")]
     assert main(["origin", str(folder), *files]) == LASTING
     error = capsys.readouterr().err

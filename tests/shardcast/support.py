@@ -333,14 +333,8 @@ class Stub(Source):
 
     def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None, pieces: int = 1) -> None:
         """An exception in the script is raised. A number is the seconds that a delivery takes, in `pieces`."""
-        super().__init__(
-            None,  # type: ignore[arg-type]
-            url,
-            standing or Standing(),
-            public_key=PUBLIC_KEY,
-            run=RUN,
-            answer_timeout_s=1.0,
-        )
+        super().__init__(None, url, Access(PUBLIC_KEY, RUN))  # type: ignore[arg-type]
+        self.standing = standing or self.standing
         self.standing._clock = virtual.now_s
         self.script, self.pieces = list(script), pieces
         self.asked: list[int] = []

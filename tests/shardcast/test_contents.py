@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import pkcs12
 
 from shoal.shardcast import PublishError
-from shoal.shardcast.contents import SCANNED_BYTES, check_apart
+from shoal.shardcast.origin import SCANNED_BYTES, check_apart
 
 from .support import KEY, model_folder, origin, weights_folder
 

@@ -24,7 +24,7 @@ from shoal.protocol.messages import Ok, Policy, Status
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
 from shoal.shardcast.connections import server_context
-from shoal.shardcast.contents import check_apart
+from shoal.shardcast.origin import check_apart
 from shoal.shardcast.server import url_of
 
 WATCH_S = 0.1

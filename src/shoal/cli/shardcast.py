@@ -80,7 +80,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.protocol.identity import Identity
     from shoal.shardcast import Origin
     from shoal.shardcast.alone import serve_origin
-    from shoal.shardcast.contents import check_apart
+    from shoal.shardcast.origin import check_apart
 
     if not arguments.path.exists():
         raise UsageError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")

@@ -3,22 +3,21 @@
     origin (publishes)  ->  server  <-  relay (mirrors)  ->  server  <-  client (fetches)
 
     origin     a folder of files into a signed version     manifest    what is signed: versions, statements, lists
-    contents   which files of a folder may be published    files       the files of a version, cut into shards
-    store      the folder of versions that is served       delta       the exact difference between two versions
-    relay      mirrors a store, serves arriving shards     fetch/      from servers into a folder, or in place
-    server     HTTP, with guard and connections            alone       all of it without a pool
+    store      the folder of versions that is served       files       the files of a version, cut into shards
+    relay      mirrors a store, serves arriving shards     delta       the exact difference between two versions
+    server     HTTP, with guard and connections            fetch/      from servers into a folder, or in place
+    alone      all of it without a pool
 
 Usable alone: it imports only `errors` and `files` of Shoal. docs/shardcast.md says how it works and what it costs.
 Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
 """
 
-from shoal.shardcast.contents import PublishError
 from shoal.shardcast.fetch import FetchError
 from shoal.shardcast.fetch.client import Client, Progress
 from shoal.shardcast.fetch.source import Access, Arrival, Limits
 from shoal.shardcast.guard import Guard
 from shoal.shardcast.manifest import Manifest, ManifestError, SignedManifest, public_key_hex
-from shoal.shardcast.origin import Origin
+from shoal.shardcast.origin import Origin, PublishError
 from shoal.shardcast.relay import Relay, RelayStatus
 from shoal.shardcast.server import app, serve
 from shoal.shardcast.store import Store

@@ -20,12 +20,11 @@ from typing import NamedTuple
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.shardcast.contents import check_apart
 from shoal.shardcast.fetch import FetchError
 from shoal.shardcast.fetch.client import Client, Progress
 from shoal.shardcast.fetch.source import Access
 from shoal.shardcast.manifest import Manifest, parse_version, public_key_hex
-from shoal.shardcast.origin import Origin
+from shoal.shardcast.origin import Origin, check_apart
 from shoal.shardcast.relay import Relay
 from shoal.shardcast.server import app, serve, url_of
 from shoal.shardcast.store import Store

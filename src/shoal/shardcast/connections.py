@@ -143,49 +143,27 @@ class Connection(socket.socket):
         return slow
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A bound socket whose connections use BBR if possible. Raises OSError if the address cannot be bound."""
-    family, kind, proto, address = _resolved(host, port)
-    listening = socket.socket(family, kind, proto)
-    _bind(listening, address)
-    prefer_bbr(listening)
-    return listening
-
-
-def _bind(listening: socket.socket, address: tuple[object, ...]) -> None:
-    """Close the socket if the address cannot be bound. Raises OSError, which names the address."""
-    try:
-        if os.name == "posix":
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-    except OSError as error:
-        listening.close()
-        host, port = address[:2]
-        raise OSError(
-            error.errno, f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}"
-        ) from error
-
-
-def _resolved(host: str, port: int) -> tuple[int, int, int, tuple[object, ...]]:
-    """Family, type, protocol and address; IPv4 if the host has both."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
-    return family, kind, proto, address
-
-
 class Listener(socket.socket):
     """A bound socket that accepts at most `per_address` connections from one address and `total` overall."""
 
     def __init__(self, host: str, port: int, patience: Patience, *, per_address: int, total: int) -> None:
         """Raises OSError if the address cannot be bound."""
-        family, kind, proto, address = _resolved(host, port)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)  # IPv4 if it has both
         super().__init__(family, kind, proto)
         self.patience, self.per_address, self.total = patience, per_address, affordable(total)
         self.open: dict[tuple[str, int], Connection] = {}  # by the peer's address and port
         self._silent: dict[Connection, None] = {}  # those that asked nothing yet, oldest first
         self.refused = self.cut = 0
         self._of_address: Counter[str] = Counter()
-        _bind(self, address)
+        try:
+            if os.name == "posix":
+                self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(address)
+        except OSError as error:
+            self.close()
+            why = (error.strerror or str(error)).lower()
+            raise OSError(error.errno, f"cannot listen on {host}:{port}: {why}") from error
         self.congestion = prefer_bbr(self)
         with suppress(AttributeError, OSError):
             self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

@@ -77,16 +77,13 @@ class Shelf:
             stat = path.stat()
             seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if version not in self._parsed or self._parsed[version][0] != seen:
-                self._keep(version, seen, _parse(self.store, version))
+                self._parsed[version] = (seen, _parse(self.store, version))
+                if len(self._parsed) > MAX_PARSED:
+                    del self._parsed[next(iter(self._parsed))]
             return self._parsed[version][1]
         except (FileNotFoundError, ManifestError):
             self._parsed.pop(version, None)
             return None
-
-    def _keep(self, version: int, seen: tuple[int, ...], held: Held) -> None:
-        self._parsed[version] = (seen, held)
-        if len(self._parsed) > MAX_PARSED:
-            del self._parsed[next(iter(self._parsed))]
 
 
 def _parse(store: Store, version: int) -> Held:
@@ -241,23 +238,12 @@ async def _shard(request: web.Request) -> web.StreamResponse:
         if asked:
             response.set_status(206)
             response.headers["Content-Range"] = f"bytes {start_bytes}-{end_bytes - 1}/{size_bytes}"
-        return await _answer(request, response, version, file, start_bytes, end_bytes)
-
-
-async def _answer(
-    request: web.Request,
-    response: web.StreamResponse,
-    version: int,
-    file: BinaryIO,
-    start_bytes: int,
-    end_bytes: int,
-) -> web.StreamResponse:
-    response.content_length = end_bytes - start_bytes
-    await response.prepare(request)
-    if request.method == "GET" and await _send(request, response, file, version, start_bytes, end_bytes):
-        await response.write_eof()
-        request.app[SHELF].served_bytes += end_bytes - start_bytes
-    return response
+        response.content_length = end_bytes - start_bytes
+        await response.prepare(request)
+        if request.method == "GET" and await _send(request, response, file, version, start_bytes, end_bytes):
+            await response.write_eof()
+            shelf.served_bytes += end_bytes - start_bytes
+        return response
 
 
 async def _send(

@@ -224,17 +224,14 @@ class Incoming:
         return self._digest.hexdigest() == self.shard.hash
 
 
-def open_session(
-    *,
-    connect_timeout_s: float,
-    idle_timeout_s: float,
-    tls: ssl.SSLContext | None = None,
-    reach: Reach | None = None,
-) -> aiohttp.ClientSession:
-    resolver = Resolver(reach, exempt=is_proxy) if reach else None
+def open_session(access: Access) -> aiohttp.ClientSession:
+    resolver = Resolver(access.reach, exempt=is_proxy) if access.reach else None
+    limits = access.limits
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=tls or True, resolver=resolver),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
+        connector=aiohttp.TCPConnector(limit=0, ssl=access.tls or True, resolver=resolver),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=limits.connect_timeout_s, sock_read=limits.idle_timeout_s
+        ),
         auto_decompress=False,  # no decompression bombs; hashes are over plain bytes
         cookie_jar=aiohttp.DummyCookieJar(),  # else one server could fill the requests to its neighbours
         headers={"Accept-Encoding": "identity"},
@@ -242,27 +239,12 @@ def open_session(
 
 
 class Source:
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        standing: Standing,
-        *,
-        public_key: str,
-        run: str | None,
-        answer_timeout_s: float,
-        token: Callable[[str], str] | None = None,
-        reach: Reach | None = None,
-        heard: Callable[[SignedNewest | None], None] = lambda newest: None,
-    ) -> None:
-        """`heard` gets the origin's statement from each listing. Raises FetchError for a proxy that is not http."""
+    def __init__(self, session: aiohttp.ClientSession, url: str, access: Access) -> None:
+        """Raises FetchError for a proxy that is not http."""
         self.session = session
         self.url = url.rstrip("/")
-        self.standing = standing
-        self.public_key = public_key
-        self.run = run
-        self.answer_timeout_s = answer_timeout_s
-        self.token, self.reach, self.heard = token, reach, heard
+        self.access = access
+        self.standing = access.standings.setdefault(self.url, Standing())
         self.proxy = proxy_for(self.url)
         self.received_bytes = 0
 
@@ -273,7 +255,7 @@ class Source:
             listing = Listing.model_validate_json(body)
         except ValidationError as error:
             raise self._bad("versions.json is malformed; check that this is a SHARDCAST server") from error
-        self.heard(listing.newest)
+        self.access.heard(listing.newest)
         return listing.model_copy(update={"versions": tuple(sorted(listing.versions, reverse=True))})
 
     async def manifest(self, version: int) -> Offer:
@@ -281,7 +263,7 @@ class Source:
 
         def opened() -> Offer:
             signed = SignedManifest.parse(body)
-            return signed, signed.open(self.public_key, run=self.run, version=version)
+            return signed, signed.open(self.access.public_key, run=self.access.run, version=version)
 
         try:
             return opened() if len(body) <= LARGE_BYTES else await asyncio.to_thread(opened)
@@ -306,7 +288,7 @@ class Source:
                     incoming.restart()
                     raise BadData(self.url, f"{what} is longer than its {shard.size_bytes} bytes")
                 incoming.take(chunk)
-                if (took_s := time.monotonic() - since_s) >= self.idle_timeout_s:
+                if (took_s := time.monotonic() - since_s) >= self.access.limits.idle_timeout_s:
                     if (sent_bytes := incoming.arrived_bytes - since_bytes) < LEAST_SENT_BYTES:
                         raise SourceError(self.url, f"sent {sent_bytes} bytes of {what} in {took_s:.0f} s")
                     since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
@@ -336,22 +318,18 @@ class Source:
         self.standing.answered_badly()
         return BadData(self.url, reason)
 
-    @property
-    def idle_timeout_s(self) -> float:
-        return self.session.timeout.sock_read or math.inf
-
     @asynccontextmanager
     async def _get(
         self, path: str, what: str, headers: dict[str, str], *, answer: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with its headers, which come within `answer_timeout_s`, as does the body of an `answer`."""
-        if self.token is not None:
-            headers = headers | {"Authorization": f"Bearer {self.token(self.url)}"}
+        if self.access.token is not None:
+            headers = headers | {"Authorization": f"Bearer {self.access.token(self.url)}"}
         try:
-            if self.reach:
-                check_host(urlsplit(self.url).hostname or "", self.reach)  # the session's resolver checks names
+            if self.access.reach:
+                check_host(urlsplit(self.url).hostname or "", self.access.reach)  # the session's resolver checks names
             async with (
-                asyncio.timeout(self.answer_timeout_s) as waiting,
+                asyncio.timeout(self.access.limits.answer_timeout_s) as waiting,
                 self.session.get(
                     f"{self.url}/{path}",
                     allow_redirects=False,

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import aiohttp
 
 from shoal.shardcast.fetch import BadData, FetchError, NotHeld, SourceError, first_error
-from shoal.shardcast.fetch.source import Access, Incoming, Sink, Source, Standing, open_session
+from shoal.shardcast.fetch.source import Access, Incoming, Sink, Source, open_session
 from shoal.shardcast.manifest import Part, ShardEntry
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Sources:
         self.sources: list[Source] = []
         self._gone: list[Source] = []
         self._took_s: deque[float] = deque(maxlen=50)  # by recent shards
-        self.fallback = [self._source(url.rstrip("/")) for url in fallback]
+        self.fallback = [Source(session, url, access) for url in fallback]
         self.use(urls)
 
     @classmethod
@@ -88,19 +88,14 @@ class Sources:
     ) -> AsyncIterator[Sources]:
         """The servers at these URLs, over one session that ends with the block. `fallback` servers are asked only while
         all others fail."""
-        async with open_session(
-            connect_timeout_s=access.limits.connect_timeout_s,
-            idle_timeout_s=access.limits.idle_timeout_s,
-            tls=access.tls,
-            reach=access.reach,
-        ) as session:
+        async with open_session(access) as session:
             yield cls(access, session, urls, fallback=fallback, strikes=strikes, on_failure=on_failure)
 
     def use(self, urls: Sequence[str]) -> None:
         """Replaces the set of servers; shards in flight continue."""
         known = {source.url: source for source in [*self.sources, *self._gone]}
         wanted = dict.fromkeys(url.rstrip("/") for url in urls)
-        self.sources = [known[url] if url in known else self._source(url) for url in wanted]
+        self.sources = [known[url] if url in known else Source(self.session, url, self.access) for url in wanted]
         self._gone = [source for url, source in known.items() if url not in wanted]
 
     @property
@@ -320,19 +315,6 @@ class Sources:
         """The time that the other servers would take for `size_bytes`; infinity if their speed is unknown."""
         known_Bps = [speed for other in self.sources if other is not source and (speed := other.standing.speed_Bps())]
         return size_bytes / median(known_Bps) if known_Bps else math.inf
-
-    def _source(self, url: str) -> Source:
-        return Source(
-            self.session,
-            url,
-            self.access.standings.setdefault(url, Standing()),
-            public_key=self.access.public_key,
-            run=self.access.run,
-            answer_timeout_s=self.access.limits.answer_timeout_s,
-            token=self.access.token,
-            reach=self.access.reach,
-            heard=self.access.heard,
-        )
 
 
 class ShardSink(Sink, Protocol):
