@@ -55,15 +55,6 @@ def fetched(tmp_path, version=None, **options):
     return against(lambda url: client(tmp_path, url, **options).fetch(version), tmp_path / "origin")
 
 
-@pytest.mark.parametrize("asked", [None, 0])
-def test_an_origin_that_starts_over_replaces_what_a_client_has(tmp_path, asked):
-    published(tmp_path, 0)
-    fetched(tmp_path)
-    started_over(tmp_path, 0)
-    folder, _ = fetched(tmp_path, asked)
-    assert contents(folder) == contents(tmp_path / "later0")
-
-
 def test_the_newest_after_starting_over_has_a_lower_number(tmp_path):
     published(tmp_path, 5, 6)
     fetched(tmp_path)
@@ -116,15 +107,6 @@ def test_following_never_yields_an_older_version_after_a_newer(tmp_path):
     assert asyncio.run(run()) == [7, 7]
 
 
-def test_of_several_servers_the_origins_statement_tells_which_is_of_before(tmp_path):
-    """A new client: it holds nothing that could tell."""
-    published(tmp_path, 9)
-    stale = mirror_of(tmp_path, "stale")
-    started_over(tmp_path, 0)
-    _, manifest = against(lambda *urls: client(tmp_path, *urls).fetch(), stale, tmp_path / "origin")
-    assert (manifest.version, manifest.created_s) == (0, 100.0)
-
-
 def test_an_old_statement_is_refused_on_demand(tmp_path):
     now_s = [time.time() - 100]
     source = published(tmp_path, 1, clock=lambda: now_s[0])
@@ -151,10 +133,6 @@ def test_a_statement_of_another_key_or_run_says_nothing():
     assert SignedNewest.sign(newest, KEY).open(PUBLIC_KEY, run=RUN) == newest
     assert SignedNewest.sign(newest, OTHER_KEY).open(PUBLIC_KEY, run=RUN) is None
     assert SignedNewest.sign(newest, KEY).open(PUBLIC_KEY, run="other") is None
-    access = Access(PUBLIC_KEY, RUN)
-    for serial in (5, 3):
-        access.heard(SignedNewest.sign(newest.model_copy(update={"serial": serial}), KEY))
-    assert access.newest.serial == 5
 
 
 def test_a_relay_passes_the_statement_on(tmp_path):
