@@ -14,7 +14,7 @@ from shoal.config import Config
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, Exactness, NodeStatus, Stats, Status
 from shoal.watch.plot import draw_curve, smoothed
-from shoal.watch.summary import summary_table, write_report
+from shoal.watch.summary import Leg, summary_table, write_report
 
 CONFIG = Config.model_validate({"run": {"seed": 7}, "sampling": {"max_tokens": 64}})
 BLUE = (0x1F, 0x6F, 0xB4)
@@ -77,16 +77,13 @@ def status(**values: Any) -> tuple[Status, RunHistory]:
 
 
 def report(folder: Path, shown: tuple[Status, RunHistory]) -> dict[str, Any]:
-    return write_report(
-        folder,
-        config=CONFIG,
-        status=shown[0],
-        history=shown[1],
+    measured = Leg(
         wall_s=101.5,
         restarts={"learner": 1, "worker-0": 0},
         peak_rss_bytes={"learner": 2 << 30, "worker-0": 1 << 30},
         peak_together_bytes=5 << 29,
     )
+    return write_report(folder, config=CONFIG, status=shown[0], history=shown[1], measured=measured)
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -201,7 +198,8 @@ def test_the_table_at_the_end_tells_the_run_in_short(tmp_path: Path, width: int)
 
 def test_a_pool_on_several_machines_is_reported_without_restarts_and_memory(tmp_path: Path) -> None:
     shown, history = status()
-    summary = write_report(tmp_path, config=CONFIG, status=shown, history=history, wall_s=60.0)
+    summary = write_report(tmp_path, config=CONFIG, status=shown, history=history)
+    assert summary["wall_s"] == 100.0
     assert summary["restarts"] is summary["peak_rss_bytes"] is summary["peak_together_bytes"] is None
     text = shown_text(summary, 80, tmp_path)
     assert "restarts" not in text and "memory" not in text and "held-out greedy" in text

@@ -1,12 +1,12 @@
-"""What people see of a run: while it is on, in a terminal and on a page, and what it leaves behind as files and pictures.
+"""What people see of a run, while it is on and afterwards: one model, drawn in a terminal, on a page and as pictures.
 
-    figures, pace, tree, sites   numbers of a run, and how they are written
-    terminal/                    the screen of `shoal run` and `shoal pool status`; lines in a log; progress bars
-    page/                        what all pages share: security headers, static files and theme, request guards
-    record, trackers             metrics files, and the tracker that the config names
-    summary, plot, estimates     the end of a run, runs side by side, intervals
-    legs                         what `shoal run` measures itself
+    record, trackers   the files that a run leaves while it goes on, and the tracker that the config names
+    run, figures       a run read from its folder or its coordinator's open routes; its figures, and how they are written
+    terminal/          the screen of `shoal run` and `shoal pool status`, lines in a log, progress bars
+    page/              `shoal dashboard` and the file of `shoal report`; headers, static files and guards of every page
+    plot, estimates    curves of runs side by side; intervals
+    summary            the end of a run, and what `shoal run` measured
 
 Invariant: nothing that a node reports can break what is shown: text is stripped of control characters, and numbers are
-clamped before they are divided. Reads no coordinator's tables.
+clamped before they are divided. What is read are files and open routes, never the coordinator's tables.
 """

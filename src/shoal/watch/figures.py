@@ -44,6 +44,12 @@ REASONS: dict[Reason, str] = {
 }
 
 
+def is_silent(node: NodeStatus, status: Status, *, running: bool) -> bool:
+    """Whether a node should be heard of and is not. Once all steps are trained, nodes end when they are done."""
+    away = status.now_s - node.seen_s > SILENT_S
+    return running and away and not node.evicted and node.state != "left" and status.newest_version != status.steps
+
+
 def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
     """Seconds to the end at the pace of the last trained steps; None before the first."""
     times_s = [step["time_s"] for step in metrics if "time_s" in step][-ETA_STEPS - 1 :]

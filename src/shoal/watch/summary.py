@@ -30,27 +30,24 @@ ENDED_S = 60.0  # a leg that was kept longer ago than this has ended
 MODEL = "model"  # the folder of the trained model
 
 
+@dataclass
+class Leg:
+    wall_s: float = 0.0
+    restarts: dict[str, int] = field(default_factory=dict)  # by process
+    peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
+    peak_together_bytes: int = 0  # of all processes at one moment, shared pages counted once
+    estimated_s: float = 0.0  # before it started; 0: not estimated
+    estimated_bytes: float = 0.0
+
+
 def write_report(
-    folder: Path,
-    *,
-    config: Config,
-    status: Status,
-    history: RunHistory,
-    wall_s: float,
-    restarts: dict[str, int] | None = None,
-    peak_rss_bytes: dict[str, int] | None = None,
-    peak_together_bytes: int | None = None,
+    folder: Path, *, config: Config, status: Status, history: RunHistory, measured: Leg | None = None
 ) -> dict[str, Any]:
-    """Write summary.json and reward.png into `folder`. Returns the summary. Raises OSError."""
-    summary = summarize(
-        config=config,
-        status=status,
-        history=history,
-        wall_s=wall_s,
-        restarts=restarts,
-        peak_rss_bytes=peak_rss_bytes,
-        peak_together_bytes=peak_together_bytes,
-    )
+    """Write summary.json and reward.png into `folder`. Return the summary. Raise OSError.
+
+    `measured`: all legs of `shoal run` as one; None for a pool on several machines.
+    """
+    summary = summarize(config, status, history, measured)
     write_file(folder / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     draw_curve(history.metrics, history.evaluations, folder / CURVE, status.run)
     return summary
@@ -65,21 +62,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def summarize(
-    *,
-    config: Config,
-    status: Status,
-    history: RunHistory,
-    wall_s: float,
-    restarts: dict[str, int] | None,
-    peak_rss_bytes: dict[str, int] | None,
-    peak_together_bytes: int | None,
-) -> dict[str, Any]:
-    """The summary of a run as plain JSON values; null for what is not known.
-
-    `restarts` and `peak_rss_bytes` are per process. `peak_together_bytes` is what all processes held at one moment, shared
-    pages counted once. All three are None for a pool on several machines.
-    """
+def summarize(config: Config, status: Status, history: RunHistory, measured: Leg | None) -> dict[str, Any]:
+    """The summary of a run as plain JSON values; null for what is not known."""
     metrics = history.metrics
     workers = [node for node in status.nodes if node.role == "worker"]
     before = [found for found in history.evaluations if found.version == 0 and not found.final]
@@ -88,7 +72,7 @@ def summarize(
         "config": config.model_dump(mode="json"),
         "seed": config.run.seed,
         "steps": len(metrics),
-        "wall_s": wall_s,
+        "wall_s": measured.wall_s if measured else status.now_s - status.started_s,
         "heldout_before": _heldout(before[0]) if before else None,
         "heldout_after": _heldout(after[-1]) if after else None,
         "reward_first": first_of(metrics, "reward/mean"),
@@ -103,9 +87,9 @@ def summarize(
         "learner_busy_frac": busy_frac(history.metrics),
         "max_staleness": max((m["async/staleness_max"] for m in metrics if "async/staleness_max" in m), default=None),
         "waste": _waste(status),
-        "restarts": restarts,
-        "peak_rss_bytes": peak_rss_bytes,
-        "peak_together_bytes": peak_together_bytes,
+        "restarts": measured.restarts if measured else None,
+        "peak_rss_bytes": measured.peak_rss_bytes if measured else None,
+        "peak_together_bytes": measured.peak_together_bytes if measured else None,
     }
 
 
@@ -189,19 +173,6 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _reasons(reasons: dict[str, int]) -> str:
     return f": {counted(reasons)}" if reasons else ""
-
-
-# --- legs -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Leg:
-    wall_s: float = 0.0
-    restarts: dict[str, int] = field(default_factory=dict)  # by process
-    peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
-    peak_together_bytes: int = 0
-    estimated_s: float = 0.0  # before it started; 0: not estimated
-    estimated_bytes: float = 0.0
 
 
 def read_legs(folder: Path) -> list[Leg]:

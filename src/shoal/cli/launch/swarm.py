@@ -317,21 +317,11 @@ class Swarm:
         assert trained is not None
         shutil.rmtree(self.out / MODEL, ignore_errors=True)  # of a run that is resumed with more steps
         copy_tree(trained, self.out / MODEL)
-        legs = all_legs(self.legs)
-        summary = write_report(
-            self.out,
-            config=self.config,
-            status=self.status,
-            history=self.pool.history,
-            wall_s=legs.wall_s,
-            restarts=legs.restarts,
-            peak_rss_bytes=legs.peak_rss_bytes,
-            peak_together_bytes=legs.peak_together_bytes,
-        )
+        legs, history = all_legs(self.legs), self.pool.history
+        summary = write_report(self.out, config=self.config, status=self.status, history=history, measured=legs)
         freed = remove_caches(self.out, self.config)
         self.console.print(summary_table(summary, self.out))
-        if not self.config.coordinator.database:
-            self._note(f"look again: shoal dashboard {shlex.quote(str(self.out))}, or shoal report for one HTML file")
+        self._note(f"look again: shoal dashboard {shlex.quote(str(self.out))}, or shoal report for one HTML file")
         self._note(f"disk: {disk.gigabytes(freed)} of caches freed, {disk.gigabytes(disk.used_bytes(self.out))} kept")
 
 

@@ -123,8 +123,7 @@ class ServedRun:
         path = record.folder / SUMMARY
         if path.exists() and json.loads(path.read_text())["steps"] >= status.trained:
             return
-        wall_s = status.now_s - status.started_s
-        summary = write_report(record.folder, config=config, status=status, history=record.history, wall_s=wall_s)
+        summary = write_report(record.folder, config=config, status=status, history=record.history)
         steps, place = summary["steps"], record.folder
         log.info("the run has finished its %d steps; %s and %s are in %s", steps, SUMMARY, CURVE, place)
 

@@ -17,7 +17,6 @@ from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, NodeStatus, Status
 from shoal.watch.estimates import wilson
 from shoal.watch.figures import (
-    SILENT_S,
     Pace,
     SiteRow,
     busy_frac,
@@ -27,6 +26,7 @@ from shoal.watch.figures import (
     eta_s,
     grader_errors,
     is_hard,
+    is_silent,
     no_signal,
     number,
     percent,
@@ -189,7 +189,7 @@ def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> 
     question, problems = "Is it healthy?", []
     if state == "stopped":
         return Answer(question, "It has stopped", "bad", f"After {status.trained} of {status.steps} steps.")
-    silent = [node for node in status.nodes if is_silent(node, status, state)]
+    silent = [node for node in status.nodes if is_silent(node, status, running=state == "running")]
     if silent:
         names = ", ".join(clean(node.name) for node in silent[:STATED])
         problems.append(f"{len(silent)} silent: {names}{' …' if len(silent) > STATED else ''}")
@@ -230,19 +230,13 @@ def _cheating(status: Status, accepted: int, rejected: int) -> Answer:
     return Answer(question, "Nobody was caught", "good", f"{accepted} submissions accepted{bits}{soft}.")
 
 
-def is_silent(node: NodeStatus, status: Status, state: str) -> bool:
-    trained = status.newest_version == status.steps  # from now on nodes end when they are done
-    away = status.now_s - node.seen_s > SILENT_S
-    return state == "running" and away and not node.evicted and node.state != "left" and not trained
-
-
 def _counts(status: Status, state: str) -> dict[str, int]:
     found = {"all": len(status.nodes), "evicted": 0, "silent": 0, "left": 0, "suspended": 0}
     for node in status.nodes:
         found["evicted"] += node.evicted
         found["left"] += node.state == "left"
         found["suspended"] += bool(node.suspended_s)
-        found["silent"] += is_silent(node, status, state)
+        found["silent"] += is_silent(node, status, running=state == "running")
     return found
 
 
@@ -291,7 +285,7 @@ def node_table(
 def _row(
     node: NodeStatus, status: Status, pace: Pace, trust: Mapping[str, tuple[int, int]], state: str, alpha: float | None
 ) -> dict[str, Any]:
-    silent = is_silent(node, status, state)
+    silent = is_silent(node, status, running=state == "running")
     condition, tone = "here", "good"
     if node.evicted:
         condition, tone = ("slashed" if node.name in status.slashed and node.role == "worker" else "evicted"), "bad"

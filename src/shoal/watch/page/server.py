@@ -144,7 +144,6 @@ class Dashboard:
             verdict=verdict,
             worker=_word(request, "worker"),
             source=_word(request, "source"),
-            reason=_word(request, "reason"),
             task=_whole(request, "task"),
             version=_whole(request, "version"),
             reward_min=_real(request, "reward_min", None),

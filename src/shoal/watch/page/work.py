@@ -110,7 +110,6 @@ class Wanted:
     worker: str = ""
     source: str = ""
     task: int | None = None
-    reason: str = ""
     reward_min: float | None = None
     reward_max: float | None = None
     version: int | None = None
@@ -122,7 +121,6 @@ class Wanted:
             (self.verdict, verdict),
             (self.worker, row["worker"]),
             (self.source, row["source"]),
-            (self.reason, row["reason"]),
             (self.task, row["task"]),
             (self.version, row["version"]),
         )

@@ -11,13 +11,13 @@ from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status, WorkerSample
 from shoal.watch.figures import (
     NONE,
-    SILENT_S,
     clean,
     count,
     counted,
     duration,
     first_of,
     grader_errors,
+    is_silent,
     no_signal,
     number,
     percent,
@@ -76,9 +76,7 @@ class Events:
 
     def _membership(self, status: Status) -> Iterator[str]:
         for node in status.nodes:
-            age_s = status.now_s - node.seen_s
-            trained = status.newest_version == status.steps  # from now on nodes end when they are done
-            silent = age_s > SILENT_S and status.state == "running" and not trained
+            silent = is_silent(node, status, running=status.state == "running")
             gone = "left" if node.state == "left" else "silent" if silent else ""
             now = "evicted" if node.evicted else gone or "here"
             pid, before = self._nodes.get(node.name, (0, ""))
@@ -95,7 +93,7 @@ class Events:
             elif now != before and now == "left":
                 yield f"left: {who}, {clean(node.reason)}"
             elif now != before and now == "silent":
-                yield f"silent: {who}, last seen {duration(age_s)} ago"
+                yield f"silent: {who}, last seen {duration(status.now_s - node.seen_s)} ago"
             if node.suspended_s and node.name not in self._suspended:
                 yield f"suspended: {who} for {duration(node.suspended_s)}: {clean(node.suspension)}"
         self._suspended = {node.name for node in status.nodes if node.suspended_s}
