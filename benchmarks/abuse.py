@@ -46,9 +46,8 @@ from shoal.coordinator.operating import invite_from
 from shoal.coordinator.state.folder import KEY
 from shoal.ledger.connection import SqliteConnection
 from shoal.ledger.table import Ledger
-from shoal.protocol.address import FILE
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite
+from shoal.protocol.invite import FILE, Invite
 from shoal.protocol.messages import VERSION, Role
 from shoal.protocol.signing import sign_request
 

@@ -16,10 +16,9 @@ from shoal.config import parse
 from shoal.coordinator.http.reports import Costly
 from shoal.coordinator.http.serving import serve_forever
 from shoal.coordinator.operating import invite_from
-from shoal.protocol.address import FILE as ADDRESS
-from shoal.protocol.address import AddressError
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite
+from shoal.protocol.invite import FILE as ADDRESS
+from shoal.protocol.invite import AddressError, Invite
 from shoal.protocol.messages import Evaluation, Ok, Status
 from shoal.protocol.node import Node
 from shoal.shardcast import Access, Client, FetchError, PublishError

@@ -14,9 +14,8 @@ import pytest
 
 from shoal.cli.main import DONE, EVICTED, FAILED, USAGE, main
 from shoal.config import load
-from shoal.protocol.address import Address
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite, make_invite, open_payload, run_id
+from shoal.protocol.invite import Address, Invite, make_invite, open_payload, run_id
 
 URL = "http://10.1.2.3:8700"
 SMALL = '[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n[workers]\ncount = 3\n'

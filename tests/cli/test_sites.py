@@ -11,7 +11,7 @@ from shoal.cli import sites
 from shoal.cli.main import main
 from shoal.cli.sites import meeting_at, screen, watch_meeting
 from shoal.diloco.messages import Figures, Greeting, MeetingStatus, SiteStatus
-from shoal.protocol.watch import UnreachableError
+from shoal.protocol.history import UnreachableError
 from tests.diloco.test_meeting import ABOUT, terms
 from tests.diloco.test_serve import served
 from tests.watch.support import status as pool_status

@@ -13,9 +13,9 @@ from shoal.cli.main import DONE, FAILED, main
 from shoal.config import parse
 from shoal.coordinator.http.serving import serve_forever
 from shoal.coordinator.state.folder import KEY
-from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Identity
+from shoal.protocol.invite import FILE as ADDRESS
 from shoal.protocol.invite import read_invite, run_id
 from shoal.protocol.node import Node
 

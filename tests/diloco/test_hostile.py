@@ -19,7 +19,7 @@ from shoal.diloco.messages import BadOfferError, Figures, Greeting, JoinRequest,
 from shoal.diloco.remote import Remote
 from shoal.diloco.serve import RecentNonces
 from shoal.protocol import pace
-from shoal.protocol.answers import Refusal
+from shoal.protocol.pace import Refusal
 from shoal.protocol.signing import SignedAuth
 
 from .test_meeting import ABOUT, Clock, found, rounds, terms, together

@@ -9,12 +9,11 @@ from typing import Any
 import httpx
 
 from shoal.config import Config
-from shoal.protocol.answers import sign_answer
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.messages import VERSION, Heartbeat, HeartbeatAnswer, RunDescriptor
 from shoal.protocol.node import Node
-from shoal.protocol.signing import NonceStore, verify_head
+from shoal.protocol.signing import NonceStore, sign_answer, verify_head
 
 COORDINATOR, OTHER = Identity.generate(), Identity.generate()
 RUN = "run-0"

@@ -16,13 +16,11 @@ from shoal.evals.completions import EvalError
 from shoal.evals.evaluate import asked_of
 from shoal.evals.remote import Address, RemoteSampler
 from shoal.evals.samplers import Sampling
-from shoal.protocol import bodies
-from shoal.protocol.bodies import BodyError, OversizeError, read_body
-from shoal.protocol.calling import NodeError
+from shoal.protocol.calling import LEAST_BPS, BodyError, NodeError, OversizeError, read_body
+from shoal.protocol.history import PoolWatch, UnreachableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.node import Node
-from shoal.protocol.watch import PoolWatch, UnreachableError
 from tests.evals.support import entry
 
 URL = "http://h:1"
@@ -112,7 +110,7 @@ def test_a_body_that_trickles_ends_when_it_is_slower_than_the_least() -> None:
 
 
 def test_a_slow_body_that_moves_is_read_to_its_end() -> None:
-    clock, piece = count(0.0, 1.0), bytes(bodies.LEAST_BPS)
+    clock, piece = count(0.0, 1.0), bytes(LEAST_BPS)
     assert len(read_body(response(piece for _ in range(100)), 10**9, lambda: next(clock))) == 100 * len(piece)
 
 

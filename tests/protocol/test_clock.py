@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.protocol.clock import PoolClock
+from shoal.protocol.calling import PoolClock
 
 
 @dataclass

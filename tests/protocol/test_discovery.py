@@ -9,11 +9,11 @@ import pytest
 
 from shoal.config.checking import RequirementsSection
 from shoal.protocol import discovery
-from shoal.protocol.answers import sign_answer
 from shoal.protocol.discovery import DiscoveryError, find_run, open_invite
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import InviteError, make_invite, run_id
 from shoal.protocol.messages import VERSION, RunOffer
+from shoal.protocol.signing import sign_answer
 
 URL = "http://h:1"
 OWNER, OTHER = Identity.generate(), Identity.generate()

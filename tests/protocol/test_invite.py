@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from shoal.protocol.address import AddressError
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.invite import PREFIX, Invite, InviteError, make_invite, open_payload, read_invite, run_id
+from shoal.protocol.invite import (
+    PREFIX,
+    AddressError,
+    Invite,
+    InviteError,
+    make_invite,
+    open_payload,
+    read_invite,
+    run_id,
+)
 from shoal.protocol.messages import InvitePayload
 
 COORDINATOR, OTHER = Identity.generate(), Identity.generate()

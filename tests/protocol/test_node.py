@@ -13,8 +13,7 @@ import pytest
 from shoal.config import Config
 from shoal.errors import restart_helps
 from shoal.protocol import node as node_module
-from shoal.protocol.calling import NodeError, RefusedError
-from shoal.protocol.clock import PoolClock
+from shoal.protocol.calling import NodeError, PoolClock, RefusedError
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.protocol import server
-from shoal.protocol.answers import Refusal
 from shoal.protocol.pace import (
     AT_ONCE,
     DISCARD_RATE,
@@ -22,6 +21,7 @@ from shoal.protocol.pace import (
     REFUSED_RATE,
     STRANGERS_UNTAKEN,
     Pace,
+    Refusal,
     Strangers,
     Untaken,
 )

@@ -16,12 +16,14 @@ from multidict import CIMultiDict
 
 from shoal.coordinator.state.folder import Nonces
 from shoal.ledger.connection import SqliteConnection
-from shoal.protocol.answers import UnsignedAnswerError, check_answer, sign_answer
 from shoal.protocol.identity import Identity
 from shoal.protocol.signing import (
     SignatureError,
     SignedAuth,
+    UnsignedAnswerError,
+    check_answer,
     content_digest,
+    sign_answer,
     sign_request,
     signature_base,
     verify_head,

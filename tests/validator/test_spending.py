@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from shoal.config import parse
-from shoal.protocol.messages import Spent
-from shoal.protocol.messages.checking import MOST_MISSED
+from shoal.protocol.messages import MOST_MISSED, Spent
 from shoal.store.rollouts import AcceptedRollout, Header
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.case import Case, Prefill

@@ -16,10 +16,9 @@ from aiohttp import web
 
 from shoal.config import Config
 from shoal.files import write_file
-from shoal.protocol.address import server_url
-from shoal.protocol.clock import PoolClock
+from shoal.protocol.calling import PoolClock
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite
+from shoal.protocol.invite import Invite, server_url
 from shoal.protocol.messages import Ok, Policy, Status
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve

@@ -254,8 +254,8 @@ def status(arguments: argparse.Namespace) -> None:
     import httpx
 
     from shoal.cli.sites import meeting_at, screen, watch_meeting
-    from shoal.protocol.address import find_coordinator
-    from shoal.protocol.watch import PoolWatch, UnreachableError
+    from shoal.protocol.history import PoolWatch, UnreachableError
+    from shoal.protocol.invite import find_coordinator
     from shoal.watch.summary import SUMMARY, wall_s
     from shoal.watch.terminal.live import Terminal, show, watch
 

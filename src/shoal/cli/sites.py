@@ -15,8 +15,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from shoal.protocol.bodies import get
-from shoal.protocol.watch import UnreachableError
+from shoal.protocol.calling import get
+from shoal.protocol.history import UnreachableError
 from shoal.watch.figures import SiteRow, clean
 from shoal.watch.terminal.screen import sites_table
 

@@ -26,7 +26,7 @@ from shoal.coordinator.credit import StakeView
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.nodes import Node
 from shoal.ledger.connection import SERIAL
-from shoal.protocol.address import AddressError, server_url
+from shoal.protocol.invite import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Intake, InvitePayload, Registered, Role
 from shoal.shardcast.fetch.reach import OutOfReach, check_host
 from shoal.shardcast.guard import Rates

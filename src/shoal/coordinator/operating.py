@@ -32,9 +32,8 @@ from shoal.coordinator.trust import EvidenceTable
 from shoal.errors import UserError
 from shoal.files import discard, fsync, write_file
 from shoal.ledger.connection import copy_sqlite, open_sqlite
-from shoal.protocol.address import Address, AddressError, server_url
 from shoal.protocol.identity import Identity, IdentityError
-from shoal.protocol.invite import Invite, InviteError, make_invite, run_id
+from shoal.protocol.invite import Address, AddressError, Invite, InviteError, make_invite, run_id, server_url
 from shoal.protocol.messages import Role
 from shoal.shardcast.fetch.reach import narrowest
 

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.diloco.agreed import Fragments
 from shoal.diloco.codec import Kind
-from shoal.protocol.answers import Refusal
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
+from shoal.protocol.pace import Refusal
 
 PIECE_BYTES = 8 << 20  # of the state, in one answer
 DIGEST = r"^[0-9a-f]{64}$"

@@ -53,10 +53,9 @@ from shoal.diloco.messages import (
 )
 from shoal.errors import ShoalError
 from shoal.files import write_file
-from shoal.protocol.answers import Refusal
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.messages import Ok
-from shoal.protocol.pace import MEMBER_UNTAKEN, Pace, Untaken
+from shoal.protocol.pace import MEMBER_UNTAKEN, Pace, Refusal, Untaken
 from shoal.protocol.server import IDENTITY, Admission, Front, Request, listen
 from shoal.protocol.signing import MAX_AGE_S, SignatureError
 

@@ -17,7 +17,7 @@ import httpx
 from shoal.evals.completions import Answer, Asked, EvalError, EvalUsageError, Key
 from shoal.evals.evaluate import Contestant
 from shoal.evals.samplers import Done, Sampling
-from shoal.protocol.bodies import PLAIN, BodyError, OversizeError, check_plain
+from shoal.protocol.calling import PLAIN, BodyError, OversizeError, check_plain
 
 KEY_VARIABLE = "SHOAL_API_KEY"
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}

@@ -1,15 +1,16 @@
 """Signed requests to one coordinator: repeated while it is away, until a deadline, and ended soon after a stop.
 
 Invariants: no answer is believed that the coordinator's key, which is in the invite, has not signed for this very request
-(`answers`): another counts as none, and the request is repeated. No answer takes more memory than its caller allows. Once
-`stop` is set, no request takes longer than GRACE_S.
-`node` adds membership to it.
+(`signing`): another counts as none, and the request is repeated. No answer takes more memory than its caller allows. Once
+`stop` is set, no request takes longer than GRACE_S. Reading any server's answer ends unless its body comes at LEAST_BPS, and
+a compressed body is refused: a few bytes of it could become any number.
+`node` adds membership to it. SHARDCAST has a client of its own.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from datetime import timedelta
@@ -20,10 +21,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from shoal.errors import ShoalError
-from shoal.protocol.answers import UnsignedAnswerError, check_answer
-from shoal.protocol.bodies import LEAST_BPS, PLAIN, BodyError, OversizeError, read_body
-from shoal.protocol.clock import PoolClock
 from shoal.protocol.invite import Invite
+from shoal.protocol.signing import UnsignedAnswerError, check_answer
 
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
 LONGEST_PAUSE_S = 2.0  # between two of its attempts; the first are closer
@@ -32,6 +31,9 @@ ASKING = 0.2  # of its time, at most, a node waits for answers to what it asks a
 LOOK_S = 0.1  # between two looks at the stop event
 SEND_BYTES = 1 << 20  # of a body, handed over at once
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
+PLAIN = {"accept-encoding": "identity"}  # of a request
+LEAST_BPS, GRACE_S = 1024, 30.0  # how fast a body comes at least, and after how long that is looked at
+TOLD_S = 20.0  # an offset of more than this is told to the machine's owner
 # HTTP statuses. 425: signed before the coordinator started, which cannot tell whether it served the request then. 503:
 # another coordinator is taking over.
 BUSY, UNSIGNED = (425, 429, 503), 401
@@ -70,8 +72,53 @@ class ProtocolError(NodeError):
     restart_helps = False
 
 
+class BodyError(httpx.HTTPError):
+    """This body is not read on; the message says why."""
+
+
+class OversizeError(BodyError):
+    """It has more bytes than the caller allows."""
+
+
 class _BusyError(Exception):
     """The coordinator asks this node to wait."""
+
+
+class PoolClock:
+    """A node's clock, corrected by the coordinator's signed time where the machine's own is wrong.
+
+    An answer to a request that left at t0 and came back at t1 was signed in between, so the coordinator's clock is ahead of
+    ours by at least `created - t1` and at most `created + 1 - t0` (it is signed in whole seconds). An offset outside of
+    these bounds moves to the nearer one. Anyone who delays a request or an answer can only widen them.
+
+    Invariant: no answer takes the offset further from the truth, which lies within the bounds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self.offset_s = 0.0  # of the coordinator's clock to this machine's
+
+    def __call__(self) -> float:
+        """The coordinator's time."""
+        return self.clock() + self.offset_s
+
+    def heard(self, created_s: int, asked_s: float, answered_s: float) -> bool:
+        """The coordinator signed at `created_s` what was asked and answered then by this machine's clock.
+
+        Returns whether the offset changed.
+        """
+        least_s, most_s = created_s - answered_s, created_s + 1 - asked_s
+        if least_s <= self.offset_s <= most_s:
+            return False
+        before_s, self.offset_s = self.offset_s, min(max(self.offset_s, least_s), most_s)
+        if abs(self.offset_s) > TOLD_S and abs(self.offset_s - before_s) > TOLD_S:
+            log.warning("%s; its requests carry the coordinator's time. Set this machine's clock (NTP)", self.skew())
+        return True
+
+    def skew(self) -> str:
+        """How far this machine's clock is off, for a message."""
+        way = "behind" if self.offset_s > 0 else "ahead of"
+        return f"this machine's clock is {abs(self.offset_s):.0f} s {way} the coordinator's"
 
 
 class Pieces(httpx.ByteStream):
@@ -225,3 +272,32 @@ def _reason(response: httpx.Response) -> str:
         return str(response.json()["error"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"HTTP {response.status_code}"
+
+
+# --- answers of any server ---------------------------------------------------------------------------------------------
+
+
+def check_plain(response: httpx.Response) -> None:
+    """Raise BodyError if the body is compressed."""
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+        raise BodyError(f"it answers in {encoding}: turn that off")
+
+
+def read_body(response: httpx.Response, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> bytes:
+    """The body of a response that was opened as a stream. Raises BodyError, httpx.ReadTimeout."""
+    check_plain(response)
+    body, begun_s = bytearray(), clock()
+    for piece in response.iter_bytes():
+        body += piece
+        if len(body) > most_bytes:
+            raise OversizeError(f"it answers with more than {most_bytes} bytes")
+        if (took_s := clock() - begun_s) > GRACE_S + len(body) / LEAST_BPS:
+            raise httpx.ReadTimeout(f"it sent {len(body)} bytes in {took_s:.0f} s", request=response.request)
+    return bytes(body)
+
+
+def get(client: httpx.Client, url: str, most_bytes: int, **options: object) -> httpx.Response:
+    """`client.get`, with a body of at most so many bytes. Raises httpx.HTTPError, httpx.InvalidURL."""
+    with client.stream("GET", url, headers=PLAIN, **options) as response:  # type: ignore[arg-type]
+        body = read_body(response, most_bytes)
+    return httpx.Response(response.status_code, headers=response.headers, content=body, request=response.request)

@@ -3,9 +3,9 @@
     offer = find_run(url, client)      GET /v1/offer, believed only with the coordinator's signature
     invite = open_invite(offer)        checked like any other
 
-Invariant: the offer is the coordinator's own, of now: the answer is signed for this very request (`answers`). Who the key's
+Invariant: the offer is the coordinator's own, of now: the answer is signed for this very request (`signing`). Who the key's
 owner is, no answer can prove: compare the key with the operator's, or name it.
-Called by `shoal pool discover`.
+Called by `shoal discover`.
 """
 
 from hashlib import sha256
@@ -15,13 +15,11 @@ from pydantic import ValidationError
 
 from shoal.config.checking import RequirementsSection
 from shoal.errors import ShoalError
-from shoal.protocol.address import server_url
-from shoal.protocol.answers import UnsignedAnswerError, check_answer
-from shoal.protocol.bodies import BodyError, get
+from shoal.protocol.calling import BodyError, get
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite, open_payload
+from shoal.protocol.invite import Invite, open_payload, server_url
 from shoal.protocol.messages import VERSION, RunOffer
-from shoal.protocol.signing import SignedAuth
+from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer
 
 AUDIENCE = "offer"
 MOST_BYTES = 64 << 10

@@ -1,25 +1,80 @@
-"""Invites: one string that a node needs to join: the coordinator's URL and key, and the node's role and name.
+"""Where a pool's coordinator is, and invites: one string with which a node joins it.
 
-Invariant: the coordinator's key inside is the root of a node's trust; the payload is signed by that key and used once. A
+Invariants: a URL is http(s)://HOST[:PORT] and nothing else, so that signed paths are the same on both sides. The key in an
+invite, the coordinator's, is the root of a node's trust; the payload (role and name) is signed by that key and used once. A
 run's id ends in that key (`run_id`), so no other pool has it: what is signed for one run is worth nothing in another.
-Made by `shoal pool init`, `shoal pool invite` and `shoal run`; read by every node at its start, before a heavy
-import.
+Imported by every node at its start, before anything heavy.
 """
 
 import base64
+import re
 import secrets
 from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.errors import UserError
 from shoal.files import write_file
-from shoal.protocol.address import AddressError, server_url
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.messages import InvitePayload, Role
 
 PREFIX = "shoal1."
 DOMAIN = "invite"
+FILE = "coordinator.json"
+FOREIGN = re.compile(r"[\s?#@]")  # of a query, a fragment or a user; urlsplit drops some of these without a word
+
+
+class AddressError(UserError):
+    """A text that is not the URL of a coordinator, or a folder that holds none."""
+
+
+class Address(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    run: str
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The address in a coordinator's folder, or in the folder of a whole run. Raises AddressError."""
+        run = folder / "coordinator" / FILE
+        path = run if run.exists() else folder / FILE
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise AddressError(f"{path} is damaged: restore the folder from its backup (shoal pool backup)") from error
+        except OSError as error:
+            raise AddressError(
+                f"{folder} is neither the folder of a run nor of a coordinator that was started: {path.name} cannot be "
+                f"read there ({error.strerror})"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        write_file(folder / FILE, self.model_dump_json().encode())
+
+
+def server_url(text: str) -> str:
+    """`text` without a trailing slash. Raises AddressError unless it is http(s)://HOST[:PORT]."""
+    try:
+        parts = urlsplit(text)
+        has_port = parts.port is None or parts.port > 0  # parts.port raises ValueError for what is not a port
+    except ValueError:
+        parts, has_port = urlsplit(""), False
+    rest = parts.path.strip("/") or FOREIGN.search(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or rest or len(text) > 150:
+        raise AddressError(f"{text[:80]!r} is not a coordinator's URL: write http://HOST:PORT")
+    return text.rstrip("/")
+
+
+def find_coordinator(where: str) -> str:
+    """The coordinator's URL, given as itself or as a folder that holds it. Raises AddressError."""
+    if "://" in where:
+        return server_url(where)
+    if not Path(where).is_dir():
+        raise AddressError(f"{where[:80]!r} is neither a folder nor a coordinator's URL, as in http://HOST:PORT")
+    return Address.read(Path(where)).url
 
 
 class InviteError(UserError):
@@ -38,7 +93,7 @@ class Invite(BaseModel):
         return PREFIX + base64.urlsafe_b64encode(self.model_dump_json().encode()).decode()
 
     @classmethod
-    def decode(cls, text: str) -> "Invite":
+    def decode(cls, text: str) -> Self:
         text = text.strip()
         if not text.startswith(PREFIX):
             raise InviteError(f"not an invite: it must start with {PREFIX!r}")

@@ -23,8 +23,7 @@ from pydantic import ValidationError
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.files import write_file
-from shoal.protocol.calling import PATIENCE_S, Caller, NodeError, ProtocolError, RefusedError, StoppedError
-from shoal.protocol.clock import PoolClock
+from shoal.protocol.calling import PATIENCE_S, Caller, NodeError, PoolClock, ProtocolError, RefusedError, StoppedError
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import (

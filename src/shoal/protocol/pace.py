@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shoal.protocol.answers import Refusal
+from shoal.errors import ShoalError
 from shoal.shardcast.guard import Rates
 
 # Requests a second, each with a burst of 10 s (`rates.BURST_S`). A node beats once a second, and a validator that waits for
@@ -33,6 +33,17 @@ MEMBER_UNTAKEN, ADDRESS_UNTAKEN = 16 << 20, 4 << 20
 STRANGERS_UNTAKEN = 64 << 20  # of all addresses together
 DISCARD_RATE = 8 << 20  # bytes a second of all refused bodies together
 LONGEST_HOLD_S = 5.0  # of a refusal; far below the patience of an honest client
+
+
+class Refusal(ShoalError):
+    """A request that is not served, and why; `status` is its HTTP status."""
+
+    status = 409
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        if status is not None:
+            self.status = status
 
 
 class Pace:

@@ -26,10 +26,9 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from shoal.errors import ShoalError
-from shoal.protocol.answers import Refusal, sign_answer
 from shoal.protocol.identity import Identity
-from shoal.protocol.pace import LARGE_BYTES, Pace, Strangers, Untaken
-from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, verify_head
+from shoal.protocol.pace import LARGE_BYTES, Pace, Refusal, Strangers, Untaken
+from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, sign_answer, verify_head
 from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, network, started
 
 MAX_SMALL_BYTES = 4 << 10  # a registration, a claim, a version, an evaluation: a few fields

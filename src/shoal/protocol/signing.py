@@ -1,18 +1,21 @@
-"""Signed HTTP requests: RFC 9421 message signatures with ed25519, RFC 9530 content digests.
+"""Signed HTTP requests and their signed answers: RFC 9421 message signatures with ed25519, RFC 9530 content digests.
 
-Invariant: an accepted request was made by the named key, for this audience, with this method, path, query and body, within
-a minute of our clock, and is accepted once.
+Invariants: an accepted request was made by the named key, for this audience, with this method, path, query and body, within
+a minute of our clock, and is accepted once. An accepted answer has the status and body with which the coordinator answered
+this very request: its signature covers the request's own, so nobody on the way can change an answer, nor give it to another
+request, or of another time. It also says when it was given (`calling.PoolClock`).
 
 A server verifies in three parts. `verify_head` needs the headers only, so a stranger is refused before the body is read.
 `SignedHead.spend` refuses a head that was served before. `SignedHead.check_body` compares the body's hash with the signed
 digest.
 
 The signature covers the bare RFC 9421 base, so other implementations can make it, with its parameters in any order. The base
-begins with `"@method"` and all other signatures of the pool begin with `shoal/`, so neither can be used as the other.
+of a request begins with `"@method"`, that of an answer with `"@status"`, and all other signatures of the pool begin with
+`shoal/`, so none can be used as another.
 
-`SignedAuth` signs for every httpx client of the pool. Servers call `verify_head`.
-Left out: answers (`answers`), headers other than ours (a server must not base a decision on an uncovered header, such as
-Content-Type), more than one signature.
+`SignedAuth` signs for every httpx client of the pool. Servers call `verify_head` and `sign_answer`, clients `check_answer`.
+Left out: answers to requests without a signature, headers other than ours (a server must not base a decision on an uncovered
+header, such as Content-Type), more than one signature.
 """
 
 import re
@@ -30,6 +33,8 @@ from cryptography.exceptions import InvalidSignature
 from shoal.protocol.identity import Identity, IdentityError, public_key
 
 COVERED = '("@method" "@path" "@query" "content-digest" "shoal-audience")'
+ANSWER_COVERED = '("@status" "content-digest" "signature";req;key="shoal")'
+ANSWER_PARAMETERS = {"created", "keyid", "alg"}
 MAX_AGE_S = 60
 
 METHOD = re.compile("[A-Z]{1,16}")
@@ -286,3 +291,60 @@ class SignedAuth(httpx.Auth):
         )
         request.headers.update(headers)
         yield request
+
+
+# --- answers -----------------------------------------------------------------------------------------------------------
+
+
+class UnsignedAnswerError(ValueError):
+    """An answer that the coordinator did not give to this request."""
+
+
+def sign_answer(
+    identity: Identity, request_headers: Mapping[str, str], *, status: int, body_sha256: bytes, created_s: int
+) -> dict[str, str]:
+    """The headers that sign an answer given at `created_s`; none if the request carries no signature in our form."""
+    asked = request_headers.get("signature", "")
+    if not SIGNATURE.fullmatch(asked):
+        return {}
+    digest = digest_header(body_sha256)
+    parameters = f'{ANSWER_COVERED};created={created_s};keyid="{identity.public}";alg="ed25519"'
+    signature = identity.private_key.sign(_answer_base(status, digest, asked, parameters))
+    return {
+        "content-digest": digest,
+        "signature-input": f"shoal={parameters}",
+        "signature": f"shoal=:{b64encode(signature).decode()}:",
+    }
+
+
+def check_answer(
+    key: str, request_headers: Mapping[str, str], headers: Mapping[str, str], *, status: int, body_sha256: bytes
+) -> int:
+    """When `key` gave this answer to the request, by its clock. Raises UnsignedAnswerError unless it gave it."""
+    header = headers.get("signature-input", "")
+    stated = read_input(header, ANSWER_COVERED, ANSWER_PARAMETERS)
+    signature = SIGNATURE.fullmatch(headers.get("signature", ""))
+    digest = headers.get("content-digest", "")
+    if stated is None or signature is None:
+        raise UnsignedAnswerError("it is not signed")
+    if stated["keyid"] != key:
+        raise UnsignedAnswerError(f"it is signed by {stated['keyid']}")
+    if digest != digest_header(body_sha256):
+        raise UnsignedAnswerError("its body is not the one that was signed")
+    base = _answer_base(status, digest, request_headers["signature"], header.removeprefix("shoal="))
+    try:
+        public_key(key).verify(b64decode(signature[1]), base)
+    except InvalidSignature as error:
+        raise UnsignedAnswerError("its signature is not over this answer to this request") from error
+    return int(stated["created"])
+
+
+def _answer_base(status: int, digest: str, asked: str, parameters: str) -> bytes:
+    """What is signed (RFC 9421, sections 2.4 and 2.5). `asked`: the request's `signature` header, in our form."""
+    lines = (
+        f'"@status": {status}',
+        f'"content-digest": {digest}',
+        f'"signature";req;key="shoal": {asked.removeprefix("shoal=")}',
+        f'"@signature-params": {parameters}',
+    )
+    return "\n".join(lines).encode("ascii")

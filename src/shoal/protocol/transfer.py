@@ -12,8 +12,7 @@ from typing import TypeVar
 import httpx
 from blake3 import blake3
 
-from shoal.protocol.bodies import PLAIN, BodyError, read_body
-from shoal.protocol.calling import NodeError, RefusedError, StoppedError
+from shoal.protocol.calling import PLAIN, BodyError, NodeError, RefusedError, StoppedError, read_body
 from shoal.protocol.messages import Announced, Grant, Link, Stored
 from shoal.protocol.node import Node
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from shoal.model.turns import model_positions, model_tokens
-from shoal.protocol.messages import MILLION, Claim, GroupResult, Outcomes, Sample, Verdict
-from shoal.protocol.messages.checking import MOST_MISSED
+from shoal.protocol.messages import MILLION, MOST_MISSED, Claim, GroupResult, Outcomes, Sample, Verdict
 from shoal.tasks import Grade
 from shoal.tasks.budget import rewards_differ
 from shoal.tasks.prompt import completion_text

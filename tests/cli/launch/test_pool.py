@@ -19,7 +19,7 @@ from shoal.cli.launch.pool import PoolSwarm, PoolUpError, local_url
 from shoal.cli.main import USAGE, main
 from shoal.config import parse
 from shoal.coordinator.operating import Invited, found_pool, open_pool
-from shoal.protocol.address import Address
+from shoal.protocol.invite import Address
 
 from ...watch.support import node, status
 

@@ -10,8 +10,8 @@ from shoal.cli.launch import watch
 from shoal.cli.launch.watch import GraderFailsError, StalledError, Watch
 from shoal.cli.preflight.disk import RESERVE_BYTES, DiskFullError
 from shoal.config import Config, parse
+from shoal.protocol.history import PoolWatch
 from shoal.protocol.messages import History
-from shoal.protocol.watch import PoolWatch
 
 from ...watch.support import node, status
 

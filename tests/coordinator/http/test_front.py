@@ -19,10 +19,9 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import UPLOADS
 from shoal.coordinator.members import RECORDS_PER_S
 from shoal.protocol import pace
-from shoal.protocol.answers import UnsignedAnswerError, check_answer
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Heartbeat
-from shoal.protocol.signing import SignedAuth, sign_request
+from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer, sign_request
 
 from ..support import ALICE, BOB, Harness
 from .test_admission import coordinator, upload, worker_with_task

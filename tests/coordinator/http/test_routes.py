@@ -20,11 +20,10 @@ from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import ServedRun, serve_forever
 from shoal.coordinator.operating import invite_from
 from shoal.coordinator.state.folder import OPEN_INVITE
-from shoal.protocol.address import FILE as ADDRESS
-from shoal.protocol.address import Address
 from shoal.protocol.discovery import DiscoveryError, find_run
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.invite import InviteError, make_invite
+from shoal.protocol.invite import FILE as ADDRESS
+from shoal.protocol.invite import Address, InviteError, make_invite
 from shoal.protocol.messages import LARGEST, VERSION, HeartbeatAnswer, Role, RunDescriptor, Status
 from shoal.protocol.signing import SignedAuth, sign_request
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from benchmarks.byzantine import liars
 
-from shoal.protocol.address import Address
+from shoal.protocol.invite import Address
 
 from .browsing import Watched
 

@@ -21,7 +21,7 @@ from shoal.cli.launch.members import MEETING, members
 from shoal.cli.preflight.disk import used_bytes
 from shoal.config import Config
 from shoal.errors import UserError
-from shoal.protocol.address import Address, AddressError
+from shoal.protocol.invite import Address, AddressError
 
 CACHES = ("weights", "store", "tasks")  # of every node except the origin: another node has the same bytes
 LOCK = ".running"

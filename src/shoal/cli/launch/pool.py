@@ -20,8 +20,7 @@ from shoal.cli.launch.members import Member
 from shoal.cli.launch.swarm import Swarm
 from shoal.config import Config
 from shoal.errors import UserError
-from shoal.protocol.address import Address
-from shoal.protocol.invite import open_payload, read_invite
+from shoal.protocol.invite import Address, open_payload, read_invite
 from shoal.protocol.messages import Role, Status
 
 INVITES = "invites"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError
 from shoal.model.turns import model_positions
-from shoal.protocol.messages.checking import MOST_MISSED
+from shoal.protocol.messages import MOST_MISSED
 from shoal.store.folder import Folder, Store
 from shoal.watch.figures import clean
 from shoal.watch.page.work import submissions, why

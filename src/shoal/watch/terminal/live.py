@@ -23,9 +23,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 from shoal.errors import printable
-from shoal.protocol.history import RunHistory
+from shoal.protocol.history import PoolWatch, RunHistory, UnreachableError
 from shoal.protocol.messages import Status, WorkerSample
-from shoal.protocol.watch import PoolWatch, UnreachableError
 from shoal.watch.figures import Pace, clean, number
 from shoal.watch.terminal.events import Events
 from shoal.watch.terminal.screen import render

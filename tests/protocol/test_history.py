@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from shoal.protocol import watch
-from shoal.protocol.address import Address, AddressError, find_coordinator, server_url
+from shoal.protocol import history
+from shoal.protocol.history import PoolWatch, UnreachableError
+from shoal.protocol.invite import Address, AddressError, find_coordinator, server_url
 from shoal.protocol.messages import History, Status
-from shoal.protocol.watch import PoolWatch, UnreachableError
 from tests.watch.support import status
 
 URL = "http://pool:8700"
@@ -45,7 +45,7 @@ def test_a_look_fetches_the_state_and_only_new_history() -> None:
 def test_a_coordinator_that_asks_to_wait_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It bounds the bytes that one address reads; a long run's history, or a large pool's state, may be more."""
     asked: list[str] = []
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: float(len(asked)), sleep=lambda _: None))
+    monkeypatch.setattr(history, "time", SimpleNamespace(monotonic=lambda: float(len(asked)), sleep=lambda _: None))
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request.url.path)
