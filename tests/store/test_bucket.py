@@ -10,8 +10,8 @@ import httpx
 import pytest
 from blake3 import blake3
 
+from shoal.store.bucket import Credentials, presigned
 from shoal.store.folder import Folder, Store, StoreError
-from shoal.store.presign import Credentials, presigned
 
 from ..servers import S3_KEY, S3_SECRET, s3_server
 

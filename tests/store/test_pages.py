@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from shoal.store import pages
+from shoal.store import decode
 from shoal.store.columns import PROOF_BYTES, RolloutFileError
-from shoal.store.pages import MAX_PAGES, Chunk, check_pages
+from shoal.store.decode import MAX_PAGES, Chunk, check_pages
 from shoal.store.rollouts import Rollout, read_submission, write_submission
 
 from .test_rollouts import HEADER, ME, PLAIN, never, opened, read, signed, with_column, zigzag
@@ -187,10 +187,10 @@ def test_every_page_of_an_honest_file_is_within_bounds(options: dict[str, Any]) 
     [(b"\xff\xff\xff\xff\x0f", -(1 << 31)), (b"\xfe\xff\xff\xff\x0f", (1 << 31) - 1), (b"\x00", 0)],
 )
 def test_integers_of_32_bits_are_read(encoded: bytes, number: int) -> None:
-    assert pages._int32(memoryview(encoded), 0) == (number, len(encoded))
+    assert decode._int32(memoryview(encoded), 0) == (number, len(encoded))
 
 
 @pytest.mark.parametrize("encoded", [b"\x80\x80\x80\x80\x10", b"\x80\x80\x80\x80\x80\x01"])
 def test_longer_integers_are_refused_because_readers_cut_them(encoded: bytes) -> None:
     with pytest.raises(ValueError, match="more than 32 bits"):
-        pages._int32(memoryview(encoded), 0)
+        decode._int32(memoryview(encoded), 0)

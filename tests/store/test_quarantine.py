@@ -229,7 +229,7 @@ def test_the_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_child_that_reads_too_long_ends_by_itself() -> None:
-    command = [sys.executable, "-m", "shoal.store.reader", "8", "16", str(1 << 30), "0.1"]
+    command = [sys.executable, "-m", "shoal.store.decode", "8", "16", str(1 << 30), "0.1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         child.stdin.write((1 << 20).to_bytes(8, "big"))  # a file that never comes

@@ -18,8 +18,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.store.columns import SUBMISSION, unpack
-from shoal.store.decode import MAX_HEADER_BYTES, Decoded
-from shoal.store.reader import OUT_OF_MEMORY
+from shoal.store.decode import MAX_HEADER_BYTES, OUT_OF_MEMORY, Decoded
 from shoal.store.rollouts import Limits, Rollout, RolloutFile, RolloutFileError, verified_submission
 
 START_S = 60.0
@@ -100,7 +99,7 @@ class Quarantine:
     def _start(self) -> subprocess.Popen[bytes]:
         limits = (self.limits.max_rows, self.limits.max_tokens, self.memory_bytes, 2 * self.timeout_s)
         child = subprocess.Popen(
-            [sys.executable, "-m", "shoal.store.reader", *map(str, limits)],
+            [sys.executable, "-m", "shoal.store.decode", *map(str, limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | SINGLE | SYSTEM_POOL,
