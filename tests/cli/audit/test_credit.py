@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.audit.found import Accepted
+from shoal.cli.audit.pay import Accepted
 from shoal.cli.audit.work import Walk
 from shoal.config import parse
 

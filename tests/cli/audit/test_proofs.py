@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from shoal.cli.audit.found import Found, Rejected
+from shoal.cli.audit.again import judge_rejections
 from shoal.cli.audit.opened import BrokenError
-from shoal.cli.audit.proofs import judge_rejections
+from shoal.cli.audit.pay import Found, Rejected
 from shoal.shardcast.manifest import version_name
 from shoal.store.folder import Folder
 from shoal.worker.produce import Producer

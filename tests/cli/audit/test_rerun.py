@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.audit import rerun as rerun_module
+from shoal.cli.audit import again as again_module
+from shoal.cli.audit.again import obstacle, rerun, states
 from shoal.cli.audit.opened import BrokenError
-from shoal.cli.audit.rerun import obstacle, rerun, states
 from shoal.learner.groups import gathering, validators
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
@@ -55,7 +55,7 @@ def run(tiny_folder: Path, folder: Path, **changed: Any) -> Any:
 
 @pytest.fixture
 def found(trained: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(rerun_module, "gather_step", lambda run, found, step: trained.groups[step])
+    monkeypatch.setattr(again_module, "gather_step", lambda run, found, step: trained.groups[step])
     return trained
 
 

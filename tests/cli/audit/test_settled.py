@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.audit.audit import Asked, audit
+from shoal.cli.audit.audit import Asked, audit, check_settled
 from shoal.cli.audit.opened import BrokenError
-from shoal.cli.audit.settled import check_settled
 from shoal.config import dumps
 from shoal.config.sections import LedgerSection
 from shoal.ledger import evm

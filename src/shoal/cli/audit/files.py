@@ -19,8 +19,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from shoal.cli.audit.found import Found
 from shoal.cli.audit.opened import BrokenError, Opened, naming, read_config
+from shoal.cli.audit.pay import Found
 from shoal.coordinator.database import HistoryTable as History
 from shoal.coordinator.database import Kind, config_text
 from shoal.coordinator.submissions import Submissions
@@ -79,13 +79,9 @@ def _tasks(run: Opened) -> str:
     names |= {path.name for path in folder.iterdir() if HASH.fullmatch(path.name)}
     for name in sorted(names):
         with naming(f"task file {name[:16]}"), (folder / name).open("rb") as file:
-            if _sha256(file.read()) != name:
+            if sha256(file.read()).hexdigest() != name:
                 raise BrokenError(f"task file {name[:16]}", "not what its name says")
     return f"tasks: {len(names)} files"
-
-
-def _sha256(data: bytes) -> str:
-    return sha256(data).hexdigest()
 
 
 def _records(run: Opened) -> list[str]:
@@ -174,7 +170,7 @@ def _versions(run: Opened, found: Found, manifests: dict[int, Manifest]) -> list
     for version, folder in sorted(folders):
         link = f"{folder.relative_to(run.folder)}"
         with naming(link):
-            if version in digests and _blake3(folder / WEIGHTS) != digests[version]:
+            if version in digests and file_digest(folder / WEIGHTS) != digests[version]:
                 raise BrokenError(link, "not the weights that the learner recorded")
             manifest = manifests.get(version)
             if manifest is not None and not StreamFiles(folder, manifest.files).match(manifest.content):
@@ -197,12 +193,13 @@ def _checkpoints(run: Opened, found: Found) -> list[str]:
             record = CheckpointRecord.model_validate_json(signed.open(signed.key, domain=CHECKPOINT))
             if (record.run, record.step) != (run.run, int(folder.name.removeprefix("step-"))):
                 raise BrokenError(link, f"is the state before step {record.step} of {record.run}")
-            there = {path.name: _blake3(path) for path in folder.iterdir() if path.name != SIGNED}
+            there = {path.name: file_digest(path) for path in folder.iterdir() if path.name != SIGNED}
             changed = [name for name in record.files | there if there.get(name) != record.files.get(name)]
             if changed:
                 raise BrokenError(f"{link}/{changed[0]}", "not as the learner signed it")
     return [f"learner: {len(folders)} checkpoints"]
 
 
-def _blake3(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the BLAKE3 of a file of weights."""
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()

@@ -1,4 +1,5 @@
-"""What a worker is paid, and what it is punished for: each entry about it rests on entries before it.
+"""What the walk along the ledger collects, and the rules of pay and punishment: each entry about them rests on earlier ones.
+
 
     slashed      a hard rejection, with its facts
     dismissed    a rejection for spending, and evidence above the run's limit (`standing` computes it again)
@@ -8,19 +9,85 @@
 Invariant: a walk without an error means that work which was accepted is paid as soon as later checks cover it, and all of it
 by the run's end, except what a worker had not been paid yet when it was slashed or dismissed; and that every hard rejection
 slashes. Pay of what was accepted after a slash may go either way.
-Called by `work`, entry by entry. Left out: why the operator readmitted a worker, which is in no entry.
+`Found` holds only what passed its checks. Left out: why the operator readmitted a worker, which is in no entry.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.cli.audit.found import Accepted, Found, Rejected
 from shoal.cli.audit.opened import BrokenError, first_of
 from shoal.config import Config
 from shoal.evidence import ALPHA
 from shoal.ledger.chain import Entry
-from shoal.protocol.messages import HARD, Reason
+from shoal.protocol.messages import HARD, Reason, StepRecord
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """An accepted submission, as the ledger and its two files agree on it."""
+
+    id: str
+    number: int  # among the tasks of its worker
+    worker: str
+    validator: str
+    step: int
+    version: int
+    nonce: str
+    full: bool
+    tokens: int  # sampled, counted here
+    useful: list[bool]  # of each group: its rewards differ
+    group_tokens: list[int]
+    file: str  # hashes in the store
+    accepted: str
+    content: str  # digest of its rows
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A rejected submission, as its entry says."""
+
+    body: dict[str, Any]
+    config: Config  # in force at that entry
+
+    @property
+    def worker(self) -> str:
+        return str(self.body["worker"])
+
+    @property
+    def reason(self) -> Reason:
+        return Reason(self.body["reason"])
+
+
+@dataclass
+class Found:
+    """What the walk has seen so far."""
+
+    config: Config  # in force at the entry that is being read
+
+    names: dict[str, str] = field(default_factory=dict)  # by key
+    roles: dict[str, str] = field(default_factory=dict)
+    policies: dict[int, str] = field(default_factory=dict)
+    accepted: dict[str, Accepted] = field(default_factory=dict)
+    rejected: dict[str, Rejected] = field(default_factory=dict)
+    slashed: dict[str, str] = field(default_factory=dict)  # worker -> submission
+    credit: dict[str, str] = field(default_factory=dict)  # credited or forfeited, by submission
+    batches: list[list[tuple[str, int]]] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    configs: list[Config] = field(default_factory=list)  # of each record: a resumed run may have another one
+    batched: set[tuple[str, int]] = field(default_factory=set)
+    unproven: Counter[str] = field(default_factory=Counter)  # what the audit cannot check, and how often
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run's last step is trained."""
+        return len(self.records) == self.config.run.steps
+
+
+# --- pay -------------------------------------------------------------------------------------------------------------
+
 
 NEXT = ("accepted", "rejected", "trained")  # what follows from an entry of these stands before the next one of them
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from shoal.cli.audit.found import Accepted, Found, Rejected
 from shoal.cli.audit.opened import BrokenError, Opened, naming, read_config
-from shoal.cli.audit.pay import Pay
+from shoal.cli.audit.pay import Accepted, Found, Pay, Rejected
 from shoal.coordinator.curriculum import recomputed
 from shoal.coordinator.trust import most_unchecked
 from shoal.learner.groups import Fetched, Gathering
