@@ -1,102 +1,53 @@
-"""`shoal eval`: arguments, what it writes, and its exit status. The model is a fake; tasks are a file."""
+"""`shoal eval`: arguments, what it writes, and its exit status. lm_eval is a small one, and the model is not served."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shoal.cli import main
 from shoal.cli.main import DONE, USAGE
-from shoal.evals.evaluate import Contestant
+from shoal.evals.harness import Endpoint
 from shoal.evals.suites import TABLE
-from tests.evals.support import FakeSampler
-
-
-class GsmSampler(FakeSampler):
-    def _answer(self, asked: Any) -> Any:
-        found = super()._answer(type(asked)(asked.suite, asked.task, asked.sample, f"x {_last(asked.message)}"))
-        return type(found)(
-            found.text.replace("I say ", "So \\boxed{").replace("no idea", "") + "}", found.tokens, found.ended
-        )
-
-
-def _last(message: str) -> str:
-    return next(word for word in message.split() if word.isdigit())
+from tests.evals.support import install_lm_eval
+from tests.evals.test_suites import MBPP, write
 
 
 @pytest.fixture
-def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "gsm.jsonl"
-    path.write_text(
-        "".join(json.dumps({"question": f"after {n} ?", "answer": f"#### {n + 1}"}) + "\n" for n in range(12))
-    )
-    monkeypatch.setattr("shoal.evals.local.folder_of", lambda name: tmp_path)
-    monkeypatch.setattr(
-        "shoal.evals.local.local",
-        lambda label, folder, dtype, device, batch: Contestant(
-            label, {"dtype": dtype}, lambda: GsmSampler(0.9 if label == "strong" else 0.3)
-        ),
-    )
-    monkeypatch.setattr("shoal.model.dtype.pick", lambda wanted, device: ("float32", {}))
-    return path
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Holds two models, `first` and `second`, which differ."""
+    install_lm_eval(tmp_path / "installed", monkeypatch)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"name": name}))
+
+    @contextmanager
+    def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpoint]:
+        yield Endpoint("http://127.0.0.1:1/v1", {"first": "right-2", "second": "right-9"}[model])
+
+    monkeypatch.setattr("shoal.evals.harness.serving", serving)
+    monkeypatch.setattr("sys.argv", ["/somewhere/shoal", "eval", "sums"])
+    return tmp_path
 
 
-def evaluate(rows: Path, *more: str) -> int:
-    return main(["eval", "GSM8K", "--path", str(rows), "--out", str(rows.parent / "out"), *more])
-
-
-def test_two_models_side_by_side(
-    rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["/somewhere/shoal", "eval", "GSM8K"])
-    models = ["--model", "weak", "--model", "strong", "--k", "4", "--temperature", "1", "--n", "10"]
-    assert evaluate(rows, *models) == DONE
+def test_two_models_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = ["--model", str(folder / "first"), "--model", str(folder / "second")]
+    assert main(["eval", "sums", *models, "--out", str(folder / "out")]) == DONE
     shown = capsys.readouterr()
-    assert "GSM8K: 10 tasks, k = 4" in shown.out
-    assert "strong less weak: +" in shown.out
-    assert "completions: 40 of 40" in shown.err
-    out = rows.parent / "out"
-    found = json.loads((out / "results.json").read_text())
-    assert [result["model"] for result in found["results"]] == ["weak", "strong"]
-    assert found["results"][0]["avg"]["mean"] < found["results"][1]["avg"]["mean"]
-    assert found["config"]["suites"]["GSM8K"]["tasks"] == 10
-    assert found["command"] == "shoal eval GSM8K"
-    assert (out / "results.png").stat().st_size > 1000
-    assert len((out / "completions.jsonl").read_text().splitlines()) == 80
+    assert "sums: 10 tasks, k = 1" in shown.out
+    assert "second, sums: run 1 of 1" in shown.err
+    found = json.loads((folder / "out" / "results.json").read_text())
+    assert [result["model"] for result in found["results"]] == ["first", "second"]
+    assert found["command"] == "shoal eval sums"
 
 
-def test_repeating_the_command_gives_the_same_and_asks_nothing(
-    rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert evaluate(rows, "--model", "weak") == DONE
-    first = capsys.readouterr().out
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("asked again")
-
-    monkeypatch.setattr(GsmSampler, "answer", refuse)
-    assert evaluate(rows, "--model", "weak") == DONE
-    assert capsys.readouterr().out == first
-
-
-def test_other_settings_in_the_same_folder_fail_with_the_difference(
-    rows: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    evaluate(rows, "--model", "weak")
-    assert evaluate(rows, "--model", "weak", "--max-tokens", "100") == USAGE
-    assert "max_tokens of GSM8K = 2048, and this is 100" in capsys.readouterr().err
-
-
-def test_the_dtype_of_a_folder_stays_though_another_would_be_picked_now(
-    rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pick(wanted: str, device: str) -> tuple[str, dict[str, float]]:
-        return ("bfloat16" if wanted == "auto" else wanted), {}
-
-    assert evaluate(rows, "--model", "weak") == DONE  # float32
-    monkeypatch.setattr("shoal.model.dtype.pick", pick)
-    assert evaluate(rows, "--model", "weak") == DONE
+def test_a_model_behind_a_url_and_the_rows_of_a_code_suite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = ["--url", "http://127.0.0.1:1/v1", "--served-name", "m"]
+    rows = ["--path", write(folder, MBPP), "--k", "2", "--temperature", "0.6"]
+    assert main(["eval", "MBPP", *server, *rows, "--out", str(folder / "out")]) == DONE
+    assert "MBPP: 1 tasks, k = 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -106,28 +57,22 @@ def test_the_dtype_of_a_folder_stays_though_another_would_be_picked_now(
         (["GSM8K"], "name a model"),
         (["GSM8K", "--url", "http://h/v1"], "--served-name go together"),
         (["GSM8K", "--served-name", "x"], "--served-name go together"),
-        (["GSM8K,MBPP", "--model", "m", "--path", "p"], "one suite at a time"),
+        (["HumanEval,MBPP", "--model", "m", "--path", "p"], "one suite at a time"),
+        (["GSM8K", "--model", "m", "--path", "p"], "rows of a code suite"),
+        (["HumanEval", "--model", "m", "--path", "none.jsonl"], "no file or folder at"),
     ],
 )
 def test_incomplete_arguments_say_what_is_missing(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", *arguments]) == USAGE
     assert said in capsys.readouterr().err
 
 
-def test_an_unknown_suite_and_a_missing_file_fail_with_one_line(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "MMLU", "--model", "m"]) == USAGE
-    assert main(["eval", "GSM8K", "--model", "m", "--path", str(rows.parent / "none.jsonl")]) == USAGE
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    assert "no suite 'mmlu'; there are AIME24" in lines[0]
-    assert "no file or folder at" in lines[1]
-
-
-def test_two_models_of_one_name_are_refused(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate(rows, "--model", "weak", "--model", "weak") == USAGE
-    assert "two models are called weak" in capsys.readouterr().err
+def test_two_models_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = ["--model", str(folder / "first")]
+    assert main(["eval", "sums", *first, *first, "--out", str(folder / "out")]) == USAGE
+    assert "two models are called" in capsys.readouterr().err
 
 
 def test_the_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,19 @@ from shoal.cli.main import USAGE, main
 from shoal.config import Config, dumps, parse
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.evals import passrates
-from shoal.evals.filter import FORMAT, MANIFEST, RATES, Band, histogram, write_filter
-from shoal.evals.passrates import RESULTS, FilterError, PassRates, Result
+from shoal.evals import filter as filter_module
+from shoal.evals.filter import (
+    FORMAT,
+    MANIFEST,
+    RATES,
+    RESULTS,
+    Band,
+    FilterError,
+    PassRates,
+    Result,
+    histogram,
+    write_filter,
+)
 from shoal.protocol.messages import MILLION
 
 from ..rewards import Always
@@ -148,7 +158,7 @@ KILL = """
 import os, signal, sys
 from shoal.cli.main import main
 from shoal.engine.torch_engine import TorchEngine
-from shoal.evals import passrates
+from shoal.evals import filter as filter_module
 
 where, calls = sys.argv[1], []
 def die_third(before):
@@ -164,7 +174,7 @@ def die_third(before):
 if where == "generate":
     TorchEngine.generate = die_third(TorchEngine.generate)
 else:
-    passrates.append = die_third(passrates.append)
+    filter_module.append = die_third(filter_module.append)
 main(sys.argv[2:])
 """
 
@@ -283,17 +293,17 @@ def test_a_task_with_a_grader_error_is_never_kept(tiny_folder: Path, tmp_path: P
 def test_a_full_disk_is_named_and_the_command_can_be_repeated(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, append = rates(tiny_folder, tmp_path), passrates.append
+    measured, append = rates(tiny_folder, tmp_path), filter_module.append
 
     def full(file: Any, results: Any) -> None:
         file.write(b'{"task": "half')
         file.flush()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(passrates, "append", full)
+    monkeypatch.setattr(filter_module, "append", full)
     with pytest.raises(FilterError, match=f"the disk of {tmp_path} is full: free space there, then repeat"):
         measure(measured, scripted(tiny_folder, measured))
-    monkeypatch.setattr(passrates, "append", append)
+    monkeypatch.setattr(filter_module, "append", append)
     assert [one.score // MILLION for one in measure(measured, scripted(tiny_folder, measured))] == RIGHT
 
 

@@ -12,22 +12,17 @@ import httpx
 import pytest
 
 from shoal.cli.sites import meeting_at
-from shoal.evals.completions import EvalError
-from shoal.evals.evaluate import asked_of
-from shoal.evals.remote import Address, RemoteSampler
-from shoal.evals.samplers import Sampling
 from shoal.protocol.calling import LEAST_BPS, BodyError, NodeError, OversizeError, read_body
 from shoal.protocol.history import PoolWatch, UnreachableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.node import Node
-from tests.evals.support import entry
 
 URL = "http://h:1"
 SENT_BYTES = 64 << 20  # where nobody stops reading
 
 
-class Flood(httpx.SyncByteStream, httpx.AsyncByteStream):
+class Flood(httpx.SyncByteStream):
     """A body far over all limits; `sent` counts its bytes."""
 
     def __init__(self) -> None:
@@ -37,10 +32,6 @@ class Flood(httpx.SyncByteStream, httpx.AsyncByteStream):
         while self.sent < SENT_BYTES:
             self.sent += 1 << 20
             yield bytes(1 << 20)
-
-    async def __aiter__(self):  # type: ignore[no-untyped-def]
-        for piece in self:
-            yield piece
 
 
 def watch(transport: httpx.MockTransport) -> None:
@@ -52,13 +43,7 @@ def meeting(transport: httpx.MockTransport) -> None:
     assert meeting_at(URL, httpx.Client(transport=transport)) is None
 
 
-def evaluation(transport: httpx.MockTransport) -> None:
-    asked = asked_of(entry(1, 1), 0)
-    with pytest.raises(EvalError, match="is not read"):
-        RemoteSampler(Address(f"{URL}/v1", "m"), transport).answer(asked, Sampling(1.0, 8), set(), lambda done: None)
-
-
-READERS = [watch, meeting, evaluation]
+READERS = [watch, meeting]
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -81,7 +66,7 @@ def test_no_reader_decompresses(reader: Callable[[httpx.MockTransport], None], m
     assert set(accepted) == {"identity"} and not Packed.read
 
 
-class Packed(httpx.SyncByteStream, httpx.AsyncByteStream):
+class Packed(httpx.SyncByteStream):
     """A compressed body; `read` says whether anybody asked for it."""
 
     read = False
@@ -93,10 +78,6 @@ class Packed(httpx.SyncByteStream, httpx.AsyncByteStream):
     def __iter__(self) -> Iterator[bytes]:
         Packed.read = True
         yield self.body
-
-    async def __aiter__(self):  # type: ignore[no-untyped-def]
-        for piece in self:
-            yield piece
 
 
 def response(pieces: Iterator[bytes]) -> httpx.Response:

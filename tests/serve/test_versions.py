@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.files import copy_tree, discard
-from shoal.serve.versions import NoPlaceError, Source, UnknownVersionError, Versions
+from shoal.serve.versions import NoPlaceError, Source, UnknownVersionError, Versions, digest, label_of
 
 from .support import engine
 
@@ -56,3 +56,30 @@ def test_a_version_that_vanished_is_an_error_of_its_request_alone(source: Source
         versions.close()
 
     asyncio.run(main())
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_the_digest_covers_weights_and_template_and_not_the_place(tmp_path: Path) -> None:
+    one, same = model(tmp_path / "a"), model(tmp_path / "b")
+    assert digest(one) == digest(same)
+    (same / "model.safetensors").write_bytes(b"weighty")
+    assert digest(one) != digest(same)
+    before = digest(one)
+    (one / "chat_template.jinja").write_text("x")
+    assert digest(one) != before
+    kept = digest(one)
+    (one / "README.md").write_text("x")
+    assert digest(one) == kept
+
+
+def test_labels_are_short_where_that_is_clear() -> None:
+    assert label_of("org/name", ["org/name"]) == "name"
+    assert label_of("bundled:tiny", ["bundled:tiny"]) == "bundled:tiny"
+    assert label_of("runs/a/", ["runs/a/", "runs/b"]) == "a"
+    assert label_of("a/model", ["a/model", "b/model"]) == "a/model"

@@ -51,8 +51,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run_filter(arguments: argparse.Namespace) -> None:
     """Print a table of pass rates and the path of the manifest. Raises FilterError, StoppedError."""
-    from shoal.evals.filter import MANIFEST, Band, histogram, write_filter
-    from shoal.evals.passrates import PassRates
+    from shoal.evals.filter import MANIFEST, Band, PassRates, histogram, write_filter
 
     config = read_config(arguments)
     try:

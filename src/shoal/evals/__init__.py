@@ -1,1 +1,1 @@
-"""Measures a published policy on tasks it never trained on."""
+"""Measures a policy on tasks it never trained on, and tasks by a policy."""

@@ -1,154 +1,191 @@
-"""An evaluation from start to end: tasks, completions, grades, results.
-
-    read the suites' tasks -> write down what is evaluated -> for each model: complete what is not yet complete
-    -> grade everything -> results
+"""An evaluation from start to end: suites, runs of each model, grades of code, results side by side.
 
 Invariant: the folder's `eval.json` says what is evaluated, and no completion made under other settings is ever mixed in.
-Grading starts over each time, from `completions.jsonl` alone. So a killed evaluation continues where it was, with the same
-result.
-Called by `shoal eval`. Left out: several processes on one evaluation.
+Code is graded anew each time, from the completions alone. So an evaluation that was stopped continues where it was.
+Every figure stands with its 95 % interval; a wrong format and a grader error count as 0 and are also reported apart, so that
+a broken grader is not taken for a weak model.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from shoal.config.tasks import TaskSection
-from shoal.evals import suites as suites_module
-from shoal.evals.completions import Answer, Asked, CompletionLog, EvalUsageError
-from shoal.evals.results import Difference, Graded, Result, compare, summarise
-from shoal.evals.samplers import Sampler, Sampling
-from shoal.evals.suites import Suite
+from shoal.evals import suites
+from shoal.evals.harness import Endpoint, Sampling, run
+from shoal.evals.suites import EvalUsageError, Suite
 from shoal.files import write_file
 from shoal.tasks.rewards.graders import Graders
 from shoal.tasks.task import Task
-from shoal.watch.terminal.progress import Progress
+from shoal.watch.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k
+from shoal.watch.figures import clean, percent
 
-CONFIG, COMPLETIONS, GRADES, RESULTS = "eval.json", "completions.jsonl", "grades.jsonl", "results.json"
-GRADE_AT_ONCE = 64
-SOURCE = "source"  # where tasks were read; what they are is in their digest, so they may be read elsewhere
+CONFIG, GRADES, RESULTS = "eval.json", "grades.jsonl", "results.json"
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A model to evaluate. `open` loads it; that is called only if completions are missing."""
+    """A model to evaluate. `open` serves it; that is called only if runs are missing."""
 
     label: str
-    facts: Mapping[str, Any]  # recorded; completions of a model with other facts are not continued
-    open: Callable[[], Sampler]
+    facts: Mapping[str, Any]  # recorded; runs of a model with other facts are not continued
+    open: Callable[[], AbstractContextManager[Endpoint]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A suite as it is evaluated here."""
+    """A suite as it is evaluated here. `tasks`: of a code suite."""
 
     suite: Suite
-    tasks: Sequence[Task]
     k: int
-    sampling: Sampling
+    temperature: float
+    max_tokens: int
+    n: int = 0  # 0: all
+    tasks: Sequence[Task] = ()
     path: str = ""
 
     def facts(self) -> dict[str, Any]:
-        return {
-            SOURCE: self.path or f"{self.suite.hub}@{self.suite.revision or 'newest'}",
-            "tasks": len(self.tasks),
-            "digest": suites_module.digest(self.tasks),
-            "prompt": self.suite.prompt,
-            "reward": self.suite.reward,
-            "k": self.k,
-            "temperature": self.sampling.temperature,
-            "max_tokens": self.sampling.max_tokens,
-        }
+        ids = "\n".join(task.id for task in self.tasks).encode()
+        digest = hashlib.sha256(ids).hexdigest() if self.tasks else ""
+        named = {"task": self.suite.task, "digest": digest, "prompt": self.suite.prompt}
+        return named | {"n": self.n, "k": self.k, "temperature": self.temperature, "max_tokens": self.max_tokens}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One model on one suite."""
+
+    model: str
+    suite: str
+    k: int
+    avg: Estimate  # of the mean score over tasks, each being the mean over its k completions
+    pass_at: Mapping[int, Estimate]  # by k
+    wrong_format: float  # shares of all completions of a code suite
+    grader_error: float
+    values: Mapping[str, float]  # mean score by task
+
+
+@dataclass(frozen=True)
+class Difference:
+    """avg@k of `after` less that of `before`, over the same tasks."""
+
+    suite: str
+    before: str
+    after: str
+    avg: Estimate
+
+
+Scored = tuple[float, str]  # score, and outcome as graders call it
 
 
 def evaluate(
-    contestants: Sequence[Contestant], entries: Sequence[Entry], folder: Path, console: Console, *, seed: int = 0
+    contestants: Sequence[Contestant],
+    entries: Sequence[Entry],
+    folder: Path,
+    console: Console,
+    *,
+    seed: int = 0,
+    concurrency: int = 8,
 ) -> tuple[list[Result], list[Difference]]:
     """Results in the order of suites, then models. Raises EvalUsageError, ShoalError."""
     for entry in entries:
-        if entry.k > 1 and entry.sampling.temperature == 0:
+        if entry.k > 1 and entry.temperature == 0:
             raise EvalUsageError(
                 f"{entry.k} greedy completions of {entry.suite.name} would be equal: add --temperature 0.6, or --k 1"
             )
-    check_graders(entries)
-    with CompletionLog(folder / COMPLETIONS) as log:  # first: its lock keeps a second evaluation out
-        write_down(folder / CONFIG, contestants, entries, seed)
-        for contestant in contestants:
-            complete(contestant, entries, log, console, seed)
-        results = []
-        graded_lines: list[str] = []
-        for entry in entries:
-            for contestant in contestants:
-                groups = grade(contestant.label, entry, log, console, seed)
-                results.append(summarise(contestant.label, entry.suite.name, groups))
-                graded_lines += _lines(contestant.label, entry, groups)
-        write_file(folder / GRADES, "".join(graded_lines).encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    write_down(folder / CONFIG, contestants, entries, seed)
+    results, lines = [], []
+    for contestant in contestants:
+        with ExitStack() as open_one:
+            endpoint: Endpoint | None = None
+            for entry in entries:
+                runs = []
+                for number in range(entry.k):
+                    out = folder / contestant.label.replace("/", "_") / f"{entry.suite.name}-{number}"
+                    if not out.is_dir():
+                        endpoint = endpoint or open_one.enter_context(contestant.open())
+                    console.print(
+                        f"{contestant.label}, {entry.suite.name}: run {number + 1} of {entry.k}", markup=False
+                    )
+                    runs.append(scores(endpoint, entry, out, folder / "tasks", seed + number, concurrency))
+                results.append(summarise(contestant.label, entry.suite.name, runs))
+                lines += [
+                    {
+                        "model": contestant.label,
+                        "suite": entry.suite.name,
+                        "task": task,
+                        "sample": sample,
+                        "score": score,
+                    }
+                    | ({"outcome": outcome} if outcome else {})
+                    for sample, found in enumerate(runs)
+                    for task, (score, outcome) in found.items()
+                ]
+    write_file(folder / GRADES, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    order = [entry.suite.name for entry in entries]
+    results.sort(key=lambda result: order.index(result.suite))
     return results, compare(results)
 
 
-def check_graders(entries: Sequence[Entry]) -> None:
-    """Grade an empty completion of each suite, so that what a grader lacks is known before hours of sampling."""
-    for entry in entries:
-        with graders_of(entry) as graders:
-            graders.grade(entry.tasks[:1], [""])
+def scores(
+    endpoint: Endpoint | None, entry: Entry, out: Path, tasks: Path, seed: int, concurrency: int
+) -> dict[str, Scored]:
+    """Each task's score in one run, by the task's name. Raises EvalError, ShoalError."""
+    suite = entry.suite
+    name = suite.task or suites.write_task(suite, entry.tasks, tasks)
+    sampling = Sampling(entry.temperature, entry.max_tokens, seed)
+    tasks.mkdir(parents=True, exist_ok=True)
+    limit = 0 if entry.tasks else entry.n
+    samples = run(
+        endpoint or Endpoint("", ""), suite, name, sampling, out, tasks=tasks, n=limit, concurrency=concurrency
+    )
+    if suite.task:
+        metric = suite.metric or samples[0]["metrics"][0]
+        return {f"{one['file'].rpartition('_')[0]}/{one['doc_id']}": (float(one[metric]), "") for one in samples}
+    source, _ = suites.sources(suite, entry.path)[0]
+    with Graders(TaskSection(sources=[source])) as graders:
+        asked = [entry.tasks[int(one["doc_id"])] for one in samples]
+        grades = graders.grade(asked, [str(one["resps"][0][0] or "") for one in samples])
+    return {task.id: (grade.score, grade.outcome) for task, grade in zip(asked, grades, strict=True)}
 
 
-def graders_of(entry: Entry) -> Graders:
-    source, _ = suites_module.sources(entry.suite, entry.path)[0]
-    return Graders(TaskSection(sources=[source]))
+def summarise(model: str, suite: str, runs: Sequence[Mapping[str, Scored]]) -> Result:
+    k, every = len(runs), [one for found in runs for one in found.values()]
+    by_task = {task: [found[task][0] for found in runs] for task in runs[0]}
+    correct = [sum(score >= 1 for score in each) for each in by_task.values()]
+    values = {task: sum(each) / k for task, each in by_task.items()}
+    powers = sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
+    return Result(
+        model=model,
+        suite=suite,
+        k=k,
+        avg=mean_over_questions(list(values.values())),
+        pass_at={j: mean_over_questions([pass_at_k(k, right, j) for right in correct]) for j in powers},
+        wrong_format=sum(outcome == "wrong_format" for _, outcome in every) / len(every),
+        grader_error=sum(outcome == "grader_error" for _, outcome in every) / len(every),
+        values=values,
+    )
 
 
-def asked_of(entry: Entry, seed: int) -> list[Asked]:
-    """Every completion of a suite, task by task."""
-    return [
-        Asked(entry.suite.name, task.id, sample, entry.suite.prompt.replace("{question}", task.question), seed)
-        for task in entry.tasks
-        for sample in range(entry.k)
-    ]
-
-
-def complete(contestant: Contestant, entries: Sequence[Entry], log: CompletionLog, console: Console, seed: int) -> None:
-    """Make the completions that the log does not hold yet."""
-    known = log.of(contestant.label)
-    sampler: Sampler | None = None
-    for entry in entries:
-        asked = asked_of(entry, seed)
-        held = sum(one.key in known for one in asked)
-        if held == len(asked):
-            continue
-        sampler = sampler or contestant.open()
-        with Progress(console, f"{contestant.label}, {entry.suite.name}: completions", len(asked)) as progress:
-            progress(held)
-
-            def done(answered: Sequence[tuple[Asked, Answer]], progress: Progress = progress) -> None:
-                new = sum(one.key not in known for one, _ in answered)
-                log.append(contestant.label, answered)
-                progress.add(new)
-
-            sampler.answer(asked, entry.sampling, known, done)
-
-
-def grade(label: str, entry: Entry, log: CompletionLog, console: Console, seed: int) -> list[list[Graded]]:
-    """The graded completions of each task, in the order of the tasks."""
-    asked, known = asked_of(entry, seed), log.of(label)
-    by_id = {task.id: task for task in entry.tasks}
-    graded: list[Graded] = []
-    with (
-        graders_of(entry) as graders,
-        Progress(console, f"{label}, {entry.suite.name}: grades", len(asked)) as progress,
-    ):
-        progress(0)
-        for start in range(0, len(asked), GRADE_AT_ONCE):
-            chunk = asked[start : start + GRADE_AT_ONCE]
-            answers = [known[one.key] for one in chunk]
-            grades = graders.grade([by_id[one.task] for one in chunk], [answer.text for answer in answers])
-            graded += zip(answers, grades, strict=True)
-            progress.add(len(chunk))
-    return [graded[start : start + entry.k] for start in range(0, len(graded), entry.k)]
+def compare(results: Sequence[Result]) -> list[Difference]:
+    """Every later model with the first one, on each suite."""
+    found = []
+    for suite in dict.fromkeys(result.suite for result in results):
+        first, *others = [result for result in results if result.suite == suite]
+        for other in others:
+            pairs = [(first.values[task], value) for task, value in other.values.items() if task in first.values]
+            before, after = [one for one, _ in pairs], [one for _, one in pairs]
+            found.append(Difference(suite, first.model, other.model, paired_difference(before, after)))
+    return found
 
 
 def write_down(path: Path, contestants: Sequence[Contestant], entries: Sequence[Entry], seed: int) -> None:
@@ -157,63 +194,81 @@ def write_down(path: Path, contestants: Sequence[Contestant], entries: Sequence[
     Raises EvalUsageError, naming the first difference.
     """
     new: dict[str, Any] = {
-        "seed": seed,
+        "seed": {"seed": {"seed": seed}},
         "models": {contestant.label: dict(contestant.facts) for contestant in contestants},
         "suites": {entry.suite.name: entry.facts() for entry in entries},
     }
-    old = recorded(path)
-    if old.get("seed", seed) != seed:
-        raise EvalUsageError(_differs(path, "seed", old["seed"], seed))
-    for kind in ("models", "suites"):
-        held = old.get(kind, {})
-        for name, facts in new[kind].items():
-            for fact, value in facts.items() if name in held else ():
-                if fact != SOURCE and held[name].get(fact) != value:
-                    raise EvalUsageError(_differs(path, f"{fact} of {name}", held[name].get(fact), value))
-        new[kind] = held | new[kind]
-    if new != old:
-        write_file(path, (json.dumps(new, indent=2) + "\n").encode())
-
-
-def recorded(path: Path) -> dict[str, Any]:
-    """What an evaluation's folder was made with; empty if there is none. Raises EvalUsageError."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        old: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        return {}
+        old = {}
     except (OSError, ValueError) as error:
         raise EvalUsageError(f"{path} is not readable ({error}); give another --out") from error
-    return found
+    for kind in new:
+        held = old.get(kind, {})
+        for name, facts in new[kind].items():
+            for fact, value in facts.items():
+                if name in held and held[name].get(fact) != value:
+                    raise EvalUsageError(
+                        f"{path} was made with {fact} of {name} = {held[name].get(fact)!r:.80}, and this is {value!r:.80}: "
+                        "give the same to continue, or another --out for a new evaluation"
+                    )
+        new[kind] = held | new[kind]
+    write_file(path, (json.dumps(new, indent=2) + "\n").encode())
 
 
-def _differs(path: Path, what: str, old: object, new: object) -> str:
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def write_results(path: Path, results: Sequence[Result], differences: Sequence[Difference], command: str) -> None:
+    """Raises OSError."""
+    shown = [
+        {name: value for name, value in asdict(result).items() if name != "values"} | {"tasks": len(result.values)}
+        for result in results
+    ]
+    found = {"command": command, "results": shown, "differences": [asdict(difference) for difference in differences]}
+    write_file(path, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
+
+
+def table(results: Sequence[Result], differences: Sequence[Difference]) -> RenderableType:
+    """A table per suite, a column per model. 95 % intervals in brackets."""
+    parts: list[RenderableType] = []
+    for suite in dict.fromkeys(result.suite for result in results):
+        own = [result for result in results if result.suite == suite]
+        parts += [Text(f"{suite}: {len(own[0].values)} tasks, k = {own[0].k}", style="bold"), _columns(own)]
+        parts += [Text(sentence(difference)) for difference in differences if difference.suite == suite]
+        parts.append(Text())
+    methods = ", ".join(sorted({result.avg.method for result in results}))
+    parts.append(Text(f"95 % intervals in brackets ({methods}). Wrong formats and grader errors count as 0."))
+    if broken := sorted({result.suite for result in results if result.grader_error}):
+        parts.append(Text(f"Grader errors: the score of {', '.join(broken)} is too low; {GRADES} says where."))
+    return Group(*parts)
+
+
+def _columns(results: Sequence[Result]) -> Table:
+    shown = Table(box=None, padding=(0, 2), pad_edge=False, show_header=True, header_style="")
+    shown.add_column("", no_wrap=True)
+    for result in results:
+        shown.add_column(Text(clean(result.model), overflow="fold"), no_wrap=True)
+    shown.add_row(f"avg@{results[0].k}", *[_interval(result.avg) for result in results], style="bold")
+    for j in sorted(results[0].pass_at)[1:]:  # pass@1 is avg@k wherever scores are 0 or 1
+        shown.add_row(f"pass@{j}", *[_interval(result.pass_at[j]) for result in results])
+    if any(result.wrong_format or result.grader_error for result in results):
+        shown.add_row("wrong format", *[percent(result.wrong_format) for result in results])
+        errors = [Text(percent(r.grader_error), style="bold red" if r.grader_error else "") for r in results]
+        shown.add_row("grader error", *errors)
+    return shown
+
+
+def sentence(difference: Difference) -> str:
+    """`after less before: +4.0 points [+1.2, +6.9], paired over the same tasks`."""
+    low, high = difference.avg.low, difference.avg.high
+    verdict = "" if low > 0 or high < 0 else "; the interval holds 0"
     return (
-        f"{path} was made with {what} = {_short(old)}, and this is {_short(new)}: give the same to continue, or another "
-        "--out for a new evaluation"
+        f"{clean(difference.after)} less {clean(difference.before)}: {100 * difference.avg.mean:+.1f} "
+        f"points [{100 * low:+.1f}, {100 * high:+.1f}], paired over the same tasks{verdict}"
     )
 
 
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _lines(label: str, entry: Entry, groups: Sequence[Sequence[Graded]]) -> list[str]:
-    return [
-        json.dumps(
-            {
-                "model": label,
-                "suite": entry.suite.name,
-                "task": task.id,
-                "sample": sample,
-                "score": grade.score,
-                "outcome": grade.outcome,
-                "tier": grade.tier,
-                "repeatable": grade.repeatable,
-                "detail": grade.detail,
-            }
-        )
-        + "\n"
-        for task, group in zip(entry.tasks, groups, strict=True)
-        for sample, (_, grade) in enumerate(group)
-    ]
+def _interval(estimate: Estimate) -> str:
+    return f"{percent(estimate.mean)} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"

@@ -1,30 +1,277 @@
-"""The offline filter: from pass rates to the tasks worth training on. `passrates.parquet` and `manifest.json`.
+"""The offline filter: pass rates of training tasks under one model, and the tasks worth training on.
 
-A task is kept if its pass rate lies in the band, ends included, and no completion of it had a grader error. A config names
-the manifest as `keep` of a source.
-Invariant: both files follow from the results and the band alone, so another band needs no new completions.
-Called by `shoal filter`. Paper: INTELLECT-2 (arXiv 2505.07291), offline filtering: pass@8 of 12.5 % to 50 %.
+    results.jsonl       k sampled completions of each task, graded: one task a line, in the order of the task set
+    passrates.parquet   likewise, as a table
+    manifest.json       the tasks whose pass rate lies in the band, ends included, without a grader error
+
+A batch of tasks is generated, graded, appended and synced. A config names the manifest as `keep` of a source.
+Invariants: whatever happens to the process, what was synced is not computed again, and the finished file is the same bytes
+as one that was never interrupted. So a file is continued only from the end of a whole batch, and only with settings
+(`settings.json`) under which it began. The other two files follow from the results and the band alone, so another band needs
+no new completions.
+Paper: INTELLECT-2 (arXiv 2505.07291), offline filtering: pass@8 of 12.5 % to 50 %.
 """
 
+import fcntl
 import io
 import json
+import os
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from fractions import Fraction
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from blake3 import blake3
 
-from shoal.evals.passrates import FilterError, Result
+from shoal import tasks
+from shoal.config import Config
+from shoal.engine.protocol import Completion, Engine, Sampling
+from shoal.errors import ShoalError, disk_is_full
 from shoal.files import write_file
+from shoal.model.load import eos_ids, load_tokenizer
+from shoal.model.sampling import rollout_seed
+from shoal.model.sources import check_max_tokens
+from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.messages import MILLION
+from shoal.tasks.budget import in_turn
+from shoal.tasks.environments import Conversation, close, environments_of, responder
+from shoal.tasks.prompt import completion_text, prompt_tokens
 
+RESULTS, SETTINGS = "results.jsonl", "settings.json"
+LEAST_GRADED = 64  # completions before grader errors are judged
+ROWS = 128  # many, because decoding reads all weights once a step for however many rows
 FORMAT = "shoal-filter-1"
 RATES, MANIFEST = "passrates.parquet", "manifest.json"
 MOST_BINS = 16
+
+
+class FilterError(ShoalError):
+    """Pass rates cannot be measured or used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the k completions of one task scored."""
+
+    task: str
+    source: str
+    n: int  # completions
+    score: int  # summed, in millionths
+    tokens: int
+    graded: int
+    wrong_format: int
+    grader_error: int
+
+    @property
+    def pass_rate(self) -> float:
+        return self.score / MILLION / self.n
+
+
+class PassRates:
+    """Measures the first `n` training tasks (None: all) of `config` with the model in `folder`, into `out`."""
+
+    def __init__(
+        self, config: Config, folder: Path, out: Path, k: int, n: int | None = None, *, rows: int = ROWS
+    ) -> None:
+        """`rows`: completions decoded together."""
+        check_max_tokens(folder, config.sampling.max_tokens)
+        self.config = config.model_copy(update={"tasks": _all_of(config.tasks)})
+        self.folder, self.out, self.k = folder, out, k
+        self.tasks = tasks.load(self.config.tasks)
+        self.total = min(n or len(self.tasks.train), len(self.tasks.train))
+        self.batch = max(1, rows // k)  # tasks decoded together
+        self.settings = self._settings()
+        self.error = ""  # of the newest grader error
+
+    def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[Result] | None:
+        """Every task's result, or None if `stop` came first. `say` gets how many are done, at first and per batch.
+
+        Raises FilterError: other settings than those of the results in `out`, a grader that fails, a full disk.
+        """
+        try:
+            with self._opened() as file:
+                results = self._kept(file)
+                say(len(results))
+                if len(results) < self.total:
+                    self._continue(file, results, engine, stop, say)
+                return results if len(results) == self.total else None
+        except OSError as error:
+            if not disk_is_full(error):
+                raise
+            raise FilterError(
+                f"the disk of {self.out} is full: free space there, then repeat the command: it continues where it was"
+            ) from error
+
+    def _continue(
+        self,
+        file: BinaryIO,
+        results: list[Result],
+        engine: Engine,
+        stop: threading.Event,
+        say: Callable[[int], None],
+    ) -> None:
+        engine.load(self.folder)
+        tokenizer, ends = load_tokenizer(self.folder), eos_ids(self.folder)
+        sampling = Sampling(self.config.sampling.temperature, self.config.sampling.max_tokens, ends)
+        with (
+            tasks.Graders(self.config.tasks, files=self.tasks.files) as graders,
+            conversing(self.config, self.tasks.files, tokenizer, ends) as conversation,
+        ):
+            while len(results) < self.total and not stop.is_set():
+                numbers = range(len(results), min(len(results) + self.batch, self.total))
+                found = self._batch(numbers, engine, sampling, conversation, graders)
+                append(file, found)
+                results += found
+                self._check_grader(results)
+                say(len(results))
+
+    def _batch(
+        self,
+        numbers: range,
+        engine: Engine,
+        sampling: Sampling,
+        conversation: Conversation,
+        graders: tasks.Graders,
+    ) -> list[Result]:
+        tokenizer = conversation.tokenizer
+        chosen = [self.tasks.train[number] for number in numbers]
+        prompts = [
+            prompt_tokens(tokenizer, self.config.tasks, task, in_turn(self.config.tasks, number))
+            for number, task in zip(numbers, chosen, strict=True)
+        ]
+        seeds = [[self._seed(number, completion) for completion in range(self.k)] for number in numbers]
+        groups = engine.generate(prompts, seeds, sampling, responder(conversation, chosen, seeds))
+        grades = graders.grade(
+            [task for task in chosen for _ in range(self.k)],
+            [completion_text(tokenizer, last_turn(one.turns, one.tokens)) for group in groups for one in group],
+        )
+        self.error = next((one.detail for one in reversed(grades) if one.outcome == "grader_error"), self.error)
+        of_task = [grades[start : start + self.k] for start in range(0, len(grades), self.k)]
+        return [_result(*one) for one in zip(chosen, groups, of_task, strict=True)]
+
+    def _seed(self, number: int, completion: int) -> int:
+        return rollout_seed(f"shoal/filter/{self.config.run.seed}", 0, "", 0, number * self.k + completion)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the results depend on, and must not change when they are continued."""
+        weights = blake3()
+        for path in sorted(self.folder.glob("*.safetensors")):
+            weights.update_mmap(path)
+        texts = json.dumps(
+            [self.config.tasks.system, self.config.tasks.prompt, self.config.sampling.max_turns]
+            + [self.config.tasks.length_mode, self.config.tasks.targets]
+            + [[source.prompt, source.reward, source.environment] for source in self.config.tasks.sources]
+        )
+        return {
+            "digest": self.tasks.digest,
+            "model": self.config.model.name,
+            "weights": weights.hexdigest(),
+            "k": self.k,
+            "temperature": self.config.sampling.temperature,
+            "max_tokens": self.config.sampling.max_tokens,
+            "seed": self.config.run.seed,
+            "prompts_and_rewards": sha256(texts.encode()).hexdigest(),
+        }
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """The results file, for this process alone, of these settings."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        with (self.out / RESULTS).open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise FilterError(f"another process fills {self.out}: wait for it, or choose another --out") from error
+            path = self.out / SETTINGS
+            if path.exists():
+                self._check_settings(json.loads(path.read_text()))
+            else:
+                write_file(path, (json.dumps(self.settings, indent=2) + "\n").encode())
+            yield file
+
+    def _check_settings(self, before: dict[str, Any]) -> None:
+        changed = [name for name in self.settings if before.get(name) != self.settings[name]]
+        if changed:
+            name = changed[0]
+            what = "the tasks (their digest)" if name == "digest" else name
+            raise FilterError(
+                f"{self.out} holds results with another setting: {what} was {before.get(name)} and is now "
+                f"{self.settings[name]}; restore it to continue, or choose another --out"
+            )
+
+    def _kept(self, file: BinaryIO) -> list[Result]:
+        """The results that are there, up to the last whole batch; what is behind it is cut off."""
+        file.seek(0)
+        lines = file.read().split(b"\n")[:-1][: self.total]
+        whole = len(lines) if len(lines) == self.total else len(lines) // self.batch * self.batch
+        lines = lines[:whole]
+        try:
+            results = [Result(**json.loads(line)) for line in lines]
+        except (ValueError, TypeError) as error:
+            raise FilterError(f"{self.out / RESULTS} is damaged ({error}): choose another --out") from error
+        if len(results) < self.total:
+            file.truncate(sum(len(line) + 1 for line in lines))
+        return results
+
+    def _check_grader(self, results: Sequence[Result]) -> None:
+        errors, n = sum(one.grader_error for one in results), sum(one.n for one in results)
+        limit = self.config.tasks.grader_error_limit
+        if n >= LEAST_GRADED and errors > limit * n:
+            raise FilterError(
+                f"the grader failed for {errors} of {n} completions, more than tasks.grader_error_limit = {limit:g} (last: "
+                f"{self.error[:200]}): fix the reward or the tasks, then choose another --out"
+            )
+
+
+@contextmanager
+def conversing(
+    config: Config, files: Mapping[str, bytes], tokenizer: Any, eos_ids: Sequence[int]
+) -> Iterator[Conversation]:
+    """The conversation of a run, whose environments end with it."""
+    environments = environments_of(config, files)
+    try:
+        yield Conversation(config, environments, tokenizer, eos_ids)
+    finally:
+        close(environments)
+
+
+def append(file: BinaryIO, results: Sequence[Result]) -> None:
+    """Raises OSError. Returns once the lines are on disk."""
+    file.write(b"".join(json.dumps(asdict(result)).encode() + b"\n" for result in results))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _result(task: tasks.Task, group: Sequence[Completion], grades: Sequence[tasks.Grade]) -> Result:
+    outcomes = [grade.outcome for grade in grades]
+    return Result(
+        task=task.id,
+        source=task.source,
+        n=len(grades),
+        score=sum(round(grade.score * MILLION) for grade in grades),
+        tokens=sum(model_tokens(one.turns, len(one.tokens)) for one in group),
+        graded=outcomes.count("graded"),
+        wrong_format=outcomes.count("wrong_format"),
+        grader_error=outcomes.count("grader_error"),
+    )
+
+
+def _all_of(section: Any) -> Any:
+    """The section without earlier filters: the results are of all tasks, so that a filter can be drawn again."""
+    if not any(source.keep for source in section.sources):
+        return section
+    sources = [source.model_copy(update={"keep": ""}) for source in section.sources]
+    return section.model_copy(update={"sources": sources, "digest": ""})
+
+
+# --- the filter -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

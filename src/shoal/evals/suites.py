@@ -1,33 +1,28 @@
-r"""The public benchmarks that `shoal eval` knows: where each is from, how it is asked, graded and sampled.
+r"""The suites that `shoal eval` knows: public benchmarks, which lm-evaluation-harness asks and grades, and code suites.
 
-Invariant: a suite is data: a source of tasks, a prompt with {question}, a reward by name, and defaults. Rows become tasks as
-everywhere (`tasks/sources/schemas.py`), so what is measured here can be trained on with the same words in a config.
-Called by `evaluate` and the command line. To add a suite, add an entry.
+lm_eval runs the programs of code suites without walls, so of these it only makes the completions, from tasks that are
+written here, and our sandbox grades them. A code suite is data: a source of tasks and a prompt with {question}. Rows become
+tasks as everywhere (`tasks/sources/schemas.py`), so what is measured here can be trained on with the same words in a config.
+To add a suite, add an entry; any other name is taken for a task of lm_eval.
 
 Sampling: temperature 0.6 and 32,768 tokens are DeepSeek-R1's (arXiv 2501.12948, section 3), whose top-p of 0.95 is left out:
 engines here sample from the full distribution. Suites that are usually reported greedily have k = 1 and temperature 0.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.config.tasks import SourceSection
-from shoal.evals.completions import EvalUsageError
+from shoal.errors import ShoalError, UserError
+from shoal.files import write_file
 from shoal.tasks.compiling import content_id
 from shoal.tasks.sources.reading import Reading
 from shoal.tasks.task import Task
 
-# The README of DeepSeek-R1 and of Qwen2.5-Math.
-BOXED = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
-
-# openai/simple-evals, `common.py`: QUERY_TEMPLATE_MULTICHOICE.
-CHOICE = (
-    "Answer the following multiple choice question. The last line of your response should be of the following format: "
-    "'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before answering.\n\n{question}"
-)
 # openai/simple-evals, `humaneval_eval.py`.
 FUNCTION = (
     "Read the following function signature and docstring, and fully implement the function described. Your response should "
@@ -44,128 +39,102 @@ PROGRAM = (
 )
 
 
+class EvalError(ShoalError):
+    """An evaluation that cannot start or continue; the message names the next step."""
+
+
+class EvalUsageError(EvalError, UserError):
+    """What was asked for cannot be evaluated: a suite, a model, or a folder of another evaluation."""
+
+
 @dataclass(frozen=True)
 class Suite:
+    """`task`, `metric` and `filter` (how answers are extracted) are lm_eval's. Without `task`: a code suite."""
+
     name: str
     about: str  # size and paper
-    hub: str  # org/name or org/name/config
-    splits: tuple[str, ...]
-    prompt: str
-    reward: str
-    k: int
-    temperature: float
-    max_tokens: int
-    revision: str = ""  # empty: the newest, whose tasks' digest is recorded
+    k: int = 1
+    temperature: float = 0.0
+    max_tokens: int = 2_048
+    task: str = ""
+    metric: str = "exact_match"
+    filter: str = ""  # "": the only one
+    hub: str = ""  # of a code suite: org/name or org/name/config
+    splits: tuple[str, ...] = ("test",)
+    prompt: str = ""
 
 
 LONG = 32_768
 TABLE = [
-    Suite("AIME24", "30 problems, MAA 2024", "HuggingFaceH4/aime_2024", ("train",), BOXED, "math", 16, 0.6, LONG),
-    Suite("AIME25", "30 problems, MAA 2025", "yentinglin/aime_2025", ("train",), BOXED, "math", 16, 0.6, LONG),
-    Suite(
-        "MATH-500",
-        "500 problems, Lightman et al. 2023 (arXiv 2305.20050)",
-        "HuggingFaceH4/MATH-500",
-        ("test",),
-        BOXED,
-        "math",
-        4,
-        0.6,
-        LONG,
-    ),
+    Suite("AIME24", "30 problems, MAA 2024", 16, 0.6, LONG, task="aime24"),
+    Suite("AIME25", "30 problems, MAA 2025", 16, 0.6, LONG, task="aime25"),
+    Suite("MATH-500", "500 problems, Lightman et al. 2023 (arXiv 2305.20050)", 4, 0.6, LONG, task="hendrycks_math500"),
     Suite(
         "GSM8K",
         "1,319 problems, Cobbe et al. 2021 (arXiv 2110.14168)",
-        "openai/gsm8k/main",
-        ("test",),
-        BOXED,
-        "math",
-        1,
-        0.0,
-        2_048,
+        task="gsm8k_cot_zeroshot",
+        filter="flexible-extract",
     ),
     Suite(
         "GPQA-diamond",
         "198 questions, Rein et al. 2023 (arXiv 2311.12022); access must be asked for on the hub",
-        "Idavidrein/gpqa/gpqa_diamond",
-        ("train",),
-        CHOICE,
-        "choice",
         4,
         0.6,
         LONG,
+        task="gpqa_diamond_cot_zeroshot",
+        filter="flexible-extract",
+    ),
+    Suite("MMLU-Pro", "12,032 questions, Wang et al. 2024 (arXiv 2406.01574)", task="mmlu_pro"),
+    Suite(
+        "IFEval", "541 prompts, Zhou et al. 2023 (arXiv 2311.07911)", task="ifeval", metric="prompt_level_strict_acc"
     ),
     Suite(
         "LiveCodeBench",
         "880 problems, release v5, Jain et al. 2024 (arXiv 2403.07974)",
-        "livecodebench/code_generation_lite",
-        ("test", "test2", "test3", "test4", "test5"),
-        PROGRAM,
-        "code",
         4,
         0.6,
         LONG,
+        hub="livecodebench/code_generation_lite",
+        splits=("test", "test2", "test3", "test4", "test5"),
+        prompt=PROGRAM,
     ),
     Suite(
         "HumanEval",
         "164 functions, Chen et al. 2021 (arXiv 2107.03374)",
-        "openai/openai_humaneval",
-        ("test",),
-        FUNCTION,
-        "code",
-        1,
-        0.0,
-        2_048,
+        hub="openai/openai_humaneval",
+        prompt=FUNCTION,
     ),
     Suite(
         "MBPP",
         "500 functions (257 in config sanitized), Austin et al. 2021 (arXiv 2108.07732)",
-        "google-research-datasets/mbpp/full",
-        ("test",),
-        TESTED_FUNCTION,
-        "code",
-        1,
-        0.0,
-        2_048,
-    ),
-    Suite(
-        "IFEval",
-        "541 prompts, Zhou et al. 2023 (arXiv 2311.07911)",
-        "google/IFEval",
-        ("train",),
-        "{question}",
-        "instructions",
-        1,
-        0.0,
-        2_048,
+        hub="google-research-datasets/mbpp/full",
+        prompt=TESTED_FUNCTION,
     ),
 ]
-SUITES = {suite.name: suite for suite in TABLE}
+SUITES = {suite.name.lower(): suite for suite in TABLE}
 
 
 def find(names: str) -> list[Suite]:
-    """The suites of a list of names with commas, in any case. Raises EvalUsageError."""
-    by_name = {name.lower(): suite for name, suite in SUITES.items()}
-    wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in by_name:
-            raise EvalUsageError(f"no suite {name!r}; there are {', '.join(SUITES)}")
-    if not wanted or len(set(wanted)) < len(wanted):
-        raise EvalUsageError(f"name each suite once, out of {', '.join(SUITES)}")
-    return [by_name[name] for name in wanted]
+    """The suites of a list of names with commas, in any case; lm_eval's own tasks by their names. Raises EvalUsageError."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted or len({name.lower() for name in wanted}) < len(wanted):
+        raise EvalUsageError(
+            f"name each suite once, out of {', '.join(suite.name for suite in TABLE)}, or lm_eval's tasks"
+        )
+    return [SUITES.get(name.lower()) or Suite(name, "", task=name, metric="") for name in wanted]
 
 
 def sources(suite: Suite, path: str = "") -> list[tuple[SourceSection, str]]:
-    """Each of a suite's sources and its split: on the hub, or a file or folder of the same rows."""
-    common: dict[str, Any] = {"name": suite.name, "reward": suite.reward, "prompt": suite.prompt}
+    """Each of a code suite's sources and its split: on the hub, or a file or folder of the same rows."""
+    common: dict[str, Any] = {"name": suite.name, "reward": "code", "prompt": suite.prompt}
     if path:
         whole = Path(path).expanduser().is_file()  # one file is all of the suite, whatever split it says it is
         return [(SourceSection(path=path, **common), split) for split in (("train",) if whole else suite.splits)]
-    return [(SourceSection(hub=suite.hub, revision=suite.revision, **common), split) for split in suite.splits]
+    return [(SourceSection(hub=suite.hub, **common), split) for split in suite.splits]
 
 
 def read(suite: Suite, path: str = "", n: int = 0) -> list[Task]:
-    """A suite's tasks in the order of a hash of their ids, so that the first `n` are a fair sample; 0: all.
+    """A code suite's tasks in the order of a hash of their ids, so that the first `n` are a fair sample; 0: all.
 
     A task that is there twice counts once. Raises TasksNotFoundError, EvalUsageError.
     """
@@ -182,6 +151,22 @@ def read(suite: Suite, path: str = "", n: int = 0) -> list[Task]:
     return ordered[:n] if n else ordered
 
 
-def digest(tasks: Sequence[Task]) -> str:
-    """Names the tasks; an id is a hash of the task's content."""
-    return hashlib.sha256("\n".join(task.id for task in tasks).encode()).hexdigest()
+def write_task(suite: Suite, tasks: Sequence[Task], folder: Path) -> str:
+    """Write a code suite as a task of lm_eval, which makes its completions and grades nothing. Returns the task's name."""
+    name = f"shoal_{suite.name.lower()}"
+    rows = [{"message": suite.prompt.replace("{question}", task.question)} for task in tasks]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str((folder / f"{name}.jsonl").resolve())}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "message",
+        "doc_to_target": "",
+        "generation_kwargs": {"until": []},
+        "metric_list": [{"metric": "bypass"}],
+    }
+    write_file(folder / f"{name}.yaml", json.dumps(task, indent=1).encode())  # JSON is YAML
+    return name

@@ -14,25 +14,27 @@ memory. A version that vanished before it was loaded is an error of that request
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.engine.rows import token_bytes
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError, UserError
-from shoal.evals.local import digest, label_of
 from shoal.model import sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
 from shoal.model.sources import positions, read_config
 from shoal.shardcast.manifest import parse_version
 
 CONFIG = "config.toml"
+COUNTED = (".json", ".jinja", ".safetensors", ".txt", ".model")  # suffixes of the files that make up a model
 VERSIONS = Path("learner") / "versions"
 
 
@@ -92,6 +94,30 @@ def _base(name: str) -> Path | None:
         return sources.resolve(name)
     except sources.ModelNotFoundError:
         return None
+
+
+def label_of(name: str, names: Sequence[str]) -> str:
+    """The last part of a path or name, or all of it where another model has the same last part.
+
+    >>> label_of("runs/a", ["runs/a", "runs/b"]), label_of("a/model", ["a/model", "b/model"])
+    ('a', 'a/model')
+    """
+
+    def last(one: str) -> str:
+        return one.rstrip("/").rpartition("/")[2] or one
+
+    return last(name) if [last(other) for other in names].count(last(name)) == 1 else name
+
+
+def digest(folder: Path) -> str:
+    """BLAKE3 over names and contents of the files that make up a model."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in COUNTED)
+    whole = blake3()
+    for path in files:
+        one = blake3(max_threads=blake3.AUTO)
+        one.update_mmap(path.resolve())
+        whole.update(f"{path.name} {one.hexdigest()}\n".encode())
+    return whole.hexdigest()
 
 
 POLL_S = 1.0

@@ -1,0 +1,147 @@
+"""lm-evaluation-harness as a child process against an OpenAI-compatible endpoint: `shoal serve`, or any other.
+
+Invariant: a run of one suite counts only if it ended well: its folder gets its name then. A run that was killed or failed is
+repeated; completions that it made are in lm_eval's cache, and are not made again.
+Left out: suites that need logprobs of given continuations, which chat routes do not serve.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from shoal.evals.suites import EvalError, EvalUsageError, Suite
+
+START_S = 900.0  # until a served model answers
+END_S = 10.0
+LOG_CHARACTERS = 600  # of a log in an error
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    url: str  # up to and with /v1
+    model: str  # as the server calls it
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float
+    max_tokens: int
+    seed: int
+
+
+def check_installed() -> None:
+    """Raise EvalUsageError unless lm_eval and what its API models need are here."""
+    if not all(importlib.util.find_spec(name) for name in ("lm_eval", "tenacity", "datasets")):
+        raise EvalUsageError("evaluation needs lm-evaluation-harness: pip install 'shoal[evals]'")
+
+
+@contextmanager
+def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpoint]:
+    """Serve `model` of the run or model `what` by `shoal serve` on loopback, while the block lasts. Raises EvalError."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "shoal", "serve", what, "--open", "--api-only", "--port", str(port)]
+    command += ["--dir", str(folder), *(["--threads", str(threads)] if threads else [])]
+    log = folder / "serve.log"
+    with log.open("wb") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        url = f"http://127.0.0.1:{port}/v1"
+        _wait(child, url, log)
+        yield Endpoint(url, model)
+    finally:
+        child.terminate()
+        try:
+            child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _wait(child: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        if child.poll() is not None:
+            raise EvalError(f"`shoal serve` ended with status {child.returncode}: {_end_of(log)}")
+        try:
+            if httpx.get(f"{url.removesuffix('/v1')}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise EvalError(f"`shoal serve` has not loaded the model after {START_S:.0f} s; see {log}")
+
+
+def run(
+    endpoint: Endpoint, suite: Suite, task: str, sampling: Sampling, out: Path, *, tasks: Path, n: int, concurrency: int
+) -> list[dict[str, Any]]:
+    """Return the samples of one run of a suite, as lm_eval writes them, in the order of its documents. Raises EvalError.
+
+    `out`: the run's folder; if it is there, the run is not repeated. `tasks`: folder of tasks written here. `n`: how
+    many documents of each task, from the first; 0: all.
+    """
+    if not out.is_dir():
+        part = out.with_name(f"{out.name}.part")
+        shutil.rmtree(part, ignore_errors=True)  # the cache stands beside it
+        part.mkdir(parents=True)
+        _run(endpoint, task, sampling, part, out.with_name(f"{out.name}.cache"), tasks, n, concurrency)
+        part.rename(out)
+    samples = []
+    for path in sorted(out.rglob("samples_*.jsonl")):
+        lines = [json.loads(line) | {"file": path.name} for line in path.read_text("utf-8").splitlines()]
+        chosen = suite.filter or (lines[0]["filter"] if lines else "")
+        samples += sorted((line for line in lines if line["filter"] == chosen), key=lambda line: int(line["doc_id"]))
+    if not samples:
+        raise EvalError(
+            f"lm_eval wrote no samples of {suite.name} to {out}: remove that folder, then repeat the command"
+        )
+    return samples
+
+
+def _run(
+    endpoint: Endpoint, task: str, sampling: Sampling, out: Path, cache: Path, tasks: Path, n: int, concurrency: int
+) -> None:
+    kwargs = {
+        "temperature": sampling.temperature,
+        "do_sample": sampling.temperature > 0,
+        "max_gen_toks": sampling.max_tokens,
+        "seed": sampling.seed,
+    }
+    model = {
+        "model": endpoint.model,
+        "base_url": f"{endpoint.url.rstrip('/')}/chat/completions",
+        "num_concurrent": concurrency,
+        "max_retries": 5,
+        "tokenized_requests": False,
+    }
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-chat-completions", "--tasks", task]
+    command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
+    command += ["--gen_kwargs", ",".join(f"{name}={value}" for name, value in kwargs.items())]
+    command += ["--apply_chat_template", "--log_samples", "--output_path", str(out), "--include_path", str(tasks)]
+    command += ["--use_cache", str(cache), *(["--limit", str(n)] if n else [])]
+    log = out / "lm_eval.log"
+    with log.open("wb") as file:
+        environment = {KEY_VARIABLE: "none"} | os.environ
+        ended = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False)
+    if ended.returncode:
+        raise EvalError(
+            f"lm_eval failed for {task} at {endpoint.url} (status {ended.returncode}; all of it in {log}): {_end_of(log)}"
+        )
+
+
+def _end_of(log: Path) -> str:
+    return " ".join(log.read_text("utf-8", errors="replace").split())[-LOG_CHARACTERS:]
