@@ -4,7 +4,7 @@
     fetch(["http://relay:8080"], Path("weights"), public_key)     the newest version: weights/v000003/
     for folder, manifest in watch([...], Path("weights"), public_key): ...
 
-Called by `cli` (`shoal origin PATH`, `shoal relay --upstream`, `shoal fetch`) and by other programs.
+`shoal origin PATH`, `shoal relay --upstream` and `shoal fetch` do the same from a terminal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Address(NamedTuple):
 def publish(
     path: Path, store: Path | Store, key: Ed25519PrivateKey, *, run: str = "shardcast", version: int | None = None
 ) -> Manifest:
-    """Publishes a file or a folder as `version` (default: the next one). Raises what `Origin.publish` raises."""
+    """Publish a file or a folder as `version` (default: the next one). Raise what `Origin.publish` raises."""
     origin = Origin(store, key, run=run)
     try:
         return origin.publish(path, origin.next_version() if version is None else version)
@@ -65,7 +65,7 @@ def fetch(
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Path, Manifest]:
-    """Fetches a version (default: the newest) into `out`/v000007/. Raises FetchError, at the latest after `timeout_s`."""
+    """Fetch a version (default: the newest) into `out`/v000007/. Raise FetchError, at the latest after `timeout_s`."""
     client = Client(urls, Access(public_key, tls=tls), out, wait_s=wait_s, timeout_s=timeout_s, max_age_s=max_age_s)
     return fetch_with(client, version, progress)
 
@@ -80,7 +80,7 @@ def watch(
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Yields each newest version, for ever, and never an older one after a newer. A fetch that fails, or takes more than
+    """Yield each newest version, for ever, and never an older one after a newer. A fetch that fails, or takes more than
     `timeout_s`, is reported to `progress` and tried again."""
     client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=timeout_s, max_age_s=max_age_s)
     last: Manifest | None = None
@@ -124,8 +124,8 @@ async def serve_origin(
     stop: threading.Event,
     say: Callable[[dict[str, object]], None],
 ) -> None:
-    """Publishes and serves `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
-    including later ones. Raises what `Origin.publish` raises."""
+    """Publish and serves `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
+    including later ones. Raise what `Origin.publish` raises."""
     check_apart(path, origin.store.path)
 
     async def live() -> None:
@@ -153,7 +153,7 @@ async def serve_origin(
 async def serve_relay(
     relay: Relay, address: Address, stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
-    """Mirrors and serves until `stop`. Reports each version that becomes complete, and each new error."""
+    """Mirror and serves until `stop`. Reports each version that becomes complete, and each new error."""
 
     async def live() -> None:
         task = asyncio.ensure_future(relay.mirror())

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def raise_limit() -> int:
-    """Raise this process's limit of open files as far as the system lets it. Returns the limit."""
+    """Raise this process's limit of open files as far as the system lets it. Return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or soft == resource.RLIM_INFINITY:
         return soft if soft != resource.RLIM_INFINITY else sys.maxsize
@@ -114,7 +114,7 @@ class Connection(socket.socket):
         self.listener.forget(self)
 
     def cut(self) -> None:
-        """Resets the connection. The transport's `abort` would leave a `sendfile` waiting for a closed socket."""
+        """Reset the connection. The transport's `abort` would leave a `sendfile` waiting for a closed socket."""
         with suppress(OSError):  # the reader has already closed it
             self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
             self.shutdown(socket.SHUT_RDWR)
@@ -147,7 +147,7 @@ class Listener(socket.socket):
     """A bound socket that accepts at most `per_address` connections from one address and `total` overall."""
 
     def __init__(self, host: str, port: int, patience: Patience, *, per_address: int, total: int) -> None:
-        """Raises OSError if the address cannot be bound."""
+        """Raise OSError if the address cannot be bound."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)  # IPv4 if it has both
         super().__init__(family, kind, proto)
@@ -204,24 +204,24 @@ class Listener(socket.socket):
                 del self._of_address[address]
 
     def asked(self, peer: tuple[str, int]) -> None:
-        """Notes that this peer sent a complete request."""
+        """Note that this peer sent a complete request."""
         if connection := self.open.get(peer[:2]):
             connection.asked = True
             self._silent.pop(connection, None)
 
     def read_by(self, peer: tuple[str, int], reader: str) -> None:
-        """Notes which reader this peer authenticated as."""
+        """Note which reader this peer authenticated as."""
         if connection := self.open.get(peer[:2]):
             connection.reader = reader
 
     def cut_readers(self, readers: Set[str]) -> None:
-        """Resets the connections of these readers, even during a transfer."""
+        """Reset the connections of these readers, even during a transfer."""
         for connection in list(self.open.values()):
             if connection.reader in readers:
                 self._cut(connection)
 
     async def watching(self, _: object) -> AsyncIterator[None]:
-        """Watches all connections while the server runs; for aiohttp's `cleanup_ctx`."""
+        """Watch all connections while the server runs; for aiohttp's `cleanup_ctx`."""
         task = asyncio.create_task(self._watch())
         yield
         task.cancel()
@@ -258,7 +258,7 @@ async def started(
     backlog: int = BACKLOG,
     **more: Any,
 ) -> web.AppRunner:
-    """Serves the application behind this listener, until the runner's `cleanup`, which gives requests `shutdown_s`."""
+    """Serve the application behind this listener, until the runner's `cleanup`, which gives requests `shutdown_s`."""
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
     runner = web.AppRunner(
@@ -274,7 +274,7 @@ async def started(
 
 
 def prefer_bbr(connection: socket.socket) -> str:
-    """Returns the congestion control in use afterwards; "unknown" if the system does not say."""
+    """Return the congestion control in use afterwards; "unknown" if the system does not say."""
     option = getattr(socket, "TCP_CONGESTION", None)
     if option is None:
         return "unknown"
@@ -287,7 +287,7 @@ def prefer_bbr(connection: socket.socket) -> str:
 
 
 def network(address: str) -> str:
-    """Identifies a client by its IPv4 address, or by the /64 of its IPv6 address, since anyone has 2**64 of these."""
+    """Identify a client by its IPv4 address, or by the /64 of its IPv6 address, since anyone has 2**64 of these."""
     try:
         ip = ip_address(address.partition("%")[0])
     except ValueError:
@@ -309,7 +309,7 @@ def _progress(connection: socket.socket) -> int | None:
 
 def server_context(certificate: Path | None, key: Path | None) -> SSLContext | None:
     """For https; None without a certificate: plain http. Weights are signed and hashed in any case; TLS adds privacy for
-    tokens and contents. Raises OSError (including ssl.SSLError) for invalid files."""
+    tokens and contents. Raise OSError (including ssl.SSLError) for invalid files."""
     if certificate is None:
         return None
     context = SSLContext(PROTOCOL_TLS_SERVER)

@@ -73,7 +73,7 @@ class Writer:
         self.write(self._packed(words))
 
     def piece(self, old: Words, new: Words) -> int:
-        """Returns the number of changed words."""
+        """Return the number of changed words."""
         places_K = np.flatnonzero(old != new)
         if not len(places_K):
             self.write(bytes([Kind.SAME]))
@@ -199,9 +199,9 @@ def encode(
     sink: Callable[[bytes], None],
     passed: Callable[[memoryview], None] = lambda data: None,
 ) -> DeltaStats:
-    """Passes `sink` the delta from the folder `old` to `new`. `files` are the paths in `new`. `passed` gets all bytes of
+    """Pass `sink` the delta from the folder `old` to `new`. `files` are the paths in `new`. `passed` gets all bytes of
     these files, in that order, so that they need not be read again to be hashed.
-    Raises OSError, and DeltaError if a file is truncated while it is read."""
+    Raise OSError, and DeltaError if a file is truncated while it is read."""
     writer = Writer(sink)
     kinds = [_kind(old / path, new / path) for path in files]
     writer.write(MAGIC + bytes(kinds))
@@ -231,8 +231,8 @@ def encode(
 
 
 def passes(chain: Iterable[Link]) -> list[list[Link]]:
-    """Cuts a chain of deltas into runs that `apply` takes at once: they lead to files of the same names and sizes, and none
-    changes tensors of a file that another one sends whole. Raises DeltaError."""
+    """Cut a chain of deltas into runs that `apply` takes at once: they lead to files of the same names and sizes, and none
+    changes tensors of a file that another one sends whole. Raise DeltaError."""
     runs: list[list[Link]] = []
     kinds: list[Kind] = []  # of the files in the last run
     for link in chain:
@@ -248,10 +248,10 @@ def passes(chain: Iterable[Link]) -> list[list[Link]]:
 
 
 def apply(old: Path, run: Sequence[Link], out: Path, written: Callable[[memoryview], None] = lambda data: None) -> None:
-    """Writes into `out`, which must not be `old`, the version that `run` leads to: one delta, or several of `passes`.
+    """Write into `out`, which must not be `old`, the version that `run` leads to: one delta, or several of `passes`.
     `written` gets all bytes of the new files, in encoded order, so that they need not be read again to be verified.
 
-    Raises DeltaError, and OSError from the disk. The files in `out` are then incomplete.
+    Raise DeltaError, and OSError from the disk. The files in `out` are then incomplete.
     """
     files = run[-1].files
     with ExitStack() as stack:
@@ -323,7 +323,7 @@ class _Told:
 
 
 def _write_changed(readers: Sequence[Reader], source: BufferedReader, target: _Told) -> None:
-    """Writes a file of tensors up to the end of its last changed piece. Each reader has the changes of one version."""
+    """Write a file of tensors up to the end of its last changed piece. Each reader has the changes of one version."""
     try:
         layout = read_layout(Path(source.name))
     except LayoutError as error:
@@ -382,7 +382,7 @@ def _bytes(words: Words) -> memoryview:
 
 
 def _copy(source: BufferedReader, target: _Told, end_bytes: int) -> None:
-    """Copies `source` to `target`, from the end of `target` to `end_bytes`."""
+    """Copy `source` to `target`, from the end of `target` to `end_bytes`."""
     at_bytes = target.tell()
     source.seek(at_bytes)
     while at_bytes < end_bytes:

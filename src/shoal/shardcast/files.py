@@ -58,7 +58,7 @@ def as_one_tensor(name: str, size_bytes: int) -> StoredTensor:
 
 
 def read_layout(path: Path) -> Layout:
-    """The layout of a safetensors file. Raises LayoutError, and OSError from the disk."""
+    """The layout of a safetensors file. Raise LayoutError, and OSError from the disk."""
     with path.open("rb") as file:
         prefix = file.read(8)
         rest_bytes = int.from_bytes(prefix, "little")
@@ -125,7 +125,7 @@ class StreamFiles:
                     left_bytes -= len(data)
 
     def match(self, stream: Stream) -> bool:
-        """Reads all files and compares them with the stream's hashes."""
+        """Read all files and compares them with the stream's hashes."""
         size_bytes = stream.shard_size_bytes
         return self.sizes_match() and all(
             self._hash(shard.index * size_bytes, shard.size_bytes) == shard.hash for shard in stream.entries()
@@ -139,7 +139,7 @@ class StreamFiles:
 
     def stamps(self) -> tuple[tuple[int, int, int], ...]:
         """Inode, size and modification time of each file: the same again if nobody has written to it.
-        Raises FileNotFoundError."""
+        Raise FileNotFoundError."""
         stats = [path.stat() for path in self.paths]
         return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
@@ -176,7 +176,7 @@ class Cutter:
                 self._finish_shard()
 
     def finish(self, size_bytes: int) -> Stream:
-        """The stream. Raises LayoutError unless it has `size_bytes`."""
+        """The stream. Raise LayoutError unless it has `size_bytes`."""
         if self._size_bytes:
             self._finish_shard()
         if self.taken_bytes != size_bytes:
@@ -199,7 +199,7 @@ class Cutter:
 def cut(
     chunks: Iterable[memoryview], size_bytes: int, shard_size_bytes: int, create: Callable[[int], NewFile] | None
 ) -> Stream:
-    """The stream of a byte string of `size_bytes`. Raises LayoutError if it has another length."""
+    """The stream of a byte string of `size_bytes`. Raise LayoutError if it has another length."""
     cutter = Cutter(shard_size_bytes, create)
     try:
         for chunk in chunks:
@@ -214,7 +214,7 @@ T = TypeVar("T")
 
 @contextmanager
 def alongside(act: Callable[[T], None]) -> Iterator[Callable[[T], None]]:
-    """Gives a function that passes its argument to `act`. The caller must not change that argument afterwards."""
+    """Give a function that passes its argument to `act`. The caller must not change that argument afterwards."""
     with ThreadPoolExecutor(1) as thread:
         running: list[Future[None]] = []
 

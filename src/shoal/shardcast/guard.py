@@ -102,7 +102,7 @@ def visit(private_key: Ed25519PrivateKey, grant: str, server: str, now_s: float)
 
 
 def check(text: str, pool_key: str, audience: str, servers: Collection[str], now_s: float) -> str:
-    """The reader that shows this pass to a server with these URLs. Raises Refused."""
+    """The reader that shows this pass to a server with these URLs. Raise Refused."""
     if len(text) > MAX_PASS_CHARS:
         raise Refused("malformed pass: too long")
     grant, shown = _opened(text, pool_key)
@@ -139,7 +139,7 @@ class Passes:
 
 @lru_cache(MAX_KNOWN)
 def _opened(text: str, pool_key: str) -> tuple[Grant, Visit]:
-    """Grant and visit under the pool's and the reader's signature. Raises Refused. The same text is verified once."""
+    """Grant and visit under the pool's and the reader's signature. Raise Refused. The same text is verified once."""
     granted, _, visited = text.partition("~")
     grant = _verified(granted, pool_key, GRANT_DOMAIN, Grant, "the pool did not sign this grant")
     shown = _verified(visited, grant.reader, VISIT_DOMAIN, Visit, "the reader did not sign this visit")
@@ -194,7 +194,7 @@ class Guard:
         self._applications: list[web.Application] = []
 
     def ban(self, readers: Set[str]) -> None:
-        """Replaces the set of banned readers, and cuts their open connections at once."""
+        """Replace the set of banned readers, and cuts their open connections at once."""
         self.banned = readers
         for application in self._applications:
             if listener := application.get(LISTENER):

@@ -188,7 +188,7 @@ class SignedManifest(_Record):
     @classmethod
     def parse(cls, body: bytes) -> SignedManifest:
         """What `to_bytes` wrote. The bytes may be a stranger's: they are cut up without a JSON parser, which would make
-        far more memory of them than they have. Raises ManifestError."""
+        far more memory of them than they have. Raise ManifestError."""
         ending = _ENDING.fullmatch(body, max(len(body) - _ENDING_BYTES, 0))
         if ending is None or not body.startswith(_BEGINNING + b'"'):
             raise ManifestError("malformed signed manifest: not a text with a key and a signature")
@@ -204,7 +204,7 @@ class SignedManifest(_Record):
 
     def open(self, public_key: str, *, run: str | None = None, version: int | None = None) -> Manifest:
         """The verified manifest. A genuine manifest of another `run` or `version` is refused, too, if these are given.
-        Raises ManifestError."""
+        Raise ManifestError."""
         if self.key != public_key:
             raise ManifestError(f"wrong signer: signed by {self.key}, expected {public_key}")
         text = self.manifest.encode()
@@ -229,7 +229,7 @@ class SignedManifest(_Record):
         return manifest
 
     def unchecked(self) -> Manifest:
-        """The manifest, well-formed but not verified. Raises ManifestError."""
+        """The manifest, well-formed but not verified. Raise ManifestError."""
         try:
             return Manifest.model_validate_json(self.manifest)
         except ValidationError as error:
@@ -248,7 +248,7 @@ def _canonical(record: dict[str, Any]) -> bytes:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Raises ManifestError unless every path is relative, plain, inside the folder, and distinct."""
+    """Raise ManifestError unless every path is relative, plain, inside the folder, and distinct."""
     if len(paths) > MAX_FILES:
         raise ManifestError(f"{len(paths)} files, and a version has at most {MAX_FILES}; pack them into fewer")
     seen: dict[str, str] = {}

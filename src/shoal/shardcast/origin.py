@@ -10,7 +10,7 @@ whose names start with a dot stay unpublished.
 A version appears in versions.json only with a signed manifest, and each shard that the manifest names is on disk under its
 final name. After a crash at any moment, the next `publish` of the version redoes unfinished work and reproduces finished
 work identically.
-Called by the origin process after an optimizer step; `server.app` serves the same store.
+`server.app` serves the same store.
 Left out: deltas across more than one version (a client chains them); keys after the first `SCANNED_BYTES` of a file, and in
 formats other than PEM, OpenSSH, OpenPGP, PuTTY, DER and PKCS #12.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the checkpoint and announces it.
@@ -77,7 +77,7 @@ class PublishError(ShoalError, ValueError):
 
 
 def check_apart(path: Path, store: Path, *keys: Path) -> None:
-    """Raises PublishError if the store or a private key lies inside the folder to publish, or is the file to publish."""
+    """Raise PublishError if the store or a private key lies inside the folder to publish, or is the file to publish."""
     published = path.resolve()
     if store.resolve().is_relative_to(published):
         raise PublishError(f"the store {store} lies inside {path}, which is published; choose a store outside of it")
@@ -88,7 +88,7 @@ def check_apart(path: Path, store: Path, *keys: Path) -> None:
 
 def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
     """The folder, and the files in it to publish, in order: all of them, or the one file that `path` names.
-    Raises ManifestError, PublishError."""
+    Raise ManifestError, PublishError."""
     folder = path.resolve() if path.is_dir() else path.parent
     paths = _files_in(folder) if path.is_dir() else [path]
     check_paths([file.relative_to(folder).as_posix() for file in paths])  # before a file is read
@@ -203,7 +203,7 @@ class Statement:
         self._said = signed.open(public_key_hex(key), run=run) if signed else None
 
     def renew(self, newest: Manifest) -> None:
-        """Says that this is the newest version; at most every STATE_S, unless that changed."""
+        """Say that this is the newest version; at most every STATE_S, unless that changed."""
         said, now_s = self._said, self.clock()
         serial = int(now_s * 1e6)  # also a store that was restored from a backup continues after what it stated
         if said is not None:
@@ -217,7 +217,7 @@ class Statement:
 
 def shard_bytes(size_bytes: int, wanted_bytes: int | None) -> int:
     """The size of a stream's shards. None wanted: small enough to spread a version over many connections, large enough to
-    make requests cheap. Raises PublishError if the stream is too long, or its shards too many."""
+    make requests cheap. Raise PublishError if the stream is too long, or its shards too many."""
     unit = 64 << 10
     found = wanted_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
     if size_bytes > MAX_SIZE_BYTES:
@@ -301,7 +301,7 @@ class Origin:
         return self.store.versions()
 
     def state(self) -> None:
-        """Signs what the newest version is, if that is due. Servers call this all the time."""
+        """Sign what the newest version is, if that is due. Servers call this all the time."""
         newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
         if newest is not None:
             self._statement.renew(newest)
@@ -310,10 +310,10 @@ class Origin:
         return max(self._held, default=-1) + 1
 
     def publish(self, path: Path, version: int) -> Manifest:
-        """Publishes a file, or every file under a folder, and returns the manifest. Blocks while it reads and writes.
+        """Publish a file, or every file under a folder, and returns the manifest. Blocks while it reads and writes.
 
         A version that is already complete is returned unchanged, whatever is at `path`: published versions never change.
-        Raises ManifestError for file names that cannot be published; PublishError for a private key, a store inside
+        Raise ManifestError for file names that cannot be published; PublishError for a private key, a store inside
         `path`, a version older than all kept ones or a folder that changes meanwhile; OSError from the disk.
         """
         check_apart(path, self.store.path)
@@ -352,7 +352,7 @@ class Origin:
         return manifest
 
     def _cut(self, version: int, folder: Path, files: Sequence[FileEntry]) -> tuple[Stream, Delta | None, bool]:
-        """Writes the shards of a version. Returns its content, its delta if there is one, and whether it is an anchor."""
+        """Write the shards of a version. Return its content, its delta if there is one, and whether it is an anchor."""
         parent = self._latest.manifest(self._held)
         if parent is None or parent.version >= version:
             return self._cut_anchor(version, folder, files, None), None, True
@@ -370,7 +370,7 @@ class Origin:
     def _compare(
         self, version: int, folder: Path, files: Sequence[FileEntry], parent: Manifest
     ) -> tuple[Stream, Delta | None, bool]:
-        """Makes the delta from the last published version, the hashes and, if an anchor is due, its shards. Reads the files
+        """Make the delta from the last published version, the hashes and, if an anchor is due, its shards. Reads the files
         once, front to back."""
         anchor, total_bytes = self._anchor_is_due(parent.version), _total(files)
         if anchor:
@@ -393,7 +393,7 @@ class Origin:
         *,
         anchor_bytes: int,
     ) -> Delta | None:
-        """Writes the delta from the last published version, and its shards. Returns None if it saves nothing, or does not
+        """Write the delta from the last published version, and its shards. Return None if it saves nothing, or does not
         fit. `anchor_bytes`: of the anchor that is being written at the same time."""
         needs = [] if anchor_bytes else chain(self._held, parent.version)
         with new_file(self.store.path / "delta") as file:
@@ -458,7 +458,7 @@ class Origin:
         return shard_bytes(size_bytes, self.shard_size_bytes)
 
     def _open(self, version: int) -> Manifest | None:
-        """The stored manifest; None if it is missing or unreadable. Raises PublishError if it is not ours."""
+        """The stored manifest; None if it is missing or unreadable. Raise PublishError if it is not ours."""
         try:
             signed = self.store.signed(version)
         except ManifestError:

@@ -5,7 +5,7 @@ The servers nearest to the origin are this relay's parents; those at its own dis
 never asked, so there are no loops. Siblings share the parents' uplink: each shard has one owner among them (round-robin by
 id), who fetches it from its parent. The others fetch it from the owner while it is still arriving there. So each byte
 leaves the origin about once, however many relays there are. With several parents, each relay prefers another one
-(`places.by_choice`) and uses the rest if that one fails.
+(`by_choice`) and uses the rest if that one fails.
 
     origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
            ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
@@ -13,7 +13,7 @@ leaves the origin about once, however many relays there are. With several parent
 An owner that is down or slow is skipped for the next in order; the last resort is always a parent.
 Invariant: a version is listed only after its manifest was verified with the learner's key, and a shard gets its final name
 only after its hash matched. So, whatever upstream sends, this store holds nothing that the learner did not publish.
-Called by the relay process, which runs `server.app` over the same store.
+`server.app` serves the same store.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays mirror the origin and serve shards before the version is whole.
 """
 
@@ -59,7 +59,7 @@ class Place:
         self.behind: set[Source] = set()  # they fetch through this relay, or are this relay
 
     def find(self, listings: Mapping[Source, Listing]) -> tuple[str, ...]:
-        """Finds parents and siblings from the paths in the listings. Returns the first parent's path; () without parents."""
+        """Find parents and siblings from the paths in the listings. Return the first parent's path; () without parents."""
         self.behind = {source for source, listing in listings.items() if self.own in listing.path}
         paths = {source: listing.path for source, listing in listings.items() if source not in self.behind}
         others = {source: path for source, path in paths.items() if 0 < len(path) < MAX_HOPS}
@@ -171,7 +171,7 @@ class Relay:
         stall_s: float = 15.0,
     ) -> None:
         """`upstream` as a function is called again each round. `parallel`: shards at once from each owner. A version
-        without progress for `stall_s` is left for the next round, which may find a newer one. Raises FetchError."""
+        without progress for `stall_s` is left for the next round, which may find a newer one. Raise FetchError."""
         for url in () if callable(upstream) else upstream:
             split_server(url)
         self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
@@ -194,7 +194,7 @@ class Relay:
         self._open_held()
 
     async def mirror(self) -> None:
-        """Runs until cancelled, whatever upstream does. The last failure is in `status`."""
+        """Run until cancelled, whatever upstream does. The last failure is in `status`."""
         async with Sources.open(self.access, self.upstream(), strikes=self.strikes, on_failure=self._note) as sources:
             pause_s = self.poll_s
             while True:
@@ -208,7 +208,7 @@ class Relay:
                 await asyncio.sleep(pause_s)
 
     async def _round(self, sources: Sources) -> bool:
-        """Completes the newest incomplete version, if any. Returns False if no upstream answered."""
+        """Complete the newest incomplete version, if any. Return False if no upstream answered."""
         listings = await self._listings(sources)
         known = {source: listing for source, listing in self._known.items() if source in sources.sources}
         if path := self.place.find(known | listings):
@@ -254,7 +254,7 @@ class Relay:
         return listings
 
     def _pass_on(self, listings: Iterable[Listing]) -> None:
-        """Keeps the origin's latest statement that any server knows."""
+        """Keep the origin's latest statement that any server knows."""
         best: SignedNewest | None = None
         self._stated = None
         for signed in (self.store.newest, *(listing.newest for listing in listings)):
@@ -264,7 +264,7 @@ class Relay:
         self.store.state(best)
 
     def _leave_outdated(self) -> None:
-        """Drops all versions of a publication that the origin has left: it may publish others under the same numbers."""
+        """Drop all versions of a publication that the origin has left: it may publish others under the same numbers."""
         stated = self._stated
         outdated = [version for version, manifest in self._held.items() if stated and stated.outdates(manifest)]
         for version in outdated:
@@ -278,7 +278,7 @@ class Relay:
         return self._statements[signed]
 
     async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
-        """Stores the newest manifest of a version and returns it; None if there is none."""
+        """Store the newest manifest of a version and returns it; None if there is none."""
         held = self._held.get(version)
         if version in self._unfit or (held is not None and not self._missing.get(version)):
             return held  # an incomplete one is asked for again: its origin may have published it anew
@@ -316,7 +316,7 @@ class Relay:
         return bool(self._missing[manifest.version])
 
     async def _complete(self, sources: Sources, version: int) -> None:
-        """Fetches the missing shards. Raises FetchError, OSError."""
+        """Fetch the missing shards. Raise FetchError, OSError."""
         await self._lacks(self._held[version])
         self.status.mirroring = version
         started_s, had_bytes = time.monotonic(), sources.by_source()
@@ -341,7 +341,7 @@ class Relay:
         self._forget_dropped()
 
     async def _fetch(self, sources: Sources, version: int, part: Part) -> None:
-        """Fetches one part of a version, from all owners concurrently."""
+        """Fetch one part of a version, from all owners concurrently."""
         if part not in self._held[version].streams:
             return
         missing = self._missing[version]
@@ -375,7 +375,7 @@ class Relay:
         self._forget_dropped()
 
     def _forget_dropped(self) -> None:
-        """Forgets the versions that the store has dropped."""
+        """Forget the versions that the store has dropped."""
         kept = set(self.store.versions())
         self._held = {held: manifest for held, manifest in self._held.items() if held in kept}
         self._missing = {held: missing for held, missing in self._missing.items() if held in kept}

@@ -6,7 +6,7 @@ Invariant: only versions.json and the manifest and shards of stored versions can
 A shard that is still arriving is sent as it grows. If it stops arriving, the connection is closed, so that the reader
 sees a short body and never a wrong end. A request for a shard that has not started to arrive waits for at most `wait_s`
 and then gets 503 with Retry-After. So a client can read from a relay that is still mirroring.
-Called by the origin and relay processes. nginx can serve the same folder, without shards that are still arriving.
+nginx can serve the same folder, without shards that are still arriving.
 Left out: HTTP/2, compression (weights do not compress), access control (guard.py) and connection limits (connections.py).
 Paper: INTELLECT-2, SHARDCAST: relays are plain HTTP servers, and serve shards before the version is whole.
 """
@@ -87,7 +87,7 @@ class Shelf:
 
 
 def _parse(store: Store, version: int) -> Held:
-    """Raises FileNotFoundError, ManifestError. The store's writer has verified the signature."""
+    """Raise FileNotFoundError, ManifestError. The store's writer has verified the signature."""
     signed = store.signed(version)
     if signed is None:
         raise FileNotFoundError
@@ -142,7 +142,7 @@ async def serve(
     patience: Patience = PATIENCE,
     shutdown_s: float = 1.0,
 ) -> tuple[web.AppRunner, int]:
-    """Starts serving. Returns the runner and the port (port 0 picks a free one). The runner's `cleanup` stops serving; it
+    """Start serving. Return the runner and the port (port 0 picks a free one). The runner's `cleanup` stops serving; it
     gives running requests `shutdown_s`."""
     guard = application.get(GUARD)
     listener = Listener(
@@ -249,7 +249,7 @@ async def _shard(request: web.Request) -> web.StreamResponse:
 async def _send(
     request: web.Request, response: web.StreamResponse, file: BinaryIO, version: int, sent_bytes: int, end_bytes: int
 ) -> bool:
-    """Sends a file that may still be growing, up to `end_bytes`. On failure it closes the connection."""
+    """Send a file that may still be growing, up to `end_bytes`. On failure it closes the connection."""
     shelf, grew_s = request.app[SHELF], time.monotonic()
     while sent_bytes < end_bytes:
         transport = request.transport
@@ -278,7 +278,7 @@ async def _send(
 async def _send_piece(
     response: web.StreamResponse, transport: asyncio.Transport, file: BinaryIO, offset_bytes: int, size_bytes: int
 ) -> int:
-    """Sends at most `size_bytes`, and returns the number sent."""
+    """Send at most `size_bytes`, and returns the number sent."""
     if transport.get_extra_info("sslcontext") is None:
         return await asyncio.get_running_loop().sendfile(transport, file, offset_bytes, min(size_bytes, PIECE_BYTES))
     # Over TLS asyncio's sendfile reads 16 KiB at a time, each in a thread.
@@ -293,7 +293,7 @@ def _left(request: web.Request) -> bool:
 
 
 def _version(request: web.Request) -> tuple[int, Held]:
-    """The requested version. Reading from it renews its lease; asking for its headers does not. Raises HTTPNotFound."""
+    """The requested version. Reading from it renews its lease; asking for its headers does not. Raise HTTPNotFound."""
     shelf, version = request.app[SHELF], parse_version(request.match_info["version"])
     held = None if version is None else shelf.held(version)
     if version is None or held is None:
@@ -304,7 +304,7 @@ def _version(request: web.Request) -> tuple[int, Held]:
 
 
 def _range(asked: Asked, size_bytes: int) -> tuple[int, int]:
-    """The first requested byte, and the one after the last. Raises HTTPRequestRangeNotSatisfiable."""
+    """The first requested byte, and the one after the last. Raise HTTPRequestRangeNotSatisfiable."""
     if asked is None:
         return 0, size_bytes
     first, last = asked

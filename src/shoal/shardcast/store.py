@@ -6,10 +6,11 @@
     v000007/delta/00000.shard    shards of the delta, if it has one
 
 Invariant: a shard under its final name is complete and never changes. It is first written under a temporary name, which
-the server also reads while the shard arrives. A manifest is replaced only by one that extends it. versions.json lists
+the server also reads while the shard arrives. A manifest is replaced only by a later one, or by one that
+names other shards of the same content. versions.json lists
 the version folders that hold a manifest, the newest MAX_VERSIONS of them, so it can be rebuilt after a crash.
 A process that writes holds the store's lock.
-Called by the origin or relay (its only writer) and the server (reader), which share one `Store` in one process.
+The origin or relay (its only writer) and the server (a reader) share one `Store` in one process.
 Left out: object storage, and several writers of one store.
 Paper: INTELLECT-2, SHARDCAST (relays keep the last five versions).
 """
@@ -65,7 +66,7 @@ class Store:
         public: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keeps the newest `keep` versions and the versions that they are deltas of; fewer if they exceed `quota_bytes`,
+        """Keep the newest `keep` versions and the versions that they are deltas of; fewer if they exceed `quota_bytes`,
         which also holds while one is being written. A version read within the last `lease_s` stays, but at most `keep`
         such versions, the newest: otherwise readers could fill the disk. `public`: every user of this
         machine may read it, whatever the umask."""
@@ -76,7 +77,7 @@ class Store:
         self._newest: SignedNewest | None = None
 
     def lock(self) -> None:
-        """Makes this process the store's only writer, until `unlock` or its end. Raises StoreLockedError."""
+        """Make this process the store's only writer, until `unlock` or its end. Raise StoreLockedError."""
         self._make_folder(self.path)
         place = os.getpid(), self.path.resolve()
         if place in _LOCKS:
@@ -104,7 +105,7 @@ class Store:
         return path.read_text()
 
     def reached_via(self, path: Sequence[str]) -> None:
-        """Sets the ids of the stores between the origin and this one, the origin first, for versions.json."""
+        """Set the ids of the stores between the origin and this one, the origin first, for versions.json."""
         if tuple(path) != self._via:
             self._via = tuple(path)
             self._list(self.versions())
@@ -115,7 +116,7 @@ class Store:
         return self._newest
 
     def state(self, newest: SignedNewest | None) -> None:
-        """Replaces the origin's statement in versions.json."""
+        """Replace the origin's statement in versions.json."""
         if newest != self._newest:
             self._newest = newest
             self._list(self.versions())
@@ -135,7 +136,7 @@ class Store:
         return NewFile(path, resume=resume, mode=FILE_MODE, exact_mode=self.public)
 
     def lease(self, version: int) -> None:
-        """Renews the lease of a version that a reader requests."""
+        """Renew the lease of a version that a reader requests."""
         self._requested_s[version] = self._clock()
 
     def versions(self) -> list[int]:
@@ -146,7 +147,7 @@ class Store:
             return []
 
     def signed(self, version: int) -> SignedManifest | None:
-        """The stored manifest, None if there is none. Raises ManifestError if it is damaged."""
+        """The stored manifest, None if there is none. Raise ManifestError if it is damaged."""
         try:
             return SignedManifest.parse(self.manifest_path(version).read_bytes())
         except FileNotFoundError:
@@ -162,13 +163,13 @@ class Store:
         ]
 
     def add_manifest(self, version: int, signed: SignedManifest) -> None:
-        """Stores the manifest and lists the version in versions.json."""
+        """Store the manifest and lists the version in versions.json."""
         self._make_folder(self.folder(version))
         write_file(self.manifest_path(version), signed.to_bytes(), mode=FILE_MODE, exact_mode=self.public)
         self._list(self._on_disk())
 
     def retain(self, held: Mapping[int, Manifest]) -> None:
-        """Removes the versions beyond `keep` and the quota, except leased ones and parents of kept ones. `held` are the
+        """Remove the versions beyond `keep` and the quota, except leased ones and parents of kept ones. `held` are the
         manifests of all stored versions. Readers keep the files that they have opened."""
         wanted = self.wanted(held)
         self._list([version for version in sorted(held, reverse=True) if version in wanted])
@@ -191,8 +192,8 @@ class Store:
         return wanted
 
     def make_room(self, held: Mapping[int, Manifest], version: int, needs: Iterable[int], more_bytes: int) -> None:
-        """Removes versions, oldest first, until `more_bytes` of a new one fit in the quota. The versions it `needs` stay.
-        Raises StoreFullError, and removes nothing, if that is not enough."""
+        """Remove versions, oldest first, until `more_bytes` of a new one fit in the quota. The versions it `needs` stay.
+        Raise StoreFullError, and removes nothing, if that is not enough."""
         if self.quota_bytes is None:
             return
         left = set(held) - {version}
@@ -212,12 +213,12 @@ class Store:
             self._requested_s.pop(dropped, None)
 
     def discard(self, version: int) -> None:
-        """Removes one version, complete or not."""
+        """Remove one version, complete or not."""
         self._list([held for held in self._on_disk() if held != version])
         discard(self.folder(version))
 
     def recover(self) -> None:
-        """Repairs a store after its writer was killed. Only its writer may call this."""
+        """Repair a store after its writer was killed. Only its writer may call this."""
         self._make_folder(self.path)
         remove_leftovers(self.path)
         self._newest = self._stated()
@@ -241,7 +242,7 @@ class Store:
         return digest.hexdigest() == shard.hash
 
     def _make_folder(self, folder: Path) -> None:
-        """Makes it, and the folders between it and the store's."""
+        """Make it, and the folders between it and the store's."""
         for parent in reversed([folder, *folder.parents]):
             if not parent.is_relative_to(self.path):
                 continue

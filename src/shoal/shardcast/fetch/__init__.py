@@ -45,7 +45,7 @@ def first_error(errors: ExceptionGroup) -> Exception:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turns an OSError, and a name that this machine cannot write, into a FetchError that names the folder."""
+    """Turn an OSError, and a name that this machine cannot write, into a FetchError that names the folder."""
     try:
         yield
     except UnicodeEncodeError as error:

@@ -84,7 +84,7 @@ class Partial:
         write_file(self.folder / "layout", self._description())
 
     def _resume(self) -> bool:
-        """Loads what an earlier process left, if it was for the same files. The layout is written after the files."""
+        """Load what an earlier process left, if it was for the same files. The layout is written after the files."""
         try:
             if (self.folder / "layout").read_bytes() != self._description():
                 return False
@@ -157,7 +157,7 @@ class PartialShard:
 
 
 def _allocate(path: Path, size_bytes: int) -> None:
-    """Reserves the space now, so that a full disk is noticed before the download and not at its end."""
+    """Reserve the space now, so that a full disk is noticed before the download and not at its end."""
     with path.open("wb") as file:
         if size_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size_bytes)
@@ -186,7 +186,7 @@ class Cache:
         return self.path / f".{version_name(version)}.{what}"
 
     def offer(self, version: int) -> tuple[SignedManifest, Manifest]:
-        """The verified manifest of a cached version. Raises OSError, ManifestError."""
+        """The verified manifest of a cached version. Raise OSError, ManifestError."""
         signed = SignedManifest.parse(manifest_path(self.folder(version)).read_bytes())
         return signed, signed.open(self.public_key, run=self.run, version=version)
 
@@ -232,7 +232,7 @@ class Cache:
         return newest
 
     def check_free(self, version: int) -> None:
-        """Raises FetchError if a folder that is not ours has the name of this version."""
+        """Raise FetchError if a folder that is not ours has the name of this version."""
         folder = self.folder(version)
         if folder.exists() and not manifest_path(folder).is_file():
             raise FetchError(f"{folder} is not a fetched version; move it away, or choose another folder")
@@ -240,7 +240,7 @@ class Cache:
     def add(
         self, folder: Path, signed: SignedManifest, manifest: Manifest, *, written: Stream | None = None
     ) -> Path | None:
-        """Verifies the files in `folder` and renames it to its final name. Removes it and returns None if they are wrong.
+        """Verify the files in `folder` and renames it to its final name. Removes it and returns None if they are wrong.
         `written`: what was hashed while they were written; otherwise they are read back."""
         files = StreamFiles(folder, manifest.files)
         right = files.match(manifest.content) if written is None else written == manifest.content
@@ -273,7 +273,7 @@ class Cache:
         delta_path(self.folder(version)).unlink(missing_ok=True)
 
     def retain(self, current: int) -> None:
-        """Keeps `current`, the newest `keep` versions, the delta to `current`, and downloads of later versions. Versions
+        """Keep `current`, the newest `keep` versions, the delta to `current`, and downloads of later versions. Versions
         of another publication go: their origin has started over."""
         self._drop_outdated(current)
         for version in self.versions()[self.keep :]:
@@ -298,7 +298,7 @@ class Cache:
                 self.drop(version)
 
     def _remove_leftovers(self) -> None:
-        """Removes what a killed process left."""
+        """Remove what a killed process left."""
         for path in self.path.glob(".v*"):
             version, what = parse_version(path.name.split(".")[1]), path.name.split(".")[-1]
             if version is not None and what == "gone":
@@ -332,5 +332,5 @@ def delta_path(folder: Path) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a cached version; its signature was verified when it was fetched. Raises OSError, ManifestError."""
+    """The manifest of a cached version; its signature was verified when it was fetched. Raise OSError, ManifestError."""
     return SignedManifest.parse(manifest_path(folder).read_bytes()).unchecked()

@@ -8,7 +8,7 @@
 
 Invariant: the folder that `fetch` returns holds exactly the files that the learner published. A client never goes back: not
 to a publication that its origin left, nor to an older version than it holds, unless the caller asks for that number.
-Called by workers, validators and `shoal fetch`, from any thread without an event loop. Several clients may share a cache.
+A client is used from a thread without an event loop. Several clients may share a cache.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from relays in parallel, assemble and verify.
 """
 
@@ -89,7 +89,7 @@ class Client:
 
     def latest(self) -> Manifest | None:
         """The newest version that the relays asked, or this client, have; None if nothing is published.
-        Raises FetchError if no relay answers."""
+        Raise FetchError if no relay answers."""
 
         async def ask() -> Offer | None:
             async with self._sources() as sources:
@@ -102,7 +102,7 @@ class Client:
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
         """The folder and manifest of a version (None: the newest; with `digest`: exactly that one).
         A cached version is returned without a request only if its digest is given, or if no server answers: the origin
-        may have started over. Raises FetchError; finished shards are kept for the next call."""
+        may have started over. Raise FetchError; finished shards are kept for the next call."""
         started_s, self.progress = time.monotonic(), Progress()
         held = None if version is None or digest is None else self.cache.held(version, digest)
         if held is None:
@@ -167,7 +167,7 @@ class Client:
     async def _obtain(
         self, sources: Sources, offer: Offer, digest: str | None, deadline_s: float
     ) -> tuple[Path, Manifest]:
-        """Fetches one version, under the cache's lock."""
+        """Fetch one version, under the cache's lock."""
         while True:
             if held := self._held(offer, digest):
                 return held
@@ -247,7 +247,7 @@ class Client:
     async def _follow_plan(
         self, sources: Sources, start: int | None, steps: list[Step], deadline_s: float
     ) -> tuple[Path, Manifest] | None:
-        """Fetches the streams and applies the deltas; None if the result is not what was published."""
+        """Fetch the streams and applies the deltas; None if the result is not what was published."""
         signed, manifest = steps[-1][0]
         self.progress.version = manifest.version
         self.progress.total_bytes = sum(offer[1].streams[part].size_bytes for offer, part in steps)
@@ -362,7 +362,7 @@ class Freshness:
         return offer is None or stated.outdates(offer[1]) or offer[1].version < stated.version
 
     def check_age(self, urls: Sequence[str]) -> None:
-        """Raises FetchError unless the origin's latest statement is recent enough, by this machine's clock."""
+        """Raise FetchError unless the origin's latest statement is recent enough, by this machine's clock."""
         stated, limit_s = self.access.newest, self.max_age_s
         age_s = time.time() - stated.as_of_s if stated else math.inf
         if limit_s is None or abs(age_s) <= limit_s:
@@ -389,7 +389,7 @@ Step = tuple[Offer, Part]
 
 
 async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None, list[Step]]:
-    """The cached version to start from, or None, and the streams to fetch from there. Raises NoRouteError."""
+    """The cached version to start from, or None, and the streams to fetch from there. Raise NoRouteError."""
     routes: list[tuple[int, int | None, list[Step]]] = []
     deltas: list[Step] = []  # from the version considered now to the wanted one
     reasons: dict[str, str] = {}  # by URL, why it does not offer the last parent
@@ -432,7 +432,7 @@ async def offered(
     digest: str | None,
     outdated: Callable[[Manifest], bool] = lambda manifest: False,
 ) -> Offer | None:
-    """The valid manifest that one server offers; None if it says that nothing is published. Raises SourceError: after one
+    """The valid manifest that one server offers; None if it says that nothing is published. Raise SourceError: after one
     bad manifest the server is not asked for another."""
     versions = [version] if version is not None else (await source.listing()).versions[:OFFERS_TRIED]
     refused: SourceError | None = None
@@ -459,7 +459,7 @@ POLL_S = 0.2
 def fetch_published(
     client: Client, version: int, *, digest: str | None = None, wait_s: float = 120
 ) -> tuple[Path, Manifest]:
-    """Fetches a version that is published but may not have reached a relay yet. Raises FetchError after `wait_s`."""
+    """Fetch a version that is published but may not have reached a relay yet. Raise FetchError after `wait_s`."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:

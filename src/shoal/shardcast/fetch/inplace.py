@@ -2,7 +2,7 @@
 
 Invariant: nothing is written unless the delta matches the manifest's hashes and fits all tensors. Afterwards tensors that
 held the old version hold the new one, bit for bit.
-Called by engines, with folders of one client's cache.
+The folders are of one client's cache.
 Left out: tensors in memory that differ from the stored ones (fused, transposed, quantised), except bf16 held as float32.
 """
 
@@ -35,9 +35,9 @@ class _Change:
 
 @torch.no_grad()
 def advance_(tensors: Mapping[str, Tensor], old: Path, new: Path) -> bool:
-    """Updates `tensors`, by their names in the files, from the version in folder `old` to the version in `new`.
+    """Update `tensors`, by their names in the files, from the version in folder `old` to the version in `new`.
 
-    Returns False and changes nothing if `new` was not fetched as a delta of `old`, or if the tensors differ in form from
+    Return False and changes nothing if `new` was not fetched as a delta of `old`, or if the tensors differ in form from
     the stored ones.
     """
     try:

@@ -35,7 +35,7 @@ class Proxy(NamedTuple):
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """None: the server is asked directly. Raises FetchError for a proxy of another kind."""
+    """None: the server is asked directly. Raise FetchError for a proxy of another kind."""
     parts, proxies = split_server(url), getproxies_environment()
     named = proxies.get(parts.scheme) or proxies.get("all")
     if not named or _is_local(parts.hostname or "") or proxy_bypass(parts.netloc):
@@ -53,7 +53,7 @@ def proxy_for(url: str) -> Proxy | None:
 
 
 def split_server(url: str) -> SplitResult:
-    """The parts of a server's URL. Raises FetchError unless it is http(s)://HOST[:PORT][/PATH]."""
+    """The parts of a server's URL. Raise FetchError unless it is http(s)://HOST[:PORT][/PATH]."""
     try:
         parts = urlsplit(url)
         port = parts.port  # raises ValueError for what is not a port
@@ -99,7 +99,7 @@ def check_host(host: str, reach: Reach) -> None:
 
 
 def narrowest(host: str) -> Reach:
-    """The narrowest reach that includes `host`; "public" for a name that is not resolved. Raises OutOfReach."""
+    """The narrowest reach that includes `host`; "public" for a name that is not resolved. Raise OutOfReach."""
     for reach in ORDER[:-1]:
         try:
             check_host(host, reach)

@@ -121,7 +121,7 @@ class Standing:
         self._speed_Bps, self._measured_s = size_bytes / seconds, self._clock()
 
     def failed(self, first_rest_s: float, longest_rest_s: float) -> None:
-        """Lowers the success rate, not the speed, and gives it a rest, which doubles with each failure."""
+        """Lower the success rate, not the speed, and gives it a rest, which doubles with each failure."""
         self._count(0.0)
         self.rest(min(first_rest_s * 2 ** min(self._failures, 10), longest_rest_s))
         self._failures += 1
@@ -190,7 +190,7 @@ class Sink(Protocol):
 
     def write(self, offset_bytes: int, data: bytes) -> None: ...
     def restart(self) -> None:
-        """Discards what was written."""
+        """Discard what was written."""
 
 
 class Incoming:
@@ -204,7 +204,7 @@ class Incoming:
         self._digest = blake3()
 
     def resume(self, data: bytes) -> None:
-        """Counts bytes that the sink already has, from its start."""
+        """Count bytes that the sink already has, from its start."""
         self._digest.update(data)
         self.size_bytes += len(data)
         self.senders.add("an earlier process")
@@ -240,7 +240,7 @@ def open_session(access: Access) -> aiohttp.ClientSession:
 
 class Source:
     def __init__(self, session: aiohttp.ClientSession, url: str, access: Access) -> None:
-        """Raises FetchError for a proxy that is not http."""
+        """Raise FetchError for a proxy that is not http."""
         self.session = session
         self.url = url.rstrip("/")
         self.access = access
@@ -271,7 +271,7 @@ class Source:
             raise self._bad(f"manifest of version {version}: {error}") from error
 
     async def shard(self, version: int, part: Part, incoming: Incoming) -> None:
-        """Receives the missing rest of one shard; returns only if all of it is correct. The sink's errors pass through."""
+        """Receive the missing rest of one shard; returns only if all of it is correct. The sink's errors pass through."""
         shard = incoming.shard
         what = f"shard {shard.index} ({part}) of version {version}"
         headers = {"Range": f"bytes={incoming.size_bytes}-"} if incoming.size_bytes else {}

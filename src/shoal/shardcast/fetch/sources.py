@@ -92,7 +92,7 @@ class Sources:
             yield cls(access, session, urls, fallback=fallback, strikes=strikes, on_failure=on_failure)
 
     def use(self, urls: Sequence[str]) -> None:
-        """Replaces the set of servers; shards in flight continue."""
+        """Replace the set of servers; shards in flight continue."""
         known = {source.url: source for source in [*self.sources, *self._gone]}
         wanted = dict.fromkeys(url.rstrip("/") for url in urls)
         self.sources = [known[url] if url in known else Source(self.session, url, self.access) for url in wanted]
@@ -123,9 +123,9 @@ class Sources:
         return sorted(among, key=key)
 
     async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
-        """Asks `enough` servers, and another one each time one fails, has nothing (NotHeld or None) or is silent for
+        """Ask `enough` servers, and another one each time one fails, has nothing (NotHeld or None) or is silent for
         `hedge_s`, until `enough` have given something. The fallback is asked if none answers, and then those that gave a
-        bad answer not long ago. Returns the answers, and for each other URL that was asked the reason. So a silent server
+        bad answer not long ago. Return the answers, and for each other URL that was asked the reason. So a silent server
         delays a question by `hedge_s`, and only the first one: the next ones go to others."""
         reasons: dict[str, str] = {}
         answers: dict[Source, T] = {}
@@ -141,7 +141,7 @@ class Sources:
     async def ask_all(
         self, question: Question[T], *, among: Sequence[Source]
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        """Asks these servers at once, except those that were silent or gave a bad answer not long ago. After the first
+        """Ask these servers at once, except those that were silent or gave a bad answer not long ago. After the first
         answer the rest have `hedge_s`."""
         good = [source for source in among if not source.standing.suspect()] or list(among)
         awake = [source for source in good if not source.standing.silent()] or good
@@ -155,7 +155,7 @@ class Sources:
     async def _ask(
         self, waiting: list[Source], question: Question[T], enough: int
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        """Asks `enough` servers, in this order, and the next one each time one fails, has nothing or is silent."""
+        """Ask `enough` servers, in this order, and the next one each time one fails, has nothing or is silent."""
         hedge_s = self.hedge_s()
         asked: dict[asyncio.Task[T], tuple[Source, float]] = {}
         answers: dict[Source, T] = {}
@@ -204,8 +204,8 @@ class Sources:
     async def shard(
         self, version: int, part: Part, incoming: Incoming, *, deadline_s: float, order: Order | None = None
     ) -> None:
-        """Fetches one shard and verifies it. `deadline_s` is in the event loop's time. `order` replaces the ranking.
-        Raises FetchError that names every server that was tried."""
+        """Fetch one shard and verifies it. `deadline_s` is in the event loop's time. `order` replaces the ranking.
+        Raise FetchError that names every server that was tried."""
         shard, limits = incoming.shard, self.access.limits
         strikes: Counter[Source] = Counter()
         absent_since_s: dict[Source, float] = {}
@@ -362,7 +362,7 @@ class Download:
         self._done_bytes = 0
 
     async def run(self) -> None:
-        """Returns when all shards are stored. Raises FetchError, and what a sink raises."""
+        """Return when all shards are stored. Raise FetchError, and what a sink raises."""
         try:
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(self._empty(queue)) for queue in self.queues for _ in range(self.parallel)]
@@ -398,7 +398,7 @@ class Download:
         self.on_shard(shard)
 
     async def _watch(self) -> None:
-        """Raises FetchError when the download has not moved for `stall_s`."""
+        """Raise FetchError when the download has not moved for `stall_s`."""
         left, had_bytes, since_s = self._left, 0, loop_time()
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
