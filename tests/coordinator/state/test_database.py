@@ -60,7 +60,18 @@ SQLITE_ONLY = re.compile(
     re.IGNORECASE,
 )
 COORDINATOR = Path(database_module.__file__).parent
-WITH_TABLES = ("checkers", "credit", "curriculum", "database", "groups", "members", "nodes", "submissions", "trust")
+WITH_TABLES = (
+    "checkers",
+    "credit",
+    "curriculum",
+    "database",
+    "groups",
+    "journal",
+    "members",
+    "nodes",
+    "submissions",
+    "trust",
+)
 TABLES = [*(COORDINATOR / f"{name}.py" for name in WITH_TABLES), *(COORDINATOR / "state").glob("*.py")]
 
 
