@@ -156,10 +156,10 @@ def test_it_runs_as_the_user_with_what_is_installed_and_leaves_nothing_behind(fu
 
 
 def test_a_kept_child_stays_warm_until_it_fails() -> None:
-    function = made(keep=True, limits=Limits(wall_s=1.0, cpu_s=0.1, memory_bytes=64 << 20))
+    function = made(keep=True, limits=Limits(wall_s=4.0, cpu_s=0.05, memory_bytes=64 << 20))
     first, second = function.call(["state"]).value, function.call(["state"]).value
     assert (first[0], second[0]) == (2, 3) and first[2] == second[2]
-    assert function.call(["work", 0.3]).ending == "answered", "its CPU time and memory are not bounded"
+    assert function.call(["work", 0.2]).ending == "answered", "its CPU time and memory are not bounded"
     assert function.call(["raise", 1]).detail == "ValueError: no x"
     assert function.call(["state"]).value[2] == first[2], "an exception is an answer"
     for fatal, ending in ((["sleep", 60], "timeout"), (["leave"], "died")):

@@ -103,12 +103,12 @@ def test_no_option_runs_as_code(tmp_path: Path) -> None:
         {"dataset": "simple_equations", "operators": [run]},
         {"dataset": "composite", "datasets": [{run: 1}]},
     ):
-        with pytest.raises(TasksNotFoundError, match="evaluate them as code"):
+        with pytest.raises(TasksNotFoundError, match="evaluate or open them"):
             reasoning_gym(options)
     (task,) = rows(dataset="simple_equations", size=1)
     hostile = json.loads(task.metadata)
     hostile["setting"]["operators"] = [run]
-    with pytest.raises(GraderStartError, match="evaluate them as code"):
+    with pytest.raises(GraderStartError, match="evaluate or open them"):
         graded([replace(task, metadata=json.dumps(hostile))], [task.answer])
     assert not mark.exists()
 
@@ -163,6 +163,13 @@ def test_a_task_of_another_version_is_a_grader_error() -> None:
         ({"dataset": "chain_sum", "seed": "now"}, "seed an integer"),
         ({"dataset": "spell_backward", "data_file": "../../secret.txt"}, "without a path"),
         ({"dataset": "composite", "datasets": [{"name": "no_such"}]}, "refuses its options"),
+        (
+            {
+                "dataset": "composite",
+                "datasets": [{"name": "spell_backward", "config": {"data_file": "../secret.txt"}}],
+            },
+            "evaluate or open them",
+        ),
     ],
 )
 def test_wrong_options_are_one_clear_message(options: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ TASK = tasks.Task(id="some/1", question="?", answer="5", source="some")
 
 @pytest.fixture(autouse=True)
 def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graders, "REWARDS", {"half": lambda _: Always(0.5), "whole": lambda _: Always(1.0)})
+    monkeypatch.setattr(graders, "REWARDS", {"half": lambda *_: Always(0.5), "whole": lambda *_: Always(1.0)})
 
 
 def section(reward: str = "") -> TaskSection:
@@ -54,8 +54,8 @@ def test_the_reward_that_a_source_names_grades_all_its_tasks() -> None:
     ("reward", "own", "message"),
     [
         ("", "", "source some names no reward, and neither does its schema; set its reward"),
-        ("", "none", "source some: no reward 'none'; there are half, whole, code"),
-        ("none", "half", "source some: no reward 'none'; there are half, whole, code"),
+        ("", "none", "source some: no reward 'none'; there are half, whole, and functions"),
+        ("none", "half", "source some: no reward 'none'; there are half, whole, and functions"),
     ],
 )
 def test_no_reward_or_an_unknown_one_is_named(reward: str, own: str, message: str) -> None:

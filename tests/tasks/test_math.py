@@ -184,5 +184,6 @@ def test_no_fuzzed_answer_outlasts_its_limit() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_none_of_ten_thousand_fuzzed_answers_outlasts_its_limit() -> None:
     fuzz(10_000)

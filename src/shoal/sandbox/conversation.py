@@ -41,6 +41,7 @@ class Conversation:
         self._ended = False  # all that the program started is gone
         self._stopped: Outcome | None = None
         self._result: Result | None = None
+        self._failure: SandboxError | None = None
         self._start(program, frames)
 
     def _start(self, program: Program, frames: bool) -> None:
@@ -97,6 +98,8 @@ class Conversation:
 
         SandboxError if the sandbox itself failed; the server is replaced.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._result is None:
             if self._sending >= 0:
                 self._pump(time.monotonic(), lambda: False)
@@ -104,6 +107,9 @@ class Conversation:
             deadline = self._over if timeout_s is None else min(self._over, time.monotonic() + timeout_s)
             try:
                 self._result = self._finish(deadline)
+            except SandboxError as error:
+                self._failure = error  # its server was given back, and is not given back again
+                raise
             finally:
                 for descriptor in list(self._reading):
                     os.close(descriptor)
@@ -116,7 +122,7 @@ class Conversation:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._result is None:
+        if self._result is None and self._failure is None:
             self._stop("killed")
             self.close()
 

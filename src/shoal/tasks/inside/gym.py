@@ -153,12 +153,10 @@ def open_dataset(setting: dict[str, Any]) -> Any:
     fields = {field.name for field in dataclasses.fields(DATASETS[name][1])}
     if unknown := set(options) - fields:
         raise RefusedError(f"data set {name} has no option {min(unknown)}; it has {', '.join(sorted(fields))}")
-    if not plain(options):
-        raise RefusedError(
-            "options are numbers, words and signs, and lists of these: some data sets evaluate them as code"
-        )
     if not re.fullmatch(r"[\w.-]*", str(options.get("data_file", ""))):
         raise RefusedError("options.data_file names a file of the library, without a path")
+    if not plain(options):
+        raise RefusedError("options are numbers, words and signs, and lists of these: data sets evaluate or open them")
     try:
         if name == "composite":
             options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}} | part) for part in options["datasets"]]
@@ -168,11 +166,13 @@ def open_dataset(setting: dict[str, Any]) -> Any:
 
 
 def plain(value: Any) -> bool:
-    """Return whether an option holds nothing that would do something if it were evaluated."""
+    """Return whether an option holds nothing that would do something if it were evaluated, and no path."""
     if isinstance(value, dict):
         return all(plain(part) for item in value.items() for part in item)
     if isinstance(value, list):
         return all(map(plain, value))
     return (
-        value is None or isinstance(value, int | float) or re.fullmatch(r"[\w.+*/%^&|<>=~-]*", str(value)) is not None
+        value is None
+        or isinstance(value, int | float)
+        or re.fullmatch(r"[\w.+*%^&|<>=~-]*|/|//", str(value)) is not None
     )

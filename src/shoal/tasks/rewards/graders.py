@@ -10,9 +10,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Self
 
-from shoal.config.tasks import SourceSection, TaskSection
+from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
 from shoal.errors import ShoalError
-from shoal.sandbox import Budget, Limits, SandboxError, interpreter
+from shoal.sandbox import Budget, SandboxError, interpreter
 from shoal.tasks import libraries
 from shoal.tasks.own import AuthorCode, OwnReward, file_of, is_own, limits_of, tier_of
 from shoal.tasks.rewards.answers import ShortAnswer, grade_choice, grade_number
@@ -21,17 +21,15 @@ from shoal.tasks.rewards.instructions import Instructions
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.task import TRUST, Grade, Reward, Task, trusted
 
-REWARDS: dict[str, Callable[[Budget], Reward]] = {
-    "number": lambda _: ShortAnswer(grade_number),
-    "math": Math,
-    "choice": lambda _: ShortAnswer(grade_choice),
-    "instructions": Instructions,
-    "reasoning_gym": lambda budget: libraries.LibraryReward(libraries.REASONING_GYM, budget),
-    "verifiers": lambda budget: libraries.LibraryReward(libraries.VERIFIERS, budget),
-}
-SANDBOXED: dict[str, Callable[[Limits, str | None, Budget], Reward]] = {
-    "code": lambda limits, tier, budget: Code(limits, tier, budget=budget),
-    "code_fraction": lambda limits, tier, budget: Code(limits, tier, fraction=True, budget=budget),
+REWARDS: dict[str, Callable[[SandboxSection, Budget], Reward]] = {
+    "number": lambda *_: ShortAnswer(grade_number),
+    "math": lambda _, budget: Math(budget),
+    "choice": lambda *_: ShortAnswer(grade_choice),
+    "instructions": lambda _, budget: Instructions(budget),
+    "reasoning_gym": lambda _, budget: libraries.LibraryReward(libraries.REASONING_GYM, budget),
+    "verifiers": lambda _, budget: libraries.LibraryReward(libraries.VERIFIERS, budget),
+    "code": lambda section, budget: Code(limits_of(section), tier_of(section), budget=budget),
+    "code_fraction": lambda section, budget: Code(limits_of(section), tier_of(section), fraction=True, budget=budget),
 }
 PACKAGES = (  # that decide scores, or the text that is scored
     *("shoal", "tokenizers", "transformers", "math-verify", "latex2sympy2-extended", "sympy", "lm-eval", "langdetect"),
@@ -138,20 +136,18 @@ class Graders:
         if is_own(name):
             if file_of(name) not in self.files:
                 raise GradeError(f"source {source.label}: its task set does not hold {file_of(name)}; make it again")
-        elif name not in REWARDS and name not in SANDBOXED:
-            known = ", ".join([*REWARDS, *SANDBOXED])
+        elif name not in REWARDS:
+            known = ", ".join(REWARDS)
             raise GradeError(
                 f"source {source.label}: no reward {name!r}; there are {known}, and functions as file.py:name"
             )
 
     def _start(self, name: str) -> Reward:
-        if name in REWARDS:
-            return REWARDS[name](self.budget)
         section, size = self.section.sandbox, min(8, len(os.sched_getaffinity(0)))
         try:
-            if is_own(name):
-                return OwnReward(name, AuthorCode(name, self.files, section, size=size, budget=self.budget))
-            return SANDBOXED[name](limits_of(section), tier_of(section), self.budget)
+            if name in REWARDS:
+                return REWARDS[name](section, self.budget)
+            return OwnReward(name, AuthorCode(name, self.files, section, size=size, budget=self.budget))
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
             raise GradeError(
