@@ -33,7 +33,7 @@ ROOMS = {
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "sandbox", "shardcast", "store", "tasks",
         "toploc",
     ],
-    "evals": ["config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "watch"],
+    "evals": ["config", "engine", "errors", "files", "model", "protocol", "sandbox", "shardcast", "tasks", "watch"],
     "serve": ["config", "engine", "errors", "files", "model", "shardcast", "tasks", "toploc", "watch"],
     "cli": [
         "config", "coordinator", "diloco", "engine", "errors", "evals", "evidence", "files", "learner", "ledger",

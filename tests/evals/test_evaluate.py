@@ -1,6 +1,9 @@
 """A whole evaluation with a small lm_eval: runs, grades of code, resuming, two models side by side, what is refused."""
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +92,25 @@ def test_code_is_graded_here_once_for_each_run(tmp_path: Path) -> None:
     assert [(one["sample"], one["score"], one["outcome"]) for one in graded] == 3 * [(0, 1.0, "graded")] + 3 * [
         (1, 0.0, "graded")
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a process that was killed")
+def test_kill_9_leaves_no_child_behind(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from shoal.evals import harness\n"
+        "with harness._child([sys.executable, '-c', 'import time; time.sleep(60)'], Path(sys.argv[1])) as child:\n"
+        "    print(child.pid, flush=True); child.wait()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = Path("/proc") / parent.stdout.readline().strip()
+    assert child.is_dir()
+    parent.kill()
+    parent.communicate()
+    deadline_s = time.monotonic() + 10
+    while child.is_dir() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not child.is_dir() or "Z" in (child / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import httpx
 
 from shoal.evals.suites import EvalError, EvalUsageError, Suite
+from shoal.sandbox import kernel
 
 START_S = 900.0  # until a served model answers
 END_S = 10.0
@@ -57,12 +59,21 @@ def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpo
     command = [sys.executable, "-m", "shoal", "serve", what, "--open", "--api-only", "--port", str(port)]
     command += ["--dir", str(folder), *(["--threads", str(threads)] if threads else [])]
     log = folder / "serve.log"
-    with log.open("wb") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=out)
-    try:
+    with _child(command, log) as child:
         url = f"http://127.0.0.1:{port}/v1"
         _wait(child, url, log)
         yield Endpoint(url, model)
+
+
+@contextmanager
+def _child(
+    command: list[str], log: Path, environment: Mapping[str, str] | None = None
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """A process that writes to `log` and ends with the block, or with this process, however that ends."""
+    with log.open("wb") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=out, env=environment, preexec_fn=_end_with_parent)
+    try:
+        yield child
     finally:
         child.terminate()
         try:
@@ -70,6 +81,11 @@ def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpo
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        kernel.call_prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(child: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
@@ -134,12 +150,11 @@ def _run(
     command += ["--apply_chat_template", "--log_samples", "--output_path", str(out), "--include_path", str(tasks)]
     command += ["--use_cache", str(cache), *(["--limit", str(n)] if n else [])]
     log = out / "lm_eval.log"
-    with log.open("wb") as file:
-        environment = {KEY_VARIABLE: "none"} | os.environ
-        ended = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False)
-    if ended.returncode:
+    with _child(command, log, {KEY_VARIABLE: "none"} | os.environ) as child:
+        status = child.wait()
+    if status:
         raise EvalError(
-            f"lm_eval failed for {task} at {endpoint.url} (status {ended.returncode}; all of it in {log}): {_end_of(log)}"
+            f"lm_eval failed for {task} at {endpoint.url} (status {status}; all of it in {log}): {_end_of(log)}"
         )
 
 
