@@ -340,18 +340,6 @@ def test_four_choices_have_one_order_on_every_machine() -> None:
     assert letters == set("ABCD"), "the right choice stands anywhere"
 
 
-def test_instructions_lose_the_options_that_parquet_fills_in() -> None:
-    row = {
-        "key": 1000,
-        "prompt": "Write 300 words without commas.",
-        "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
-        "kwargs": [{"num_words": None, "relation": None}, {"num_words": 300, "relation": "at least"}],
-    }
-    name, fields = read(row)
-    assert (name, fields.question, fields.answer, fields.reward) == ("IFEval", row["prompt"], "", "")
-    assert json.loads(fields.metadata)["kwargs"] == [{}, {"num_words": 300, "relation": "at least"}]
-
-
 NUMINA = NUMBERS_AND_MATH[15][0]
 
 

@@ -2,7 +2,7 @@
 
 candidate, checker               the two sides of a code task
 own                              code of a run's author
-equality, ifeval, gym, tasksets  graders that `Grader` starts
+equality, gym, tasksets          graders that `Grader` starts
 plain                            which programs print the same everywhere
 
 Invariant: these files import nothing of Shoal but `channel`, so that another interpreter can run them and a wall need

@@ -17,7 +17,6 @@ from shoal.tasks import libraries
 from shoal.tasks.own import AuthorCode, OwnReward, file_of, is_own, limits_of, tier_of
 from shoal.tasks.rewards.answers import ShortAnswer, grade_choice, grade_number
 from shoal.tasks.rewards.code import Code
-from shoal.tasks.rewards.instructions import Instructions
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.task import TRUST, Grade, Reward, Task, trusted
 
@@ -25,15 +24,22 @@ REWARDS: dict[str, Callable[[SandboxSection, Budget], Reward]] = {
     "number": lambda *_: ShortAnswer(grade_number),
     "math": lambda _, budget: Math(budget),
     "choice": lambda *_: ShortAnswer(grade_choice),
-    "instructions": lambda _, budget: Instructions(budget),
     "reasoning_gym": lambda _, budget: libraries.LibraryReward(libraries.REASONING_GYM, budget),
     "verifiers": lambda _, budget: libraries.LibraryReward(libraries.VERIFIERS, budget),
     "code": lambda section, budget: Code(limits_of(section), tier_of(section), budget=budget),
     "code_fraction": lambda section, budget: Code(limits_of(section), tier_of(section), fraction=True, budget=budget),
 }
 PACKAGES = (  # that decide scores, or the text that is scored
-    *("shoal", "tokenizers", "transformers", "math-verify", "latex2sympy2-extended", "sympy", "lm-eval", "langdetect"),
-    *("nltk", "reasoning-gym", "verifiers"),
+    *(
+        "shoal",
+        "tokenizers",
+        "transformers",
+        "math-verify",
+        "latex2sympy2-extended",
+        "sympy",
+        "reasoning-gym",
+        "verifiers",
+    ),
 )
 
 

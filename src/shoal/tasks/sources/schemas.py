@@ -215,13 +215,6 @@ def gpqa(row: Row) -> Fields:
     return Fields(f"{question}\n\n{listed}", "ABCD"[choices.index(right)], metadata=extra, reward="math")
 
 
-def ifeval(row: Row) -> Fields:
-    """No reward by default: instructions are checked by the suite's own grader. Parquet stores absent options as null."""
-    options = [{key: one for key, one in dict(kept).items() if one is not None} for kept in value(row, "kwargs")]
-    extra = {"key": row.get("key"), "instruction_id_list": value(row, "instruction_id_list"), "kwargs": options}
-    return Fields(text(row, "prompt"), metadata=as_json(extra))
-
-
 def plain(row: Row) -> Fields:
     """`question` and `answer`, and `tests` and `metadata` where they are there."""
     answer = text(row, "answer") if row.get("answer") is not None else ""
@@ -285,7 +278,6 @@ SCHEMAS = [
         gpqa,
         ("Record ID", "Subdomain", "High-level domain"),
     ),
-    Schema("IFEval", ("prompt", "instruction_id_list", "kwargs"), ifeval, ("key",)),
     Schema("question and answer", ("question", "answer"), plain, ("tests", "metadata")),
     Schema("question and tests", ("question", "tests"), plain, ("metadata",)),
 ]
