@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -35,13 +36,33 @@ def test_pages_that_cost_much_are_told_less_often(monkeypatch: pytest.MonkeyPatc
     clock_s = itertools.count(0.0, 1.0)
     monkeypatch.setattr(feed_module.time, "thread_time", lambda: next(clock_s))  # telling takes a second, each time
 
+    assert looks(Counting) == 1
+
+
+class Distant(Counting):
+    """Of a coordinator that takes its time to answer."""
+
+    def refresh(self) -> bool:
+        time.sleep(0.05)
+        return super().refresh()
+
+
+def test_a_coordinator_that_answers_slowly_is_looked_at_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look was taken for work, so pages of a distant pool were told every ten seconds."""
+    monkeypatch.setattr(feed_module, "LOOK_S", 0.02)
+    assert looks(Distant) >= 3
+
+
+def looks(kind: type[Counting], for_s: float = 0.6) -> int:
+    """How often a feed with one open page looks."""
+
     async def run() -> int:
-        feed = Counting(cast(Run, None), [])
+        feed = kind(cast(Run, None), [])
         feed._watching = 1
         looking = asyncio.create_task(feed._look_on())
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(for_s)
         looking.cancel()
         return feed.looks
 
     with ThreadPoolExecutor(1) as thread:  # a browser's test leaves a loop running in this one
-        assert thread.submit(asyncio.run, run()).result() == 1
+        return thread.submit(asyncio.run, run()).result()

@@ -101,6 +101,11 @@ class Feed:
         changed, self._overview = text != self._overview, text
         return changed
 
+    def _timed_look(self) -> tuple[bool, float]:
+        """In the run's thread: whether the page has to change; the look's CPU seconds (a slow network costs none)."""
+        used_s = time.thread_time()
+        return self.refresh(), time.thread_time() - used_s
+
     def _still_running(self) -> bool:
         return '"state": "running"' in self._overview
 
@@ -192,12 +197,13 @@ class Feed:
     async def _look_on(self) -> None:
         """Look while anybody watches."""
         while True:
-            began_s, used_s = time.monotonic(), time.thread_time()
-            if self._watching and await self.ask(self.refresh):
-                async with self._news:
-                    self._turn += 1
-                    self._news.notify_all()
-            looked_s = time.monotonic() - began_s
+            used_s, looked_s = time.thread_time(), 0.0
+            if self._watching:
+                changed, looked_s = await self.ask(self._timed_look)
+                if changed:
+                    async with self._news:
+                        self._turn += 1
+                        self._news.notify_all()
             await asyncio.sleep(LOOK_S)  # the pages are told meanwhile
             told_s = time.thread_time() - used_s
             await asyncio.sleep(rest_s(looked_s, told_s))
