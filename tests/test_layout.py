@@ -147,7 +147,8 @@ def reached(start: str) -> set[str]:
 
 
 def test_this_reads_imports_as_python_does() -> None:
-    assert "config" in own("cli.run") and "cli.launch.swarm" in own("cli.run")  # `from shoal import`, one in a function
+    started = own("cli.training")
+    assert "config" in started and "cli.launch.swarm" in started  # `from shoal import`, one in a function
     assert "shardcast.fetch.source" in own("shardcast.fetch.client")
     assert "store.rollouts" in own("learner.groups")
     assert not own("files")

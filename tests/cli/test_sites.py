@@ -7,9 +7,9 @@ import httpx
 import pytest
 from rich.console import Console
 
-from shoal.cli import sites
 from shoal.cli.main import main
-from shoal.cli.sites import meeting_at, screen, watch_meeting
+from shoal.cli.pool import meeting as sites
+from shoal.cli.pool.meeting import meeting_at, screen, watch_meeting
 from shoal.diloco.messages import Figures, Greeting, MeetingStatus, SiteStatus
 from shoal.protocol.history import UnreachableError
 from tests.diloco.test_meeting import ABOUT, terms

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shoal.cli.sites import meeting_at
+from shoal.cli.pool.meeting import meeting_at
 from shoal.protocol.calling import LEAST_BPS, BodyError, NodeError, OversizeError, read_body
 from shoal.protocol.history import PoolWatch, UnreachableError
 from shoal.protocol.identity import Identity

@@ -1,28 +1,56 @@
-"""`shoal eval SUITE,...`: public benchmarks and code suites with models on this machine or behind an OpenAI-compatible URL.
+"""Measure and grade: `shoal eval`, `shoal filter`, `shoal grade`.
 
-The table goes to standard output, progress to standard error, everything else into a folder. The same command with the same
---out continues an evaluation that was stopped.
+`shoal eval SUITE,...` runs public benchmarks and code suites with models on this machine or behind an OpenAI-compatible URL.
+The table goes to standard output, progress to standard error, everything else into a folder. `shoal filter` measures pass
+rates of training tasks, and writes which ones are worth training on. Either continues, with the same command, where it was
+stopped. `shoal grade` scores completions outside of a run, for people who ask why a reward is 0. Invariant: by the same task
+set, rewards and sandbox as worker and validator; one line out for each line in, in order.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, add_command, real, say, takes_threads, whole
+from shoal.cli.arguments import (
+    Commands,
+    StoppedError,
+    UsageError,
+    add_command,
+    read_config,
+    real,
+    say,
+    takes_config,
+    takes_threads,
+    whole,
+)
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from shoal.evals.evaluate import Contestant, Entry
+    from shoal.tasks import Task, TaskSet
+
 
 MAX_K = 10_000
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    _add_evals(commands)
+    _add_filter(commands)
+    _add_grade(commands)
+
+
+def _add_evals(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands, "eval", "measure models on public benchmarks", "gsm8k --model runs/quickstart --n 100"
     )
@@ -152,3 +180,177 @@ def _served(arguments: argparse.Namespace) -> list[Contestant]:
         Contestant(name, {"url": arguments.url}, lambda name=name: nullcontext(Endpoint(arguments.url, name)))  # type: ignore[misc]
         for name in arguments.served
     ]
+
+
+WIDTH = 40  # cells of the longest bar
+
+
+def _add_filter(commands: Commands[argparse.ArgumentParser]) -> None:
+    filter_ = add_command(
+        commands, "filter", "measure pass rates of tasks and keep those in a band", "quickstart --out runs/rates"
+    )
+    takes_config(filter_)
+    filter_.add_argument("--out", type=Path, required=True, help="folder of the results; an existing one is resumed")
+    filter_.add_argument("--k", type=whole(1, 1024), default=8, help="completions per task (default: 8)")
+    filter_.add_argument(
+        "--band",
+        default="0.125:0.5",
+        metavar="LOW:HIGH",
+        help="pass rates to keep, both ends included (default: 0.125:0.5, INTELLECT-2's)",
+    )
+    filter_.add_argument("--n", type=whole(1, 10**9), help="only the first N training tasks (default: all)")
+    filter_.add_argument(
+        "--batch", type=whole(1, 10**6), default=128, help="completions computed at once (default: 128)"
+    )
+    takes_threads(filter_)
+
+
+def run_filter(arguments: argparse.Namespace) -> None:
+    """Print a table of pass rates and the path of the manifest. Raises FilterError, StoppedError."""
+    from shoal.evals.filter import MANIFEST, Band, PassRates, histogram, write_filter
+
+    config = read_config(arguments)
+    try:
+        band = Band.parse(arguments.band)
+    except ValueError as error:
+        raise UsageError(f"--band: {error}") from error
+    from shoal.cli.launch import process
+
+    stop = process.begin("filter", threads=arguments.threads)
+    from shoal.cli.launch.prepare import model_folder
+    from shoal.engine.torch_engine import TorchEngine
+    from shoal.model import dtype
+    from shoal.watch.terminal.live import Terminal
+    from shoal.watch.terminal.progress import Progress
+
+    console = Terminal(stderr=True)
+    folder = model_folder(config.model.name)
+    rates = PassRates(config, folder, arguments.out, arguments.k, arguments.n, rows=arguments.batch)
+    picked, _ = dtype.pick(config.model.dtype, config.model.device)
+    with Progress(console, "tasks", rates.total) as progress:
+        results = rates.measure(TorchEngine(picked, config.model.device), stop, progress)
+    if results is None:
+        raise StoppedError(
+            f"stopped; to continue, repeat the command: the results so far are in {shlex.quote(str(arguments.out))}"
+        )
+    kept = write_filter(arguments.out, results, band, rates.settings)
+    Terminal().print(_table(histogram(results)))
+    say(
+        f"kept {len(kept)} of {len(results)} tasks with a pass rate from {float(band.low):g} to {float(band.high):g}\n"
+        f'{arguments.out / MANIFEST}\nto train on them: keep = "{arguments.out / MANIFEST}" in [[tasks.sources]]'
+    )
+
+
+def _table(found: Mapping[str, int]) -> Table:
+    """Tasks by pass rate."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_row("pass rate", "tasks", "", style="dim")
+    for label, count in found.items():
+        table.add_row(label, str(count), "█" * -(-count * WIDTH // max(found.values())) if count else "")
+    return table
+
+
+AT_ONCE = 64  # completions graded before their lines are printed
+
+
+@dataclass(frozen=True)
+class Line:
+    where: str  # for messages
+    key: str  # "task" or "question"
+    value: str
+    completion: str
+
+
+def _add_grade(commands: Commands[argparse.ArgumentParser]) -> None:
+    grade_ = add_command(
+        commands, "grade", "score completions outside of a run, exactly as a run would", "quickstart completions.jsonl"
+    )
+    takes_config(grade_)
+    grade_.add_argument(
+        "completions",
+        metavar="COMPLETIONS.jsonl",
+        help='a line each: {"task": id or "question": text, "completion": text}; - reads stdin',
+    )
+
+
+def grade(arguments: argparse.Namespace) -> None:
+    settings = read_config(arguments)
+    lines = list(read_lines(arguments.completions))
+    from shoal import tasks
+
+    task_set = tasks.load(settings.tasks)
+    found = find_tasks(task_set, lines)
+    outcomes: Counter[str] = Counter()
+    with tasks.Graders(settings.tasks, files=task_set.files) as graders:
+        for start in range(0, len(lines), AT_ONCE):
+            chunk = lines[start : start + AT_ONCE]
+            asked = [found[line.key, line.value] for line in chunk]
+            grades = graders.grade(asked, [line.completion for line in chunk])
+            for task, one in zip(asked, grades, strict=True):
+                outcomes[one.outcome] += 1
+                row = {
+                    "task": task.id,
+                    "question": task.question,
+                    "answer": task.answer,
+                    "score": one.score,
+                    "outcome": one.outcome,
+                    "tier": one.tier,
+                    "detail": one.detail,
+                }
+                parts = {"parts": dict(one.parts)} if one.parts else {}
+                say(json.dumps(row | parts))
+    say(", ".join(f"{count} {name}" for name, count in outcomes.items()), sys.stderr)
+
+
+def read_lines(name: str) -> Iterator[Line]:
+    """Every completion. Raises UsageError, which names the line."""
+    if name == "-":
+        yield from parse_lines("stdin", sys.stdin)
+        return
+    try:
+        with Path(name).open(encoding="utf-8") as file:
+            yield from parse_lines(name, file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name} cannot be read ({error})") from error
+
+
+def parse_lines(name: str, lines: Iterable[str]) -> Iterator[Line]:
+    for number, text in enumerate(lines, start=1):
+        where = f"{name}, line {number}"
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where} is not JSON ({error})") from error
+        if not isinstance(row, dict):
+            row = {}
+        key = "task" if "task" in row else "question"
+        value, completion = row.get(key), row.get("completion")
+        if not isinstance(value, str) or not isinstance(completion, str):
+            raise UsageError(f'{where} must be {{"task": id or "question": text, "completion": text}}, each as text')
+        yield Line(where, key, value, completion)
+
+
+def find_tasks(task_set: TaskSet, lines: list[Line]) -> dict[tuple[str, str], Task]:
+    """The tasks that the lines name, by key and value. Raises UsageError, which names the first that is not there."""
+    ids = sorted({line.value for line in lines if line.key == "task"})
+    questions = {line.value for line in lines if line.key == "question"}
+    found: dict[tuple[str, str], Task] = {}
+    for view in (task_set.train, task_set.heldout):
+        found |= {("task", task.id): task for task in view.having(ids)}
+        if questions:
+            found |= {("question", task.question): task for task in view if task.question in questions}
+    for line in lines:
+        if (line.key, line.value) not in found:
+            example = task_set.train[0]
+            raise UsageError(
+                f"{line.where}: no {line.key} {line.value!r} in this config's sources; there is, for example, task "
+                f"{example.id} with the question {example.question[:80]!r}"
+            )
+    return found

@@ -17,11 +17,7 @@ from shoal.cli import (
     check,
     dashboard,
     evals,
-    filter,
-    grade,
     nodes,
-    pool,
-    run,
     serve,
     shardcast,
     training,
@@ -29,13 +25,14 @@ from shoal.cli import (
 from shoal.cli.arguments import USAGE, Action, Parser, say
 from shoal.cli.audit import commands as audit
 from shoal.cli.nodes import EVICTED, ROLES
+from shoal.cli.pool import commands as pool
 from shoal.errors import ShoalError, UserError, restart_helps
 
 DONE, FAILED, LASTING, INTERRUPTED = 0, 1, 4, 130
 __all__ = ["COMMANDS", "DONE", "EVICTED", "FAILED", "INTERRUPTED", "LASTING", "USAGE", "main"]
 
 COMMANDS: dict[str, Action] = {
-    "run": run.run,
+    "run": training.run,
     "pool": pool.pool,
     "coordinator": pool.coordinator,
     **dict.fromkeys(ROLES, nodes.node),
@@ -51,8 +48,8 @@ COMMANDS: dict[str, Action] = {
     "config": check.config,
     "calibrate": check.calibrate,
     "audit": audit.audit,
-    "grade": grade.grade,
-    "filter": filter.run_filter,
+    "grade": evals.grade,
+    "filter": evals.run_filter,
     "eval": evals.run_eval,
     "fetch": shardcast.run_fetch,
 }
@@ -97,7 +94,7 @@ def command_line() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command_name", required=True, metavar="COMMAND", prog="shoal", help=argparse.SUPPRESS
     )
-    for family in (run, training, dashboard, serve, pool, nodes, check, audit, grade, filter, evals, shardcast):
+    for family in (training, dashboard, serve, pool, nodes, check, audit, evals, shardcast):
         family.add_commands(commands)
     groups = [
         "\n".join([f"{group}:", *(f"  {name:12} {commands.choices[name].description}" for name in names)])

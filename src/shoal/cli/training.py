@@ -1,9 +1,9 @@
-"""Training without workers: `shoal sft`, `shoal pretrain`, and `shoal meet`, where several sites of one training meet.
+"""What trains: `shoal run`, `shoal sft`, `shoal pretrain`, and `shoal meet`, where the sites of one training meet.
 
-sft and pretrain print one line to standard output, the finished model's folder; progress goes to the log. Under torchrun
-several ranks act as one: rank 0 leads, and the others need only the model. With --join, `shoal pretrain` is one of several
-sites. `shoal meet` writes an invite for each site and serves until the last round is over and every site has left: with
-`learner.sites` those of a run's learner, else those that train on plain text.
+`shoal run` is everything on this machine. sft and pretrain print one line to standard output, the finished model's folder;
+progress goes to the log. Under torchrun several ranks act as one: rank 0 leads, and the others need only the model. With
+--join, `shoal pretrain` is one of several sites. `shoal meet` writes an invite for each site and serves until the last round
+is over and every site has left: with `learner.sites` those of a run's learner, else those that train on plain text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.arguments import Commands, StoppedError, add_command, read_config, say, takes_config, takes_threads
+from shoal import config as config_module
+from shoal.cli.arguments import (
+    Commands,
+    StoppedError,
+    UsageError,
+    add_command,
+    read_config,
+    run_name,
+    say,
+    takes_config,
+    takes_dashboard,
+    takes_threads,
+)
 from shoal.cli.launch import process
 from shoal.config import Config
 from shoal.protocol.identity import Identity
@@ -30,9 +42,52 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    _add_run(commands)
     _add_sft(commands)
     _add_pretrain(commands)
     _add_meet(commands)
+
+
+def _add_run(commands: Commands[argparse.ArgumentParser]) -> None:
+    run_ = add_command(commands, "run", "run everything on this machine", "quickstart --set run.steps=20")
+    takes_config(run_, required=False)
+    run_.add_argument("--resume", type=Path, metavar="RUN", help="resume the run in this folder (instead of a config)")
+    run_.add_argument("--seed", type=int, help="overrides run.seed")
+    run_.add_argument("--out", type=Path, metavar="RUN", help="folder of this run (default: runs/CONFIG-TIME)")
+    takes_dashboard(run_)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if bool(arguments.resume) == bool(arguments.config):
+        raise UsageError("name a config, or the folder of a run to resume: shoal run --resume RUN")
+    if arguments.resume and arguments.out:
+        raise UsageError(f"a resumed run stays in its folder {arguments.resume}; leave --out out")
+    if arguments.resume:
+        arguments.config = arguments.resume / "config.toml"
+        if not arguments.config.is_file():
+            raise UsageError(f"{arguments.resume} is not the folder of a run: no config.toml there")
+    if arguments.seed is not None:
+        arguments.overrides.append(f"run.seed={arguments.seed}")
+    config = read_config(arguments)
+    if arguments.resume:
+        _check_model(config, arguments.resume)
+    from shoal.cli.launch.folder import stopped_run
+    from shoal.cli.launch.swarm import Swarm
+
+    if arguments.resume:
+        name, address = stopped_run(arguments.resume)
+        return Swarm(config, name, arguments.resume, address, dashboard=arguments.dashboard).run()
+    stem = arguments.config.stem
+    name = run_name(f"{stem}-{config.run.seed}", "rename the config file, after which the run is called")
+    out = arguments.out or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Swarm(config, name, out, dashboard=arguments.dashboard).run()
+
+
+def _check_model(config: Config, folder: Path) -> None:
+    """Raise UsageError if the run in this folder trains another model: its checkpoints fit no other."""
+    held = config_module.load(folder / "config.toml").model.name
+    if config.model.name != held:
+        raise UsageError(f"the run in {folder} trains {held}, not {config.model.name}: start a new run for that model")
 
 
 def _add_sft(commands: Commands[argparse.ArgumentParser]) -> None:

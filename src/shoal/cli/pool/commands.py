@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import stake
 from shoal.cli.arguments import (
     Action,
     AddAction,
@@ -28,6 +27,7 @@ from shoal.cli.arguments import (
     whole,
 )
 from shoal.cli.nodes import ROLES, begin
+from shoal.cli.pool import stake
 
 if TYPE_CHECKING:
     from shoal.protocol.messages import Capability, RunOffer
@@ -253,7 +253,7 @@ def readmit(arguments: argparse.Namespace) -> None:
 def status(arguments: argparse.Namespace) -> None:
     import httpx
 
-    from shoal.cli.sites import meeting_at, screen, watch_meeting
+    from shoal.cli.pool.meeting import meeting_at, screen, watch_meeting
     from shoal.protocol.history import PoolWatch, UnreachableError
     from shoal.protocol.invite import find_coordinator
     from shoal.watch.summary import SUMMARY, wall_s

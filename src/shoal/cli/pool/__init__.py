@@ -1,0 +1,1 @@
+"""`shoal pool` and `shoal coordinator`: a pool of several machines, its members, stakes, and the meeting of its sites."""
