@@ -45,7 +45,10 @@ def files(folder: Path, *patterns: str) -> set[str]:
 def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {f"shoal/{name}" for name in files(ROOT / "src" / "shoal", "*.py", "py.typed", "stakes.*", "static/*")}
+    expected = {
+        f"shoal/{name}"
+        for name in files(ROOT / "src" / "shoal", "*.py", "py.typed", "stakes.*", "static/*", "shared/*")
+    }
     expected |= {f"shoal/configs/{path.name}" for path in (ROOT / "configs").glob("*.toml")}
     assert names == expected
     assert wheel.name == f"shoal-{__version__}-py3-none-any.whl"
