@@ -1,5 +1,6 @@
 """Adapters in place of weights: what is trained, what is published, what is kept."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.learner.batch import MicroBatch
 from shoal.learner.checkpoint import Checkpoints, LearnerProgress
-from shoal.learner.masters import merge_adapters
+from shoal.learner.masters import merge_adapters, write_adapter
 from shoal.learner.policy import Policy
 from shoal.model.adapters import AdapterError, is_adapter
 from shoal.model.adapters import layers as adapter_layers
@@ -166,6 +167,31 @@ def test_training_goes_on_from_a_version_with_the_same_adapters_and_with_no_othe
 def test_targets_that_the_model_does_not_have_are_named(tiny_folder: Path) -> None:
     with pytest.raises(AdapterError, match=r"learner\.lora\.targets = \['query'\] names no linear layer.*'q_proj'"):
         make_policy(tiny_folder, lora=SECTION | {"targets": ["query"]})
+
+
+def test_peft_reads_the_adapter_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    policy = adapted(tiny_folder)
+    policy.update(batches(), N_TOKENS)
+    save_model(policy.model, policy.tokenizer, tmp_path / "v", policy.published(), policy.stored)
+    write_adapter(tmp_path / "v", tmp_path / "adapter", str(tiny_folder))
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_folder)
+    assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (4, 12.0, set(SECTION["targets"]))  # type: ignore[call-overload]
+    theirs = peft.PeftModel.from_pretrained(load_model(tiny_folder), str(tmp_path / "adapter")).eval()
+    tokens_1T = torch.arange(4, 24)[None]
+    with torch.no_grad():
+        ours_1TV, theirs_1TV = policy.model(tokens_1T).logits, theirs(tokens_1T).logits
+        base_1TV = load_model(tiny_folder)(tokens_1T).logits
+    torch.testing.assert_close(ours_1TV, theirs_1TV, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(ours_1TV, base_1TV, atol=1e-2)
+
+
+def test_the_adapter_names_a_model_of_the_hub_as_the_config_does(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = adapted(tiny_folder)
+    save_model(policy.model, policy.tokenizer, tmp_path / "v", policy.published(), policy.stored)
+    write_adapter(tmp_path / "v", tmp_path / "adapter", "org/name")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "org/name"
 
 
 def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:

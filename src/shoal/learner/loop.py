@@ -10,7 +10,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
@@ -22,7 +23,7 @@ from shoal.learner import report, updates
 from shoal.learner.batch import teaching
 from shoal.learner.checkpoint import Checkpoints, LearnerProgress
 from shoal.learner.groups import Fetched, Group, IncomingBatches, Known
-from shoal.learner.masters import merge_adapters
+from shoal.learner.masters import merge_adapters, write_adapter
 from shoal.learner.policy import MAX_SKIPS, Policy
 from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS
@@ -31,6 +32,7 @@ from shoal.protocol.node import Node
 from shoal.shardcast.manifest import version_name
 
 MODEL = "model"  # folder of the trained model, once the run has finished
+ADAPTER = "adapter"  # folder of its adapters alone, for peft
 
 log = logging.getLogger(__name__)
 
@@ -110,20 +112,24 @@ class Learner:
         return report.sync_metrics(final, time.monotonic() - started_s)
 
     def leave_model(self, progress: LearnerProgress) -> None:
-        """Leave the last version where the user looks for it: a plain model, adapters merged."""
+        """Leave the last version where the user looks for it: a plain model, adapters merged, and the adapters alone."""
         if self.node is None:
             return
-        model = self.folder / MODEL
-        temporary = model.with_name(f".{MODEL}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        version = self.versions / version_name(progress.step)
+        version, base = self.versions / version_name(progress.step), self.config.model.name
         if self.config.learner.lora is None:
-            copy_tree(version, temporary)
+            self.replace(MODEL, partial(copy_tree, version))
         else:
-            merge_adapters(version, temporary)
-        shutil.rmtree(model, ignore_errors=True)  # of an earlier run with fewer steps
-        commit_folder(temporary, model)
-        log.info("finished %d steps; the trained model is in %s", progress.step, model)
+            self.replace(MODEL, partial(merge_adapters, version))
+            self.replace(ADAPTER, partial(write_adapter, version, base=base))
+        log.info("finished %d steps; the trained model is in %s", progress.step, self.folder / MODEL)
+
+    def replace(self, name: str, write: Callable[[Path], None]) -> None:
+        """Put what `write` leaves in a new folder in the place of an earlier run's."""
+        temporary = self.folder / f".{name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        write(temporary)
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        commit_folder(temporary, self.folder / name)
 
     def checkpoint(self, progress: LearnerProgress) -> None:
         """Begin to write a checkpoint every few steps and after the last one."""

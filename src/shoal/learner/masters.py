@@ -6,7 +6,8 @@ used.
 With `learner.offload` they are on the host: each gradient is copied there once it is complete, and rounded weights back.
 With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters are trained in place of whole weights. A
 published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply them as
-the learner does, so all compute the same policy, and only adapters travel. At the end they are merged into the base weights.
+the learner does, so all compute the same policy, and only adapters travel. At the end they are merged into the base weights,
+and written for peft.
 Invariant: a weight that is its own master is left alone by every function here. The learner computes with exactly what it
 publishes.
 """
@@ -30,6 +31,7 @@ from shoal.model import numerics as numerics_module
 from shoal.model.adapters import FIELD, Adapters, attach_, is_adapter
 from shoal.model.load import WEIGHTS
 from shoal.model.numerics import Numerics
+from shoal.model.sources import LOCAL, resolve
 from shoal.model.training import Scorer, Sharded, opened
 
 Tensors = Mapping[str, Tensor]
@@ -150,3 +152,24 @@ def merge_adapters(version: Path, folder: Path) -> None:
     save_file(merged, folder / WEIGHTS, metadata={"format": "pt"})
     kept = {name: value for name, value in config.items() if name != FIELD} | {"dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def write_adapter(version: Path, folder: Path, base: str) -> None:
+    """Write a published version's adapters as the package peft reads them. `base`: the model's name in the config."""
+    section = json.loads((version / "config.json").read_text())[FIELD]
+    folder.mkdir(parents=True)
+    with safe_open(version / WEIGHTS, framework="pt") as file:
+        adapters = {name: file.get_tensor(name) for name in file.keys() if is_adapter(name)}  # noqa: SIM118
+    tensors = {f"base_model.model.{name}.weight": tensor for name, tensor in adapters.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(resolve(base)) if base.startswith(LOCAL) else base,
+        "r": section["rank"],
+        "lora_alpha": section["alpha"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": section["targets"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
