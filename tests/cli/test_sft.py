@@ -78,12 +78,20 @@ def test_a_failure_is_one_line(
     assert last.startswith("shoal sft: ") and words in last
 
 
-def test_without_a_config_it_makes_the_tiny_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_a_config_it_makes_the_tiny_model_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("shoal.learner.sft.tiny.train_tiny", lambda: Path("made"))
-    assert main(["sft"]) == DONE
-    assert capsys.readouterr().out == "made\n"
+    folder, trained = tmp_path / "tiny", []
+
+    def train() -> None:
+        trained.append(folder)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr("shoal.model.sources.tiny_dir", lambda: folder)
+    monkeypatch.setattr("shoal.learner.sft.tiny.train_tiny", train)
+    assert main(["sft"]) == main(["sft"]) == DONE
+    assert capsys.readouterr().out == f"{folder}\n" * 2 and trained == [folder]
 
 
 def test_the_config_that_is_shipped_can_be_read_and_its_data_is_there() -> None:

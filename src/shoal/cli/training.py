@@ -112,10 +112,11 @@ def run_sft(arguments: argparse.Namespace) -> None:
 
 
 def _tiny() -> Path:
-    from shoal.learner.sft.tiny import train_tiny
+    from shoal.cli.launch.prepare import model_folder
+    from shoal.model.sources import TINY
 
     process.log_lines("sft")
-    return train_tiny()
+    return model_folder(TINY)
 
 
 def _finetune(arguments: argparse.Namespace) -> Path | None:
