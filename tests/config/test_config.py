@@ -183,6 +183,15 @@ def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
         load(written(tmp_path, "[learner]\nlr = 1e-5"), ["learner.lr.first=3"])
 
 
+def test_sections_are_checked_against_each_other_only_where_all_keys_are_known(tmp_path: Path) -> None:
+    text = "[learner]\nrow_tokens = 16\n"
+    with pytest.raises(ConfigError, match=r"row_tokens must exceed"):
+        load(written(tmp_path, text))
+    with pytest.raises(ConfigError) as error:
+        load(written(tmp_path, text + "[sampling]\nmax_tokenz = 4\n"))
+    assert "did you mean 'sampling.max_tokens'?" in str(error.value) and "row_tokens" not in str(error.value)
+
+
 def test_an_override_of_an_unknown_key_is_refused_like_one_in_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'learner\.loss\.beta'"):
         changed(tmp_path, "learner.loss.bet=0")

@@ -55,13 +55,18 @@ def find(path: Path) -> Path:
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
-    """A Config from plain values. Raises ConfigError, which names every faulty key."""
+    """A Config from plain values. Raises ConfigError, which names every faulty key.
+
+    Where a key is unknown, sections are not checked against each other: the key that was meant has its default there.
+    """
     faults: list[str] = []
+    unknown = False
     while True:
         try:
             config = Config.model_validate(values)
         except ValidationError as error:
-            faults += [_message(fault) for fault in error.errors()]
+            unknown |= any(fault["type"] == "extra_forbidden" for fault in error.errors())
+            faults += [_message(fault) for fault in error.errors() if fault["loc"] or not unknown]
             values, seen = _without(values, [fault["loc"] for fault in error.errors()]), values
             if values == seen:
                 break

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.protocol.messages import Capability, RunOffer
 
 NODES = whole(0, 1000)
+RELAYS = whole(1, 1000)  # workers fetch weights from relays alone
 NAME_IT = "name it with --run NAME"
 
 
@@ -61,7 +62,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     init.add_argument("--url", required=True, help="how nodes reach it: http://HOST:PORT")
     init.add_argument("--run", default="", help="name of the run (default: the config's name)")
     init.add_argument("--workers", type=NODES, help="invites for workers (default: workers.count)")
-    init.add_argument("--relays", type=NODES, help="invites for relays (default: relays.count)")
+    init.add_argument("--relays", type=RELAYS, help="invites for relays, at least one (default: relays.count)")
     init.add_argument("--validators", type=NODES, help="invites for validators (default: validator.count)")
     init.add_argument(
         "--evaluator", action=argparse.BooleanOptionalAction, default=True, help="invite an evaluator (default: yes)"
