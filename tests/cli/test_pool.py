@@ -171,6 +171,12 @@ def test_a_pool_that_could_not_work_is_not_made(
     assert not (tmp_path / "pool").exists()
 
 
+def test_a_pool_without_a_relay_is_refused(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        init(config, tmp_path / "pool", "--relays", "0")
+    assert "--relays: '0' is not a whole number from 1" in capsys.readouterr().err
+
+
 # --- shoal coordinator, shoal pool status ----------------------------------------------------------------------------------
 
 
