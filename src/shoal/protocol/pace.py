@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from shoal.errors import ShoalError
 from shoal.shardcast.guard import Rates
 
-# Requests a second, each with a burst of 10 s (`rates.BURST_S`). A node beats once a second, and a validator that waits for
-# work asks ten times a second.
+# Requests a second, each with a burst of 10 s (`shardcast.guard.BURST_S`). A node beats once a second, and a
+# validator that waits for work asks ten times a second.
 MEMBER_RATE = 40.0
 OPEN_RATE = 50.0  # from one address, for what anyone may read: a view asks seven times a second
 REFUSED_RATE = 20.0  # from one address, before its refusals are held back

@@ -2,6 +2,11 @@
 
 Imports nothing else of Shoal.
 
+    pool                     warm servers, and the strongest tier here     limits     what goes in and comes out
+    process, launch          a server from outside; its namespaces, bubblewrap, uid
+    server, program          the server from inside: it forks each program, which binds itself (kernel, seccomp) and runs
+    conversation, channel    talk to a running program                     function   call functions with plain data
+
     with Sandbox() as box:
         result = box.run(Program("print(input()[::-1])", stdin=b"abc"))
         result.outcome, result.stdout, result.tier        # "exited", b"cba\\n", "bubblewrap"

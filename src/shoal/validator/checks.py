@@ -6,7 +6,8 @@ docstring begins with the question it asks, which `shoal audit` prints.
     FILE       read the file and the assignment
     EXPENSIVE  read the results of one prefill of the claimed version
     EXACT      the same without tolerance, for a worker that computes like this validator (docs/trust.md)
-    GRADED     ask an environment again, and read the recomputed rewards
+    ANSWERS    ask an environment again
+    REWARDS    read the recomputed rewards
 
 A worker of this validator's exactness class gets the same bits for every token. EXACT runs after EXPENSIVE: what is beyond
 the limits is a lie, as ever; what is within them and still differs is `inexact`, a soft rejection, because a flipped bit or
@@ -382,7 +383,9 @@ def _tolerance(reward: float) -> float:
 FILE: list[Check] = [context, derived_tasks, prompts, replayed, bounds, endings, commitments]
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
 EXACT: list[Check] = [exact_tokens, exact_logprobs, exact_proofs]
-GRADED: list[Check] = [environment, rewards]
+ANSWERS: list[Check] = [environment]
+REWARDS: list[Check] = [rewards]
+GRADED: list[Check] = [*ANSWERS, *REWARDS]
 ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]
 
 

@@ -50,9 +50,7 @@ from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import EXACT, EXPENSIVE, FILE, Check, Rules, run
-from shoal.validator.checks import environment as answers_again
-from shoal.validator.checks import rewards as rewards_again
+from shoal.validator.checks import ANSWERS, EXACT, EXPENSIVE, FILE, REWARDS, Check, Rules, run
 from shoal.validator.prefill import prefill
 
 SPOT_ROLLOUTS = 2  # drawn after the upload, and prefilled of a submission that is not prefilled whole
@@ -203,9 +201,9 @@ class Judge:
         """Ask the environment again, grade, and check the rewards, within `most_s`; and whether that sufficed."""
         self.budget.start(most_s)
         try:
-            one = self._check([answers_again], one)
+            one = self._check(ANSWERS, one)
             if one.finding is None:
-                one = self._check([rewards_again], replace(one, case=self.grade(one.case)))
+                one = self._check(REWARDS, replace(one, case=self.grade(one.case)))
             return one, not self.budget.over
         finally:
             self.budget.stop()

@@ -48,7 +48,7 @@ RELOADING = (
     0.05  # most of the time spent on loading weights again for inexact work: who sends it must not stop the others
 )
 GRADING = 0.5  # of a lease: what the programs of all claims may take, whoever wrote them
-GRADED = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
+GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
 HEAD = "head.json"
 EVERY_S = 30.0
 MOST_BYTES = 64 << 20  # of one answer: an entry holds at most what a verdict reports
@@ -297,4 +297,4 @@ class Validator:
 
 
 def _rests_on_prefill(one: Examined) -> bool:
-    return one.finding is not None and one.case.prefill is not None and one.finding.reason not in GRADED
+    return one.finding is not None and one.case.prefill is not None and one.finding.reason not in GRADED_REASONS

@@ -1,1 +1,1 @@
-"""The coordinator as a server: its routes, files, open reports; one run or several at a listener."""
+"""The coordinator as a server: its routes, files and open reports."""

@@ -204,7 +204,9 @@ class Sources:
     async def shard(
         self, version: int, part: Part, incoming: Incoming, *, deadline_s: float, order: Order | None = None
     ) -> None:
-        """Fetch one shard and verifies it. `deadline_s` is in the event loop's time. `order` replaces the ranking.
+        """Fetch one shard, from one server after the other; `Source.shard` verifies it.
+
+        `deadline_s` is in the event loop's time. `order` replaces the ranking.
         Raise FetchError that names every server that was tried."""
         shard, limits = incoming.shard, self.access.limits
         strikes: Counter[Source] = Counter()
