@@ -301,6 +301,17 @@ def test_the_architecture_lists_the_rooms_and_their_imports() -> None:
         assert written[room] == (", ".join(imports) or "–"), f"the row of `{room}` in docs/architecture.md"
 
 
+def test_the_places_that_questions_lead_to_are_there() -> None:
+    rows = table((ROOT / "docs" / "architecture.md").read_text(), "| question | place |")
+    assert len(rows) >= 10
+    for question, place in rows:
+        file, name = re.findall(r"`([^`]+)`", place)
+        source = (ROOT / "src" / "shoal" / file).read_text()
+        assert all(
+            re.search(rf"^\s*((async )?def|class) {part}\b|^{part}\b", source, re.MULTILINE) for part in name.split(".")
+        ), question
+
+
 def test_the_list_of_checks_is_the_validators_own_in_its_order() -> None:
     rows = table((ROOT / "docs" / "trust.md").read_text(), "| check |")
     written = [name.split("`")[1] for name, *_ in rows if name.startswith("`")]
