@@ -212,6 +212,7 @@ def test_whoever_fetches_tells_from_whom_how_fast_and_how_late(site: Site, tmp_p
     fetch_published(Client([url], validator.access(publisher, CONFIG), tmp_path / "validator" / "weights"), 0)
     for node in (worker, validator):
         node.beat()
+        wait_until(lambda name=node.name: site.node(name).stats.intake.bytes_per_s)  # status is kept for a moment
         intake = site.node(node.name).stats.intake
         assert list(intake.bytes_per_s) == [url]
         assert intake.bytes_per_s[url] > 0 and 0 < intake.behind_s < 15

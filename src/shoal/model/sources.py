@@ -14,10 +14,12 @@ prefill. So that length is the model's last position here, and `limit_` holds ev
 """
 
 import importlib.util
+import io
 import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,7 +145,7 @@ def _converted_smollm2() -> Path:
 
     source = {"pretrained_model_name_or_path": str(packaged.parent), "gguf_file": packaged.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    with quiet():
+    with quiet(), redirect_stderr(io.StringIO()):  # the reader of GGUF files asks tqdm itself for a bar
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     del model.config.quantization_config  # the weights are not quantised any more
     folder.parent.mkdir(parents=True, exist_ok=True)
