@@ -31,6 +31,8 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     torch.manual_seed(job["seed"])
     settings = dict(job["settings"])
+    if settings.get("use_vllm"):
+        keep_weights_loadable()
     section = TaskSection.model_validate(job["tasks"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
     lines = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
@@ -140,6 +142,16 @@ def main() -> None:
     trainer.train()
     result = {"ready_s": ready_s, "dtype": str(next(trainer.model.parameters()).dtype), "steps": steps}
     Path(job["out"]).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def keep_weights_loadable() -> None:
+    """Make vLLM's CPU build keep its weights as they are: packed ones cannot be loaded anew, as TRL does at each step."""
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep
 
 
 def save(model: Any, folder: Path) -> None:

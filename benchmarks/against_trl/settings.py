@@ -23,6 +23,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16 x16 continuous": BF16 | {"per_device_train_batch_size": 16, "use_transformers_continuous_batching": True},
     "bf16 x16 compiled": BF16 | {"per_device_train_batch_size": 16, "torch_compile": True},
     "bf16 x16 liger": BF16 | {"per_device_train_batch_size": 16, "use_liger_kernel": True},
+    "autocast x8 vllm": LEAN
+    | {
+        "weights": "float32",
+        "bf16": True,
+        "per_device_train_batch_size": 8,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": 512,
+    },
     "bf16 x16 untruncated": BF16 | {"per_device_train_batch_size": 16, "mask_truncated_completions": True},
 }
 # Not in the recorded --tune: chosen by one run of each, with bf16 weights (faster) and with float32 ones, as in Shoal's
