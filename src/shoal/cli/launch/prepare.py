@@ -34,6 +34,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
     """
     dtype.check_device(config.model.device)
+    picked, gflops = dtype.pick(config.model.dtype, config.model.device)
     try:
         if task_folder is not None:
             config, _ = build_tasks(config, task_folder)
@@ -49,14 +50,15 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     prompt = mean_prompt(tokenizer, config, loaded.heldout[:SAMPLE])
     if config.sampling.max_turns > 1:
         Frame(tokenizer, eos_ids(folder))
-    picked, gflops = dtype.pick(config.model.dtype, config.model.device)
+    machine = measure(picked, config.model.device)  # a second time, seconds later: other work may slow one of the two
+    machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {
         "folder": str(folder),
         "parameters": count_parameters(folder),
         "dtype": picked,
         "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
         "prompt_tokens": prompt,
-        "machine": measure(picked, config.model.device),
+        "machine": machine,
         "gflops": {name: round(speed, 1) for name, speed in gflops.items()},
     }
 
