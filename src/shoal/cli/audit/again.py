@@ -180,7 +180,7 @@ def _at_hand(run: Opened, found: Found) -> dict[int, Path]:
         try:
             folder = find_weights(run.folder, version)
         except FileNotFoundError:
-            folder = run.folder / "model"  # of a finished run: the newest
+            folder = run.folder / "model"  # the newest version of a finished run
         path = folder / WEIGHTS
         if path.is_file() and file_digest(path) == digest:
             folders[version] = folder

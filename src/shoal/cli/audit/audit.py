@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Asked:
-    key: str = ""  # of the coordinator; "": the one that the ledger names
+    key: str = ""  # the coordinator's; "" takes the one that the ledger names
     heads: Sequence[str] = ()  # that the auditor knows
     export: Path | None = None  # the ledger as JSON lines, instead of the database
     unsealed: bool = False  # accept a ledger whose coordinator still runs or was killed

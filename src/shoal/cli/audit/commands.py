@@ -66,12 +66,12 @@ def audit(arguments: argparse.Namespace) -> int:
     if data[:4] == PARQUET or arguments.run or arguments.config:
         return _submission(data, arguments)
     if not arguments.model:
-        raise UsageError(f"{arguments.what} is no folder of a run and no submission; for a reply also name --model")
+        raise UsageError(f"{arguments.what} is neither a run's folder nor a submission; for a reply, also give --model")
     return audit_reply(data, arguments.model, arguments.threads)
 
 
 def _check_there(arguments: argparse.Namespace) -> None:
-    """Raise UsageError if what was named is not there: that is no broken link."""
+    """Raise UsageError if a named file is missing; a missing argument is not a broken link."""
     if arguments.ledger and not arguments.ledger.is_file():
         raise UsageError(f"no file at {arguments.ledger}: `shoal audit RUN --export FILE` writes one")
 

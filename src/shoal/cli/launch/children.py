@@ -57,7 +57,7 @@ class Child:
     log: Path
     context: BaseContext
     module: str = "shoal.cli"  # whose `main` takes the command
-    spare: bool = False  # the run goes on without it
+    spare: bool = False  # the run continues if it dies
     restarts: int = 0
     start_at_s: float = 0.0
     process: BaseProcess | None = None

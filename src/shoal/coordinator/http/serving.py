@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 RECORD_S = 2.0
-STATE_SHARE = 0.02  # of the coordinator's time, at most, for the state file
+STATE_SHARE = 0.02  # largest share of the coordinator's time spent on the state file
 
 log = logging.getLogger(__name__)
 
