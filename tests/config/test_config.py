@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 
 from shoal.config import Config, ConfigError, dumps, load, parse
-from shoal.config.loading import field_paths
-from shoal.config.peers import PEERS
 from shoal.config.tasks import SourceSection
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -72,10 +70,7 @@ def test_a_dumped_config_loads_as_the_same(path: Path | None, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[learner]\nlearning_rate = 1", "unknown key 'learner.learning_rate'; did you mean 'learner.lr'?"),
-        ("[learner]\nnum_generations = 8", "did you mean 'sampling.group_size'?"),
         ("[learner]\nbeta = 0.1", "unknown key 'learner.beta'; did you mean 'learner.loss.beta'?"),
-        ("batch_size = 8", "did you mean 'coordinator.prompts_per_step'?"),
         ("[learner]\nlrr = 1", "unknown key 'learner.lrr'; did you mean 'learner.lr'?"),
         ("[learner.loss]\nbetta = 1", "unknown key 'learner.loss.betta'; did you mean 'learner.loss.beta'?"),
         ("[lerner]\nlr = 1", "unknown key 'lerner'; did you mean 'learner'?"),
@@ -90,7 +85,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_name(tmp_path: Path, t
 
 
 def test_every_fault_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"run\.steps: .*greater than or equal to 1, not 0; unknown key 'lerner'"):
+    with pytest.raises(ConfigError, match=r"run\.steps: .*greater than 0, not 0; unknown key 'lerner'"):
         parse({"run": {"steps": 0}, "lerner": {}})
 
 
@@ -107,11 +102,6 @@ def test_faults_of_values_and_between_sections_are_named_together() -> None:
     for fault in ("run.steps", "evaluator.n = 9 exceeds", "multiple of", "tasks.sources.0", "delta must exceed"):
         assert str(refusal.value).count(fault) == 1, fault
     assert values["run"] == {"steps": 0}, "what was given is left as it was"
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_every_name_of_another_library_leads_to_a_field(name: str) -> None:
-    assert PEERS[name] in list(field_paths(Config))
 
 
 # --- fields that follow others -----------------------------------------------------------------------------
@@ -329,3 +319,35 @@ def test_a_bucket_and_a_database_by_url() -> None:
         {"store": {"url": "s3://pool/run-1"}, "coordinator": {"database": "postgresql://shoal@db:5432/shoal"}}
     )
     assert (found.store.url, found.coordinator.database) == ("s3://pool/run-1", "postgresql://shoal@db:5432/shoal")
+
+
+# --- limits of one engine on one kind of device, in place of those of all ------------------------------------------------
+
+OWN = {"engine": "vllm", "device": "cpu", "sampling_margin": 1.5}
+VALIDATOR = {"sampling_margin": 0.5, "logprob_error_mean": 0.07, "limits": [OWN]}
+
+
+def test_limits_of_an_engine_replace_those_of_all() -> None:
+    section = parse({"validator": VALIDATOR}).validator
+    own = section.of("vllm/cpu")
+    assert (own.sampling_margin, own.logprob_error_mean) == (1.5, 0.07), "what it leaves out is as for all"
+    assert section.of("").sampling_margin == section.of("vllm/cuda").sampling_margin == 0.5
+
+
+def test_the_widest_limit_is_that_of_any_engine() -> None:
+    narrow = {"engine": "vllm", "device": "cuda", "sampling_margin": 0.2, "logprob_error_mean": 0.1}
+    section = parse({"validator": VALIDATOR | {"limits": [OWN, narrow]}}).validator
+    assert (section.widest("sampling_margin"), section.widest("logprob_error_mean")) == (1.5, 0.1)
+    assert section.widest("proof_mantissa_mean") == section.proof_mantissa_mean
+    assert parse({"validator": {"sampling_margin": 0.5}}).validator.widest("sampling_margin") == 0.5
+
+
+def test_the_torch_engines_limits_are_the_sections_own() -> None:
+    """Its workers name no engine, so an entry for it would be a liar's alone."""
+    with pytest.raises(ConfigError, match="limits.0.engine"):
+        parse({"validator": {"limits": [{"engine": "torch", "device": "cuda", "sampling_margin": 9.0}]}})
+
+
+def test_workers_take_the_engines_in_turn() -> None:
+    workers = parse({"workers": {"engines": ["vllm", "torch"], "count": 3}}).workers
+    assert [workers.engine(number) for number in range(3)] == ["vllm", "torch", "vllm"]

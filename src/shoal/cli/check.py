@@ -109,12 +109,10 @@ def of_config(config: Config, folder: Path) -> Iterator[Finding]:
 
 
 def config(arguments: argparse.Namespace) -> None:
-    from shoal.config import explain
-
     if arguments.config and arguments.explain is not None:
         raise UsageError("--explain describes defaults; leave the config out")
     if arguments.explain is not None:
-        say(explain.text(explain.fields(arguments.explain)))
+        say(config_module.explain(arguments.explain))
     else:
         say(config_module.dumps(read_config(arguments) if arguments.config else config_module.Config()).rstrip("\n"))
 

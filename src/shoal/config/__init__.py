@@ -4,14 +4,13 @@
     sections   the settings of each process               checking   what work and machines must meet
     tasks      problems, prompts, rewards, the sandbox     recipe     model, sampling, loss, optimizer, fine-tuning
     sites      pretraining, and several sites              section    what all sections share
-    loading    TOML files and overrides to a `Config` and back
-    explain    every field with its description, type, default and source
+    loading    TOML files and overrides to a `Config` and back; what each field means
 
 Every room may import this one; it imports only `shoal.errors`.
 """
 
 from shoal.config.config import Config
-from shoal.config.loading import ConfigError, dumps, load, parse
+from shoal.config.loading import ConfigError, dumps, explain, load, parse
 from shoal.config.sections import EngineName, TrackerName
 
-__all__ = ["Config", "ConfigError", "EngineName", "TrackerName", "dumps", "load", "parse"]
+__all__ = ["Config", "ConfigError", "EngineName", "TrackerName", "dumps", "explain", "load", "parse"]

@@ -1,14 +1,14 @@
-"""Reads a config: a TOML file, overlays, and `section.key=value` overrides, checked as one `Config`; and writes it.
+"""Reads a config: a TOML file, overlays, and `section.key=value` overrides, checked as one `Config`; writes and explains it.
 
 A config is found by its path. Where there is no such file, `NAME`, `NAME.toml` and `configs/NAME.toml` mean the packaged
 config of that name.
 
 Invariant: unknown keys are refused with the name that was probably meant, and a `ConfigError` names all faults at once.
-`explain` uses the same list of known keys.
 """
 
 import copy
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +18,10 @@ import tomli_w
 from pydantic import ValidationError
 
 from shoal.config.config import Config
-from shoal.config.peers import PEERS
 from shoal.config.section import Section
 from shoal.errors import UserError
 
+BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 PACKAGED = Path(__file__).parent.parent / "configs"  # in a checkout: a link to the folder of that name
 
 
@@ -94,14 +94,52 @@ def _without(values: dict[str, Any], paths: list[tuple[int | str, ...]]) -> dict
 
 
 def dumps(config: Config) -> str:
-    """The whole config as TOML, defaults included. TOML has no null, so `none` is written as a comment."""
-    return "\n".join(line for line in _tables(config, "")).lstrip("\n") + "\n"
+    """The whole config as TOML, defaults included. TOML has no null, so a field without a value is left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def explain(key: str = "") -> str:
+    """Every field, those of the section `key`, or the field `key`, each with its description, type and default.
+
+    All of it is read from the models. Raises ConfigError for an unknown key.
+    """
+    at: type[Section] | None = Config
+    known: list[str] = []
+    for part in key.split(".") if key else []:
+        if at is None or part not in at.model_fields:
+            hint = f"{'.'.join(known)} is a field" if at is None else nearest([*known, part])
+            raise ConfigError(f"unknown key {key!r}; {hint}")
+        known.append(part)
+        at = section_of(at.model_fields[part].annotation)
+    paragraphs = {
+        path: text for path, text in _paragraphs(Config, "") if f"{path}.".startswith(f"{key}." if key else "")
+    }
+    return "\n\n".join(paragraphs.values())
+
+
+def _paragraphs(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the paths and texts of this section's fields, then those of the sections in it."""
+    inner = {name: found for name, info in section.model_fields.items() if (found := section_of(info.annotation))}
+    for name, schema in section.model_json_schema()["properties"].items():
+        if name not in inner or section.model_fields[name].default is None:
+            what, default = " ".join(schema["description"].split()), json.dumps(schema.get("default"))
+            yield f"{prefix}{name}", f"{prefix}{name}\n    {what}\n    {_kind(schema)}; default {default}"
+    for name, found in inner.items():
+        yield from _paragraphs(found, f"{prefix}{name}.")
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """The type and bounds in a JSON schema, in words."""
+    if "anyOf" in schema:
+        return " or ".join(map(_kind, schema["anyOf"]))
+    if "enum" in schema:
+        return " or ".join(map(json.dumps, schema["enum"]))
+    kind = f"list of {_kind(schema['items'])}" if "items" in schema else schema.get("type", "section")
+    return ", ".join([kind, *(f"{words} {schema[bound]:g}" for bound, words in BOUNDS.items() if bound in schema)])
 
 
 def nearest(path: list[str]) -> str:
-    """Return what to write in place of an unknown key: Shoal's name, the right section, the closest name, or all names."""
-    if path[-1] in PEERS:
-        return f"did you mean {PEERS[path[-1]]!r}?"
+    """Return what to write in place of an unknown key: the right section, the closest name, or all names."""
     if homes := [name for name in field_paths(Config) if name.rpartition(".")[2] == path[-1]]:
         return f"did you mean {' or '.join(map(repr, homes[:3]))}?"
     section: Any = Config
@@ -197,39 +235,6 @@ def _entry(entries: list[Any], number: str, override: str) -> Any:
     if not number.isdecimal() or int(number) >= len(entries):
         raise ConfigError(f"--set {override!r}: {number!r} is not an entry of a list of {len(entries)}, counted from 0")
     return entries[int(number)]
-
-
-def _tables(section: Section, name: str) -> Iterator[str]:
-    """One section's own values, then the sections in it."""
-    inner: dict[str, Section | list[Section]] = {}
-    if name:
-        yield f"\n{name}" if name.startswith("[") else f"\n[{name}]"
-    for key in type(section).model_fields:
-        value = getattr(section, key)
-        if isinstance(value, Section) or _is_list_of_sections(value):
-            inner[f"{name}.{key}" if name else key] = value
-        elif value is None:
-            yield f"# {key} = none"
-        else:
-            yield _line(key, value)
-    for inner_name, found in inner.items():
-        if isinstance(found, list):
-            for entry in found:
-                yield from _tables(entry, f"[[{inner_name}]]")
-        else:
-            yield from _tables(found, inner_name)
-
-
-def _line(key: str, value: Any) -> str:
-    if not isinstance(value, dict):
-        return tomli_w.dumps({key: value}).rstrip("\n")
-    name = tomli_w.dumps({key: 0}).partition(" = ")[0]  # quoted where TOML asks for it
-    inner = ", ".join(_line(inner_key, inner_value) for inner_key, inner_value in value.items())
-    return f"{name} = {{ {inner} }}" if inner else f"{name} = {{}}"
-
-
-def _is_list_of_sections(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(entry, Section) for entry in value)
 
 
 def _message(error: Any) -> str:

@@ -1,24 +1,19 @@
-"""What every section of a config is, the bound that several share, and where a default may be from.
+"""What every section of a config is, and the bounds that several share.
 
-Every field has a description; a section's is its docstring. A default that is not Shoal's own names its source.
+A field's docstring is its description; its bounds are in its type. A default that is not Shoal's own names its source:
+INTELLECT-2 (arXiv 2505.07291), Dr. GRPO (2503.20783), DiLoCo (2311.08105), OpenDiLoCo (2407.07852).
 """
 
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.config import JsonDict
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-# Where a default is from; a field without a source has Shoal's own default.
-PAPER: JsonDict = {"source": "INTELLECT-2 (arXiv 2505.07291)"}
-MEASURED: JsonDict = {"source": "measured by `shoal calibrate`, see docs/trust.md"}
-DR_GRPO: JsonDict = {"source": "Dr. GRPO (arXiv 2503.20783)"}
-DILOCO: JsonDict = {"source": "DiLoCo (arXiv 2311.08105)"}
-OPENDILOCO: JsonDict = {"source": "OpenDiLoCo (arXiv 2407.07852)"}
+Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Section(BaseModel):
     """Strict: unknown keys, infinities and later changes are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
