@@ -151,9 +151,7 @@ def ready(
     producer = Timed(settings, RUN, Identity.generate(), engine)
     producer.load(folder, 0)
     if ends is not None:
-        producer.sampling = Sampling(
-            settings.sampling.temperature, settings.sampling.max_tokens, ends, settings.sampling.noise
-        )
+        producer.sampling = Sampling(settings.sampling.temperature, settings.sampling.max_tokens, ends)
     return judge, producer
 
 

@@ -20,12 +20,13 @@ import torch
 
 from shoal.engine.protocol import Completion
 from shoal.model.logprobs import logits
-from shoal.model.sampling import NOISES
+from shoal.model.sampling import gumbel, position_keys
 from shoal.tasks.derive import GroupPlan
 
 from .lab import Attack
 
 SPENT = 0.9  # of each limit
+SEED_STEP = 0x9E3779B97F4A7C15  # splitmix64's: a seed moved by it counts positions from one later
 FAR = 4  # margins: the validator rejects a submission with one token beyond
 
 
@@ -97,7 +98,7 @@ class SpendsTolerance(Attack):
     ) -> tuple[list[Swap], float]:
         """The second-best token of every position, nearest first; and how many tokens numerics could move: the sum of
         1 - P(token)."""
-        found, movable, noise = [], 0.0, NOISES[self.sampling.noise]
+        found, movable = [], 0.0
         for g, group in enumerate(groups):
             for number, completion in enumerate(group):
                 if completion.turns:
@@ -106,10 +107,9 @@ class SpendsTolerance(Attack):
                 scaled_TV = logits(self.model, hidden_TH).float().cpu() / self.sampling.temperature
                 movable += sum(1.0 - math.exp(logprob) for logprob in completion.logprobs)
                 count, vocabulary = scaled_TV.shape
-                positions = [noise.position(len(prompts[g]), at) for at in range(count)]
-                keys_T = noise.keys([plans[g].seeds[number]] * count, positions)
+                keys_T = position_keys([plans[g].seeds[number]] * count, range(count))
                 ids_V = torch.arange(vocabulary).numpy()
-                scores_TV = scaled_TV + noise.gumbel(keys_T[:, None], ids_V[None, :])
+                scores_TV = scaled_TV + gumbel(keys_T[:, None], ids_V[None, :])
                 best_T2, token_T2 = scores_TV.topk(2, dim=-1)
                 for position, (pair, tokens) in enumerate(zip(best_T2.tolist(), token_T2.tolist(), strict=True)):
                     other = tokens[1] if tokens[0] == completion.tokens[position] else tokens[0]
@@ -150,11 +150,10 @@ class SpendsTolerance(Attack):
         kept = [[*one.tokens[: swap.position], swap.token] for swap, one in zip(swaps, old, strict=True)]
         room = self.sampling.max_tokens - len(kept[0])
         going = [n for n, swap in enumerate(swaps) if room and swap.token not in self.sampling.eos_ids]
-        noise = NOISES[self.sampling.noise]
         if going:
             rests = self.engine.generate(
                 [[*prompts[swaps[n].group], *kept[n]] for n in going],
-                [[noise.continued(plans[swaps[n].group].seeds[swaps[n].number], len(kept[n]))] for n in going],
+                [[(plans[swaps[n].group].seeds[swaps[n].number] + len(kept[n]) * SEED_STEP) % 2**64] for n in going],
                 replace(self.sampling, max_tokens=room),
                 None,
             )

@@ -78,7 +78,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
     def write(text: str) -> None:
         ids = [*tokenizer().encode(text, add_special_tokens=False), 1]
 
-        def chosen(scaled: Any, seeds: Any, positions: Any, temperature: float, noise: Any) -> Any:
+        def chosen(scaled: Any, seeds: Any, positions: Any, temperature: float) -> Any:
             tokens_N = torch.tensor([ids[min(position, len(ids) - 1)] for position in positions])
             return tokens_N, torch.zeros(len(tokens_N))
 

@@ -33,9 +33,6 @@ class SamplingSection(Section):
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
-    noise: Literal["shoal", "vllm"] = "shoal"
-    """What seeded tokens are drawn with; vllm: the noise of vLLM's own seeded sampler, which workers on its second
-    model runner use as it is."""
     max_tokens: PositiveInt = 32768
     """Longest completion, an environment's answers included; it and the prompt must fit the model's positions
     (INTELLECT-2)."""

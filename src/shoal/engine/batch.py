@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.engine.rows import rows_of
 from shoal.model import logprobs
 from shoal.model.numerics import ROW_UNIT
-from shoal.model.sampling import NOISES, Noise, NoiseName, choose
+from shoal.model.sampling import choose
 
 LOGITS_BYTES = 64 << 20  # float32 logits in memory at once
 CACHED = 16  # rows whose float32 logits are worked on together: what fits the CPU's cache
@@ -33,7 +33,6 @@ class Ask:
     temperature: float
     max_tokens: int
     echo: bool = False  # the prompt's own states are wanted
-    noise: NoiseName = "shoal"
 
     def __post_init__(self) -> None:
         if not self.prompt or self.max_tokens < 1:
@@ -135,28 +134,28 @@ class Batch:
     def _sample(self) -> list[int | None]:
         """One token a row, by its own seed and temperature; some rows at a time, so that logits stay small."""
         placed: list[int | None] = [None] * len(self.live)
-        alike: dict[tuple[float, NoiseName], list[int]] = {}
+        alike: dict[float, list[int]] = {}
         for row, one in enumerate(self.live):
-            alike.setdefault((one.ask.temperature, one.ask.noise), []).append(row)
+            alike.setdefault(one.ask.temperature, []).append(row)
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         step = max(1, LOGITS_BYTES // (4 * vocabulary * ROW_UNIT)) * ROW_UNIT
-        for (temperature, noise), rows in alike.items():
+        for temperature, rows in alike.items():
             for start in range(0, len(rows), step):
                 some = rows[start : start + step]
-                for row, token in zip(some, self._sample_alike(some, temperature, NOISES[noise]), strict=True):
+                for row, token in zip(some, self._sample_alike(some, temperature), strict=True):
                     placed[row] = token
         return placed
 
-    def _sample_alike(self, rows: Sequence[int], temperature: float, noise: Noise) -> list[int | None]:
+    def _sample_alike(self, rows: Sequence[int], temperature: float) -> list[int | None]:
         assert self.hidden_BH is not None
         hidden_NH = self.hidden_BH if len(rows) == len(self.live) else self.hidden_BH[torch.tensor(rows)]
         logits_NV = logprobs.logits(self.model, hidden_NH)
         drawn = [self.live[row] for row in rows]
         scores_NV = _barred(logits_NV, [one.allowed() for one in drawn])
         seeds = [one.ask.seed for one in drawn]
-        positions = [noise.position(len(one.ask.prompt), one.position()) for one in drawn]
+        positions = [one.position() for one in drawn]
         parts = [
-            choose(scores_NV[i : i + CACHED], seeds[i : i + CACHED], positions[i : i + CACHED], temperature, noise)
+            choose(scores_NV[i : i + CACHED], seeds[i : i + CACHED], positions[i : i + CACHED], temperature)
             for i in range(0, len(drawn), CACHED)
         ]
         tokens_N, logprobs_N = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -14,8 +14,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.model.sampling import NoiseName
-
 T = TypeVar("T")
 IDLE_S = 1.0
 
@@ -37,7 +35,6 @@ class Sampling:
     temperature: float
     max_tokens: int
     eos_ids: tuple[int, ...]
-    noise: NoiseName = "shoal"
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class _Draft(Draft):
 
     def __post_init__(self) -> None:
         sampling = self.sampling
-        self.ask = Ask(self.prompt, self.seed, sampling.temperature, sampling.max_tokens, noise=sampling.noise)
+        self.ask = Ask(self.prompt, self.seed, sampling.temperature, sampling.max_tokens)
 
     def began(self, hidden_LH: Tensor) -> None:
         """Nobody asks for the prompt's states."""

@@ -28,7 +28,7 @@ from shoal.engine.selftest import vocabulary_of
 from shoal.model import numerics
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
-from shoal.model.sampling import LOWEST_LOGPROB, NOISES
+from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.sources import check_max_tokens
 from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
@@ -256,7 +256,6 @@ class Judge:
             self.model,
             cases,
             temperature=settings.sampling.temperature,
-            noise=NOISES[settings.sampling.noise],
             row_tokens=settings.validator.row_tokens,
         )
         return [replace(case, prefill=one) for case, one in zip(cases, computed, strict=True)]

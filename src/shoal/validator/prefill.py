@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.model.logprobs import likelihoods, logits, token_logprobs
-from shoal.model.sampling import Noise, replay_margins
+from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
 from shoal.model.turns import model_positions
 from shoal.store.rollouts import Rollout
@@ -40,18 +40,18 @@ TRUNCATED_BELOW = 0.02
 
 
 @torch.inference_mode()
-def prefill(model: Any, cases: Sequence[Case], *, temperature: float, noise: Noise, row_tokens: int) -> list[Prefill]:
+def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens: int) -> list[Prefill]:
     """The results for each case. All cases must be of the version that `model` holds."""
     hidden_NH = hidden_states(model, cases, row_tokens)
     sampled = [[model_positions(row.turns, len(row.tokens)) for row in case.rows] for case in cases]
     places = [
-        (row, at, noise.position(len(case.prompts[row.group]), at))
+        (row, at)
         for case, of_case in zip(cases, sampled, strict=True)
         for row, own in zip(case.rows, of_case, strict=True)
         for at in own
     ]
-    tokens_N = torch.tensor([row.tokens[at] for row, at, _ in places], device=hidden_NH.device)
-    seeds, positions = [row.seed for row, _, _ in places], [position for _, _, position in places]
+    tokens_N = torch.tensor([row.tokens[at] for row, at in places], device=hidden_NH.device)
+    seeds, positions = [row.seed for row, _ in places], [at for _, at in places]
     logprobs, margins, evidence = [], [], []
     for start in range(0, len(tokens_N), CACHED_ROWS):
         within = start % VOCABULARY_ROWS
@@ -59,7 +59,7 @@ def prefill(model: Any, cases: Sequence[Case], *, temperature: float, noise: Noi
             logits_WV = logits(model, hidden_NH[start : start + VOCABULARY_ROWS])
         span = slice(start, start + CACHED_ROWS)
         scaled_CV = logits_WV[within : within + CACHED_ROWS].float().div_(temperature)
-        margins.append(replay_margins(scaled_CV, tokens_N[span], seeds[span], positions[span], noise))
+        margins.append(replay_margins(scaled_CV, tokens_N[span], seeds[span], positions[span]))
         logp_C, evidence_CA = token_evidence(scaled_CV, tokens_N[span])
         logprobs.append(logp_C)
         evidence.append(evidence_CA)

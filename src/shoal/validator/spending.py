@@ -108,7 +108,7 @@ def _own(judge: Judge, case: Case, drawn: list[int]) -> list[Completion]:
     groups = engine.generate(
         [case.prompts[case.rows[n].group] for n in drawn],
         [[case.rows[n].seed] for n in drawn],
-        Sampling(section.temperature, section.max_tokens, judge.rules.eos_ids, section.noise),
+        Sampling(section.temperature, section.max_tokens, judge.rules.eos_ids),
     )
     return [one for [one] in groups]
 

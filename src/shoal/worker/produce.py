@@ -56,7 +56,7 @@ class Producer:
         self.environments = environments_of(config, self.tasks.files)
         self.tokenizer: Any = None
         self.conversation: Conversation | None = None
-        self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, (), config.sampling.noise)
+        self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
         self.tokens = 0  # generated so far
         self._alone = threading.Lock()  # tokenizer, graders and counters are for one thread
 

@@ -1,4 +1,4 @@
-"""Whole tiny runs with liars, on torch and on vLLM: both engines together, vLLM's noise, several submissions at once."""
+"""Whole tiny runs with liars, on torch and on vLLM: both engines together, several submissions at once."""
 
 import json
 import os
@@ -70,12 +70,6 @@ def test_vllm_and_torch_workers_feed_one_run_and_the_liar_among_them_is_slashed(
     assert min(summary["accepted"][name] for name in ("worker-0", "worker-1")) > 0, summary["accepted"]
     assert summary["rejected"] == {"worker-0": 0, "worker-1": 0, "cheater": summary["rejected"]["cheater"]}
     assert summary["slashed"] == ["cheater"] and summary["accepted"]["cheater"] == 0
-
-
-@ENGINES
-def test_tokens_drawn_with_vllms_noise_are_accepted_and_a_liar_is_slashed(tmp_path: Path, engine: str) -> None:
-    summary = run_with_a_liar(tmp_path / "run", engine, "wrong_temperature", 'sampling.noise="vllm"')
-    assert set(summary["reject_reasons"]) == {"sampling"}, summary
 
 
 @ENGINES

@@ -49,6 +49,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_PLUGINS": "",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner, GPUs' default, has another interface than `extension` knows
 }
 
 
@@ -70,7 +71,6 @@ def _request(draft: Draft) -> dict[str, Any]:
         "seed": draft.seed,
         "first": done,
         "temperature": draft.sampling.temperature,
-        "noise": draft.sampling.noise,
         "max_tokens": draft.sampling.max_tokens - done,
         "ends": list(draft.sampling.eos_ids),
     }

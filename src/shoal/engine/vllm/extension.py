@@ -7,17 +7,16 @@ of a prompt is always computed.
 
     hook: hidden_BH -> vLLM: logits_BV -> SeededDraw: tokens_B, logprobs_B, by the seed -> vLLM takes the argmax
 
-vLLM has two model runners with a `LogitsProcessor` of their own. The first one's is here, the second one's in
-`second_runner`, where vLLM may also draw by itself.
-Invariant: each drawn token's hidden state is recorded under its request and position, with the token and its logprob unless
-vLLM drew it, or the process ends with an error.
+Invariant: each drawn token is recorded under its request and position, with its logprob and its hidden state, or the
+process ends with an error.
+Left out: vLLM's second model runner, which has another interface (`client` turns it off).
 Imported by vLLM in its own environment, in one process (docs/vllm.md).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -26,7 +25,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from shoal.model.sampling import NOISES, NoiseName, choose
+from shoal.model.sampling import choose
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,16 @@ class ShoalArguments:
 
     id: str
     seed: int
-    prompt: int  # tokens of the completion's prompt
     first: int  # position of the request's first token within its completion: the ones before are in vLLM's prompt, too
     temperature: float
-    noise: NoiseName
-    native: bool  # vLLM draws by itself, of the same noise
 
 
-Row = tuple[int, ShoalArguments, int]  # of the logits; whose; position of the token within its completion
+class Drawn(NamedTuple):
+    """A token, its logprob, and the hidden state it was drawn from: bfloat16, on the CPU."""
+
+    token: int
+    logprob: float
+    state_H: Tensor
 
 
 @dataclass
@@ -50,8 +51,8 @@ class Record:
     """What was drawn. One for the process: vLLM makes the processor and the extension itself, and knows of no third."""
 
     hidden_BH: Tensor | None = None  # that the logits at hand were computed from
-    states: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # bfloat16, on the CPU; by request and position
-    tokens: dict[str, dict[int, tuple[int, float]]] = field(default_factory=dict)  # with logprobs; those drawn here
+    # By request and position: a prompt's parts before the last draw, too, at the place where its first token comes.
+    drawn: dict[str, dict[int, Drawn]] = field(default_factory=dict)
     count: int = 0  # of all tokens ever drawn
 
     def take_hidden(self, rows: int) -> Tensor:
@@ -63,25 +64,6 @@ class Record:
                 f"{rows} rows of logits, but {seen} of hidden states: this model has no usual logits module"
             )
         return hidden_BH
-
-    def draw_(self, logits: Tensor, rows: Sequence[Row]) -> None:
-        """Record the rows' states; draw their tokens, unless vLLM does. logits [B, V]: a drawn token's becomes infinite."""
-        hidden_BH = self.take_hidden(len(logits)).to("cpu", torch.bfloat16)
-        alike: dict[tuple[float, NoiseName], list[Row]] = {}
-        for row, request, at in rows:
-            self.states.setdefault(request.id, {})[at] = hidden_BH[row].clone()
-            if not request.native:
-                alike.setdefault((request.temperature, request.noise), []).append((row, request, at))
-        for (temperature, name), some in alike.items():
-            noise, places = NOISES[name], [row for row, _, _ in some]
-            logits_NV = logits if places == list(range(len(logits))) else logits[places]
-            seeds = [request.seed for _, request, _ in some]
-            positions = [noise.position(request.prompt, at) for _, request, at in some]
-            tokens_N, logprobs_N = choose(logits_NV, seeds, positions, temperature, noise)
-            logits[places, tokens_N] = torch.inf
-            for (_, request, at), token, logprob in zip(some, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
-                self.tokens.setdefault(request.id, {})[at] = token, logprob
-        self.count += len(rows)
 
 
 RECORD = Record()
@@ -115,8 +97,20 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self.requests, batch_update, new)
 
     def apply(self, logits: Tensor) -> Tensor:
+        """Draw and record a token for each row. logits [B, V]: a drawn token's becomes infinite."""
         requests = [self.requests[row] for row in range(len(logits))]
-        RECORD.draw_(logits, [(row, one, one.first + len(output)) for row, (one, output) in enumerate(requests)])
+        hidden_BH = RECORD.take_hidden(len(logits)).to("cpu", torch.bfloat16)
+        for temperature in {one.temperature for one, _ in requests}:
+            rows = [row for row, (one, _) in enumerate(requests) if one.temperature == temperature]
+            alike = [requests[row] for row in rows]
+            positions = [one.first + len(output) for one, output in alike]
+            logits_NV = logits if len(rows) == len(logits) else logits[rows]
+            tokens_N, logprobs_N = choose(logits_NV, [one.seed for one, _ in alike], positions, temperature)
+            logits[rows, tokens_N] = torch.inf
+            drawn = zip(rows, alike, positions, tokens_N.tolist(), logprobs_N.tolist(), strict=True)
+            for row, (one, _), at, token, logprob in drawn:
+                RECORD.drawn.setdefault(one.id, {})[at] = Drawn(token, logprob, hidden_BH[row].clone())
+        RECORD.count += len(logits)
         return logits
 
 
@@ -139,15 +133,13 @@ class Extension:
         return RECORD.count
 
     def shoal_take(self, id: str) -> tuple[list[int], dict[str, Tensor]]:
-        """All that a finished request drew, in order. Forgets it.
-
-        Tensors: hidden [T, H]; and, unless vLLM drew the tokens, logprobs [T]. The tokens are [] if it did.
-        """
-        states, drawn = RECORD.states.pop(id), RECORD.tokens.pop(id, {})
-        tensors = {"hidden": torch.stack([states[at] for at in sorted(states)])}
-        if drawn:
-            tensors["logprobs"] = torch.tensor([drawn[at][1] for at in sorted(drawn)], dtype=torch.float32)
-        return [drawn[at][0] for at in sorted(drawn)], tensors
+        """All that a finished request drew, in order; tensors: hidden [T, H], logprobs [T]. Forgets it."""
+        drawn = [one for _, one in sorted(RECORD.drawn.pop(id).items())]
+        logprobs = torch.tensor([one.logprob for one in drawn], dtype=torch.float32)
+        return [one.token for one in drawn], {
+            "hidden": torch.stack([one.state_H for one in drawn]),
+            "logprobs": logprobs,
+        }
 
     def shoal_reload(self, folder: str) -> None:
         """Replace all weights by those of a version's folder, in place."""

