@@ -3,8 +3,8 @@
     python benchmarks/diloco_wan.py --repeats 2 --out benchmarks/results/diloco_wan.json
 
 Two sites and the meeting in network namespaces of their own, 100 Mb/s each way and a round trip of 50 ms between any two
-(`wan/network.py`). All are real processes with one thread each: `shoal meet` and `shoal pretrain --join`. The model is a
-small llama with new weights, the text Python's standard library. The file's figures of data-parallel training are of an
+(`wan/network.py`). All are real processes with one thread each: `shoal pool meet` and `shoal pretrain --join`. The model is
+a small llama with new weights, the text Python's standard library. The file's figures of data-parallel training are of an
 earlier commit, which had it.
 
 `compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round,

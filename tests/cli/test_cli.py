@@ -101,15 +101,11 @@ WRONG = {  # an argument of each command that names what is not there, or is not
     "check": "nowhere.toml",
     "config": "nowhere.toml",
     "calibrate": "nowhere.toml",
-    "plot": "nowhere",
     "audit": "nowhere",
     "dashboard": "nowhere",
-    "report": "nowhere",
-    "grade": "{small} nowhere.jsonl",
     "filter": "nowhere.toml --out new",
     "sft": "nowhere.toml",
     "pretrain": "nowhere.toml",
-    "meet": "nowhere.toml --dir new",
     "eval": "nosuch --model ./nowhere",
     "serve": "./nowhere",
 }
@@ -132,11 +128,11 @@ def test_a_file_that_a_command_itself_misses_is_no_wrong_argument(
     def reads(path: Path) -> Callable[[object], int]:
         return lambda arguments: len(path.read_bytes())
 
-    monkeypatch.setitem(COMMANDS, "report", reads(tmp_path / "lost"))
-    assert main(["report", str(tmp_path)]) == FAILED
-    assert main(["report", str(tmp_path / "lost")]) == USAGE
-    monkeypatch.setitem(COMMANDS, "report", reads(tmp_path / "nowhere" / "lost"))
-    assert main(["report", str(tmp_path / "nowhere")]) == USAGE
+    monkeypatch.setitem(COMMANDS, "dashboard", reads(tmp_path / "lost"))
+    assert main(["dashboard", str(tmp_path)]) == FAILED
+    assert main(["dashboard", str(tmp_path / "lost")]) == USAGE
+    monkeypatch.setitem(COMMANDS, "dashboard", reads(tmp_path / "nowhere" / "lost"))
+    assert main(["dashboard", str(tmp_path / "nowhere")]) == USAGE
 
 
 def test_serving_at_a_port_in_use_says_what_to_do(small: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,8 +247,8 @@ def test_ctrl_c_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(COMMANDS, "report", interrupt)
-    assert main(["report", "x"]) == INTERRUPTED
+    monkeypatch.setitem(COMMANDS, "dashboard", interrupt)
+    assert main(["dashboard", "x"]) == INTERRUPTED
 
 
 def test_every_role_of_the_protocol_has_a_command() -> None:
@@ -281,7 +277,7 @@ def test_help_shows_every_command_in_a_group_with_what_it_does(capsys: pytest.Ca
 
 def test_the_example_in_the_help_of_a_command_is_one() -> None:
     examples = [parser.epilog.removeprefix("example: shoal ") for parser in parsers(command_line()) if parser.epilog]
-    assert len(examples) > len(COMMANDS) > 20
+    assert len(examples) > len(COMMANDS) == 20
     for example in examples:
         command_line().parse_args(shlex.split(example))
 

@@ -1,4 +1,4 @@
-"""`shoal meet` and sites of `shoal pretrain` as real processes, for the slow tests."""
+"""`shoal pool meet` and sites of `shoal pretrain` as real processes, for the slow tests."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Run:
             command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
         command += ["shoal"]
         if name == "meet":
-            command += ["meet", str(self.config), "--dir", str(self.folder / "meet")]
+            command += ["pool", "meet", str(self.config), "--dir", str(self.folder / "meet")]
         else:
             self.until(self.invite(name).exists, "the invite")
             command += [self.trains, str(self.config), "--join", str(self.invite(name))]

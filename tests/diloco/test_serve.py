@@ -313,7 +313,7 @@ def test_an_invite_of_another_kind_is_refused(tmp_path: Path) -> None:
     other = make_invite(
         Identity.generate(), url="http://c:1", run=RUN, role="worker", name="w-0", expires_s=2_000_000_000
     )
-    with pytest.raises(MeetingError, match="this is not an invite for a site: `shoal meet` writes them"):
+    with pytest.raises(MeetingError, match="this is not an invite for a site: `shoal pool meet` writes them"):
         Remote(other, tmp_path, terms(), patience_s=1.0)
 
 

@@ -89,7 +89,7 @@ def test_a_damaged_line_is_named_and_one_that_is_being_written_waits(tmp_path: P
 
 
 def test_a_folder_that_is_no_run_is_one_line_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == USAGE
+    assert main(["dashboard", str(tmp_path), "--out", str(tmp_path / "a.html")]) == USAGE
     assert "is not a run: it holds no metrics.jsonl" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Commands to look at a run in a browser: `shoal dashboard`, `shoal report`."""
+"""`shoal dashboard`: a run in a browser, live or finished, or in one HTML file."""
 
 from __future__ import annotations
 
@@ -12,37 +12,29 @@ PORT = 8600
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    dashboard_ = add_command(commands, "dashboard", "watch a live or finished run in a browser", "runs/quickstart")
-    dashboard_.add_argument("run", metavar="RUN|URL", help="the folder of a run or coordinator, or a coordinator's URL")
-    dashboard_.add_argument(
+    what = "watch a live or finished run in a browser, or write it as one HTML file"
+    parser = add_command(commands, "dashboard", what, "runs/quickstart")
+    parser.add_argument("run", metavar="RUN|URL", help="the folder of a run or coordinator, or a coordinator's URL")
+    parser.add_argument(
         "--compare", action="append", default=[], metavar="RUN", help="draw this run's curves too; may be repeated"
     )
-    dashboard_.add_argument("--host", default="127.0.0.1", help="where to listen (default: this machine only)")
-    dashboard_.add_argument("--port", type=port, default=PORT, help=f"default: {PORT}; 0: any that is free")
-    dashboard_.add_argument(
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: this machine only)")
+    parser.add_argument("--port", type=port, default=PORT, help=f"default: {PORT}; 0: any that is free")
+    parser.add_argument(
         "--public", action="store_true", help="for strangers: no address, no machine, any host name in front of it"
     )
-
-    report_ = add_command(
-        commands,
-        "report",
-        "write a run as one HTML file that opens from disk, and the curves of runs as a picture",
-        "runs/quickstart",
-    )
-    report_.add_argument(
-        "runs",
-        metavar="RUN",
+    parser.add_argument(
+        "--out",
         type=Path,
-        nargs="+",
-        help="its folder; the curves of further runs are drawn beside its own",
-    )
-    report_.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")
-    report_.add_argument(
-        "--metrics", nargs="+", default=[], metavar="NAME", help="in the picture (default: the essential ones)"
+        metavar="FILE",
+        help="serve nothing; write a page that opens from disk, and the curves beside it as a PNG",
     )
 
 
 def dashboard(arguments: argparse.Namespace) -> None:
+    if arguments.out:
+        _write(arguments)
+        return
     from shoal.cli.launch import process
 
     stop = process.begin("dashboard", threads=1)
@@ -60,8 +52,9 @@ def dashboard(arguments: argparse.Namespace) -> None:
     asyncio.run(serve(page, listener, hosts, stop.is_set))
 
 
-def report(arguments: argparse.Namespace) -> None:
+def _write(arguments: argparse.Namespace) -> None:
     from shoal.watch.page.report import write_report
 
-    for path in write_report(arguments.runs, arguments.metrics, arguments.out or arguments.runs[0] / "report.html"):
+    folders = [Path(run) for run in (arguments.run, *arguments.compare)]
+    for path in write_report(folders, (), arguments.out):
         say(f"{path}: {path.stat().st_size / 1000:.0f} kB")

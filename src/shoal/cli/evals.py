@@ -1,23 +1,19 @@
-"""Measure and grade: `shoal eval`, `shoal filter`, `shoal grade`.
+"""Measure models and tasks: `shoal eval`, `shoal filter`.
 
 `shoal eval SUITE,...` runs public benchmarks and code suites with models on this machine or behind an OpenAI-compatible URL.
 The table goes to standard output, progress to standard error, everything else into a folder. `shoal filter` measures pass
 rates of training tasks, and writes which ones are worth training on. Either continues, with the same command, where it was
-stopped. `shoal grade` scores completions outside of a run, for people who ask why a reward is 0. Invariant: by the same task
-set, rewards and sandbox as worker and validator; one line out for each line in, in order.
+stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +34,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shoal.evals.evaluate import Contestant, Entry
-    from shoal.tasks import Task, TaskSet
 
 
 MAX_K = 10_000
@@ -47,7 +42,6 @@ MAX_K = 10_000
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_evals(commands)
     _add_filter(commands)
-    _add_grade(commands)
 
 
 def _add_evals(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -75,9 +69,7 @@ def _add_evals(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--k", type=whole(1, MAX_K), help="completions per task (default: the suite's)")
     parser.add_argument("--temperature", type=real(0, 10), help="0: greedy (default: the suite's)")
     parser.add_argument("--max-tokens", type=whole(1, 10**7), help="longest completion (default: the suite's)")
-    parser.add_argument("--seed", type=whole(0, 2**31 - MAX_K), default=0, help="of the sampling (default: 0)")
     parser.add_argument("--out", type=Path, help="folder of completions and results; an existing one is continued")
-    parser.add_argument("--concurrency", type=whole(1, 10_000), default=8, help="requests at once (default: 8)")
     takes_threads(parser)
 
 
@@ -104,9 +96,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     labels = [contestant.label for contestant in contestants]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise UsageError(f"two models are called {twice}; give different ones")
-    results, differences = evaluate(
-        contestants, entries, out, progress, seed=arguments.seed, concurrency=arguments.concurrency
-    )
+    results, differences = evaluate(contestants, entries, out, progress)
     write_results(out / RESULTS, results, differences, shlex.join(["shoal", *sys.argv[1:]]))
     console = Terminal()
     console.print(table(results, differences))
@@ -199,9 +189,6 @@ def _add_filter(commands: Commands[argparse.ArgumentParser]) -> None:
         help="pass rates to keep, both ends included (default: 0.125:0.5, INTELLECT-2's)",
     )
     filter_.add_argument("--n", type=whole(1, 10**9), help="only the first N training tasks (default: all)")
-    filter_.add_argument(
-        "--batch", type=whole(1, 10**6), default=128, help="completions computed at once (default: 128)"
-    )
     takes_threads(filter_)
 
 
@@ -225,7 +212,7 @@ def run_filter(arguments: argparse.Namespace) -> None:
 
     console = Terminal(stderr=True)
     folder = model_folder(config.model.name)
-    rates = PassRates(config, folder, arguments.out, arguments.k, arguments.n, rows=arguments.batch)
+    rates = PassRates(config, folder, arguments.out, arguments.k, arguments.n)
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     with Progress(console, "tasks", rates.total) as progress:
         results = rates.measure(TorchEngine(picked, config.model.device), stop, progress)
@@ -253,104 +240,3 @@ def _table(found: Mapping[str, int]) -> Table:
     for label, count in found.items():
         table.add_row(label, str(count), "█" * -(-count * WIDTH // max(found.values())) if count else "")
     return table
-
-
-AT_ONCE = 64  # completions graded before their lines are printed
-
-
-@dataclass(frozen=True)
-class Line:
-    where: str  # for messages
-    key: str  # "task" or "question"
-    value: str
-    completion: str
-
-
-def _add_grade(commands: Commands[argparse.ArgumentParser]) -> None:
-    grade_ = add_command(
-        commands, "grade", "score completions outside of a run, exactly as a run would", "quickstart completions.jsonl"
-    )
-    takes_config(grade_)
-    grade_.add_argument(
-        "completions",
-        metavar="COMPLETIONS.jsonl",
-        help='a line each: {"task": id or "question": text, "completion": text}; - reads stdin',
-    )
-
-
-def grade(arguments: argparse.Namespace) -> None:
-    settings = read_config(arguments)
-    lines = list(read_lines(arguments.completions))
-    from shoal import tasks
-
-    task_set = tasks.load(settings.tasks)
-    found = find_tasks(task_set, lines)
-    outcomes: Counter[str] = Counter()
-    with tasks.Graders(settings.tasks, files=task_set.files) as graders:
-        for start in range(0, len(lines), AT_ONCE):
-            chunk = lines[start : start + AT_ONCE]
-            asked = [found[line.key, line.value] for line in chunk]
-            grades = graders.grade(asked, [line.completion for line in chunk])
-            for task, one in zip(asked, grades, strict=True):
-                outcomes[one.outcome] += 1
-                row = {
-                    "task": task.id,
-                    "question": task.question,
-                    "answer": task.answer,
-                    "score": one.score,
-                    "outcome": one.outcome,
-                    "tier": one.tier,
-                    "detail": one.detail,
-                }
-                parts = {"parts": dict(one.parts)} if one.parts else {}
-                say(json.dumps(row | parts))
-    say(", ".join(f"{count} {name}" for name, count in outcomes.items()), sys.stderr)
-
-
-def read_lines(name: str) -> Iterator[Line]:
-    """Every completion. Raises UsageError, which names the line."""
-    if name == "-":
-        yield from parse_lines("stdin", sys.stdin)
-        return
-    try:
-        with Path(name).open(encoding="utf-8") as file:
-            yield from parse_lines(name, file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{name} cannot be read ({error})") from error
-
-
-def parse_lines(name: str, lines: Iterable[str]) -> Iterator[Line]:
-    for number, text in enumerate(lines, start=1):
-        where = f"{name}, line {number}"
-        if not text.strip():
-            continue
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{where} is not JSON ({error})") from error
-        if not isinstance(row, dict):
-            row = {}
-        key = "task" if "task" in row else "question"
-        value, completion = row.get(key), row.get("completion")
-        if not isinstance(value, str) or not isinstance(completion, str):
-            raise UsageError(f'{where} must be {{"task": id or "question": text, "completion": text}}, each as text')
-        yield Line(where, key, value, completion)
-
-
-def find_tasks(task_set: TaskSet, lines: list[Line]) -> dict[tuple[str, str], Task]:
-    """The tasks that the lines name, by key and value. Raises UsageError, which names the first that is not there."""
-    ids = sorted({line.value for line in lines if line.key == "task"})
-    questions = {line.value for line in lines if line.key == "question"}
-    found: dict[tuple[str, str], Task] = {}
-    for view in (task_set.train, task_set.heldout):
-        found |= {("task", task.id): task for task in view.having(ids)}
-        if questions:
-            found |= {("question", task.question): task for task in view if task.question in questions}
-    for line in lines:
-        if (line.key, line.value) not in found:
-            example = task_set.train[0]
-            raise UsageError(
-                f"{line.where}: no {line.key} {line.value!r} in this config's sources; there is, for example, task "
-                f"{example.id} with the question {example.question[:80]!r}"
-            )
-    return found

@@ -40,24 +40,21 @@ COMMANDS: dict[str, Action] = {
     "relay": nodes.relay,
     "sft": training.run_sft,
     "pretrain": training.run_pretrain,
-    "meet": training.run_meet,
     "dashboard": dashboard.dashboard,
-    "report": dashboard.report,
     "serve": serve.serve,
     "check": check.check,
     "config": check.config,
     "calibrate": check.calibrate,
     "audit": audit.audit,
-    "grade": evals.grade,
     "filter": evals.run_filter,
     "eval": evals.run_eval,
     "fetch": shardcast.run_fetch,
 }
 GROUPS = {  # as `shoal --help` shows them
-    "Start": ["run", "sft", "pretrain", "meet"],
-    "Look": ["dashboard", "report", "serve"],
+    "Start": ["run", "sft", "pretrain"],
+    "Look": ["dashboard", "serve"],
     "Pool": ["pool", "coordinator", "learner", "origin", "relay", "worker", "validator", "evaluator"],
-    "Check": ["check", "config", "calibrate", "audit", "grade", "filter", "eval"],
+    "Check": ["check", "config", "calibrate", "audit", "filter", "eval"],
     "Share files": ["origin", "relay", "fetch"],
 }
 

@@ -48,7 +48,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         takes_threads(parser)
         if role == "learner":
             parser.add_argument(
-                "--site", metavar="INVITE", help="this site's invite of `shoal meet`, if the config sets learner.sites"
+                "--site",
+                metavar="INVITE",
+                help="this site's invite of `shoal pool meet`, if the config sets learner.sites",
             )
         elif role == "worker":
             parser.add_argument(

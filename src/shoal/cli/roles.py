@@ -22,7 +22,6 @@ from shoal.protocol.messages import Capability
 from shoal.protocol.node import Node
 
 if TYPE_CHECKING:
-    from shoal.diloco.meeting import Meeting
     from shoal.engine.protocol import Compute, Engine
     from shoal.learner.loop import Learner
     from shoal.learner.policy import Policy
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from shoal.tasks import TaskSet
 
 TASKS = "tasks"  # in a node's folder: what it fetched of the task set
-VERSIONS = "versions"  # in the meeting's folder; the origin watches it
 LEADER_TIMEOUT_S = 7 * 86_400.0  # a rank waits for the leader's next batch as long as a pool may be idle
 RANKS_TIMEOUT_S = 1800.0  # and for another rank in a collective: longer than any row, load or file takes
 
@@ -199,7 +197,7 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
 
 
 def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Event, site: Invite | None = None) -> str:
-    """Load the policy and train; under torchrun, on every rank. `site`: the invite by `shoal meet` for one of several sites.
+    """Load the policy and train; under torchrun, on every rank. `site`: the invite of one of several sites.
 
     Raises NodeError, DivergedError, OutOfMemoryError.
     """
@@ -241,7 +239,7 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
 def _check_site(config: Config, site: Invite | None) -> None:
     if config.learner.sites and site is None:
         raise ConfigError(
-            "this run's learner is spread over several sites: add --site INVITE, which `shoal meet` writes"
+            "this run's learner is spread over several sites: add --site INVITE, which `shoal pool meet` writes"
         )
     if site is not None and not config.learner.sites:
         raise ConfigError(
@@ -280,27 +278,3 @@ def _leading(
         node.doing("loading the model")
         ranks.broadcast(json.dumps({"config": config.model_dump(exclude_none=True), "dtype": dtype}).encode())
         yield node, config, dtype
-
-
-def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
-    """Return the meeting of a learner's sites, opened with the run's model; it writes each agreed state as a policy version.
-
-    Version v is what all sites hold before step v. Raises MeetingError if the folder holds another run's meeting.
-    """
-    import torch
-
-    from shoal.diloco.agreed import Agreed
-    from shoal.diloco.meeting import Meeting
-    from shoal.learner.policy import Policy
-    from shoal.learner.sites import Publisher, about_of, learner_terms
-    from shoal.model.sources import resolve
-
-    section = config.learner
-    no_reference = section.loss.model_copy(update={"beta": 0.0})
-    section = section.model_copy(update={"loss": no_reference, "compile": False})
-    torch.manual_seed(config.run.seed)  # adapters begin with random numbers: those of a learner at one site
-    policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
-    terms = learner_terms(config, policy)
-    publisher = Publisher(policy, terms.fragments, folder / VERSIONS, section.keep_versions)
-    first = Agreed.of(policy.masters, terms.fragments)
-    return Meeting(folder, terms, about_of(config.sites, policy), run, lambda: first, publish=publisher)

@@ -7,9 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from shoal.cli.arguments import USAGE, Commands, UsageError, add_command, port, say, takes_threads, whole
-
-GIB = 1 << 30
+from shoal.cli.arguments import USAGE, Commands, UsageError, add_command, port, say, takes_threads
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -42,18 +40,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         help="answer only requests for this host name",
     )
     serve_.add_argument("--keys", type=Path, help="API keys, one `NAME KEY` a line (default: one made in --dir)")
-    serve_.add_argument("--versions", type=whole(2, 100), default=3, help="versions kept in memory (default: 3)")
-    serve_.add_argument("--rows", type=whole(1, 4096), default=64, help="completions decoded at once (default: 64)")
-    serve_.add_argument(
-        "--waiting", type=whole(0, 100_000), default=128, help="completions that may wait (default: 128)"
-    )
-    serve_.add_argument(
-        "--per-caller",
-        type=whole(1, 100_000),
-        default=64,
-        help="completions of one key or user at a time (default: 64)",
-    )
-    serve_.add_argument("--cache-gib", type=whole(1, 4096), default=4, help="memory for keys and values (default: 4)")
     takes_threads(serve_)
 
 
@@ -69,7 +55,6 @@ def serve(arguments: argparse.Namespace) -> None:
         arguments.host, arguments.port, "the endpoint"
     ).close()  # one that is taken costs no loading of weights
     from shoal.model.dtype import compute_on
-    from shoal.serve.scheduler import Limits
     from shoal.serve.service import Settings, serve_forever
 
     compute_on(arguments.threads)
@@ -83,13 +68,6 @@ def serve(arguments: argparse.Namespace) -> None:
         registration=not arguments.no_registration,
         secure_cookies=arguments.https,
         hosts=frozenset(name.lower() for name in arguments.names),
-        versions=arguments.versions,
-        limits=Limits(
-            rows=arguments.rows,
-            waiting=arguments.waiting,
-            per_caller=arguments.per_caller,
-            cache_bytes=arguments.cache_gib * GIB,
-        ),
     )
     if not serve_forever(source, settings, stop, say):
         sys.stdout.flush()

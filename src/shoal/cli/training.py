@@ -1,19 +1,15 @@
-"""What trains: `shoal run`, `shoal sft`, `shoal pretrain`, and `shoal meet`, where the sites of one training meet.
+"""What trains: `shoal run`, `shoal sft`, `shoal pretrain`.
 
 `shoal run` is everything on this machine. sft and pretrain print one line to standard output, the finished model's folder;
 progress goes to the log. Under torchrun several ranks act as one: rank 0 leads, and the others need only the model. With
---join, `shoal pretrain` is one of several sites. `shoal meet` writes an invite for each site and serves until the last round
-is over and every site has left: with `learner.sites` those of a run's learner, else those that train on plain text.
+--join, `shoal pretrain` is one of several sites.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +28,9 @@ from shoal.cli.arguments import (
 )
 from shoal.cli.launch import process
 from shoal.config import Config
-from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite, read_invite, run_id
+from shoal.protocol.invite import Invite, read_invite
 
 if TYPE_CHECKING:
-    from shoal.diloco.meeting import Meeting
     from shoal.learner.pretrain.net import Net
     from shoal.learner.pretrain.outer import Outer
 
@@ -45,7 +39,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_run(commands)
     _add_sft(commands)
     _add_pretrain(commands)
-    _add_meet(commands)
 
 
 def _add_run(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -160,7 +153,9 @@ def _add_pretrain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
     )
-    parser.add_argument("--join", metavar="INVITE", help="train as one of several sites: an invite of `shoal meet`")
+    parser.add_argument(
+        "--join", metavar="INVITE", help="train as one of several sites: an invite of `shoal pool meet`"
+    )
 
 
 def run_pretrain(arguments: argparse.Namespace) -> None:
@@ -224,71 +219,3 @@ def model_of(folder: Path, config: Config) -> Any:
     from shoal.model.load import plain_model
 
     return plain_model(folder, config.run.seed if config.pretrain.init == "random" else None)
-
-
-log = logging.getLogger(__name__)
-
-
-def _add_meet(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = add_command(commands, "meet", "where the sites of one training meet", "configs/pretrain.toml --dir meet")
-    takes_config(parser)
-    takes_threads(parser)
-    parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
-
-
-def run_meet(arguments: argparse.Namespace) -> None:
-    """Serve the sites' meeting until the last round, or until SIGINT or SIGTERM."""
-    config = read_config(arguments)
-    stop = process.begin("meet", threads=arguments.threads)
-    asyncio.run(_meet(config, _opener(config), arguments.dir, arguments.config.stem, stop))
-
-
-def _opener(config: Config) -> Callable[[Config, Path, str], Meeting]:
-    """What opens the meeting, by what is trained, in a folder for a run of that name."""
-    if config.learner.sites:
-        from shoal.cli.roles import learner_meeting
-
-        return learner_meeting
-    return _pretraining
-
-
-def _pretraining(config: Config, folder: Path, run: str) -> Meeting:
-    from shoal.cli.launch.prepare import model_folder
-    from shoal.diloco.agreed import Agreed
-    from shoal.diloco.meeting import Meeting
-    from shoal.learner.pretrain.outer import named, terms_of
-    from shoal.learner.pretrain.trainer import about
-
-    where = model_folder(config.model.name)
-    tensors = named(model_of(where, config))
-    terms = terms_of(config, tensors)
-    wanted = about(config, where, None, sites=True)
-    return Meeting(folder, terms, wanted, run, lambda: Agreed.of(tensors, terms.fragments))
-
-
-async def _meet(
-    config: Config,
-    open_meeting: Callable[[Config, Path, str], Meeting],
-    folder: Path,
-    name: str,
-    stop: threading.Event,
-) -> None:
-    from shoal.diloco.messages import site_invite
-    from shoal.diloco.serve import MeetingServer, serve
-    from shoal.protocol.node import KEY
-    from shoal.shardcast.server import url_of
-
-    identity = Identity.load_or_create(folder / KEY)
-    run = run_id(name, identity.public)
-    meeting, settings = open_meeting(config, folder, run), config.sites
-    server = MeetingServer(meeting, identity)
-    runner, port = await serve(server, settings.host, port=settings.port, tls=None, listening=folder / "port")
-    try:
-        url = settings.url or url_of(settings.host, port, tls=False)
-        for number in range(settings.sites):
-            site_invite(identity, url, run, f"site-{number}").save(folder / "invites" / f"site-{number}.invite")
-        log.info("listening at %s; invites for %d sites are in %s", url, settings.sites, folder / "invites")
-        await server.live(stop.is_set)
-    finally:
-        await runner.cleanup()
-    log.info("%s after round %d of %d", "over" if meeting.over else "stopped", meeting.round, meeting.terms.rounds)

@@ -265,7 +265,7 @@ def name_of(invite: Invite) -> str:
     try:
         return SiteInvite.model_validate_json(invite.signed.open(invite.key, domain=DOMAIN)).name
     except (IdentityError, ValidationError) as error:
-        raise MeetingError("this is not an invite for a site: `shoal meet` writes them to its folder") from error
+        raise MeetingError("this is not an invite for a site: `shoal pool meet` writes them to its folder") from error
 
 
 def open_descriptor(signed: Signed, key: str, run: str) -> StateDescriptor:

@@ -1,4 +1,4 @@
-"""The meeting over HTTP: `shoal meet`. Every connection is made by a site, so sites open no port.
+"""The meeting over HTTP: `shoal pool meet`. Every connection is made by a site, so sites open no port.
 
     POST /v1/join                    an invite, and what must be equal at all sites
     PUT  /v1/rounds/{round}/{digest} a site's pseudo-gradient, from the parameters with this digest

@@ -257,7 +257,7 @@ class Versions:
         while len(self._held) >= self.places:
             idle = [held for held in self._held.values() if not held.users and held is not self.newest]
             if not idle:
-                raise NoPlaceError(f"all {self.places} versions in memory are in use; try again, or raise --versions")
+                raise NoPlaceError(f"all {self.places} versions in memory are in use; try again")
             oldest = min(idle, key=lambda held: held.used)
             del self._held[oldest.id]
             self._spare.append(oldest.engine)

@@ -3,7 +3,7 @@
     record, trackers   the files that a run leaves while it goes on, and the tracker that the config names
     run, figures       a run read from its folder or its coordinator's open routes; its figures, and how they are written
     terminal/          the screen of `shoal run` and `shoal pool status`, lines in a log, progress bars
-    page/              `shoal dashboard` and the file of `shoal report`; headers, static files and guards of every page
+    page/              `shoal dashboard` and its file (`--out`); headers, static files and guards of every page
     plot, estimates    curves of runs side by side; intervals
     summary            the end of a run, and what `shoal run` measured
 

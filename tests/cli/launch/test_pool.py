@@ -72,7 +72,7 @@ def test_a_process_gets_its_invite_with_its_mode_and_the_pool_keeps_its_config(t
 
 
 def test_a_pool_whose_learner_has_several_sites_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PoolUpError, match="shoal meet"):
+    with pytest.raises(PoolUpError, match="shoal pool meet"):
         pool(tmp_path / "pool", learner={"sites": 2})
 
 

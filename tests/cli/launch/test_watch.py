@@ -137,7 +137,7 @@ def test_a_run_whose_grader_fails_too_often_is_stopped_with_why_and_what_to_do(t
     site.at(2, **grading(600, 51))  # 51 of 512: within the limit
     message = (
         r"the grader failed for 52 of the newest 512 completions \(last: no module named numpy\), more than "
-        r"tasks\.grader_error_limit = 0\.1; .*shoal grade CONFIG .*start a new run"
+        r"tasks\.grader_error_limit = 0\.1; .*by hand .*start a new run"
     )
     with pytest.raises(GraderFailsError, match=message):
         site.at(3, **grading(601, 52))

@@ -1,4 +1,4 @@
-"""Real processes: `shoal meet` and sites that are killed, stopped and started again; and what a wrong site is told."""
+"""Real processes: `shoal pool meet` and sites that are killed, stopped and started again; and what a wrong site is told."""
 
 import json
 import signal

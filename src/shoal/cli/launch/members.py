@@ -45,7 +45,7 @@ def coordinator_command(run: str, out: Path, url: str) -> list[str]:
 
 
 def meeting_command(out: Path) -> list[str]:
-    return ["meet", str(out / "config.toml"), "--dir", str(out / MEETING), "--threads", "1"]
+    return ["pool", "meet", str(out / "config.toml"), "--dir", str(out / MEETING), "--threads", "1"]
 
 
 def site_invites(config: Config, out: Path) -> list[Path]:

@@ -5,7 +5,7 @@
     DIR/logs/NAME.log  what it says
 
 Invariant: it starts one process for each invite in DIR/invites that is not a worker's, and uses up no other. Started again,
-it goes on where it stopped. Left out: workers, which join from their machines; sites, which `shoal meet` brings together.
+it goes on where it stopped. Left out: workers, which join from their machines; sites (`shoal pool meet`).
 """
 
 import math
@@ -41,7 +41,9 @@ class PoolSwarm(Swarm):
     def __init__(self, folder: Path, config: Config, address: Address, dashboard: int | None = None) -> None:
         """Raises PoolUpError, InviteError."""
         if config.learner.sites:
-            raise PoolUpError("a learner with several sites is started by `shoal meet` and a command for each site")
+            raise PoolUpError(
+                "a learner with several sites is started by `shoal pool meet` and a command for each site"
+            )
         super().__init__(config, address.run, folder, local_url(config, address), dashboard=dashboard)
         self.coordinator = self.out
         self.invites = trusted_invites(self.out / INVITES)

@@ -321,7 +321,7 @@ class Swarm:
         summary = write_report(self.out, config=self.config, status=self.status, history=history, measured=legs)
         freed = remove_caches(self.out, self.config)
         self.console.print(summary_table(summary, self.out))
-        self._note(f"look again: shoal dashboard {shlex.quote(str(self.out))}, or shoal report for one HTML file")
+        self._note(f"look again: shoal dashboard {shlex.quote(str(self.out))} (--out FILE: as one HTML file)")
         self._note(f"disk: {disk.gigabytes(freed)} of caches freed, {disk.gigabytes(disk.used_bytes(self.out))} kept")
 
 

@@ -80,8 +80,8 @@ class Watch:
 
         if words := self._grader_fails(self.status.grading):
             raise GraderFailsError(
-                f"{words}; grade some completions by hand with `shoal grade CONFIG {self.folder / 'rollouts.jsonl'}`. A run "
-                "keeps the tasks and rewards it began with: fix them and start a new run, or raise "
+                f"{words}; grade completions of {self.folder / 'rollouts.jsonl'} by hand (docs/tasks.md). A run keeps "
+                "the tasks and rewards it began with: fix them and start a new run, or raise "
                 "tasks.grader_error_limit and continue this one"
             )
 

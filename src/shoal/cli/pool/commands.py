@@ -102,6 +102,11 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         takes_run(parser, "dir")
         parser.add_argument("name", help="the node's name, as `shoal pool status` shows it")
 
+    meet_ = action("meet", meet, "where the sites of one training meet", "configs/pretrain.toml --dir meet")
+    takes_config(meet_)
+    takes_threads(meet_)
+    meet_.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
+
     _add_discover(action)
     stake.add_action(action)
     backup_ = action(
@@ -277,6 +282,12 @@ def status(arguments: argparse.Namespace) -> None:
             raise UnreachableError(
                 f"the run in {arguments.pool} has ended: see {Path(arguments.pool) / SUMMARY} and reward.png there"
             ) from error
+
+
+def meet(arguments: argparse.Namespace) -> None:
+    from shoal.cli.pool.meeting import meet as serve_meeting
+
+    serve_meeting(arguments)
 
 
 def backup(arguments: argparse.Namespace) -> None:

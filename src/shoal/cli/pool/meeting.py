@@ -1,30 +1,116 @@
-"""`shoal pool status` of a sites' meeting: who takes part, with what loss, where its time goes and how much it sent.
+"""Where the sites of one training meet: `shoal pool meet`, and what `shoal pool status` shows of a meeting.
 
-What a meeting answers is open to all, and only shown.
+`shoal pool meet` writes an invite for each site and serves until the last round is over and every site has left: with
+`learner.sites` those of a run's learner, else those that train on plain text. What a meeting answers is open to all, and
+only shown.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import logging
+import threading
 import time
-from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 from pydantic import ValidationError
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
+from shoal.cli.arguments import read_config
+from shoal.cli.launch import process
+from shoal.config import Config
 from shoal.protocol.calling import get
 from shoal.protocol.history import UnreachableError
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import run_id
 from shoal.watch.figures import SiteRow, clean
 from shoal.watch.terminal.screen import sites_table
 
 if TYPE_CHECKING:
+    from shoal.diloco.meeting import Meeting
     from shoal.diloco.messages import MeetingStatus, SiteStatus
 
+VERSIONS = "versions"  # in the meeting's folder; the origin watches it
 POLL_S = 1.0
 MOST_BYTES = 16 << 20  # of a state
+
+log = logging.getLogger(__name__)
+
+
+def meet(arguments: argparse.Namespace) -> None:
+    """Serve the sites' meeting until the last round, or until SIGINT or SIGTERM."""
+    config = read_config(arguments)
+    stop = process.begin("meet", threads=arguments.threads)
+    asyncio.run(_meet(config, arguments.dir, arguments.config.stem, stop))
+
+
+async def _meet(config: Config, folder: Path, name: str, stop: threading.Event) -> None:
+    from shoal.diloco.messages import site_invite
+    from shoal.diloco.serve import MeetingServer, serve
+    from shoal.protocol.node import KEY
+    from shoal.shardcast.server import url_of
+
+    identity = Identity.load_or_create(folder / KEY)
+    run = run_id(name, identity.public)
+    open_meeting = learner_meeting if config.learner.sites else _pretraining_meeting
+    meeting, settings = open_meeting(config, folder, run), config.sites
+    server = MeetingServer(meeting, identity)
+    runner, port = await serve(server, settings.host, port=settings.port, tls=None, listening=folder / "port")
+    try:
+        url = settings.url or url_of(settings.host, port, tls=False)
+        for number in range(settings.sites):
+            site_invite(identity, url, run, f"site-{number}").save(folder / "invites" / f"site-{number}.invite")
+        log.info("listening at %s; invites for %d sites are in %s", url, settings.sites, folder / "invites")
+        await server.live(stop.is_set)
+    finally:
+        await runner.cleanup()
+    log.info("%s after round %d of %d", "over" if meeting.over else "stopped", meeting.round, meeting.terms.rounds)
+
+
+def _pretraining_meeting(config: Config, folder: Path, run: str) -> Meeting:
+    from shoal.cli.launch.prepare import model_folder
+    from shoal.cli.training import model_of
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.meeting import Meeting
+    from shoal.learner.pretrain.outer import named, terms_of
+    from shoal.learner.pretrain.trainer import about
+
+    where = model_folder(config.model.name)
+    tensors = named(model_of(where, config))
+    terms = terms_of(config, tensors)
+    wanted = about(config, where, None, sites=True)
+    return Meeting(folder, terms, wanted, run, lambda: Agreed.of(tensors, terms.fragments))
+
+
+def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
+    """Return the meeting of a learner's sites, opened with the run's model; it writes each agreed state as a policy version.
+
+    Version v is what all sites hold before step v. Raises MeetingError if the folder holds another run's meeting.
+    """
+    import torch
+
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.meeting import Meeting
+    from shoal.learner.policy import Policy
+    from shoal.learner.sites import Publisher, about_of, learner_terms
+    from shoal.model.sources import resolve
+
+    section = config.learner
+    no_reference = section.loss.model_copy(update={"beta": 0.0})
+    section = section.model_copy(update={"loss": no_reference, "compile": False})
+    torch.manual_seed(config.run.seed)  # adapters begin with random numbers: those of a learner at one site
+    policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
+    terms = learner_terms(config, policy)
+    publisher = Publisher(policy, terms.fragments, folder / VERSIONS, section.keep_versions)
+    first = Agreed.of(policy.masters, terms.fragments)
+    return Meeting(folder, terms, about_of(config.sites, policy), run, lambda: first, publish=publisher)
+
+
+# --- status ----------------------------------------------------------------------------------------------------------
 
 
 def meeting_at(url: str, client: httpx.Client) -> MeetingStatus | None:
@@ -44,26 +130,19 @@ def meeting_at(url: str, client: httpx.Client) -> MeetingStatus | None:
 
 
 def watch_meeting(url: str, status: MeetingStatus, client: httpx.Client, console: Console) -> None:
-    """Show it until its last round is over, a new screen at each look or, in a log, a table a round.
-
-    Raises UnreachableError.
-    """
+    """Print a table a round until the last one is over. Raises UnreachableError."""
     shown = -1
-    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-    with live or nullcontext():
-        while True:
-            if live:
-                live.update(screen(status, console.width), refresh=True)
-            elif status.round != shown:
-                console.print(screen(status, console.width))
-            shown = status.round
-            if status.round >= status.rounds:
-                return
-            time.sleep(POLL_S)
-            found = meeting_at(url, client)
-            if found is None:
-                raise UnreachableError(f"the meeting at {url} answers no more: see the log of `shoal meet`")
-            status = found
+    while True:
+        if status.round != shown:
+            console.print(screen(status, console.width))
+        shown = status.round
+        if status.round >= status.rounds:
+            return
+        time.sleep(POLL_S)
+        found = meeting_at(url, client)
+        if found is None:
+            raise UnreachableError(f"the meeting at {url} answers no more: see the log of `shoal pool meet`")
+        status = found
 
 
 def screen(status: MeetingStatus, width: int) -> RenderableType:
