@@ -51,10 +51,9 @@ def serving(
 ) -> Iterator[Running]:
     """The whole application at a free port; with `ready`, once its model is loaded."""
     folder.mkdir(parents=True, exist_ok=True)
-    keys = folder / "keys"
-    keys.write_text(f"tester {KEY}\n")
+    (folder / "api.keys").write_text(f"tester {KEY}\n")
     found = source if isinstance(source, Source) else source_of(str(source))
-    service = Service(found, Settings(folder=folder, keys=keys, **settings), new_engine)
+    service = Service(found, Settings(folder=folder, **settings), new_engine)
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
     thread = threading.Thread(target=loop.run_forever)

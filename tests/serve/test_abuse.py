@@ -17,9 +17,8 @@ import pytest
 from shoal.serve import proof
 from shoal.serve.chat import routes as chat_routes
 from shoal.serve.openai import routes, tools
-from shoal.serve.openai.forms import Form
 from shoal.serve.openai.requests import ChatRequest, RequestError, read
-from shoal.serve.openai.tools import Reading
+from shoal.serve.openai.tools import Form, Reading
 from shoal.watch.page import guard
 
 from .people import PASSWORD, Person
@@ -196,7 +195,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(
     assert held is not None
     spy = Untouched(held.tokenizer)
     monkeypatch.setattr(held, "tokenizer", spy)
-    monkeypatch.setattr(routes, "form_of", lambda tokenizer: None)
+    monkeypatch.setattr(routes, "form_of", lambda tokenizer, is_forced: None)
     with api.api() as client:
         answer = client.post(f"/v1/{route}", json={"model": api.model} | asked)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"

@@ -24,7 +24,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     serve_.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     serve_.add_argument("--port", type=port, default=8000, help="0: a free one (default: 8000)")
-    serve_.add_argument("--dir", type=Path, help="folder of keys and conversations (default: RUN/serve, or runs/serve)")
+    serve_.add_argument(
+        "--dir", type=Path, help="folder of API keys and conversations (default: RUN/serve, or runs/serve)"
+    )
     serve_.add_argument("--open", action="store_true", help="one user on this machine: no login and no keys")
     serve_.add_argument("--api-only", action="store_true", help="no chat page")
     serve_.add_argument("--no-registration", action="store_true", help="nobody new may register on the page")
@@ -39,7 +41,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="HOST",
         help="answer only requests for this host name",
     )
-    serve_.add_argument("--keys", type=Path, help="API keys, one `NAME KEY` a line (default: one made in --dir)")
     takes_threads(serve_)
 
 
@@ -62,7 +63,6 @@ def serve(arguments: argparse.Namespace) -> None:
         folder=arguments.dir or (Path(arguments.what) if source.config else Path("runs")) / "serve",
         host=arguments.host,
         port=arguments.port,
-        keys=arguments.keys,
         open=arguments.open,
         chat=not arguments.api_only,
         registration=not arguments.no_registration,

@@ -109,13 +109,11 @@ class Settings:
     folder: Path  # of keys and conversations
     host: str = "127.0.0.1"
     port: int = 8000
-    keys: Path | None = None  # the API's; None: folder/api.keys, made if missing
     open: bool = False  # one local user: no login, no keys
     chat: bool = True
     registration: bool = True
     secure_cookies: bool = False  # the page is reached over HTTPS
     hosts: Collection[str] = ()  # names for this server; empty: any
-    versions: int = 3  # in memory
     limits: Limits = field(default_factory=Limits)
     hasher: PasswordHasher | None = None  # of passwords; None: argon2's recommended cost
 
@@ -135,7 +133,7 @@ class Service:
     def __init__(self, source: Source, settings: Settings, new_engine: Callable[[], TorchEngine]) -> None:
         self.source, self.settings = source, settings
         self.metrics = Metrics()
-        self.versions = Versions(source, new_engine, settings.versions)
+        self.versions = Versions(source, new_engine)
         self.scheduler = Scheduler(settings.limits, self.metrics.timings.observe)
         self.metrics.watch(self.scheduler, self.versions)
         self.threads = Threads("prepare", 2)  # what tokenizes, renders and makes proofs
@@ -153,7 +151,7 @@ class Service:
         application.cleanup_ctx.append(self._running)
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics.respond)
-        keys = Keys(None) if settings.open else self._keys()
+        keys = Keys(None) if settings.open else Keys.read_or_make(settings.folder / "api.keys")
         api = OpenAI(self.versions, self.scheduler, keys, self.source.config, self.threads, self.bodies)
         api.attach(application)
         if settings.chat:
@@ -207,10 +205,6 @@ class Service:
         )
         self._closing += [stored.close, accounts.hashing.close, chat.verifying.close]
         return chat
-
-    def _keys(self) -> Keys:
-        given = self.settings.keys
-        return Keys.read(given) if given else Keys.read_or_make(self.settings.folder / "api.keys")
 
 
 @web.middleware

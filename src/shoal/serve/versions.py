@@ -121,6 +121,7 @@ def digest(folder: Path) -> str:
 
 
 POLL_S = 1.0
+PLACES = 3  # versions in memory
 WAITING = 8  # requests that may wait for versions to be loaded
 UNSTATED = 4096  # positions of a model that states none
 
@@ -168,7 +169,7 @@ class Held:
 class Versions:
     source: Source
     new_engine: Callable[[], TorchEngine]
-    places: int = 3
+    places: int = PLACES
     newest: Held | None = None
     failure: str = ""  # why the newest version could not be loaded
     _held: dict[str, Held] = field(default_factory=dict)

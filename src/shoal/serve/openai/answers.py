@@ -19,9 +19,8 @@ from aiohttp import web
 
 from shoal.serve import proof
 from shoal.serve.generation import Generation, Likely, Piece
-from shoal.serve.openai.forms import Form
 from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest
-from shoal.serve.openai.tools import Call, Reading
+from shoal.serve.openai.tools import Call, Form, Reading
 from shoal.serve.scheduler import Scheduler
 from shoal.serve.threads import Threads
 from shoal.serve.versions import Held

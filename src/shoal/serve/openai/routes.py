@@ -1,4 +1,4 @@
-"""GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /openapi.json.
+"""GET /v1/models, POST /v1/chat/completions, POST /v1/completions.
 
     read and check -> take the version -> tokenize in a thread -> submit n completions
     -> JSON at the end, or server-sent events as they come
@@ -10,7 +10,6 @@ API keys are compared by their digests in constant time, and never written to a 
 import asyncio
 import hashlib
 import hmac
-import json
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -26,9 +25,8 @@ from shoal.files import write_new_file
 from shoal.serve.generation import Ask, Generation, Grammar, GrammarError, compiled
 from shoal.serve.openai.answers import Answer
 from shoal.serve.openai.answers import error as error_body
-from shoal.serve.openai.document import document
 from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, Kind, RequestError, read
-from shoal.serve.openai.tools import FORCED, forced, form_of, offered
+from shoal.serve.openai.tools import forced, form_of, offered
 from shoal.serve.prompt import PromptError, TooLongError, as_trained, check_length, encode
 from shoal.serve.scheduler import BusyError, Scheduler, TooLargeError
 from shoal.serve.threads import SMALL_BYTES, Places, Threads, received
@@ -135,12 +133,6 @@ class OpenAI:
     bodies: Places
 
     def attach(self, application: web.Application) -> None:
-        described = json.dumps(document())
-
-        async def describe(request: web.Request) -> web.Response:
-            return web.Response(text=described, content_type="application/json")
-
-        application.router.add_get("/openapi.json", describe)
         application.router.add_get("/v1/models", self._guarded(self.models))
         application.router.add_get("/v1/models/{id}", self._guarded(self.model))
         application.router.add_post("/v1/chat/completions", self._guarded(self.chat))
@@ -201,15 +193,13 @@ class OpenAI:
                 form, prompt, grammars = await self.threads.run(
                     request[CALLER],
                     lambda: (
-                        form_of(held.tokenizer) if tools else None,
+                        form_of(held.tokenizer, is_forced=schema is not None) if tools else None,
                         encode(held, messages, tools),
                         compiled(schema, held, asked.n or 1) if schema is not None else [],
                     ),
                     held,
                 )
             shown = form.shown if form else frozenset()
-            if form and grammars:
-                form, shown = FORCED, frozenset()
             generations = self._generations(
                 request, held, asked, [prompt], asked.top, asked.most, proof=asked.proof, shown=shown, grammars=grammars
             )
@@ -315,7 +305,7 @@ async def unknown(request: web.Request, handler: Route) -> web.StreamResponse:
     except web.HTTPNotFound:
         return refusal(
             404,
-            f"Unknown request URL: {_asked_for(request)}; GET /openapi.json lists what there is",
+            f"Unknown request URL: {_asked_for(request)}; there are /v1/models, /v1/chat/completions, /v1/completions",
             code="unknown_url",
         )
     except web.HTTPMethodNotAllowed as error:

@@ -1,11 +1,13 @@
 """Tools, as far as the model's chat template has them: how it writes a call is read from what it renders.
 
-    form_of    a conversation of sentinels that the template renders -> the form (`forms`) that reads its call back
+    form_of    a conversation of sentinels that the template renders -> the form that reads its call back
     Reading    the text of a reply, piece by piece -> text and calls
 
+A call is a JSON object with name and arguments between two marks, as Qwen, Llama 3, Hermes and most templates write it; a
+template that writes calls in another way is refused, unless the reply's form is forced.
 Invariant: nothing that the model wrote is lost. Text that is not a complete call of an offered function stays text.
 A streamed reply gives the same result as one that is not streamed. Each character of a call is read once.
-Left out: reasoning apart from the text.
+Left out: calls in notations of single families; reasoning apart from the text.
 """
 
 import json
@@ -16,12 +18,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.serve.openai.forms import DECODER, FORMS, Form, read
 from shoal.serve.openai.requests import ChatRequest, NamedTool, RequestError
 from shoal.serve.prompt import PromptError, written
 
 SPACES = 1000  # that are held because a call may follow
-HEAD = 200  # characters between a mark and the arguments
+SPACED = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a call is written: `before`, a JSON object or a list of them, `after`. Spaces around it do not count."""
+
+    before: str  # "": calls stand only at a reply's beginning
+    after: str  # the reply's end ends a call, too
+    name: str = "name"  # keys of the object
+    arguments: str = "arguments"
+    shown: frozenset[int] = frozenset()  # control tokens that the marks are made of
+
+
 FORCED = Form("", "")  # how calls are written that the reply has to be
 NAME, ARGUMENTS = "probefunction", {"probekey": "probevalue"}
 ASKED, SAID = {"role": "user", "content": "probequestion"}, "answerprobed"
@@ -86,21 +100,22 @@ def forced(asked: ChatRequest) -> dict[str, Any] | None:
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **many}
 
 
-def form_of(tokenizer: Any) -> Form:
+def form_of(tokenizer: Any, *, is_forced: bool = False) -> Form:
     """Raises RequestError for a template without tools, PromptError for one that refuses such a conversation."""
     if written(tokenizer, [ASKED]) == written(tokenizer, [ASKED], [PROBE]):
         raise RequestError("tools: this model's chat template has none", param="tools")
+    if is_forced:
+        return FORCED
     said = written(tokenizer, [ASKED, {"role": "assistant", "content": SAID}], [PROBE])
     called = written(tokenizer, [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALLED]}], [PROBE])
     call = called[len(os.path.commonprefix([said, called])) :].removesuffix(said.rpartition(SAID)[2])
-    own = _in_json(call)
-    form = next((one for one in ([own] if own else []) + list(FORMS) if _reads(one, call)), None)
-    if form is None and NAME not in call:  # it shows no call, so the vocabulary has to tell
-        known = tokenizer.get_vocab()
-        form = next((one for one in FORMS if one.before in known), None)
-    if form is None:
-        raise RequestError("tools: this model's template writes calls in a form that is not read here", param="tools")
-    marks = call[: call.rfind(form.after) + len(form.after)] + form.before + form.after + "".join(form.dropped)
+    form = _in_json(call)
+    if form is None or not _reads(form, call):
+        raise RequestError(
+            "tools: this model's template does not write calls as JSON objects; a tool_choice that forces a call works",
+            param="tools",
+        )
+    marks = call[: call.rfind(form.after) + len(form.after)] + form.before + form.after
     control = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return replace(form, shown=frozenset(id for id, text in control.items() if text in marks))
 
@@ -142,7 +157,7 @@ class Reading:
     def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
         """`parallel`: more than one call; otherwise those behind the first are left out."""
         self.form, self.parallel = form, parallel
-        self.schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        self.names = {tool["function"]["name"] for tool in tools}
         self.calls: list[Call] = []
         self._rest = ""  # not read yet
         self._inside = False  # behind `form.before`
@@ -151,10 +166,8 @@ class Reading:
 
     def _forget(self) -> None:
         """What is known of the call that `_rest` begins with."""
-        self._head: re.Match[str] | None = None  # of one that is JSON: what stood before it
         self._bounds = Bounds()
         self._value: tuple[Any, int] | None = None  # the JSON and where it ends, once it is whole
-        self._seen = 0  # of one that is not JSON: characters that hold no end
 
     def add(self, text: str) -> list[str | Call]:
         """What is certain now."""
@@ -174,7 +187,7 @@ class Reading:
                     yield text
                 if not self._inside:
                     return
-            found = self._in_json(last) if self.form.kind == "json" else self._in_marks(last)
+            found = self._calls(last)
             if found is None:
                 return
             self._inside, self._begun = False, True
@@ -192,88 +205,57 @@ class Reading:
         if mark:
             at, begins = rest.find(mark), mark in rest
         else:  # such a template has calls only in place of text
-            opens = ("[",) if self.form.kind == "python" else ("{", "[")
-            at, begins = 0, not self._begun and rest.lstrip()[:1] in opens
+            at, begins = 0, not self._begun and rest.lstrip()[:1] in ("{", "[")
         if begins:
             self._rest = rest[at + len(mark) :]
-            return self._without_marks(rest[:at]).rstrip(), True
-        rest = self._without_marks(rest)
+            return rest[:at].rstrip(), True
         if last:
             self._rest = ""
             return ("" if self.calls and not rest.strip() else rest), False
-        held = max(overlap(rest, one) for one in (mark, *self.form.dropped))
+        held = overlap(rest, mark)
         sure = rest[: len(rest) - held].rstrip()
         if len(rest) - held - len(sure) > SPACES:
             sure = rest[: len(rest) - held]
         self._rest = rest[len(sure) :]
         return sure, False
 
-    def _without_marks(self, text: str) -> str:
-        for mark in self.form.dropped:
-            text = text.replace(mark, "")
-        return text
-
-    def _in_json(self, last: bool) -> list[Call] | str | None:
+    def _calls(self, last: bool) -> list[Call] | str | None:
         """The calls behind the mark, the mark itself as text if there are none, None if more has to come."""
-        if self._head is None:
-            opening = re.search("{" if self.form.head else r"[{\[]", self._rest)
-            start = self._rest[: opening.start()] if opening else self._rest
-            hopeless = len(start) > HEAD or (not self.form.head and start.strip())
-            if opening and not hopeless:
-                self._head = re.fullmatch(self.form.head or r"\s*", start)
-            if self._head is None:
-                return self.form.before if opening or hopeless or last else None
-            self._rest = self._rest[len(start) :]
+        rest, mark, after = self._rest, self.form.before, self.form.after
+        begin = SPACED.match(rest).end()  # type: ignore[union-attr]
+        if begin == len(rest) <= SPACES and not last:
+            return None
+        if rest[begin : begin + 1] not in ("{", "["):
+            return mark
         if self._value is None:
-            if not last and not self._bounds.whole(self._rest):
+            if not last and not self._bounds.whole(rest):
                 return None
-            self._value = _decoded(self._rest)
+            self._value = _decoded(rest)
         value, end = self._value
         if value is None:
-            return self.form.before + self._head[0]
-        tail, after = self._rest[end:].lstrip(), self.form.after
+            return mark
+        tail = rest[end:].lstrip()
         closed = tail.startswith(after)
         if not closed and not last and after.startswith(tail):
             return None
-        calls = self._made(self._given(value))
+        calls = self._made(value)
         if calls is None or not (closed or after.startswith(tail)):
-            return self.form.before + self._head[0]
+            return mark
         self._rest = tail[len(after) :] if closed else ""
         return calls
 
-    def _given(self, value: Any) -> list[tuple[Any, Any]]:
-        """Names and arguments in a JSON value, of whatever types they are."""
-        if self._head and self.form.head:
-            return [(self._head["name"], value)]
-        of = (self.form.name, self.form.arguments)
-        many = value if isinstance(value, list) else [value]
-        return [(one.get(of[0]), one.get(of[1])) if isinstance(one, dict) else ("", {}) for one in many]
-
-    def _in_marks(self, last: bool) -> list[Call] | str | None:
-        """As `_in_json`, of forms that end at their first end mark. No call holds the mark of another."""
-        rest, before, after = self._rest, self.form.before, self.form.after
-        ends = [rest.find(mark, self._seen) if mark else -1 for mark in (after, before)]
-        end, next_one = (len(rest) if at < 0 else at for at in ends)
-        if next_one < end:
-            return before
-        if ends[0] < 0 and not last:
-            self._seen = max(0, len(rest) - max(len(before), len(after)))
-            return None
-        calls = self._made(read(self.form, rest[:end], self.schemas))
-        if calls is None:
-            return before
-        self._rest = rest[end + len(after) :]
-        return calls
-
-    def _made(self, given: Sequence[tuple[Any, Any]] | None) -> list[Call] | None:
-        """None if anything of it is not a call of an offered function."""
+    def _made(self, value: Any) -> list[Call] | None:
+        """The calls in a JSON value; None if anything of it is not a call of an offered function."""
         found = []
-        for name, arguments in given or ():
-            if not isinstance(name, str) or name not in self.schemas or not isinstance(arguments, dict):
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, dict):
+                return None
+            name, arguments = one.get(self.form.name), one.get(self.form.arguments)
+            if not isinstance(name, str) or name not in self.names or not isinstance(arguments, dict):
                 return None
             try:
                 found.append(Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
-            except (TypeError, ValueError):  # sets and bytes of Python, numbers that JSON lacks
+            except ValueError:  # numbers that JSON lacks
                 return None
         return found or None
 
@@ -309,6 +291,13 @@ def overlap(text: str, mark: str) -> int:
     (3, 0)
     """
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _decoded(text: str) -> tuple[Any, int]:

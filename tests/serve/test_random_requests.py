@@ -1,0 +1,61 @@
+"""Random requests, drawn from the models that parse them: no 5xx, and what a model rules out is refused."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic.json_schema import models_json_schema
+
+from shoal.serve.openai.requests import ChatRequest, CompletionRequest
+
+from .support import KEY, Running
+
+ROUTES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+
+
+def described(model: str) -> dict[str, Any]:
+    """OpenAPI of both routes, so narrow that most of what is drawn is answered soon."""
+    template = "#/components/schemas/{model}"
+    _, found = models_json_schema([(kind, "validation") for kind in ROUTES.values()], ref_template=template)
+    schemas: dict[str, Any] = found["$defs"]
+    for kind in ROUTES.values():
+        schema = schemas[kind.__name__]
+        schema["properties"] |= {
+            "model": {"const": model},
+            "max_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
+        }
+        schema["required"].append("max_tokens")
+    paths = {}
+    for path, kind in ROUTES.items():
+        body = {"application/json": {"schema": {"$ref": template.format(model=kind.__name__)}}}
+        answers = {status: {"description": "an answer"} for status in ("200", "4XX")}
+        paths[path] = {"post": {"requestBody": {"required": True, "content": body}, "responses": answers}}
+    key = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "shoal serve", "version": "1"},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": key},
+        "security": [{"key": []}],
+    }
+
+
+@pytest.mark.slow
+def test_random_requests_are_answered_or_refused(api: Running, tmp_path: Path) -> None:
+    pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install 'schemathesis>=4,<5'")
+    (tmp_path / "openapi.json").write_text(json.dumps(described(api.model)))
+    (tmp_path / "schemathesis.toml").write_text(
+        "[checks.negative_data_rejection]\nexpected-statuses = [400, 401, 404, 405, 413, 415]\n"
+    )
+    checks = "not_a_server_error,negative_data_rejection,unsupported_method,ignored_auth"
+    command = [
+        *(sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()"),
+        *("run", "openapi.json", "--url", api.url, "--header", f"Authorization: Bearer {KEY}", "--checks", checks),
+        *("--max-examples", "40", "--seed", "1", "--request-timeout", "60", "--phases", "examples,coverage,fuzzing"),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, re.sub(r"(\w)\1{50,}", r"\1...", done.stdout)[-8000:]
