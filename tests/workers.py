@@ -11,7 +11,7 @@ from shoal.config import Config, parse
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment, CurriculumPage, Fingerprint, Finished
+from shoal.protocol.messages import Assignment, Fingerprint, Finished
 from shoal.shardcast import Access
 from shoal.store.rollouts import Rollout
 from shoal.worker.produce import Producer
@@ -52,9 +52,6 @@ class FakeNode:
 
     def renewal(self) -> int | None:
         return None
-
-    def curriculum_page(self, digest: str) -> CurriculumPage:
-        raise AssertionError(f"page {digest} is not expected to be asked for")
 
     def put(self, path: str, data: bytes, answer: Any) -> Any:
         self.uploads[path] = data

@@ -209,12 +209,3 @@ def test_no_older_version_than_that_of_the_task_before(pool: Harness) -> None:
     task = pool.task(BOB, 1)
     pool.pool.assignments.uploaded(BOB, task.id, "9" * 64)
     assert pool.beat(BOB, 0).waiting_for == "this worker to load version 1"
-
-
-def test_missed_tasks_can_be_looked_up_with_all_that_derives_them(pool: Harness) -> None:
-    held = pool.beat(ALICE, 0).assignment
-    pool.clock.now_s += 101.0
-    pool.beat(ALICE, 0)
-    found = pool.pool.assignments.missed(ALICE)
-    assert (found.given, found.missed, found.newest) == (5, 1, [held])
-    assert pool.pool.assignments.missed(BOB).missed == 0

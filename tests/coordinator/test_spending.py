@@ -182,7 +182,7 @@ def test_missed_tasks_dismiss_nobody_since_whoever_cuts_a_connection_can_cause_t
     harness.task()
     harness.clock.now_s += 101.0
     harness.beat()
-    assert harness.pool.assignments.missed(ALICE).missed == 1
+    assert harness.pool.db.submissions.count_missed() == {ALICE: 1}
     assert harness.pool.judgement.trust.evidence.of(ALICE).observations == 0
     assert not {"dismissed", "slashed"} & set(harness.kinds())
 

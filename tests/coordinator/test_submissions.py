@@ -4,9 +4,7 @@ import logging
 import pytest
 
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.submissions import UNSETTLED
 from shoal.evidence import Process
-from shoal.ledger.connection import SqliteConnection
 from shoal.protocol.messages import HARD, Reason, StepReport
 
 from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool, verdict
@@ -317,16 +315,3 @@ def test_a_dismissed_worker_is_paid_nothing_more_and_a_lie_of_it_still_slashes(
     wide.judge(lie.id, Reason.PROOF)
     assert wide.kinds()[-5:] == ["rejected", "dismissed", "forfeited", "rejected", "slashed"]
     assert wide.state(good.id) == "rejected" and wide.status().have == 0
-
-
-def test_what_one_worker_missed_is_counted_among_its_own_tasks_alone(harness: Harness) -> None:
-    """A validator may ask forty times a second: the tasks of all workers are not read for it."""
-    harness.upload(ALICE)
-    harness.task(BOB)
-    harness.pool.db.submissions.drop_of(BOB, UNSETTLED)
-    found = [harness.pool.assignments.missed(key) for key in (ALICE, BOB, CAROL)]
-    assert [(one.given, one.missed) for one in found] == [(1, 0), (1, 1), (0, 0)]
-    database = harness.pool.db.connection
-    if isinstance(database, SqliteConnection):
-        (plan,) = database.rows("EXPLAIN QUERY PLAN SELECT count(*) FROM submissions WHERE worker = 'a'")
-        assert "submissions_worker" in plan[-1]

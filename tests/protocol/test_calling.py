@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from shoal.protocol import calling
-from shoal.protocol import node as node_module
 from shoal.protocol.calling import ASKING, NodeError, RefusedError, StoppedError, TooLargeError
 from shoal.protocol.messages import Ok
 from shoal.protocol.node import Node
@@ -223,14 +222,10 @@ def test_an_answer_above_its_limit_is_not_read_on(tmp_path: Path) -> None:
     assert endless.sent <= 1 << 17
 
 
-def test_messages_and_curriculum_pages_have_limits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "PAGE_BYTES", 2000)
+def test_a_message_has_a_limit_too(tmp_path: Path) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
-    for path in ("/v1/batches/1", "/v1/curricula/a"):
-        coordinator.answers[path] = httpx.Response(200, stream=Endless())
-    with pytest.raises(TooLargeError, match="more than 2000 bytes"):
-        node.curriculum_page("a")
+    coordinator.answers["/v1/batches/1"] = httpx.Response(200, stream=Endless())
     with pytest.raises(TooLargeError, match="more than 4096 bytes"):
         node.get("/v1/batches/1", Ok, most_bytes=4096)
 

@@ -13,7 +13,6 @@ from shoal.config import ConfigError, parse
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.errors import ShoalError
 from shoal.tasks.budget import reward
-from shoal.tasks.curriculum import Curriculum
 from shoal.tasks.derive import GroupPlan, max_rollouts, plan_groups, plan_submission
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.tasks.rewards.graders import GradeError
@@ -166,7 +165,7 @@ def test_worker_and_validator_plan_by_the_same_call() -> None:
     )
     asked = assignment(5, step=3).model_copy(update={"policy_digest": "ab" * 32, "groups": 4})
     task_set = tasks.load(config.tasks)
-    plans = plan_submission(config, "run-0", asked, "cd" * 32, task_set, Curriculum())
+    plans = plan_submission(config, "run-0", asked, "cd" * 32, task_set)
     assert plans == plan_groups(**PLAN | {"pick": task_set.pick})
     assert sum(len(plan.seeds) for plan in plans) == 8
     assert max_rollouts(config) == 2 * config.workers.largest == 64, "of the largest task that a fast worker gets"

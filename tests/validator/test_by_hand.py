@@ -9,11 +9,7 @@ from benchmarks.adversary.cheats import QuantizedWeights
 
 from shoal import config as config_module
 from shoal.cli.main import DONE, USAGE, main
-from shoal.coordinator import curriculum
-from shoal.ledger.connection import open_sqlite
-from shoal.protocol.messages import CurriculumPage
 from shoal.store.rollouts import Rollout
-from shoal.tasks.curriculum import Curriculum
 from shoal.validator.by_hand import ACCEPTED, EQUAL, REJECTED, UNEQUAL, UNREADABLE, find_weights
 from shoal.validator.checks import ALL, EXACT, FILE, GRADED
 from shoal.worker.produce import Producer
@@ -123,29 +119,3 @@ def test_weights_are_found_where_any_node_of_the_run_keeps_them(tmp_path: Path) 
     assert find_weights(tmp_path, 3) == kept
     with pytest.raises(FileNotFoundError, match="--weights"):
         find_weights(tmp_path, 4)
-
-
-def test_tasks_drawn_by_pass_rate_are_checked_with_the_pages_in_the_runs_folder(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = config(model={"dtype": "float32"}, tasks={"curriculum": "pass_rate"})
-    (tmp_path / "config.toml").write_text(config_module.dumps(settings))
-    shutil.copytree(tiny_folder, tmp_path / "learner" / "versions" / "v000002")
-    (tmp_path / "coordinator").mkdir()
-    page = CurriculumPage(step=2, tasks=[(task, 8, 0) for task in range(400)])
-    database = open_sqlite(tmp_path / "coordinator" / "pool.sqlite")
-    for statement in curriculum.SCHEMA:
-        database.change(statement)
-    curriculum.Curricula(database).add(page)
-    producer = make_producer(tiny_folder, settings)
-    producer.curriculum = Curriculum({page.digest(): page}.__getitem__)
-    file = tmp_path / "file.parquet"
-    file.write_bytes(producer.submission(ASKED.model_copy(update={"curriculum": page.digest()})))  # of step 3
-    assert main(["audit", str(file), "--run", str(tmp_path)]) == DONE
-    assert capsys.readouterr().out.endswith("accepted\n")
-    file.write_bytes(producer.submission(ASKED))
-    assert main(["audit", str(file), "--run", str(tmp_path)]) == REJECTED
-    assert "NO   derived_tasks" in capsys.readouterr().out
-    arguments = ["--config", str(tmp_path / "config.toml"), "--weights", str(tiny_folder)]
-    assert main(["audit", str(file), *arguments]) == USAGE
-    assert "name it with --run" in capsys.readouterr().err

@@ -629,7 +629,6 @@ def test_someone_elses_file(worker: Producer, validator: Validator, honest: list
         {"policy_digest": "e" * 64},
         {"step": 4, "policy_version": 3},
         {"nonce": "e" * 32},
-        {"curriculum": "e" * 64},
         {"groups": ASKED.groups + 1},
     ],
 )

@@ -10,10 +10,9 @@ import torch
 from benchmarks.adversary.cheats import QuantizedWeights
 
 from shoal.model.sampling import LOWEST_LOGPROB
-from shoal.protocol.messages import MILLION, CurriculumPage, Outcomes, Reason
+from shoal.protocol.messages import MILLION, Outcomes, Reason
 from shoal.store.rollouts import PROOF_BYTES, Rollout, read_accepted
 from shoal.tasks import Grade
-from shoal.tasks.curriculum import Curriculum
 from shoal.toploc import build
 from shoal.validator.case import Case
 from shoal.validator.checks import ALL, rewards
@@ -252,23 +251,3 @@ def test_a_group_reports_each_of_several_rewards_without_the_folder_of_its_file(
     grades = [Grade(exact, parts={"/home/ann/mine.py:exact": exact, "number": number}) for exact, number in scores]
     first, _ = group_results(replace(case, grades=grades), judge.tokenizer)
     assert first.parts == {"mine.py:exact": 0.25, "number": 0.25}
-
-
-def test_a_worker_that_draws_by_another_page_is_rejected(
-    judge: Judge, worker: Producer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Uniform draws, or those of an older page, in place of the assignment's."""
-    older = CurriculumPage(step=1, tasks=[(task, 8, 0) for task in range(400)])
-    newest = CurriculumPage(
-        step=2, previous=older.digest(), tasks=[(task, 8, 4 * MILLION) for task in range(0, 400, 2)]
-    )
-    pages = {page.digest(): page for page in (older, newest)}
-    for one in (judge, worker):
-        monkeypatch.setattr(one, "curriculum", Curriculum(pages.__getitem__))
-    asked = ASKED.model_copy(update={"curriculum": newest.digest()})
-    assert reasons(judge.examine([case_of(judge, asked, worker.submission(asked))])) == [None]
-    for digest in ("", older.digest()):
-        lie = ASKED.model_copy(update={"curriculum": digest})
-        rows = produced(worker, lie)
-        assert reasons(judge.examine([case_of(judge, asked, signed(worker, asked, rows))])) == [Reason.TASKS]
-        assert reasons(judge.examine([case_of(judge, asked, worker.submission(lie))])) == [Reason.CONTEXT]

@@ -125,7 +125,6 @@ def run_worker(
             node.identity,
             generates,
             task_set(node, config, folder),
-            node.curriculum_page,
             kind,
             compute,
         )

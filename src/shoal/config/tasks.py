@@ -111,9 +111,6 @@ class TaskSection(Section):
     """Alpha: reward lost per token of distance from the target length (INTELLECT-2)."""
     grader_error_limit: Share = 0.1
     """Largest share of grader errors among the newest 512 rollouts; beyond it `shoal run` stops; 1: never."""
-    curriculum: Literal["uniform", "pass_rate"] = "uniform"
-    """How tasks of a source are drawn; uniform: all alike; pass_rate: those solved about half of the time more
-    often."""
     sandbox: SandboxSection = SandboxSection()
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ submissions                the table of all tasks, and their life as one table o
 judgement, checkers, trust claims and verdicts; second opinions; what all of a worker's work says
 credit                     what is earned, staked and settled
 batches, groups            what the learner trains on
-curriculum, journal        pass rates of tasks; the run's work as lines for people
+journal                    the run's work as lines for people
 pool, database             all parts over one database; operating: the operator's own actions
 state/, http/              where it is kept; the routes
 """

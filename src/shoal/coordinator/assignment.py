@@ -27,18 +27,16 @@ from dataclasses import dataclass
 
 from shoal.config import Config
 from shoal.coordinator.arrivals import Arrivals, usual
-from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.nodes import Node
 from shoal.coordinator.submissions import Submission
 from shoal.coordinator.trust import most_unchecked
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment, Finished, MissedTasks
+from shoal.protocol.messages import Assignment, Finished
 
 RECENT_GROUPS = 200  # the share of useful groups is estimated from these
 LEAST_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that queues stay bounded
 YOUNG_SHARE = 0.5  # of the open batch's work; the most that keys with no accepted work can hold back
-MOST_MISSED = 256  # in one answer
 NONCE_HEX = 32
 
 log = logging.getLogger(__name__)
@@ -48,7 +46,6 @@ log = logging.getLogger(__name__)
 class Assignments:
     db: Database
     config: Config
-    curriculum: Curriculum
     arrivals: Arrivals
     run: str
     secret: bytes  # what nonces are made with (`nonce_secret`)
@@ -163,7 +160,6 @@ class Assignments:
             policy_digest=submission.digest,
             nonce=submission.nonce,
             groups=submission.groups,
-            curriculum=self.curriculum.digest(submission.step),
             deadline_s=submission.deadline_s,
             upload_path=f"/v1/submissions/{submission.id}",
             max_bytes=self.config.coordinator.max_submission_bytes,
@@ -235,14 +231,6 @@ class Assignments:
         task = self.may_upload(worker, id, content_hash)  # in no transaction: an error would undo what it records
         self.db.submissions.move(task, "upload", file_hash=content_hash, uploaded_s=self.db.clock())
         log.info("%s uploaded by %s", id, self.db.nodes.name(worker))
-
-    def missed(self, worker: str) -> MissedTasks:
-        """The tasks that a worker was given and never uploaded, or too late: whoever has the task set can derive what it
-        left out. Those that came too late are not counted as missed."""
-        given, missed = self.db.submissions.count_of(worker)
-        tasks = self.db.submissions.missed_of(worker, MOST_MISSED)
-        newest = [self.describe(task) for task in tasks]
-        return MissedTasks(worker=worker, given=given, missed=missed, newest=newest)
 
 
 def _rests(node: Node | None, now_s: float) -> str:

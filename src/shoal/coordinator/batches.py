@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from shoal.config import Config
-from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.groups import Scored
 from shoal.coordinator.trust import most_unchecked
@@ -27,17 +26,16 @@ log = logging.getLogger(__name__)
 
 
 class Batches:
-    def __init__(self, db: Database, config: Config, curriculum: Curriculum) -> None:
+    def __init__(self, db: Database, config: Config) -> None:
         self.db = db
         self.config = config
-        self.curriculum = curriculum
 
     def credit(
         self, submission: str, version: int, groups: Sequence[GroupResult], *, checked: bool = True
     ) -> list[int]:
         """Add the groups of an accepted submission. Returns the steps whose batches became full.
 
-        `checked`: it was prefilled whole. Once a step opens, its page of the curriculum is closed.
+        `checked`: it was prefilled whole.
         """
         with self.db.transaction():
             step = self.db.open_step()
@@ -51,10 +49,7 @@ class Batches:
                     checked=checked,
                     accepted_during=step,
                 )
-            filled = self._fill()
-            if filled:
-                self.curriculum.close(self.db.open_step())
-            return filled
+            return self._fill()
 
     def of_step(self, step: int) -> Batch:
         """The groups of one step if its batch is full, else how many there are."""

@@ -28,7 +28,7 @@ from shoal.protocol.history import MAX_SAMPLES
 from shoal.protocol.messages import VERSION, Evaluation, History, WorkerSample
 from shoal.protocol.pace import Refusal
 
-FORMAT = 10  # of a run's tables, manifests and submissions; a run in another format is not resumed
+FORMAT = 11  # of a run's tables, manifests and submissions; a run in another format is not resumed
 POLICIES = """CREATE TABLE IF NOT EXISTS policies (
     version BIGINT PRIMARY KEY, digest TEXT NOT NULL, size_bytes BIGINT NOT NULL, published_s DOUBLE PRECISION NOT NULL)"""
 HISTORY = f"""CREATE TABLE IF NOT EXISTS history (

@@ -18,7 +18,6 @@ from shoal.coordinator.arrivals import Arrivals
 from shoal.coordinator.batches import Batches
 from shoal.coordinator.checkers import Checkers
 from shoal.coordinator.credit import Escrow
-from shoal.coordinator.curriculum import evidence
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.submissions import UNSETTLED, Submission
 from shoal.coordinator.trust import Trust
@@ -163,7 +162,7 @@ class Judgement:
         tokens = sum(group.tokens for group in verdict.groups)
         self.arrivals.came(submission, tokens)
         counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": submission.accepted_hash}
-        self.db.ledger.append("accepted", _entry(submission) | counts | evidence(verdict.groups, self.config))
+        self.db.ledger.append("accepted", _entry(submission) | counts)
         filled = self.batches.credit(
             submission.id, submission.version, verdict.groups, checked=bool(submission.full_check)
         )

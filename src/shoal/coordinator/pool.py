@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shoal.config import Config
-from shoal.coordinator import checkers, curriculum, database, members, trust
+from shoal.coordinator import checkers, database, members, trust
 from shoal.coordinator.arrivals import Arrivals
 from shoal.coordinator.assignment import Assignments
 from shoal.coordinator.batches import Batches, Learning
@@ -28,7 +28,7 @@ from shoal.protocol.identity import Signed
 
 MAX_NOTICES = 20  # the newest are shown
 PAGE_BYTES = 256 << 10  # of the ledger's entries in one answer; a larger entry comes alone
-SCHEMA = [*database.SCHEMA, *curriculum.SCHEMA, *checkers.SCHEMA, *trust.SCHEMA]
+SCHEMA = [*database.SCHEMA, *checkers.SCHEMA, *trust.SCHEMA]
 TABLE_NAMES = table_names(SCHEMA)  # that are sealed
 
 
@@ -50,12 +50,11 @@ class Pool:
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
         self.db = db = Database(connection, ledger, clock)
         db.create([*SCHEMA, *members.DOWNLOADS])
-        self.curriculum = curriculum.Curriculum(db, config)
         arrivals = Arrivals(db, config)
-        self.assignments = Assignments(db, config, self.curriculum, arrivals, run=run, secret=secret)
+        self.assignments = Assignments(db, config, arrivals, run=run, secret=secret)
         checking = checkers.Checkers(db, config, self.notices.append)
         self.members = members.Members(db, config, self.assignments, checking, stakes or BookedStakes(db))
-        self.batches = Batches(db, config, self.curriculum)
+        self.batches = Batches(db, config)
         escrow = Escrow(db, config)
         trusting = trust.Trust(db, config, escrow, random.SystemRandom().random)
         describe = self.assignments.describe

@@ -205,15 +205,6 @@ class Submissions:
         rows = self.connection.rows("SELECT worker, state, count(*) FROM submissions GROUP BY worker, state")
         return {(worker, state): count for worker, state, count in rows}
 
-    def count_of(self, worker: str) -> tuple[int, int]:
-        """Tasks that one worker was given, and how many of them it did not upload."""
-        given, missed = self.connection.row(
-            "SELECT count(*), coalesce(sum(CASE WHEN state = 'expired' AND file_hash IS NULL THEN 1 ELSE 0 END), 0)"
-            " FROM submissions WHERE worker = ?",
-            worker,
-        )
-        return int(given), int(missed)
-
     def count_missed(self) -> dict[str, int]:
         """Tasks that each worker was given and did not upload."""
         return dict(
@@ -221,15 +212,6 @@ class Submissions:
                 "SELECT worker, count(*) FROM submissions WHERE state = 'expired' AND file_hash IS NULL GROUP BY worker"
             )
         )
-
-    def missed_of(self, worker: str, limit: int) -> list[Submission]:
-        """The newest tasks that this worker was given and did not upload, or too late, oldest first."""
-        newest = self._all(
-            "worker = ? AND state IN ('expired', 'stale') AND file_hash IS NULL ORDER BY seq DESC LIMIT ?",
-            worker,
-            limit,
-        )
-        return newest[::-1]
 
     def files(self) -> list[tuple[str, str | None, str | None]]:
         """Id, and the hashes of the uploaded and of the accepted file, of everything that was uploaded."""

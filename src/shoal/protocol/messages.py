@@ -15,10 +15,8 @@ Nothing else of Shoal is imported here.
     validator     POST /v1/claims                       ClaimRequest -> Claims (of one policy version; empty: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet
     validator     GET  /v1/contents/{digest}            -> ContentOwner (the accepted submission with these rollouts)
-    validator     GET  /v1/missed/{key}                  -> MissedTasks (of one worker)
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
-    these two     GET  /v1/curricula/{digest}           -> CurriculumPage (what an assignment's tasks are drawn by)
     origin        POST /v1/policies                     Policy -> Ok
     every node    GET  /v1/ledger/{after}               -> the ledger's entries after this one, as JSON lines
     validator     POST /v1/heads                        Signed[Head] -> Ok (an entry that it saw, co-signed)
@@ -31,9 +29,7 @@ Nothing else of Shoal is imported here.
     anyone        GET  /metrics                         -> the pool's metrics, in Prometheus' text format
 """
 
-import hashlib
 from enum import StrEnum
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -43,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 LARGEST = 2**53 - 1  # integer that every JSON reader and SQLite represent exactly
 MAX_SENDERS = 64  # of one version, in each node's report
 MOST_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_flight`)
-VERSION = 3  # of this protocol; each side refuses one that speaks another
+VERSION = 4  # of this protocol; each side refuses one that speaks another
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
 NodeState = Literal["active", "suspended", "draining", "left", "unfit", "dismissed", "banned"]  # coordinator/nodes
@@ -205,7 +201,6 @@ class Assignment(Message):
     policy_digest: str = Hex64
     nonce: str = Hex32  # unpredictable for all but the coordinator, which gives the same assignment the same one again
     groups: int = Field(ge=1)
-    curriculum: str = MaybeHex64  # the newest CurriculumPage it is drawn by; "": none
     deadline_s: float  # unix time after which the pool no longer counts on it; it may be uploaded later
     upload_path: str
     max_bytes: int
@@ -220,15 +215,6 @@ class HeartbeatAnswer(Message):
     reader_grant: str = ""  # lets this key read from relays and the origin, for a while; "" if it is evicted
     banned: list[str] = []  # keys that get no weights any more; for origin and relays only
     renewals: Count = 0  # how often this node was asked to load its weights again and to report a new fingerprint
-
-
-class MissedTasks(Message):
-    """What a worker was given and never uploaded: `tasks.missed` says what that did to the reward."""
-
-    worker: str = Hex64
-    given: Count
-    missed: Count
-    newest: list[Assignment]  # of the missed ones, oldest first
 
 
 class Announced(Message):
@@ -493,30 +479,6 @@ class Verdict(Message):
     missed: list[tuple[Count, Count, AtLeast0]] | None = Field(
         default=None, max_length=MOST_MISSED
     )  # tokens that miss those their seeds yield, the farthest first: rollout, position, nats; None: not computed
-
-
-class CurriculumPage(Message):
-    """What became known of training tasks before `step` opened: a link in a chain from the run's first page.
-
-    Its SHA-256 names it. `tasks` follows from the run's accepted verdicts, whoever computes it.
-    """
-
-    step: int = Field(ge=0, le=LARGEST)
-    previous: str = MaybeHex64  # digest of the page before it; "": this is the first
-    tasks: list[
-        tuple[Count, Count, Count]
-    ] = []  # task index, rollouts, their scores in millionths; by index, each once
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "CurriculumPage":
-        if any(later[0] <= task[0] for task, later in pairwise(self.tasks)):
-            raise ValueError("tasks must be in order of their index, each once")
-        if any(score > rollouts * MILLION for _, rollouts, score in self.tasks):
-            raise ValueError("a task's score exceeds one per rollout")
-        return self
-
-    def digest(self) -> str:
-        return hashlib.sha256(f"shoal/curriculum\n{self.model_dump_json()}".encode()).hexdigest()
 
 
 # --- what anyone may read of a run -----------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from shoal.protocol.messages import (
     MAX_SENDERS,
     VERSION,
     Capability,
-    CurriculumPage,
     Fingerprint,
     Finished,
     Heartbeat,
@@ -50,7 +49,6 @@ from shoal.shardcast.guard import Passes
 HEARTBEAT_S = 1.0
 UNREADABLE = 400  # HTTP status
 KEY, PAYER = "identity.pem", "payer"  # in a node's folder
-PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
 log = logging.getLogger(__name__)
 
@@ -214,10 +212,6 @@ class Node(Caller):
     def reader_grant(self) -> str:
         """What the pool grants this key; each heartbeat's answer renews it."""
         return self.answer.reader_grant if self.answer else ""
-
-    def curriculum_page(self, digest: str) -> CurriculumPage:
-        """A page of the run's curriculum, as the coordinator has it; the caller checks its digest."""
-        return self.get(f"/v1/curricula/{digest}", CurriculumPage, most_bytes=PAGE_BYTES)
 
     def renewal(self) -> int | None:
         """The newest request to load the weights again and to report a new fingerprint; None if all are carried out."""

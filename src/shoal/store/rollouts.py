@@ -61,7 +61,7 @@ __all__ = [
     "write_submission",
 ]
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 
 class Header(BaseModel):
@@ -78,7 +78,6 @@ class Header(BaseModel):
     submission: int = Field(ge=0)
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # of the assignment
     groups: int = Field(default=0, ge=0)  # of the assignment
-    curriculum: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")  # the page that its tasks were drawn by
     signer: str = Field(pattern=r"^[0-9a-f]{64}$")
     prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # submissions only: digest of the prompts
     graded_with: str = Field(default="", max_length=1000)  # submissions only: the versions that its rewards are of

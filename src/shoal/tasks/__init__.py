@@ -1,7 +1,7 @@
 """Tasks: questions for models, and rewards for their answers.
 
 sources/, compiling, taskset   rows become tasks on disk     task, prompt     one task; text to tokens and back
-derive, curriculum             which tasks are drawn         budget           length targets
+derive                         which tasks are drawn         budget           length targets
 rewards/, environments/        scores; answers between turns own, libraries   your own; other libraries'
 inside/                        what runs in the sandbox's children
 """

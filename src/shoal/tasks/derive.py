@@ -2,19 +2,16 @@
 
 The assignment's nonce makes them unpredictable before it is given out, also for the worker (`coordinator/assignment`).
 
-Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call. With a
-curriculum they also need its pages, which the assignment names by their hash.
+Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call.
 """
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from shoal.config import Config
 from shoal.model.sampling import rollout_seed
 from shoal.protocol.messages import Assignment
-from shoal.tasks.curriculum import Curriculum, draw
 from shoal.tasks.taskset import TaskSet
 
 
@@ -27,11 +24,8 @@ class GroupPlan:
     seeds: tuple[int, ...]  # one per completion
 
 
-def plan_submission(
-    config: Config, run: str, assignment: Assignment, worker: str, tasks: TaskSet, curriculum: Curriculum
-) -> list[GroupPlan]:
-    """Return the plan of the submission that `worker` owes for this assignment. Raises CurriculumError."""
-    rates = curriculum.rates(assignment.curriculum)
+def plan_submission(config: Config, run: str, assignment: Assignment, worker: str, tasks: TaskSet) -> list[GroupPlan]:
+    """Return the plan of the submission that `worker` owes for this assignment."""
     return plan_groups(
         run=run,
         step=assignment.step,
@@ -41,8 +35,7 @@ def plan_submission(
         nonce=assignment.nonce,
         groups=assignment.groups,
         group_size=config.sampling.group_size,
-        pick=partial(draw, pick=tasks.pick, rates=rates) if assignment.curriculum else tasks.pick,
-        curriculum=assignment.curriculum,
+        pick=tasks.pick,
         length_targets=config.tasks.targets,
     )
 
@@ -64,16 +57,11 @@ def plan_groups(
     group_size: int,
     pick: Callable[[bytes], int],
     length_targets: list[int],
-    curriculum: str = "",
 ) -> list[GroupPlan]:
-    """Return the plan of every group of one submission. `pick` draws a task's index from 32 random bytes.
-
-    `curriculum` names the page that `pick` uses: another page changes all draws.
-    """
+    """Return the plan of every group of one submission. `pick` draws a task's index from 32 random bytes."""
     plans = []
-    page = f"\n{curriculum}" if curriculum else ""
     for group in range(groups):
-        name = f"shoal/tasks\n{run}\n{step}\n{policy_digest}\n{worker}\n{submission}\n{group}\n{nonce}{page}"
+        name = f"shoal/tasks\n{run}\n{step}\n{policy_digest}\n{worker}\n{submission}\n{group}\n{nonce}"
         drawn = hashlib.sha256(name.encode()).digest()
         target_at = int.from_bytes(drawn[8:16], "big")
         plans.append(

@@ -14,7 +14,6 @@ from shoal.protocol.messages import Assignment
 from shoal.shardcast.manifest import version_name
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Header, RolloutFileError
-from shoal.tasks.curriculum import Fetch, no_pages
 from shoal.tasks.derive import max_rollouts
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.checks import EXACT, EXPENSIVE, FILE, GRADED, Check, bounds
@@ -40,15 +39,9 @@ def verify(
     config: Config,
     weights: Path,
     dtype: DtypeName,
-    *,
-    curriculum: str = "",
-    page: Fetch = no_pages,
 ) -> tuple[int, list[str]]:
-    """The exit status, and lines of text for each check that ran.
-
-    `curriculum`: digest of the page that the step's tasks were drawn by; `page` gets it and those before it.
-    """
-    with Judge(config, header.run, dtype, page=page) as judge:
+    """The exit status, and lines of text for each check that ran."""
+    with Judge(config, header.run, dtype) as judge:
         judge.load(weights)
         asked = offline_assignment(
             config,
@@ -59,7 +52,6 @@ def verify(
             digest=header.policy_digest,
             nonce=header.nonce,
             groups=header.groups,
-            curriculum=curriculum,
         )
         case = judge.open(asked, header.worker, data)
         if isinstance(case, Finding):
@@ -118,7 +110,6 @@ def offline_assignment(
     digest: str = "0" * 64,
     nonce: str = "0" * 32,
     groups: int | None = None,
-    curriculum: str = "",
 ) -> Assignment:
     """An assignment that no coordinator gave out. Its numbers may be ones that no coordinator gives out."""
     id = f"{worker[:16]}-{number:06d}"
@@ -130,7 +121,6 @@ def offline_assignment(
         policy_digest=digest,
         nonce=nonce,
         groups=config.workers.groups_per_submission if groups is None else groups,
-        curriculum=curriculum,
         deadline_s=0.0,
         upload_path=f"/v1/submissions/{id}",
         max_bytes=config.coordinator.max_submission_bytes,

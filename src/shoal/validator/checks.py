@@ -86,15 +86,13 @@ def context(rules: Rules, case: Case) -> Outcome:
         return rejected(Reason.CONTEXT, f"made for task {header.submission}, submitted for task {asked.number}")
     named = (
         *(header.run, header.step, header.policy_version, header.policy_digest),
-        *(header.nonce, header.groups, header.curriculum),
+        *(header.nonce, header.groups),
     )
     if named != (
         *(rules.run, asked.step, asked.policy_version, asked.policy_digest),
-        *(asked.nonce, asked.groups, asked.curriculum),
+        *(asked.nonce, asked.groups),
     ):
-        return rejected(
-            Reason.CONTEXT, f"its header names run, step, version, digest, nonce, groups, curriculum {named}"
-        )
+        return rejected(Reason.CONTEXT, f"its header names run, step, version, digest, nonce, groups {named}")
     return PASSED
 
 

@@ -45,7 +45,6 @@ from shoal.store.rollouts import (
 )
 from shoal.tasks import Grade, TaskSet
 from shoal.tasks.budget import reward
-from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
@@ -79,11 +78,10 @@ class Judge:
         run: str,
         dtype: DtypeName,
         task_set: TaskSet | None = None,
-        page: Fetch = no_pages,
         choose: Choose = DRAW,
         grading_s: float = math.inf,
     ) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum.
+        """`task_set`: the pool's; None: built here from the config's sources.
 
         `choose(of, k)` draws k of them, unpredictably to workers. `grading_s`: what grading all cases of one `examine` may
         take.
@@ -97,7 +95,6 @@ class Judge:
         self.dtype = dtype
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files, budget=self.budget)
-        self.curriculum = Curriculum(page)
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
         self.environments = environments_of(config, self.tasks.files)
         for environment in self.environments.values():
@@ -143,7 +140,7 @@ class Judge:
             return Finding(Reason.SIGNATURE, str(error))
         except RolloutFileError as error:
             return Finding(Reason.UNREADABLE, str(error))
-        plans = plan_submission(self.config, self.run, assignment, worker, self.tasks, self.curriculum)
+        plans = plan_submission(self.config, self.run, assignment, worker, self.tasks)
         chosen = [self.tasks.train[plan.task_index] for plan in plans]
         tokenizer = self._rules().tokenizer
         return Case(
@@ -284,7 +281,6 @@ class Judge:
             submission=case.assignment.number,
             nonce=case.assignment.nonce,
             groups=case.assignment.groups,
-            curriculum=case.assignment.curriculum,
             signer=identity.public,
             prefilled=case.prefill is not None,
         )

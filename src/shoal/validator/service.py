@@ -130,7 +130,7 @@ class Validator:
         self.cache = cache
         self.access = node.access(publisher, config)
         grading_s = config.coordinator.claim_lease_s * GRADING
-        self.judge = Judge(config, node.invite.run, dtype, task_set, node.curriculum_page, grading_s=grading_s)
+        self.judge = Judge(config, node.invite.run, dtype, task_set, grading_s=grading_s)
         self.fingerprint = fingerprint
         self.witness = witness
         self.folder: Path | None = None  # of the loaded version

@@ -22,7 +22,6 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
 from shoal.tasks import TaskSet, budget
-from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import GroupPlan, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
@@ -36,11 +35,10 @@ class Producer:
         identity: Identity,
         engine: Engine,
         task_set: TaskSet | None = None,
-        page: Fetch = no_pages,
         kind: str = "",
         compute: Compute = here,
     ) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum.
+        """`task_set`: the pool's; None: built here from the config's sources.
 
         `kind`: ENGINE/DEVICE for the files' headers, unless it is the torch engine. `compute` runs what makes the proofs.
         """
@@ -52,7 +50,6 @@ class Producer:
         self.kind = kind
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
-        self.curriculum = Curriculum(page)
         self.environments = environments_of(config, self.tasks.files)
         self.tokenizer: Any = None
         self.conversation: Conversation | None = None
@@ -95,7 +92,7 @@ class Producer:
             return self.sign(assignment, prompts, self.rollouts(plans, groups))
 
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
-        return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks, self.curriculum)
+        return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks)
 
     def prompt(self, plan: GroupPlan) -> list[int]:
         task = self.tasks.train[plan.task_index]
@@ -171,7 +168,6 @@ class Producer:
             submission=assignment.number,
             nonce=assignment.nonce,
             groups=assignment.groups,
-            curriculum=assignment.curriculum,
             signer=self.identity.public,
             prompts=prompts_digest(prompts),
             graded_with=tasks.versions(),

@@ -316,10 +316,6 @@ def version_after_the_end(ledger: Ledger) -> None:
     ledger.add("policy", {"version": 4, "digest": "ab" * 32})
 
 
-def page_after_the_end(ledger: Ledger) -> None:
-    ledger.add("curriculum", {"step": 4, "page": "ab" * 32})
-
-
 def work_after_the_end(ledger: Ledger) -> None:
     reject(ledger, ledger.file(BOB, 5) | {"step": 3}, "bounds")
 
@@ -375,7 +371,6 @@ FORGERIES: dict[Callable[[Ledger], None], str] = {
     batch_after_the_end: "is not the batch of step 3 of 3",
     step_after_the_end: "records step 2",
     version_after_the_end: "before the batch of the step that makes it is full",
-    page_after_the_end: "is not the page of step 3",
     work_after_the_end: "is for step 3, which was not open",
     version_before_its_step: "before the batch of the step that makes it is full",
     a_new_kind: "is of an unknown kind, pardoned",

@@ -88,7 +88,6 @@ def settings() -> Config:
         {
             "run": {"steps": STEPS},
             "tasks": {
-                "curriculum": "pass_rate",
                 "prompt": "{question}=",
                 "sources": [{"generator": "arithmetic", "options": {"operand_min": 1, "operand_max": 9}}],
                 "heldout": 4,
@@ -157,7 +156,6 @@ class Recorded:
             submission=task.number,
             nonce=task.nonce,
             groups=task.groups,
-            curriculum=task.curriculum,
             signer=key.public,
         )
         rows = [

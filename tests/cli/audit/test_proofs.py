@@ -77,7 +77,7 @@ def test_a_slash_for_a_lie_holds(run: Any, worker: Producer) -> None:
     assert not found.unproven
 
 
-@pytest.mark.parametrize("missing", ["weights", "other weights", "pages", "not asked"])
+@pytest.mark.parametrize("missing", ["weights", "other weights", "not asked"])
 def test_what_cannot_be_judged_is_counted(
     run: Any, honest: bytes, tiny_folders: tuple[Path, Path], missing: str
 ) -> None:
@@ -86,9 +86,6 @@ def test_what_cannot_be_judged_is_counted(
         folder.unlink()
     if missing == "other weights":
         folder.symlink_to(tiny_folders[1])
-    if missing == "pages":
-        tasks = SETTINGS.tasks.model_copy(update={"curriculum": "pass_rate"})
-        run.config = SETTINGS.model_copy(update={"tasks": tasks})
     line = judge_rejections(run, found, limit=0 if missing == "not asked" else 4)
     assert line == "hard rejections: 0 of 1 judged again"
     assert sum(found.unproven.values()) == 1

@@ -32,7 +32,7 @@ SMALL = [
     "evaluator.batch=16",
     "tasks.heldout=16",
 ]
-SMALL += ["workers.groups_per_submission=4", 'tasks.curriculum="pass_rate"', "learner.checkpoint_every=1"]
+SMALL += ["workers.groups_per_submission=4", "learner.checkpoint_every=1"]
 
 
 @dataclass

@@ -182,8 +182,6 @@ ALLOWED = {
     ("GET", "/v1/submissions/{id}"): {"validator"},
     ("POST", "/v1/claims"): {"validator"},
     ("GET", "/v1/contents/{digest}"): {"validator"},
-    ("GET", "/v1/missed/{key}"): {"validator"},
-    ("GET", "/v1/curricula/{digest}"): {"worker", "validator"},
     ("PUT", "/v1/accepted/{id}"): {"validator"},
     ("GET", "/v1/accepted/{id}"): {"learner"},
     ("POST", "/v1/verdicts"): {"validator"},

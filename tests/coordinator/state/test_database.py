@@ -63,7 +63,6 @@ COORDINATOR = Path(database_module.__file__).parent
 WITH_TABLES = (
     "checkers",
     "credit",
-    "curriculum",
     "database",
     "groups",
     "journal",

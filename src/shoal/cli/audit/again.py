@@ -26,7 +26,6 @@ from shoal.cli.audit.opened import BrokenError, Opened, naming
 from shoal.cli.audit.pay import Accepted, Found, Rejected
 from shoal.cli.audit.work import gather_step
 from shoal.config import Config
-from shoal.coordinator.curriculum import Curricula
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
@@ -146,8 +145,6 @@ def judge_rejections(run: Opened, found: Found, *, limit: int) -> str:
     why = ""
     if not limit:
         why = "not asked for (--proofs 0)"
-    elif run.config.tasks.curriculum == "pass_rate" and run.connection is None:
-        why = "the curriculum's pages are in the tables"
     judged, weights = 0, {} if why else _at_hand(run, found)
     for version in sorted({one.body["version"] for one in hard.values()}):
         these = {id: one for id, one in hard.items() if one.body["version"] == version}
@@ -200,7 +197,6 @@ def _finding(judge: Judge, run: Opened, id: str, worker: str, file: str) -> Find
         digest=header.policy_digest,
         nonce=header.nonce,
         groups=header.groups,
-        curriculum=header.curriculum,
     )
     case = judge.open(asked, worker, data)
     return case if isinstance(case, Finding) else judge.examine([case])[0].finding
@@ -211,9 +207,7 @@ def _judging(run: Opened, config: Config, dtype: DtypeName) -> Iterator[Judge]:
     def fetch(sha256: str, most_bytes: int) -> bytes:
         return (run.coordinator / "tasks" / sha256).read_bytes()
 
-    pages = Curricula(run.connection) if run.connection and config.tasks.curriculum == "pass_rate" else None
-    page = {"page": pages.page} if pages else {}
     with TemporaryDirectory() as scratch:
         loaded = tasks.join(config.tasks, Path(scratch) / "tasks", fetch) if config.tasks.digest else None
-        with Judge(config, run.run, dtype, loaded, **page) as judge:  # type: ignore[arg-type]
+        with Judge(config, run.run, dtype, loaded) as judge:
             yield judge

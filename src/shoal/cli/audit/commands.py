@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import Any
 
 from shoal import config as config_module
 from shoal.cli.arguments import Commands, UsageError, add_command, say, takes_threads, whole
@@ -131,8 +130,7 @@ def _submission(data: bytes, arguments: argparse.Namespace) -> int:
         header = by_hand.read_header(data, settings)
         weights = arguments.weights or _weights(arguments.run or path.parent, header.policy_version)
         picked, _ = dtype.pick(settings.model.dtype, settings.model.device)
-        drawn_by = _curriculum(arguments.run, header.step) if settings.tasks.curriculum == "pass_rate" else {}
-        status, lines = by_hand.verify(data, header, settings, weights, picked, **drawn_by)
+        status, lines = by_hand.verify(data, header, settings, weights, picked)
     except RolloutFileError as error:
         say(f"unreadable: {error}")
         return by_hand.UNREADABLE
@@ -147,13 +145,3 @@ def _weights(run: Path, version: int) -> Path:
         return by_hand.find_weights(run, version)
     except FileNotFoundError as error:  # nothing was checked, which is not a rejection
         raise UsageError(str(error)) from error
-
-
-def _curriculum(run: Path | None, step: int) -> dict[str, Any]:
-    """The pages that a step's tasks were drawn by, from the coordinator's folder in a run's folder."""
-    from shoal.coordinator.curriculum import open_pages
-
-    if run is None:
-        raise UsageError("this run draws tasks by their pass rates, which are in its folder: name it with --run")
-    pages = open_pages(run / "coordinator")
-    return {"curriculum": pages.digest(step), "page": pages.page}

@@ -19,7 +19,6 @@ from typing import Any
 
 from shoal.cli.audit.opened import BrokenError, Opened, naming, read_config
 from shoal.cli.audit.pay import Accepted, Found, Pay, Rejected
-from shoal.coordinator.curriculum import recomputed
 from shoal.coordinator.trust import most_unchecked
 from shoal.learner.groups import Fetched, Gathering
 from shoal.learner.report import DOMAIN
@@ -55,7 +54,6 @@ class Walk:
         self.found = Found(run.config)
         self.pay = Pay(self.found)
         self.book = Book()  # the accounts, as far as this ledger says
-        self._pages: dict[int, str] = {}  # of the curriculum, by the step that each opened
         self._quarantine: Quarantine | None = None
         self._steps: dict[str, Callable[[dict[str, Any]], None]] = {
             "started": self.started,
@@ -67,7 +65,6 @@ class Walk:
             "dismissed": self.pay.dismissed,
             "credited": self.pay.credited,
             "forfeited": self.pay.forfeited,
-            "curriculum": self.curriculum,
             "batch": self.batch,
             "trained": self.trained,
         }
@@ -88,7 +85,6 @@ class Walk:
             if self._quarantine is not None:
                 self._quarantine.close()
         self.pay.end()
-        self.pages()
         return self.found
 
     # --- who and what ------------------------------------------------------------------------------------------------
@@ -226,18 +222,6 @@ class Walk:
             raise ValueError(f"step {step} began with other weights than step {step - 1} ended with")
         self.found.records.append(record)
 
-    def curriculum(self, body: dict[str, Any]) -> None:
-        if body["step"] != len(self.found.batches) or body["step"] in self._pages:
-            raise ValueError(f"is not the page of step {len(self.found.batches)}, which opens now")
-        self._pages[body["step"]] = body["page"]
-
-    def pages(self) -> None:
-        """The curriculum's pages follow from the accepted scores."""
-        entries = [entry for entry in self.run.chain if entry.kind == "curriculum"]
-        for entry, (page, recorded) in zip(entries, recomputed(self.run.chain), strict=True):
-            if page.digest() != recorded:
-                raise BrokenError(f"ledger entry {entry.seq}", f"the page of step {page.step} is not what was accepted")
-
     # --- what they share ---------------------------------------------------------------------------------------------
 
     def _new(self, body: dict[str, Any]) -> str:
@@ -265,7 +249,6 @@ class Walk:
             "submission": int(id.rpartition("-")[2]),
             "nonce": body["nonce"],
             "groups": body["groups"],
-            "curriculum": self._page(body["step"]),
             "signer": signer,
         }
         for name, value in said.items():
@@ -275,10 +258,6 @@ class Walk:
     def _file(self, kind: str, hash: str, id: str, read: Callable[[bytes], Any]) -> Any:
         with naming(f"{'submission' if kind == 'submissions' else kind} file of {id}"):
             return read(self.run.store.get(kind, hash))
-
-    def _page(self, step: int) -> str:
-        """The newest page that was there when a step opened; "": none."""
-        return self._pages.get(max((opened for opened in self._pages if opened <= step), default=-1), "")
 
     def _longest(self) -> int:
         return max(self.found.config.sampling.max_tokens, LONGEST)

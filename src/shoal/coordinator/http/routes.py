@@ -106,12 +106,6 @@ class Coordinator:
         told: list[tuple[str, Callable[[Mapping[str, str]], Answer], Sequence[Role]]] = [
             ("/v1/ledger/{after}", lambda path: self._ledger(_number(path["after"], "the number of an entry")), every),
             ("/v1/contents/{digest}", lambda path: judgement.content_owner(path["digest"]), ["validator"]),
-            ("/v1/missed/{key}", lambda path: pool.assignments.missed(_key(path["key"])), ["validator"]),
-            (
-                "/v1/curricula/{digest}",
-                lambda path: pool.curriculum.pages.page(path["digest"]),
-                ["worker", "validator"],
-            ),
             ("/v1/batches/{step}", lambda path: pool.batches.of_step(_number(path["step"], "a step")), ["learner"]),
         ]
         app = web.Application()
@@ -254,12 +248,6 @@ def _number(text: str, what: str) -> int:
     if not NUMBER.fullmatch(text):
         raise PoolError(f"{text[:40]!r} is not {what}", 400)
     return int(text)
-
-
-def _key(text: str) -> str:
-    if not SHA256.fullmatch(text):
-        raise PoolError(f"{text[:64]!r} is not a key", 400)
-    return text
 
 
 def _told(answer: Callable[[Mapping[str, str]], Answer]) -> Handler:
