@@ -1,8 +1,10 @@
 import asyncio
+import itertools
 import json
 import os
 import random
 import shutil
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
@@ -12,7 +14,7 @@ from aiohttp import web
 from shoal import files as files_module
 from shoal.files import temporary
 from shoal.shardcast import Access, Relay, Store
-from shoal.shardcast.relay import by_choice
+from shoal.shardcast.relay import by_choice, owners_of
 
 from .support import (
     OTHER_KEY,
@@ -34,6 +36,7 @@ from .support import (
     published,
     relay,
     serving,
+    shard,
     stepped,
     until,
     versions_at,
@@ -352,6 +355,45 @@ def test_siblings_take_each_shard_from_the_origin_about_once(tmp_path):
     for name in "abc":
         store = Store(tmp_path / name)
         assert store.missing(store.signed(7).open(PUBLIC_KEY)) == []
+
+
+def test_siblings_that_do_not_all_know_each_other_never_wait_in_a_circle():
+    ids = [f"{n:016x}" for n in range(4)]
+    owned = Counter()
+    for entry in map(shard, range(100)):
+        owned[owners_of(entry, ids)[0]] += 1
+        for unknown in itertools.product(*([id for id in ids if id != own] for own in ids)):  # to each of them
+            views = {own: [id for id in ids if id != other] for own, other in zip(ids, unknown, strict=True)}
+            asks = {own: owners_of(entry, view)[0] for own, view in views.items()}
+            for waited_for in ids:
+                for _ in ids:
+                    waited_for = asks[waited_for]
+                assert asks[waited_for] == waited_for, "nobody in this circle fetches the shard"
+    assert min(owned[own] for own in ids) > 100 / 8
+
+
+def test_a_sibling_whose_listing_comes_late_still_owns_its_shards(tmp_path):
+    """A lost packet makes it silent. Were it forgotten, the origin would send its shards to each of the others."""
+    source = origin(tmp_path)
+    large_folder(tmp_path / "large")
+
+    async def run():
+        async with (
+            serving(source.store) as up,
+            between(up, rate_Bps=20_000) as counted,
+            family(tmp_path, "ab", counted.url) as (relays, urls),
+            between(urls["a"]) as lossy,
+        ):
+            relays["b"].upstream = lambda: [counted.url, lossy.url]
+            await until(lambda: lossy.url in [one.url for one in relays["b"].place.siblings.values()])
+            lost = []
+            lossy.silent = lambda path: path.endswith("versions.json") and not (lost or lost.append(path))
+            await until(lambda: lost)
+            source.publish(tmp_path / "large", 7)
+            await all_hold(relays, 7)
+            return counted.sent_bytes
+
+    assert asyncio.run(run()) < 1.3 * LARGE_BYTES
 
 
 def test_a_relay_that_joins_late_takes_most_from_its_siblings(tmp_path):

@@ -2,8 +2,8 @@
 
 Upstream may list origins and relays in any position. Each server publishes its path from the origin in versions.json.
 The servers nearest to the origin are this relay's parents; those at its own distance are its siblings; those behind it are
-never asked, so there are no loops. Siblings share the parents' uplink: each shard has one owner among them (round-robin by
-id), who fetches it from its parent. The others fetch it from the owner while it is still arriving there. So each byte
+never asked, so there are no loops. Siblings share the parents' uplink: each shard has one owner among them (rendezvous
+hashing), who fetches it from its parent. The others fetch it from the owner while it is still arriving there. So each byte
 leaves the origin about once, however many relays there are. With several parents, each relay prefers another one
 (`by_choice`) and uses the rest if that one fails.
 
@@ -20,12 +20,12 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays mirror the origin and s
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import log
 
 from blake3 import blake3
 
@@ -90,11 +90,10 @@ class Place:
 
 
 def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
-    """The siblings in the order in which they are responsible for fetching this shard from a parent. All siblings compute
-    the same order, and each is first equally often."""
-    ranked = sorted(ids)
-    first = shard.index % len(ranked)
-    return ranked[first:] + ranked[:first]
+    """Return the siblings in the order in which they are responsible for fetching this shard from a parent (rendezvous
+    hashing). Any two ids stand in the same order for all who know both. So a relay that does not know all of its siblings
+    still waits only for one that stands before it, and siblings never wait for each other."""
+    return sorted(ids, key=lambda id: blake3(f"{shard.hash} {id}".encode()).digest())
 
 
 def by_choice(own: str, sources: Sequence[Source]) -> list[Source]:
@@ -107,7 +106,7 @@ def by_choice(own: str, sources: Sequence[Source]) -> list[Source]:
     def draw(source: Source) -> float:
         number = int(blake3(f"{own} {source.url}".encode()).hexdigest()[:13], 16)
         expected_Bps = source.standing.success() * (source.standing.speed_Bps() or best_Bps)
-        return expected_Bps / -log((number + 1) / (16**13 + 1))
+        return expected_Bps / -math.log((number + 1) / (16**13 + 1))
 
     return sorted(sources, key=draw, reverse=True)
 
@@ -143,6 +142,7 @@ class ShardFile:
 
 PARTS: tuple[Part, ...] = ("delta", "full")
 FEW = 8  # servers that a relay asks each round
+FORGOTTEN_AFTER_S = 10.0  # a silent server
 
 
 @dataclass
@@ -186,7 +186,10 @@ class Relay:
         # Filled by hashing the disk once, so that a failing version is not hashed again each round.
         self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
         self._asked: list[Source] = []  # in this round
-        self._known: dict[Source, Listing] = {}  # the last listing of each server that answered when it was last asked
+        self._known: dict[
+            Source, Listing
+        ] = {}  # the last listing of each server that answers, or is silent for a moment
+        self._heard_s: dict[Source, float] = {}  # when it came
         self.place = Place(store.id)
         self._statements: dict[SignedNewest, Newest | None] = {}  # opened last: the same one comes again and again
         self._stated: Newest | None = None  # the latest of the origin's statements
@@ -248,9 +251,14 @@ class Relay:
             others = [source for source in self._asked if source not in parents]
             self._asked = parents + random.sample(others, FEW - len(parents))
         listings, _ = await sources.ask_all(lambda source: source.listing(), among=self._asked)
-        for source in self._asked:
-            self._known.pop(source, None)
+        now_s = time.monotonic()
+        now_s = time.monotonic()
+        for source in self._asked:  # a lost packet makes a server silent for a moment; it is still there
+            late = source.standing.silent() and now_s - self._heard_s.get(source, -math.inf) < FORGOTTEN_AFTER_S
+            if source not in listings and not late:
+                self._known.pop(source, None)
         self._known |= listings
+        self._heard_s |= dict.fromkeys(listings, now_s)
         return listings
 
     def _pass_on(self, listings: Iterable[Listing]) -> None:
