@@ -253,7 +253,7 @@ def case(name: str, ranks: int, *, offload: bool) -> dict[str, Any]:
         config = Qwen2Config(**MODELS[name], architectures=["Qwen2ForCausalLM"])
         config.save_pretrained(folder)
         weights: Any = FakeWeights()
-        opened = Built(folder, torch.device(DEVICE), weights, "fast", True, logprobs.NOTHING)
+        opened = Built(folder, torch.device(DEVICE), weights, "fast", logprobs.NOTHING)
         opened.build()
         with (
             mock.patch.object(masters, "opened", return_value=opened),

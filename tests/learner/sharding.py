@@ -42,7 +42,7 @@ def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]
     differ = [] if torch.equal(state, whole_state) else ["random state"]
     differ += _different(sharded, whole_)
     for number in range(2):
-        rows = micro_batches(make_groups(), row_tokens=64, normalize_std=False, packs=sharded.packs)
+        rows = micro_batches(make_groups(), row_tokens=64, normalize_std=False)
         figures = [policy.update(ranks.scatter(rows), N_TOKENS) for policy in (sharded, whole_)]
         differ += [f"figures of update {number}"] if figures[0] != figures[1] else []
     differ += [f"{name} after updates" for name in _different(sharded, whole_)]

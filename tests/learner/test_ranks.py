@@ -46,7 +46,6 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model of `models`, and t
     "untied": ("untied", {}),
     "lora": ("tied", {"lora": {"rank": 4}}),
     "published": ("adapters", {"lora": {"rank": 4}}),
-    "gemma3_text": ("gemma3_text", {}),  # one sequence a row; several rotary tables, a scale as a buffer
 }
 OFFLOADED: dict[str, dict[str, Any]] = {  # settings of a policy that offloads
     "offload": {"dtype": "bfloat16", "loss": {"beta": 0.01}},
@@ -133,8 +132,7 @@ def models(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     tiny_llama(3, tie_word_embeddings=False, num_hidden_layers=16).save_pretrained(folder / "deep")
     adapted = make_policy(tiny_folder, lora={"rank": 4})
     save_model(adapted.model, adapted.tokenizer, folder / "adapters", adapted.published(), adapted.stored)
-    for name in ("gemma3_text", "qwen2_moe"):
-        architectures.made(folder / name, name)
+    architectures.made(folder / "qwen2_moe", "qwen2_moe")
     for each in folder.iterdir():
         tiny_tokenizer().save_pretrained(each)
     return {"tied": tiny_folder} | {each.name: each for each in folder.iterdir()}

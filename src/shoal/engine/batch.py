@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.engine.rows import rows_of
+from shoal.engine.rows import Rows
 from shoal.model import logprobs
 from shoal.model.numerics import ROW_UNIT
 from shoal.model.sampling import choose
@@ -80,7 +80,7 @@ class Request(Protocol):
 class Batch:
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.rows = rows_of(model)
+        self.rows = Rows(model)
         self.live: list[Request] = []  # by row
         self.prompt_H: list[Tensor] = []  # by row: the hidden state behind its prompt
         self.hidden_BH: Tensor | None = None  # that each row's next token is drawn from

@@ -22,21 +22,14 @@ from transformers.cache_utils import Cache
 
 from shoal.model import numerics
 from shoal.model.exact import KEYS, Step, rounded
-from shoal.model.numerics import ROW_UNIT, packs
-from shoal.model.tree import Tree, body, forward, forward_row, pack
+from shoal.model.numerics import ROW_UNIT
+from shoal.model.tree import Tree, body, forward_row, pack
 
 GROW_BY = 128  # positions by which full buffers grow at most: by a quarter while they are short
 
 
-def rows_of(model: Any) -> "CachedRows | UncachedRows":
-    """Empty rows of this model."""
-    return CachedRows(model) if packs(model) else UncachedRows(model)
-
-
 def token_bytes(model: Any) -> int:
-    """Keys and values of one position in all blocks; 0 without a cache."""
-    if not packs(model):
-        return 0
+    """Keys and values of one position in all blocks."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     depth = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -48,8 +41,8 @@ def most_positions(prompt_tokens: int, max_tokens: int) -> int:
     return rounded(prompt_tokens + max_tokens + GROW_BY, KEYS)
 
 
-class CachedRows:
-    """Rows of a model that computes packed rows."""
+class Rows:
+    """The rows of one model, with a cache of its own."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -106,44 +99,6 @@ class CachedRows:
 
     def _longest(self) -> int:
         return int(self.lengths_B.max()) if len(self.lengths_B) else 0
-
-
-class UncachedRows:
-    """Rows of a model on the slow path (`model/tree`): every step computes the sequences anew, equally long ones together.
-
-    A row's hidden states are those of transformers' forward of it, except for rounding. Each architecture has a cache of its
-    own, and few can be copied and cut row by row.
-    """
-
-    held_bytes = 0
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.rows: list[list[int]] = []
-
-    def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        self.rows += [list(prompt) for prompt in prompts]
-        return [self._forward([list(prompt)])[0] for prompt in prompts]
-
-    def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
-        self.rows += [self.rows[source][:length] for source, length in zip(sources, lengths, strict=True)]
-
-    def step(self, tokens_B: Tensor) -> Tensor:
-        for row, token in zip(self.rows, tokens_B.tolist(), strict=True):
-            row.append(token)
-        hidden: list[Tensor] = [torch.empty(0)] * len(self.rows)
-        for length in sorted({len(row) for row in self.rows}):
-            of = [number for number, row in enumerate(self.rows) if len(row) == length]
-            for number, hidden_LH in zip(of, self._forward([self.rows[number] for number in of]), strict=True):
-                hidden[number] = hidden_LH[-1]
-        return torch.stack(hidden)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
-
-    def _forward(self, sequences: list[list[int]]) -> Tensor:
-        """Hidden states of sequences of equal length, hidden_BLH."""
-        return forward(self.model, torch.tensor(sequences, device=self.model.device))
 
 
 # --- keys and values -------------------------------------------------------------------------------------------------

@@ -149,19 +149,16 @@ def teaching(groups: Sequence[K], loss: LossSection) -> list[K]:
     return [group for group in groups if loss.beta > 0 or loss.entropy > 0 or rewards_differ(group.rewards)]
 
 
-def plan(groups: Iterable[Known], *, row_tokens: int, packs: bool = True) -> list[Row]:
+def plan(groups: Iterable[Known], *, row_tokens: int) -> list[Row]:
     """Fill rows of `row_tokens` positions with the groups' trees, in the order of the groups.
 
     A row is full when the next tree does not fit. It is longer if one prompt and its completion need it: what the validator
-    accepted can be trained on. Without `packs`, each row is one completion behind its prompt (`model/tree`).
+    accepted can be trained on.
     """
     rows: list[list[GroupPart]] = []
     free = 0
     for group in groups:
         outline = outline_of(group)
-        if not packs:
-            rows += [[GroupPart(group, range(number, number + 1))] for number in range(len(outline.lengths))]
-            continue
         longest = outline.prompt_tokens + max(outline.lengths)
         for fitting in split_lengths(outline.prompt_tokens, outline.lengths, max(row_tokens, longest)):
             part = GroupPart(group, fitting)
@@ -173,9 +170,7 @@ def plan(groups: Iterable[Known], *, row_tokens: int, packs: bool = True) -> lis
     return [Row(parts) for parts in rows]
 
 
-def micro_batches(
-    groups: Sequence[Group], *, row_tokens: int, normalize_std: bool, packs: bool = True
-) -> list[MicroBatch]:
+def micro_batches(groups: Sequence[Group], *, row_tokens: int, normalize_std: bool) -> list[MicroBatch]:
     """Return all rows of these groups, packed."""
-    rows = plan(groups, row_tokens=row_tokens, packs=packs)
+    rows = plan(groups, row_tokens=row_tokens)
     return [row.packed(row.contents(), normalize_std=normalize_std) for row in rows]

@@ -37,7 +37,7 @@ from shoal.learner.report import shape_of
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, save_model, stored_shapes
 from shoal.model.logprobs import LossOf
-from shoal.model.numerics import Numerics, packs
+from shoal.model.numerics import Numerics
 from shoal.model.training import Scorer, compile_blocks, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
 
@@ -179,11 +179,6 @@ class Policy:
     def trained(self) -> int:
         """How many parameters are trained, on all ranks together."""
         return sum(master.numel() for master in self.masters.values())
-
-    @property
-    def packs(self) -> bool:
-        """Whether rows may hold several sequences."""
-        return packs(self.model)
 
     @property
     def lr(self) -> float:

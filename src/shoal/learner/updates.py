@@ -69,7 +69,7 @@ def train(policy: Policy, groups: Sequence[Known], config: Config) -> dict[str, 
 def share_of(policy: Policy, groups: Sequence[Known], config: Config) -> UpdateRows:
     """Plan the rows of one update's groups, and deal them. Groups that teach nothing have no row, but count."""
     settings, ranks = config.learner, policy.ranks
-    rows = plan(teaching(groups, settings.loss), row_tokens=settings.row_tokens, packs=policy.packs)
+    rows = plan(teaching(groups, settings.loss), row_tokens=settings.row_tokens)
     costs = [cost(row, policy.shape) for row in rows]
     order = dealing_order(costs, ranks.size)
     n_tokens = sum(group.n_tokens for group in groups)

@@ -5,10 +5,8 @@ Invariant: weights are read from safetensors only. They are written as one bf16 
 """
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,17 +19,14 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 from shoal.errors import first_line
-from shoal.model import adapters, attention, exact, logprobs, support
+from shoal.model import adapters, attention, exact
 from shoal.model.dtype import DtypeName, give_back
 from shoal.model.numerics import Numerics
 from shoal.model.products import repeatable_
-from shoal.model.sources import limit_
-from shoal.model.support import UnsupportedModelError
-from shoal.model.tree import EAGER, use_
+from shoal.model.support import UnsupportedModelError, check_config, compare_
 
 WEIGHTS = "model.safetensors"
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file counts as memory until it is closed
 
@@ -39,18 +34,12 @@ OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file coun
 def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", numerics: Numerics = "fast") -> Any:
     """The causal LM in `folder`, in eval mode. Return a transformers model (typed Any: transformers is untyped).
 
-    It computes packed rows with these numerics where that is right for the model, and otherwise one sequence a row, slower
-    and with fast numerics, which is logged once (`packs`, `numerics.of`).
-    Raise UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
+    Raise UnsupportedModelError for a model whose logprobs in packed rows are not those of plain transformers.
     """
     config = load_config(folder)
-
-    def load(picked: Numerics | None) -> Root | None:
-        model = _load(folder, config, dtype, device, picked)
-        return None if model is None else Root(model)
-
-    model = judged(folder, config, numerics, load).model
-    limit_(model, config.to_dict())
+    check_config(config, folder)
+    model = _load(folder, config, dtype, device, numerics)
+    compare_(model, folder)
     give_back()  # the comparison's copies
     return model
 
@@ -80,52 +69,8 @@ class Root(nn.Module):
         return compute(self.model)
 
 
-def judged(folder: Path, config: Any, numerics: Numerics, load: Callable[[Numerics | None], Root | None]) -> Root:
-    """The model that `load` gives for these numerics, or for None, put on the first path on which it is right.
-
-    Raise UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
-    """
-
-    @torch.no_grad()
-    def compare(root: Root) -> float:
-        return float(root(lambda model: support.difference(model, known, folder)))
-
-    why = support.acts_on_long(config)
-    root = None if why else load(numerics)
-    if root is not None:
-        known = _known(root, folder)
-        try:
-            differs = compare(root)
-            why = "" if differs <= support.TOLERANCE else f"packed rows differ by {differs:.2g} nats per token"
-        except UnsupportedModelError as error:
-            why = str(error)
-    else:
-        why = f"config field {why!r}" if why else "its attention cannot be replaced by Shoal's"
-    if why:
-        _say(f"{support.name_of(config, folder)} is computed one sequence a row, which is slower: {why}")
-        root = load(None) if root is None else root
-        assert root is not None  # transformers' own attention is always there
-        use_(root.model)
-        known = _known(root, folder)
-        differs = compare(root)
-        if not differs <= support.TOLERANCE:
-            raise UnsupportedModelError(
-                f"{support.name_of(config, folder)}: logprobs differ from plain transformers by {differs:.2g} nats per "
-                f"token ({support.TOLERANCE:g} is allowed), packed and one sequence a row; choose another model"
-            )
-    assert root is not None
-    return root
-
-
-@torch.no_grad()
-def _known(root: Root, folder: Path) -> support.Reference:
-    known: support.Reference = root(lambda model: support.reference(model, folder))
-    setattr(root.model, logprobs.ATTRIBUTE, known.change)
-    return known
-
-
-def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics | None) -> Any:
-    """The whole model, as `prepared_` makes it. None if its attention cannot be replaced."""
+def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics) -> Any:
+    """The whole model, as `prepared_` makes it."""
 
     def build(name: str) -> Any:
         with quiet(warnings=adapters.stored_in(config) is None):  # transformers does not know the adapters
@@ -139,38 +84,33 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
         return model.to(device)
 
     model = prepared_(build, config, numerics)
-    if model is not None and adapters.stored_in(config) is not None:
+    if adapters.stored_in(config) is not None:
         _load_adapters_(model, folder)
     return model
 
 
-def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics | None) -> Any:
-    """The model that `build` makes with the attention of this name, in eval mode, with its products and its adapters.
+def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics) -> Any:
+    """The model that `build` makes with Shoal's attention of this name, in eval mode, with its products and its adapters.
 
-    The attention is Shoal's, or transformers' own if `numerics` is None. None if the attention cannot be replaced.
+    Raise UnsupportedModelError if the model's attention cannot be replaced.
     """
-    name = {"exact": exact.NAME, "fast": attention.NAME, None: EAGER}[numerics]
-    if numerics is not None:
-        AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
-        AttentionMaskInterface.register(name, sdpa_mask)
+    name = {"exact": exact.NAME, "fast": attention.NAME}[numerics]
+    AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
     try:
         model = build(name).eval()
     except (KeyError, ValueError) as error:
-        if numerics is None or name not in str(error):
+        if name not in str(error):
             raise
-        return None
+        raise UnsupportedModelError(
+            f"{config.model_type}: its attention cannot be replaced by Shoal's; choose another model (docs/learner.md)"
+        ) from error
     if numerics == "exact":
         repeatable_(model)
     section = adapters.stored_in(config)
     if section is not None:
         adapters.attach_(model, section, exact=numerics == "exact")
     return model
-
-
-@cache
-def _say(message: str) -> None:
-    """Once in a process: learner and reference are two loads of one model."""
-    log.warning(message)
 
 
 @contextmanager

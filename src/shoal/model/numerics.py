@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.model import attention, exact, products
+from shoal.model import exact, products
 from shoal.model.dtype import DtypeName
 
 log = logging.getLogger(__name__)
@@ -38,11 +38,6 @@ def of(model: Any) -> Numerics:
     return "exact" if model.config._attn_implementation == exact.NAME else "fast"
 
 
-def packs(model: Any) -> bool:
-    """Whether the model computes packed rows; otherwise it is on the slow path (`tree`)."""
-    return model.config._attn_implementation in (attention.NAME, exact.NAME)
-
-
 def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
     """The numerics to load a model with; "auto" is exact where possible. Raise NumericsError for "exact" elsewhere."""
     if wanted == "fast":
@@ -61,8 +56,6 @@ def insist(wanted: str, model: Any) -> None:
     if wanted != "exact" or of(model) == "exact":
         return
     why = "learner.compile = true compiles kernels that sum in an order of their own"
-    if not packs(model):
-        why = f"{type(model).__name__} is computed one sequence a row, by transformers' own attention"
     raise NumericsError(f'model.numerics = "exact" cannot be had: {why}; set model.numerics = "auto" or "fast"')
 
 

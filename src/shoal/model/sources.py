@@ -7,10 +7,6 @@
 
 Invariant: a cache folder appears whole (temporary name, then rename) or not at all.
 Every role but the learner receives its model through SHARDCAST. Nothing here imports torch before a model is converted.
-
-Positions: with RoPE of type `dynamic` or `longrope` all positions turn differently once a sequence exceeds a length that the
-config names. Then a token's logprob would depend on how long its sequence becomes, and decoding would not agree with a
-prefill. So that length is the model's last position here, and `limit_` holds every forward to it.
 """
 
 import importlib.util
@@ -199,47 +195,8 @@ class TooManyTokensError(ShoalError):
 
 def positions(config: Mapping[str, Any]) -> int | None:
     """How many positions a model with this config.json has; None if it states none."""
-    text = config.get("text_config") or {}
-    stated = config.get("max_position_embeddings") or text.get("max_position_embeddings")
-    limits = [value for value in (stated, _until_rope_changes(config)) if isinstance(value, int)]
-    return min(limits, default=None)
-
-
-def _until_rope_changes(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence whose positions turn as those of shorter ones; None if all do."""
-    lengths = []
-    for section in (config, config.get("text_config") or {}):
-        for field in ("rope_parameters", "rope_scaling"):
-            rope = section.get(field) or {}
-            for one in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:  # one per layer type
-                kind = one.get("rope_type") or one.get("type")
-                if kind == "dynamic":
-                    lengths.append(section.get("max_position_embeddings"))
-                if kind in ("longrope", "su"):
-                    lengths.append(
-                        one.get("original_max_position_embeddings") or section.get("original_max_position_embeddings")
-                    )
-    return min((value for value in lengths if value), default=None)
-
-
-def limit_(model: Any, config: Mapping[str, Any]) -> None:
-    """Refuse forwards beyond the length at which RoPE changes. They raise TooManyTokensError."""
-    most = _until_rope_changes(config)
-    if most is None:
-        return
-
-    def check(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        at = kwargs.get("position_ids")
-        longest = kwargs["input_ids"].shape[-1] if at is None else int(at.max()) + 1
-        if longest > most:
-            raise TooManyTokensError(
-                f"a sequence of {longest} tokens: the model's RoPE changes beyond {most}, and with it the logprobs of all "
-                "tokens before; lower sampling.max_tokens"
-            )
-
-    from shoal.model.tree import body  # with torch, which reading a config does not need
-
-    body(model).register_forward_pre_hook(check, with_kwargs=True)
+    stated = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    return stated if isinstance(stated, int) else None
 
 
 def check_max_tokens(folder: Path, max_tokens: int) -> None:

@@ -1,15 +1,13 @@
-"""How Shoal computes a model, found out once when it is loaded: in packed rows, one sequence a row, or not at all.
+"""Which models Shoal computes, found out when one is loaded: those whose logprobs in packed rows are plain transformers'.
 
 Shoal packs the completions of several prompts into one row (`tree`) and tells them apart by its own attention
 (`attention`). A model that passes state between positions in another way ignores that: linear attention, state spaces,
-convolutions, position biases of its own, attention sinks and windows. It would train without an error, but wrongly. Such a
-model takes the slower path (`unpacked`).
+convolutions, position biases of its own, attention sinks and windows. It would train without an error, but wrongly. So such
+a model is refused.
 
-    change_of_logits   what happens behind the output head, from the config's fields and a comparison
-    acts_on_long       config fields that act only on long sequences, which a short comparison would not show
-    difference         between logprobs on the model's path and those of transformers' eager attention, one sequence a row
-
-Invariant: `load_model` returns no model whose logprobs differ from those of plain transformers.
+    check_config       refuse by config fields that act only on long sequences, which a short comparison would not show
+    compare_           refuse by a comparison with transformers' eager attention, one sequence a row; note what the model
+                       does behind its output head
 
 Tolerance. The comparison runs in float32 whatever dtype the model computes in, because bfloat16 hides the difference:
 SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
@@ -20,9 +18,9 @@ another expert.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UserError
 from shoal.model import attention, logprobs
-from shoal.model.tree import SHORTEST_ROOT, Tree, forward_hidden, pack, use_
+from shoal.model.tree import SHORTEST_ROOT, Tree, forward_hidden, pack
 
 TOLERANCE = 1e-3  # nats per token, mean
 LENGTH = 32  # tokens of each compared sequence: prompt and completion
@@ -51,6 +49,7 @@ WINDOW_FIELDS = (
     "index_topk_blocks",
 )
 WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+BENDING_ROPE = ("dynamic", "longrope", "su")  # all positions turn differently once a sequence exceeds some length
 
 
 class UnsupportedModelError(UserError):
@@ -66,33 +65,52 @@ def acts_on_long(config: Any) -> str:
     for kind in WINDOWED_LAYERS:
         if kind in (getattr(text, "layer_types", None) or ()):
             return f"layer_types: {kind}"
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:  # one per layer type
+        if one.get("rope_type") in BENDING_ROPE:
+            return f"rope_type: {one['rope_type']}"
     return "attn_logit_softcapping" if getattr(text, "attn_logit_softcapping", None) else ""
 
 
-def name_of(config: Any, folder: Path) -> str:
+def check_config(config: Any, folder: Path) -> None:
+    """Raise UnsupportedModelError for a model that a short comparison cannot judge."""
+    if field := acts_on_long(config):
+        raise UnsupportedModelError(
+            f"{_name(config, folder)} limits or bends attention over long sequences ({field}), which Shoal's does not; "
+            "choose another model (docs/learner.md)"
+        )
+
+
+def _name(config: Any, folder: Path) -> str:
     return f"{folder} ({', '.join(config.architectures or [config.model_type])})"
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Logprobs of the trees' completions by transformers alone, and what it does to its head's output."""
-
-    trees: list[Tree]
-    logprobs_N: Tensor
-    change: logprobs.Change
-
-
 @torch.no_grad()
-def reference(model: Any, folder: Path) -> Reference:
-    """By transformers' forward with eager attention, one sequence a row, in float32. Raise UnsupportedModelError."""
-    trees = _trees(model)
-    name = name_of(model.config, folder)
+def compare_(model: Any, folder: Path) -> None:
+    """Compare the model's logprobs with transformers' own, and note on it what it does behind its output head.
+
+    Raise UnsupportedModelError if they differ.
+    """
+    name = _name(model.config, folder)
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no output head that transformers names")
+    trees = _trees(model)
     with _explained(f"{name} cannot be computed"), _in_float32(model):
-        ids_BL = torch.tensor([[*tree.prompt, *of] for tree in trees for of in tree.completions], device=model.device)
-        raw_BLV, logits_BLV = _plain_logits(model, ids_BL)
-        _, begun_BSV = _plain_logits(model, ids_BL[:, : ids_BL.shape[1] // 2])
+        change, wanted_N = _reference(model, trees, name)
+        setattr(model, logprobs.ATTRIBUTE, change)
+        differs = float((_own_logprobs(model, trees) - wanted_N).abs().mean())
+    if not differs <= TOLERANCE:
+        raise UnsupportedModelError(
+            f"{name}: logprobs in packed rows differ from plain transformers by {differs:.2g} nats per token "
+            f"({TOLERANCE:g} is allowed); choose another model (docs/learner.md)"
+        )
+
+
+def _reference(model: Any, trees: list[Tree], name: str) -> tuple[logprobs.Change, Tensor]:
+    """What transformers alone does behind the head, and the logprobs of the completions, one sequence a row."""
+    ids_BL = torch.tensor([[*tree.prompt, *of] for tree in trees for of in tree.completions], device=model.device)
+    raw_BLV, logits_BLV = _plain_logits(model, ids_BL)
+    _, begun_BSV = _plain_logits(model, ids_BL[:, : ids_BL.shape[1] // 2])
     ahead = (
         (begun_BSV.float().log_softmax(-1) - logits_BLV[:, : begun_BSV.shape[1]].float().log_softmax(-1)).abs().mean()
     )
@@ -108,8 +126,7 @@ def reference(model: Any, folder: Path) -> Reference:
     prompts = [len(tree.prompt) for tree in trees for _ in tree.completions]
     logp_BLV = logits_BLV[:, :-1].float().log_softmax(-1)
     logp_BL = logp_BLV.gather(-1, ids_BL[:, 1:, None])[..., 0]
-    logprobs_N = torch.cat([logp_L[prompt - 1 :] for logp_L, prompt in zip(logp_BL, prompts, strict=True)])
-    return Reference(trees, logprobs_N, change)
+    return change, torch.cat([logp_L[prompt - 1 :] for logp_L, prompt in zip(logp_BL, prompts, strict=True)])
 
 
 def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.Change | None:
@@ -126,20 +143,11 @@ def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.Chang
     return None
 
 
-@torch.no_grad()
-def difference(model: Any, known: Reference, folder: Path) -> float:
-    """Mean difference, in nats per token, of logprobs on the model's path. Raise UnsupportedModelError if it has none."""
-    with _explained(f"{name_of(model.config, folder)} cannot be computed"), _in_float32(model):
-        found_N = _own_logprobs(model, known.trees)
-    value = float((found_N - known.logprobs_N).abs().mean())
-    return value if value == value else float("inf")
-
-
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError):
+    except (torch.OutOfMemoryError, MemoryError, UnsupportedModelError):
         raise
     except Exception as error:  # whatever a model does that does not know packed rows
         reason = (str(error).splitlines() or [""])[0][:200]
@@ -180,13 +188,18 @@ def _plain_logits(model: Any, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
     own = model.config._attn_implementation
     given: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: given.append(output))
-    use_(model)
+    _use_(model, "eager")  # every architecture has it, and it knows sinks and caps
     try:
         logits_BLV: Tensor = model(input_ids=ids_BL, use_cache=False).logits
     finally:
         hook.remove()
-        use_(model, own)
+        _use_(model, own)
     return given[-1], logits_BLV
+
+
+def _use_(model: Any, attention: str) -> None:
+    model.set_attn_implementation(attention)
+    model.config._attn_implementation = attention  # old architectures have one and do not take it, but make masks by it
 
 
 @contextmanager

@@ -7,8 +7,8 @@ activations. In shards no rank ever holds all of the weights, or reads more of t
     2. shard it: each parameter gets its shape on this rank, still without memory
     3. allocate the shards, and read this rank's rows of each tensor from the safetensors files
 
-First the model is loaded so in float32 and compared with plain transformers (`load.judged`), block by block gathered, like
-any model; then again to be trained. Each load reads 1/N of the files on each of N ranks.
+First the model is loaded so in float32 and compared with plain transformers (`support.compare_`), block by block gathered,
+like any model; then again to be trained. Each load reads 1/N of the files on each of N ranks.
 Invariant: the same weights, buffers and random state as after a whole load that is sharded then.
 Left out: files whose tensors are not named as transformers names them (experts that
 it stacks, quantised weights): `Weights.why_not` says so, and they are loaded whole on every rank.
@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shoal.model import logprobs, numerics
-from shoal.model.load import OPENED_FOR, WEIGHTS, Root, judged, load_config, prepared_, tied_names
+from shoal.model.load import OPENED_FOR, WEIGHTS, Root, load_config, prepared_, tied_names
 from shoal.model.logprobs import LossOf, change_of, chosen_logprobs, chosen_loss
-from shoal.model.numerics import Numerics, packs
-from shoal.model.sources import limit_
-from shoal.model.tree import Pack, forward_hidden, use_
+from shoal.model.numerics import Numerics
+from shoal.model.support import check_config, compare_
+from shoal.model.tree import Pack, forward_hidden
 
 INDEX = f"{WEIGHTS}.index.json"
 
@@ -144,18 +144,13 @@ class Sharded:
     folder: Path
     device: torch.device
     weights: Weights
-    numerics: Numerics | None
-    packs: bool
+    numerics: Numerics
     change: logprobs.Change
 
     def skeleton(self) -> Any:
         """The model on the meta device, ready but for its weights."""
-        config = load_config(self.folder)
-        model = skeleton(self.folder, config, self.numerics)
-        if not self.packs:
-            use_(model)
+        model = skeleton(self.folder, load_config(self.folder), self.numerics)
         setattr(model, logprobs.ATTRIBUTE, self.change)
-        limit_(model, config.to_dict())
         return model
 
     def fill_(self, root: nn.Module, *, host: bool = False) -> None:
@@ -170,31 +165,25 @@ def opened(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Shar
     Raise UnsupportedModelError, as `load_model` does.
     """
     config = load_config(folder)
+    check_config(config, folder)
     weights = Weights(folder)
-    picked: list[Numerics | None] = []
-
-    def load(numerics: Numerics | None) -> Root | None:
+    with torch.random.fork_rng():
         model = skeleton(folder, config, numerics)
-        if model is None:
-            return None
-        picked.append(numerics)
+        if why := weights.why_not(model):
+            return why
         root = Root(model)
         shard(root, torch.float32)
         allocate_(root, torch.device(device))
         weights.fill_(model)
-        return root
-
-    with torch.random.fork_rng():
-        if why := weights.why_not(skeleton(folder, config, None)):
-            return why
-        model = judged(folder, config, numerics, load).model
-    sharded = Sharded(folder, torch.device(device), weights, picked[-1], packs(model), logprobs.change_of(model))
+        root(lambda model: compare_(model, folder))
+    sharded = Sharded(folder, torch.device(device), weights, numerics, logprobs.change_of(model))
+    del root
     del model
     gc.collect()  # FSDP's hooks are in cycles, which would keep the shards
     return sharded
 
 
-def skeleton(folder: Path, config: Any, numerics: Numerics | None) -> Any:
+def skeleton(folder: Path, config: Any, numerics: Numerics) -> Any:
     """The model in eval mode without weights: parameters on the meta device, buffers and adapters real."""
 
     from accelerate import init_empty_weights  # type: ignore[import-untyped]

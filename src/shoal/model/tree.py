@@ -12,13 +12,8 @@ environment (`turns`) are attended to, but are not targets.
     row:   r0 r1 | p2 | a0 a1 a2 | b0 b1 || q2 q3 | c0 c1
     pos:    0  1    2    3  4  5    3  4     2  3    4  5     both prompts begin with the root r
 
-The slow path is for models that packed rows would compute wrongly (`support`): state spaces, linear attention, convolutions,
-position biases, sinks, windows and soft-capped attention pass something between positions, or limit it, in ways that
-Shoal's attention does not know. There a completion is computed behind its own copy of the prompt, alone, by transformers'
-eager attention, so every model computes its sequences correctly.
-
 Invariant: targets keep their order (tree by tree, completion by completion).
-Left out: beginnings that only some of a row's prompts share; on the slow path sharing the prompt, batches, caches.
+Left out: beginnings that only some of a row's prompts share; models that this would compute wrongly (`support`).
 The learner (training) and the validator (prefill) compute trees. The engine decodes with a KV cache instead.
 """
 
@@ -34,11 +29,10 @@ from torch import Tensor, nn
 
 from shoal.model import numerics
 from shoal.model.attention import Layout, Span
-from shoal.model.numerics import ROW_UNIT, packs
+from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
 
 Ids = Sequence[int] | np.ndarray[Any, Any]  # token ids
-EAGER = "eager"  # transformers' attention without kernels: every model has it, and it knows sinks and caps
 SHORTEST_ROOT = 8  # tokens; attending to fewer apart saves next to nothing
 
 
@@ -180,10 +174,8 @@ def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:
 def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
     """Final hidden states of every position of the row. Return hidden_TH, with padding behind it if numerics are exact.
 
-    `cache`: a transformers cache, which sees each block's keys and values; for models that compute packed rows.
+    `cache`: a transformers cache, which sees each block's keys and values.
     """
-    if not packs(model):
-        return _forward_sequences(model, packed)
     padding = -len(packed.tokens_T) % ROW_UNIT if numerics.of(model) == "exact" else 0
     output = body(model)(
         input_ids=F.pad(packed.tokens_T, (0, padding))[None],
@@ -197,42 +189,9 @@ def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
     return hidden_1TH[0]
 
 
-# --- the slow path -----------------------------------------------------------------------------------------------------
-
-
 def body(model: Any) -> Any:
     """The model without its output head."""
     for inner in (model.base_model, model.get_decoder()):
         if inner is not model:
             return inner
     return model.model  # transformers names no part of Llama 4's text model
-
-
-def use_(model: Any, name: str = EAGER) -> None:
-    """Put the model on the slower path, or on that of another attention."""
-    model.set_attn_implementation(name)
-    model.config._attn_implementation = (
-        name  # old architectures have one attention and do not take it, but make masks by it
-    )
-
-
-def _forward_sequences(model: Any, packed: Pack) -> Tensor:
-    """Final hidden states of every position of the row; those of a prompt are its first sequence's. Return hidden_TH."""
-    parts: list[Tensor] = []
-    root = packed.layout.root
-    for span in packed.layout.spans:
-        prompt = torch.cat([packed.tokens_T[:root], packed.tokens_T[span.start : span.branches]])
-        at = span.branches
-        for number, length in enumerate(span.completions or (0,)):
-            tokens_L = torch.cat([prompt, packed.tokens_T[at : at + length]])
-            hidden_LH = forward(model, tokens_L[None])[0]
-            known = len(prompt) if number else root if parts else 0
-            parts.append(hidden_LH[known:])
-            at += length
-    return torch.cat(parts)
-
-
-def forward(model: Any, tokens_BL: Tensor) -> Tensor:
-    """Final hidden states of sequences of equal length. Return hidden_BLH."""
-    hidden_BLH: Tensor = body(model)(input_ids=tokens_BL, use_cache=False).last_hidden_state
-    return hidden_BLH

@@ -125,16 +125,9 @@ def plan(lengths: Sequence[int], settings: SftSection, seed: int) -> list[tuple[
     return updates
 
 
-def micro_batches(examples: Sequence[Example], *, row_tokens: int, packs: bool = True) -> list[SftBatch]:
-    """Pack conversations side by side into rows of `row_tokens`. Every token appears exactly once.
-
-    Without `packs`, each has a row of its own (`model/unpacked`).
-    """
-    rows = (
-        assign_rows([len(example.tokens) for example in examples], row_tokens)
-        if packs
-        else [[i] for i in range(len(examples))]
-    )
+def micro_batches(examples: Sequence[Example], *, row_tokens: int) -> list[SftBatch]:
+    """Pack conversations side by side into rows of `row_tokens`. Every token appears exactly once."""
+    rows = assign_rows([len(example.tokens) for example in examples], row_tokens)
     return [
         SftBatch(
             pack([examples[i].tree for i in row]),
@@ -242,7 +235,7 @@ class Sft(Training):
         return loss
 
     def _micro_batches(self, examples: Sequence[Example]) -> list[SftBatch]:
-        return micro_batches(examples, row_tokens=self.config.sft.max_tokens, packs=self.policy.packs)
+        return micro_batches(examples, row_tokens=self.config.sft.max_tokens)
 
 
 def open_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
