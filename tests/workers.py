@@ -40,7 +40,6 @@ class FakeNode:
     tokens: int = 0
     fingerprint: Fingerprint | None = None
     renewals: int = 0
-    direct: bool = False
     working_on: list[str] = field(default_factory=list)
     finished: Finished | None = None
     uploads: dict[str, bytes] = field(default_factory=dict)
@@ -53,7 +52,7 @@ class FakeNode:
     def renewal(self) -> int | None:
         return None
 
-    def put(self, path: str, data: bytes, answer: Any) -> Any:
+    def send_file(self, path: str, data: bytes) -> Any:
         self.uploads[path] = data
 
 

@@ -16,10 +16,11 @@ from shoal.config import parse
 from shoal.coordinator.http.reports import Costly
 from shoal.coordinator.http.serving import serve_forever
 from shoal.coordinator.operating import invite_from
+from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import FILE as ADDRESS
 from shoal.protocol.invite import AddressError, Invite
-from shoal.protocol.messages import Evaluation, Ok, Status
+from shoal.protocol.messages import Evaluation, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Access, Client, FetchError, PublishError
 from shoal.shardcast.fetch.client import fetch_published

@@ -17,6 +17,7 @@ from shoal.coordinator.http.reports import read_metrics, read_status
 from shoal.coordinator.pool import Pool
 from shoal.ledger.connection import Connection, SqliteConnection
 from shoal.ledger.table import Ledger
+from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import (
     Assignment,
@@ -30,7 +31,6 @@ from shoal.protocol.messages import (
     Reason,
     Replay,
     Spent,
-    Status,
     Verdict,
 )
 

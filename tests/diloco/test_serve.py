@@ -216,14 +216,6 @@ def test_a_meeting_of_another_key_is_not_believed(tmp_path: Path) -> None:
             remote.join(Greeting(about=ABOUT, round=0, digests=[]))
 
 
-def test_a_wrong_clock_is_corrected(tmp_path: Path) -> None:
-    with served(tmp_path / "meet", terms()) as host:
-        remote = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=20.0)
-        remote.node.clock.clock = lambda: time.time() - 3600
-        assert remote.join(Greeting(about=ABOUT, round=0, digests=[])).round == 0
-        assert remote.node.clock.offset_s == pytest.approx(3600, abs=30)
-
-
 def test_bad_bytes_and_a_round_that_is_over_are_refused_with_the_reason(tmp_path: Path) -> None:
     with served(tmp_path / "meet", terms()) as host:
         a = Trainee(host, "site-a", tmp_path)

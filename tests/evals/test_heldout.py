@@ -12,7 +12,8 @@ from shoal.config import parse
 from shoal.engine.protocol import Completion, Respond, Sampling
 from shoal.evals.heldout import Evaluator
 from shoal.model.load import load_tokenizer
-from shoal.protocol.messages import Evaluation, HeartbeatAnswer, History, Ok
+from shoal.protocol.history import History
+from shoal.protocol.messages import Evaluation, HeartbeatAnswer, Ok
 from shoal.shardcast import FetchError
 
 from ..turns import EOS, config

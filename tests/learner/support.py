@@ -124,14 +124,13 @@ class Store:
     def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
         self.files = {f"/v1/accepted/{submission(i)}": data for i, data in enumerate(files)}
         self.invite = SimpleNamespace(run="run")
-        self.direct = False
         self.validator = validator
         self.asked: list[str] = []
 
     def descriptor(self) -> Any:
         return SimpleNamespace(keys={"validator": [self.validator], "worker": [STRANGER.public]})
 
-    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
+    def fetch_file(self, path: str, *, most_bytes: int) -> bytes:
         self.asked.append(path)
         return self.files[path]
 

@@ -72,8 +72,8 @@ class Slow(Pool):
         super().__init__(*files)
         self.fetched = threading.Event()
 
-    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
-        data = super().get_bytes(path, most_bytes=most_bytes)
+    def fetch_file(self, path: str, *, most_bytes: int) -> bytes:
+        data = super().fetch_file(path, most_bytes=most_bytes)
         self.fetched.set()
         return data
 

@@ -8,9 +8,8 @@ import httpx
 import pytest
 
 from shoal.protocol import history
-from shoal.protocol.history import PoolWatch, UnreachableError
+from shoal.protocol.history import History, PoolWatch, Status, UnreachableError
 from shoal.protocol.invite import Address, AddressError, find_coordinator, server_url
-from shoal.protocol.messages import History, Status
 from tests.watch.support import status
 
 URL = "http://pool:8700"

@@ -13,14 +13,13 @@ import pytest
 from shoal.config import Config
 from shoal.errors import restart_helps
 from shoal.protocol import node as node_module
-from shoal.protocol.calling import NodeError, PoolClock, RefusedError
+from shoal.protocol.calling import NodeError, RefusedError, StoppedError
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION
-from shoal.protocol.node import Node
 from shoal.shardcast import Arrival
 
-from .support import COORDINATOR, OTHER, RUN, FakeCoordinator, answered, invite, join, signer_of
+from .support import COORDINATOR, OTHER, RUN, FakeCoordinator, join, signer_of
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 
@@ -34,19 +33,17 @@ def test_joining_makes_a_key_and_shows_the_invite_under_it(tmp_path: Path) -> No
     assert open_payload(body["invite"], COORDINATOR.public, RUN).name == "w-0"
     assert body["url"] == "http://me:2"
     assert node.name == "w-0" and signer == node.identity.public == Identity.load(tmp_path / "identity.pem").public
+    assert join(FakeCoordinator(), tmp_path).identity.public == signer, "joining again keeps the key"
 
 
-def test_joining_again_keeps_the_key(tmp_path: Path) -> None:
-    first = join(FakeCoordinator(), tmp_path)
-    assert join(FakeCoordinator(), tmp_path).identity.public == first.identity.public
-
-
-def test_a_refused_invite_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("status", "helps"), [(403, False), (499, False), (500, True), (502, True)])
+def test_a_refused_invite_says_why_and_is_not_tried_again(tmp_path: Path, status: int, helps: bool) -> None:
     coordinator = FakeCoordinator()
-    coordinator.answers["/v1/register"] = httpx.Response(403, json={"error": "the invite has expired"})
+    coordinator.answers["/v1/register"] = httpx.Response(status, json={"error": "the invite has expired"})
     with pytest.raises(RefusedError, match="the invite has expired") as caught:
         join(coordinator, tmp_path)
-    assert caught.value.status == 403 and len(coordinator.requests) == 1, "a no is not asked for again"
+    assert caught.value.status == status and len(coordinator.requests) == 1, "a no is not asked for again"
+    assert restart_helps(caught.value) is helps and restart_helps(NodeError("away"))
 
 
 # --- whom to believe -------------------------------------------------------------------------------------------------
@@ -90,32 +87,15 @@ def test_an_older_coordinator_that_cannot_read_the_registration_is_told_as_such(
         join(coordinator, tmp_path)
 
 
-def test_waiting_for_a_key_names_the_role_that_did_not_come(tmp_path: Path) -> None:
-    node = join(FakeCoordinator(), tmp_path, patience_s=0.05)
-    with pytest.raises(NodeError, match="no origin joined run run-0"):
-        node.wait_for_key("origin", threading.Event())
-
-
-def test_waiting_for_a_key_can_be_stopped(tmp_path: Path) -> None:
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(NodeError, match="stopped"):
-        join(FakeCoordinator(), tmp_path).wait_for_key("origin", stop)
-
-
-def test_the_first_key_of_a_role_is_the_one(tmp_path: Path) -> None:
+def test_the_first_key_of_a_role_is_waited_for(tmp_path: Path) -> None:
     coordinator = FakeCoordinator(keys={"origin": ["a" * 64, "b" * 64]})
-    assert join(coordinator, tmp_path).wait_for_key("origin", threading.Event()) == "a" * 64
-
-
-@pytest.mark.parametrize(("status", "helps"), [(403, False), (499, False), (500, True), (502, True)])
-def test_a_refused_invite_is_not_tried_again_by_a_restart(tmp_path: Path, status: int, helps: bool) -> None:
-    coordinator = FakeCoordinator()
-    coordinator.answers["/v1/register"] = httpx.Response(status, json={"error": "no"})
-    with pytest.raises(RefusedError) as caught:
-        join(coordinator, tmp_path)
-    assert restart_helps(caught.value) is helps
-    assert restart_helps(NodeError("away")) is True
+    node, stop = join(coordinator, tmp_path, patience_s=0.05), threading.Event()
+    assert node.wait_for_key("origin", stop) == "a" * 64
+    with pytest.raises(NodeError, match="no learner joined run run-0"):
+        node.wait_for_key("learner", stop)
+    stop.set()
+    with pytest.raises(StoppedError, match="stopped"):
+        node.wait_for_key("learner", stop)
 
 
 def test_joining_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,10 +115,10 @@ def test_a_beat_tells_what_the_node_does(tmp_path: Path) -> None:
     time.sleep(0.02)
     node.doing("work", waiting=True)
     time.sleep(0.02)
-    node.doing("something")
+    node.doing("y" * 300)
     answer = node.beat(wants_task=True)
     (beat,) = coordinator.beats()
-    assert (beat.policy_version, beat.wants_task, beat.stats.tokens, beat.stats.doing) == (7, True, 42, "something")
+    assert (beat.policy_version, beat.wants_task, beat.stats.tokens, beat.stats.doing) == (7, True, 42, "y" * 80)
     assert 0.02 <= beat.stats.waiting_s < beat.stats.busy_s + 1 and beat.stats.busy_s >= 0.02
     assert node.answer == answer and answer.newest_version == 3
 
@@ -154,14 +134,6 @@ def test_time_counts_as_busy_or_waiting_by_what_the_node_did(tmp_path: Path, mon
     node.beat()
     stats = coordinator.beats()[0].stats
     assert (stats.busy_s, stats.waiting_s, stats.waiting) == (10.0, 5.0, True)
-
-
-def test_a_long_doing_is_cut_not_refused(tmp_path: Path) -> None:
-    coordinator = FakeCoordinator()
-    node = join(coordinator, tmp_path)
-    node.doing("y" * 300)
-    node.beat()
-    assert coordinator.beats()[0].stats.doing == "y" * 80
 
 
 def test_the_fastest_senders_of_a_download_are_reported(tmp_path: Path) -> None:
@@ -201,38 +173,3 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
         time.sleep(0.01)
-
-
-# --- clocks ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("off_s", [-600.0, 600.0])
-def test_a_node_whose_clock_is_minutes_off_joins_by_the_coordinators_time(
-    tmp_path: Path, off_s: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Refused once, with the time in the refusal; accepted when it asks again."""
-    coordinator, statuses = FakeCoordinator(), []
-
-    def checked(request: httpx.Request) -> httpx.Response:
-        response = coordinator(request)
-        created = int(request.headers["signature-input"].partition("created=")[2].partition(";")[0])
-        if abs(created - time.time()) > 60:
-            response = answered(request, httpx.Response(401, text='{"error": "stale: check the clock"}'))
-        statuses.append(response.status_code)
-        return response
-
-    clock = PoolClock(lambda: time.time() + off_s)
-    node = Node.join(invite(), tmp_path, patience_s=5.0, transport=httpx.MockTransport(checked), clock=clock)
-    assert node.name == "w-0" and statuses == [401, 200]
-    assert "the coordinator's; its requests carry the coordinator's time" in caplog.text
-    assert node.beat().state == "running" and statuses == [401, 200, 200]
-
-
-def test_a_refusal_that_nobody_signed_changes_no_clock(tmp_path: Path) -> None:
-    coordinator = FakeCoordinator()
-    coordinator.signer = None
-    coordinator.answers["/v1/register"] = httpx.Response(401, text='{"error": "stale"}')
-    clock = PoolClock(lambda: time.time() + 600)
-    with pytest.raises(NodeError, match="did not answer"):
-        Node.join(invite(), tmp_path, patience_s=0.3, transport=httpx.MockTransport(coordinator), clock=clock)
-    assert clock.offset_s == 0

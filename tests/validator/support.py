@@ -46,14 +46,13 @@ class ValidatorsNode(FakeNode):
     """The part of a `Node` that only validators use."""
 
     identity: Identity = VALIDATOR
-    direct: bool = False
     files: dict[str, bytes] = field(default_factory=dict)  # submission -> what was uploaded
     owner: str | None = None
 
     def get(self, path: str, answer: type[ContentOwner]) -> ContentOwner:
         return ContentOwner(submission=self.owner)
 
-    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
+    def fetch_file(self, path: str, *, most_bytes: int) -> bytes:
         return self.files[path.removeprefix("/v1/submissions/")]
 
 

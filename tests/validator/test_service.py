@@ -212,8 +212,8 @@ class ScriptedNode(ValidatorsNode):
     def renewal(self) -> int | None:
         return None
 
-    def put(self, path: str, data: bytes, answer: Any) -> Any:
-        super().put(path, data, answer)
+    def send_file(self, path: str, data: bytes) -> Any:
+        super().send_file(path, data)
         if self.refusal is not None:
             raise self.refusal
         return Stored(size_bytes=len(data), hash="7" * 64)

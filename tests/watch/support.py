@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Evaluation, NodeStatus, Status
+from shoal.protocol.history import NodeStatus, RunHistory, Status
+from shoal.protocol.messages import Evaluation
 
 
 def node(name: str, role: str = "worker", **values: Any) -> NodeStatus:

@@ -1,6 +1,6 @@
 """Figures are short, and right."""
 
-from shoal.protocol.messages import Exactness, Status
+from shoal.protocol.history import Exactness, Status
 from shoal.watch.figures import Pace, clean, count, duration, eta_s, exactness, memory, sparkline
 
 from .support import Seen, node, status, step

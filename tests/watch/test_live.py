@@ -6,7 +6,7 @@ import termios
 
 from rich.console import Console
 
-from shoal.protocol.messages import Signal, WorkerSample
+from shoal.protocol.history import Signal, WorkerSample
 from shoal.watch.terminal.live import Keys, LiveView
 
 from .support import Seen, finished, mid_run, node, status, step

@@ -7,8 +7,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from shoal.protocol.history import PoolWatch, UnreachableError
-from shoal.protocol.messages import History
+from shoal.protocol.history import History, PoolWatch, UnreachableError
 from shoal.watch.terminal.live import PATIENCE_S, show, watch
 from tests.watch.support import status
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from shoal.protocol.history import MAX_SAMPLES
-from shoal.protocol.messages import Evaluation, History, WorkerSample
+from shoal.protocol.history import MAX_SAMPLES, History, WorkerSample
+from shoal.protocol.messages import Evaluation
 from shoal.watch.record import Record
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.protocol.messages import LARGEST, NodeStatus, Signal
+from shoal.protocol.history import NodeStatus, Signal
+from shoal.protocol.messages import LARGEST
 from shoal.watch.figures import Pace, weights_tree, words_in
 from shoal.watch.terminal.screen import render
 

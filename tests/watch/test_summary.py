@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from shoal.config import Config
-from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Evaluation, Exactness, NodeStatus, Stats, Status
+from shoal.protocol.history import Exactness, NodeStatus, RunHistory, Status
+from shoal.protocol.messages import Evaluation, Stats
 from shoal.watch.plot import draw_curve, smoothed
 from shoal.watch.summary import Leg, summary_table, write_report
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.config import Config, ConfigError, parse
-from shoal.protocol.messages import WorkerSample
+from shoal.protocol.history import WorkerSample
 from shoal.watch.trackers import Nowhere, TrackerError, open_tracker
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.calling import RefusedError
-from shoal.protocol.messages import Assignment, HeartbeatAnswer, Stored
+from shoal.protocol.messages import Assignment, HeartbeatAnswer
 from shoal.store.rollouts import read_submission
 from shoal.worker.loop import SHORT_S, Worker, follow
 from shoal.worker.produce import Producer
@@ -48,10 +48,10 @@ class ScriptedNode(FakeNode):
         self.asked_with.append(self.policy_version)
         return self.answers.pop(0)
 
-    def put(self, path: str, data: bytes, answer: type[Stored]) -> None:
+    def send_file(self, path: str, data: bytes) -> None:
         if path in self.refusals:
             raise self.refusals[path]
-        super().put(path, data, answer)
+        super().send_file(path, data)
 
 
 @dataclass
@@ -218,10 +218,10 @@ class SlowUploads(ScriptedNode):
             self.asked.set()
         return super().beat(wants_task=wants_task)
 
-    def put(self, path: str, data: bytes, answer: type[Stored]) -> None:
+    def send_file(self, path: str, data: bytes) -> None:
         assert self.asked.wait(60), "the worker waits for this upload before it asks for the next task"
         self.asked.clear()
-        super().put(path, data, answer)
+        super().send_file(path, data)
 
 
 def test_it_asks_for_the_next_task_while_it_uploads_and_names_the_file(
@@ -349,9 +349,9 @@ class Renewing(ScriptedNode):
     def renewal(self) -> int | None:
         return 1 if self.asked_with[1:] and not self.renewals else None
 
-    def put(self, path: str, data: bytes, answer: type[Stored]) -> None:
+    def send_file(self, path: str, data: bytes) -> None:
         time.sleep(2 * SHORT_S)
-        super().put(path, data, answer)
+        super().send_file(path, data)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "renewals" and value:

@@ -16,10 +16,10 @@ from aiohttp import web
 
 from shoal.config import Config
 from shoal.files import write_file
-from shoal.protocol.calling import PoolClock
+from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, server_url
-from shoal.protocol.messages import Ok, Policy, Status
+from shoal.protocol.messages import Ok, Policy
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
 from shoal.shardcast.connections import server_context
@@ -158,11 +158,9 @@ async def serve_store(
 ) -> str:
     """Serve the store to the pool's nodes, join with the address, and run `live`. `default`: the config's host, port."""
     host, port = listen.or_else(*default)
-    clock = PoolClock()  # dates the passes that readers show, as the pool's nodes date theirs
     guard = Guard(
         audience=invite.run,
         pool_key=None if config.relays.public else invite.key,
-        clock=clock,
     )
     relays = config.relays
     tls = server_context(_path(relays.tls_cert), _path(relays.tls_key))
@@ -172,7 +170,7 @@ async def serve_store(
         url = listen.url or here
         guard.servers = frozenset({url})
         log.info("listening at %s%s", here, f", announced as {url}" if url != here else "")
-        node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop, clock=clock)
+        node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)
         with node.heart():
             banning = asyncio.create_task(_ban(node, guard))
             try:

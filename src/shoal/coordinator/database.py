@@ -24,8 +24,8 @@ from shoal.coordinator import groups, nodes, submissions
 from shoal.ledger.chain import JSON
 from shoal.ledger.connection import SERIAL, Connection, table_digest
 from shoal.ledger.table import Ledger
-from shoal.protocol.history import MAX_SAMPLES
-from shoal.protocol.messages import VERSION, Evaluation, History, WorkerSample
+from shoal.protocol.history import MAX_SAMPLES, History, WorkerSample
+from shoal.protocol.messages import VERSION, Evaluation
 from shoal.protocol.pace import Refusal
 
 FORMAT = 11  # of a run's tables, manifests and submissions; a run in another format is not resumed

@@ -9,7 +9,8 @@ order.
 from dataclasses import dataclass
 
 from shoal.ledger.connection import SERIAL, Connection
-from shoal.protocol.messages import MILLION, GroupResult, Signal
+from shoal.protocol.history import Signal
+from shoal.protocol.messages import MILLION, GroupResult
 
 SCHEMA = [
     f"""CREATE TABLE IF NOT EXISTS groups (

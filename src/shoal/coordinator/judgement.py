@@ -21,7 +21,8 @@ from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.submissions import UNSETTLED, Submission
 from shoal.coordinator.trust import Trust
-from shoal.protocol.messages import HARD, Assignment, Claim, Claims, ContentOwner, Reason, Verdict, WorkerSample
+from shoal.protocol.history import WorkerSample
+from shoal.protocol.messages import HARD, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
 
 # Soft reasons that rest on the file alone. What a program of the model's printed (`unrepeatable`) is nobody's fault.
 UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)

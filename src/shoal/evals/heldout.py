@@ -20,8 +20,8 @@ from shoal.model.dtype import give_back
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sampling import rollout_seed
 from shoal.model.turns import last_turn
-from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Evaluation, History, Ok
+from shoal.protocol.history import History, RunHistory
+from shoal.protocol.messages import Evaluation, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
 from shoal.shardcast.fetch.client import fetch_published

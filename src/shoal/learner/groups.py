@@ -30,7 +30,6 @@ from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import model_tokens
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.protocol.node import Node
-from shoal.protocol.transfer import fetch_file
 from shoal.store.columns import Column, Columns
 from shoal.store.rollouts import Header, RolloutFileError, accepted_columns
 from shoal.tasks.derive import max_rollouts
@@ -218,7 +217,7 @@ def gathering(node: Node, config: Config, quarantine: Path) -> Gathering:
     limit = config.coordinator.max_submission_bytes  # the coordinator takes no larger file from a validator either
 
     def download(submission: str) -> bytes:
-        return fetch_file(node, f"/v1/accepted/{submission}", most_bytes=limit)
+        return node.fetch_file(f"/v1/accepted/{submission}", most_bytes=limit)
 
     return Gathering(download, run=node.invite.run, config=config, quarantine=quarantine)
 

@@ -43,7 +43,8 @@ from shoal.learner.loop import Learner, drop_old_versions
 from shoal.learner.policy import Policy
 from shoal.model.load import WEIGHTS
 from shoal.protocol.calling import StoppedError
-from shoal.protocol.messages import Batch, BatchGroup, Ok, Status, StepReport
+from shoal.protocol.history import Status
+from shoal.protocol.messages import Batch, BatchGroup, Ok, StepReport
 from shoal.protocol.node import Node
 from shoal.shardcast.manifest import version_name
 

@@ -2,7 +2,7 @@
 
 Invariants: no answer is believed that the coordinator's key, which is in the invite, has not signed for this very request
 (`signing`): another counts as none, and the request is repeated. No answer takes more memory than its caller allows. Once
-`stop` is set, no request takes longer than GRACE_S. Reading any server's answer ends unless its body comes at LEAST_BPS, and
+`stop` is set, no request takes longer than STOP_S. Reading any server's answer ends unless its body comes at LEAST_BPS, and
 a compressed body is refused: a few bytes of it could become any number.
 `node` adds membership to it. SHARDCAST has a client of its own.
 """
@@ -26,26 +26,28 @@ from shoal.protocol.signing import UnsignedAnswerError, check_answer
 
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
 LONGEST_PAUSE_S = 2.0  # between two of its attempts; the first are closer
-GRACE_S = 1.0  # for a request in flight when this process is told to stop
+STOP_S = 1.0  # for a request in flight when this process is told to stop
 ASKING = 0.2  # of its time, at most, a node waits for answers to what it asks again and again
 LOOK_S = 0.1  # between two looks at the stop event
 SEND_BYTES = 1 << 20  # of a body, handed over at once
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
 PLAIN = {"accept-encoding": "identity"}  # of a request
 LEAST_BPS, GRACE_S = 1024, 30.0  # how fast a body comes at least, and after how long that is looked at
-TOLD_S = 20.0  # an offset of more than this is told to the machine's owner
 # HTTP statuses. 425: signed before the coordinator started, which cannot tell whether it served the request then. 503:
 # another coordinator is taking over.
-BUSY, UNSIGNED = (425, 429, 503), 401
+BUSY = (425, 429, 503)
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class NodeError(ShoalError):
     """The coordinator refused, or did not answer in time; the message says which and what to try."""
 
-    restart_helps = True
+    def __init__(self, message: str, *, restart_helps: bool = True) -> None:
+        super().__init__(message)
+        self.restart_helps = restart_helps
 
 
 class StoppedError(NodeError):
@@ -60,65 +62,12 @@ class RefusedError(NodeError):
         self.status = status
 
 
-class TooLargeError(NodeError):
-    """An answer is larger than its caller allows."""
-
-    restart_helps = False
-
-
-class ProtocolError(NodeError):
-    """The coordinator is of another version of Shoal."""
-
-    restart_helps = False
-
-
 class BodyError(httpx.HTTPError):
     """This body is not read on; the message says why."""
 
 
-class OversizeError(BodyError):
-    """It has more bytes than the caller allows."""
-
-
-class _BusyError(Exception):
-    """The coordinator asks this node to wait."""
-
-
-class PoolClock:
-    """A node's clock, corrected by the coordinator's signed time where the machine's own is wrong.
-
-    An answer to a request that left at t0 and came back at t1 was signed in between, so the coordinator's clock is ahead of
-    ours by at least `created - t1` and at most `created + 1 - t0` (it is signed in whole seconds). An offset outside of
-    these bounds moves to the nearer one. Anyone who delays a request or an answer can only widen them.
-
-    Invariant: no answer takes the offset further from the truth, which lies within the bounds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self.clock = clock
-        self.offset_s = 0.0  # of the coordinator's clock to this machine's
-
-    def __call__(self) -> float:
-        """The coordinator's time."""
-        return self.clock() + self.offset_s
-
-    def heard(self, created_s: int, asked_s: float, answered_s: float) -> bool:
-        """The coordinator signed at `created_s` what was asked and answered then by this machine's clock.
-
-        Returns whether the offset changed.
-        """
-        least_s, most_s = created_s - answered_s, created_s + 1 - asked_s
-        if least_s <= self.offset_s <= most_s:
-            return False
-        before_s, self.offset_s = self.offset_s, min(max(self.offset_s, least_s), most_s)
-        if abs(self.offset_s) > TOLD_S and abs(self.offset_s - before_s) > TOLD_S:
-            log.warning("%s; its requests carry the coordinator's time. Set this machine's clock (NTP)", self.skew())
-        return True
-
-    def skew(self) -> str:
-        """How far this machine's clock is off, for a message."""
-        way = "behind" if self.offset_s > 0 else "ahead of"
-        return f"this machine's clock is {abs(self.offset_s):.0f} s {way} the coordinator's"
+class AgainError(Exception):
+    """An answer of which nothing follows; the same request may get another one later."""
 
 
 class Pieces(httpx.ByteStream):
@@ -134,22 +83,19 @@ class Pieces(httpx.ByteStream):
 
 
 class Caller:
-    def __init__(
-        self, invite: Invite, client: httpx.Client, patience_s: float, stop: threading.Event, clock: PoolClock
-    ) -> None:
-        """`client` signs the requests; `clock` is the one that it dates them by."""
+    def __init__(self, invite: Invite, client: httpx.Client, patience_s: float, stop: threading.Event) -> None:
+        """`client` signs the requests."""
         self.invite = invite
         self.client = client
         self.patience_s = patience_s
         self.stop = stop
-        self.clock = clock
         self.answered_in_s = 0.0  # the newest message
 
     def get(self, path: str, answer: type[M], *, most_bytes: int = MESSAGE_BYTES) -> M:
         return self._parse(answer, self._request("GET", path, most_bytes=most_bytes))
 
     def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
-        """A file. Raises TooLargeError if it has more bytes than that."""
+        """A file. Raises NodeError if it has more bytes than that."""
         return self._request("GET", path, most_bytes=most_bytes).content
 
     def post(self, path: str, message: BaseModel | None, answer: type[M]) -> M:
@@ -170,32 +116,42 @@ class Caller:
     def _request(
         self, method: str, path: str, content: bytes = b"", *, most_bytes: int = MESSAGE_BYTES
     ) -> httpx.Response:
+        def attempt() -> httpx.Response:
+            response = self._send(method, path, content, most_bytes)
+            if response.status_code in BUSY:
+                raise AgainError(_reason(response))
+            return response
+
+        server = f"the coordinator at {self.invite.url}"
+        response = self.patiently(
+            attempt, server, f"{method} {path}", "is it running and reachable, and nothing else at its address?"
+        )
+        if response.status_code >= 400:
+            raise RefusedError(f"{method} {path}: {_reason(response)}", response.status_code)
+        return response
+
+    def patiently(self, attempt: Callable[[], T], server: str, request: str, try_this: str) -> T:
+        """Repeat an attempt that gets no answer, at growing intervals, until the node's patience or its time ends.
+
+        Raises NodeError, StoppedError.
+        """
         deadline_s = time.monotonic() + self.patience_s
         pause_s = 0.1
         while True:
-            offset_s = self.clock.offset_s
             try:
-                response = self._send(method, path, content, most_bytes)
-                if response.status_code in BUSY:
-                    raise _BusyError(_reason(response))
-            except (httpx.TransportError, UnsignedAnswerError, _BusyError) as error:
+                return attempt()
+            except (httpx.TransportError, UnsignedAnswerError, AgainError) as error:
+                why = f"{type(error).__name__}: {error}"
                 if self.stop.is_set():
-                    raise self._stopped(method, path) from error
+                    raise StoppedError(f"stopped: {server} did not answer {request}") from error
                 if time.monotonic() + pause_s > deadline_s:
-                    raise self._silent(method, path, error) from error
+                    raise NodeError(
+                        f"{server} did not answer {request} for {self.patience_s:.0f} s ({why}); {try_this}"
+                    ) from error
                 self.stop.wait(pause_s)
                 if pause_s < LONGEST_PAUSE_S <= 2 * pause_s:
-                    why = type(error).__name__.lstrip("_")
-                    log.warning(
-                        "waiting up to %.0f s for the coordinator at %s: %s", self.patience_s, self.invite.url, why
-                    )
+                    log.warning("waiting up to %.0f s for %s: %s", self.patience_s, server, why)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                continue
-            if response.status_code == UNSIGNED and self.clock.offset_s != offset_s and time.monotonic() < deadline_s:
-                continue  # the request was dated by a wrong clock, and the refusal says what time it is
-            if response.status_code >= 400:
-                raise RefusedError(f"{method} {path}: {_reason(response)}", response.status_code)
-            return response
 
     def _send(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
         """One request. It runs in its own thread, so that a silent host does not delay a stop."""
@@ -217,8 +173,10 @@ class Caller:
             except TimeoutError:
                 if self.stop.is_set():
                     stopped_s = stopped_s or time.monotonic()
-                    if time.monotonic() - stopped_s > GRACE_S:
-                        raise self._stopped(method, path) from None
+                    if time.monotonic() - stopped_s > STOP_S:
+                        raise StoppedError(
+                            f"stopped: the coordinator at {self.invite.url} did not answer {method} {path}"
+                        ) from None
                 if not begun.is_set() and time.monotonic() > begun_by_s:
                     raise httpx.ReadTimeout(f"no answer to {method} {path} began in time") from None
 
@@ -226,39 +184,26 @@ class Caller:
         self, method: str, path: str, content: bytes, most_bytes: int, begun: threading.Event
     ) -> httpx.Response:
         """One answer, read whole and signed for this request. Raises NodeError, UnsignedAnswerError."""
-        asked_s, begun_s = self.clock.clock(), time.monotonic()
+        begun_s = time.monotonic()
         request = self.client.build_request(method, path, content=content, headers=PLAIN)
         request.stream = Pieces(content)
         with closing(self.client.send(request, stream=True)) as response:
             begun.set()
             try:
                 body = read_body(response, most_bytes)
-            except OversizeError as error:
-                raise TooLargeError(
-                    f"the coordinator at {self.invite.url} answers {method} {path} with more than {most_bytes} bytes, "
-                    "the limit for such an answer; ask its operator what it serves there"
-                ) from error
             except BodyError as error:
-                raise NodeError(f"{method} {path} at the coordinator {self.invite.url}: {error}") from error
+                raise NodeError(
+                    f"{method} {path} at the coordinator {self.invite.url}: {error}; ask its operator what it serves there",
+                    restart_helps=False,
+                ) from error
         asked, status, digest = response.request.headers, response.status_code, sha256(body).digest()
         try:
-            created_s = check_answer(self.invite.key, asked, response.headers, status=status, body_sha256=digest)
+            check_answer(self.invite.key, asked, response.headers, status=status, body_sha256=digest)
         except UnsignedAnswerError as error:
             raise UnsignedAnswerError(f"an answer with status {status}, but {error}") from error
-        self.clock.heard(created_s, asked_s, self.clock.clock())
         answer = httpx.Response(status, content=body, request=response.request)
         answer.elapsed = timedelta(seconds=time.monotonic() - begun_s)
         return answer
-
-    def _silent(self, method: str, path: str, error: Exception) -> NodeError:
-        came = f": {error}" if isinstance(error, UnsignedAnswerError | _BusyError) else ""
-        return NodeError(
-            f"the coordinator at {self.invite.url} did not answer {method} {path} for {self.patience_s:.0f} s "
-            f"({type(error).__name__}{came}); is it running and reachable, and nothing else at its address?"
-        )
-
-    def _stopped(self, method: str, path: str) -> StoppedError:
-        return StoppedError(f"stopped: the coordinator at {self.invite.url} did not answer {method} {path}")
 
     def _parse(self, model: type[M], response: httpx.Response) -> M:
         try:
@@ -290,7 +235,7 @@ def read_body(response: httpx.Response, most_bytes: int, clock: Callable[[], flo
     for piece in response.iter_bytes():
         body += piece
         if len(body) > most_bytes:
-            raise OversizeError(f"it answers with more than {most_bytes} bytes")
+            raise BodyError(f"it answers with more than {most_bytes} bytes")
         if (took_s := clock() - begun_s) > GRACE_S + len(body) / LEAST_BPS:
             raise httpx.ReadTimeout(f"it sent {len(body)} bytes in {took_s:.0f} s", request=response.request)
     return bytes(body)

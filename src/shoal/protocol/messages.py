@@ -1,4 +1,4 @@
-"""Every message between machines, in one place. The rollout files are in `store/` because they need pyarrow.
+"""Every message between members of a pool. What anyone may read of a run is in `history`; rollout files are in `store/`.
 
 Invariant: models are strict: unknown fields, wrong types and out-of-range numbers are refused before anything is built.
 Nothing else of Shoal is imported here.
@@ -24,8 +24,8 @@ Nothing else of Shoal is imported here.
     learner       GET  /v1/accepted/{id}                -> Parquet
     learner       POST /v1/steps                        StepReport -> Ok
     evaluator     POST /v1/evaluations                  Evaluation -> Ok
-    anyone        GET  /v1/status                       -> Status (now)
-    anyone        GET  /v1/history?after=CURSOR         -> History (metrics, evaluations, samples after the cursor)
+    anyone        GET  /v1/status                       -> Status, in `history` (now)
+    anyone        GET  /v1/history?after=CURSOR         -> History, likewise (metrics, evaluations, samples after it)
     anyone        GET  /metrics                         -> the pool's metrics, in Prometheus' text format
 """
 
@@ -119,7 +119,7 @@ class Registration(Message):
     invite: str = Field(max_length=2_000)  # the Signed InvitePayload, as JSON
     url: Annotated[str, Url] | None = None  # where an origin or relay serves
     capability: Capability | None = None
-    protocol: int = 1  # VERSION of whoever sends it; the first one did not say
+    protocol: int  # VERSION of whoever sends it
     payer: str = Field(default="", pattern="^(0x[0-9a-fA-F]{40})?$")  # the account on a chain that stakes on this key
 
 
@@ -224,14 +224,14 @@ class Announced(Message):
     sha256: str = Hex64
 
 
-class Grant(Message):
+class UploadGrant(Message):
     """Where to PUT it, with exactly these headers."""
 
     url: str
     headers: dict[str, str]
 
 
-class Link(Message):
+class Download(Message):
     """Where to GET a file of the pool's bucket, and its BLAKE3."""
 
     url: str
@@ -479,101 +479,3 @@ class Verdict(Message):
     missed: list[tuple[Count, Count, AtLeast0]] | None = Field(
         default=None, max_length=MOST_MISSED
     )  # tokens that miss those their seeds yield, the farthest first: rollout, position, nats; None: not computed
-
-
-# --- what anyone may read of a run -----------------------------------------------------------------------------------
-
-
-class NodeStatus(Message):
-    name: str
-    role: Role
-    url: str | None
-    policy_version: int | None
-    seen_s: float
-    evicted: bool
-    state: NodeState = "active"
-    reason: str = ""  # for its state
-    suspended_s: float = Field(default=0, ge=0)  # until it gets tasks again; 0: it is not suspended
-    suspension: str = ""  # why
-    missed: int = Field(default=0, ge=0)  # tasks that it was given and never uploaded
-    accepted: int
-    rejected: int
-    stats: Stats
-    credited: Count = 0  # tokens of accepted work, paid for good
-    pending: Count = 0  # tokens of accepted work whose credit waits for more checks
-    evidence: float = (
-        0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.ALPHA) dismisses it
-    )
-    fingerprint: str = MaybeHex64  # of the newest version it reported; "": it is in no exactness class
-    tokens_per_s: float = 0.0  # from task to upload, of its accepted work; 0: not measured yet
-    size: Count = 0  # groups in its usual task; 0: a newcomer's
-    capability: Capability = Capability()  # as it reported
-
-
-class Exactness(Message):
-    """Work that was replayed without any tolerance."""
-
-    submissions: Count = 0  # accepted
-    tokens: Count = 0  # sampled tokens of these: each the argmax, with equal logprob and proof, to the last bit
-    mismatched_tokens: Count = 0  # in submissions that were rejected as `inexact`
-
-
-class Signal(Message):
-    """Whether the accepted groups teach anything: the rewards of a useful group differ."""
-
-    groups: int = Field(default=0, ge=0)  # accepted while the open step has been open
-    useful: int = Field(default=0, ge=0)  # of these
-    flat: int = Field(default=0, ge=0)  # newest accepted groups in a row with equal rewards
-    lowest: float | None = None  # mean rewards of those
-    highest: float | None = None
-
-
-class Grading(Message):
-    """How the reward fared with the newest accepted rollouts."""
-
-    total: int = Field(default=0, ge=0)  # rollouts accepted in the whole run
-    recent: int = Field(default=0, ge=0)  # the newest of them, which the next figure is about
-    errors: int = Field(default=0, ge=0)  # grader errors
-    error: str = ""  # of the newest one
-
-
-class Status(Message):
-    run: str
-    state: Literal["running", "finished"]
-    step: int  # the smallest step that lacks accepted rollouts
-    steps: int
-    have: int
-    need: int
-    newest_version: int | None
-    started_s: float
-    now_s: float
-    nodes: list[NodeStatus]
-    trained: int  # steps
-    notices: list[str]  # for the operator, newest last
-    reject_reasons: dict[str, int]
-    slashed: list[str]
-    stale_groups: int  # useful groups that became too old before they got into a batch
-    late_groups: Count = 0  # in submissions whose upload was refused because no batch could use them any more
-    useful_groups: Count = 0  # accepted so far, those that became too old included
-    tokens_generated: int  # accepted tokens, counted by the validators
-    signal: Signal = Signal()
-    grading: Grading = Grading()
-    exact: Exactness = Exactness()
-
-
-class WorkerSample(Sample):
-    """A sample, and who generated it."""
-
-    submission: str = SubmissionId
-    group: int = Field(ge=0)
-    worker: str = NodeName
-    policy_version: int = Field(ge=0)
-
-
-class History(Message):
-    """Entries after a cursor, oldest first. A step that is reported again appears again."""
-
-    cursor: int = Field(ge=0)  # for the next request
-    metrics: list[dict[str, float]]  # one per trained step
-    evaluations: list[Evaluation]
-    samples: list[WorkerSample]

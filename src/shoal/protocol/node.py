@@ -15,21 +15,35 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import httpx
+from blake3 import blake3
 from pydantic import ValidationError
 
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.files import write_file
-from shoal.protocol.calling import PATIENCE_S, Caller, NodeError, PoolClock, ProtocolError, RefusedError, StoppedError
+from shoal.protocol.calling import (
+    PATIENCE_S,
+    PLAIN,
+    AgainError,
+    BodyError,
+    Caller,
+    NodeError,
+    RefusedError,
+    StoppedError,
+    read_body,
+)
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import (
     MAX_SENDERS,
     VERSION,
+    Announced,
     Capability,
+    Download,
     Fingerprint,
     Finished,
     Heartbeat,
@@ -40,6 +54,8 @@ from shoal.protocol.messages import (
     Role,
     RunDescriptor,
     Stats,
+    Stored,
+    UploadGrant,
 )
 from shoal.protocol.signing import SignedAuth
 from shoal.shardcast import Access, Arrival
@@ -49,6 +65,9 @@ from shoal.shardcast.guard import Passes
 HEARTBEAT_S = 1.0
 UNREADABLE = 400  # HTTP status
 KEY, PAYER = "identity.pem", "payer"  # in a node's folder
+EXISTS, TOO_EARLY = 412, 425  # of a bucket: this very file was sent before; of a coordinator: the file has not come
+BUCKET_S = 30.0  # until the next bytes of a bucket
+BUCKET_HINT = "is store.endpoint reachable from here, and this machine's clock right?"
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +80,11 @@ class Node(Caller):
         client: httpx.Client,
         patience_s: float,
         stop: threading.Event,
-        clock: PoolClock,
     ) -> None:
-        super().__init__(invite, client, patience_s, stop, clock)
+        super().__init__(invite, client, patience_s, stop)
         self.identity = identity
         self.name = ""
-        self.direct = False  # rollout files go to and from the pool's bucket (`transfer`); `config` finds out
+        self.direct = False  # rollout files go to and from the pool's bucket (`send_file`); `config` finds out
         self.policy_version: int | None = None
         self.fingerprint: Fingerprint | None = None  # of the version that it loaded last
         self.working_on: list[str] = []  # submissions that are being generated
@@ -77,7 +95,7 @@ class Node(Caller):
         self._since_s, self._seconds = time.monotonic(), {"busy": 0.0, "waiting": 0.0}
         self.tokens = 0
         self.arrival: Arrival | None = None  # of weights, the newest
-        self.reader_pass = Passes(identity.private_key, self.reader_grant, clock)
+        self.reader_pass = Passes(identity.private_key, self.reader_grant)
 
     @classmethod
     def join(
@@ -89,7 +107,6 @@ class Node(Caller):
         patience_s: float = PATIENCE_S,
         stop: threading.Event | None = None,
         transport: httpx.BaseTransport | None = None,
-        clock: PoolClock | None = None,
         capability: Capability | None = None,
     ) -> "Node":
         """Load or make this node's key in `folder` and register. `url` is where an origin or relay serves.
@@ -102,7 +119,6 @@ class Node(Caller):
             patience_s=patience_s,
             stop=stop,
             transport=transport,
-            clock=clock,
         )
         registration = Registration(
             invite=invite.signed.model_dump_json(),
@@ -115,7 +131,7 @@ class Node(Caller):
             registered = node.post("/v1/register", registration, Registered)
         except RefusedError as refusal:
             if refusal.status == UNREADABLE:
-                node.descriptor()  # an older coordinator does not know all that is in a registration
+                node.descriptor()  # raises an error that names both versions, where they differ
             refusal.restart_helps = refusal.status >= 500  # an invite that is refused once is refused again
             raise
         node.name = registered.name
@@ -136,13 +152,11 @@ class Node(Caller):
         patience_s: float = PATIENCE_S,
         stop: threading.Event | None = None,
         transport: httpx.BaseTransport | None = None,
-        clock: PoolClock | None = None,
     ) -> "Node":
         """A node that only asks: it does not register."""
-        clock = clock or PoolClock()
-        auth = SignedAuth(identity, invite.run, clock=clock)
+        auth = SignedAuth(identity, invite.run)
         client = httpx.Client(base_url=invite.url, auth=auth, timeout=30, transport=transport)
-        return cls(identity, invite, client, patience_s, stop or threading.Event(), clock)
+        return cls(identity, invite, client, patience_s, stop or threading.Event())
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -154,9 +168,10 @@ class Node(Caller):
         except (IdentityError, ValidationError) as error:
             raise NodeError(f"{self.invite.url} is not this run's coordinator: {error}") from error
         if descriptor.protocol != VERSION:
-            raise ProtocolError(
+            raise NodeError(
                 f"the coordinator at {self.invite.url} speaks protocol {descriptor.protocol}, this node {VERSION}: "
-                "install the same version of Shoal on both"
+                "install the same version of Shoal on both",
+                restart_helps=False,
             )
         if descriptor.run != self.invite.run:
             raise NodeError(f"{self.invite.url} serves run {descriptor.run}, not {self.invite.run}")
@@ -177,6 +192,48 @@ class Node(Caller):
                 raise NodeError(f"no {role} joined run {self.invite.run} in {self.patience_s:.0f} s; start one")
             stop.wait(0.2)
         raise StoppedError(f"stopped while waiting for a node of role {role}")
+
+    # --- rollout files: to and from the coordinator, or the pool's bucket by URLs that the coordinator signed ----------
+
+    def send_file(self, path: str, data: bytes) -> Stored:
+        """Store the file that `path` names. Raises RefusedError, NodeError."""
+        if not self.direct:
+            return self.put(path, data, Stored)
+        file = Announced(size_bytes=len(data), sha256=sha256(data).hexdigest())
+
+        def send() -> Stored:
+            grant = self.post(f"{path}/grant", file, UploadGrant)
+            with httpx.stream("PUT", grant.url, content=data, headers=grant.headers, timeout=BUCKET_S) as answer:
+                if answer.status_code not in (200, 201, EXISTS):  # its body is of no interest
+                    raise AgainError(f"it answered with status {answer.status_code}")
+            try:
+                return self.post(f"{path}/stored", file, Stored)
+            except RefusedError as refusal:
+                if refusal.status != TOO_EARLY:
+                    raise
+                raise AgainError(str(refusal)) from refusal
+
+        return self.patiently(send, "the pool's bucket", f"PUT {path}", BUCKET_HINT)
+
+    def fetch_file(self, path: str, *, most_bytes: int) -> bytes:
+        """The file that `path` names, with the hash that the coordinator signed. Raises RefusedError, NodeError."""
+        if not self.direct:
+            return self.get_bytes(path, most_bytes=most_bytes)
+
+        def fetch() -> bytes:
+            link = self.get(f"{path}/link", Download)
+            with httpx.stream("GET", link.url, headers=PLAIN, timeout=BUCKET_S) as answer:
+                if answer.status_code != 200:
+                    raise AgainError(f"it answered with status {answer.status_code}")
+                try:
+                    data = read_body(answer, most_bytes)
+                except BodyError as error:
+                    raise AgainError(str(error)) from error
+            if blake3(data).hexdigest() != link.hash:
+                raise AgainError("it has another file there")
+            return data
+
+        return self.patiently(fetch, "the pool's bucket", f"GET {path}", BUCKET_HINT)
 
     # --- heartbeats and what they report -----------------------------------------------------------------------------
 

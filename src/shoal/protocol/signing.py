@@ -3,15 +3,15 @@
 Invariants: an accepted request was made by the named key, for this audience, with this method, path, query and body, within
 a minute of our clock, and is accepted once. An accepted answer has the status and body with which the coordinator answered
 this very request: its signature covers the request's own, so nobody on the way can change an answer, nor give it to another
-request, or of another time. It also says when it was given (`calling.PoolClock`).
+request, or of another time.
 
 A server verifies in three parts. `verify_head` needs the headers only, so a stranger is refused before the body is read.
 `SignedHead.spend` refuses a head that was served before. `SignedHead.check_body` compares the body's hash with the signed
 digest.
 
-The signature covers the bare RFC 9421 base, so other implementations can make it, with its parameters in any order. The base
-of a request begins with `"@method"`, that of an answer with `"@status"`, and all other signatures of the pool begin with
-`shoal/`, so none can be used as another.
+The signature covers the bare RFC 9421 base, so other implementations can make it. The base of a request begins with
+`"@method"`, that of an answer with `"@status"`, and all other signatures of the pool begin with `shoal/`, so none can be
+used as another.
 
 `SignedAuth` signs for every httpx client of the pool. Servers call `verify_head` and `sign_answer`, clients `check_answer`.
 Left out: answers to requests without a signature, headers other than ours (a server must not base a decision on an uncovered
@@ -22,7 +22,7 @@ import re
 import secrets
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Generator, Mapping, Set
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal, Protocol
@@ -34,7 +34,6 @@ from shoal.protocol.identity import Identity, IdentityError, public_key
 
 COVERED = '("@method" "@path" "@query" "content-digest" "shoal-audience")'
 ANSWER_COVERED = '("@status" "content-digest" "signature";req;key="shoal")'
-ANSWER_PARAMETERS = {"created", "keyid", "alg"}
 MAX_AGE_S = 60
 
 METHOD = re.compile("[A-Z]{1,16}")
@@ -45,12 +44,12 @@ CREATED = re.compile("0|[1-9][0-9]{0,11}")
 NONCE = re.compile("[A-Za-z0-9_-]{16,64}")
 DIGEST = re.compile("sha-256=:[A-Za-z0-9+/]{43}=:")
 SIGNATURE = re.compile("shoal=:([A-Za-z0-9+/]{86}==):")
-PARAMETERS = {  # of a signature, by name, as RFC 8941 writes their values
-    "created": CREATED,
-    "nonce": re.compile(f'"{NONCE.pattern}"'),
-    "keyid": re.compile('"[0-9a-f]{64}"'),
-    "alg": re.compile('"ed25519"'),
-}
+# The `signature-input` headers: what is covered and the parameters, in the one form that is served.
+KEYID = 'keyid="([0-9a-f]{64})";alg="ed25519"'
+REQUEST_INPUT = re.compile(
+    f'shoal=({re.escape(COVERED)};created=({CREATED.pattern});nonce="({NONCE.pattern})";{KEYID})'
+)
+ANSWER_INPUT = re.compile(f"shoal=({re.escape(ANSWER_COVERED)};created=(?:{CREATED.pattern});{KEYID})")
 
 Reason = Literal[
     "unsigned", "malformed", "wrong audience", "stale", "future", "body changed", "bad signature", "replayed"
@@ -71,16 +70,6 @@ class NonceStore(Protocol):
     def spend(self, key: str, nonce: str, created_s: int) -> bool:
         """Record the nonce and return True; return False if it may have been recorded before."""
         ...
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """The parameters in the `signature-input` header."""
-
-    created_s: int
-    nonce: str
-    key: str
-    text: str  # with the covered components, as the signer wrote them
 
 
 def sign_request(
@@ -148,17 +137,25 @@ def verify_head(method: str, target: str, headers: Mapping[str, str], *, audienc
     """
     path, query = split_target(target)
     ours = _our_headers(headers)
-    parameters, signature = _parse_signature(ours)
+    stated, signature = REQUEST_INPUT.fullmatch(ours["signature-input"]), SIGNATURE.fullmatch(ours["signature"])
+    if stated is None:
+        raise SignatureError("malformed", f"signature-input must be shoal={COVERED};created=;nonce=;keyid=;alg=")
+    if signature is None:
+        raise SignatureError("malformed", "signature must hold exactly one ed25519 signature, labelled shoal")
+    parameters, created_s, nonce, key = stated[1], int(stated[2]), stated[3], stated[4]
     digest, claimed_audience = ours["content-digest"], ours["shoal-audience"]
     if not (METHOD.fullmatch(method) and PATH.fullmatch(path) and QUERY.fullmatch(query)):
         raise SignatureError("malformed", "method, path or query is not in wire form")
     if not DIGEST.fullmatch(digest):
         raise SignatureError("malformed", "content-digest must hold exactly one sha-256 digest")
     _check_audience(claimed_audience, audience)
-    _check_time(parameters.created_s, now_s)
-    base = signature_base(method, path, query, digest, claimed_audience, parameters.text)
-    _check_signature(parameters.key, base, signature)
-    return SignedHead(parameters.key, digest, parameters.nonce, parameters.created_s)
+    _check_time(created_s, now_s)
+    base = signature_base(method, path, query, digest, claimed_audience, parameters)
+    try:
+        public_key(key).verify(b64decode(signature[1]), base)
+    except (IdentityError, InvalidSignature) as error:
+        raise SignatureError("bad signature", f"{key} did not sign this request") from error
+    return SignedHead(key, digest, nonce, created_s)
 
 
 def signature_base(method: str, path: str, query: str, digest: str, audience: str, parameters: str) -> bytes:
@@ -201,37 +198,6 @@ def _our_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return ours
 
 
-def read_input(header: str, covered: str, names: Set[str]) -> dict[str, str] | None:
-    """The values of exactly these parameters in a `signature-input` header, each once and in any order.
-
-    None for any other header. It has one signature, labelled `shoal`, which covers `covered`, in the one way in which
-    RFC 8941 serializes it: so the signature base may take it as it came.
-    """
-    label = f"shoal={covered};"
-    if not header.startswith(label):
-        return None
-    stated = [parameter.partition("=")[::2] for parameter in header.removeprefix(label).split(";")]
-    if len(stated) != len(names) or {name for name, _ in stated} != names:
-        return None
-    valid = all(PARAMETERS[name].fullmatch(value) for name, value in stated)
-    return {name: value.strip('"') for name, value in stated} if valid else None
-
-
-def _parse_signature(ours: Mapping[str, str]) -> tuple[_Parameters, bytes]:
-    header = ours["signature-input"]
-    stated = read_input(header, COVERED, PARAMETERS.keys())
-    signature = SIGNATURE.fullmatch(ours["signature"])
-    if stated is None:
-        raise SignatureError(
-            "malformed",
-            f"signature-input must be shoal={COVERED} with {', '.join(PARAMETERS)}, each once and nothing else",
-        )
-    if signature is None:
-        raise SignatureError("malformed", "signature must hold exactly one ed25519 signature, labelled shoal")
-    text = header.removeprefix("shoal=")
-    return _Parameters(int(stated["created"]), stated["nonce"], stated["keyid"], text), b64decode(signature[1])
-
-
 def _check_audience(claimed: str, audience: str) -> None:
     if not AUDIENCE.fullmatch(claimed):
         raise SignatureError("malformed", "shoal-audience is not 1 to 200 visible ASCII characters")
@@ -242,21 +208,16 @@ def _check_audience(claimed: str, audience: str) -> None:
 def _check_time(created_s: int, now_s: float) -> None:
     age_s = now_s - created_s
     if age_s > MAX_AGE_S:
-        raise SignatureError("stale", f"signed {age_s:.0f} s ago, at most {MAX_AGE_S} s is served: check the clock")
+        raise SignatureError(
+            "stale", f"signed {age_s:.0f} s ago, at most {MAX_AGE_S} s is served: check the clock (NTP)"
+        )
     if age_s < -MAX_AGE_S:
-        raise SignatureError("future", f"signed {-age_s:.0f} s ahead of this clock: check the clock")
+        raise SignatureError("future", f"signed {-age_s:.0f} s ahead of this clock: check the clock (NTP)")
 
 
 def digest_header(body_sha256: bytes) -> str:
     """The `content-digest` header of a body with this SHA-256."""
     return f"sha-256=:{b64encode(body_sha256).decode()}:"
-
-
-def _check_signature(key: str, base: bytes, signature: bytes) -> None:
-    try:
-        public_key(key).verify(signature, base)
-    except (IdentityError, InvalidSignature) as error:
-        raise SignatureError("bad signature", f"{key} did not sign this request") from error
 
 
 class SignedAuth(httpx.Auth):
@@ -319,24 +280,22 @@ def sign_answer(
 
 def check_answer(
     key: str, request_headers: Mapping[str, str], headers: Mapping[str, str], *, status: int, body_sha256: bytes
-) -> int:
-    """When `key` gave this answer to the request, by its clock. Raises UnsignedAnswerError unless it gave it."""
-    header = headers.get("signature-input", "")
-    stated = read_input(header, ANSWER_COVERED, ANSWER_PARAMETERS)
+) -> None:
+    """Raise UnsignedAnswerError unless `key` gave this answer to the request."""
+    stated = ANSWER_INPUT.fullmatch(headers.get("signature-input", ""))
     signature = SIGNATURE.fullmatch(headers.get("signature", ""))
     digest = headers.get("content-digest", "")
     if stated is None or signature is None:
         raise UnsignedAnswerError("it is not signed")
-    if stated["keyid"] != key:
-        raise UnsignedAnswerError(f"it is signed by {stated['keyid']}")
+    if stated[2] != key:
+        raise UnsignedAnswerError(f"it is signed by {stated[2]}")
     if digest != digest_header(body_sha256):
         raise UnsignedAnswerError("its body is not the one that was signed")
-    base = _answer_base(status, digest, request_headers["signature"], header.removeprefix("shoal="))
+    base = _answer_base(status, digest, request_headers["signature"], stated[1])
     try:
         public_key(key).verify(b64decode(signature[1]), base)
     except InvalidSignature as error:
         raise UnsignedAnswerError("its signature is not over this answer to this request") from error
-    return int(stated["created"])
 
 
 def _answer_base(status: int, digest: str, asked: str, parameters: str) -> bytes:

@@ -33,7 +33,6 @@ from shoal.protocol.messages import (
     Verdict,
 )
 from shoal.protocol.node import Node
-from shoal.protocol.transfer import fetch_file, send_file
 from shoal.shardcast import Client
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
@@ -217,7 +216,7 @@ class Validator:
     def open(self, claim: Claim) -> Case | Finding:
         """Fetch and read one submission."""
         limit = self.config.coordinator.max_submission_bytes
-        data = fetch_file(self.node, f"/v1/submissions/{claim.assignment.id}", most_bytes=limit)
+        data = self.node.fetch_file(f"/v1/submissions/{claim.assignment.id}", most_bytes=limit)
         case = self.judge.open(claim.assignment, claim.worker, data)
         if isinstance(case, Finding):
             return case
@@ -243,7 +242,7 @@ class Validator:
         """Upload a verdict. A refusal means that the claim was lost meanwhile; the verdict is dropped."""
         try:
             if accepted is not None:
-                stored = send_file(self.node, f"/v1/accepted/{verdict.submission}", accepted)
+                stored = self.node.send_file(f"/v1/accepted/{verdict.submission}", accepted)
                 verdict = verdict.model_copy(update={"accepted_hash": stored.hash})
             self.node.post("/v1/verdicts", verdict, Ok)
             log.info(

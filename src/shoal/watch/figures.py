@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from shoal.protocol.messages import HARD, Exactness, Grading, NodeStatus, Reason, Role, Signal, Status
+from shoal.protocol.history import Exactness, Grading, NodeStatus, Signal, Status
+from shoal.protocol.messages import HARD, Reason, Role
 
 SILENT_S = 30.0  # without a heartbeat for this long, a node is marked; the coordinator decides about its work
 ETA_STEPS = 10  # newest steps whose pace the rest is expected to have

@@ -20,8 +20,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from shoal.files import write_file
-from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Evaluation, History, Status, WorkerSample
+from shoal.protocol.history import History, RunHistory, Status, WorkerSample
+from shoal.protocol.messages import Evaluation
 from shoal.watch.trackers import Nowhere, Tracker
 
 MOST_SAMPLES = 8  # sent to a tracker at once

@@ -15,9 +15,9 @@ import httpx
 
 from shoal.config import Config, parse
 from shoal.errors import UserError
-from shoal.protocol.history import PoolWatch, RunHistory
+from shoal.protocol.history import PoolWatch, RunHistory, Status, WorkerSample
 from shoal.protocol.invite import server_url
-from shoal.protocol.messages import Evaluation, Status, WorkerSample
+from shoal.protocol.messages import Evaluation
 from shoal.watch.record import EVALUATIONS, METRICS, ROLLOUTS, STATE, WORK, Line, Lines, State
 from shoal.watch.summary import read_summary, wall_s
 

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from shoal.config import Config
 from shoal.files import write_file
-from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Evaluation, Status
+from shoal.protocol.history import RunHistory, Status
+from shoal.protocol.messages import Evaluation
 from shoal.watch.estimates import wilson
 from shoal.watch.figures import busy_frac, clean, count, counted, duration, first_of, memory, number, percent, total
 from shoal.watch.plot import draw_curve

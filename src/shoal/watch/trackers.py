@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.protocol.messages import WorkerSample
+from shoal.protocol.history import WorkerSample
 
 PROJECT = "shoal"
 COLUMNS = ("policy_version", "worker", "task", "prompt", "completion", "reward", "tokens")  # of a table of samples

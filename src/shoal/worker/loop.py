@@ -25,7 +25,6 @@ from shoal.config import Config
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, Fingerprint, Finished, HeartbeatAnswer
 from shoal.protocol.node import Node
-from shoal.protocol.transfer import send_file
 from shoal.shardcast import Client, FetchError, Manifest
 from shoal.shardcast.fetch.client import Follower
 from shoal.worker.produce import Producer
@@ -243,7 +242,7 @@ class Worker:
     def put(self, assignment: Assignment, data: bytes) -> None:
         """One upload. A refusal costs this submission at most: an earlier upload of it may have arrived, unanswered."""
         try:
-            send_file(self.node, assignment.upload_path, data)
+            self.node.send_file(assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))
         except RefusedError as refusal:
             if refusal.status != 409:

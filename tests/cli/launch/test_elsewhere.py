@@ -1,7 +1,6 @@
-"""A pool on three sites, by the commands of docs/elsewhere.md: TLS through a real nginx, NAT, and a clock that is off."""
+"""A pool on three sites, by the commands of docs/elsewhere.md: TLS through a real nginx, and NAT."""
 
 import json
-import re
 import sqlite3
 import subprocess
 import sys
@@ -25,7 +24,7 @@ def test_the_page_has_commands_for_every_site() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * sites.DEADLINE_S)
-def test_a_pool_across_sites_trains_and_a_wrong_clock_is_told_not_suffered(tmp_path: Path) -> None:
+def test_a_pool_across_sites_trains(tmp_path: Path) -> None:
     if why := sites.missing():
         pytest.skip(why)
     done = subprocess.run([sys.executable, sites.__file__, str(tmp_path)], capture_output=True, text=True, check=False)
@@ -38,9 +37,6 @@ def test_a_pool_across_sites_trains_and_a_wrong_clock_is_told_not_suffered(tmp_p
     assert result["listening_at_home"] == "", "a worker opens no port"
     assert result["inbound"] == {"trusted to home": False, "relays to home": False}, "and nobody reaches it"
     assert result["audit"] == "the audit found no broken link"
-    told = re.search(r"clock is (\d+) s ahead of the coordinator's", logs["worker-1"])
-    assert told and abs(int(told[1]) - sites.LATE_BY_S) < 20, "as far as answers that take a while can tell"
-    assert "clock is" not in logs["worker-0"]
     with sqlite3.connect(tmp_path / "trusted" / "pool" / "pool.sqlite") as pool:
         assert pool.execute("SELECT url FROM nodes WHERE role = 'relay'").fetchall() == [("https://198.51.100.20",)]
         rejected = pool.execute("SELECT reason FROM submissions WHERE state = 'rejected'").fetchall()

@@ -10,8 +10,7 @@ from shoal.cli.launch import watch
 from shoal.cli.launch.watch import GraderFailsError, StalledError, Watch
 from shoal.cli.preflight.disk import RESERVE_BYTES, DiskFullError
 from shoal.config import Config, parse
-from shoal.protocol.history import PoolWatch
-from shoal.protocol.messages import History
+from shoal.protocol.history import History, PoolWatch
 
 from ...watch.support import node, status
 

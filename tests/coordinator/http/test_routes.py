@@ -21,10 +21,11 @@ from shoal.coordinator.http.serving import ServedRun, serve_forever
 from shoal.coordinator.operating import invite_from
 from shoal.coordinator.state.folder import OPEN_INVITE
 from shoal.protocol.discovery import DiscoveryError, find_run
+from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import FILE as ADDRESS
 from shoal.protocol.invite import Address, InviteError, make_invite
-from shoal.protocol.messages import LARGEST, VERSION, HeartbeatAnswer, Role, RunDescriptor, Status
+from shoal.protocol.messages import LARGEST, VERSION, HeartbeatAnswer, Role, RunDescriptor
 from shoal.protocol.signing import SignedAuth, sign_request
 
 from ..support import metrics_of
@@ -150,7 +151,7 @@ def test_only_a_published_invite_that_is_open_and_valid_is_offered(tmp_path: Pat
 
 def test_a_node_of_another_version_is_told_so(site: Site) -> None:
     made = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="old", expires_s=int(time.time()) + 60)
-    for said in ({}, {"protocol": VERSION + 1}):
+    for said in ({"protocol": 1}, {"protocol": VERSION + 1}):
         body = said | {"invite": made.signed.model_dump_json()}
         refused(site.client(Identity.generate()).post("/v1/register", json=body), 400, "install the same version")
 

@@ -17,12 +17,12 @@ from shoal.config.sections import StoreSection
 from shoal.coordinator.state.folder import KEY
 from shoal.ledger.chain import verify_chain
 from shoal.protocol.calling import RefusedError
+from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
-from shoal.protocol.messages import Batch, ClaimRequest, Claims, Ok, Policy, Status
+from shoal.protocol.messages import Batch, ClaimRequest, Claims, Ok, Policy
 from shoal.protocol.node import Node
 from shoal.protocol.signing import SignedAuth
-from shoal.protocol.transfer import fetch_file, send_file
 
 from ...servers import S3_KEY, S3_SECRET, free_port, s3_server
 from ..support import config, verdict
@@ -109,10 +109,10 @@ def test_the_second_coordinator_goes_on_where_the_first_was_killed(settings: Con
             task = worker.beat(wants_task=True).assignment
             assert task is not None
             data = SUBMISSION + bytes([number])
-            assert send_file(worker, task.upload_path, data).size_bytes == len(data)
+            assert worker.send_file(task.upload_path, data).size_bytes == len(data)
             tasks.append((task, data))
         with pytest.raises(RefusedError, match="not open for upload"):
-            send_file(worker, tasks[0][0].upload_path, b"other rows")
+            worker.send_file(tasks[0][0].upload_path, b"other rows")
         used = httpx.Request("GET", f"{url}/v1/batches/0", content=b"")
         signed = next(SignedAuth(learner.identity, RUN).auth_flow(used))
         with httpx.Client() as client:
@@ -127,14 +127,13 @@ def test_the_second_coordinator_goes_on_where_the_first_was_killed(settings: Con
         with httpx.Client() as client:
             assert client.send(signed).status_code == 425, "a request that the first one served is not served again"
         for number, (task, data) in enumerate(tasks):
-            assert fetch_file(validator, f"/v1/submissions/{task.id}", most_bytes=1 << 20) == data
-            stored = send_file(validator, f"/v1/accepted/{task.id}", ACCEPTED + bytes([number]))
+            assert validator.fetch_file(f"/v1/submissions/{task.id}", most_bytes=1 << 20) == data
+            stored = validator.send_file(f"/v1/accepted/{task.id}", ACCEPTED + bytes([number]))
             found = verdict(task.id, None, (True, True), f"{number:064x}")
             validator.post("/v1/verdicts", found.model_copy(update={"accepted_hash": stored.hash}), Ok)
         batch = learner.get("/v1/batches/0", Batch)
         assert (
-            batch.ready
-            and fetch_file(learner, f"/v1/accepted/{tasks[1][0].id}", most_bytes=1 << 20) == ACCEPTED + b"\1"
+            batch.ready and learner.fetch_file(f"/v1/accepted/{tasks[1][0].id}", most_bytes=1 << 20) == ACCEPTED + b"\1"
         )
         status = Status.model_validate_json(httpx.get(f"{url}/v1/status").content)
         assert sum(node.accepted for node in status.nodes) == 2 and not status.slashed

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Evaluation, Reason, Status
+from shoal.protocol.history import RunHistory, Status
+from shoal.protocol.messages import Evaluation, Reason
 from shoal.watch.figures import REASONS, is_hard, reason_words, said
 from shoal.watch.page.feed import Seen
 from shoal.watch.page.overview import buckets, curves, overview, point, run_name

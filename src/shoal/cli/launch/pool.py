@@ -20,8 +20,9 @@ from shoal.cli.launch.members import Member
 from shoal.cli.launch.swarm import Swarm
 from shoal.config import Config
 from shoal.errors import UserError
+from shoal.protocol.history import Status
 from shoal.protocol.invite import Address, open_payload, read_invite
-from shoal.protocol.messages import Role, Status
+from shoal.protocol.messages import Role
 
 INVITES = "invites"
 TRUSTED: tuple[Role, ...] = ("learner", "origin", "relay", "validator", "evaluator")  # in the order to start them

@@ -29,10 +29,9 @@ from shoal.cli.preflight.estimate import Estimate, available_cores, outlook
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.files import copy_tree, write_file
-from shoal.protocol.history import PoolWatch
+from shoal.protocol.history import PoolWatch, Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
-from shoal.protocol.messages import Status
 from shoal.watch.figures import no_signal
 from shoal.watch.record import read_evaluations, trained_steps
 from shoal.watch.summary import MODEL, SUMMARY, Leg, all_legs, read_legs, summary_table, write_legs, write_report

@@ -12,8 +12,7 @@ from pathlib import Path
 from shoal.cli.preflight.disk import check_left, free_bytes
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.protocol.history import PoolWatch, UnreachableError
-from shoal.protocol.messages import Grading, Status
+from shoal.protocol.history import Grading, PoolWatch, Status, UnreachableError
 from shoal.watch.figures import grader_errors, no_signal
 
 NO_SIGNAL_GROUPS = 512  # accepted groups in a row with equal rewards after which a run is stopped

@@ -19,7 +19,7 @@ from aiohttp import web
 from shoal.config import Config
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
-from shoal.protocol.messages import Announced, Grant, Link, Role, Stored
+from shoal.protocol.messages import Announced, Download, Role, Stored, UploadGrant
 from shoal.protocol.server import Admission, Answer, Request, body_pieces
 from shoal.store.folder import Folder, StoreError
 
@@ -63,7 +63,7 @@ class BucketFiles:
         self._announced: dict[tuple[str, str], set[str]] = {}  # SHA-256 of each, until one is stored
         self._storing = asyncio.Lock()
 
-    def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> Grant:
+    def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> UploadGrant:
         kind.may_store(key, id, "")
         if file.size_bytes > self.max_bytes:
             raise PoolError(f"a file of {file.size_bytes} bytes; at most {self.max_bytes} are allowed here", 413)
@@ -72,7 +72,7 @@ class BucketFiles:
             raise PoolError(f"{MOST_FILES} other files were announced for {id}; take a new task")
         announced.add(file.sha256)
         made = self.bucket.grant(kind.name, id, file.size_bytes, file.sha256)
-        return Grant(url=made.url, headers=made.headers)
+        return UploadGrant(url=made.url, headers=made.headers)
 
     async def stored(self, key: str, kind: FileKind, id: str, file: Announced) -> Stored:
         kind.may_store(key, id, "")
@@ -98,11 +98,11 @@ class BucketFiles:
             raise
         await asyncio.to_thread(self.bucket.keep, kind.name, id, file.sha256, content_hash)
 
-    def link(self, kind: FileKind, id: str) -> Link:
+    def link(self, kind: FileKind, id: str) -> Download:
         content_hash = kind.hash_of(id)
         if not content_hash:
             raise PoolError(f"there is no {kind.name} file of {id}", 404)
-        return Link(url=self.bucket.link(kind.name, content_hash), hash=content_hash)
+        return Download(url=self.bucket.link(kind.name, content_hash), hash=content_hash)
 
 
 class FileRoutes:

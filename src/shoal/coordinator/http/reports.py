@@ -28,17 +28,8 @@ from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import State
 from shoal.coordinator.trust import EvidenceTable, most_unchecked
-from shoal.protocol.messages import (
-    VERSION,
-    Capability,
-    Exactness,
-    Grading,
-    NodeStatus,
-    Outcomes,
-    RunOffer,
-    Stats,
-    Status,
-)
+from shoal.protocol.history import Exactness, Grading, NodeStatus, Status
+from shoal.protocol.messages import VERSION, Capability, Outcomes, RunOffer, Stats
 
 SHARE = 0.1
 RECENT_ROLLOUTS = 512  # grader errors are counted among these

@@ -26,6 +26,7 @@ from shoal.coordinator.pool import Pool
 from shoal.coordinator.state.folder import OPEN_INVITE, TASKS, open_state
 from shoal.ledger.connection import DatabaseFullError, DatabaseLostError
 from shoal.protocol import messages
+from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, InviteError, open_payload
 from shoal.protocol.messages import Ok, Role
@@ -82,7 +83,7 @@ class Coordinator:
         self._metrics_text = Costly(lambda: read_metrics(self.pool.db))
         self._grants: dict[str, tuple[float, str]] = {}  # by key: until when, and the grant
 
-    def status(self) -> messages.Status:
+    def status(self) -> Status:
         return read_status(self.pool.db, self.config, self.run, self.pool.notices)
 
     def published_invite(self) -> str:

@@ -18,9 +18,9 @@ from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.pool import TABLE_NAMES
 from shoal.coordinator.state.folder import KEY
+from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Address
-from shoal.protocol.messages import Status
 from shoal.protocol.server import listen
 from shoal.shardcast.server import url_of
 from shoal.watch.record import Record, State

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Self, TypeVar
 
 from shoal.errors import ShoalError
-from shoal.protocol.messages import Status
+from shoal.protocol.history import Status
 from shoal.watch.figures import Pace
 from shoal.watch.page.overview import accuracy, curves, overview, point, run_name
 from shoal.watch.page.work import flow

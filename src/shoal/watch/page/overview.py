@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shoal.evidence import ALPHA
-from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Evaluation, NodeStatus, Status
+from shoal.protocol.history import NodeStatus, RunHistory, Status
+from shoal.protocol.messages import Evaluation
 from shoal.watch.estimates import wilson
 from shoal.watch.figures import (
     Pace,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from shoal.protocol.messages import WorkerSample
+from shoal.protocol.history import WorkerSample
 from shoal.watch.figures import clean, is_hard, reason_words, said
 from shoal.watch.page.overview import MOST, buckets
 from shoal.watch.record import Line

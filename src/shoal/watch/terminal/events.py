@@ -7,8 +7,7 @@ says how far it is, by the coordinator's clock. Called by the live view.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Status, WorkerSample
+from shoal.protocol.history import RunHistory, Status, WorkerSample
 from shoal.watch.figures import (
     NONE,
     clean,

@@ -23,8 +23,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from shoal.errors import printable
-from shoal.protocol.history import PoolWatch, RunHistory, UnreachableError
-from shoal.protocol.messages import Status, WorkerSample
+from shoal.protocol.history import PoolWatch, RunHistory, Status, UnreachableError, WorkerSample
 from shoal.watch.figures import Pace, clean, number
 from shoal.watch.terminal.events import Events
 from shoal.watch.terminal.screen import render

@@ -18,8 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Evaluation, NodeStatus, Role, Status
+from shoal.protocol.history import NodeStatus, RunHistory, Status
+from shoal.protocol.messages import Evaluation, Role
 from shoal.watch.figures import (
     NONE,
     SERVERS,
