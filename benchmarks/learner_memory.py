@@ -2,11 +2,11 @@
 
     python benchmarks/learner_memory.py
 
-Qwen2.5-7B and -32B (their sizes, no weights) on 8 and 64 ranks, with and without `learner.offload`, in bf16, with AdamW,
+Qwen2.5-7B and -32B (their sizes, no weights) on 8 and 64 ranks, in bf16, with AdamW,
 activation checkpointing, no reference model, and rows of 40,960 positions (5 completions of 8,140 tokens behind a prompt of
 260). Rank 0 runs `Policy` as `shoal learner` does, over torch's fake process group and on fake tensors, which have shapes
 and no memory. It loads, makes an update of two rows, computes another row, and gathers a version. Its device is one that
-exists in name only (`tests/learner/pretend.py`). Counted are
+exists in name only (`Module`). Counted are
 
     peak      bytes of all storages alive on the device, at the most; against the arithmetic of `cli/preflight/memory`
     host      the same on the host; and the largest slice of a tensor that is read at once, and the largest tensor that
@@ -28,6 +28,7 @@ import weakref
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,6 +45,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import Qwen2Config
 
 from shoal.cli.preflight.memory import CONTEXT_BYTES, memory_of
@@ -58,10 +60,7 @@ from shoal.model import attention, logprobs
 from shoal.model.training import Sharded
 from shoal.model.tree import Pack, Tree, pack
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the device is test code
-from tests.learner.pretend import NAME as DEVICE  # noqa: E402
-from tests.learner.pretend import register  # noqa: E402
-
+DEVICE = "pretend"
 PATH = Path(__file__).parent / "results" / "learner_memory.json"
 COMMON = {"vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False}
 MODELS = {
@@ -87,6 +86,46 @@ PROMPT, COMPLETIONS, LENGTH = 260, 5, 8140  # of a row
 DISK_BPS, LINK_BPS = 2e9, 50e9  # assumptions: one NVMe drive a machine, 400 Gb/s a GPU
 
 
+class Module:
+    """What PyTorch asks a device's module. The CPU's streams will do, and nothing is drawn there."""
+
+    Stream, Event = torch.cpu.Stream, torch.cpu.Event
+    stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
+
+    def is_available(self) -> bool:
+        return False  # a checkpoint would overlap its copies with streams
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_rng_state(self, device: Any = 0) -> Tensor:
+        return torch.empty(0)
+
+    def set_rng_state(self, state: Tensor, device: Any = 0) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+
+@cache
+def register() -> None:
+    """Once in a process, and for all of its life."""
+    _setup_privateuseone_for_python_backend(DEVICE, backend_module=Module())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -99,9 +138,8 @@ def main() -> None:
     result = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "versions": versions, "cases": cases}
     for ranks in arguments.ranks:
         for name in arguments.models:
-            for offload in (False, True):
-                cases.append(case(name, ranks, offload=offload))
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+            cases.append(case(name, ranks))
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(table(cases) + "\n")
 
 
@@ -242,10 +280,10 @@ def faked(packed: Pack) -> Pack:
     return replace(packed, layout=layout, **tensors)
 
 
-def case(name: str, ranks: int, *, offload: bool) -> dict[str, Any]:
+def case(name: str, ranks: int) -> dict[str, Any]:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     real = row()
-    section = LearnerSection(activation_checkpointing=True, offload=offload, loss=LossSection(beta=0.0, entropy=0.0))
+    section = LearnerSection(activation_checkpointing=True, loss=LossSection(beta=0.0, entropy=0.0))
     counted, joined = Bytes(), Ranks(0, ranks)
     joined.__dict__["mesh"] = init_device_mesh(DEVICE, (ranks,))
     with tempfile.TemporaryDirectory() as temporary:
@@ -282,7 +320,7 @@ def case(name: str, ranks: int, *, offload: bool) -> dict[str, Any]:
             publish_peak, _ = counted.phase()
     sizes = sizes_of(config.to_dict())
     tokens = PROMPT + COMPLETIONS * LENGTH
-    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, LENGTH, 1, 1, tokens, 2, True, 1, 1, offloads=offload)
+    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, LENGTH, 1, 1, tokens, 2, True, 1, 1)
     arithmetic = memory_of(sizes, work, 2, devices=ranks, cpu=False)
     phases = {
         "load": load_peak,
@@ -298,12 +336,10 @@ def case(name: str, ranks: int, *, offload: bool) -> dict[str, Any]:
         "model": name,
         "ranks": ranks,
         "parameters": version // 2,
-        "offload": offload,
         "arithmetic_bytes": round(arithmetic.roles["learner"] - CONTEXT_BYTES),
         "peak_bytes": max(peaks[DEVICE].values()),
         "peaks": peaks[DEVICE],
         "resting_bytes": resting[DEVICE],
-        "host_arithmetic_bytes": round(arithmetic.offloaded),
         "host_peak_bytes": max(peaks["cpu"].values()),
         "host_peaks": peaks["cpu"],
         "host_resting_bytes": resting["cpu"],
@@ -327,13 +363,13 @@ def start_s(version: int, ranks: int) -> dict[str, float]:
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    columns = ["model", "ranks", "offload", "counted peak", "arithmetic", "ratio", "host peak", "arithmetic", "resting"]
+    columns = ["model", "ranks", "counted peak", "arithmetic", "ratio", "host peak", "resting"]
     columns += ["loading", "publishing", "read", "row", "start"]
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     for of in cases:
-        cells = [of["model"], str(of["ranks"]), "yes" if of["offload"] else ""]
+        cells = [of["model"], str(of["ranks"])]
         cells += [gb(of["peak_bytes"]), gb(of["arithmetic_bytes"]), f"{of['peak_bytes'] / of['arithmetic_bytes']:.2f}"]
-        cells += [gb(of["host_peak_bytes"]), gb(of["host_arithmetic_bytes"]), gb(of["resting_bytes"])]
+        cells += [gb(of["host_peak_bytes"]), gb(of["resting_bytes"])]
         cells += [gb(of["peaks"]["load"]), gb(of["peaks"]["publish"])]
         cells += [gb(of["read_bytes"]), gb(of["received_row_bytes"])]
         start = of["start_s"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal import tasks
 from shoal.config import Config
+from shoal.learner.policy import BETAS
 from shoal.model.load import load_tokenizer
 from shoal.tasks.prompt import prompt_tokens
 
@@ -36,7 +37,7 @@ def write_job(folder: Path, config: Config, model: Path, versions: Path | None, 
             "max_tokens": config.sampling.max_tokens,
             "temperature": config.sampling.temperature,
             "lr": learner.lr,
-            "betas": learner.betas,
+            "betas": BETAS,
             "grad_clip": learner.grad_clip,
             "epsilon": learner.loss.epsilon,
             "delta": learner.loss.delta,

@@ -1,41 +1,11 @@
-"""What a role does before its loop: the learner refuses what its model cannot do, a node gets the task set by its digest."""
+"""What a role does before its loop: a node gets the task set by its digest."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from shoal import tasks
-from shoal.cli import roles as role
 from shoal.cli.roles import task_set
-from shoal.config import Config, parse
-from shoal.model import numerics
-from shoal.model.numerics import NumericsError
-
-
-def started(model: Path, folder: Path, wanted: str, monkeypatch: pytest.MonkeyPatch, **learner: Any) -> str:
-    @contextmanager
-    def leading(*_: Any) -> Iterator[Any]:
-        config = {"model": {"name": str(model), "numerics": wanted}, "run": {"steps": 1}, "learner": learner}
-        yield None, parse(config), "float32"
-
-    monkeypatch.setattr(role, "_leading", leading)
-    monkeypatch.setattr(numerics, "refusal", lambda *_: None)  # this machine can
-    monkeypatch.setattr("shoal.learner.loop.Learner", lambda *_: SimpleNamespace(run=lambda _: "finished"))
-    return role.run_learner(None, folder, 1, threading.Event())  # type: ignore[arg-type]
-
-
-def test_exact_numerics_asked_for_by_name_are_never_fast(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(NumericsError, match="learner.compile = true"):
-        started(tiny_folder, tmp_path, "exact", monkeypatch, compile=True)
-    for model, wanted in ((tiny_folder, "auto"), (tiny_folder, "fast"), (tiny_folder, "exact")):
-        assert started(model, tmp_path, wanted, monkeypatch) == "finished"
+from shoal.config import Config
 
 
 class Node:

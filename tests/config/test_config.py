@@ -198,9 +198,8 @@ def test_an_override_of_an_unknown_key_is_refused_like_one_in_the_file(tmp_path:
             ["coordinator.prompts_per_step=12", "learner.optimizer_steps_per_step=8"],
             "must be a multiple of learner.optimizer_steps_per_step",
         ),
-        (["learner.offload=true"], "learner.offload moves masters and moments from a device to its host"),
         (["learner.row_tokens=32768"], "learner.row_tokens must exceed sampling.max_tokens"),
-        (["learner.loss.delta=1.1"], "learner.loss.delta must exceed 1 + learner.loss.epsilon"),
+        (["learner.loss.delta=1.1"], "learner.loss.delta must exceed 1 + 0.2"),
         (["tasks.sources=[{}]"], "tasks.sources.0: a source has one of path, hub and generator; this one has none"),
         (
             ["tasks.sources=[{path = 'a', pat = 'b'}]"],
@@ -213,7 +212,6 @@ def test_an_override_of_an_unknown_key_is_refused_like_one_in_the_file(tmp_path:
         (["tasks.prompt=solve it"], "tasks: prompt must contain {question}"),
         (["tasks.length_targets=[100, 0]"], "tasks.length_targets.1: "),
         (["tasks.sources=[+]"], "tasks.sources: Input should be a valid list"),
-        (["learner.betas=[0.9, 1.0]"], "learner.betas.1: "),
         (["learner.lr=nan"], "learner.lr: "),
         (["learner.lr=inf"], "learner.lr: "),
         (["sampling.group_size=1"], "sampling.group_size: "),

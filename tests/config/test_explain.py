@@ -39,7 +39,6 @@ def test_the_papers_defaults_name_the_paper(key: str) -> None:
         ("learner.loss.epsilon", "number, above 0, below 1; default 0.2"),
         ("learner.lora", "section or null; default null"),
         ("model.device", 'string; default "cpu"'),
-        ("learner.offload", "boolean; default false"),
         ("tasks.length_targets", "list of integer, above 0; default []"),
         ("model.dtype", '"auto" or "float32" or "bfloat16"; default "auto"'),
     ],

@@ -10,7 +10,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,8 +21,7 @@ from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
 from shoal.model.training import Sharded, local, opened
 
-from . import pretend
-from .support import N_TOKENS, batches, make_groups, make_policy
+from .support import N_TOKENS, make_groups, make_policy
 
 
 def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -115,40 +113,10 @@ class Live(TorchDispatchMode):
         return found
 
 
-def offload(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What two updates of a policy that offloads change otherwise than of one that does not, and where its tensors are."""
-    policies, figures = [], []
-    with pretend.device() as device, mock.patch.dict(ranks.__dict__, mesh=init_device_mesh(device, (ranks.size,))):
-        for offloads in (False, True):
-            torch.manual_seed(1)
-            policy = make_policy(model, ranks=ranks, device=device, offload=offloads, **settings)
-            figures.append([policy.update(ranks.scatter(batches(20)), N_TOKENS) for _ in range(2)])
-            policies.append(policy)
-        kept, offloaded = policies
-        differ = [name for name in figures[0][1] if figures[0][1][name] != figures[1][1][name]]
-        for name, master in kept.masters.items():
-            twin = offloaded.masters[name]
-            states = [policy.optimizer.state[of] for policy, of in ((kept, master), (offloaded, twin))]
-            pairs = [(master.detach(), twin.detach()), *((states[0][key], states[1][key]) for key in states[0])]
-            differ += [name for one, other in pairs if not torch.equal(local(one).cpu(), local(other))]
-        for (name, one), (_, other) in zip(kept.published(), offloaded.published(), strict=True):
-            differ += [] if torch.equal(one, other) else [f"published {name}"]
-        return {"differ": differ, "where": places(offloaded), "where kept": places(kept)}
-
-
-def places(policy: Policy) -> dict[str, list[str]]:
-    """The devices of what a policy holds."""
-    states = [tensor for master in policy.masters.values() for tensor in policy.optimizer.state[master].values()]
-    held = {"masters": policy.masters.values(), "state": states, "weights": policy.model.parameters()}
-    held |= {"buffers": policy.model.buffers()}
-    held |= {"reference": policy.reference.parameters()} if policy.reference else {}
-    return {what: sorted({local(tensor).device.type for tensor in tensors}) for what, tensors in held.items()}
-
-
 def renamed(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """What a policy says of files that must be loaded whole."""
     policy = make_policy(model, ranks=ranks)
     return {"why": opened(model, "cpu", "fast", ranks.shard), "whole": policy.sharded is None}
 
 
-CHECKS = {"loads": loads, "memory": memory, "offload": offload, "renamed": renamed}
+CHECKS = {"loads": loads, "memory": memory, "renamed": renamed}

@@ -149,7 +149,6 @@ SETTINGS = {
     "lr": 1e-3,
     "warmup_steps": 2,
     "grad_clip": 1.0,
-    "weight_decay": 0.01,
     "row_tokens": 40,  # a group each: five rows
     "optimizer_steps_per_step": 1,
     "keep_versions": 99,

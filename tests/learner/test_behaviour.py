@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.config import parse
 from shoal.config.recipe import LossKind
+from shoal.learner.groups import Group
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 
@@ -69,17 +70,6 @@ def make_learner(folder: Path, out: Path, *, row_tokens: int = 512, kind: LossKi
     return Learner(None, config, Policy(folder, config.learner, "float32", "cpu", 1.0), out)
 
 
-@pytest.mark.parametrize(("behaviour", "is_on_policy"), [("recomputed", True), ("validated", False)])
-def test_what_the_ratio_divides_by_is_the_learners_own_where_that_is_asked_for(
-    tiny_folder: Path, tmp_path: Path, behaviour: str, is_on_policy: bool
-) -> None:
-    """The files claim -4 nats for every token, which none has. The first update's ratio is 1 if nobody believes them."""
-    learner = make_learner(tiny_folder, tmp_path, behaviour_logprobs=behaviour, row_tokens=20)
-    figures = learner.train(make_groups())
-    assert (figures["policy/mismatch_kl"] == 0.0) is is_on_policy
-    assert (figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0) is is_on_policy
-
-
 def test_what_nobody_checked_is_recomputed_and_nothing_else(tiny_folder: Path, tmp_path: Path) -> None:
     """The worker claims -4 nats, or what dominates the batch: of an unchecked group neither is used."""
     learner = make_learner(tiny_folder, tmp_path, row_tokens=20)
@@ -94,22 +84,21 @@ def test_what_nobody_checked_is_recomputed_and_nothing_else(tiny_folder: Path, t
     assert 0.0 < figures[0]["policy/mismatch_kl"] < learner.train(make_groups())["policy/mismatch_kl"]
 
 
+def unchecked() -> list[Group]:
+    return [replace(group, checked=False) for group in make_groups()]
+
+
+def test_what_nobody_checked_is_on_policy(tiny_folder: Path, tmp_path: Path) -> None:
+    """The files claim -4 nats for every token, which none has. The first update's ratio is 1 if nobody believes them."""
+    figures = make_learner(tiny_folder, tmp_path, row_tokens=20).train(unchecked())
+    assert figures["policy/mismatch_kl"] == figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0
+
+
 def test_recomputed_behaviour_is_of_the_steps_start_for_all_its_updates(tiny_folder: Path, tmp_path: Path) -> None:
-    learner = make_learner(tiny_folder, tmp_path, behaviour_logprobs="recomputed", optimizer_steps_per_step=3)
-    figures = learner.train(make_groups())
+    learner = make_learner(tiny_folder, tmp_path, optimizer_steps_per_step=3)
+    figures = learner.train(unchecked())
     assert learner.policy.updates == 3
     assert figures["policy/mismatch_kl"] > 0  # the first update's is 0, the others' is not
-
-
-def test_recomputed_behaviour_does_not_depend_on_what_the_files_hold(tiny_folder: Path, tmp_path: Path) -> None:
-    found = []
-    for claimed in (-4.0, -9.0):
-        learner = make_learner(tiny_folder, tmp_path, behaviour_logprobs="recomputed", row_tokens=20)
-        learner.train(
-            [replace(group, behaviour=[[claimed] * len(of) for of in group.behaviour]) for group in make_groups()]
-        )
-        found.append(state(learner.policy))
-    assert equal(*found)
 
 
 @pytest.mark.parametrize("behaviour", [False, True], ids=["update", "after recomputing behaviour"])

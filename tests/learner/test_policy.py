@@ -1,6 +1,5 @@
-"""One update: what it changes, what it must not, how a batch is cut up; the guard; where memory ends."""
+"""One update: what it changes, what it must not, how a batch is cut up; where memory ends."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -8,10 +7,10 @@ from typing import get_args
 import pytest
 import torch
 
-from shoal.config.recipe import GuardSection, LearnerSection, LossKind
+from shoal.config.recipe import LearnerSection, LossKind
 from shoal.errors import ShoalError
 from shoal.learner.batch import micro_batches, teaching
-from shoal.learner.policy import Decision, DivergedError, OutOfMemoryError, explained, judge
+from shoal.learner.policy import DivergedError, OutOfMemoryError, explained
 from shoal.model import logprobs
 from shoal.model.adapters import AdapterError
 from shoal.model.dtype import DtypeName
@@ -192,40 +191,6 @@ def test_small_updates_add_up_though_no_single_one_moves_what_is_published(tiny_
     assert moved[0] > 5e-7 and moved[2] > 1.5 * moved[0]
 
 
-# --- the guard --------------------------------------------------------------------------------------------------------
-
-
-def test_a_skipped_update_leaves_all_as_it_was_and_is_counted(tiny_folder: Path) -> None:
-    trained = make_policy(tiny_folder, guard={"max_grad_norm": 1e-9, "action": "skip"})
-    before = state(trained)
-    for skipped in (1, 2, 3):
-        figures = trained.update(batches(), N_TOKENS)
-        assert figures["optim/skipped"] == 1.0 and figures["optim/grad_norm"] > 0
-        assert (trained.skipped_in_row, trained.updates) == (skipped, 0)
-        assert equal(state(trained), before)
-        assert all(master.grad is None for master in trained.masters.values())
-    with pytest.raises(DivergedError, match="the 3 updates before it were skipped"):
-        trained.update(batches(), N_TOKENS)
-    assert equal(state(trained), before)
-
-
-def test_skips_are_counted_in_a_row(tiny_folder: Path) -> None:
-    trained = make_policy(tiny_folder, guard={"action": "skip"})
-    (micro,) = batches(512)
-    spoilt = replace(micro, advantage_N=micro.advantage_N * float("nan"))
-    figures = [trained.update([one], N_TOKENS)["optim/skipped"] for one in (spoilt, micro, spoilt)]
-    assert figures == [1.0, 0.0, 1.0]
-    assert (trained.skipped_in_row, trained.updates) == (1, 1)
-
-
-def test_a_norm_beyond_the_bound_stops_where_that_is_asked_for(tiny_folder: Path) -> None:
-    trained = make_policy(tiny_folder, guard={"max_grad_norm": 1e-9, "action": "stop"})
-    before = state(trained)
-    with pytest.raises(DivergedError, match=r"exceeds learner\.guard\.max_grad_norm"):
-        trained.update(batches(), N_TOKENS)
-    assert equal(state(trained), before) and trained.updates == 0
-
-
 @pytest.mark.parametrize("kind", get_args(LossKind))
 def test_an_update_is_the_same_with_and_without_groups_that_teach_nothing(tiny_folder: Path, kind: LossKind) -> None:
     groups = make_groups()
@@ -246,36 +211,8 @@ def test_an_update_on_nothing_moves_nothing(tiny_folder: Path) -> None:
     policy.update(batches(), N_TOKENS)
     before = state(policy)
     figures = policy.update([], N_TOKENS)
-    assert (figures["loss"], figures["optim/grad_norm"], figures["optim/skipped"]) == (0.0, 0.0, 0.0)
+    assert (figures["loss"], figures["optim/grad_norm"]) == (0.0, 0.0)
     assert equal(state(policy), before)
-
-
-STOP, SKIP = GuardSection(max_grad_norm=2.0), GuardSection(max_grad_norm=2.0, action="skip")
-
-
-def test_an_update_within_the_bound_goes_on() -> None:
-    assert judge(0, -0.5, 2.0, STOP, skipped_in_row=0) == Decision("update")
-
-
-def test_no_bound_is_set_by_default() -> None:
-    assert judge(0, 0.1, 1e30, GuardSection(), skipped_in_row=0).action == "update"
-
-
-@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (0.1, math.nan), (0.1, math.inf)])
-@pytest.mark.parametrize(("settings", "action"), [(GuardSection(), "stop"), (SKIP, "skip")], ids=["stop", "skip"])
-def test_what_is_no_number_never_goes_on(loss: float, norm: float, settings: GuardSection, action: str) -> None:
-    assert judge(3, loss, norm, settings, skipped_in_row=0).action == action
-
-
-def test_skips_end_after_as_many_in_a_row_as_allowed() -> None:
-    assert [judge(9, 0.1, 2.5, SKIP, skipped_in_row=n).action for n in range(5)] == ["skip"] * 3 + ["stop"] * 2
-
-
-@pytest.mark.parametrize(("settings", "skipped"), [(STOP, 0), (SKIP, 3)], ids=["at once", "after skips"])
-def test_a_stop_names_update_value_bound_and_what_to_lower(settings: GuardSection, skipped: int) -> None:
-    why = judge(7, 0.1, 2.5, settings, skipped_in_row=skipped).why
-    for words in ("update 7", "2.5", "learner.guard.max_grad_norm = 2", "lower learner.lr"):
-        assert words in why
 
 
 FIELD = r"lower learner\.row_tokens \(now 4096\)"
@@ -293,7 +230,6 @@ def test_a_devices_or_pythons_own_error_does_too(error: Exception) -> None:
     with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(SMALL):
         raise error
     assert caught.value.__cause__ is error and "more" not in str(caught.value)
-    assert ("learner.offload = true" in str(caught.value)) == isinstance(error, torch.OutOfMemoryError)
 
 
 def test_what_is_set_already_is_not_advised() -> None:

@@ -30,7 +30,6 @@ from shoal.protocol.messages import StepReport
 
 from ..conftest import tiny_llama, tiny_tokenizer
 from ..model import architectures
-from . import pretend
 from .support import SETTINGS, VALIDATOR, Pool, make_learner, make_policy, step_file
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +37,7 @@ STEPS = 3
 CHANGED: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {},
-    "lora": {"lora": {"rank": 4}, "behaviour_logprobs": "recomputed", "activation_checkpointing": True},
+    "lora": {"lora": {"rank": 4}, "activation_checkpointing": True},
 }
 RUNS = list(CHANGED)
 SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model of `models`, and the settings of its policy
@@ -46,11 +45,6 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model of `models`, and t
     "untied": ("untied", {}),
     "lora": ("tied", {"lora": {"rank": 4}}),
     "published": ("adapters", {"lora": {"rank": 4}}),
-}
-OFFLOADED: dict[str, dict[str, Any]] = {  # settings of a policy that offloads
-    "offload": {"dtype": "bfloat16", "loss": {"beta": 0.01}},
-    "offload-float32": {},
-    "offload-lora": {"dtype": "bfloat16", "lora": {"rank": 4}},
 }
 QUICK = ["tied"]  # on two ranks; all on four, which is slow
 SUMS = ("loss", "optim/grad_norm", "policy/entropy", "policy/kl", "policy/mismatch_kl", "policy/clip_low")
@@ -143,8 +137,6 @@ def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict
     made = [("loads", name, *SHARDED[name]) for name in names]
     made += [("memory", "memory", "deep", {})]
     made += [] if names == QUICK else [("renamed", "renamed", "qwen2_moe", {})]
-    # last, because the device that they register stays
-    made += [("offload", name, "tied", of) for name, of in OFFLOADED.items() if names != QUICK or name == "offload"]
     return [
         {"check": check, "model": str(models[model]), "out": str(folder / "checks" / name), "settings": settings}
         for check, name, model, settings in made
@@ -273,19 +265,6 @@ def test_no_rank_reads_or_holds_more_than_its_share(request: pytest.FixtureReque
         assert of["peak_bytes"] < share + 0.35 * of["whole_bytes"]
     assert sum(of["read_bytes"] for of in results) == 2 * results[0]["stored_bytes"]
     assert len(results) == {"two": 2, "four": 4}[ranks]
-
-
-@pytest.mark.parametrize(("ranks", "name"), cases(["offload"], OFFLOADED))
-def test_ranks_that_offload_have_the_bits_of_those_that_do_not(
-    request: pytest.FixtureRequest, ranks: str, name: str
-) -> None:
-    """Shards, gradients and moments are on the host, and what is gathered of them on the device."""
-    for of in found(request.getfixturevalue(ranks), name):
-        assert of["differ"] == []
-        away, here = [pretend.NAME], ["cpu"]
-        reference = {"reference": away} if name == "offload" else {}
-        assert of["where"] == {"masters": here, "state": here, "weights": here, "buffers": away} | reference
-        assert set(map(tuple, of["where kept"].values())) == {(pretend.NAME,)}
 
 
 @pytest.mark.slow

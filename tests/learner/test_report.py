@@ -131,13 +131,6 @@ def test_policy_sums_become_means_a_token_and_norms_means_an_update() -> None:
     }
 
 
-def test_a_skipped_update_is_counted_and_is_in_no_mean() -> None:
-    bad = (10, {"policy/entropy": math.nan, "optim/grad_norm": math.inf, "optim/skipped": 1.0})
-    good = (10, {"policy/entropy": 5.0, "optim/grad_norm": 1.0, "optim/skipped": 0.0})
-    assert update_metrics([good, bad]) == {"policy/entropy": 0.5, "optim/grad_norm": 1.0, "optim/skipped": 1.0}
-    assert update_metrics([bad]) == {"optim/skipped": 1.0}
-
-
 def test_mfu_counts_training_alone_and_tokens_the_whole_step() -> None:
     figures = speed_metrics(n_tokens=1000, flops=6e12, train_s=20, busy_s=25, waiting_s=25, peak_gflops=600)
     assert figures["perf/mfu"] == pytest.approx(0.5)

@@ -216,14 +216,12 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
         device = config.model.device
         picked = numerics.pick(config.model.numerics, dtype, device)
         policy = Policy(model, config.learner, dtype, device, config.sampling.temperature, ranks, picked)
-        numerics.insist(config.model.numerics, policy.model)  # before anybody gets a version
         if ranks.leads:
             every = config.learner.steps_between_checkpoints(policy.trained)
             log.info(
-                "%.0f million trained parameters on %d rank(s), %s; a checkpoint every %d step(s)",
+                "%.0f million trained parameters on %d rank(s); a checkpoint every %d step(s)",
                 policy.trained / 1e6,
                 ranks.size,
-                "masters, moments and summed gradients on the host" if policy.offloads else "nothing on the host",
                 every,
             )
         if site is None:

@@ -104,11 +104,6 @@ class Config(Section):
             yield "coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step"
         if learner.sites and self.coordinator.prompts_per_step < learner.sites:
             yield "coordinator.prompts_per_step is below learner.sites: a site would have no group"
-        if learner.offload and self.model.device == "cpu":
-            yield (
-                'learner.offload moves masters and moments from a device to its host, and model.device = "cpu" has them '
-                "there: remove it, or set model.device"
-            )
         if self.sampling.max_tokens >= learner.row_tokens:
             yield "learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)"
         if self.validator.escrow_checks * self.validator.check_floor < 1:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shoal.config.section import Fraction, Section, Share
+from shoal.config.section import Fraction, Section
 
 CHECKPOINT_BYTES = 12  # per trained parameter: the fp32 master and two moments of AdamW, which no optimizer exceeds
 WRITTEN_BYTES = 10**10  # of checkpoints a step, at most, by default
@@ -44,7 +44,7 @@ class SamplingSection(Section):
 
 LossKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
 BOUNDS: dict[str, dict[str, float]] = {  # of each kind whose own they are
-    "gspo": {"epsilon": 3e-4, "epsilon_high": 4e-4},  # GSPO (arXiv 2507.18071)
+    "gspo": {"epsilon": 3e-4},  # GSPO (arXiv 2507.18071), which has 4e-4 upwards
     "cispo": {"delta": 5.0},  # ScaleRL (arXiv 2510.13786)
     "dppo": {"delta": 20.0},  # DPPO (arXiv 2602.04879), the authors' code
 }
@@ -56,13 +56,11 @@ class LossSection(Section):
     kind: LossKind = "grpo"
     """Loss formula (INTELLECT-2)."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far down the ratio (gspo: of a rollout) may move before it is clipped; dppo: how far a token's probability
-    may move either way; unset: 0.2, for gspo 3e-4 (INTELLECT-2)."""
+    """How far the ratio may move before it is clipped; gspo: a rollout's ratio, down, and a third further up; dppo: how
+    far a token's probability may move; unset: 0.2, for gspo 3e-4 (INTELLECT-2)."""
     delta: Annotated[float, Field(gt=1)] = 4.0
     """grpo, dr_grpo, gspo: upper bound on the ratio for negative advantages; cispo, dppo: on importance weights; unset:
     4, for cispo 5, for dppo 20 (INTELLECT-2)."""
-    epsilon_high: PositiveFloat = 0.2
-    """The same distance upwards; unset: epsilon, and for gspo 4e-4 (INTELLECT-2)."""
     beta: NonNegativeFloat = 0.001
     """Weight of the KL to the initial policy; 0: no reference model is loaded (INTELLECT-2)."""
     entropy: NonNegativeFloat = 1e-4
@@ -70,33 +68,24 @@ class LossSection(Section):
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation of rewards (Dr. GRPO)."""
 
+    @property
+    def epsilon_high(self) -> float:
+        """How far up the ratio may move before it is clipped."""
+        return self.epsilon * 4 / 3 if self.kind == "gspo" else self.epsilon
+
     @model_validator(mode="before")
     @classmethod
     def _bounds_of_the_kind(cls, values: Any) -> Any:
-        """Let bounds that are not set follow the kind, and `epsilon_high` follow `epsilon`."""
-        if not isinstance(values, dict):
-            return values
-        own = BOUNDS.get(str(values.get("kind")), {})
-        if "epsilon" in values:
-            own = own | {"epsilon_high": values["epsilon"]}
-        return own | values
+        """Let bounds that are not set follow the kind."""
+        return BOUNDS.get(str(values.get("kind")), {}) | values if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _consistent(self) -> "LossSection":
         if self.kind in ("grpo", "dr_grpo", "gspo") and self.delta <= 1 + self.epsilon_high:
-            raise ValueError("learner.loss.delta must exceed 1 + learner.loss.epsilon_high")
+            raise ValueError(f"learner.loss.delta must exceed 1 + {self.epsilon_high:g}, the upper bound on the ratio")
         if self.kind == "dr_grpo" and self.normalize_std:
             raise ValueError('learner.loss.kind = "dr_grpo" has no std: set learner.loss.normalize_std = false')
         return self
-
-
-class GuardSection(Section):
-    """What happens to an update whose loss or gradient norm is not finite or exceeds a bound."""
-
-    max_grad_norm: PositiveFloat | None = None
-    """Largest accepted gradient norm, before clipping; none: no bound."""
-    action: Literal["stop", "skip"] = "stop"
-    """stop: end the run; skip: omit the update and continue."""
 
 
 class LoraSection(Section):
@@ -114,20 +103,9 @@ class LearnerSection(Section):
     """The trainer: optimizer, memory, checkpoints."""
 
     lr: PositiveFloat = 3e-7
-    """Learning rate after warm-up (INTELLECT-2)."""
+    """Learning rate after warm-up, constant (INTELLECT-2)."""
     warmup_steps: NonNegativeInt = 25
     """Optimizer steps of linear warm-up (INTELLECT-2)."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after warm-up (INTELLECT-2)."""
-    schedule_steps: PositiveInt | None = None
-    """Optimizer steps, warm-up included, after which a linear or cosine schedule is at its end: usually run.steps ×
-    optimizer_steps_per_step."""
-    final_lr_frac: Share = 0.0
-    """Share of lr at the end of a linear or cosine schedule, and from then on."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
-    """AdamW decay rates of the two moments."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Weight decay, in proportion to the learning rate."""
     grad_clip: PositiveFloat = 0.1
     """Largest gradient norm; larger gradients are scaled down (INTELLECT-2)."""
     optimizer_steps_per_step: PositiveInt = 8
@@ -136,55 +114,33 @@ class LearnerSection(Section):
     """Positions in one packed row, computed at once."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more time, less memory."""
-    offload: bool = False
-    """Keep masters, the optimizer's state and summed gradients in the host's memory, and step the optimizer there: less
-    of the device's memory, more time."""
-    compile: bool = False
-    """`torch.compile` each block; needs a C++ compiler and minutes at start."""
     checkpoint_every: PositiveInt | None = None
     """Rollout steps between checkpoints; none: as many as keep writing at 10 GB a step or less, 12 bytes a trained
     parameter each: 1 up to 0.8 billion, 10 for 7.6 billion, 40 for 32.8 billion."""
     keep_last: PositiveInt = 2
     """Newest checkpoints kept."""
-    keep_every: NonNegativeInt = 0
-    """Also keep checkpoints whose step is a multiple of this; 0: none."""
     keep_versions: PositiveInt = 2
     """Newest published versions kept in the learner's folder."""
-    behaviour_logprobs: Literal["validated", "recomputed"] = "validated"
-    """Denominator of the ratio; validated: logprobs that the validator computed under the sampling version; recomputed:
-    the learner's own at the start of the step."""
     lora: LoraSection | None = None
     """Train low-rank adapters; none: train all weights."""
     sites: NonNegativeInt = 0
     """Sites that the learner is spread over, which meet by [sites]; 0: it is at one place."""
     loss: LossSection = LossSection()
-    guard: GuardSection = GuardSection()
 
     def steps_between_checkpoints(self, trained: int) -> int:
         """`checkpoint_every`, or its default for so many trained parameters."""
         return self.checkpoint_every or max(1, math.ceil(CHECKPOINT_BYTES * trained / WRITTEN_BYTES))
 
-    @model_validator(mode="after")
-    def _schedule_has_an_end(self) -> "LearnerSection":
-        if self.schedule != "constant" and (self.schedule_steps or 0) <= self.warmup_steps:
-            raise ValueError(
-                f'schedule = "{self.schedule}" needs schedule_steps above warmup_steps = {self.warmup_steps}: the optimizer '
-                "steps at whose end the rate is lr × final_lr_frac"
-            )
-        return self
-
 
 class SftSection(Section):
-    """Supervised fine-tuning, `shoal sft`; betas and weight decay are the learner's."""
+    """Supervised fine-tuning, `shoal sft`."""
 
     data: str = ""
     """A .jsonl or .parquet file, or a Hugging Face data set: org/name or org/name:file-pattern."""
     epochs: PositiveInt = 1
     """Passes over the data."""
-    batch_tokens: PositiveInt = 16384
-    """Most tokens per update; a longer conversation is an update of its own."""
-    batch: PositiveInt | None = None
-    """Conversations per update; none: as many as batch_tokens allows."""
+    batch: PositiveInt = 32
+    """Conversations per update."""
     lr: PositiveFloat = 2e-5
     """AdamW learning rate."""
     warmup_steps: NonNegativeInt = 25

@@ -53,10 +53,9 @@ class Contents:
     tokens_T: Array  # int32
     behaviour_N: Array  # float32, NaN where nobody checked it: see `with_behaviour`
 
-    def with_behaviour(self, own_N: Array, *, everywhere: bool) -> "Contents":
-        """Return them with the policy's own logprobs as behaviour: all, or only where nobody checked any."""
-        unknown_N = np.isnan(self.behaviour_N)
-        return replace(self, behaviour_N=own_N if everywhere else np.where(unknown_N, own_N, self.behaviour_N))
+    def with_behaviour(self, own_N: Array) -> "Contents":
+        """Return them with the policy's own logprobs as behaviour where nobody checked any."""
+        return replace(self, behaviour_N=np.where(np.isnan(self.behaviour_N), own_N, self.behaviour_N))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from shoal.config.recipe import LearnerSection
 from shoal.errors import ShoalError
 from shoal.files import commit_folder, digests
 from shoal.learner.policy import Policy
@@ -55,7 +54,7 @@ class LearnerProgress:
 
     step: int = 0
     updates: int = 0
-    skipped_in_row: int = 0
+    skipped_in_row: int = 0  # steps whose batch held nothing to train on
     version_digest: str = ""  # BLAKE3 of that version's weights file; empty before it is published
     trained: list[str] = field(default_factory=list)  # submissions, in order: the position in the data
 
@@ -92,7 +91,6 @@ class Checkpoints:
         self.policy = policy
         self.sign = sign
         self.ranks = policy.ranks
-        self.section: LearnerSection = policy.config
         self.every = policy.config.steps_between_checkpoints(policy.trained)
         self._writing: tuple[Future[Any], LearnerProgress] | None = None
         policy.before_update = self.finish
@@ -116,7 +114,7 @@ class Checkpoints:
             no_dist=self.ranks.size == 1,
         )
         assert isinstance(future, Future)
-        progress.updates, progress.skipped_in_row = self.policy.updates, self.policy.skipped_in_row
+        progress.updates = self.policy.updates
         self._writing = (
             future,
             replace(progress, trained=[*progress.trained]),
@@ -156,7 +154,7 @@ class Checkpoints:
         newest = complete[-1]
         from_leader(self.ranks, lambda: _check(newest), lambda _: b"", lambda _: None)
         progress = LearnerProgress(**json.loads((newest / PROGRESS).read_text()))
-        self.policy.updates, self.policy.skipped_in_row = progress.updates, progress.skipped_in_row
+        self.policy.updates = progress.updates
         tensors = self._tensors()
         load(
             tensors,
@@ -199,9 +197,7 @@ class Checkpoints:
         return sorted(path for path in self.folder.glob("step-*") if (path / PROGRESS).exists())
 
     def _surplus(self) -> list[Path]:
-        every = self.section.keep_every
-        older = self._complete()[: -self.section.keep_last]
-        return [path for path in older if not every or int(path.name.removeprefix("step-")) % every]
+        return self._complete()[: -self.policy.config.keep_last]
 
 
 def _check(folder: Path) -> None:

@@ -25,7 +25,7 @@ from shoal.learner.batch import teaching
 from shoal.learner.checkpoint import Checkpoints, LearnerProgress
 from shoal.learner.groups import Fetched, Group, IncomingBatches, Known
 from shoal.learner.masters import merge_adapters, write_adapter
-from shoal.learner.policy import MAX_SKIPS, Policy
+from shoal.learner.policy import Policy
 from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS
 from shoal.protocol.messages import Ok, StepReport
@@ -33,6 +33,7 @@ from shoal.protocol.node import Node
 from shoal.shardcast.manifest import version_name
 
 MODEL = "model"  # folder of the trained model, once the run has finished
+MAX_SKIPS = 3  # steps skipped in a row; one more ends the run
 ADAPTER = "adapter"  # folder of its adapters alone, for peft
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Learner:
                 return "stopped"
             self.incoming.prefetch(progress.step + 1)
             before = progress.version_digest
-            figures = self.train(batch.groups) if batch.groups else self.skip(progress.step, batch.fetched)
+            figures = self.compute(progress, batch.groups, batch.fetched)
             progress.advance(group.submission for group in batch.groups)
             figures |= self.publish(progress)  # the weights go out
             self.checkpoint(progress)
@@ -77,25 +78,32 @@ class Learner:
         self.leave_model(progress)
         return "finished"
 
+    def compute(self, progress: LearnerProgress, groups: Sequence[Known], fetched: Fetched) -> dict[str, float]:
+        """Train on the step's groups, or skip the step if there are none."""
+        if not groups:
+            return self.skip(progress, fetched)
+        progress.skipped_in_row = 0
+        return self.train(groups)
+
     def train(self, groups: Sequence[Known]) -> dict[str, float]:
         """Make the step's optimizer updates on these groups. Return the metrics of training."""
         started_s = time.monotonic()
         return updates.train(self.policy, groups, self.config) | {"perf/train_s": time.monotonic() - started_s}
 
-    def skip(self, step: int, fetched: Fetched) -> dict[str, float]:
+    def skip(self, progress: LearnerProgress, fetched: Fetched) -> dict[str, float]:
         """Pass over a step whose batch holds nothing to train on: the next version has the same weights.
 
         Raise EmptyBatchError once MAX_SKIPS steps in a row were skipped.
         """
-        skipped = self.policy.skipped_in_row
-        if skipped >= MAX_SKIPS:
+        if progress.skipped_in_row >= MAX_SKIPS:
             self.checkpoints.finish()  # a restart stops here, too
             raise EmptyBatchError(
-                f"step {step}: no group is left to train on; {fetched.left_out} (see the log). The {skipped} steps or "
-                "updates before it were skipped, as many as may be: look for a broken validator or coordinator"
+                f"step {progress.step}: no group is left to train on; {fetched.left_out} (see the log). The "
+                f"{progress.skipped_in_row} steps before it were skipped, as many as may be: look for a broken "
+                "validator or coordinator"
             )
-        log.error("step %d is skipped: no group is left to train on; %s", step, fetched.left_out)
-        self.policy.skipped_in_row += 1
+        log.error("step %d is skipped: no group is left to train on; %s", progress.step, fetched.left_out)
+        progress.skipped_in_row += 1
         return {"optim/skipped": 1.0}
 
     def publish(self, progress: LearnerProgress) -> dict[str, float]:
@@ -181,8 +189,8 @@ class Learner:
 
     def _flops(self, groups: list[Group]) -> float:
         settings = self.config.learner
-        passes = (settings.loss.beta > 0) + (settings.behaviour_logprobs == "recomputed")
-        return report.training_flops(self.shape, teaching(groups, settings.loss), extra_forwards=passes)
+        extra = int(settings.loss.beta > 0)
+        return report.training_flops(self.shape, teaching(groups, settings.loss), extra_forwards=extra)
 
 
 def drop_old_versions(folder: Path, keep: int) -> None:

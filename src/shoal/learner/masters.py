@@ -3,7 +3,6 @@
 The optimizer updates the masters. The model computes with what workers sample with. Over several ranks FSDP keeps shards in
 a dtype of their own and casts what it gathers: if it gathers bf16, the shards are the masters, and rounded where they are
 used.
-With `learner.offload` they are on the host: each gradient is copied there once it is complete, and rounded weights back.
 With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters are trained in place of whole weights. A
 published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply them as
 the learner does, so all compute the same policy, and only adapters travel. At the end they are merged into the base weights,
@@ -56,22 +55,18 @@ def prepare(
     sharded: Sharded | None,
     compute: torch.dtype,
     stored: Container[str],
-    device: torch.device,
-    *,
-    offload: bool = False,
 ) -> dict[str, Tensor]:
     """Shard the model, copy the trained weights as masters, and round the model to bf16, in the compute dtype.
 
-    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Return the masters by name. With
-    `offload` they are on the host, where one rank must have loaded the model; it is moved to the device here.
+    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Return the masters by name.
     """
     shards = ranks.size > 1
     for parameter in scorer.model.parameters() if shards else ():
         if not parameter.requires_grad:
             parameter.data = parameter.detach().bfloat16()
-    ranks.shard(scorer, compute, offload=offload)
+    ranks.shard(scorer, compute)
     if sharded:
-        sharded.fill_(scorer, host=offload)
+        sharded.fill_(scorer)
     masters = {}
     for name, buffer in scorer.model.named_buffers():
         if name in stored and buffer.is_floating_point():  # published, but not trained
@@ -89,8 +84,6 @@ def prepare(
             parameter.data = rounded.to(compute)
         if parameter.requires_grad:
             masters[name] = exact.requires_grad_()
-    if not shards:
-        scorer.model.to(device)
     return masters
 
 
@@ -118,7 +111,7 @@ def collect_early(weights: Tensors, masters: Tensors) -> None:
 
 def _add(master: Tensor, weight: Tensor) -> None:
     assert weight.grad is not None
-    grad = weight.grad.to(master.device, torch.float32)
+    grad = weight.grad.float()
     master.grad = grad if master.grad is None else master.grad.add_(grad)
     weight.grad = None
 

@@ -3,13 +3,7 @@
 The optimizer updates fp32 masters. The model holds the masters rounded to bf16, as published, in this machine's compute
 dtype. So gradients are taken at exactly the weights that workers sample with. At RL learning rates an update is smaller
 than a bf16 step, so gradients at the masters would be those of a policy that no worker samples from.
-The learning rate of update u, the first being 0: linear warm-up, then constant, or falling in a line or along half a cosine.
-
-    warm-up    lr (u + 1) / W                       for u < W
-    then       lr (f + (1 - f) left)                f: `final_lr_frac`
-               left = 1                             constant
-                    = 1 - d                         linear
-                    = (1 + cos(pi d)) / 2           cosine (arXiv 1608.03983); d = (u - W) / (schedule_steps - W), at most 1
+The learning rate of update u, the first being 0, is lr (u + 1) / W for u < W, the warm-up, and then lr.
 
 Invariant: between updates the model equals the rounded masters. An update happens completely or not at all, on all ranks.
 """
@@ -19,14 +13,13 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.config.recipe import GuardSection, LearnerSection
+from shoal.config.recipe import LearnerSection
 from shoal.errors import ShoalError, first_line
 from shoal.files import commit_folder
 from shoal.learner.batch import MicroBatch
@@ -38,16 +31,18 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, save_model, stored_shapes
 from shoal.model.logprobs import LossOf
 from shoal.model.numerics import Numerics
-from shoal.model.training import Scorer, compile_blocks, recompute_activations
+from shoal.model.training import Scorer, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
 
-MAX_SKIPS = 3  # updates, or steps, skipped in a row; one more stops the run
+# AdamW's. The second moment follows a policy that moves on within 100 updates. There is no weight decay: nothing would pull
+# the weights of an RL run back to 0.
+BETAS = (0.9, 0.99)
 
 log = logging.getLogger(__name__)
 
 
 class DivergedError(ShoalError):
-    """The guard refused a loss or gradient norm. Nothing was updated."""
+    """A loss or gradient norm is not finite. Nothing was updated."""
 
 
 class Policy:
@@ -61,47 +56,41 @@ class Policy:
         ranks: Ranks | None = None,
         numerics: Numerics = "fast",
     ) -> None:
-        if config.compile:
-            numerics = "fast"  # compiled kernels sum in an order of their own
         self.config = config
         self.device = torch.device(device)
-        self.offloads = config.offload and self.device.type != "cpu"
         self.compute = getattr(torch, dtype)
         self.temperature = temperature
         self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(folder)
         self.sharded = in_shards(folder, device, numerics, self.ranks)
-        self.model = self._model(folder, numerics, "cpu" if self.offloads else device)
+        self.model = self._model(folder, numerics, device)
         if config.lora is not None:
             attach_adapters_(self.model, config.lora)
         self.stored = stored_shapes(self.model)  # of a published version
         self.shape = shape_of(self.model)
         self.scorer = Scorer(self.model)
-        self.masters = self._prepare(self.scorer, offload=self.offloads)
+        self.masters = self._prepare(self.scorer)
         self.weights = {name: dict(self.model.named_parameters())[name] for name in self.masters}
         if self.ranks.size == 1:
             collect_early(self.weights, self.masters)
         if config.activation_checkpointing:
             recompute_activations(self.scorer)
-        if config.compile:
-            compile_blocks(self.scorer)
         self.reference: Scorer | None = None
         if config.loss.beta > 0:
             self.reference = Scorer(self._model(folder, numerics, device).requires_grad_(False))
             self._prepare(self.reference)
         self.optimizer = torch.optim.AdamW(
-            self.masters.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+            self.masters.values(), lr=config.lr, betas=BETAS, weight_decay=0.0, fused=True
         )
         self.updates = 0  # optimizer steps so far
-        self.skipped_in_row = 0
         self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint is written
 
     def _model(self, folder: Path, numerics: Numerics, device: str) -> Any:
         """The model in float32, or a skeleton that `_prepare` fills."""
         return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", device, numerics)
 
-    def _prepare(self, scorer: Scorer, *, offload: bool = False) -> dict[str, Tensor]:
-        return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored, self.device, offload=offload)
+    def _prepare(self, scorer: Scorer) -> dict[str, Tensor]:
+        return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored)
 
     def update(self, own: Iterable[MicroBatch | None], denominator: float) -> dict[str, float]:
         """One optimizer step of the RL loss. `own`: this rank's micro-batches, in turns with other ranks'; None: it idles.
@@ -161,19 +150,21 @@ class Policy:
         scale = min(1.0, self.config.grad_clip / (norm + 1e-6)) / denominator
         for gradient in gradients:
             gradient.mul_(scale)
-        decision = judge(self.updates, total, norm, self.config.guard, skipped_in_row=self.skipped_in_row)
-        figures = result | {LOSS: total, "optim/grad_norm": norm, "optim/lr": self.lr, "optim/skipped": 0.0}
-        if decision.action == "update":
+        figures = result | {LOSS: total, "optim/grad_norm": norm, "optim/lr": self.lr}
+        try:
+            self._check_finite({"loss": total, "gradient norm": norm})
             self._update_masters()
-        self.optimizer.zero_grad(set_to_none=True)  # now, so that gradients take no memory while waiting
-        if decision.action == "stop":
-            raise DivergedError(decision.why)
-        if decision.action == "skip":
-            log.warning(decision.why)
-            self.skipped_in_row += 1
-            return figures | {"optim/skipped": 1.0}
-        self.skipped_in_row = 0
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)  # now, so that gradients take no memory while waiting
         return figures
+
+    def _check_finite(self, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                raise DivergedError(
+                    f"update {self.updates}: the {name} is {value}, not a finite number; nothing was updated: "
+                    "lower learner.lr"
+                )
 
     @property
     def trained(self) -> int:
@@ -183,7 +174,8 @@ class Policy:
     @property
     def lr(self) -> float:
         """The next update's learning rate."""
-        return rate(self.updates, self.config)
+        warm_up = self.config.warmup_steps
+        return self.config.lr * ((self.updates + 1) / warm_up) if self.updates < warm_up else self.config.lr
 
     def _update_masters(self) -> None:
         self.before_update()
@@ -288,58 +280,9 @@ def write_folder(
     commit_folder(temporary, final)
 
 
-def rate(updates: int, section: LearnerSection) -> float:
-    """The learning rate of the next update, after so many."""
-    warm_up = section.warmup_steps
-    if updates < warm_up:
-        return section.lr * ((updates + 1) / warm_up)
-    if section.schedule == "constant" or section.schedule_steps is None:
-        return section.lr
-    done = min(1.0, (updates - warm_up) / (section.schedule_steps - warm_up))
-    left = 1.0 - done if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return section.lr * (section.final_lr_frac + (1.0 - section.final_lr_frac) * left)
-
-
 LOSS = "loss"
 SUMMED = [f"policy/{name}" for name in ("clip_low", "clip_high", "clip_delta", "mismatch_kl", "entropy", "kl")]
 IDLE = pack([Tree([0], [[0]])])
-
-
-# --- the guard -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Decision:
-    action: Literal["update", "skip", "stop"]
-    why: str = ""  # for a person; empty for "update"
-
-
-def judge(update: int, loss: float, grad_norm: float, settings: GuardSection, *, skipped_in_row: int) -> Decision:
-    """What to do with optimizer update `update` (from 0), given its loss and its gradient norm before clipping.
-
-    `skipped_in_row`: how many updates directly before this one were skipped.
-    """
-    wrong = _wrong(loss, grad_norm, settings.max_grad_norm)
-    if not wrong:
-        return Decision("update")
-    why = f"update {update}: {wrong}"
-    if settings.action == "stop":
-        return Decision("stop", f"{why}; nothing was updated: lower learner.lr")
-    if skipped_in_row >= MAX_SKIPS:
-        return Decision(
-            "stop",
-            f"{why}; the {skipped_in_row} updates before it were skipped, as many as may be: lower learner.lr",
-        )
-    return Decision("skip", f"{why}; skipped, {skipped_in_row + 1} in a row of at most {MAX_SKIPS}")
-
-
-def _wrong(loss: float, grad_norm: float, max_grad_norm: float | None) -> str:
-    for name, value in (("loss", loss), ("gradient norm", grad_norm)):
-        if not math.isfinite(value):
-            return f"the {name} is {value}, not a finite number"
-    if max_grad_norm is not None and grad_norm > max_grad_norm:
-        return f"the gradient norm {grad_norm:.4g} exceeds learner.guard.max_grad_norm = {max_grad_norm:g}"
-    return ""
 
 
 # --- memory --------------------------------------------------------------------------------------------------------------
@@ -362,7 +305,6 @@ def explained(config: LearnerSection) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not of_device and not known:
             raise
         hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
-        hint += " or learner.offload = true" if of_device and not config.offload else ""
         raise OutOfMemoryError(
             f"out of memory while computing a row: lower learner.row_tokens (now {config.row_tokens}){hint}; "
             f"{first_line(error)}"

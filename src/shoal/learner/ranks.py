@@ -6,7 +6,7 @@ Rank 0 leads and is the only one that talks to the pool. Sharding, gradient redu
 (`fully_shard`). Without torchrun there is one rank, and torch.distributed is not used.
 Invariant: ranks exchange bytes and tensors, never pickled objects, and all make the same calls in the same order. Config,
 dtype and whatever else the leader reads are the same on every rank (`start_ranks`, `from_leader`).
-CPU tensors travel over gloo, beside NCCL for those on GPUs; what is offloaded needs both.
+CPU tensors travel over gloo, beside NCCL for those on GPUs.
 Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
@@ -129,21 +129,18 @@ class Ranks:
         rounds = -(-len(items) // self.size)
         return [items[i] if (i := turn * self.size + self.rank) < len(items) else None for turn in range(rounds)]
 
-    def shard(self, root: Any, compute: torch.dtype, *, offload: bool = False) -> None:
+    def shard(self, root: Any, compute: torch.dtype) -> None:
         """Shard the weights of `root.model` over the ranks. A block is gathered, in `compute`, only while it is used.
 
         They may be on the meta device: then they become shards of nothing, to be read (`model/training`). Gradients are
-        summed over the ranks, not averaged, in float32. With `offload` shards and their gradients are on the host: a
-        block's are copied to the device to be gathered, and its gradients to the host once they are summed.
+        summed over the ranks, not averaged, in float32.
         """
         if self.size == 1:
             return
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         settings: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
-        if offload:
-            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         if not any(parameter.requires_grad for parameter in root.parameters()):
             # otherwise what is outside of the blocks stays gathered for a backward pass that never comes
             settings["reshard_after_forward"] = True

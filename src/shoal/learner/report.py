@@ -1,9 +1,9 @@
 """What the learner reports of each step: metrics, and a signed record of what was trained on. It signs checkpoints, too.
 
-Invariant: a figure that is unknown or not finite is left out. The figures of a skipped update, which may be NaN, count in
-no mean. Names are those of docs/metrics.md. The coordinator adds `reward/mean` and `reward/zero_std_frac`, because only it
-knows the groups that were not trained on. The record names rows and weights by their digests: whoever holds the accepted
-files can tell whether the step was trained on them, and whoever computes as this machine does gets the same weights again.
+Invariant: a figure that is unknown or not finite is left out. Names are those of docs/metrics.md. The coordinator adds
+`reward/mean` and `reward/zero_std_frac`, because only it knows the groups that were not trained on. The record names rows
+and weights by their digests: whoever holds the accepted files can tell whether the step was trained on them, and whoever
+computes as this machine does gets the same weights again.
 
 FLOPs of training on one group (a prompt of P tokens, completions of L_1..L_G), with the prompt counted once:
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 PER_TOKEN = "policy/"
 LAST = "optim/lr"  # the value of a step's last update, not a mean
-SKIPPED = "optim/skipped"
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ def forward_flops(shape: Shape, prompt: int, completions: Sequence[int], trained
 def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int) -> float:
     """Floating-point operations of training on these groups.
 
-    `extra_forwards`: passes without gradient per training pass: 1 for a reference model, 1 for recomputed behaviour.
+    `extra_forwards`: passes without gradient per training pass: 1 for a reference model.
     """
     forward = sum(forward_flops(shape, len(g.prompt), [len(c) for c in g.completions], g.n_tokens) for g in groups)
     return (3 + extra_forwards) * forward
@@ -141,21 +140,17 @@ def age_metrics(groups: Sequence[Group], step: int, *, refused: int) -> dict[str
 def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Metrics of a step's optimizer updates. Each update is the number of tokens computed and `Policy.update`'s figures.
 
-    `policy/...` are sums over tokens and become means per token. `optim/lr` is the last update's. Everything else becomes
-    the mean over the updates made. A skipped update counts only in `optim/skipped`. Means per token are left out if no
-    token was computed.
+    `policy/...` are sums over tokens and become means per token, or are left out if no token was computed. `optim/lr` is
+    the last update's. Everything else becomes the mean over the updates.
     """
-    made = [(n_tokens, figures) for n_tokens, figures in updates if not figures.get(SKIPPED)]
-    metrics = {SKIPPED: float(len(updates) - len(made))}
-    if not made:
-        return metrics
-    n_tokens = sum(n for n, _ in made)
-    for name in made[0][1]:
-        values = [figures[name] for _, figures in made]
+    metrics = {"optim/skipped": 0.0}
+    n_tokens = sum(n for n, _ in updates)
+    for name in updates[0][1]:
+        values = [figures[name] for _, figures in updates]
         if name.startswith(PER_TOKEN):
             if n_tokens:
                 metrics[name] = sum(values) / n_tokens
-        elif name != SKIPPED:
+        else:
             metrics[name] = values[-1] if name == LAST else statistics.fmean(values)
     return metrics
 

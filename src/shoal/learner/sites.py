@@ -235,7 +235,7 @@ class SiteLearner(Learner):
                 started_s, waiting_s = time.monotonic(), batch.waited_s
                 self.place.waited_s += waiting_s
                 try:
-                    figures = self.train_share(batch, stop)
+                    figures = self.train_share(progress, batch, stop)
                     if self.node:
                         self.node.doing(f"the sites of step {progress.step}", waiting=True)
                     outcome = self.place.meet(figures.get("loss"), stop)
@@ -263,7 +263,7 @@ class SiteLearner(Learner):
         self.publish(progress)
         self.report_again(progress)
 
-    def train_share(self, batch: StepBatch, stop: threading.Event) -> dict[str, float]:
+    def train_share(self, progress: LearnerProgress, batch: StepBatch, stop: threading.Event) -> dict[str, float]:
         """The step's updates on this site's share of the batch. Return the metrics of training. Raise ClosedError."""
         sites = self.place.deal(stop)
 
@@ -273,8 +273,7 @@ class SiteLearner(Learner):
 
         groups = [batch.groups[i] for i in self.place.agree(pick)]
         started_s, self.sharing = time.monotonic(), len(sites)
-        nothing = replace(batch.fetched, groups=[])
-        result = self.train(groups) if groups else self.skip(batch.step, nothing)
+        result = self.compute(progress, groups, replace(batch.fetched, groups=[]))
         self.place.computed_s += time.monotonic() - started_s
         return result
 

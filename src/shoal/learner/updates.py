@@ -5,8 +5,7 @@
     deal       FSDP gathers each block for all ranks at once: the ranks compute one row each, in turns, and a turn lasts as
                long as its costliest row. So rows are dealt by cost, costliest first (one rank keeps their order). The
                leader, which alone has the tokens, sends each rank those of its own rows: 8 bytes a token
-    behaviour  what nobody checked (all, with `learner.behaviour_logprobs = "recomputed"`) is computed by the step's first
-               policy, before any update
+    behaviour  what nobody checked is computed by the step's first policy, before any update
     update     a rank packs and computes one row at a time; one denominator counts the tokens of all ranks' rows
 
 Invariant: the ranks together compute each row once; one that has no row left computes a loss of 0.
@@ -83,14 +82,13 @@ def share_of(policy: Policy, groups: Sequence[Known], config: Config) -> UpdateR
 
 
 def fix_behaviour(policy: Policy, share: UpdateRows) -> None:
-    """Take the behaviour that rows lack, or all of it, from the policy as it is now."""
-    everywhere = policy.config.behaviour_logprobs == "recomputed"
+    """Take the behaviour that rows lack from the policy as it is now."""
     for own in share.own:
-        if everywhere or not own.checked:
+        if not own.checked:
             own_N = policy.own_logprobs(own.packed(normalize_std=False))
             if own.row is not None:
                 contents = own.contents or own.row.contents()
-                own.contents = contents.with_behaviour(own_N.numpy(), everywhere=everywhere)
+                own.contents = contents.with_behaviour(own_N.numpy())
 
 
 # --- dealing ----------------------------------------------------------------------------------------------------------

@@ -51,14 +51,6 @@ def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
     return "fast"
 
 
-def insist(wanted: str, model: Any) -> None:
-    """Raise NumericsError if exact numerics were asked for by name, and the model was loaded without them."""
-    if wanted != "exact" or of(model) == "exact":
-        return
-    why = "learner.compile = true compiles kernels that sum in an order of their own"
-    raise NumericsError(f'model.numerics = "exact" cannot be had: {why}; set model.numerics = "auto" or "fast"')
-
-
 @cache
 def refusal(dtype: DtypeName, device: str = "cpu") -> str | None:
     """Why exact numerics cannot be had here; None if they can. Measured in a fraction of a second, once a process."""

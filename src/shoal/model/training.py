@@ -1,7 +1,7 @@
 """A model as the learner trains it: the scorer of packed completions, and loading in shards.
 
-A forward uses the model's weights only inside of `Scorer.forward`, as FSDP requires; it can be compiled, and recompute its
-activations. In shards no rank ever holds all of the weights, or reads more of the files than its own part of them:
+A forward uses the model's weights only inside of `Scorer.forward`, as FSDP requires; it can recompute its activations. In
+shards no rank ever holds all of the weights, or reads more of the files than its own part of them:
 
     1. build the model on the meta device, without weights; buffers such as rotary tables are computed, not read
     2. shard it: each parameter gets its shape on this rank, still without memory
@@ -70,7 +70,7 @@ class Scorer(nn.Module):
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The decoder's blocks: the unit of sharding, compilation and recomputation."""
+    """The decoder's blocks: the unit of sharding and recomputation."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len)
 
@@ -82,12 +82,6 @@ def recompute_activations(scorer: Scorer) -> None:
     for module in scorer.model.modules():
         if isinstance(module, nn.Dropout):
             module.eval()  # the trained policy must equal the one that samples
-
-
-def compile_blocks(scorer: Scorer) -> None:
-    """Compile each block for rows of any length. All blocks share one compilation."""
-    for layer in scorer.layers:
-        layer.compile(dynamic=True)
 
 
 class Weights:
@@ -153,9 +147,9 @@ class Sharded:
         setattr(model, logprobs.ATTRIBUTE, self.change)
         return model
 
-    def fill_(self, root: nn.Module, *, host: bool = False) -> None:
-        """Give the sharded skeleton in `root.model` its weights, on the `host` or on the device."""
-        allocate_(root, self.device, host=host)
+    def fill_(self, root: nn.Module) -> None:
+        """Give the sharded skeleton in `root.model` its weights."""
+        allocate_(root, self.device)
         self.weights.fill_(root.model)
 
 
@@ -200,15 +194,12 @@ def skeleton(folder: Path, config: Any, numerics: Numerics) -> Any:
 
 
 @torch.no_grad()
-def allocate_(root: nn.Module, device: torch.device, *, host: bool = False) -> None:
-    """Memory for the parameters that have none, on the `host` or on the device. What is real keeps its values."""
+def allocate_(root: nn.Module, device: torch.device) -> None:
+    """Allocate memory for the parameters that have none. What is real keeps its values."""
     buffers = dict(root.named_buffers())
     drawn = {name: local(one) for name, one in root.named_parameters() if not local(one).is_meta}
 
-    def empty(one: Tensor) -> Tensor:  # parameters are sharded, buffers are not
-        return torch.empty_like(one, device="cpu" if host and isinstance(one, DTensor) else device)
-
-    root._apply(empty)  # type: ignore[no-untyped-call]
+    root._apply(lambda one: torch.empty_like(one, device=device))  # type: ignore[no-untyped-call]
     for name, buffer in root.named_buffers():
         buffer.copy_(buffers[name])
     for name, parameter in root.named_parameters():

@@ -97,11 +97,11 @@ def test_a_full_disk_is_explained_with_its_file_system(tmp_path: Path) -> None:
     assert explain(OSError(errno.EACCES, "denied"), tmp_path) == "[Errno 13] denied"
 
 
-def stopped(folder: Path, *, keep_every: int = 0, keep: int = 2, sites: int = 0) -> Path:
+def stopped(folder: Path, *, keep: int = 2, sites: int = 0) -> Path:
     """A run's folder as a stopped run leaves it. `keep`: versions at the relays."""
     (folder / "coordinator").mkdir(parents=True)
     (folder / "coordinator" / "coordinator.json").write_text('{"run": "r", "url": "http://127.0.0.1:1"}')
-    learner = {"keep_every": keep_every, "keep_versions": 1} | {"sites": sites}
+    learner = {"keep_versions": 1, "sites": sites}
     config = parse({"learner": learner, "relays": {"keep": keep}})
     (folder / "config.toml").write_text(config_module.dumps(config))
     names = {
@@ -180,12 +180,6 @@ def test_the_folders_of_sites_and_of_their_meeting_are_cleaned(tmp_path: Path) -
     assert left == {f"{name}-{number:06d}.safetensors" for name, number in named}
     assert (meet / "invites/site-0.invite").exists() and (run / "learner-1/invite").exists()
     assert remove_caches(run, config_module.load(run / "config.toml")) == 0
-
-
-def test_checkpoints_that_the_config_keeps_for_good_stay(tmp_path: Path) -> None:
-    run = stopped(tmp_path / "run", keep_every=4)
-    remove_caches(run, config_module.load(run / "config.toml"))
-    assert sorted(path.name[-1] for path in (run / "learner/checkpoints").iterdir()) == ["4", "8"]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [7, 8]), (2, [7, 8]), (3, [6, 7, 8]), (9, [6, 7, 8])])

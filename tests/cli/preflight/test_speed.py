@@ -86,7 +86,6 @@ def test_the_work_of_a_step_follows_from_its_config() -> None:
                 "activation_checkpointing": True,
                 "optimizer_steps_per_step": 5,
                 "row_tokens": 4000,
-                "offload": True,
                 "loss": {"beta": 0.1},
             },
             "model": {"device": "cuda"},
@@ -94,7 +93,6 @@ def test_the_work_of_a_step_follows_from_its_config() -> None:
     )
     work = work_of(config, prompt=7, length=9, useful=0.75)
     assert (work.trained, work.generated, work.at_once, work.extra_forwards) == (10, 14, 16, 2)
-    assert work.offloads
     tokens = 2 * (7 + 8 * 9)  # an update trains on two groups
     assert (work.row_tokens, work.rows, work.longest) == (tokens, 1, config.sampling.max_tokens)
     longer = work_of(config, prompt=7, length=1000, useful=0.75)
@@ -183,22 +181,6 @@ def test_memory_of_the_learner_is_weights_gradient_masters_and_moments() -> None
     gathered = 2 * (head + 3 * block) + (2 + 4) * block + 4 * head
     spread = CONTEXT_BYTES + 16 * 328 / 2 + gathered + 100 * row + logits
     assert memory_of(SIZES, WORK, 2, devices=2, cpu=False).roles["learner"] == spread
-
-
-def test_memory_of_a_learner_that_offloads() -> None:
-    """What stays on the device, and what goes to the host; a CPU is its own host."""
-    does = replace(WORK, offloads=True, extra_forwards=2)  # recomputed activations, and a reference model
-    row = activation_bytes(SIZES, WORK, 2) + 2 * 4 * 10 * 100  # and logits
-    weights, head = 2 * 328, 2 * 40
-    one = memory_of(SIZES, does, 2, cpu=False)
-    assert one.roles["learner"] == CONTEXT_BYTES + 2 * weights + head + row
-    assert one.offloaded == (4 + 8 + 4) * 328 == memory_of(SIZES, replace(does, rows=1), 4, cpu=False).offloaded
-    kept = memory_of(SIZES, replace(does, offloads=False), 2, devices=2, cpu=False)
-    many = memory_of(SIZES, does, 2, devices=2, cpu=False)
-    assert many.offloaded == 16 * 328 / 2 == kept.roles["learner"] - many.roles["learner"]
-    assert memory_of(SIZES, does, 4, devices=2, cpu=False).offloaded == 20 * 328 / 2, "in fp32 shards and masters"
-    assert memory_of(SIZES, does, 2) == memory_of(SIZES, replace(does, offloads=False), 2)
-    assert kept.offloaded == 0
 
 
 def test_memory_of_those_that_only_infer() -> None:

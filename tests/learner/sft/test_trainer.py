@@ -126,24 +126,15 @@ def test_a_folder_of_another_run_is_left_alone(
         make(tiny_folder, tmp_path / "out", config(rows, **changed)).run(NEVER)
 
 
-@pytest.mark.parametrize("changed", [{"batch": 4}, {"batch": None, "batch_tokens": 30}])
-def test_each_epoch_trains_on_everything_once_in_an_order_of_its_own(changed: dict[str, Any]) -> None:
-    lengths = [5, 9, 30, 40, 3, 12, 7, 8, 11, 2]
-    updates = plan(lengths, SftSection(epochs=3, **changed), seed=1)
+def test_each_epoch_trains_on_everything_once_in_an_order_of_its_own() -> None:
+    updates = plan(10, SftSection(epochs=3, batch=4), seed=1)
+    assert [len(batch) for _, batch in updates] == [4, 4, 2] * 3
     orders = [[i for epoch, batch in updates if epoch == e for i in batch] for e in range(3)]
     assert all(sorted(order) == list(range(10)) for order in orders)
     assert len(set(map(tuple, orders))) == 3
-    assert updates == plan(lengths, SftSection(epochs=3, **changed), seed=1)
-    assert updates[: len(updates) // 2] == plan(lengths, SftSection(epochs=5, **changed), seed=1)[: len(updates) // 2]
-    assert updates != plan(lengths, SftSection(epochs=3, **changed), seed=2)
-
-
-def test_a_batch_holds_so_many_conversations_or_tokens() -> None:
-    lengths = [5, 9, 30, 40, 3, 12, 7, 8, 11, 2]
-    by_tokens = [batch for _, batch in plan(lengths, SftSection(batch_tokens=30), seed=1)]
-    assert all(len(batch) == 1 or sum(lengths[i] for i in batch) <= 30 for batch in by_tokens)
-    assert [3] in by_tokens and len(by_tokens) < 10
-    assert [len(batch) for _, batch in plan(lengths, SftSection(batch=4), seed=1)] == [4, 4, 2]
+    assert updates == plan(10, SftSection(epochs=3, batch=4), seed=1)
+    assert updates == plan(10, SftSection(epochs=5, batch=4), seed=1)[: len(updates)]
+    assert updates != plan(10, SftSection(epochs=3, batch=4), seed=2)
 
 
 def test_long_conversations_are_dropped_with_one_log_line(

@@ -2,8 +2,7 @@
 
 Invariant: at most one `shoal run` works in a folder at a time. What resuming and the user need is never removed:
 
-    learner       `model/`, the newest checkpoint and those of `learner.keep_every`, the newest `learner.keep_versions`; of
-                  each site, if it has several
+    learner       `model/`, the newest checkpoint, the newest `learner.keep_versions`; of each site, if it has several
     sites         the state from which their meeting resumes
     origin        the newest `relays.keep` versions, with the deltas and anchors they need: a manifest is signed only once,
                   and submissions of these versions may wait for a validator
@@ -60,7 +59,8 @@ def remove_caches(folder: Path, config: Config) -> int:
                 shutil.rmtree(node / name, ignore_errors=True)
     for learner in (folder / each.name for each in members(config) if each.role == "learner"):
         _remove_versions(learner, config)
-        _remove_checkpoints(learner, config)
+        for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
+            shutil.rmtree(old)
     if config.learner.sites:
         _remove_versions(folder / MEETING, config)
         _remove_rounds(folder / MEETING)
@@ -72,13 +72,6 @@ def remove_caches(folder: Path, config: Config) -> int:
 def _remove_versions(node: Path, config: Config) -> None:
     for old in sorted(node.glob("versions/v*"))[: -config.learner.keep_versions]:
         shutil.rmtree(old)
-
-
-def _remove_checkpoints(learner: Path, config: Config) -> None:
-    every = config.learner.keep_every
-    for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
-        if not every or int(old.name.removeprefix("step-")) % every:
-            shutil.rmtree(old)
 
 
 def _remove_rounds(meeting: Path) -> None:

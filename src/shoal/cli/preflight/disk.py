@@ -44,8 +44,7 @@ def needs(config: Config, parameters: int) -> Needs:
         return min(keep + 1, steps + 1) * version  # one more while it is written
 
     written = math.ceil(steps / learner.steps_between_checkpoints(0 if learner.lora else parameters))
-    kept_for_good = steps // learner.keep_every if learner.keep_every else 0
-    checkpoints = (min(learner.keep_last + 1, written) + kept_for_good) * checkpoint
+    checkpoints = min(learner.keep_last + 1, written) * checkpoint
     workers = config.workers.count * versions(WORKER_KEEP)
     validators = config.validator.count * versions(config.coordinator.async_level + 2)
     evaluator = versions(EVALUATOR_KEEP)
@@ -63,7 +62,7 @@ def needs(config: Config, parameters: int) -> Needs:
 
     stores = (1 + config.relays.count) * store(config.relays.keep)
     caches = sites * versions(learner.keep_versions) + meeting + workers + validators + evaluator + stores
-    kept = sites * ((1 + kept_for_good) * checkpoint + version) + store(config.relays.keep)
+    kept = sites * (checkpoint + version) + store(config.relays.keep)
     kept += meeting_round + version if learner.sites else 0
     peak = sites * checkpoints + caches
     return Needs(peak_bytes=peak, kept_bytes=min(kept, peak))

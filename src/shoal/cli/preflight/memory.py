@@ -3,8 +3,6 @@
     learner     16 a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32; 4 more if an
                 update has several rows, for the sum of their gradients. A reference model adds 2 or 4. FSDP2 spreads them
                 over several devices (in bf16: master 4, moments 8, gradient 4, which is that sum).
-    offloaded   on one device: weights, the head's gradient, and a reference model; 16 a parameter on the host (master 4,
-                moments 8, summed gradients 4). On several: a reference model's shards; all else of a shard is on the host
     gathered    on several devices, in the compute dtype: what is outside of the blocks, and three blocks, of which one is
                 computed, one comes next and one is being copied; a block's gradient, in it and in float32 to be reduced; the
                 head's gradient in float32
@@ -49,7 +47,6 @@ class Memory:
     """Bytes of one process of each role; of the learner on each of its devices."""
 
     roles: dict[str, float]
-    offloaded: float = 0.0  # of the learner on the host, for each of its devices
 
     def together(self, counts: dict[str, int]) -> float:
         """What all processes of `shoal run` hold, shared pages counted once."""
@@ -65,10 +62,6 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
     reference = weights if work.extra_forwards > int(work.recomputes) else 0
     trained = (2 * weights + MASTER_BYTES * sizes.parameters) / devices
     trained += SUM_BYTES * sizes.parameters if devices == 1 and work.rows > 1 else 0
-    offloaded = 0.0
-    if work.offloads and not cpu:
-        offloaded = trained if devices > 1 else float((MASTER_BYTES + SUM_BYTES) * sizes.parameters)
-        trained = 0 if devices > 1 else weights + compute_bytes * sizes.head
     state = trained + reference / devices
     gathered = gathered_bytes(sizes, compute_bytes) if devices > 1 else 0.0
     cache = work.at_once * (work.prompt + work.longest + SPARE) * cache_bytes_per_token(sizes, compute_bytes)
@@ -85,8 +78,7 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
             + checked
             + layer_bytes(sizes, compute_bytes) * work.validator_tokens,
             "evaluator": base["evaluator"] + weights + decoding,
-        },
-        offloaded,
+        }
     )
 
 

@@ -103,7 +103,6 @@ class Work:
     recomputes: bool
     at_once: int  # completions that a worker decodes together
     validator_tokens: int  # in one forward of the validator
-    offloads: bool = False  # masters, optimizer state and summed gradients are on the learner's host
 
 
 def work_of(config: Config, *, prompt: int, length: int, useful: float = 1.0) -> Work:
@@ -128,7 +127,6 @@ def work_of(config: Config, *, prompt: int, length: int, useful: float = 1.0) ->
         recomputes=learner.activation_checkpointing,
         at_once=config.workers.groups_per_submission * config.sampling.group_size,
         validator_tokens=config.validator.row_tokens,
-        offloads=learner.offload,
     )
 
 

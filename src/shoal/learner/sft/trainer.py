@@ -106,22 +106,17 @@ def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
     return Data(train, heldout, template.ends)
 
 
-def plan(lengths: Sequence[int], settings: SftSection, seed: int) -> list[tuple[int, list[int]]]:
-    """Each update's epoch and conversations. Every conversation appears once per epoch, in a different order.
+def plan(count: int, settings: SftSection, seed: int) -> list[tuple[int, list[int]]]:
+    """Return each update's epoch and conversations, of `count`.
 
-    An epoch's last update takes the rest. A plan with more epochs begins with the updates of a shorter one.
+    Every conversation appears once per epoch, in a different order. An epoch's last update takes the rest. A plan with
+    more epochs begins with the updates of a shorter one.
     """
     updates: list[tuple[int, list[int]]] = []
     for epoch in range(settings.epochs):
-        order = list(range(len(lengths)))
+        order = list(range(count))
         random.Random(f"{seed}:{epoch}").shuffle(order)
-        if settings.batch is not None:
-            batches = [order[at : at + settings.batch] for at in range(0, len(order), settings.batch)]
-        else:
-            sizes = [min(lengths[i], settings.batch_tokens) for i in order]  # a longer one is its own batch
-            rows = assign_rows(sizes, settings.batch_tokens, in_order=True)
-            batches = [[order[at] for at in row] for row in rows]
-        updates += [(epoch, batch) for batch in batches]
+        updates += [(epoch, order[at : at + settings.batch]) for at in range(0, len(order), settings.batch)]
     return updates
 
 
@@ -140,7 +135,7 @@ def micro_batches(examples: Sequence[Example], *, row_tokens: int) -> list[SftBa
 def fingerprint(data: Data, config: Config) -> str:
     """A hash of everything that determines the order and content of every update."""
     settings = config.sft
-    result = hashlib.sha256(repr([config.model.name, config.run.seed, settings.batch, settings.batch_tokens]).encode())
+    result = hashlib.sha256(repr([config.model.name, config.run.seed, settings.batch]).encode())
     for example in data.train:
         result.update(repr(example.spans).encode() + example.tokens.tobytes())
     return result.hexdigest()
@@ -155,7 +150,7 @@ class Sft(Training):
         self.data = data
         self.config = config
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, policy)
-        self.plan = plan([len(example.tokens) for example in data.train], config.sft, config.run.seed)
+        self.plan = plan(len(data.train), config.sft, config.run.seed)
         super().__init__(folder, len(self.plan), leads=self.ranks.leads)
 
     def begin(self) -> None:
@@ -239,13 +234,12 @@ class Sft(Training):
 
 
 def open_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
-    """The model in `folder` with the optimizer of `[sft]`. Betas and weight decay are the learner's."""
+    """The model in `folder` with the rate of `[sft]`."""
     settings = config.sft
     section = config.learner.model_copy(
         update={
             "lr": settings.lr,
             "warmup_steps": settings.warmup_steps,
-            "schedule": "constant",
             "grad_clip": GRAD_CLIP,
             "loss": LossSection(beta=0.0, entropy=0.0),
         }
