@@ -43,7 +43,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import commit
 
 from shoal.coordinator.operating import invite_from
-from shoal.coordinator.state.folder import KEY
+from shoal.coordinator.state import KEY
 from shoal.ledger.connection import SqliteConnection
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity

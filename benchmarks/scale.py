@@ -39,7 +39,7 @@ from scaling.requests import Sent, body_of, identities, request, send
 
 from shoal import config as config_module
 from shoal.coordinator.nodes import Nodes
-from shoal.coordinator.state.folder import open_tables
+from shoal.coordinator.state import open_tables
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.messages import VERSION, Policy, Role

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.coordinator.http import serving
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.state.folder import KEY
+from shoal.coordinator.state import KEY
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Evaluation, StepReport
 

@@ -8,5 +8,5 @@ credit                     what is earned, staked and settled
 batches, groups            what the learner trains on
 journal                    the run's work as lines for people
 pool, database             all parts over one database; operating: the operator's own actions
-state/, http/              where it is kept; the routes
+state, http/               where it is kept; the routes
 """

@@ -1,4 +1,4 @@
-"""What an operator does to a pool, beside its running coordinator: make its folder, invite, steer members, close, copy.
+"""What an operator does to a pool, beside its running coordinator: make its folder, invite, steer members.
 
     DIR/identity.pem       the coordinator's key           DIR/config.toml          the resolved config
     DIR/coordinator.json   the pool's URL and run name     DIR/invites/NAME.invite  one per node, mode 0600
@@ -6,14 +6,11 @@
 
 Invariants: `coordinator.json` is written last, so a folder that has it is complete; an existing folder is never changed.
 Members are steered by the table in `nodes`, in the coordinator's database; the coordinator sees it at the member's next
-heartbeat. A copy has its name only once it is complete, and is itself a coordinator's folder: the tables are copied first,
-by SQLite's online backup, and rollout files are named by their hashes and never change, so every file that the copied
-tables name is there. Its nonces are empty and of another boot: what was signed before it is opened is refused.
-Left out: copies of PostgreSQL and buckets, which have backups of their own.
+heartbeat.
+Left out: backups (docs/operate.md copies a folder with SQLite's own tool).
 """
 
 import shlex
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +24,16 @@ from shoal.config import Config
 from shoal.config.config import LOOPBACK
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import Nodes
-from shoal.coordinator.state.folder import KEY, NONCES, TABLES, TASKS, Nonces, open_tables
+from shoal.coordinator.state import KEY, TASKS, open_tables
 from shoal.coordinator.trust import EvidenceTable
 from shoal.errors import UserError
-from shoal.files import discard, fsync, write_file
-from shoal.ledger.connection import copy_sqlite, open_sqlite
+from shoal.files import write_file
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Address, AddressError, Invite, InviteError, make_invite, run_id, server_url
 from shoal.protocol.messages import Role
 from shoal.shardcast.fetch.reach import narrowest
 
 CONFIG, INVITES = "config.toml", "invites"
-BOOT = "a backup"  # no machine's
 STEERED = {"ban": "evicted", "drain": "drained", "readmit": "readmitted"}
 
 
@@ -145,7 +140,7 @@ def steer(folder: Path, name: str, event: Literal["ban", "drain", "readmit"]) ->
         readmit  tasks again for a worker that was dismissed, drains, has left, or was too slow; what was held against it is
                  forgotten. A suspension stays, and who was slashed stays banned
 
-    Raises SteeringError, PoolError, FolderError.
+    Raises SteeringError, PoolError, StateError.
     """
     connection, role = open_tables(folder), "relay" if event == "ban" else "worker"
     every = [node for node in Nodes(connection).all() if node.role == role]
@@ -158,31 +153,6 @@ def steer(folder: Path, name: str, event: Literal["ban", "drain", "readmit"]) ->
             raise PoolError(f"{name} is {node.state} ({node.reason or 'no reason given'}): `{event}` changes nothing")
         if event == "readmit":
             EvidenceTable(connection).forget(node.key)
-
-
-def back_up(folder: Path, copy: Path) -> int:
-    """Copy a coordinator's folder, whether it is at work or not. Returns the bytes of the copy. Raises PoolFolderError."""
-    if not (folder / TABLES).is_file():
-        raise PoolFolderError(
-            f"{folder} has no {TABLES}: name the folder of a coordinator that has run; if its state is in PostgreSQL, copy "
-            "the folder, and back up the database with pg_dump"
-        )
-    if copy.exists():
-        raise PoolFolderError(f"{copy} exists; choose another name, such as one with today's date")
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = copy.with_name(f".{copy.name}.tmp")
-    discard(unfinished)
-    unfinished.mkdir(mode=0o700)
-    if (found := copy_sqlite(folder / TABLES, unfinished / TABLES)) != "ok":
-        raise PoolFolderError(f"{folder / TABLES} is damaged: {found}; go back to an older copy")
-    Nonces(open_sqlite(unfinished / NONCES, survives_power_cuts=False), boot=BOOT).connection.close()
-    shutil.copytree(folder, unfinished, ignore=_unwanted, dirs_exist_ok=True)
-    unfinished.chmod(0o700)  # the key is in it
-    for path in unfinished.rglob("*"):
-        fsync(path)
-    unfinished.rename(copy)
-    fsync(copy.parent)
-    return sum(path.stat().st_size for path in copy.rglob("*") if path.is_file())
 
 
 def _reachable(config: Config, url: str) -> Config:
@@ -234,9 +204,3 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
             "other machines reach, before the coordinator starts.",
         ]
     return lines
-
-
-def _unwanted(folder: str, names: list[str]) -> set[str]:
-    """Databases, which are copied otherwise, files that are not complete, and the folders of nodes (`shoal pool up`)."""
-    nodes = {name for name in names if (Path(folder) / name / KEY).is_file()}
-    return nodes | {name for name in names if ".sqlite" in name or (name.startswith(".") and name.endswith(".tmp"))}

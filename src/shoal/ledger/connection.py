@@ -12,7 +12,7 @@ import re
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +154,6 @@ class SqliteConnection(Connection):
 
     def close(self) -> None:
         self.sqlite.close()
-
-
-def copy_sqlite(source: Path, target: Path) -> str:
-    """Copy a database that others may be writing, by SQLite's online backup. Returns "ok", or what is damaged in it."""
-    with closing(sqlite3.connect(source, timeout=10)) as old, closing(sqlite3.connect(target)) as new:
-        old.backup(new)
-        return str(new.execute("PRAGMA integrity_check").fetchone()[0])
 
 
 def open_sqlite(path: Path | str, *, survives_power_cuts: bool = True, read_only: bool = False) -> SqliteConnection:

@@ -7,6 +7,7 @@ it in PGPASSWORD or ~/.pgpass.
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from shoal.ledger.connection import SERIAL, Connection, DatabaseFullError, Datab
 
 T = TypeVar("T")
 CONNECT_S = 10
+LOCK = 0x5301  # of a coordinator, in PostgreSQL's table of advisory locks
 ANSWER_S = 10.0  # a server that is silent for longer is lost: one that was unplugged cannot say so
 # What libpq and the server do about a peer that is gone without a word.
 LIVENESS = {
@@ -90,6 +92,15 @@ class PostgresConnection(Connection):
             if self.in_transaction:  # not if the session is lost: the server itself rolls back then
                 self.change("ROLLBACK")
             raise
+
+    def lock(self, wait_s: float) -> bool:
+        """Hold this schema as long as the session lives. False: another session that asked for it holds it."""
+        deadline_s = time.monotonic() + wait_s
+        while not self.value(f"SELECT pg_try_advisory_lock({LOCK}, hashtext(current_schema()))"):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.2)
+        return True
 
     @property
     def in_transaction(self) -> bool:

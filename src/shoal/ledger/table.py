@@ -2,7 +2,7 @@
 
 Invariants: an appended entry is never changed, reordered or removed, and its position is part of what is signed. It is
 appended in the caller's transaction if one is open. Entries are read page by page, so no cursor stays open.
-Left out: several writers: a database has one coordinator (`coordinator/state/lead`), and a ledger has one key.
+Left out: several writers: a database has one coordinator (`coordinator/state`), and a ledger has one key.
 """
 
 import time

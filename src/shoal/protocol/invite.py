@@ -44,7 +44,7 @@ class Address(BaseModel):
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            raise AddressError(f"{path} is damaged: restore the folder from its backup (shoal pool backup)") from error
+            raise AddressError(f"{path} is damaged: restore the folder from its backup") from error
         except OSError as error:
             raise AddressError(
                 f"{folder} is neither the folder of a run nor of a coordinator that was started: {path.name} cannot be "

@@ -1,18 +1,14 @@
-"""A whole `shoal run` on PostgreSQL, a bucket and a chain at once, its audit; and the coordinator's failover in mid-run."""
+"""A whole `shoal run` on PostgreSQL, a bucket and a chain at once, and its audit."""
 
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ...ledger.stakes_support import anvil_node
@@ -110,55 +106,3 @@ def on_chain(rpc: str, contract: str, entries: list[dict]) -> int:  # type: igno
     stakes = open_contract(rpc, contract)
     keys = [entry["body"]["key"] for entry in entries if entry["kind"] == "registered"]
     return sum(account.credit for key in keys if (account := stakes.account(key)))
-
-
-def test_a_second_coordinator_finishes_the_run_when_the_leader_is_killed(servers: Place, tmp_path: Path) -> None:
-    steps = 20  # so many that the second one stands by before the run has ended
-    run = servers.run(f"run.steps={steps}")
-    wait_for(lambda: trained(servers.out) >= 1, run)
-    standby = tmp_path / "standby"
-    shutil.copytree(servers.out / "coordinator", standby)
-    address = json.loads((standby / "coordinator.json").read_text())
-    port = address["url"].rpartition(":")[2]
-    where = ["--dir", str(standby), "--record", str(servers.out), "--port", port, "--run", address["run"]]
-    log = tmp_path / "standby.log"
-    second = servers.start("coordinator", str(servers.out / "config.toml"), *where, "--no-report", log=log)
-    try:
-        wait_for(lambda: " leads" in log.read_text(), run)
-        run.send_signal(signal.SIGSTOP)  # else it may start another one before the second one takes over
-        coordinator_of(run.pid).kill()
-        wait_for(lambda: "listening at" in log.read_text(), run)
-        run.send_signal(signal.SIGCONT)
-        finished(run)
-    finally:
-        second.terminate()
-        second.wait(60)
-    entries = [
-        json.loads(line)
-        for line in servers.done("audit", str(servers.out), "--entries").splitlines()
-        if line.startswith("{")
-    ]
-    kinds = [entry["kind"] for entry in entries]
-    assert kinds.count("started") >= 2 and kinds.count("trained") == steps, log.read_text()
-    assert "no broken link" in servers.done("audit", str(servers.out), "--rerun", "1", "--proofs", "1")
-
-
-def trained(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.is_file() else 0
-
-
-def wait_for(is_so, run: "subprocess.Popen[str]") -> None:  # type: ignore[no-untyped-def]
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert run.poll() is None, run.communicate()[0][-4000:]
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
-def coordinator_of(pid: int) -> psutil.Process:
-    """The coordinator among the children of `shoal run`, by its title."""
-    for child in psutil.Process(pid).children(recursive=True):
-        if child.cmdline() and child.cmdline()[0].startswith("shoal coordinator "):
-            return child
-    raise AssertionError("no coordinator runs")

@@ -19,7 +19,7 @@ from shoal.config import parse
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import ServedRun, serve_forever
 from shoal.coordinator.operating import invite_from
-from shoal.coordinator.state.folder import OPEN_INVITE
+from shoal.coordinator.state import OPEN_INVITE
 from shoal.protocol.discovery import DiscoveryError, find_run
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity, Signed

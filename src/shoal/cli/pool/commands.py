@@ -109,12 +109,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
     _add_discover(action)
     stake.add_action(action)
-    backup_ = action(
-        "backup", backup, "copy a coordinator's folder while it runs, to start from elsewhere", "pool copy"
-    )
-    takes_run(backup_, "dir")
-    backup_.add_argument("copy", type=Path, help="the new folder; as secret as the first, because the key is in it")
-
     coordinator_ = add_command(commands, "coordinator", "the control plane of a pool", "--dir pool")
     takes_config(coordinator_, required=False)
     coordinator_.add_argument("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
@@ -167,7 +161,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
     from shoal.cli.preflight.problems import check_length
     from shoal.coordinator.http.serving import serve_forever
     from shoal.coordinator.operating import CONFIG, PoolFolderError, open_pool
-    from shoal.coordinator.state.folder import KEY
+    from shoal.coordinator.state import KEY
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import run_id
     from shoal.tasks.compiling import build_tasks
@@ -205,7 +199,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
 
 def invite(arguments: argparse.Namespace) -> None:
     from shoal.coordinator.operating import invite_from
-    from shoal.coordinator.state.folder import OPEN_INVITE
+    from shoal.coordinator.state import OPEN_INVITE
 
     if arguments.publish:
         if not arguments.open or arguments.out or arguments.url:
@@ -288,14 +282,6 @@ def meet(arguments: argparse.Namespace) -> None:
     from shoal.cli.pool.meeting import meet as serve_meeting
 
     serve_meeting(arguments)
-
-
-def backup(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import back_up
-
-    size_bytes = back_up(arguments.dir, arguments.copy)
-    start = f"shoal coordinator --dir {arguments.copy}"
-    say(f"{arguments.copy}: {size_bytes / 1e6:.1f} MB; start it with: {start}")
 
 
 def _add_discover(action: AddAction) -> None:

@@ -128,7 +128,7 @@ def _digest(path: Path) -> str:
 
 def _book(arguments: argparse.Namespace) -> None:
     from shoal.coordinator.operating import invite_from
-    from shoal.coordinator.state.folder import KEY
+    from shoal.coordinator.state import KEY
     from shoal.protocol.identity import Identity
     from shoal.protocol.messages import Booking, Ok
     from shoal.protocol.node import Node

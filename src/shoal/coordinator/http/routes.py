@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -23,8 +23,9 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import FileRoutes, open_bucket
 from shoal.coordinator.http.reports import Costly, read_metrics, read_offer, read_status
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.state.folder import OPEN_INVITE, TASKS, open_state
+from shoal.coordinator.state import OPEN_INVITE, TASKS, open_state
 from shoal.ledger.connection import DatabaseFullError, DatabaseLostError
+from shoal.ledger.table import Ledger
 from shoal.protocol import messages
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity, Signed
@@ -34,9 +35,6 @@ from shoal.protocol.pace import Pace
 from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, Request, refusal
 from shoal.shardcast.guard import issue
 from shoal.store.folder import Folder, StoreError
-
-if TYPE_CHECKING:
-    from shoal.coordinator.state.lead import Lead
 
 READER_GRANT_S = 600.0  # of a new one
 MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence
@@ -57,23 +55,19 @@ class Coordinator:
         identity: Identity,
         folder: Path,
         pace: Pace | None = None,
-        lead: "Lead | None" = None,
         front: Front | None = None,
     ) -> None:
-        """`lead`: of its PostgreSQL (`coordinator.database`); None: its state is in `folder`."""
+        """Raises StateError, DatabaseLostError, LedgerError if another key wrote the ledger, PoolError, StoreError."""
         self.config = config
         self.run = run
         self.identity = identity
         folder.mkdir(parents=True, exist_ok=True)
-        self.lead = lead
-        state = open_state(folder, identity, lead)
+        connection, nonces = open_state(folder, config.coordinator)
         stakes, secret = ChainStakes() if config.ledger.contract else None, nonce_secret(identity)
-        self.pool = Pool(state.connection, state.ledger, config, run, time.time, secret=secret, stakes=stakes)
+        self.pool = Pool(connection, Ledger(connection, identity), config, run, time.time, secret=secret, stakes=stakes)
         self.settlement = Settlement(config, self.pool.db, stakes, self.pool.notices.append) if stakes else None
         self.front = front or Front()
-        self.admission = Admission(
-            run, state.nonces, self.pool.members.role, time.time, pace or Pace(), statuses=STATUSES
-        )
+        self.admission = Admission(run, nonces, self.pool.members.role, time.time, pace or Pace(), statuses=STATUSES)
         self.store = Folder(folder / "store")
         self.store.clean()
         self.files = FileRoutes(config, self.pool, self.store, open_bucket(config), self.admission)

@@ -10,14 +10,13 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shoal.config import Config
 from shoal.coordinator.database import config_text, record_start, seal
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.pool import TABLE_NAMES
-from shoal.coordinator.state.folder import KEY
+from shoal.coordinator.state import KEY
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Address
@@ -26,9 +25,6 @@ from shoal.shardcast.server import url_of
 from shoal.watch.record import Record, State
 from shoal.watch.summary import CURVE, SUMMARY, write_report
 from shoal.watch.trackers import open_tracker
-
-if TYPE_CHECKING:
-    from shoal.coordinator.state.lead import Lead
 
 POLL_S = 0.1
 RECORD_S = 2.0
@@ -44,7 +40,6 @@ class ServedRun:
         run: str,
         folder: Path,
         *,
-        lead: "Lead | None" = None,
         record_to: Path | None = None,
         reports: bool = True,
     ) -> None:
@@ -55,9 +50,8 @@ class ServedRun:
         """
         identity = Identity.load_or_create(folder / KEY)
         self.folder = folder
-        self.coordinator = Coordinator(config, run, identity, folder, lead=lead)
+        self.coordinator = Coordinator(config, run, identity, folder)
         self.coordinator.published_invite()
-        self.lead = lead
         self.reports = reports
         self.record = Record(record_to or folder, self.coordinator.pool.notices.append)
         self.record.tracker = open_tracker(record_to.name if record_to else run, self.record.folder, config)
@@ -77,8 +71,6 @@ class ServedRun:
                 await asyncio.sleep(POLL_S)
                 if settling and settling.done():
                     settling.result()  # raises what ended it
-                if self.lead:
-                    self.lead.live_on()
                 if time.monotonic() - recorded_s >= RECORD_S:
                     await self._take_record()
                     recorded_s = time.monotonic()
@@ -89,14 +81,13 @@ class ServedRun:
     def close(self) -> None:
         """The run's last words, once nobody is answered any more. Raises OSError, DatabaseFullError of a full disk."""
         try:
-            if self.lead is None or not self.lead.is_lost:
-                if self.coordinator.settlement:
-                    self.coordinator.settlement.finish()
-                self._catch_up()
-                if self._report_is_due():  # it was stopped right after the end
-                    self._report(self.coordinator.status())
-                self.record.write_state(self._state(ended=True))
-                seal(self.coordinator.pool.db, TABLE_NAMES)
+            if self.coordinator.settlement:
+                self.coordinator.settlement.finish()
+            self._catch_up()
+            if self._report_is_due():  # it was stopped right after the end
+                self._report(self.coordinator.status())
+            self.record.write_state(self._state(ended=True))
+            seal(self.coordinator.pool.db, TABLE_NAMES)
         finally:
             self.record.close()
 
@@ -154,19 +145,12 @@ def serve_forever(
     url: str = "",
     reports: bool = True,
 ) -> None:
-    """Serve one run until `stop`. With `coordinator.database`, stand by until no other coordinator leads.
+    """Serve one run until `stop`.
 
     `url` is how nodes reach it (default: where it listens). The others as in `ServedRun`. Raises OSError if the port is
     taken, TrackerError if the tracker does not start, DatabaseLostError.
     """
-    lead = None
-    if config.coordinator.database:
-        from shoal.coordinator.state.lead import stand_by
-
-        lead = stand_by(config.coordinator.database, stop)
-        if lead is None:
-            return
-    served = ServedRun(config, run, folder, lead=lead, record_to=record_to, reports=reports)
+    served = ServedRun(config, run, folder, record_to=record_to, reports=reports)
     try:
         asyncio.run(_serve(served, port, stop, url))
     finally:

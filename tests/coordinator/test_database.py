@@ -12,7 +12,7 @@ from shoal.ledger.connection import DatabaseFullError, SqliteConnection
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
-from ..support import ALICE, BOB, open_pool, payload
+from .support import ALICE, BOB, open_pool, payload
 
 every_database = pytest.mark.usefixtures("every_database")
 
@@ -68,10 +68,11 @@ WITH_TABLES = (
     "journal",
     "members",
     "nodes",
+    "state",
     "submissions",
     "trust",
 )
-TABLES = [*(COORDINATOR / f"{name}.py" for name in WITH_TABLES), *(COORDINATOR / "state").glob("*.py")]
+TABLES = [COORDINATOR / f"{name}.py" for name in WITH_TABLES]
 
 
 def test_sql_is_in_the_files_of_tables_and_in_the_ledgers_backends_only() -> None:

@@ -1,34 +1,31 @@
-"""What a coordinator keeps in its folder, or in the PostgreSQL that it leads, opened.
+"""What a coordinator keeps in its folder, or in a PostgreSQL of its own, and the lock that makes it the only one there.
 
     pool.sqlite     tables and ledger, which change together
     nonces.sqlite   used nonces, so that no signed request is served twice
 
-A nonce is not synced to the disk when it is written: that is milliseconds for every request, of members that flood us too.
-It survives whatever this process may die of, but not the machine's own end. So after a restart of the machine nothing is
-served that was signed, by our clock, before the database was opened again. PostgreSQL keeps the table out of its log and
-empties it after a crash of its own: then the same holds. A coordinator that takes over finds what the one before it has
-spent.
+A nonce is not synced to the disk when it is written: that is milliseconds for every request, of members that flood us
+too. It survives whatever this process may die of, but not the machine's own end. So after a restart of the machine, or in
+a restored copy of the folder, nothing is served that was signed, by our clock, before the database was opened again.
+PostgreSQL keeps the table out of its log and empties it after a crash of its own: then the same holds.
 
-Invariant: a spent nonce stays refused, also after a restart and when the clock jumps back.
+Invariants: a spent nonce stays refused, also after a restart and when the clock jumps back. Over one folder or one schema
+of a PostgreSQL one coordinator works at a time: the second refuses to start. PostgreSQL's lock belongs to the session that
+writes, so a coordinator that has lost it can write nothing more.
 """
 
+import fcntl
+import os
 import secrets
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shoal.config import load
+from shoal.config.sections import CoordinatorSection
 from shoal.errors import UserError
 from shoal.ledger.connection import Connection, open_sqlite
-from shoal.ledger.table import Ledger
-from shoal.protocol.identity import Identity
 from shoal.protocol.signing import MAX_AGE_S
 
-if TYPE_CHECKING:
-    from shoal.coordinator.state.lead import Lead
-
-TABLES, NONCES = "pool.sqlite", "nonces.sqlite"
+TABLES, NONCES, LOCK = "pool.sqlite", "nonces.sqlite", "coordinator.lock"
 KEY = "identity.pem"
 TASKS = "tasks"  # the task set: files by their hash
 OPEN_INVITE = "open.invite"  # what `shoal pool invite --open --publish` wrote
@@ -39,10 +36,11 @@ NONCES_SCHEMA = [
     "CREATE INDEX IF NOT EXISTS nonces_by_age ON nonces (created_s)",
 ]
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+LOCK_S = 20.0  # a PostgreSQL notices within this time that the coordinator before this one was killed or cut off
 
 
-class FolderError(UserError):
-    """A folder without a coordinator's state; the message says what to do."""
+class StateError(UserError):
+    """A folder without a coordinator's state, or in use by another coordinator; the message says what to do."""
 
 
 class Nonces:
@@ -62,8 +60,8 @@ class Nonces:
         now_s: float = 0.0,
         served_before: bool = False,
     ) -> None:
-        """`boot` names the machine's start (`this_boot`), `now_s` is the time. `served_before`: requests were served, also
-        if no table says so, because the server emptied it after a crash."""
+        """`boot` names the machine's start, `now_s` is the time. `served_before`: requests were served, also if no table of
+        nonces says so: the server emptied it after a crash, or the folder is a restored copy."""
         self.connection = connection
         self._keep_s = keep_s
         self._newest_s = -1  # of the requests that this process served
@@ -102,45 +100,40 @@ class Nonces:
         return True
 
 
-@dataclass(frozen=True)
-class State:
-    connection: Connection
-    ledger: Ledger
-    nonces: Nonces
-
-
-def open_state(folder: Path, identity: Identity, lead: "Lead | None") -> State:
-    """What `folder` holds; with `lead`, what its database holds. Raises LedgerError if another key wrote it.
-
-    PostgreSQL empties the table of nonces after a crash of its own. Then, as after a machine's, older requests are refused.
-    """
-    now_s = time.time()
-    if lead:
-        nonces = Nonces(lead.connection, boot="server", now_s=now_s, served_before=lead.term > 1)
-        return State(lead.connection, Ledger(lead.connection, identity), nonces)
-    pool, spent = open_sqlite(folder / TABLES), open_sqlite(folder / NONCES, survives_power_cuts=False)
-    return State(pool, Ledger(pool, identity), Nonces(spent, boot=this_boot(), now_s=now_s))
-
-
-def open_tables(folder: Path, *, read_only: bool = False) -> Connection:
-    """The tables of the coordinator that uses this folder, beside it. Raises FolderError, ConfigError, DatabaseLostError."""
-    if (folder / TABLES).is_file():
-        return open_sqlite(folder / TABLES, read_only=read_only)
-    if database := named_database(folder):
+def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, Nonces]:
+    """The tables and the nonces of a coordinator, for itself alone. Raises StateError if another one uses them."""
+    tables: Connection
+    spent: Connection
+    if section.database:
         from shoal.ledger.postgres import open_postgres
 
-        return open_postgres(database)
-    raise FolderError(f"{folder} is not the folder of a coordinator that has run; name that folder")
+        server = open_postgres(section.database)
+        if not server.lock(LOCK_S):
+            raise StateError(f"another coordinator uses {server.place}: stop it, or name another database or schema")
+        tables, spent, boot = server, server, "server"
+    else:
+        _lock(folder / LOCK)
+        tables, spent = open_sqlite(folder / TABLES), open_sqlite(folder / NONCES, survives_power_cuts=False)
+        boot = BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)  # always a new one, which is safe
+    return tables, Nonces(spent, boot=boot, now_s=time.time(), served_before=tables.has_table("run"))
 
 
-def named_database(folder: Path) -> str:
-    """`coordinator.database` of the coordinator that uses this folder; "" if it uses none. Raises ConfigError."""
+def _lock(path: Path) -> None:
+    """Lock a file until this process ends, however it ends."""
+    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # never closed
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise StateError(f"another coordinator uses {path.parent}: stop it first") from error
+
+
+def open_tables(folder: Path) -> Connection:
+    """The tables of the coordinator that uses this folder, beside it. Raises StateError, ConfigError, DatabaseLostError."""
+    if (folder / TABLES).is_file():
+        return open_sqlite(folder / TABLES)
     for path in (folder / "config.toml", folder.parent / "config.toml"):  # of a pool; of `shoal run`
         if path.is_file() and (database := load(path).coordinator.database):
-            return database
-    return ""
+            from shoal.ledger.postgres import open_postgres
 
-
-def this_boot() -> str:
-    """A name for the machine's present start; a new one each time where the system has none, which is safe."""
-    return BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)
+            return open_postgres(database)
+    raise StateError(f"{folder} is not the folder of a coordinator that has run; name that folder")

@@ -1,0 +1,95 @@
+"""One coordinator works at a time over one folder or one schema, and what it served is served by no later one again."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+
+import pytest
+
+from shoal.config.sections import CoordinatorSection
+from shoal.coordinator import state
+from shoal.coordinator.state import NONCES, TABLES, StateError, open_state
+from shoal.ledger.connection import DatabaseLostError
+
+from .support import ALICE
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def section(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CoordinatorSection:
+    if request.param == "sqlite":
+        return CoordinatorSection()
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
+    from .backends import schema_url
+
+    server = request.getfixturevalue("postgres")
+    return CoordinatorSection(database=schema_url(server, f"{request.node.name} {time.time_ns()}"))
+
+
+def _work_and_hang(folder: Path, section: CoordinatorSection, works: Pipe) -> None:
+    tables, _ = open_state(folder, section)
+    with tables.transaction():
+        tables.change("CREATE TABLE half (done BOOLEAN)")
+        works.send(True)
+        time.sleep(PATIENCE_S)
+
+
+def test_a_second_coordinator_refuses_to_start_until_the_first_is_killed(
+    section: CoordinatorSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    first = context.Process(target=_work_and_hang, args=(tmp_path, section, theirs))
+    first.start()
+    try:
+        assert ours.poll(PATIENCE_S) and first.pid
+        monkeypatch.setattr(state, "LOCK_S", 0.3)
+        with pytest.raises(StateError, match=r"another coordinator uses .*: stop it"):
+            open_state(tmp_path, section)
+        monkeypatch.setattr(state, "LOCK_S", PATIENCE_S)
+        os.kill(first.pid, signal.SIGKILL)
+        first.join(PATIENCE_S)
+        tables, _ = open_state(tmp_path, section)
+        assert not tables.has_table("half"), "half a transaction is gone"
+    finally:
+        first.kill()
+        first.join()
+
+
+def test_a_coordinator_whose_session_was_ended_can_write_nothing_more(postgres: str) -> None:
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
+    from shoal.ledger.postgres import open_postgres
+
+    from .backends import schema_url
+
+    url = schema_url(postgres, f"ended {time.time_ns()}")
+    first, other = open_postgres(url), open_postgres(url)
+    assert first.lock(0.0) and not other.lock(0.0)
+    first.change("CREATE TABLE written (by TEXT)")
+    with pytest.raises(DatabaseLostError), first.transaction():
+        first.change("INSERT INTO written VALUES ('before')")
+        other.value("SELECT pg_terminate_backend(?)", first.postgres.info.backend_pid)
+        assert other.lock(PATIENCE_S)
+        first.change("INSERT INTO written VALUES ('after')")
+    assert other.rows("SELECT * FROM written") == []
+
+
+def test_a_restored_copy_refuses_what_was_signed_before_it_was_opened(tmp_path: Path) -> None:
+    """`docs/operate.md` copies the tables and leaves the nonces out."""
+    first, copy, earlier_s = tmp_path / "pool", tmp_path / "copy", int(time.time()) - 1
+    first.mkdir()
+    copy.mkdir()
+    tables, nonces = open_state(first, CoordinatorSection())
+    tables.change("CREATE TABLE run (started_s REAL)")  # as the pool does
+    assert nonces.spend(ALICE, "served", earlier_s)
+    tables.close()
+    shutil.copy(first / TABLES, copy / TABLES)
+    assert not (copy / NONCES).exists()
+    _, again = open_state(copy, CoordinatorSection())
+    assert not again.spend(ALICE, "served", earlier_s)
+    assert again.spend(ALICE, "new", int(time.time()) + 2)
