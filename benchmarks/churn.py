@@ -30,7 +30,7 @@ from churning.verdict import figures, judge
 from shoal import config as config_module
 from shoal.cli.launch import members
 from shoal.cli.launch.children import Child, Children
-from shoal.cli.launch.folder import stopped_run
+from shoal.cli.launch.members import stopped_run
 from shoal.cli.launch.swarm import Swarm
 from shoal.config import Config
 from shoal.errors import ShoalError

@@ -8,7 +8,7 @@ activation checkpointing, no reference model, and rows of 40,960 positions (5 co
 and no memory. It loads, makes an update of two rows, computes another row, and gathers a version. Its device is one that
 exists in name only (`Module`). Counted are
 
-    peak      bytes of all storages alive on the device, at the most; against the arithmetic of `cli/preflight/memory`
+    peak      bytes of all storages alive on the device, at the most; against `arithmetic`
     host      the same on the host; and the largest slice of a tensor that is read at once, and the largest tensor that
               rank 0 gathers to publish
     traffic   what the rank receives by collectives of weights and gradients for a row
@@ -48,8 +48,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import Qwen2Config
 
-from shoal.cli.preflight.memory import CONTEXT_BYTES, memory_of
-from shoal.cli.preflight.work import Work, sizes_of
+from shoal.cli.preflight.cost import LOGITS_BYTES, MASTER_BYTES, activation_bytes
+from shoal.cli.preflight.work import Sizes, Work, sizes_of
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner import masters
 from shoal.learner import policy as policy_module
@@ -320,8 +320,7 @@ def case(name: str, ranks: int) -> dict[str, Any]:
             publish_peak, _ = counted.phase()
     sizes = sizes_of(config.to_dict())
     tokens = PROMPT + COMPLETIONS * LENGTH
-    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, LENGTH, 1, 1, tokens, 2, True, 1, 1)
-    arithmetic = memory_of(sizes, work, 2, devices=ranks, cpu=False)
+    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, LENGTH, 1, False, True, tokens, 2, 1, 1)
     phases = {
         "load": load_peak,
         "first row": first_peak,
@@ -336,7 +335,7 @@ def case(name: str, ranks: int) -> dict[str, Any]:
         "model": name,
         "ranks": ranks,
         "parameters": version // 2,
-        "arithmetic_bytes": round(arithmetic.roles["learner"] - CONTEXT_BYTES),
+        "arithmetic_bytes": round(arithmetic(sizes, work, ranks)),
         "peak_bytes": max(peaks[DEVICE].values()),
         "peaks": peaks[DEVICE],
         "resting_bytes": resting[DEVICE],
@@ -350,6 +349,21 @@ def case(name: str, ranks: int) -> dict[str, Any]:
         "version_bytes": version,
         "start_s": start_s(version, ranks),
     }
+
+
+def arithmetic(sizes: Sizes, work: Work, ranks: int) -> float:
+    """Bytes of a learner in bf16, on each of its devices; no reference model.
+
+    state       as in `cli/preflight/cost`. FSDP2 spreads it over the devices (master 4, moments 8, gradient 4, which is the
+                sum of several rows')
+    gathered    in bf16: what is outside of the blocks, and three blocks, of which one is computed, one comes next and one is
+                being copied; a block's gradient, in it and in float32 to be reduced; the head's gradient in float32
+    """
+    state = (4 + MASTER_BYTES) * sizes.parameters / ranks
+    block, outside = sizes.body / sizes.layers, sizes.parameters - sizes.body
+    gathered = 2 * (outside + 3 * block) + (2 + 4) * block + 4 * sizes.head
+    logits = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.row_tokens)
+    return state + gathered + activation_bytes(sizes, work, 2) + logits
 
 
 def start_s(version: int, ranks: int) -> dict[str, float]:

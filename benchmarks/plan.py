@@ -5,7 +5,7 @@
     python benchmarks/plan.py                                 the comparison, into results/plan.json; runs nothing
 
 Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
-(`DEVICES`; sources: cli/preflight/speed.py). Seconds a step come from runs on quiet machines; memory and broadcasts also
+(`DEVICES`; sources: cli/preflight/cost.py). Seconds a step come from runs on quiet machines; memory and broadcasts also
 from recorded ones, which other work hardly changes. A broadcast on one machine lasts from the report of the step that wrote
 the version until the last worker has verified it. Recorded runs are compared with the estimate for their machine,
 whose peak it measures just before. Of `SAID`, what `shoal run` said before it started is compared with the whole run.
@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.preflight.estimate import shares
-from shoal.cli.preflight.memory import memory_of
-from shoal.cli.preflight.speed import Pace, Speed, measure, pace, speed
+from shoal.cli.preflight.cost import Speed, StepTimes, measure, memory_of, speed, step_times, together
+from shoal.cli.preflight.estimate import processes, shares
 from shoal.cli.preflight.work import BUNDLED, Work, work_of
 from shoal.config import Config, load
 from shoal.model.dtype import pick
@@ -40,8 +39,8 @@ SETTLED = 2  # steps before the first that counts: in them workers, validator an
 PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; the last by benchmarks/trl.py
 # What both cores achieve. X decodes with two threads: 31 ms for the weights and 2.3 ms a completion; E with one: 26, 1.6.
 DEVICES = {
-    "X": Speed(1327e9, 8.6e9, 25e9, training=0.40, prefill=0.42, attention=0.045, decode=0.089, reading=1.0),
-    "E": Speed(944e9, 20.6e9, 25e9, training=0.475, prefill=0.46, attention=0.05, decode=0.34, reading=1.0),
+    "X": Speed(dense=0.40 * 1327e9, attention=0.045 * 1327e9, decode=0.089 * 1327e9, bandwidth_Bps=8.6e9),
+    "E": Speed(dense=0.475 * 944e9, attention=0.05 * 944e9, decode=0.34 * 944e9, bandwidth_Bps=20.6e9),
 }
 RUNS = {  # of benchmarks/runs.py: its config, and the CPU
     "tiny-exact": ("tiny", "X"),
@@ -96,9 +95,11 @@ def rows() -> Iterator[Row]:
         yield from _of_recorded(name, run)
 
 
-def planned(config: Config, work: Work, machine: Speed) -> Pace:
+def planned(config: Config, work: Work, machine: Speed) -> StepTimes:
     """All of `shoal run` on two cores."""
-    return pace(BUNDLED[config.model.name], work, BF16, config.coordinator.async_level, machine, shares(config, CORES))
+    return step_times(
+        BUNDLED[config.model.name], work, BF16, config.coordinator.async_level, machine, shares(config, CORES)
+    )
 
 
 def _said(name: str) -> Iterator[Row]:
@@ -137,7 +138,7 @@ def _of_recorded(name: str, run: dict[str, Any]) -> Iterator[Row]:
     config = load(ROOT / "configs" / f"{name}.toml", run["overrides"])
     length = round(statistics.fmean(step["completion/length_mean"] for step in run["steps"]))
     work = work_of(config, prompt=PROMPT[name], length=length)
-    label, here = f"{name}, recorded", speed(**run["device"], memory_bytes=24e9)
+    label, here = f"{name}, recorded", speed(**run["device"])
     took_s = _step_s([step["time_s"] for step in run["steps"]])
     flat = statistics.fmean(step["reward/zero_std_frac"] for step in run["steps"][SETTLED:])
     ran = work_of(config, prompt=PROMPT[name], length=length, useful=1 - flat)
@@ -150,14 +151,12 @@ def _of_recorded(name: str, run: dict[str, Any]) -> Iterator[Row]:
 _PROCESSES = {"learner": "learner", "worker-0": "worker", "validator": "validator", "origin": "origin"}
 
 
-def _memory(name: str, config: Config, work: Work, peaks: dict[str, float], together: float | None) -> Iterator[Row]:
+def _memory(name: str, config: Config, work: Work, peaks: dict[str, float], held: float | None) -> Iterator[Row]:
     memory = memory_of(BUNDLED[config.model.name], work, BF16)
-    counts = {"coordinator": 1, "origin": 1, "relay": 1, "learner": 1, "evaluator": 1}
-    counts |= {"worker": config.workers.count, "validator": config.validator.count}
-    if together is not None:
-        yield Row(name, "memory_bytes", memory.together(counts), together)
+    if held is not None:
+        yield Row(name, "memory_bytes", together(memory, processes(config)), held)
     for process, role in _PROCESSES.items():
-        yield Row(name, f"{role}_bytes", memory.roles[role], peaks[process])
+        yield Row(name, f"{role}_bytes", memory[role], peaks[process])
 
 
 def _step_s(ends_s: list[float]) -> float:

@@ -7,16 +7,15 @@ Invariant: it starts and changes nothing. Exit status 0: nothing fails, 1: somet
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal import config as config_module
-from shoal.cli.arguments import Commands, UsageError, add_command, read_config, say, takes_config, whole
+from shoal.cli.arguments import Commands, add_command, read_config, say, takes_config, whole
+from shoal.errors import UserError
 
 if TYPE_CHECKING:
     from shoal.cli.preflight.machine import Finding
@@ -31,7 +30,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     takes_config(parser, required=False)
     parser.add_argument("--dir", type=Path, default=Path(), help="where the run's folder will be (default: here)")
-    parser.add_argument("--json", action="store_true", help="facts and findings as JSON")
 
     config_ = add_command(
         commands, "config", "print the resolved values of a config, or explain its fields", "--explain learner.lr"
@@ -60,57 +58,55 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     config = read_config(arguments) if arguments.config else None
-    from shoal.cli.preflight import machine
+    from shoal.cli.preflight.machine import examine
 
-    facts = machine.gather(arguments.dir, config.model.device if config else "cpu")
-    findings = machine.examine(facts)
-    if config and not facts.torch_error and not facts.device_error:
-        findings += of_config(config, arguments.dir)
-    if arguments.json:
-        say(json.dumps({"findings": [asdict(one) for one in findings], "facts": asdict(facts)}, indent=2))
-    else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-        say("\n".join(one.line(width) for one in findings))
-    return int(any(one.verdict == "fails" for one in findings))
+    findings = list(examine(arguments.dir, config.model.device if config else "cpu"))
+    if config and not any(one.level == "fails" for one in findings):
+        general = "disk"  # what a run of this config needs takes its place
+        findings = [one for one in findings if one.name != general] + list(of_config(config, arguments.dir))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    say("\n".join(one.line(width) for one in findings))
+    return int(any(one.level == "fails" for one in findings))
 
 
 def of_config(config: Config, folder: Path) -> Iterator[Finding]:
     """What would stop a run of this config here; if nothing does, its time, memory and disk."""
-    from shoal import tasks
     from shoal.cli.preflight import disk, estimate
-    from shoal.cli.preflight.estimate import available_cores
-    from shoal.cli.preflight.machine import fails, ok
-    from shoal.cli.preflight.problems import local_folder, problems
-    from shoal.cli.preflight.speed import measure
+    from shoal.cli.preflight.cost import measure
+    from shoal.cli.preflight.machine import fails, free_bytes, ok
+    from shoal.cli.preflight.problems import load_tasks, local_folder, problems
+    from shoal.cli.preflight.work import SizesError, model_sizes
     from shoal.model import dtype
     from shoal.model.load import load_tokenizer
-    from shoal.tasks.prompt import ChatTemplateError
 
-    notes: list[str] = []
-    stops = problems(config, notes)
-    yield from (ok("tasks", note) for note in notes)
+    stops = list(problems(config))
+    held, prompt = local_folder(config.model.name), PROMPT
+    try:
+        loaded = load_tasks(config)
+        yield from (ok("tasks", note) for note in loaded.notes)
+        yield ok("tasks", f"rewards and environments answered a trial; tasks.digest = {loaded.digest}")
+        if held is not None and (held / "config.json").is_file():
+            prompt = estimate.mean_prompt(load_tokenizer(held), config, loaded.heldout[: estimate.SAMPLE])
+    except UserError as error:
+        stops.append(str(error))
     for stop in stops:
         what, _, remedy = stop.partition("; ")
         yield fails("config", what, remedy or "change the config")
     if stops:
         return
-    held, prompt = local_folder(config.model.name), PROMPT
-    if held is not None and (held / "config.json").is_file():
-        try:
-            heldout = tasks.load(config.tasks).heldout[: estimate.SAMPLE]
-            prompt = estimate.mean_prompt(load_tokenizer(held), config, heldout)
-        except ChatTemplateError as error:
-            yield fails("config", *str(error).split("; ", 1))
-            return
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     measured = {"dtype": picked, "prompt_tokens": prompt, "machine": measure(picked, config.model.device)}
-    needs, free = disk.needs(config, estimate.model_sizes(config.model.name).parameters), disk.free_bytes(folder)
-    yield from estimate.outlook(config, measured, available_cores(config.run.threads), needs, free)[1]
+    yield from estimate.findings(estimate.forecast(config, measured, estimate.available_cores(config.run.threads)))
+    try:
+        needs = disk.needs(config, model_sizes(config.model.name).parameters)
+    except SizesError:
+        return  # the line about time says so
+    yield disk.finding(needs, free_bytes(folder))
 
 
 def config(arguments: argparse.Namespace) -> None:
     if arguments.config and arguments.explain is not None:
-        raise UsageError("--explain describes defaults; leave the config out")
+        raise UserError("--explain describes defaults; leave the config out")
     if arguments.explain is not None:
         say(config_module.explain(arguments.explain))
     else:

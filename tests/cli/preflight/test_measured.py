@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.preflight.work import BUNDLED, forward_flops, sizes_of, work_of
+from shoal.cli.preflight.work import BUNDLED, attention_flops, dense_flops, sizes_of, work_of
 from shoal.config import load
 from shoal.learner import report
 
@@ -54,7 +54,8 @@ def test_flops_are_those_that_the_learner_reports() -> None:
     sizes = BUNDLED["bundled:smollm2-135m-instruct"]
     does = work_of(load(ROOT / "configs" / "quickstart.toml"), prompt=26, length=12)
     shape = report.Shape(body=sizes.body, head=sizes.head, layers=sizes.layers, width=sizes.width)
-    assert forward_flops(sizes, does) == report.forward_flops(shape, does.prompt, [does.length] * does.completions)
+    flops = dense_flops(sizes, does) + attention_flops(sizes, does)
+    assert flops == report.forward_flops(shape, does.prompt, [does.length] * does.completions)
 
 
 def test_bundled_sizes_are_the_models_own() -> None:

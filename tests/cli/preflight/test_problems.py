@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from shoal.cli.preflight.problems import check_length, problems
+from shoal.cli.preflight.problems import check_length, load_tasks, problems
 from shoal.config import Config, ConfigError, parse
+from shoal.errors import UserError
 from shoal.model.sources import BUNDLED_POSITIONS, SMOLLM2, read_config, resolve
 
 FITTING: dict[str, Any] = {"sampling": {"max_tokens": 64}}
 
 
 def found(**sections: Any) -> list[str]:
-    return problems(parse(FITTING | sections))
+    return list(problems(parse(FITTING | sections)))
 
 
 def model(folder: Path, **config: Any) -> str:
@@ -71,26 +72,20 @@ def test_a_model_of_the_hub_is_asked_for_only_by_a_dry_run(tmp_path: Path, monke
     assert "model 'org/nowhere' was not found" in line and "\n" not in line
 
 
-def test_missing_tasks_are_named(tmp_path: Path) -> None:
-    (line,) = found(tasks={"sources": [{"path": str(tmp_path / "nowhere.jsonl")}]})
-    assert "no file or folder at" in line and "nowhere.jsonl" in line
-
-
-def test_an_unknown_reward_is_named() -> None:
-    (line,) = found(tasks={"sources": [{"generator": "arithmetic", "reward": "maths"}]})
-    assert "source arithmetic: no reward 'maths'; there are number" in line
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"path": "nowhere.jsonl"}, "no file or folder at .*nowhere.jsonl"),
+        ({"generator": "arithmetic", "reward": "maths"}, "source arithmetic: no reward 'maths'; there are number"),
+    ],
+)
+def test_tasks_that_cannot_be_read_or_graded_are_named(source: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_tasks(parse(FITTING | {"tasks": {"sources": [source]}}))
 
 
 def test_what_became_of_the_rows_is_noted() -> None:
-    notes: list[str] = []
-    assert problems(parse(FITTING), notes) == []
-    assert notes[0] == "arithmetic: 644 tasks to train on, 256 held out" and notes[1].startswith("tasks.digest = ")
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "no-such-device"])
-def test_a_device_that_is_not_there_is_named(device: str) -> None:
-    (line,) = found(model={"device": device})
-    assert f'model.device = "{device}"' in line and "\n" not in line
+    assert load_tasks(parse(FITTING)).notes[0] == "arithmetic: 644 tasks to train on, 256 held out"
 
 
 @pytest.mark.parametrize("section", ["coordinator", "origin", "relays"])
@@ -130,11 +125,6 @@ def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     lines = found(model={"name": "bundled:tiny"}, run={"tracker": "wandb"})
     assert [line for line in lines if "pip install 'shoal[wandb]'" in line]
-
-
-def test_more_threads_than_cores_are_refused() -> None:
-    (line,) = found(run={"threads": 100_000})
-    assert "run.threads = 100000, but this process may use" in line
 
 
 def test_a_resolved_model_is_checked_as_it_is(tiny_folder: Path) -> None:

@@ -1,21 +1,29 @@
-"""The processes of a run on one machine: their names, folders, invites and commands.
+"""The processes of a run on one machine: their names, folders, invites and commands; and what is freed when it has ended.
 
-Invariant: a member that is started again has the folder, the key and the invite it had before.
+Invariants: a member that is started again has the folder, the key and the invite it had before. At most one `shoal run`
+works in a folder at a time. What resuming and the user need is never removed.
 """
 
+import fcntl
+import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.cli.preflight.disk import used_bytes
 from shoal.cli.preflight.estimate import share_threads
 from shoal.config import Config
+from shoal.errors import UserError
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import make_invite
+from shoal.protocol.invite import Address, AddressError, make_invite
 from shoal.protocol.messages import Role
 
 INVITE_S = 30 * 86_400
 MEETING = "meet"  # name and folder of the meeting of the learner's sites
+CACHES = ("weights", "store", "tasks")  # of every node except the origin: another node has the same bytes
+LOCK = ".running"
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,9 @@ def members(config: Config) -> Iterator[Member]:
     for i in range(config.workers.count):
         yield Member(f"worker-{i}", "worker")
     yield Member("evaluator", "evaluator")
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
 
 
 def coordinator_command(run: str, out: Path, url: str) -> list[str]:
@@ -77,3 +88,42 @@ def invite(member: Member, coordinator: Identity, run: str, url: str, out: Path)
         expires_s = int(time.time()) + INVITE_S
         made = make_invite(coordinator, url=url, run=run, role=member.role, name=member.name, expires_s=expires_s)
         made.save(folder / "invite")
+
+
+# --- the folder of a run ---------------------------------------------------------------------------------------------
+
+
+def stopped_run(folder: Path) -> tuple[str, str]:
+    """Return name and coordinator's address of the run in `folder`. Raises UserError."""
+    try:
+        address = Address.read(folder / "coordinator")
+    except AddressError as error:
+        raise UserError(f"{folder} holds no run to resume: no coordinator listened there") from error
+    return address.run, address.url
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process. Raises UserError if another one holds it."""
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"the run in {folder} is still going; stop it first") from error
+        yield
+
+
+def remove_caches(folder: Path, config: Config) -> int:
+    """Remove what other nodes hold too, and all checkpoints but the newest. Return the bytes freed.
+
+    The origin's store stays: a manifest is signed only once, and submissions of its versions may wait for a validator.
+    """
+    before = used_bytes(folder)
+    for node in folder.iterdir():
+        if (node / "invite").is_file() and node.name != "origin":
+            for name in CACHES:
+                shutil.rmtree(node / name, ignore_errors=True)
+    for learner in (folder / each.name for each in members(config) if each.role == "learner"):
+        for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
+            shutil.rmtree(old)
+    return before - used_bytes(folder)

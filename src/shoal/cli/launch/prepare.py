@@ -10,20 +10,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shoal import tasks
 from shoal.cli.arguments import Parser, read_config, say, takes_config, takes_threads
 from shoal.cli.main import answer
+from shoal.cli.preflight.cost import measure
 from shoal.cli.preflight.estimate import SAMPLE, mean_prompt
-from shoal.cli.preflight.problems import check_length
-from shoal.cli.preflight.speed import measure
-from shoal.config import Config, ConfigError
+from shoal.cli.preflight.problems import check_length, load_tasks
+from shoal.config import Config
 from shoal.model import dtype, sources
 from shoal.model.dtype import compute_on
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.tasks.compiling import build_tasks
-from shoal.tasks.environments import try_out
 from shoal.tasks.prompt import Frame
-from shoal.tasks.rewards.graders import GradeError
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
@@ -35,15 +32,9 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     """
     dtype.check_device(config.model.device)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
-    try:
-        if task_folder is not None:
-            config, _ = build_tasks(config, task_folder)
-        loaded = tasks.load(config.tasks, task_folder)
-        with tasks.Graders(config.tasks, files=loaded.files) as graders:
-            graders.try_out(loaded.samples)
-        try_out(config, loaded)
-    except (ValueError, GradeError) as error:
-        raise ConfigError(str(error)) from error
+    if task_folder is not None:
+        config, _ = build_tasks(config, task_folder)
+    loaded = load_tasks(config, task_folder)
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
     tokenizer = load_tokenizer(folder)

@@ -20,18 +20,19 @@ import httpx
 from shoal import config as config_module
 from shoal.cli.launch import members
 from shoal.cli.launch.children import Child, Children, Peaks
-from shoal.cli.launch.folder import locked, remove_caches
-from shoal.cli.launch.members import Member
+from shoal.cli.launch.members import Member, locked, remove_caches
 from shoal.cli.launch.process import Interrupted, listen, signals_interrupt
 from shoal.cli.launch.watch import Watch
 from shoal.cli.preflight import disk
-from shoal.cli.preflight.estimate import Estimate, available_cores, outlook
+from shoal.cli.preflight.estimate import Forecast, available_cores, findings, forecast
+from shoal.cli.preflight.machine import free_bytes
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.files import copy_tree, write_file
 from shoal.protocol.history import PoolWatch, Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
+from shoal.watch import figures
 from shoal.watch.figures import no_signal
 from shoal.watch.record import read_evaluations, trained_steps
 from shoal.watch.summary import MODEL, SUMMARY, Leg, all_legs, read_legs, summary_table, write_legs, write_report
@@ -73,7 +74,7 @@ class Swarm:
         self.dashboard = dashboard
         self.started_s = 0.0
         self.status: Status | None = None  # the newest
-        self.estimate: Estimate | str = ""
+        self.estimate: Forecast | str = ""
 
     def run(self) -> int:
         """The whole run. Returns the exit status. Raises ShoalError if the run could not be finished."""
@@ -157,10 +158,9 @@ class Swarm:
             self._note(f"tasks: {note}")
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
         self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
-        needs, free = disk.needs(self.here, found["parameters"]), disk.free_bytes(self.out)
-        trained = trained_steps(self.out)
-        self.estimate, findings = outlook(self.here, found, self.cores, needs, free, trained=trained)
-        for finding in findings:
+        needs, free = disk.needs(self.here, found["parameters"]), free_bytes(self.out)
+        self.estimate = forecast(self.here, found, self.cores, trained=trained_steps(self.out))
+        for finding in (*findings(self.estimate), disk.finding(needs, free)):
             self._note(finding.line())
         disk.check_space(self.out, needs, free)
 
@@ -321,7 +321,7 @@ class Swarm:
         freed = remove_caches(self.out, self.config)
         self.console.print(summary_table(summary, self.out))
         self._note(f"look again: shoal dashboard {shlex.quote(str(self.out))} (--out FILE: as one HTML file)")
-        self._note(f"disk: {disk.gigabytes(freed)} of caches freed, {disk.gigabytes(disk.used_bytes(self.out))} kept")
+        self._note(f"disk: {figures.memory(freed)} of caches freed, {figures.memory(disk.used_bytes(self.out))} kept")
 
 
 def _free_port(host: str) -> int:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.cli.preflight.disk import check_left, free_bytes
+from shoal.cli.preflight.disk import check_left
+from shoal.cli.preflight.machine import free_bytes
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.protocol.history import Grading, PoolWatch, Status, UnreachableError
@@ -64,7 +65,7 @@ class Watch:
         return self.status
 
     def check(self) -> None:
-        """Raise StalledError, GraderFailsError or DiskFullError if the run cannot continue."""
+        """Raise ShoalError if the run cannot continue."""
         check_left(self.folder, self.free(self.folder))
         stalled_s = self.clock() - self._progress_s
         if stalled_s > self.config.run.stall_s:

@@ -5,27 +5,25 @@ not counted.
 """
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.cli.preflight.cost import VERSION_BYTES
+from shoal.cli.preflight.machine import Finding, fails, ok
 from shoal.config import Config
 from shoal.config.recipe import CHECKPOINT_BYTES
 from shoal.errors import ShoalError, disk_is_full
 from shoal.shardcast.origin import ANCHOR_EVERY
+from shoal.watch.figures import memory as size
 
-VERSION_BYTES = 2  # per parameter: versions are published in bf16
-STATE_BYTES = 12  # per parameter: what sites agree on and its velocity, and what rounding left over, in fp32
-WIRE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "int4": 1}  # of one number, rounded up
+ROUND_BYTES = (
+    20  # per parameter: what sites agree on, its velocity, what rounding left over (fp32), an average of 8 at most
+)
 ROUNDS = 3  # of the sites' meeting: two are kept, beside the one that is written
 DELTA_FRAC = 0.15  # of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
 WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
 KEEP_LESS = "free space there, choose another folder with --out, or keep less (learner.keep_last, relays.keep)"
 RESERVE_BYTES = 64 << 20  # a run stops while this much is left, so that it ends in order
-
-
-class DiskFullError(ShoalError):
-    """The file system has too little space; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -35,49 +33,35 @@ class Needs:
 
 
 def needs(config: Config, parameters: int) -> Needs:
-    """What a run of this config needs, for a model of so many parameters."""
-    learner, steps = config.learner, config.run.steps
+    """Return what a run of this config needs, for a model of so many parameters."""
+    learner, steps, sites = config.learner, config.run.steps, max(1, config.learner.sites)
     version = VERSION_BYTES * parameters
     checkpoint = version if learner.lora else CHECKPOINT_BYTES * parameters
 
     def versions(keep: int) -> int:
         return min(keep + 1, steps + 1) * version  # one more while it is written
 
-    written = math.ceil(steps / learner.steps_between_checkpoints(0 if learner.lora else parameters))
-    checkpoints = min(learner.keep_last + 1, written) * checkpoint
-    workers = config.workers.count * versions(WORKER_KEEP)
-    validators = config.validator.count * versions(config.coordinator.async_level + 2)
-    evaluator = versions(EVALUATOR_KEEP)
-    sites, meeting_round, meeting = 1, 0, 0
-    if learner.sites:
-        sites = learner.sites
-        meeting_round = version if learner.lora else (STATE_BYTES + WIRE_BYTES[config.sites.kind]) * parameters
-        meeting = ROUNDS * meeting_round + versions(learner.keep_versions)
-
     def store(keep: int) -> int:
         """Kept versions are deltas of others, back to a version that is stored whole."""
         n = min(keep + ANCHOR_EVERY + 1, steps + 1)
-        whole = math.ceil(n / ANCHOR_EVERY)
-        return int((whole + DELTA_FRAC * n) * version)
+        return int((math.ceil(n / ANCHOR_EVERY) + DELTA_FRAC * n) * version)
 
-    stores = (1 + config.relays.count) * store(config.relays.keep)
-    caches = sites * versions(learner.keep_versions) + meeting + workers + validators + evaluator + stores
-    kept = sites * (checkpoint + version) + store(config.relays.keep)
-    kept += meeting_round + version if learner.sites else 0
-    peak = sites * checkpoints + caches
-    return Needs(peak_bytes=peak, kept_bytes=min(kept, peak))
-
-
-def said(needs: Needs, free: int) -> str:
-    """For people."""
-    return (
-        f"up to {gigabytes(needs.peak_bytes)} during the run, up to {gigabytes(needs.kept_bytes)} after it, "
-        f"{gigabytes(free)} free"
-    )
+    written = math.ceil(steps / learner.steps_between_checkpoints(0 if learner.lora else parameters))
+    meeting = 0
+    if learner.sites:
+        meeting = ROUNDS * (version if learner.lora else ROUND_BYTES * parameters) + versions(learner.keep_versions)
+    kept = sites * (checkpoint + versions(learner.keep_versions)) + version
+    kept += store(config.relays.keep) + meeting
+    caches = config.workers.count * versions(WORKER_KEEP) + versions(EVALUATOR_KEEP)
+    caches += config.validator.count * versions(config.coordinator.async_level + 2)
+    caches += config.relays.count * store(config.relays.keep)
+    peak = kept + caches + sites * min(learner.keep_last, written - 1) * checkpoint
+    return Needs(peak_bytes=peak, kept_bytes=kept)
 
 
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
+def finding(needs: Needs, free: int) -> Finding:
+    text = f"up to {size(needs.peak_bytes)} during the run, up to {size(needs.kept_bytes)} after it, {size(free)} free"
+    return ok("disk", text) if free >= needs.peak_bytes + RESERVE_BYTES else fails("disk", text, KEEP_LESS)
 
 
 def used_bytes(folder: Path) -> int:
@@ -99,30 +83,24 @@ def file_system(folder: Path) -> Path:
 
 
 def check_space(folder: Path, wanted: Needs, free: int) -> None:
-    """Raise DiskFullError if the run in `folder` may need more than is `free` on its file system."""
+    """Raise ShoalError if the run in `folder` may need more than is `free` on its file system."""
     missing = wanted.peak_bytes - used_bytes(folder) + RESERVE_BYTES
     if free < missing:
-        raise DiskFullError(
-            f"the file system {file_system(folder)} has {gigabytes(free)} free, and this run needs up to "
-            f"{gigabytes(missing)} in {folder}: {KEEP_LESS}"
+        raise ShoalError(
+            f"the file system {file_system(folder)} has {size(free)} free, and this run needs up to {size(missing)} in "
+            f"{folder}: {KEEP_LESS}"
         )
 
 
 def check_left(folder: Path, free: int) -> None:
-    """Raise DiskFullError if a running run has nearly used up its file system."""
+    """Raise ShoalError if a running run has nearly used up its file system."""
     if free < RESERVE_BYTES:
-        raise DiskFullError(
-            f"the file system {file_system(folder)} is full: {free >> 20} MiB are left; free space there, then resume"
+        raise ShoalError(
+            f"the file system {file_system(folder)} is full: {size(free)} are left; free space there, then resume"
         )
 
 
 def explain(error: Exception, folder: Path) -> str:
     """The error's message; for a full disk, with the file system of the run."""
-    full = disk_is_full(error) and not isinstance(error, DiskFullError)
-    return (
-        f"{error}; the file system {file_system(folder)} is full: free space there, then resume" if full else str(error)
-    )
-
-
-def gigabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.0f} MB"
+    full = f"; the file system {file_system(folder)} is full: free space there, then resume"
+    return f"{error}{full if disk_is_full(error) else ''}"

@@ -1,26 +1,23 @@
 """How long a whole `shoal run` takes on this machine, and how much memory, from what its cores were measured to do.
 
-    run = start + the first step, which hides nothing (`Pace.round_s`) + the others (`Pace.step_s`) + the last evaluation
+    run = start + the first step, which hides nothing (`StepTimes.round_s`) + the others (`step_s`) + the last evaluation
 
 The first evaluation goes on beside the steps. It and the last one each decode n completions greedily and n sampled ones.
-Invariant: `estimate` is a pure function of numbers. Completions are taken to be as long as the config lets them be, unless
-it sets targets. Left out: the first use of a model
-on a machine, evaluations between the first and the last, tasks' rewards, other devices than CPUs.
+Invariant: `forecast` is a pure function of numbers. Completions are taken to be as long as the config lets them be, unless
+it sets targets. Left out: the first use of a model on a machine, evaluations between the first and the last, tasks' rewards,
+other devices than CPUs.
 """
 
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.cli.preflight import disk
+from shoal.cli.preflight.cost import COMPUTE_BYTES, memory_of, rollouts_s, speed, step_times, together
 from shoal.cli.preflight.machine import Finding, fails, ok
-from shoal.cli.preflight.memory import memory_of
-from shoal.cli.preflight.speed import Speed, pace, rollouts_s, speed
-from shoal.cli.preflight.work import BUNDLED, COMPUTE_BYTES, Sizes, SizesError, Work, sizes_of, work_of
+from shoal.cli.preflight.work import SizesError, Work, model_sizes, work_of
 from shoal.config import Config
-from shoal.model import sources
 from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.task import Task
 from shoal.watch.figures import duration, memory
@@ -34,7 +31,7 @@ SAMPLE = 64  # prompts whose length is measured
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Forecast:
     seconds: float  # of all that is left of the run
     steps: int  # that are left
     step_s: float
@@ -43,51 +40,11 @@ class Estimate:
     machine_bytes: float
     dtype: str
 
-    def time(self) -> str:
-        return (
-            f"about {duration(self.seconds)} in {self.dtype}: {self.steps} steps of {duration(self.step_s)}; "
-            f"pace set by {self.bottleneck}"
-        )
 
-    def memory(self) -> str:
-        return f"about {memory(round(self.memory_bytes))} of {memory(round(self.machine_bytes))}"
+def forecast(config: Config, measured: Mapping[str, Any], cores: int, *, trained: int = 0) -> Forecast | str:
+    """Return the forecast, or why there is none. `trained`: steps of earlier legs. Raises ModelNotFoundError.
 
-
-def estimate(
-    config: Config,
-    sizes: Sizes,
-    machine: Speed,
-    dtype: str,
-    cores: int,
-    *,
-    prompt: int,
-    steps: int,
-    length: int | None = None,
-    useful: float = USEFUL,
-) -> Estimate:
-    """Of `steps` more steps on this machine, whose cores all together are `machine`. `prompt`, `length`: tokens, mean."""
-    work = work_of(config, prompt=prompt, length=length or expected_length(config), useful=useful)
-    compute_bytes = COMPUTE_BYTES[dtype]
-    found = pace(sizes, work, compute_bytes, config.coordinator.async_level, machine, shares(config, cores))
-    evaluation_s = 2 * rollouts_s(sizes, evaluation(config, work), compute_bytes, machine)
-    beside_s = evaluation_s if found.working_s >= found.paced_s else 0.0  # the first: cores that are busy do it as well
-    counts = {"coordinator": 1, "origin": 1, "evaluator": 1, "learner": 1}
-    counts |= {"relay": config.relays.count, "worker": config.workers.count, "validator": config.validator.count}
-    return Estimate(
-        seconds=START_S + beside_s + found.round_s + (steps - 1) * found.step_s + evaluation_s,
-        steps=steps,
-        step_s=found.step_s,
-        bottleneck=found.bottleneck,
-        memory_bytes=memory_of(sizes, work, compute_bytes).together(counts),
-        machine_bytes=machine.memory_bytes,
-        dtype=dtype,
-    )
-
-
-def of_measured(config: Config, measured: Mapping[str, Any], cores: int, *, trained: int = 0) -> Estimate | str:
-    """The estimate, or why there is none. `trained`: steps of earlier legs. Raises ModelNotFoundError.
-
-    `measured`: "machine" by `speed.measure`, "dtype" and "prompt_tokens".
+    `measured`: "machine" by `cost.measure`, "dtype" and "prompt_tokens".
     """
     not_covered = {
         "a GPU": config.model.device != "cpu",
@@ -101,31 +58,32 @@ def of_measured(config: Config, measured: Mapping[str, Any], cores: int, *, trai
         sizes = model_sizes(config.model.name)
     except SizesError as error:
         return f"not estimated: {error}"
-    machine, steps = speed(**measured["machine"], cores=cores), max(1, config.run.steps - trained)
-    return estimate(config, sizes, machine, measured["dtype"], cores, prompt=measured["prompt_tokens"], steps=steps)
+    dtype, here, steps = measured["dtype"], measured["machine"], max(1, config.run.steps - trained)
+    machine, compute_bytes = speed(here["flops"], here["bandwidth_Bps"], cores), COMPUTE_BYTES[dtype]
+    work = work_of(config, prompt=measured["prompt_tokens"], length=expected_length(config), useful=USEFUL)
+    times = step_times(sizes, work, compute_bytes, config.coordinator.async_level, machine, shares(config, cores))
+    evaluation_s = 2 * rollouts_s(sizes, evaluation(config, work), compute_bytes, machine)
+    beside_s = evaluation_s if times.working_s >= times.paced_s else 0.0  # the first: cores that are busy do it as well
+    return Forecast(
+        seconds=START_S + beside_s + times.round_s + (steps - 1) * times.step_s + evaluation_s,
+        steps=steps,
+        step_s=times.step_s,
+        bottleneck=times.bottleneck,
+        memory_bytes=together(memory_of(sizes, work, compute_bytes), processes(config)),
+        machine_bytes=here["memory_bytes"],
+        dtype=dtype,
+    )
 
 
-def outlook(
-    config: Config, measured: Mapping[str, Any], cores: int, needs: disk.Needs, free_bytes: int, *, trained: int = 0
-) -> tuple[Estimate | str, list[Finding]]:
-    """Return the estimate, or why there is none, and what it says of time, memory and disk. Raises ModelNotFoundError."""
-    found = of_measured(config, measured, cores, trained=trained)
+def findings(found: Forecast | str) -> Iterator[Finding]:
+    """What a forecast says of time and memory."""
     if isinstance(found, str):
-        findings = [ok("time", found)]
-    elif found.memory_bytes > found.machine_bytes:
-        findings = [ok("time", found.time()), fails("memory", found.memory(), TOO_LARGE)]
-    else:
-        findings = [ok("time", found.time()), ok("memory", found.memory())]
-    if free_bytes < needs.peak_bytes + disk.RESERVE_BYTES:
-        findings.append(fails("disk", disk.said(needs, free_bytes), disk.KEEP_LESS))
-    else:
-        findings.append(ok("disk", disk.said(needs, free_bytes)))
-    return found, findings
-
-
-def model_sizes(name: str) -> Sizes:
-    """Of a model by its name; of the hub's, config.json is fetched. Raises SizesError, ModelNotFoundError."""
-    return BUNDLED[name] if name in BUNDLED else sizes_of(sources.read_config(name, fetch=True), name)
+        yield ok("time", found)
+        return
+    pace = f"{found.steps} steps of {duration(found.step_s)}; pace set by {found.bottleneck}"
+    yield ok("time", f"about {duration(found.seconds)} in {found.dtype}: {pace}")
+    held = f"about {memory(round(found.memory_bytes))} of {memory(round(found.machine_bytes))}"
+    yield ok("memory", held) if found.memory_bytes <= found.machine_bytes else fails("memory", held, TOO_LARGE)
 
 
 def mean_prompt(tokenizer: Any, config: Config, tasks: Iterable[Task]) -> int:
@@ -153,6 +111,12 @@ def available_cores(wanted: int) -> int:
     if wanted or not hasattr(os, "sched_getaffinity"):  # macOS has no such call
         return wanted or os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
+
+
+def processes(config: Config) -> dict[str, int]:
+    """How many processes of each role `shoal run` starts, at one site."""
+    more = {"relay": config.relays.count, "worker": config.workers.count, "validator": config.validator.count}
+    return {"coordinator": 1, "origin": 1, "evaluator": 1, "learner": 1} | more
 
 
 def share_threads(config: Config, cores: int) -> dict[str, int]:

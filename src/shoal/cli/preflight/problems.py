@@ -1,28 +1,27 @@
-"""What can be known before a run starts: does its config fit this machine, the model, the tasks and the network ports?
+"""What can be known before a run starts: does its config fit the model, the tasks, the packages and the network ports?
 
 Invariant: nothing is started, and only what answers a question is fetched (a hub model's config.json, the hub's tasks).
-torch is imported only for a device other than the CPU. Memory and disk: `estimate`.
+torch is not imported. The machine: `machine`. Time, memory and disk: `estimate`, `disk`.
 """
 
 import importlib.util
 import socket
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from shoal import tasks
-from shoal.cli.preflight.estimate import available_cores
 from shoal.config import Config, ConfigError
 from shoal.model import sources
 from shoal.model.sources import ModelNotFoundError, positions
 from shoal.tasks.environments import try_out
 from shoal.tasks.rewards.graders import GradeError
+from shoal.tasks.taskset import TaskSet
 
 
-def problems(config: Config, notes: list[str] | None = None) -> list[str]:
-    """What would stop a run of this config on this machine, one line each. `notes` gets lines about its tasks."""
-    checks = (_model, partial(_tasks, notes), _device, _ports, _files, _packages, _cores)
-    return [line for check in checks for line in check(config)]
+def problems(config: Config) -> Iterator[str]:
+    """What would stop a run of this config on this machine, one line each; the tasks are looked at by `load_tasks`."""
+    for check in (_model, _ports, _files, _packages):
+        yield from check(config)
 
 
 def check_length(config: Config, *, fetch: bool = False) -> None:
@@ -39,34 +38,22 @@ def check_length(config: Config, *, fetch: bool = False) -> None:
         )
 
 
+def load_tasks(config: Config, folder: Path | None = None) -> TaskSet:
+    """Return the task set, kept in `folder`, once its rewards and environments were tried. Raises ConfigError."""
+    try:
+        loaded = tasks.load(config.tasks, folder)
+        with tasks.Graders(config.tasks, files=loaded.files) as graders:
+            graders.try_out(loaded.samples)
+        try_out(config, loaded)
+    except (ValueError, GradeError) as error:
+        raise ConfigError(str(error)) from error
+    return loaded
+
+
 def _model(config: Config) -> Iterator[str]:
     try:
         check_length(config, fetch=True)
     except (ConfigError, ModelNotFoundError) as error:
-        yield str(error)
-
-
-def _tasks(notes: list[str] | None, config: Config) -> Iterator[str]:
-    try:
-        loaded = tasks.load(config.tasks)
-        with tasks.Graders(config.tasks, files=loaded.files) as graders:
-            graders.try_out(loaded.samples)
-        try_out(config, loaded)
-    except (ValueError, ConfigError, GradeError) as error:
-        yield str(error)
-        return
-    if notes is not None:
-        notes += [*loaded.notes, f"tasks.digest = {loaded.digest}"]
-
-
-def _device(config: Config) -> Iterator[str]:
-    if config.model.device == "cpu":
-        return
-    from shoal.model.dtype import DeviceError, check_device
-
-    try:
-        check_device(config.model.device)
-    except DeviceError as error:
         yield str(error)
 
 
@@ -111,13 +98,8 @@ def _packages(config: Config) -> Iterator[str]:
         yield f"run.tracker = \"{tracker}\" needs a package: pip install 'shoal[{tracker}]'"
 
 
-def _cores(config: Config) -> Iterator[str]:
-    available = available_cores(0)
-    if config.run.threads > available:
-        yield f"run.threads = {config.run.threads}, but this process may use {available} cores; lower it, or 0 for all"
-
-
 def local_folder(name: str) -> Path | None:
+    """The folder of a model that is on this machine for sure, without a look at the hub's cache; None for others."""
     if name in (sources.SMOLLM2, sources.TINY):
         return sources.smollm2_dir() if name == sources.SMOLLM2 else sources.tiny_dir()
     return sources.resolve(name) if name.startswith((".", "/", "~")) else None

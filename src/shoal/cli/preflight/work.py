@@ -1,4 +1,4 @@
-"""A dense decoder's sizes, and what one step computes with it: tokens, floating-point operations, bytes.
+"""A dense decoder's sizes, and what one step computes with it: tokens and floating-point operations.
 
     attention of a layer   hidden x (heads + 2 kv_heads) x head_dim, and heads x head_dim x hidden back
     MLP of a layer         3 x hidden x intermediate (gate, up, down)
@@ -23,11 +23,10 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.errors import UserError
+from shoal.model import sources
 
-OPTIONAL = ("head_dim", "num_key_value_heads")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
-VERSION_BYTES = 2  # per parameter: versions are published in bf16
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class SizesError(UserError):
@@ -59,15 +58,22 @@ class Sizes:
         return self.body + self.head * (1 if self.tied else 2)
 
 
+BUNDLED = {  # known before they are made on this machine; a test compares them with the models
+    "bundled:smollm2-135m-instruct": Sizes(576, 1536, 30, 576, 192, 49152, True),
+    "bundled:tiny": Sizes(256, 704, 4, 256, 128, 128, True),
+}
+
+
+def model_sizes(name: str) -> Sizes:
+    """Return the sizes of a model; config.json of the hub's is fetched. Raises SizesError, ModelNotFoundError."""
+    return BUNDLED[name] if name in BUNDLED else sizes_of(sources.read_config(name, fetch=True), name)
+
+
 def sizes_of(config: Mapping[str, Any], name: str = "config.json") -> Sizes:
-    """Sizes by a config.json; `name`: where they are from, for errors. Raises SizesError."""
-    if missing := [field for field in NEEDED if not isinstance(config.get(field), int)]:
+    """Return the sizes by a config.json; `name`: where they are from, for errors. Raises SizesError."""
+    if missing := [field for field in NEEDED if not isinstance(config.get(field), int) or config[field] < 1]:
         raise SizesError(f"{name} lacks {', '.join(missing)}, which this arithmetic needs")
-    if wrong := [field for field in (*NEEDED, *OPTIONAL) if isinstance(config.get(field), int) and config[field] < 1]:
-        raise SizesError(f"{name}: {wrong[0]} = {config[wrong[0]]}: a size is 1 or more")
-    if experts := next(
-        (key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None
-    ):
+    if experts := next((key for key in EXPERTS if config.get(key)), None):
         raise SizesError(f"{name}: {experts} makes it a mixture of experts, which this arithmetic does not cover")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -82,14 +88,10 @@ def sizes_of(config: Mapping[str, Any], name: str = "config.json") -> Sizes:
     )
 
 
-BUNDLED = {  # known before they are made on this machine; a test compares them with the models
-    "bundled:smollm2-135m-instruct": Sizes(576, 1536, 30, 576, 192, 49152, True),
-    "bundled:tiny": Sizes(256, 704, 4, 256, 128, 128, True),
-}
-
-
 @dataclass(frozen=True)
 class Work:
+    """One step of a config."""
+
     trained: int  # groups in a step's batch
     generated: int  # groups that workers must generate for it
     completions: int  # of a group
@@ -97,42 +99,40 @@ class Work:
     length: int  # tokens of a completion, mean
     longest: int  # tokens of the longest completion that is decoded together with others
     updates: int  # of the optimizer in a step
-    extra_forwards: int  # of the learner, for each training pass
+    reference: bool  # the learner computes a reference model's logprobs
+    recomputes: bool  # the learner computes activations twice
     row_tokens: int  # in one forward of the learner, at most
-    rows: int  # of an update, on one device
-    recomputes: bool
+    rows: int  # of an update
     at_once: int  # completions that a worker decodes together
     validator_tokens: int  # in one forward of the validator
 
+    @property
+    def passes(self) -> int:
+        """Of the learner, in forwards: a backward pass has two products for each of the forward's."""
+        return 3 + self.recomputes + self.reference
+
 
 def work_of(config: Config, *, prompt: int, length: int, useful: float = 1.0) -> Work:
-    """The work of a step of this config, if this share of groups is useful."""
+    """Return the work of a step of this config, if this share of groups is useful."""
     trained = config.coordinator.prompts_per_step
     useful = useful if config.coordinator.online_filter else 1.0
-    learner = config.learner
-    update_tokens = math.ceil(trained / learner.optimizer_steps_per_step) * (
-        prompt + config.sampling.group_size * length
-    )
+    learner, completions = config.learner, config.sampling.group_size
+    update_tokens = math.ceil(trained / learner.optimizer_steps_per_step) * (prompt + completions * length)
     return Work(
         trained=trained,
         generated=math.ceil(trained / useful),
-        completions=config.sampling.group_size,
+        completions=completions,
         prompt=prompt,
         length=length,
         longest=max(length, config.sampling.max_tokens),
         updates=learner.optimizer_steps_per_step,
-        extra_forwards=int(learner.activation_checkpointing) + int(learner.loss.beta > 0),
+        reference=learner.loss.beta > 0,
+        recomputes=learner.activation_checkpointing,
         row_tokens=min(learner.row_tokens, update_tokens),
         rows=math.ceil(update_tokens / learner.row_tokens),
-        recomputes=learner.activation_checkpointing,
-        at_once=config.workers.groups_per_submission * config.sampling.group_size,
+        at_once=config.workers.groups_per_submission * completions,
         validator_tokens=config.validator.row_tokens,
     )
-
-
-def forward_flops(sizes: Sizes, work: Work) -> float:
-    """Of one group. The formula is above."""
-    return dense_flops(sizes, work) + attention_flops(sizes, work)
 
 
 def dense_flops(sizes: Sizes, work: Work) -> float:
@@ -146,22 +146,3 @@ def attention_flops(sizes: Sizes, work: Work) -> float:
     prompt, length = work.prompt, work.length
     pairs = prompt * (prompt + 1) / 2 + work.completions * (length * prompt + length * (length + 1) / 2)
     return 4.0 * sizes.layers * sizes.width * pairs
-
-
-def passes(work: Work) -> int:
-    """Of the learner, in forwards: a backward pass has two products for each of the forward's."""
-    return 3 + work.extra_forwards
-
-
-def training_flops(sizes: Sizes, work: Work) -> float:
-    """Of a step."""
-    return passes(work) * forward_flops(sizes, work) * work.trained
-
-
-def cache_bytes_per_token(sizes: Sizes, compute_bytes: int) -> int:
-    """Keys and values of one token, in all layers."""
-    return 2 * sizes.layers * sizes.kv_width * compute_bytes
-
-
-def version_bytes(sizes: Sizes) -> int:
-    return VERSION_BYTES * sizes.parameters

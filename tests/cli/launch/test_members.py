@@ -1,0 +1,64 @@
+"""The folder of a run: what is removed after it, and who may work in it."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.launch.members import LOCK, locked, remove_caches, stopped_run
+from shoal.cli.preflight.disk import used_bytes
+from shoal.config import parse
+from shoal.errors import UserError
+
+KEPT = {
+    "coordinator": ["coordinator.json", "pool.sqlite", "store/accepted/a.parquet", "tasks/hash"],
+    "learner": ["invite", "identity.pem", "versions/v000008/w", "checkpoints/step-000008/w"],
+    "learner-1": ["invite", "checkpoints/step-000008/w"],
+    "origin": ["invite", "store/v000007/full/s", "store/v000008/delta/s"],
+    "meet": ["invites/site-0.invite", "state-000007.safetensors", "versions/v000008/w"],
+    "worker-0": ["invite", "identity.pem"],
+    "model": ["w"],
+    "logs": ["learner.log"],
+}
+CACHES = {
+    "relay-0": ["store/v000008/manifest.json"],
+    "worker-0": ["weights/v000008/w", "tasks/hash"],
+    "validator": ["weights/v000008/w"],
+}
+CHECKPOINTS = {"learner": ["checkpoints/step-000002/w", "checkpoints/step-000004/w"]}
+
+
+def write(folder: Path, *trees: dict[str, list[str]]) -> set[Path]:
+    paths = {folder / node / name for tree in trees for node, names in tree.items() for name in names}
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x" * 100)
+    return paths
+
+
+def test_cleaning_keeps_what_resuming_and_the_user_need(tmp_path: Path) -> None:
+    kept = write(tmp_path, KEPT, {"relay-0": ["invite"], "validator": ["invite"]})
+    write(tmp_path, CACHES, CHECKPOINTS)
+    before = used_bytes(tmp_path)
+    config = parse({"learner": {"sites": 2}})
+    assert remove_caches(tmp_path, config) == before - used_bytes(tmp_path) == 6 * 100
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == kept
+    assert remove_caches(tmp_path, config) == 0
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path} holds no run"):
+        stopped_run(tmp_path)
+
+
+def test_a_run_that_is_still_going_keeps_its_folder_until_its_process_ends(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(UserError, match="still going"), locked(tmp_path):
+        pass
+    fd = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(UserError), locked(tmp_path):
+        pass
+    os.close(fd)
+    with locked(tmp_path):
+        pass
