@@ -25,9 +25,7 @@ from shoal.coordinator.pool import SCHEMA
 from shoal.ledger.connection import SqliteConnection, open_sqlite
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
-from shoal.watch.page.feed import Feed
-from shoal.watch.page.overview import broadcast, node_table
-from shoal.watch.page.work import Wanted, group_list, timeline, trust, validation
+from shoal.watch.page.server import Dashboard
 from shoal.watch.record import Record, State
 from shoal.watch.run import FolderRun
 
@@ -61,8 +59,7 @@ def main() -> None:
 
 
 def measure(folder: Path) -> dict[str, object]:
-    run = FolderRun(folder)
-    feed = Feed(run, [])
+    dashboard = Dashboard(FolderRun(folder))
     found: dict[str, object] = {}
 
     def timed(name: str, work: object) -> object:
@@ -75,15 +72,9 @@ def measure(folder: Path) -> dict[str, object]:
         }
         return answer
 
-    timed("open", feed.open)
-    status, work = feed.status, run.work()
-    assert status is not None
-    timed("unchanged look", feed.refresh)
-    timed("table of nodes", lambda: [node_table(run, status, feed.pace, trust(work)), broadcast(status)])
-    timed("timeline of 5 minutes", lambda: timeline(run, status.now_s - 300, status.now_s))
-    timed("validation", lambda: validation(run))
-    timed("rollouts, newest", lambda: group_list(work, run.history.samples, Wanted(), 60))
-    timed("rollouts, rejected", lambda: group_list(work, run.history.samples, Wanted(verdict="rejected"), 60))
+    for name in ("first", "again"):
+        for path, question in dashboard.questions().items():
+            timed(f"{path} {name}", lambda question=question: question({"last": "300"}))
     return found
 
 

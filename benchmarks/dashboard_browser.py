@@ -28,7 +28,7 @@ from playwright.sync_api import sync_playwright
 
 RESULT = Path(__file__).parent / "results" / "dashboard_browser.json"
 TIMES = 3
-VIEWS = ["timeline", "nodes", "validation", "rollouts", "overview"]
+VIEWS = ["timeline", "nodes", "validation", "overview"]
 DRAWN = """() => document.querySelectorAll(".answer").length === 3 && document.querySelector(".cells i")
     && [...document.querySelectorAll(".card svg")].every((one) => one.querySelector("path, rect"))"""
 

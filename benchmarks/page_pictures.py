@@ -28,7 +28,6 @@ DASHBOARD = {  # by view: screens and themes, as they stand in the file's name
     "timeline": ["", "-dark", "-phone"],
     "nodes": ["-dark", "-phone"],
     "validation": [""],
-    "rollouts": ["", "-phone-dark"],
 }
 SITES = {"sites": [""]}
 
@@ -60,11 +59,6 @@ def dashboard(browser: Any, url: str, view: str, look: str, out: Path) -> None:
     page = browser.new_page(viewport=screen, color_scheme=theme)
     page.goto(f"{url}/#{view}")
     page.wait_for_selector("#view section")
-    if view == "rollouts":
-        page.locator("select").first.select_option("rejected")
-        page.locator("tr.pick a").first.click()
-        page.wait_for_selector(".side")
-        page.evaluate("scrollTo(0, document.querySelector('.verdict').getBoundingClientRect().top - 140)")
     page.wait_for_timeout(1500)  # the last answers
     if view in ("timeline", "nodes", "sites"):
         height = page.evaluate("document.querySelector('main').getBoundingClientRect().bottom")

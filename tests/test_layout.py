@@ -25,7 +25,7 @@ ROOMS = {
     "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
     "diloco": ["errors", "files", "protocol", "shardcast"],
     "engine": ["errors", "files", "model", "shardcast"],
-    "watch": ["config", "errors", "evidence", "files", "model", "protocol", "shardcast", "store"],
+    "watch": ["config", "errors", "evidence", "files", "protocol", "shardcast"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "watch"],
     "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "worker": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.config import Config
+from shoal.errors import UserError
 from shoal.files import copy_tree
 from shoal.serve import proof
 from shoal.serve.versions import Source
@@ -175,12 +176,12 @@ def test_deleting_the_account_deletes_everything(page: Running) -> None:
 
 
 def test_a_source_names_what_it_offers(run_folder: Path) -> None:
-    from shoal.serve.versions import SourceError, source_of
+    from shoal.serve.versions import source_of
 
     source = source_of(str(run_folder))
     assert isinstance(source, Source) and isinstance(source.config, Config)
     assert [offer.version for offer in source.offers()] == [3, 0]
     fetched = source_of(str(run_folder / "learner" / "versions"))
     assert [offer.id for offer in fetched.offers()] == ["versions@3"]
-    with pytest.raises(SourceError, match="neither a run"):
+    with pytest.raises(UserError, match="neither a run"):
         source_of(str(run_folder / "learner"))

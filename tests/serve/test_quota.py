@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from shoal.errors import ShoalError
 from shoal.serve.chat import accounts as database
 from shoal.serve.chat import conversations as module
 from shoal.serve.chat.accounts import BROWSERS, Accounts
 from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, ROW_BYTES, Conversations
-from shoal.watch.page.guard import RefusedError
+from shoal.watch.page.guard import HttpError
 
 from .people import Person
 from .support import CHEAP, Running, serving
@@ -47,10 +48,10 @@ def test_conversations_made_first_and_filled_later_stay_within_the_users_space(
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
     tree = Conversations(db)
     ids = [tree.create(user) for _ in range(20)]
-    with pytest.raises(RefusedError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill their space"):
         fill(tree, user, ids)
     assert LIMIT - 2 * len(TEXT) < stored_bytes(db) <= LIMIT
-    with pytest.raises(RefusedError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill their space"):
         tree.add(user, ids[0], None, "user", TEXT)
     tree.delete(user, ids[0])
     tree.add(user, ids[1], None, "user", TEXT)  # what is deleted is free again
@@ -62,14 +63,14 @@ def test_proofs_and_the_bytes_of_characters_are_charged(
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
     tree = Conversations(db)
-    with pytest.raises(RefusedError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill their space"):
         fill(tree, user, [tree.create(user)], content=content, proof=proof)
     assert stored_bytes(db) <= LIMIT
 
 
 def test_one_conversation_has_an_end_and_proofs_count(db: sqlite3.Connection, user: int) -> None:
     tree = Conversations(db)
-    with pytest.raises(RefusedError, match="this conversation is full"):
+    with pytest.raises(HttpError, match="this conversation is full"):
         fill(tree, user, [tree.create(user)], content="x", proof="y" * 500_000)
     assert stored_bytes(db) <= module.CONVERSATION_BYTES
 
@@ -79,7 +80,7 @@ def test_many_empty_messages_are_charged_for_their_rows(
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", 100 * ROW_BYTES)
     tree = Conversations(db)
-    with pytest.raises(RefusedError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill their space"):
         fill(tree, user, [tree.create(user)], content="x")
     assert db.execute("SELECT count(*) FROM message").fetchone()[0] < 100
 
@@ -88,7 +89,7 @@ def test_another_users_space_is_their_own(db: sqlite3.Connection, user: int, mon
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
     other = asyncio.run(Accounts(db, hasher=CHEAP).register("bob", "correct horse battery", "here")).session.user
     tree = Conversations(db)
-    with pytest.raises(RefusedError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill their space"):
         fill(tree, user, [tree.create(user)])
     tree.add(other, tree.create(other), None, "user", TEXT)
 
@@ -145,5 +146,5 @@ def test_nothing_is_stored_where_little_of_the_disk_is_left(
 def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "db") as old:
         old.execute("CREATE TABLE user(id INTEGER PRIMARY KEY)")
-    with pytest.raises(database.FormatError, match="move it away"):
+    with pytest.raises(ShoalError, match="move it away"):
         database.connect(tmp_path / "db")

@@ -10,10 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shoal.errors import UserError
 from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts, connect
-from shoal.serve.openai.routes import KeyFileError, Keys
+from shoal.serve.openai.routes import Keys
 from shoal.watch.page.files import POLICY
-from shoal.watch.page.guard import RefusedError
+from shoal.watch.page.guard import HttpError
 
 from .people import Person
 from .support import CHEAP, Running, serving
@@ -23,7 +24,7 @@ from .support import CHEAP, Running, serving
 def test_a_key_that_can_be_guessed_or_misread_is_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# names and keys\n\nlong 1234567890123456\n{line}\n")
-    with pytest.raises(KeyFileError, match="line 4: write `NAME KEY`, a key of 16 characters or more"):
+    with pytest.raises(UserError, match="line 4: write `NAME KEY`, a key of 16 characters or more"):
         Keys.read(file)
 
 
@@ -136,7 +137,7 @@ def test_an_unknown_name_is_refused_as_a_wrong_password_is(tmp_path: Path) -> No
         await accounts.register("ada", "correct horse battery", "here")
         said = []
         for name in ("ada", "nobody"):
-            with pytest.raises(RefusedError) as refused:
+            with pytest.raises(HttpError) as refused:
                 await accounts.log_in(name, "wrong wrong wrong", "here")
             said.append(str(refused.value))
         return said

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from shoal.config import parse
-from shoal.protocol.messages import MOST_MISSED, Spent
-from shoal.store.rollouts import AcceptedRollout, Header
+from shoal.protocol.messages import Spent
+from shoal.store.rollouts import Header
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.case import Case, Prefill
 from shoal.validator.spending import spent
-from shoal.validator.verdict import missed
 
 EVIDENCE = {
     "proof_exponent_mean": 1.0,
@@ -90,16 +89,3 @@ def test_a_case_without_a_prefill_is_no_observation() -> None:
 def replace_prefill(one: Case) -> Case:
     object.__setattr__(one, "prefill", None)
     return one
-
-
-def test_the_tokens_that_miss_most_are_named_by_rollout_and_position() -> None:
-    told = case([[0.0, 0.01, 0.5], [0.0, 0.0, 2.0]], [0.0, 1.0], group_size=2)
-    rows = [
-        AcceptedRollout(0, "", [1], [5, 6, 7], [], 0.0),
-        AcceptedRollout(0, "", [1], [5, 6, 90, 91, 7], [], 1.0, turns=[2, 2]),  # two tokens of an environment between
-    ]
-    object.__setattr__(told, "rows", rows)
-    assert missed(told) == [(1, 4, 2.0), (0, 2, 0.5), (0, 1, 0.01)]
-    many = case([[float(n) for n in range(1, MOST_MISSED + 50)]], [0.0])
-    object.__setattr__(many, "rows", [AcceptedRollout(0, "", [1], [5] * (MOST_MISSED + 49), [], 0.0)])
-    assert len(missed(many)) == MOST_MISSED and missed(many)[0] == (0, MOST_MISSED + 48, MOST_MISSED + 49.0)

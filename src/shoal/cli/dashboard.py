@@ -53,8 +53,8 @@ def dashboard(arguments: argparse.Namespace) -> None:
 
 
 def _write(arguments: argparse.Namespace) -> None:
-    from shoal.watch.page.report import write_report
+    from shoal.watch.page.report import write_page
 
     folders = [Path(run) for run in (arguments.run, *arguments.compare)]
-    for path in write_report(folders, (), arguments.out):
+    for path in write_page(folders, arguments.out):
         say(f"{path}: {path.stat().st_size / 1000:.0f} kB")

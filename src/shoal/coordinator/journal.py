@@ -76,9 +76,7 @@ class Journal:
         id_, verdict, accepted_hash, file_hash = row[len(COLUMNS) :]
         line |= {"id": id_, "file": accepted_hash if line["state"] == "accepted" else file_hash}
         told = json.loads(verdict) if verdict else {}
-        line |= {
-            name: told.get(name) for name in ("detail", "evidence", "replay", "missed") if told.get(name) is not None
-        }
+        line |= {name: told.get(name) for name in ("detail", "evidence", "replay") if told.get(name) is not None}
         if line["state"] == "accepted":
             columns = ", ".join(GROUP)
             groups = self.connection.rows(f"SELECT {columns} FROM groups WHERE submission = ? ORDER BY grp", id_)

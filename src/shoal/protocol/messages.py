@@ -436,7 +436,6 @@ class Replay(Message):
 
 LogEValue = Annotated[float, Field(ge=-1e6, le=1e6)]  # nats
 AtLeast0 = Annotated[float, Field(ge=0, le=1e12)]
-MOST_MISSED = 128  # tokens that a verdict names, for people to see
 BEYOND = (0.0, 1 / 8, 1 / 2, 1.0)  # margins, in units of `validator.sampling_margin`, whose excess is counted
 
 
@@ -476,6 +475,3 @@ class Verdict(Message):
     groups: list[GroupResult] = []
     replay: Replay | None = None  # None: judged within the limits, or without a prefill
     spent: Spent | None = None  # of an accepted submission that was prefilled whole and judged within the limits
-    missed: list[tuple[Count, Count, AtLeast0]] | None = Field(
-        default=None, max_length=MOST_MISSED
-    )  # tokens that miss those their seeds yield, the farthest first: rollout, position, nats; None: not computed

@@ -143,7 +143,7 @@ class Service:
         self._following: asyncio.Task[None] | None = None
 
     def app(self) -> web.Application:
-        """Raises KeyFileError."""
+        """Raises UserError."""
         settings = self.settings
         application = web.Application(client_max_size=1)  # bodies are read by `guard.json_body` alone
         secure(application, LOOPBACK if settings.open else settings.hosts)

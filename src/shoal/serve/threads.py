@@ -109,7 +109,7 @@ class Threads:
 
 @asynccontextmanager
 async def received(places: Places, request: web.Request, caller: str, most_bytes: int) -> AsyncIterator[bytes]:
-    """The JSON body of a request; it counts as its caller's until the block ends. Raises RefusedError, BusyError."""
+    """The JSON body of a request; it counts as its caller's until the block ends. Raises HttpError, BusyError."""
     size_bytes = request.content_length
     if size_bytes is not None and (size_bytes <= SMALL_BYTES or size_bytes > most_bytes):
         yield await json_body(request, most_bytes)  # a small one, or refused

@@ -38,10 +38,6 @@ COUNTED = (".json", ".jinja", ".safetensors", ".txt", ".model")  # suffixes of t
 VERSIONS = Path("learner") / "versions"
 
 
-class SourceError(UserError):
-    """What was named holds nothing that can be served."""
-
-
 @dataclass(frozen=True)
 class Offer:
     """One set of weights. `version` is None for a model outside of any run."""
@@ -73,7 +69,7 @@ class Source:
 
 
 def source_of(what: str) -> Source:
-    """The source that a person named: a run's folder, a folder of versions, or a model. Raises SourceError,
+    """The source that a person named: a run's folder, a folder of versions, or a model. Raises UserError,
     ModelNotFoundError, ConfigError."""
     path, name = Path(what).expanduser(), label_of(what, [what])
     if path.is_dir() and (path / CONFIG).is_file():
@@ -82,7 +78,7 @@ def source_of(what: str) -> Source:
     if path.is_dir() and not (path / "config.json").is_file():
         if any(parse_version(one.name) is not None for one in path.iterdir()):
             return Source(name, path, None)
-        raise SourceError(
+        raise UserError(
             f"{path} holds neither a run ({CONFIG}), a model (config.json) nor versions (v000001); name one of these"
         )
     return Source(name.removeprefix("bundled:"), None, path if path.is_dir() else sources.resolve(what))

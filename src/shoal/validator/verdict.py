@@ -7,17 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from shoal.model.turns import model_positions, model_tokens
-from shoal.protocol.messages import MILLION, MOST_MISSED, Claim, GroupResult, Outcomes, Sample, Verdict
+from shoal.model.turns import model_tokens
+from shoal.protocol.messages import MILLION, Claim, GroupResult, Outcomes, Sample, Verdict
 from shoal.tasks import Grade
 from shoal.tasks.budget import rewards_differ
 from shoal.tasks.prompt import completion_text
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import replay
 from shoal.validator.judge import Examined
-from shoal.validator.spending import MOST
 
 SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
 
@@ -37,7 +34,6 @@ def verdict_on(claim: Claim, examined: Examined) -> Verdict:
         evidence=examined.evidence,
         content=examined.case.header.content,
         replay=replay(examined.case) if examined.case.exact and examined.case.prefill else None,
-        missed=missed(examined.case) if examined.case.prefill else None,
     )
 
 
@@ -71,18 +67,6 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
             )
         )
     return results
-
-
-def missed(case: Case) -> list[tuple[int, int, float]]:
-    """The tokens that miss those their seeds yield, the farthest first: rollout, position in it, nats. For people to see."""
-    margins = torch.split(case.computed().margins_N, case.computed().lengths)
-    misses = [
-        (number, position, float(f"{min(margin, MOST):.4g}"))
-        for number, (row, own) in enumerate(zip(case.rows, margins, strict=True))
-        for position, margin in zip(model_positions(row.turns, len(row.tokens)), own.tolist(), strict=True)
-        if margin > 0
-    ]
-    return sorted(misses, key=lambda one: -one[2])[:MOST_MISSED]
 
 
 def _outcomes(grades: Sequence[Grade]) -> Outcomes:

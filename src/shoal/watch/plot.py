@@ -5,7 +5,6 @@ drawn. Every measured value is a point; the line between two points only guides 
 Left out: means over seeds.
 """
 
-import difflib
 import io
 import math
 import re
@@ -65,10 +64,6 @@ UNITS = {  # of the y axis, by metric or by the part before the slash; the rest 
 SUFFIXES = {"_s": "seconds", "_bytes": "bytes", "_frac": "share"}
 
 
-class PlotError(UserError):
-    """A run or metric that cannot be drawn; the message says which, and what there is instead."""
-
-
 @dataclass(frozen=True)
 class RunLog:
     """One run's figures: the values of each metric by the number of trained steps."""
@@ -77,41 +72,30 @@ class RunLog:
     series: Mapping[str, Sequence[tuple[float, float]]]
 
 
-def plot(folders: Sequence[Path], metrics: Sequence[str], out: Path) -> list[str]:
-    """Draw the runs in `folders` as a PNG at `out`. Returns the metrics drawn: `metrics`, or `watched` if it is empty.
-
-    Metrics that no run has are left out, unless asked for by name. Raises PlotError, OSError.
-    """
+def plot(folders: Sequence[Path], out: Path) -> list[str]:
+    """Draw the runs in `folders` as a PNG at `out`. Return the metrics drawn. Raise UserError, OSError."""
     runs = [read_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
     known = sorted({name for run in runs for name in run.series})
-    for name in metrics:
-        if name not in known and not (name == LENGTHS and _has_targets(known)):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise PlotError(f"no run has the metric {name}; {hint}")
-    drawn = list(metrics) or watched(known)
-    if not drawn:
-        raise PlotError(f"nothing to draw yet in {', '.join(map(str, folders))}: no step was trained")
+    if not known:
+        raise UserError(f"nothing to draw yet in {', '.join(map(str, folders))}: no step was trained")
+    drawn = watched(known) or known
     draw(runs, drawn, out)
     return drawn
 
 
 def watched(known: Sequence[str]) -> list[str]:
-    """What is drawn where nobody asks for anything else: WATCHED, rewards of several sources, and length budgets."""
+    """What is drawn of these: WATCHED, rewards of several sources, and length budgets."""
     sources = [name for name in known if SOURCE_REWARDS.fullmatch(name)]
-    lengths = ["score/mean", "length_penalty/mean", LENGTHS] if _has_targets(known) else []
+    has_targets = any(OF_TARGET.fullmatch(name) for name in known)
+    lengths = ["score/mean", "length_penalty/mean", LENGTHS] if has_targets else []
     essential = [name for name in WATCHED if name in known]
     return [*essential[:1], *(sources if len(sources) > 1 else []), *lengths, *essential[1:]]
 
 
-def _has_targets(known: Sequence[str]) -> bool:
-    return any(OF_TARGET.fullmatch(name) for name in known)
-
-
 def read_run(folder: Path, name: str) -> RunLog:
-    """What a run has recorded so far. Raises PlotError for a folder without a run, or a damaged file."""
+    """What a run has recorded so far. Raises UserError for a folder without a run, or a damaged file."""
     if not (folder / METRICS).is_file():
-        raise PlotError(
+        raise UserError(
             f"{folder} is not a run: it holds no {METRICS}; give the folder of `shoal run` or of a coordinator"
         )
     series: dict[str, list[tuple[float, float]]] = {}
@@ -190,7 +174,7 @@ def _lines(path: Path) -> list[Line]:
     try:
         return Lines(path).read()
     except ValueError as error:
-        raise PlotError(f"{path} holds a line that is not JSON ({error}); is it a run's own file?") from error
+        raise UserError(f"{path} holds a line that is not JSON ({error}); is it a run's own file?") from error
 
 
 def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evaluation], path: Path, title: str) -> None:

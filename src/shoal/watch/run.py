@@ -24,10 +24,6 @@ from shoal.watch.summary import read_summary, wall_s
 AWAY_S = 60.0  # a run whose coordinator has written nothing for this long has ended, finished or not
 
 
-class RunError(UserError):
-    """A folder or address that holds no run; the message names it and the next step."""
-
-
 class Run(Protocol):
     """`look` brings the state and `history` up to date."""
 
@@ -61,9 +57,9 @@ class FolderRun:
     """The folder of a run, or of a pool's coordinator."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        """Raises RunError, and ConfigError for a config of another version."""
+        """Raises UserError, and ConfigError for a config of another version."""
         if not (folder / STATE).is_file():
-            raise RunError(f"no {STATE} in {folder}: name the folder of a run, of a coordinator, or its URL")
+            raise UserError(f"no {STATE} in {folder}: name the folder of a run, of a coordinator, or its URL")
         self.folder: Path | None = folder
         self.path, self.clock = folder, clock
         self.history = RunHistory()
@@ -78,7 +74,7 @@ class FolderRun:
         try:
             self._state = State.model_validate_json((self.path / STATE).read_bytes())
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path / STATE} is not of a run of this version: {error}") from error
+            raise UserError(f"{self.path / STATE} is not of a run of this version: {error}") from error
         self._seen = self._marks()
         steps = {step["step"]: step for step in self._files[METRICS].read()}
         self.history.metrics = [steps[number] for number in sorted(steps)]
@@ -147,7 +143,7 @@ class PoolRun:
 
 
 def open_run(where: str) -> Run:
-    """The run at a folder or a URL. Raises RunError or AddressError."""
+    """The run at a folder or a URL. Raises UserError or AddressError."""
     if where.startswith(("http://", "https://")):
         return PoolRun(where, httpx.Client(timeout=5))
     return FolderRun(Path(where))

@@ -5,11 +5,6 @@ import { test } from "node:test";
 import * as figures from "../../../src/shoal/watch/page/static/figures.js";
 import { Run } from "../../../src/shoal/watch/page/static/run.js";
 
-const opened = () => ({
-  curves: { x: [1, 2], t: [10, 20], values: { reward: [0.1, 0.2] }, low: {}, high: {} },
-  evaluations: [{ x: 0, greedy: 0.3, sampled: 0.2, n: 8, final: false }],
-});
-
 test("figures are written as the terminal writes them", () => {
   assert.equal(figures.count(812), "812");
   assert.equal(figures.count(81234), "81.2k");
@@ -69,25 +64,19 @@ test("the nearest point is found at both ends and between", () => {
   assert.equal(figures.nearest([], 3), -1);
 });
 
-test("a step that comes twice is taken once", () => {
-  const run = new Run(opened());
-  run.addStep({ x: 3, t: 30, reward: 0.3, entropy: 1 });
-  run.addStep({ x: 3, t: 30, reward: 0.4, entropy: 1 });
-  assert.deepEqual(run.curves.x, [1, 2, 3]);
-  assert.deepEqual(run.curves.values.reward, [0.1, 0.2, 0.4]);
-  assert.deepEqual(run.curves.values.entropy, [null, null, 1]);
-});
-
-test("a step inside a bucket changes nothing", () => {
-  const run = new Run(opened());
-  run.curves.x = [10, 20];
-  assert.equal(run.addStep({ x: 15, t: 0, reward: 9 }), false);
-  assert.deepEqual(run.curves.values.reward, [0.1, 0.2]);
-});
-
-test("an evaluation replaces the one of its version", () => {
-  const run = new Run(opened());
-  run.addEvaluation({ x: 5, greedy: 0.6, sampled: 0.5, n: 8, final: true });
-  run.addEvaluation({ x: 0, greedy: 0.9, sampled: 0.2, n: 8, final: false });
-  assert.deepEqual(run.evaluations.map((found) => [found.x, found.greedy]), [[0, 0.9], [5, 0.6]]);
+test("curves are asked for when there are new ones, and kept otherwise", async () => {
+  const asked = [];
+  const answers = { "/api/overview": { seen: "1.0", overview: { trained: 1 } }, "/api/curves": { curves: { x: [1] } } };
+  const run = new Run(async (path) => {
+    asked.push(path);
+    return answers[path];
+  });
+  await run.look();
+  await run.look();
+  assert.deepEqual(asked, ["/api/overview", "/api/curves", "/api/overview"]);
+  assert.deepEqual([run.curves.x, run.overview.trained], [[1], 1]);
+  answers["/api/overview"] = { seen: "2.0", overview: { trained: 2 } };
+  answers["/api/curves"] = { curves: { x: [1, 2] } };
+  await run.look();
+  assert.deepEqual([run.curves.x, run.overview.trained, asked.length], [[1, 2], 2, 5]);
 });

@@ -42,7 +42,7 @@ def until(true: Callable[[], Any], what: str) -> None:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/api/open", timeout=60).status_code == 200
+        return httpx.get(f"{url}/api/overview", timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from shoal.watch.page.report import answers, bundle, page, write_report
+from shoal.watch.page.report import answers, bundle, page, write_page
 from shoal.watch.run import FolderRun
 
 from .browsing import Watched
@@ -59,7 +59,7 @@ def test_it_asks_no_network_and_its_policy_allows_only_its_own_scripts(finished:
 
 def test_it_holds_the_run_as_data(finished: Path) -> None:
     found = told(finished)
-    assert found["/api/open"]["overview"]["trained"] == 3 and len(found["/api/nodes"]["nodes"]) == 6
+    assert found["/api/overview"]["overview"]["trained"] == 3 and len(found["/api/nodes"]["nodes"]) == 6
     assert {row["reason"] for row in found["/api/validation"]["rejected"]} == {"proof", "bounds"}
     assert "[sampling]" in found["/api/about"]["config"] and found["/api/about"]["audit"] is None
     assert found["/api/about"]["samples"][0]["completion"] == MARKUP
@@ -85,8 +85,8 @@ def test_an_audit_beside_the_run_is_in_it(finished: Path) -> None:
 
 def test_the_page_and_the_picture_of_several_runs_are_written(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
-    assert write_report([finished, finished], [], out) == [out, tmp_path / "report.png"]
-    assert len(json.loads(re.findall(r'id="answers">(.*?)</script>', out.read_text())[0])["/api/open"]["others"]) == 1
+    assert write_page([finished, finished], out) == [out, tmp_path / "report.png"]
+    assert len(json.loads(re.findall(r'id="answers">(.*?)</script>', out.read_text())[0])["/api/curves"]["others"]) == 1
     assert imread(tmp_path / "report.png").shape[0] > 300
 
 
@@ -94,7 +94,7 @@ def test_a_training_without_a_pool_has_a_picture(finished: Path, tmp_path: Path)
     alone = tmp_path / "sft"
     alone.mkdir()
     (alone / "metrics.jsonl").write_text('{"step": 0, "time_s": 1.0, "loss": 2.0}\n')
-    assert write_report([alone], ["loss"], alone / "report.html") == [alone / "report.png"]
+    assert write_page([alone], alone / "report.html") == [alone / "report.png"]
 
 
 def test_no_import_and_no_export_is_left_in_its_script() -> None:
@@ -105,12 +105,11 @@ def test_no_import_and_no_export_is_left_in_its_script() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["overview", "timeline", "nodes", "validation", "about"])
 def test_it_opens_from_disk(chromium: Any, finished: Path, tmp_path: Path, view: str) -> None:
-    write_report([finished, finished], [], tmp_path / "report.html")
+    write_page([finished, finished], tmp_path / "report.html")
     watched = Watched(chromium, f"file://{tmp_path / 'report.html'}")
     opened = watched.page
     opened.goto(f"{watched.url}#{view}")
     opened.wait_for_selector("#view section")
     assert opened.locator("#views a[aria-current=page]").inner_text().lower() == view
-    assert "Rollouts" not in opened.locator("#views").inner_text()
     assert watched.errors == [] and not any(one.startswith("http") for one in watched.asked)
     assert "owned" not in opened.title()

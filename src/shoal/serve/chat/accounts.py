@@ -25,7 +25,7 @@ from argon2.exceptions import InvalidHashError, VerificationError
 
 from shoal.errors import ShoalError
 from shoal.serve.threads import Threads
-from shoal.watch.page.guard import Allowance, RefusedError
+from shoal.watch.page.guard import Allowance, HttpError
 
 FORMAT = 2
 RESERVE_BYTES = 1 << 30  # of the disk, which a run may need, too
@@ -49,12 +49,8 @@ CREATE INDEX IF NOT EXISTS message_conversation ON message(conversation, created
 """
 
 
-class FormatError(ShoalError):
-    """A database of another version of Shoal."""
-
-
 def connect(path: Path) -> sqlite3.Connection:
-    """The database in this file, readable by its owner alone. `:memory:` is none. Raises FormatError."""
+    """The database in this file, readable by its owner alone. `:memory:` is none. Raises ShoalError."""
     if str(path) != ":memory:":
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
@@ -66,16 +62,16 @@ def connect(path: Path) -> sqlite3.Connection:
     [written] = db.execute("PRAGMA user_version").fetchone()
     if written != FORMAT and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         db.close()
-        raise FormatError(f"{path} is in format {written}, and this version reads {FORMAT}; move it away to begin anew")
+        raise ShoalError(f"{path} is in format {written}, and this version reads {FORMAT}; move it away to begin anew")
     db.executescript(SCHEMA)
     return db
 
 
 def check_room(db: sqlite3.Connection) -> None:
-    """Raises RefusedError where little of the disk is left."""
+    """Raises HttpError where little of the disk is left."""
     path = db.execute("PRAGMA database_list").fetchone()["file"]
     if path and shutil.disk_usage(Path(path).parent).free < RESERVE_BYTES:
-        raise RefusedError(507, "this server's disk is full; ask whoever runs it to make room")
+        raise HttpError(507, "this server's disk is full; ask whoever runs it to make room")
 
 
 NAME = re.compile(r"[\w.@+-]{2,64}", re.ASCII)
@@ -122,11 +118,11 @@ class Accounts:
         self._registered = Allowance(10, 3600, monotonic)
 
     async def register(self, name: str, password: str, address: str) -> Opened:
-        """Raises RefusedError."""
+        """Raises HttpError."""
         if not NAME.fullmatch(name):
-            raise RefusedError(400, "a name has 2 to 64 characters: letters, digits and . _ - + @")
+            raise HttpError(400, "a name has 2 to 64 characters: letters, digits and . _ - + @")
         if not SHORTEST <= len(password) <= LONGEST:
-            raise RefusedError(400, f"a password has {SHORTEST} to {LONGEST} characters")
+            raise HttpError(400, f"a password has {SHORTEST} to {LONGEST} characters")
         check_room(self.db)
         self._registered.take(address, "new accounts from this address")
         hashed = await self.hashing.run(address, lambda: self.hasher.hash(password))
@@ -135,13 +131,13 @@ class Accounts:
                 "INSERT INTO user(name, password, created_s) VALUES(?, ?, ?)", (name, hashed, self.clock())
             )
         except sqlite3.IntegrityError:
-            raise RefusedError(409, "this name is taken") from None
+            raise HttpError(409, "this name is taken") from None
         return self._open(int(found.lastrowid or 0), name)
 
     async def log_in(self, name: str, password: str, address: str, device: str = "", old: str = "") -> Opened:
-        """`old`: the token of a session that this one replaces. Raises RefusedError."""
+        """`old`: the token of a session that this one replaces. Raises HttpError."""
         if len(password) > LONGEST or len(name) > 64:
-            raise RefusedError(401, WRONG)
+            raise HttpError(401, WRONG)
         row = self.db.execute("SELECT id, name, password FROM user WHERE name = ?", (name,)).fetchone()
         known = bool(row and device) and bool(
             self.db.execute(
@@ -158,7 +154,7 @@ class Accounts:
             f"device {device}" if known else address, lambda: self._matches(hashed, password)
         )
         if not right or row is None:
-            raise RefusedError(401, WRONG)
+            raise HttpError(401, WRONG)
         for counter, key in counters:
             counter.give_back(key)
         self.log_out(old)
@@ -194,11 +190,11 @@ class Accounts:
         return self._open(self.db.execute("SELECT id FROM user WHERE name = ?", (LOCAL,)).fetchone()["id"], LOCAL)
 
     async def delete(self, session: Session, password: str, address: str) -> None:
-        """The user and all that is theirs. Raises RefusedError."""
+        """The user and all that is theirs. Raises HttpError."""
         self._of_address.take(address, "attempts")
         row = self.db.execute("SELECT password FROM user WHERE id = ?", (session.user,)).fetchone()
         if not row or not await self.hashing.run(address, lambda: self._matches(row["password"], password)):
-            raise RefusedError(401, "the password is wrong")
+            raise HttpError(401, "the password is wrong")
         self.db.execute("DELETE FROM user WHERE id = ?", (session.user,))
 
     def _open(self, user: int, name: str) -> Opened:

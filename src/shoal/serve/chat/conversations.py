@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shoal.serve.chat.accounts import check_room
 from shoal.serve.threads import Threads
-from shoal.watch.page.guard import RefusedError
+from shoal.watch.page.guard import HttpError
 
 MOST_CONVERSATIONS, MOST_MESSAGES = 2000, 2000
 MESSAGE_CHARACTERS = 100_000
@@ -31,21 +31,21 @@ class Conversations:
         self.db, self.clock = db, clock
 
     def create(self, user: int) -> str:
-        """A new one's id. Raises RefusedError."""
+        """A new one's id. Raises HttpError."""
         count = self.db.execute("SELECT count(*) FROM conversation WHERE user = ?", (user,)).fetchone()[0]
         if count >= MOST_CONVERSATIONS:
-            raise RefusedError(409, f"there are {count} conversations; delete some first")
+            raise HttpError(409, f"there are {count} conversations; delete some first")
         self.check_space(user)
         id, now_s = secrets.token_hex(12), self.clock()
         self.db.execute("INSERT INTO conversation VALUES(?, ?, '', NULL, ?, ?, ?)", (id, user, now_s, now_s, ROW_BYTES))
         return id
 
     def check_space(self, user: int, size_bytes: int = ROW_BYTES) -> None:
-        """Raises RefusedError if the user has no space for so much."""
+        """Raises HttpError if the user has no space for so much."""
         check_room(self.db)
         used = self.db.execute("SELECT sum(size_bytes) FROM conversation WHERE user = ?", (user,)).fetchone()[0] or 0
         if used + size_bytes > USER_BYTES:
-            raise RefusedError(409, "your conversations fill their space; delete some first")
+            raise HttpError(409, "your conversations fill their space; delete some first")
 
     def listed(self, user: int, search: str = "") -> list[dict[str, Any]]:
         """Newest first; with `search`, those whose title or text has it."""
@@ -59,7 +59,7 @@ class Conversations:
         return [dict(row) for row in rows]
 
     def read(self, user: int, id: str) -> dict[str, Any]:
-        """With all messages. Raises RefusedError."""
+        """With all messages. Raises HttpError."""
         own = self._own(user, id)
         rows = self.db.execute(
             "SELECT id, parent, role, content, facts, proof IS NOT NULL AS proven, created_s FROM message "
@@ -70,13 +70,13 @@ class Conversations:
         return {"id": id, "title": own["title"], "leaf": own["leaf"], "messages": messages}
 
     def check(self, user: int, id: str, message: str) -> None:
-        """Raises RefusedError if the conversation has no such message."""
+        """Raises HttpError if the conversation has no such message."""
         self._own(user, id)
         if not self.db.execute("SELECT 1 FROM message WHERE conversation = ? AND id = ?", (id, message)).fetchone():
-            raise RefusedError(404, "there is no such message")
+            raise HttpError(404, "there is no such message")
 
     def path(self, user: int, id: str, leaf: str) -> list[dict[str, Any]]:
-        """Role and content of the messages from the first to `leaf`. Raises RefusedError."""
+        """Role and content of the messages from the first to `leaf`. Raises HttpError."""
         self.check(user, id, leaf)
         rows = self.db.execute(
             "WITH RECURSIVE path(id, parent, role, content, depth) AS ("
@@ -97,15 +97,15 @@ class Conversations:
         facts: dict[str, Any] | None = None,
         proof: str | None = None,
     ) -> str:
-        """A new message's id; it becomes the leaf. Raises RefusedError, and then nothing is stored."""
+        """A new message's id; it becomes the leaf. Raises HttpError, and then nothing is stored."""
         own = self._own(user, id)
         if len(content) > MESSAGE_CHARACTERS and role == "user":
-            raise RefusedError(413, f"a message has at most {MESSAGE_CHARACTERS} characters")
+            raise HttpError(413, f"a message has at most {MESSAGE_CHARACTERS} characters")
         noted = json.dumps(facts or {})
         size_bytes = ROW_BYTES + sum(len(one.encode()) for one in (content, noted, proof or ""))
         [count] = self.db.execute("SELECT count(*) FROM message WHERE conversation = ?", (id,)).fetchone()
         if count >= MOST_MESSAGES or own["size_bytes"] + size_bytes > CONVERSATION_BYTES:
-            raise RefusedError(409, f"this conversation is full ({count} messages); begin another")
+            raise HttpError(409, f"this conversation is full ({count} messages); begin another")
         self.check_space(user, size_bytes)
         new, now_s = secrets.token_hex(12), self.clock()
         title = own["title"] or " ".join(content.split())[:TITLE_CHARACTERS]
@@ -122,7 +122,7 @@ class Conversations:
         return new
 
     def change(self, user: int, id: str, *, title: str | None = None, leaf: str | None = None) -> None:
-        """Raises RefusedError."""
+        """Raises HttpError."""
         self._own(user, id)
         if title is not None:
             self.db.execute("UPDATE conversation SET title = ? WHERE id = ?", (title[:TITLE_CHARACTERS], id))
@@ -131,15 +131,15 @@ class Conversations:
             self.db.execute("UPDATE conversation SET leaf = ? WHERE id = ?", (leaf, id))
 
     def proof(self, user: int, id: str, message: str) -> str:
-        """A reply's file. Raises RefusedError."""
+        """A reply's file. Raises HttpError."""
         self._own(user, id)
         row = self.db.execute("SELECT proof FROM message WHERE conversation = ? AND id = ?", (id, message)).fetchone()
         if row is None or row["proof"] is None:
-            raise RefusedError(404, "this message has no proof")
+            raise HttpError(404, "this message has no proof")
         return str(row["proof"])
 
     def delete(self, user: int, id: str) -> None:
-        """Raises RefusedError."""
+        """Raises HttpError."""
         self._own(user, id)
         self.db.execute("DELETE FROM conversation WHERE id = ?", (id,))
 
@@ -148,7 +148,7 @@ class Conversations:
             "SELECT title, leaf, size_bytes FROM conversation WHERE id = ? AND user = ?", (id, user)
         ).fetchone()
         if row is None:
-            raise RefusedError(404, ABSENT)
+            raise HttpError(404, ABSENT)
         return row
 
 
@@ -159,7 +159,7 @@ class Stored:
         self._conversations, self._threads = Conversations(db), Threads("stored", 1)
 
     async def run(self, user: int, question: Callable[[Conversations], Result]) -> Result:
-        """The answer to a question that changes nothing. Raises RefusedError, BusyError."""
+        """The answer to a question that changes nothing. Raises HttpError, BusyError."""
         return await self._threads.run(f"user {user}", lambda: question(self._conversations))
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from shoal.serve.prompt import as_trained, encode
 from shoal.serve.scheduler import BusyError, Scheduler
 from shoal.serve.threads import Threads
 from shoal.serve.versions import Held, Versions
-from shoal.watch.page.guard import RefusedError
+from shoal.watch.page.guard import HttpError
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Replies:
     async def write(self, user: int, id: str, parent: str, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
         """Events for the page: `text` and `done` of each lane. Leaving early stops the replies and saves them.
 
-        Raises RefusedError, RequestError, PromptError, BusyError, NoPlaceError, UnknownVersionError before the first one.
+        Raises HttpError, RequestError, PromptError, BusyError, NoPlaceError, UnknownVersionError before the first one.
         """
         self.conversations.check_space(user)
         said = await self.stored.run(user, lambda stored: stored.path(user, id, parent))
         if not said or said[-1]["role"] != "user":
-            raise RefusedError(400, "a reply needs a message of the user before it")
+            raise HttpError(400, "a reply needs a message of the user before it")
         messages = as_trained(self.config, said, wanted.target) if wanted.as_trained and self.config else said
         news: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         pair = secrets.token_hex(6) if len(wanted.models) > 1 else None
@@ -156,12 +156,12 @@ class Replies:
         try:
             try:
                 message = self.conversations.add(user, id, parent, "assistant", text, facts, file)
-            except RefusedError as error:
+            except HttpError as error:
                 if file is None:
                     raise
                 file, facts["unproven"] = None, str(error)  # the text may have space without its proof
                 message = self.conversations.add(user, id, parent, "assistant", text, facts)
-        except RefusedError as error:  # no space even for the text, or the conversation was deleted meanwhile
+        except HttpError as error:  # no space even for the text, or the conversation was deleted meanwhile
             return {"event": "failed", "lane": one.lane, "error": str(error)}
         return {
             "event": "done",

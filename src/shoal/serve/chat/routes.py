@@ -26,7 +26,7 @@ from shoal.serve.threads import Places, Threads, received
 from shoal.serve.versions import NoPlaceError, UnknownVersionError, Versions
 from shoal.shardcast.connections import network
 from shoal.watch.page.files import SHARED, Files
-from shoal.watch.page.guard import Allowance, RefusedError, from_own_page, json_body
+from shoal.watch.page.guard import Allowance, HttpError, from_own_page, json_body
 
 SMALL_BYTES, LARGE_BYTES = 4096, 4 * MESSAGE_CHARACTERS + 4096
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -59,17 +59,17 @@ class Change(Strict):
 
 
 async def body(request: web.Request, kind: type[Kind], most_bytes: int) -> Kind:
-    """Raises RefusedError."""
+    """Raises HttpError."""
     return parsed(await json_body(request, most_bytes), kind)
 
 
 def parsed(data: bytes, kind: type[Kind]) -> Kind:
-    """Raises RefusedError."""
+    """Raises HttpError."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise RefusedError(400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+        raise HttpError(400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
 
 
 STATIC = Path(__file__).parent / "static"
@@ -134,12 +134,12 @@ class Chat:
                 if session:
                     own = self.accounts.session(request.cookies.get(SESSION, ""))
                     if own is None:
-                        raise RefusedError(401, "log in first")
+                        raise HttpError(401, "log in first")
                     if request.method != "GET" and not same(request.headers.get("X-CSRF-Token", ""), own.csrf):
-                        raise RefusedError(403, "this page is out of date; reload it")
+                        raise HttpError(403, "this page is out of date; reload it")
                     request[OWN] = own
                 return await route(request)
-            except RefusedError as error:
+            except HttpError as error:
                 return _refusal(error.status, str(error), error.retry_s)
             except RequestError as error:
                 return _refusal(error.status, str(error))
@@ -177,13 +177,13 @@ class Chat:
     async def register(self, request: web.Request) -> web.Response:
         asked = await body(request, Credentials, SMALL_BYTES)
         if self.is_open or not self.registration:
-            raise RefusedError(403, "nobody can register here")
+            raise HttpError(403, "nobody can register here")
         return self._welcome(request, await self.accounts.register(asked.name, asked.password, self._address(request)))
 
     async def login(self, request: web.Request) -> web.Response:
         asked = await body(request, Credentials, SMALL_BYTES)
         if self.is_open:
-            raise RefusedError(403, "this server needs no login")
+            raise HttpError(403, "this server needs no login")
         old, device = request.cookies.get(SESSION, ""), request.cookies.get(DEVICE, "")
         opened = await self.accounts.log_in(asked.name, asked.password, self._address(request), device, old)
         return self._welcome(request, opened)
@@ -289,7 +289,7 @@ class Chat:
                 self.conversations.check(user, id, parent)
             parent = self.conversations.add(user, id, parent, "user", asked.content, {"target": asked.target})
         if parent is None:
-            raise RefusedError(400, "there is no message to reply to")
+            raise HttpError(400, "there is no message to reply to")
         wanted = Wanted(tuple(asked.models), asked.temperature, asked.max_tokens, asked.target, asked.as_trained)
         events = self.replies.write(user, id, parent, wanted)
         try:

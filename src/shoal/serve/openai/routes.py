@@ -32,13 +32,9 @@ from shoal.serve.scheduler import BusyError, Scheduler, TooLargeError
 from shoal.serve.threads import SMALL_BYTES, Places, Threads, received
 from shoal.serve.versions import Held, NoPlaceError, UnknownVersionError, Versions
 from shoal.shardcast.connections import network
-from shoal.watch.page.guard import RefusedError
+from shoal.watch.page.guard import HttpError
 
 LEAST = 16  # characters of a key
-
-
-class KeyFileError(UserError):
-    """A key file that cannot be read."""
 
 
 class Keys:
@@ -50,18 +46,18 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
-        """Raises KeyFileError."""
+        """Raises UserError."""
         found: dict[str, str] = {}
         try:
             lines = path.read_text().splitlines()
         except OSError as error:
-            raise KeyFileError(f"{path}: {error.strerror}; it should hold one `NAME KEY` a line") from error
+            raise UserError(f"{path}: {error.strerror}; it should hold one `NAME KEY` a line") from error
         for number, line in enumerate(lines, 1):
             if not line.strip() or line.startswith("#"):
                 continue
             words = line.split()
             if len(words) != 2 or len(words[1]) < LEAST:
-                raise KeyFileError(f"{path}, line {number}: write `NAME KEY`, a key of {LEAST} characters or more")
+                raise UserError(f"{path}, line {number}: write `NAME KEY`, a key of {LEAST} characters or more")
             found[words[1]] = words[0]
         return cls(found)
 
@@ -150,7 +146,7 @@ class OpenAI:
                 return await route(request)
             except RequestError as error:
                 return refusal(error.status, str(error), param=error.param, code=error.code)
-            except RefusedError as error:
+            except HttpError as error:
                 return refusal(error.status, str(error))
             except UnknownVersionError as error:
                 return refusal(404, str(error), param="model", code="model_not_found")

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from aiohttp import web
 
@@ -60,13 +61,28 @@ class File:
     type: str
     tag: str
 
+    @classmethod
+    def of(cls, content: bytes, suffix: str) -> Self:
+        gzipped = gzip.compress(content, mtime=0) if suffix in COMPRESSED else None
+        return cls(content, gzipped, TYPES[suffix], f'"{hashlib.sha256(content).hexdigest()[:20]}"')
+
+    def respond(self, request: web.Request) -> web.Response:
+        headers = {"ETag": self.tag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+        if request.headers.get("If-None-Match") == self.tag:
+            return web.Response(status=304, headers=headers)
+        zipped = self.gzipped is not None and "gzip" in request.headers.get("Accept-Encoding", "")
+        if zipped:
+            headers["Content-Encoding"] = "gzip"
+        body = self.gzipped if zipped else self.content
+        charset = "utf-8" if self.gzipped is not None else None
+        return web.Response(body=body, headers=headers, content_type=self.type, charset=charset)
+
 
 class Files:
     def __init__(self, folders: Iterable[Path]) -> None:
         """The files of these folders by their names; of two with one name, the later folder's."""
-        self._files = {
-            path.name: _read(path) for folder in folders for path in sorted(folder.iterdir()) if path.is_file()
-        }
+        paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+        self._files = {path.name: File.of(path.read_bytes(), path.suffix) for path in paths}
 
     @property
     def sizes_bytes(self) -> dict[str, int]:
@@ -75,25 +91,9 @@ class Files:
 
     def respond(self, request: web.Request, name: str) -> web.Response:
         """Raises HTTPNotFound."""
-        file = self._files.get(name)
-        if file is None:
+        if name not in self._files:
             raise web.HTTPNotFound
-        headers = {"ETag": file.tag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
-        if request.headers.get("If-None-Match") == file.tag:
-            return web.Response(status=304, headers=headers)
-        zipped = file.gzipped is not None and "gzip" in request.headers.get("Accept-Encoding", "")
-        if zipped:
-            headers["Content-Encoding"] = "gzip"
-        body = file.gzipped if zipped else file.content
-        return web.Response(
-            body=body, headers=headers, content_type=file.type, charset="utf-8" if file.gzipped is not None else None
-        )
-
-
-def _read(path: Path) -> File:
-    content = path.read_bytes()
-    gzipped = gzip.compress(content, mtime=0) if path.suffix in COMPRESSED else None
-    return File(content, gzipped, TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:20]}"')
+        return self._files[name].respond(request)
 
 
 def secure(application: web.Application, hosts: Collection[str] = ()) -> None:

@@ -16,7 +16,7 @@ MOST_KEYS = 50_000
 STRINGS, CONTAINERS = 50_000, 20_000  # of one JSON document
 
 
-class RefusedError(Exception):
+class HttpError(Exception):
     """`status` and a message for the client."""
 
     def __init__(self, status: int, message: str, retry_s: int = 0) -> None:
@@ -25,34 +25,34 @@ class RefusedError(Exception):
 
 
 def from_own_page(request: web.Request) -> None:
-    """Raises RefusedError for a request that another site's page sent."""
+    """Raises HttpError for a request that another site's page sent."""
     if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
-        raise RefusedError(403, "this request comes from another site")
+        raise HttpError(403, "this request comes from another site")
     origin = request.headers.get("Origin")
     if origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower():
-        raise RefusedError(403, "this request comes from another site")
+        raise HttpError(403, "this request comes from another site")
 
 
 async def json_body(request: web.Request, most_bytes: int, within_s: float = BODY_S) -> bytes:
-    """The body of a JSON request. Raises RefusedError.
+    """The body of a JSON request. Raises HttpError.
 
     The type matters: a browser sends JSON across sites only after asking, and this server never permits it.
     """
     if request.content_type != "application/json":
-        raise RefusedError(415, "send JSON with Content-Type: application/json")
+        raise HttpError(415, "send JSON with Content-Type: application/json")
     if (request.content_length or 0) > most_bytes:
-        raise RefusedError(413, f"the body is larger than {most_bytes} bytes")
+        raise HttpError(413, f"the body is larger than {most_bytes} bytes")
     found = bytearray()
     try:
         async with asyncio.timeout(within_s):
             async for chunk in request.content.iter_any():
                 found += chunk
                 if len(found) > most_bytes:
-                    raise RefusedError(413, f"the body is larger than {most_bytes} bytes")
+                    raise HttpError(413, f"the body is larger than {most_bytes} bytes")
     except TimeoutError:
-        raise RefusedError(408, f"the body did not arrive within {within_s:g} s") from None
+        raise HttpError(408, f"the body did not arrive within {within_s:g} s") from None
     if fault := json_fault(found):
-        raise RefusedError(400, fault)
+        raise HttpError(400, fault)
     return bytes(found)
 
 
@@ -95,10 +95,10 @@ class Allowance:
         self._used[key] = (max(0.0, self._now(key) - 1), self._monotonic())
 
     def take(self, key: str, what: str) -> None:
-        """Charge one use. Raises RefusedError with status 429."""
+        """Charge one use. Raises HttpError with status 429."""
         wait_s = self.wait_s(key)
         if wait_s > 0:
-            raise RefusedError(429, f"too many {what}; try again in {int(wait_s) + 1} s", int(wait_s) + 1)
+            raise HttpError(429, f"too many {what}; try again in {int(wait_s) + 1} s", int(wait_s) + 1)
         self.charge(key)
 
     def _now(self, key: str) -> float:

@@ -8,10 +8,11 @@ the bucket's extremes, so no spike disappears.
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from shoal import config as config_module
 from shoal.evidence import ALPHA
 from shoal.protocol.history import NodeStatus, RunHistory, Status
 from shoal.protocol.messages import Evaluation
@@ -37,6 +38,7 @@ from shoal.watch.figures import (
     weights_tree,
 )
 from shoal.watch.run import Run
+from shoal.watch.summary import read_summary
 
 LEAST_STEPS = 6  # before a trend is worth a word
 CLEAR = 2.0  # standard errors between the two ends of the reward, before it counts as a trend
@@ -45,6 +47,9 @@ SHOWN_TAKERS = 64  # nodes in the tree of weights that only receive
 ORDER = {"bad": 0, "warn": 1, "good": 2, "none": 3}
 KEY_PART = re.compile(r"-[0-9a-f]{16}$")
 MOST = 360  # points
+MOST_SAMPLES = 12
+AUDIT = "audit.txt"  # what `shoal audit` printed
+HIDDEN = ("database", "endpoint", "url", "host", "token")  # keys of the config that name places
 NAMES = {  # of metrics.jsonl, by what the page calls them
     "reward": "reward/mean",
     "entropy": "policy/entropy",
@@ -68,7 +73,6 @@ NAMES = {  # of metrics.jsonl, by what the page calls them
     "skipped": "optim/skipped",
 }
 SITE_LOSS = re.compile(r"^sites/(.+)/loss$")
-Curve = dict[str, Any]
 Tone = Literal["good", "warn", "bad", "none"]
 
 
@@ -359,6 +363,31 @@ def broadcast(status: Status) -> dict[str, Any]:
     return {"tree": tree, "left_out": left_out}
 
 
+def about(run: Run) -> dict[str, Any]:
+    """What the model wrote, the run's config, its memory, and what its audit said."""
+    assert run.folder is not None and run.config is not None
+    samples = run.history.samples
+    every = max(len(samples) // MOST_SAMPLES, 1)
+    audit = run.folder / AUDIT
+    config = config_module.dumps(run.config).splitlines()
+    return {
+        "memory": read_summary(run.folder).get("peak_together_bytes"),
+        "samples": [
+            {
+                **{name: _by_line(clean, getattr(one, name)) for name in ("task", "prompt", "completion", "worker")},
+                **{name: getattr(one, name) for name in ("policy_version", "reward", "tokens")},
+            }
+            for one in samples[::-1][::every][:MOST_SAMPLES]
+        ],
+        "audit": _by_line(said, audit.read_text(errors="replace")[:20_000]) if audit.is_file() else None,
+        "config": "\n".join(said(line) for line in config if line.split(" = ")[0].strip() not in HIDDEN),
+    }
+
+
+def _by_line(cleaned: Callable[[str], str], text: str) -> str:
+    return "\n".join(map(cleaned, text.splitlines()))
+
+
 def finite(value: float | None) -> float | None:
     """A number that JSON can carry, whatever a node reports."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
@@ -373,25 +402,13 @@ def names_in(keys: Collection[str]) -> dict[str, str]:
     return {name: key for name, key in NAMES.items() if key in keys} | losses
 
 
-def point(metrics: Mapping[str, float]) -> dict[str, float]:
-    """One step as the page calls its figures; `x` counts trained steps from 1."""
-    found = {name: short(metrics[key]) for name, key in names_in(metrics).items()}
-    return {"x": int(metrics["step"]) + 1, "t": round(metrics.get("time_s", 0.0), 2)} | found
-
-
-def curves(history: Sequence[Mapping[str, float]], most: int = MOST) -> Curve:
-    """All curves: `x`, `t`, and for each name its values, with `low` and `high` where steps were put together."""
+def curves(history: Sequence[Mapping[str, float]], most: int = MOST) -> dict[str, Any]:
+    """All curves: `x` (trained steps), and for each name its values, with `low` and `high` where steps were put together."""
     names = names_in({key for step in history for key in step})
     spans = buckets(len(history), most)
     together = len(spans) < len(history)
-    ends = [point(history[last - 1]) for _, last in spans]
-    found: Curve = {
-        "x": [end["x"] for end in ends],
-        "t": [end["t"] for end in ends],
-        "values": {},
-        "low": {},
-        "high": {},
-    }
+    x = [int(history[last - 1]["step"]) + 1 for _, last in spans]
+    found: dict[str, Any] = {"x": x, "values": {}, "low": {}, "high": {}}
     for name, key in names.items():
         parts = [[step[key] for step in history[first:last] if key in step] for first, last in spans]
         found["values"][name] = [short(sum(part) / len(part)) if part else None for part in parts]

@@ -2,7 +2,7 @@
 
 Invariant: the file opens from disk and asks nothing of any network; its policy allows the scripts and styles in it by their
 digests, and no others; every text of the run is data; no key, address or invite is in it.
-Left out: what is only live (the queue), and whole rollouts (`shoal dashboard` shows them).
+Left out: what is only live (the queue).
 """
 
 import base64
@@ -13,35 +13,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal import config as config_module
 from shoal.files import write_file
-from shoal.watch.figures import clean, said
-from shoal.watch.page.feed import Feed
 from shoal.watch.page.files import SHARED
-from shoal.watch.page.overview import broadcast, node_table
-from shoal.watch.page.work import submissions, timeline, trust, validation
+from shoal.watch.page.server import STATIC, Dashboard
+from shoal.watch.page.work import submissions, timeline
 from shoal.watch.plot import plot
 from shoal.watch.record import STATE
 from shoal.watch.run import FolderRun, Run
-from shoal.watch.summary import read_summary
 
-STATIC = Path(__file__).parent / "static"
 START, CHARSET = "main.js", '<meta charset="utf-8">'
 IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";$', re.MULTILINE)
 EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
-MOST_SAMPLES = 12
 BARS = 400  # newest submissions in a report's timeline
-AUDIT = "audit.txt"  # what `shoal audit` printed
-HIDDEN = ("database", "endpoint", "url", "host", "token")  # keys of the config that name places
 
 
-def write_report(folders: Sequence[Path], metrics: Sequence[str], out: Path) -> list[Path]:
+def write_page(folders: Sequence[Path], out: Path) -> list[Path]:
     """Write the page of the first run, with the curves of the others in it, and all their curves as a PNG beside it.
 
-    A training without a pool has no page, only curves. Return what was written. Raise RunError, PlotError, OSError.
+    A training without a pool has no page, only curves. Return what was written. Raise UserError, OSError.
     """
     picture = out.with_suffix(".png")
-    plot(folders, metrics, picture)
+    plot(folders, picture)
     if not (folders[0] / STATE).is_file():
         return [picture]
     runs = [FolderRun(folder) for folder in folders if (folder / STATE).is_file()]
@@ -51,47 +43,12 @@ def write_report(folders: Sequence[Path], metrics: Sequence[str], out: Path) -> 
 
 def answers(run: FolderRun, others: Sequence[Run] = ()) -> dict[str, Any]:
     """What the page asks the dashboard's server, answered for strangers, by path."""
-    status, feed = run.look(), Feed(run, list(others))
+    dashboard = Dashboard(run, others, public=True)
+    found = {path: question({}) for path, question in dashboard.questions().items()}
+    status = dashboard.look()
     begun_s = min((line["assigned_s"] for line in submissions(run.work())[-BARS:]), default=status.started_s)
-    lanes = timeline(run, begun_s, status.now_s)
-    rows = node_table(run, status, feed.pace, trust(run.work()), public=True)
-    return {
-        "/api/open": feed.open() | {"public": True},
-        "/api/flow": feed.flow(),
-        "/api/nodes": {"nodes": rows, "broadcast": broadcast(status)},
-        "/api/timeline": lanes | {"begun_s": begun_s, "now_s": status.now_s},
-        "/api/validation": validation(run),
-        "/api/about": about(run),
-    }
-
-
-def about(run: Run) -> dict[str, Any]:
-    """What the model wrote, the run's config, its memory, and what its audit said."""
-    assert run.folder is not None and run.config is not None
-    samples = run.history.samples
-    every = max(len(samples) // MOST_SAMPLES, 1)
-    audit = run.folder / AUDIT
-    config = config_module.dumps(run.config).splitlines()
-    return {
-        "memory": read_summary(run.folder).get("peak_together_bytes"),
-        "samples": [
-            {
-                **{name: clean_lines(getattr(one, name)) for name in ("task", "prompt", "completion", "worker")},
-                **{name: getattr(one, name) for name in ("policy_version", "reward", "tokens")},
-            }
-            for one in samples[::-1][::every][:MOST_SAMPLES]
-        ],
-        "audit": said_lines(audit.read_text(errors="replace")[:20_000]) if audit.is_file() else None,
-        "config": "\n".join(said(line) for line in config if line.split(" = ")[0].strip() not in HIDDEN),
-    }
-
-
-def clean_lines(text: str) -> str:
-    return "\n".join(clean(line) for line in text.splitlines())
-
-
-def said_lines(text: str) -> str:
-    return "\n".join(said(line) for line in text.splitlines())
+    found["/api/timeline"] |= timeline(run, begun_s, status.now_s) | {"begun_s": begun_s}
+    return found
 
 
 def page(data: dict[str, Any]) -> str:

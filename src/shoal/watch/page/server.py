@@ -1,57 +1,57 @@
-"""The dashboard's server: the page, what it asks for, and the stream of what is new.
+"""The dashboard's server: the page, and what it asks for every few seconds while somebody looks at it.
 
 Invariant: it answers GET only and changes nothing. No answer holds a key, an invite or a signature; `public` leaves out
-addresses, ids and machines as well. Files are served by exact name (`files`).
+addresses and machines as well. Files are served by exact name (`files`). While nobody asks, nothing is read. All pages get
+the same answers: each is made once, in the one thread that reads the run, and given again for FRESH_S, or for longer where
+making it would take more than SHARE of one core. A page that has an answer already is told so in a few bytes.
 """
 
 import asyncio
 import json
 import math
-import re
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from shoal.errors import ShoalError
-from shoal.watch.figures import clean
-from shoal.watch.page.feed import BusyError, Feed, Seen
-from shoal.watch.page.files import SHARED, Files, secure
-from shoal.watch.page.overview import broadcast, node_table
-from shoal.watch.page.report import about
-from shoal.watch.page.rollouts import NoRolloutsError, Rollouts
-from shoal.watch.page.work import Wanted, group_list, submissions, timeline, trust, validation
-from shoal.watch.run import FolderRun, Run
+from shoal.protocol.history import Status
+from shoal.watch.figures import Pace
+from shoal.watch.page.files import SHARED, File, Files, secure
+from shoal.watch.page.guard import HttpError
+from shoal.watch.page.overview import about, accuracy, broadcast, curves, node_table, overview, run_name
+from shoal.watch.page.work import flow, timeline, trust, validation
+from shoal.watch.run import Run
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-FRESH_S = 2.0  # for so long an answer is given again
+LOOK_S = 1.0  # between two looks at the run, at least
+FRESH_S = 2.0
+SHARE = 0.02  # of one core, at most, for each kind of answer
 KEPT = 64  # answers
-MOST_STREAMS = 4_000
-WRITE_S = 20.0  # a page that takes longer to read one event is gone
-PAGE = 60
-MOST_NAMES = 2_000  # of workers to choose from
-VERDICTS = ("", "accepted", "rejected", "filtered")
-WORD = re.compile(r"[\w.:@/ -]{0,120}")
+MOST_WAITING = 64  # questions that wait for the run's thread
+LONGEST_S = 86_400.0  # of a timeline
+ELSEWHERE = "only the folder of a run tells this: shoal dashboard FOLDER"
 Answer = dict[str, Any]
-
-
-class AskedError(ShoalError):
-    """A question that makes no sense."""
+Query = Mapping[str, str]
 
 
 class Dashboard:
-    def __init__(self, run: Run, others: list[Run] | None = None, *, public: bool = False) -> None:
-        self.run, self.public = run, public
-        self.feed = Feed(run, others or [])
+    def __init__(self, run: Run, others: Sequence[Run] = (), *, public: bool = False) -> None:
+        """`others`: runs whose curves are drawn beside this one's, as they are now."""
+        self.run, self.others, self.public = run, others, public
+        self.pace = Pace()
+        self.problem = ""  # why the run could not be looked at
         self.files = Files([SHARED, STATIC])
-        self.rollouts = Rollouts(run) if isinstance(run, FolderRun) else None
-        self._kept: dict[str, tuple[float, bytes]] = {}
-        self._asked: dict[str, asyncio.Task[Answer]] = {}
-        self._streams = 0
+        self._status: Status | None = None
+        self._looked_s = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="run")
+        self._kept: dict[str, tuple[float, File]] = {}  # until when
+        self._asked: dict[str, asyncio.Task[File]] = {}
 
     def app(self, hosts: tuple[str, ...] = LOOPBACK) -> web.Application:
         """`hosts`: names that a browser may use for it; () for any."""
@@ -59,23 +59,10 @@ class Dashboard:
         secure(application, hosts)
         application.router.add_get("/", self._page)
         application.router.add_get("/assets/{name}", self._asset)
-        application.router.add_get("/api/events", self._events)
-        for path, question in (
-            ("/api/open", self._open),
-            ("/api/flow", self._flow),
-            ("/api/nodes", self._nodes),
-            ("/api/timeline", self._timeline),
-            ("/api/validation", self._validation),
-            ("/api/about", self._about),
-            ("/api/groups", self._groups),
-            ("/api/submissions/{seq}", self._submission),
-            ("/api/submissions/{seq}/groups/{group}", self._group),
-        ):
+        for path, question in self.questions().items():
             application.router.add_get(path, self._answering(question))
         application.on_shutdown.append(self._closed)
         return application
-
-    # --- files and the stream ----------------------------------------------------------------------------------------
 
     async def _page(self, request: web.Request) -> web.Response:
         return self.files.respond(request, "dashboard.html")
@@ -83,130 +70,116 @@ class Dashboard:
     async def _asset(self, request: web.Request) -> web.Response:
         return self.files.respond(request, request.match_info["name"])
 
-    async def _events(self, request: web.Request) -> web.StreamResponse:
-        if self._streams >= MOST_STREAMS:
-            return web.json_response({"error": "too many pages are open"}, status=503, headers={"Retry-After": "30"})
-        text = request.headers.get("Last-Event-ID") or request.query.get("seen", "")
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-        await stream.prepare(request)
-        self._streams += 1
-        events = self.feed.events(Seen.read(text))
-        try:
-            async for piece in events:
-                async with asyncio.timeout(WRITE_S):
-                    await stream.write(piece)
-        except (ConnectionResetError, TimeoutError):
-            pass  # the page is gone, or as good as
-        finally:
-            self._streams -= 1
-            await events.aclose()  # type: ignore[attr-defined]
-        return stream
-
     async def _closed(self, _: web.Application) -> None:
-        await self.feed.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # --- answers, each in the run's thread -----------------------------------------------------------------------------
+    # --- answers, each made in the run's thread ------------------------------------------------------------------------
 
-    def _open(self, _: web.Request) -> Answer:
-        return self.feed.open() | {"public": self.public}
+    def questions(self) -> dict[str, Callable[[Query], Answer]]:
+        """Every question by its path."""
+        return {
+            "/api/overview": lambda _: self.overview(),
+            "/api/curves": lambda _: self.curves(),
+            "/api/flow": lambda _: flow(self._details().work()),
+            "/api/nodes": lambda _: self.nodes(),
+            "/api/timeline": self.timeline,
+            "/api/validation": lambda _: validation(self._details()),
+            "/api/about": lambda _: about(self._details()),
+        }
 
-    def _flow(self, _: web.Request) -> Answer:
-        return self.feed.flow()
+    def look(self) -> Status:
+        """The state now, or what it was when the run was last reached. Raises ShoalError if it never was."""
+        due = self._status is None or self.run.changed() or self.run.running()
+        if self._status is None or (due and time.monotonic() - self._looked_s >= LOOK_S):
+            try:
+                self._status, self.problem = self.run.look(), ""
+            except ShoalError as error:
+                self.problem = str(error)
+                if self._status is None:
+                    raise
+            self._looked_s = time.monotonic()
+            self.pace.add(self._status)
+        return self._status
 
-    def _nodes(self, _: web.Request) -> Answer:
-        if self.feed.status is None:
-            self.feed.refresh()
-        status = self.feed.status
-        assert status is not None
-        rows = node_table(self.run, status, self.feed.pace, trust(self.run.work()), public=self.public)
+    def overview(self) -> Answer:
+        """`seen`: it changes when there are new curves."""
+        told = overview(self.run, self.look(), answers=not self.problem)
+        seen = f"{len(self.run.history.metrics)}.{len(self.run.history.evaluations)}"
+        return {"overview": told, "seen": seen, "details": self.run.folder is not None, "public": self.public}
+
+    def curves(self) -> Answer:
+        self.look()
+        others = []
+        for other in self.others:
+            drawn = curves(other.history.metrics)
+            reward = {"x": drawn["x"], "values": {"reward": drawn["values"].get("reward", [])}}
+            found = [accuracy(one) for one in other.history.evaluations]
+            others.append({"name": run_name(other.name), "curves": reward, "evaluations": found})
+        history = self.run.history
+        return {
+            "curves": curves(history.metrics),
+            "evaluations": [accuracy(one) for one in history.evaluations],
+            "others": others,
+        }
+
+    def nodes(self) -> Answer:
+        status = self.look()
+        rows = node_table(self.run, status, self.pace, trust(self.run.work()), public=self.public)
         return {"nodes": rows, "broadcast": broadcast(status)}
 
-    def _timeline(self, request: web.Request) -> Answer:
-        status = self.feed.status or self._details().look()
-        to_s = _real(request, "to", status.now_s)
-        from_s = _real(request, "from", to_s - min(_real(request, "last", 120.0), 86_400.0))
-        if from_s >= to_s:
-            raise AskedError("`from` must be before `to`")
-        return timeline(self._details(), from_s, to_s) | {"begun_s": status.started_s, "now_s": status.now_s}
-
-    def _validation(self, _: web.Request) -> Answer:
-        return validation(self._details())
-
-    def _about(self, _: web.Request) -> Answer:
-        return about(self._details())
-
-    def _groups(self, request: web.Request) -> Answer:
-        verdict = _word(request, "verdict")
-        if verdict not in VERDICTS:
-            raise AskedError(f"`verdict` is one of {', '.join(VERDICTS[1:])}")
-        place = Seen.read(request.query.get("before", "").replace(".-1", ".0"))
-        wanted = Wanted(
-            verdict=verdict,
-            worker=_word(request, "worker"),
-            source=_word(request, "source"),
-            task=_whole(request, "task"),
-            version=_whole(request, "version"),
-            reward_min=_real(request, "reward_min", None),
-            reward_max=_real(request, "reward_max", None),
-            before=(place.steps, place.evaluations) if place else None,
-        )
-        run = self._details()
-        settled = submissions(run.work())
-        found = group_list(settled, run.history.samples, wanted, PAGE)
-        sources = {group["source"] for line in settled for group in line.get("group_list", [])}
-        workers = {clean(line["worker"]) for line in settled}
-        return found | {"sources": sorted(map(clean, sources)), "workers": sorted(workers)[:MOST_NAMES]}
-
-    def _submission(self, request: web.Request) -> Answer:
-        return self._stored().submission(_path(request, "seq"))
-
-    def _group(self, request: web.Request) -> Answer:
-        return self._stored().group(_path(request, "seq"), _path(request, "group"))
+    def timeline(self, query: Query) -> Answer:
+        """The `last` seconds before `to`."""
+        run, status = self._details(), self.look()
+        to_s = _real(query, "to", status.now_s)
+        from_s = to_s - min(max(_real(query, "last", 120.0), 1.0), LONGEST_S)
+        return timeline(run, from_s, to_s) | {"begun_s": status.started_s, "now_s": status.now_s}
 
     def _details(self) -> Run:
         if self.run.folder is None:
-            raise NoRolloutsError("only the folder of a run tells this: shoal dashboard FOLDER")
+            raise HttpError(404, ELSEWHERE)
+        self.look()
         return self.run
 
-    def _stored(self) -> Rollouts:
-        if self.rollouts is None:
-            raise NoRolloutsError("only the folder of a run holds rollouts: shoal dashboard FOLDER")
-        return self.rollouts
+    # --- HTTP ----------------------------------------------------------------------------------------------------------
 
-    def _answering(self, question: Callable[[web.Request], Answer]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Ask in the run's thread, once for all who ask the same; give the same answer again for FRESH_S."""
+    def _answering(self, question: Callable[[Query], Answer]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Ask in the run's thread, once for all who ask the same."""
 
         async def answer(request: web.Request) -> web.Response:
-            name, now_s = request.path_qs, time.monotonic()
-            kept_s, body = self._kept.get(name, (-FRESH_S, b""))
-            if now_s - kept_s >= FRESH_S:
-                try:
-                    found = await self._once(name, lambda: question(request))
-                except AskedError as error:
-                    return web.json_response({"error": str(error)}, status=400)
-                except BusyError as error:
-                    return web.json_response({"error": str(error)}, status=503, headers={"Retry-After": "2"})
-                except ShoalError as error:
-                    return web.json_response({"error": str(error)}, status=404)
-                body = json.dumps(found, allow_nan=False).encode()
-                self._keep(name, body)
-            response = web.Response(body=body, content_type="application/json")
-            if len(body) > 2_000:
-                response.enable_compression()
-            return response
+            name = request.path_qs
+            until_s, file = self._kept.get(name, (0.0, None))
+            try:
+                if file is None or time.monotonic() >= until_s:
+                    file = await self._once(name, lambda: question(request.query))
+            except HttpError as error:
+                headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
+                return web.json_response({"error": str(error)}, status=error.status, headers=headers)
+            except ShoalError as error:
+                return web.json_response({"error": str(error)}, status=404)
+            return file.respond(request)
 
         return answer
 
-    async def _once(self, name: str, question: Callable[[], Answer]) -> Answer:
+    async def _once(self, name: str, question: Callable[[], Answer]) -> File:
         if name not in self._asked:
-            self._asked[name] = asyncio.create_task(self.feed.ask(question))
+            if len(self._asked) >= MOST_WAITING:
+                raise HttpError(503, "too many requests wait; try again in a moment", retry_s=2)
+            self._asked[name] = asyncio.create_task(self._make(name, question))
             self._asked[name].add_done_callback(lambda _: self._asked.pop(name))
         return await asyncio.shield(self._asked[name])
 
-    def _keep(self, name: str, body: bytes) -> None:
+    async def _make(self, name: str, question: Callable[[], Answer]) -> File:
+        def make() -> tuple[File, float]:
+            used_s = time.thread_time()  # a slow network costs none
+            file = File.of(json.dumps(question(), allow_nan=False).encode(), ".json")
+            return file, time.thread_time() - used_s
+
+        file, used_s = await asyncio.get_running_loop().run_in_executor(self._thread, make)
+        self._kept.pop(name, None)
         while len(self._kept) >= KEPT:
             del self._kept[next(iter(self._kept))]
-        self._kept[name] = (time.monotonic(), body)
+        self._kept[name] = (time.monotonic() + max(FRESH_S, used_s / SHARE), file)
+        return file
 
 
 async def serve(
@@ -223,37 +196,12 @@ async def serve(
         await runner.cleanup()
 
 
-def _real(request: web.Request, name: str, default: Any) -> Any:
-    text = request.query.get(name, "")
-    if not text:
-        return default
+def _real(query: Query, name: str, default: float) -> float:
+    text = query.get(name, "")
     try:
-        value = float(text)
+        value = float(text) if text else default
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise AskedError(f"`{name}` is not a number")
+        raise HttpError(400, f"`{name}` is not a number")
     return value
-
-
-def _whole(request: web.Request, name: str) -> int | None:
-    text = request.query.get(name, "")
-    if not text:
-        return None
-    if not text.isdecimal() or len(text) > 15:
-        raise AskedError(f"`{name}` is not a whole number")
-    return int(text)
-
-
-def _word(request: web.Request, name: str) -> str:
-    text = request.query.get(name, "")
-    if not WORD.fullmatch(text):
-        raise AskedError(f"`{name}` is not a name")
-    return text
-
-
-def _path(request: web.Request, name: str) -> int:
-    text = request.match_info[name]
-    if not text.isdecimal() or len(text) > 15:
-        raise AskedError(f"{text[:40]!r} is not a number")
-    return int(text)

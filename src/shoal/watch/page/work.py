@@ -8,11 +8,9 @@ A rejection is told with its reason in words and with the validator's own detail
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from shoal.protocol.history import WorkerSample
 from shoal.watch.figures import clean, is_hard, reason_words, said
 from shoal.watch.page.overview import MOST, buckets
 from shoal.watch.record import Line
@@ -24,7 +22,6 @@ ORDER = ("learner", "origin", "relay", "worker", "validator", "evaluator")
 QUEUE = 50  # oldest that are shown
 REJECTED = 100  # newest
 RECENT = 256  # verdicts whose waits are summed up
-SNIPPET = 160  # characters of a sample in the list of groups
 Bar = dict[str, Any]
 
 
@@ -97,76 +94,6 @@ def _named(line: Line) -> dict[str, Any]:
 
 def _at(ordered: list[float], share: float) -> float | None:
     return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], 2) if ordered else None
-
-
-# --- groups ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which rows of the rollout browser. None and "": any."""
-
-    verdict: str = ""  # accepted | rejected | filtered
-    worker: str = ""
-    source: str = ""
-    task: int | None = None
-    reward_min: float | None = None
-    reward_max: float | None = None
-    version: int | None = None
-    before: tuple[int, int] | None = None  # (submission, group): only older rows
-
-    def takes(self, row: Mapping[str, Any]) -> bool:
-        verdict = row["state"] if self.verdict != "filtered" else "filtered" if row["useful"] is False else ""
-        equal = (
-            (self.verdict, verdict),
-            (self.worker, row["worker"]),
-            (self.source, row["source"]),
-            (self.task, row["task"]),
-            (self.version, row["version"]),
-        )
-        if any(wanted not in ("", None) and wanted != value for wanted, value in equal):
-            return False
-        reward = row["reward"]
-        low, high = self.reward_min, self.reward_max
-        return not (low is not None and (reward is None or reward < low)) and not (
-            high is not None and (reward is None or reward > high)
-        )
-
-
-def group_list(work: Sequence[Line], samples: Sequence[WorkerSample], wanted: Wanted, limit: int) -> dict[str, Any]:
-    """Accepted groups and rejected submissions, newest first; a rejected submission has no group (None)."""
-    texts = {(one.submission, one.group): one for one in samples}
-    shown: list[dict[str, Any]] = []
-    for line in reversed(submissions(work)):
-        if wanted.before and line["submission"] > wanted.before[0]:
-            continue
-        for row in _groups(line, texts):
-            place = (row["submission"], -1 if row["group"] is None else row["group"])
-            older = not wanted.before or place[0] < wanted.before[0] or place[1] > wanted.before[1]
-            if older and wanted.takes(row):
-                shown.append(row)
-        if len(shown) > limit:
-            break
-    more = len(shown) > limit
-    last = shown[limit - 1] if more else None
-    before = f"{last['submission']}.{-1 if last['group'] is None else last['group']}" if last else None
-    return {"rows": shown[:limit], "before": before}
-
-
-def _groups(line: Line, texts: Mapping[tuple[str, int], WorkerSample]) -> list[dict[str, Any]]:
-    """The rows of one submission, as the list shows them."""
-    if line["state"] not in ("accepted", "rejected"):
-        return []
-    about = _named(line) | {"reason": line["reason"], "group": None, "reward": None, "useful": None, "tokens": None}
-    about |= {"task": None, "source": None, "target": None, "fate": line["state"]}
-    rows = []
-    for number, group in enumerate(line.get("group_list", [])):
-        row = about | group | {"group": number, "source": clean(group["source"])}
-        row["fate"] = "useful" if group["useful"] else "no signal"
-        if sample := texts.get((line["id"], number)):
-            row |= {"prompt": clean(sample.prompt[-SNIPPET:]), "completion": clean(sample.completion[:SNIPPET])}
-        rows.append(row)
-    return rows or [about]
 
 
 # --- timeline ----------------------------------------------------------------------------------------------------------

@@ -5,13 +5,12 @@ import { h, icon, replace } from "./dom.js";
 import { duration, middle } from "./figures.js";
 import { Nodes } from "./nodes.js";
 import { Overview } from "./overview.js";
-import { Rollouts } from "./rollouts.js";
-import { ask, follow, isReport, Run } from "./run.js";
+import { follow, Run } from "./run.js";
 import { Sites } from "./sites.js";
 import { Timeline } from "./timeline.js";
 import { Validation } from "./validation.js";
 
-const VIEWS = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["nodes", "Nodes", Nodes], ["sites", "Sites", Sites], ["validation", "Validation", Validation], ["rollouts", "Rollouts", Rollouts], ["about", "About", About]];
+const VIEWS = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["nodes", "Nodes", Nodes], ["sites", "Sites", Sites], ["validation", "Validation", Validation], ["about", "About", About]];
 const byId = (id) => document.getElementById(id);
 const LONGEST_NAME = 28; // on the page's head
 let shown = null;
@@ -26,9 +25,9 @@ byId("theme").addEventListener("click", () => {
 open();
 
 async function open() {
-  let run;
+  const run = new Run();
   try {
-    run = new Run(await ask("/api/open"));
+    await run.look();
   } catch (error) {
     trouble(`The run cannot be shown: ${error.message}`);
     setTimeout(open, 3000);
@@ -38,7 +37,7 @@ async function open() {
   const kept = new Map();
   const show = () => {
     const [name, ...rest] = location.hash.slice(1).split("/");
-    const views = VIEWS.filter(([id]) => (id === "sites" ? run.overview.sites.length : id === "rollouts" ? run.details && !isReport : run.details || id === "overview" || id === "nodes"));
+    const views = VIEWS.filter(([id]) => (id === "sites" ? run.overview.sites.length : run.details || id === "overview" || id === "nodes"));
     const [id, , View] = views.find(([one]) => one === name) || views[0];
     replace(byId("views"), views.map(([one, title]) => h("a", { href: `#${one}`, "aria-current": one === id ? "page" : null }, title)));
     shown?.stop();

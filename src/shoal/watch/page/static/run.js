@@ -1,38 +1,10 @@
-// What the page knows of the run: opened once, then kept current by the stream of events.
+// What the page knows of the run. While somebody looks at it, it asks every few seconds; curves only when there are new ones.
 //
-// The browser reconnects by itself and names the last event it got (Last-Event-ID), so nothing is missed. A step or evaluation
-// that comes twice is taken once. The page of a report holds all answers itself and asks nobody.
+// The page of a report holds all answers itself and asks nobody.
 
 const KEPT = JSON.parse(globalThis.document?.getElementById("answers")?.textContent ?? "null");
+const EVERY_MS = 2000;
 export const isReport = KEPT !== null;
-
-export class Run {
-  constructor(opened) {
-    Object.assign(this, opened);
-  }
-
-  addStep(point) {
-    const { x, t, ...values } = point;
-    const curves = this.curves;
-    const at = curves.x.indexOf(x);
-    if (at < 0 && curves.x.length && x < curves.x[curves.x.length - 1]) return false; // inside a bucket
-    const place = at < 0 ? curves.x.length : at;
-    curves.x[place] = x;
-    curves.t[place] = t;
-    for (const name of new Set([...Object.keys(curves.values), ...Object.keys(values)])) {
-      const list = (curves.values[name] ??= new Array(place).fill(null));
-      list[place] = values[name] ?? null;
-      for (const edge of [curves.low[name], curves.high[name]]) if (edge) edge[place] = list[place];
-    }
-    return true;
-  }
-
-  addEvaluation(found) {
-    const same = (other) => other.x === found.x && other.final === found.final;
-    this.evaluations = [...this.evaluations.filter((other) => !same(other)), found];
-    this.evaluations.sort((a, b) => a.x - b.x || a.final - b.final);
-  }
-}
 
 export async function ask(path) {
   if (isReport) return KEPT[path.split("?")[0]];
@@ -42,27 +14,36 @@ export async function ask(path) {
   return found;
 }
 
-// Follow a run. `changed(kind)` is called after each change, `state(words)` when the connection is lost or back.
+export class Run {
+  constructor(asking = ask) {
+    this.ask = asking;
+    this.seen = null;
+  }
+
+  // Bring it up to date.
+  async look() {
+    const found = await this.ask("/api/overview");
+    const curves = found.seen === this.seen ? {} : await this.ask("/api/curves");
+    Object.assign(this, curves, found);
+  }
+}
+
+// Follow a run. `changed()` is called after each look, `state(words)` when the server is lost or back.
 export function follow(run, changed, state) {
-  if (isReport) return null;
-  const stream = new EventSource(`/api/events?seen=${run.seen}`);
-  stream.addEventListener("step", (event) => {
-    run.addStep(JSON.parse(event.data));
-    changed("step");
-  });
-  stream.addEventListener("evaluation", (event) => {
-    run.addEvaluation(JSON.parse(event.data));
-    changed("evaluation");
-  });
-  stream.addEventListener("overview", (event) => {
-    run.overview = JSON.parse(event.data);
-    changed("overview");
-  });
-  stream.addEventListener("reopen", async () => {
-    Object.assign(run, await ask("/api/open"));
-    changed("step");
-  });
-  stream.onopen = () => state("");
-  stream.onerror = () => state("The dashboard does not answer; this page keeps what it has and tries again.");
-  return stream;
+  if (isReport) return;
+  let busy = false;
+  const look = async () => {
+    if (busy || document.hidden) return;
+    busy = true;
+    try {
+      await run.look();
+      state("");
+      changed();
+    } catch {
+      state("The dashboard does not answer; this page keeps what it has and tries again.");
+    }
+    busy = false;
+  };
+  setInterval(look, EVERY_MS);
+  document.addEventListener("visibilitychange", look);
 }

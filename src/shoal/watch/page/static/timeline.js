@@ -40,7 +40,7 @@ export class Timeline {
 
   async look(asked) {
     if (!asked && (document.hidden || this.end !== null || this.run.overview.state !== "running")) return;
-    const found = await ask(this.end === null ? `/api/timeline?last=${this.span}` : `/api/timeline?from=${this.end - this.span}&to=${this.end}`);
+    const found = await ask(`/api/timeline?last=${this.span}${this.end === null ? "" : `&to=${this.end}`}`);
     const to_s = this.end ?? found.now_s; // a report has one answer, the whole run
     this.found = isReport ? { ...found, from_s: to_s - this.span, to_s } : found;
     this.draw();

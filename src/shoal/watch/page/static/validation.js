@@ -2,7 +2,7 @@
 
 import { h, replace } from "./dom.js";
 import { brief, clock, count } from "./figures.js";
-import { ask, isReport } from "./run.js";
+import { ask } from "./run.js";
 
 const EVERY_MS = 3000;
 const STATES = [["open", "being generated"], ["uploaded", "waiting"], ["validating", "being checked"], ["accepted", "accepted"], ["rejected", "rejected"], ["expired", "missed"], ["stale", "too late"]];
@@ -45,5 +45,5 @@ export class Validation {
 }
 
 function rejection(row) {
-  return h("div", { class: "reason" }, h("span", { class: `pill ${row.hard ? "bad" : "warn"}` }, row.reason), h("span", { class: "what" }, `${row.worker}, submission `, isReport ? `#${row.submission}` : h("a", { href: `#rollouts/${row.submission}` }, `#${row.submission}`)), h("small", {}, `${clock(row.judged_s)} · step ${row.step + 1}`), h("p", {}, row.words), h("p", { class: "muted" }, row.detail));
+  return h("div", { class: "reason" }, h("span", { class: `pill ${row.hard ? "bad" : "warn"}` }, row.reason), h("span", { class: "what" }, `${row.worker}, submission #${row.submission}`), h("small", {}, `${clock(row.judged_s)} · step ${row.step + 1}`), h("p", {}, row.words), h("p", { class: "muted" }, row.detail));
 }
