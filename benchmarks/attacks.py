@@ -71,7 +71,6 @@ LIMITS = {  # statistic -> its limit in [validator]
     "proof_mantissa_mean": "proof_mantissa_mean",
     "logprob_error_mean": "logprob_error_mean",
     "margin_mean": "sampling_margin_mean",
-    "mismatch_frac": "sampling_mismatch_frac",
 }
 HEAD = (
     "| attack | rejected | first check to fire | proof check alone | TOPLOC at 60/40/40 alone | one worker lasts |\n"

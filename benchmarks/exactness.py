@@ -68,8 +68,7 @@ def main() -> int:
             groups, row_tokens = random_.choice(GROUPS), random_.choice(ROW_TOKENS)
             most = random_.choice([longest, longest, max(1, longest // 3), 1])
             threads = [random_.randint(1, arguments.threads) for _ in range(2)]
-            section = settings.validator.model_copy(update={"row_tokens": row_tokens})
-            judge.config = settings.model_copy(update={"validator": section})
+            judge.row_tokens = row_tokens
             producer.sampling = replace(producer.sampling, max_tokens=most)
             torch.set_num_threads(threads[0])
             cases: list[Case] = []

@@ -3,7 +3,7 @@
     python benchmarks/made_up_programs.py [--seconds 40] [--liars 2] [--out benchmarks/results/made_up_programs.json]
 
 Two runs of a small model, whose rewards run each completion as a program, with `validator.check_floor` at 0.05. In both,
-the liars make HONEST submissions each, so that most of theirs are prefilled in part only. In one run they then leave. In the
+the liars make HONEST submissions each, so that half of theirs are prefilled in part only. In one run they then leave. In the
 other they put programs that sleep, under well-formed proofs, in place of 4 of the 32 rollouts of each further submission,
 until they are slashed. A figure is the length of a run's next --seconds divided by the number of steps that ended in them.
 The goal is a ratio below 1.2. It runs on any version of Shoal that has `run_worker`, which is how 98775a2 was measured.
@@ -28,6 +28,7 @@ from machine import describe
 from shoal.cli.launch import process
 from shoal.cli.roles import run_worker
 from shoal.coordinator.operating import invite_from
+from shoal.coordinator.trust import TRUST_AFTER
 from shoal.engine.protocol import Completion
 from shoal.protocol.invite import read_invite
 from shoal.store.rollouts import Rollout
@@ -37,7 +38,7 @@ from shoal.worker.produce import Producer
 RESULTS = Path(__file__).parent / "results" / "made_up_programs.json"
 TINY = Path(__file__).parent.parent / "configs" / "tiny.toml"
 START_S = 240.0
-HONEST, MADE_UP = 4, 4
+HONEST, MADE_UP = TRUST_AFTER + 1, 4
 SLEEPS = "import time;time.sleep(99)"
 TESTS = {"kind": "stdin", "cases": [{"input": "1", "output": "1"}]}
 SETTINGS = {
@@ -48,9 +49,6 @@ SETTINGS = {
     "workers.groups_per_submission": 2,
     "workers.count": 1,
     "validator.check_floor": 0.05,
-    "validator.trust_after": 1,
-    "validator.escrow_checks": 20,
-    "validator.unchecked_share": 1.0,
     "tasks.heldout": 64,
     "evaluator.n": 16,
 }

@@ -64,7 +64,6 @@ LONGER = (
     "learner.row_tokens=2048",
     "learner.activation_checkpointing=true",
     "evaluator.n=256",
-    "evaluator.batch=32",
 )
 SAID = ("quickstart", "quickstart-float32")  # runs before which `shoal run` said how long they would take
 

@@ -20,6 +20,7 @@ from machine import commit
 
 from shoal import config
 from shoal.cli.calibrate import Checking, Generation, _judge, _producer
+from shoal.config.checking import ROW_TOKENS
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
 from shoal.model.dtype import DtypeName
@@ -55,7 +56,7 @@ def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     settings = config.load(path)
     folder = resolve(settings.model.name)
-    judges = {dtype: _judge(settings, Checking(dtype, settings.validator.row_tokens, 1)) for dtype in DTYPES}
+    judges = {dtype: _judge(settings, Checking(dtype, ROW_TOKENS, 1)) for dtype in DTYPES}
     for judge in judges.values():
         judge.load(folder)
     found, seeds, processes = empty() | {"workers": 1}, set[int](), dict.fromkeys(PAIRS, Process())

@@ -112,7 +112,7 @@ class Bench:
         _, finding, figures = self.judged(attacker, number)
         limits = self.settings.validator
         return finding is None and all(
-            figures[name] <= SPENT * getattr(limits, limit) for name, limit in LIMITS.items() if name != "mismatch_frac"
+            figures[name] <= SPENT * getattr(limits, limit) for name, limit in LIMITS.items()
         )
 
     def lasts(self, attacker: Attack, most: int) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def plain(model: Any, sequences: Sequence[Sequence[int]], rows: int) -> None:
 
 @torch.inference_mode()
 def packed(judge: Judge, cases: Sequence[Case]) -> None:
-    for hidden_CH in hidden_states(judge.model, cases, judge.config.validator.row_tokens).split(VOCABULARY_ROWS):
+    for hidden_CH in hidden_states(judge.model, cases, judge.row_tokens).split(VOCABULARY_ROWS):
         judge.model.lm_head(hidden_CH)
 
 

@@ -49,7 +49,6 @@ def config(environment: str = "echo", **sections: Any) -> Config:
     base: dict[str, Any] = {
         "tasks": {"sources": [{"generator": "arithmetic", "environment": environment}], "length_targets": [8, 16]},
         "sampling": {"max_tokens": MAX_TOKENS, "max_turns": MAX_TURNS, "group_size": 4},
-        "validator": {"row_tokens": 128},
     }
     return workers.config(**{name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from shoal import tasks
 from shoal.config import Config
+from shoal.config.sections import EVALUATED_AT_ONCE
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName
@@ -35,8 +36,8 @@ def accuracy(engine: TorchEngine, config: Config, sampling: Sampling, model: Pat
     found, tokenizer, n = tasks.load(config.tasks), load_tokenizer(model), config.evaluator.n
     graders = tasks.Graders(config.tasks)
     right = 0.0
-    for start in range(0, n, config.evaluator.batch):
-        chunk = found.heldout[start : min(start + config.evaluator.batch, n)]
+    for start in range(0, n, EVALUATED_AT_ONCE):
+        chunk = found.heldout[start : min(start + EVALUATED_AT_ONCE, n)]
         prompts = [prompt_tokens(tokenizer, config.tasks, task, 0) for task in chunk]
         answers = engine.generate(prompts, [[start + i] for i in range(len(chunk))], sampling)
         texts = [completion_text(tokenizer, group[0].tokens) for group in answers]

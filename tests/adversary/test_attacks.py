@@ -25,7 +25,6 @@ CONFIG = parse(
         "tasks": {"heldout": 16, "prompt": "{question}=", "length_targets": [8, 16, 32]},
         "sampling": {"max_tokens": 40, "group_size": 4},
         "workers": {"groups_per_submission": 2},
-        "validator": {"row_tokens": 128},
         "evaluator": {"n": 16},
     }
 )

@@ -34,7 +34,6 @@ SETTINGS = config(
     tasks={"length_targets": [4, 12]},
     sampling={"max_tokens": 24, "group_size": 8},
     workers={"groups_per_submission": 4},
-    validator={"row_tokens": 128},
     evidence={"rates": (0.03, 0.005, 1e-3, 1e-3)},  # as in configs/tiny.toml
 )
 MOST = 12  # submissions

@@ -19,7 +19,7 @@ from shoal.worker.produce import Producer
 
 from ..workers import ALICE, config
 
-CONFIG = config(sampling={"max_tokens": 12, "group_size": 2}, validator={"row_tokens": 64})
+CONFIG = config(sampling={"max_tokens": 12, "group_size": 2})
 ASKED = offline_assignment(CONFIG, ALICE.public, 0)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,7 +53,7 @@ def test_the_limits_it_writes_are_laid_over_a_config(out: Path, tmp_path: Path) 
         worst = max(row[statistic] for row in measured["rows"])
         assert worst == measured["worst"]["torch"][statistic]
         assert getattr(resolved.validator, limit) == pytest.approx(max(margin * worst, floor), abs=1e-4)
-    assert resolved.validator.row_tokens == CONFIG.validator.row_tokens, "it says nothing of the rest"
+    assert resolved.validator.check_floor == CONFIG.validator.check_floor, "it says nothing of the rest"
 
 
 def test_the_bounds_it_writes_hold_for_the_noisiest_pair(out: Path, tmp_path: Path) -> None:

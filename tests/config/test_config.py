@@ -27,7 +27,6 @@ INTELLECT_2 = {  # DESIGN section 4; arXiv 2505.07291, sections 3 and 4
     "sampling.max_tokens": 32_768,
     "sampling.temperature": 1.0,
     "tasks.length_penalty": 0.0003,
-    "validator.eos_probability": 0.1,
 }
 
 
@@ -117,7 +116,6 @@ def test_faults_of_values_and_between_sections_are_named_together() -> None:
         (["coordinator.prompts_per_step=7"], "learner.optimizer_steps_per_step", 7),
         (["sampling.max_tokens=65536"], "learner.row_tokens", 73728),
         (["tasks.sources=[{generator = 'arithmetic', environment = 'calculator'}]"], "sampling.max_turns", 4),
-        (["validator.check_floor=0.01"], "validator.escrow_checks", 100),
     ],
 )
 def test_a_field_that_is_not_set_follows_the_one_that_is(

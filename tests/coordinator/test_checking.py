@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from shoal.coordinator import trust
 from shoal.protocol.messages import Claim, Reason
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
@@ -15,9 +16,11 @@ USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 
 @pytest.fixture
-def harness() -> Harness:
+def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
     """Two submissions found honest halve the share, down to a tenth. Every draw is "check it" until a test says else."""
-    harness = staffed_pool(validator={"trust_after": 2, "check_floor": 0.1, "unchecked_share": 1.0})
+    monkeypatch.setattr(trust, "TRUST_AFTER", 2)
+    monkeypatch.setattr(trust, "UNCHECKED_SHARE", 1.0)
+    harness = staffed_pool(validator={"check_floor": 0.1})
     harness.pool.judgement.trust.random = lambda: 0.0
     return harness
 
@@ -49,8 +52,9 @@ def test_the_share_halves_with_every_few_found_honest_down_to_its_floor(harness:
     assert share(harness, BOB) == 1, "everybody earns their own"
 
 
-def test_by_default_everything_is_checked() -> None:
-    harness = staffed_pool(workers=(ALICE,), validators=(), validator={"trust_after": 1})
+def test_by_default_everything_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "TRUST_AFTER", 1)
+    harness = staffed_pool(workers=(ALICE,), validators=())
     for _ in range(5):
         assert harness.accepted(useful=USELESS) and share(harness) == 1
     assert all(harness.pool.judgement.trust.draw(ALICE, 2) for _ in range(200))

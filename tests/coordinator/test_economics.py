@@ -117,7 +117,7 @@ STRATEGIES: dict[str, Plan] = {
 def profit(plan: Plan, lie: Lie, floor: float, checks: int) -> tuple[float, float]:
     """Expected pay and cost of a key."""
     rng = np.random.default_rng(0)
-    shares = np.array([share(n, floor, DEFAULTS.trust_after) for n in range(HORIZON + 1)])
+    shares = np.array([share(n, floor) for n in range(HORIZON + 1)])
     alive, honest_in_a_row = np.ones(LIVES, bool), np.zeros(LIVES, int)
     pay, cost = np.zeros(LIVES), np.zeros(LIVES)
     waits = np.zeros((max(checks, 1), LIVES))  # row k: submissions with k whole checks passed after them

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from shoal.config import parse
-from shoal.config.loading import ConfigError
+from shoal.config import checking
+from shoal.config.checking import ValidatorSection
+from shoal.coordinator import trust
 from shoal.protocol.messages import GroupResult, Reason, StepReport
 
 from .support import ALICE, BOB, VALIDATOR, Harness, staffed_pool
@@ -17,9 +18,11 @@ USELESS = (False, False)  # 20 tokens; fills no batch, so that any number can be
 
 
 @pytest.fixture
-def harness() -> Harness:
+def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
     """Trusted after one check, half are checked; credit waits for two later checks."""
-    return staffed_pool(validator={"trust_after": 1, "check_floor": 0.5, "escrow_checks": 2})
+    monkeypatch.setattr(trust, "TRUST_AFTER", 1)
+    monkeypatch.setattr(checking, "LEAST_ESCROW_CHECKS", 2)
+    return staffed_pool(validator={"check_floor": 0.5})
 
 
 def credit(harness: Harness, key: str = ALICE) -> tuple[int, int, int]:
@@ -84,10 +87,8 @@ def test_work_accepted_after_the_last_step_is_paid_at_once(harness: Harness) -> 
     assert [entry["worker"] for entry in entries(harness, "credited")] == [ALICE, BOB]
 
 
-def test_an_escrow_that_lies_would_outrun_is_refused() -> None:
-    with pytest.raises(ConfigError, match="escrow_checks"):
-        parse({"validator": {"check_floor": 0.05, "escrow_checks": 19}})
-    assert parse({"validator": {"check_floor": 0.05}}).validator.escrow_checks == 20
+def test_lies_do_not_outrun_the_escrow_whatever_share_is_checked() -> None:
+    assert [ValidatorSection(check_floor=floor).escrow_checks for floor in (1.0, 0.1, 0.05)] == [16, 16, 20]
 
 
 def test_a_batch_takes_few_unchecked_groups_and_then_all_are_checked(harness: Harness) -> None:

@@ -335,8 +335,9 @@ def test_a_stopped_validator_claims_nothing(tiny_folder: Path, file: bytes) -> N
 
 def test_what_is_accepted_does_not_depend_on_how_the_prefill_is_packed(tiny_folder: Path, file: bytes) -> None:
     found = []
-    for row_tokens in (60, 128, 4096):
-        validator = make_validator(tiny_folder, config(validator={"row_tokens": row_tokens}))
+    for row_tokens in (16, 128, 4096):
+        validator = make_validator(tiny_folder, SETTINGS)
+        validator.judge.row_tokens = row_tokens
         verdict, data = checked(validator, claim(), file)
         assert verdict.reason is None and data is not None
         rows = read_accepted(data, max_rows=8, max_tokens=SETTINGS.learner.row_tokens).rows

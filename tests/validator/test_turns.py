@@ -96,7 +96,8 @@ def test_results_do_not_depend_on_how_the_prefill_is_packed(
     talkative_folder: Path, worker: Producer, validator: Validator, honest: list[Rollout]
 ) -> None:
     data = signed(worker, ASKED, honest)
-    narrow = make_validator(talkative_folder, config(validator={"row_tokens": 16}))
+    narrow = make_validator(talkative_folder, config())
+    narrow.judge.row_tokens = 16
     one, other = (v.judge.prefill([case_of(v.judge, ASKED, data)])[0].computed() for v in (validator, narrow))
     assert one.lengths == other.lengths
     torch.testing.assert_close(one.logprobs_N, other.logprobs_N, atol=1e-4, rtol=0)

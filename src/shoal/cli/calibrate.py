@@ -34,6 +34,7 @@ import tomli_w
 import torch
 
 from shoal.config import Config, EngineName
+from shoal.config.checking import ROW_TOKENS
 from shoal.engine import selftest
 from shoal.engine.protocol import Completion, Engine
 from shoal.engine.torch_engine import TorchEngine
@@ -96,7 +97,7 @@ def conditions(config: Config, cores: int) -> tuple[list[Generation], list[Check
     If the config sets model.dtype, only that dtype is measured, which gives tighter limits. bf16 is skipped on machines
     that only emulate it, a hundred times slower than fp32.
     """
-    groups, row_tokens = config.workers.groups_per_submission, config.validator.row_tokens
+    groups, row_tokens = config.workers.groups_per_submission, ROW_TOKENS
     dtypes: list[DtypeName] = ["float32", "bfloat16"]
     if config.model.dtype != "auto":
         dtypes = [config.model.dtype]
@@ -258,11 +259,10 @@ def _machine() -> dict[str, str | int]:
 
 
 def _judge(config: Config, checking: Checking) -> Judge:
-    section = config.validator.model_copy(update={"row_tokens": checking.row_tokens})
     model = config.model.model_copy(
         update={"numerics": "fast"}
     )  # limits are for machines that compute unlike each other
-    return Judge(config.model_copy(update={"validator": section, "model": model}), RUN, checking.dtype)
+    return Judge(config.model_copy(update={"model": model}), RUN, checking.dtype, row_tokens=checking.row_tokens)
 
 
 def _producer(config: Config, generation: Generation, identity: Identity, folder: Path) -> Producer:

@@ -1,12 +1,16 @@
 """What submissions, workers and machines must meet: limits, tests over many submissions, requirements."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shoal.config.section import Section, Share
+from shoal.config.section import Section
 
 RATES = (0.1, 0.03, 2e-3, 1e-3)  # until they are measured: wider than all honest machines measured so far
+ROW_TOKENS = 1024  # positions in one row of a validator's prefill; a longer rollout gets a longer row
+MISMATCH_SHARE = 0.001  # of a submission's tokens that may be mismatches, beside `validator.sampling_mismatches`
+LEAST_ESCROW_CHECKS = 16
 
 
 class EngineLimits(Section):
@@ -39,8 +43,6 @@ class ValidatorSection(Section):
     """Validators that `shoal run` starts."""
     limits: list[EngineLimits] = []
     """Limits of one engine on one kind of device."""
-    row_tokens: Annotated[int, Field(ge=16)] = 4096
-    """Positions in one row of the prefill; a longer rollout gets a longer row."""
     proof_exponent_mean: PositiveFloat = 10.0
     """Largest mean number of differing exponents per proof, over a submission (measured by `shoal calibrate`)."""
     proof_mantissa_mean: PositiveFloat = 2.4
@@ -50,29 +52,27 @@ class ValidatorSection(Section):
     sampling_margin: PositiveFloat = 0.75
     """Nats by which a token may score below the token its seed selects; further is a mismatch (measured by `shoal
     calibrate`)."""
-    sampling_mismatch_frac: NonNegativeFloat = 0.001
-    """Largest share of mismatches among a submission's tokens (measured by `shoal calibrate`)."""
     sampling_mismatches: NonNegativeInt = 2
-    """Extra mismatches always allowed per submission (measured by `shoal calibrate`)."""
+    """Mismatches that a submission may have, beside one in 1,000 tokens (measured by `shoal calibrate`)."""
     sampling_margin_mean: PositiveFloat = 0.02
     """Largest mean margin in nats, over a submission's tokens; one beyond `sampling_margin` counts as 0 (measured by
     `shoal calibrate`)."""
-    eos_probability: Share = 0.1
-    """A completion may end early only where the end token's probability exceeds this (INTELLECT-2)."""
     classes: Literal["any", "exact"] = "any"
     """Whose work is taken; any: also of machines that compute unlike every validator, within the limits; exact: only
     what a validator computes to the last bit, so tasks go only to workers of a live validator's class."""
     check_floor: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Smallest share of a trusted worker's submissions that are prefilled whole; 1: all. Of the others two rollouts
     are."""
-    trust_after: PositiveInt = 32
-    """Honest submissions in a row that halve the share that is prefilled."""
-    unchecked_share: Share = 0.5
-    """Largest share of a batch's groups from submissions that were not prefilled whole; when enough of them wait, every
-    submission is."""
-    escrow_checks: PositiveInt = 16
-    """Whole prefills that a worker must pass after a submission before it is credited; rejected lies take the credit
-    that waits. At least 1 / check_floor."""
+
+    @property
+    def escrow_checks(self) -> int:
+        """Whole prefills that a worker must pass after a submission before it is credited; rejected lies take the credit
+        that waits. With fewer than 1 / check_floor lies would pay (docs/trust.md)."""
+        return max(LEAST_ESCROW_CHECKS, math.ceil(1 / self.check_floor))
+
+    def allowed_mismatches(self, tokens: int) -> float:
+        """How many of so many tokens may be farther than `sampling_margin` from what their seeds yield."""
+        return self.sampling_mismatches + MISMATCH_SHARE * tokens
 
     def of(self, engine: str) -> "ValidatorSection":
         """As for submissions of this ENGINE/DEVICE: its own limits, where it has some."""

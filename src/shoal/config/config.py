@@ -1,6 +1,5 @@
 """`Config`: a run's whole config, one section per process and the learning recipe, checked against each other."""
 
-import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -77,9 +76,6 @@ class Config(Section):
             self._default("sites", lr=1.0)
             self._default("sites", momentum=0.0)
             self._default("sites", wait_s=300.0)
-        self._default(
-            "validator", escrow_checks=max(self.validator.escrow_checks, math.ceil(1 / self.validator.check_floor))
-        )
         return self
 
     def _default(self, name: str, **values: int | float | str) -> None:
@@ -106,11 +102,6 @@ class Config(Section):
             yield "coordinator.prompts_per_step is below learner.sites: a site would have no group"
         if self.sampling.max_tokens >= learner.row_tokens:
             yield "learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)"
-        if self.validator.escrow_checks * self.validator.check_floor < 1:
-            yield (
-                f"validator.escrow_checks = {self.validator.escrow_checks} is below 1 / validator.check_floor "
-                f"({1 / self.validator.check_floor:.4g}): lies would pay (docs/trust.md); raise one of the two"
-            )
         answered = [source.label for source in tasks.sources if source.environment]
         if answered and self.sampling.max_turns == 1:
             yield f"the source {answered[0]} has an environment, which needs sampling.max_turns of at least 2"

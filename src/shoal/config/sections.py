@@ -153,6 +153,9 @@ class WorkerSection(Section):
         return max(self.most_groups or 8 * self.groups_per_submission, self.groups_per_submission)
 
 
+EVALUATED_AT_ONCE = 64  # completions that an evaluation asks its engine for together
+
+
 class EvaluatorSection(Section):
     """Held-out accuracy of published versions."""
 
@@ -160,5 +163,3 @@ class EvaluatorSection(Section):
     """Versions between evaluations during the run; 0: only the first and last version."""
     n: PositiveInt = 256
     """Held-out tasks of the first and last evaluation."""
-    batch: PositiveInt = 64
-    """Completions decoded together."""

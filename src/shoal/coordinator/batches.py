@@ -2,7 +2,7 @@
 
 A group is useful if its rewards differ, or always with `coordinator.online_filter = false`; but never if the grader failed
 for one of its completions, because that one's reward says nothing of it. Useful ones of allowed age fill the steps' batches.
-At most `validator.unchecked_share` of a batch are groups of submissions that were not prefilled whole. `learner/groups`
+At most UNCHECKED_SHARE (`trust`) of a batch are groups of submissions that were not prefilled whole. `learner/groups`
 says what the learner then leaves out.
 
 Invariants: a full batch never changes, so a learner that restarts trains on the same groups; and no group is in two

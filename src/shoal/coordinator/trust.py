@@ -1,6 +1,6 @@
 """How much of a worker's work is checked in full, and what all of it together says.
 
-    share = max(check_floor, 2 ^ -(n // trust_after))       n: full checks passed in a row
+    share = max(check_floor, 2 ^ -(n // TRUST_AFTER))       n: full checks passed in a row
 
 Any rejection, also a soft one, resets n to 0. Every submission gets the cheap checks and a prefill of a few rollouts;
 `share` is the probability that it is prefilled whole. The draw happens when a validator claims, from the system's
@@ -41,6 +41,8 @@ SCHEMA = [
     """CREATE TABLE IF NOT EXISTS evidence (
     worker TEXT PRIMARY KEY, observations BIGINT NOT NULL, money TEXT NOT NULL, dismissed BOOLEAN NOT NULL DEFAULT FALSE)"""
 ]
+TRUST_AFTER = 32  # honest submissions in a row that halve the share that is prefilled
+UNCHECKED_SHARE = 0.5  # largest share of a batch's groups from submissions that were not prefilled whole
 THETAS = (0.1, 0.4, 1.5, 3.0)  # ln of the excess that each bet on a frequency is best at: 1.1, 1.5, 4.5, 20 times
 STAKES = (0.3, 0.8)  # of bets on averages
 CHOICE_STAKE = 0.8  # of bets on rollouts generated again
@@ -49,14 +51,14 @@ SURE = 2 / 3  # of a limit: honest averages where none was measured; limits are 
 log = logging.getLogger(__name__)
 
 
-def share(honest_in_a_row: int, check_floor: float, trust_after: int) -> float:
+def share(honest_in_a_row: int, check_floor: float) -> float:
     """The probability that a submission is checked in full."""
-    return max(check_floor, 2.0 ** -(honest_in_a_row // trust_after))
+    return max(check_floor, 2.0 ** -(honest_in_a_row // TRUST_AFTER))
 
 
 def most_unchecked(config: Config) -> int:
     """How many groups of a batch may be of submissions that were not prefilled whole."""
-    return int(config.validator.unchecked_share * config.coordinator.prompts_per_step)
+    return int(UNCHECKED_SHARE * config.coordinator.prompts_per_step)
 
 
 class EvidenceTable:
@@ -98,8 +100,7 @@ class Trust:
 
     def share(self, worker: str) -> float:
         """The probability that a submission of this worker is checked in full."""
-        section = self.config.validator
-        return share(self.db.submissions.honest_in_a_row(worker), section.check_floor, section.trust_after)
+        return share(self.db.submissions.honest_in_a_row(worker), self.config.validator.check_floor)
 
     def draw(self, worker: str, groups: int) -> bool:
         """Whether a submission of this many groups is checked in full.

@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal import tasks
 from shoal.config import Config
+from shoal.config.sections import EVALUATED_AT_ONCE
 from shoal.engine.protocol import Engine, Sampling
 from shoal.model.dtype import give_back
 from shoal.model.load import eos_ids, load_tokenizer
@@ -141,8 +142,8 @@ class Evaluator:
     def _accuracy(self, engine: Engine, tokenizer: Any, sampling: Sampling, n: int) -> float:
         right = 0.0
         conversation = Conversation(self.config, self.environments, tokenizer, sampling.eos_ids)
-        for start in range(0, n, self.config.evaluator.batch):
-            chunk = self.tasks.heldout[start : min(start + self.config.evaluator.batch, n)]
+        for start in range(0, n, EVALUATED_AT_ONCE):
+            chunk = self.tasks.heldout[start : min(start + EVALUATED_AT_ONCE, n)]
             prompts = [
                 prompt_tokens(tokenizer, self.config.tasks, task, in_turn(self.config.tasks, start + i))
                 for i, task in enumerate(chunk)

@@ -273,8 +273,7 @@ def _recomputed(reply: Reply, held: Held, config: Config, check: Callable[[], No
     beyond = int((margins_N > limits.sampling_margin).sum())
     far = int((margins_N > FAR * limits.sampling_margin).sum())
     mean = float(margins_N.clamp(max=1.0).mean())
-    allowed = limits.sampling_mismatches + limits.sampling_mismatch_frac * len(margins_N)
-    yielded = far == 0 and beyond <= allowed and mean <= limits.sampling_margin_mean
+    yielded = far == 0 and beyond <= limits.allowed_mismatches(len(margins_N)) and mean <= limits.sampling_margin_mean
     missed = int((margins_N != 0).sum())
     detail = f"{len(margins_N) - missed} of {len(margins_N)} are"
     tokens = Finding("Are the tokens those that the seed yields?", yielded, detail)

@@ -42,6 +42,7 @@ from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
 REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: files hold rewards as float32
 FAR = 4.0  # times `sampling_margin`: farther than numerics can move a token
+EOS_PROBABILITY = 0.1  # a completion may end early only where the end token's probability exceeds this (INTELLECT-2)
 OUTLIERS = 2  # end tokens, and special tokens, of a submission that numerics may have moved beyond `sampling_margin`
 DISTRIBUTION_EVIDENCE = 16.0  # nats for other sampling that reject; honest work exceeds x with probability at most e^-x
 WORST_MANTISSA = 127.0  # used for a proof without any agreeing exponent, whose mantissa error is infinite
@@ -216,8 +217,7 @@ def sampling(rules: Rules, case: Case) -> Outcome:
         "margin_mean": mean,
         "margin_max": float(margins_N.max()),
     }
-    allowed = limits.sampling_mismatches + limits.sampling_mismatch_frac * len(margins_N)
-    if far == 0 and beyond <= allowed and mean <= limits.sampling_margin_mean:
+    if far == 0 and beyond <= limits.allowed_mismatches(len(margins_N)) and mean <= limits.sampling_margin_mean:
         return Outcome(None, evidence)
     return rejected(
         Reason.SAMPLING,
@@ -239,7 +239,7 @@ def logprobs(rules: Rules, case: Case) -> Outcome:
 def termination(rules: Rules, case: Case) -> Outcome:
     """Are the end tokens likely, or those that their seeds yield, except for a few within numerical error?"""
     prefill, limits = case.computed(), rules.limits(case)
-    likely_N = prefill.logprobs_N.exp() > limits.eos_probability
+    likely_N = prefill.logprobs_N.exp() > EOS_PROBABILITY
     yielded_N = prefill.margins_N <= limits.sampling_margin
     rollouts = [number for number, _ in _among(case, rules.eos_ids, ~(likely_N | yielded_N))]
     if len(rollouts) > OUTLIERS:

@@ -24,6 +24,7 @@ import torch
 
 from shoal import tasks
 from shoal.config import Config
+from shoal.config.checking import ROW_TOKENS
 from shoal.engine.selftest import vocabulary_of
 from shoal.model import numerics
 from shoal.model.dtype import DtypeName
@@ -80,6 +81,7 @@ class Judge:
         task_set: TaskSet | None = None,
         choose: Choose = DRAW,
         grading_s: float = math.inf,
+        row_tokens: int = ROW_TOKENS,
     ) -> None:
         """`task_set`: the pool's; None: built here from the config's sources.
 
@@ -88,6 +90,7 @@ class Judge:
         """
         self.choose = choose
         self.grading_s = grading_s
+        self.row_tokens = row_tokens  # of a prefill
         self.budget = Budget()
         self.position_s = 0.0  # seconds for each position of the last whole prefill
         self.config = config
@@ -253,7 +256,7 @@ class Judge:
             self.model,
             cases,
             temperature=settings.sampling.temperature,
-            row_tokens=settings.validator.row_tokens,
+            row_tokens=self.row_tokens,
         )
         return [replace(case, prefill=one) for case, one in zip(cases, computed, strict=True)]
 

@@ -1,6 +1,6 @@
 """One forward of the claimed version over several submissions at once; all expensive checks read its results.
 
-The groups of all submissions are packed into rows of `row_tokens`; each group's prompt is computed once.
+The groups of all submissions are packed into rows; each group's prompt is computed once.
 Invariant: except for rounding, a submission's results do not depend on what it is packed with.
 Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time of decoding few.
 

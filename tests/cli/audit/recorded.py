@@ -96,7 +96,6 @@ def settings() -> Config:
             "coordinator": {"prompts_per_step": NEED},
             "workers": {"groups_per_submission": GROUPS},
             "learner": {"optimizer_steps_per_step": 1},
-            "validator": {"escrow_checks": 1},
             "evaluator": {"n": 4},
         }
     )

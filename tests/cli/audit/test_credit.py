@@ -9,11 +9,18 @@ import pytest
 
 from shoal.cli.audit.pay import Accepted
 from shoal.cli.audit.work import Walk
-from shoal.config import parse
+from shoal.config import Config, checking
 
 from ...coordinator.support import ALICE, VALIDATOR, open_pool
 
 CHECKS = 2
+
+
+@pytest.fixture(autouse=True)
+def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "LEAST_ESCROW_CHECKS", CHECKS)
+
+
 ONE = Accepted(
     id="",
     number=0,
@@ -38,7 +45,7 @@ def name(number: int) -> str:
 
 def walk(*accepted: int, full: bool = True) -> Walk:
     """Tasks of one worker, in the order in which they were accepted."""
-    run: Any = SimpleNamespace(config=parse({"validator": {"escrow_checks": CHECKS}}))
+    run: Any = SimpleNamespace(config=Config())
     found = Walk(run)
     for number in accepted:
         one = replace(ONE, id=name(number), number=number, full=full)
@@ -76,7 +83,7 @@ def test_what_was_not_checked_whole_covers_nothing() -> None:
 
 def test_the_coordinator_pays_what_the_audit_allows() -> None:
     """Uploads wait for their verdicts, and two validators give them in another order."""
-    harness = open_pool(validator={"escrow_checks": CHECKS}, prompts_per_step=64)
+    harness = open_pool(prompts_per_step=64)
     harness.join(ALICE)
     harness.join(VALIDATOR, "validator")
     harness.publish(0)

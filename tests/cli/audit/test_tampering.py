@@ -5,6 +5,7 @@ import pytest
 
 from shoal.cli.audit.audit import Asked, audit
 from shoal.cli.audit.opened import BrokenError
+from shoal.coordinator import trust
 from shoal.coordinator.database import record_start
 
 from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, copy_of, record_run
@@ -76,15 +77,16 @@ def test_a_batch_of_another_size_than_the_config_says_is_named(tmp_path: Path, n
     assert broken.value.link == f"ledger entry {entry.seq}"
 
 
-def test_a_batch_with_more_unchecked_groups_than_the_config_allows_is_named(tmp_path: Path) -> None:
+def test_a_batch_with_more_unchecked_groups_than_a_batch_takes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the coordinator's own hand, likewise."""
     run = Recorded(tmp_path / "run")
-    section = run.config.validator.model_copy(update={"unchecked_share": 0.0})
-    record_start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"validator": section}))
     run.publish(0)
     run.submit(ALICE, 0)
     run.pool.judgement.trust.draw = lambda worker, groups: False  # type: ignore[method-assign]
     run.submit(BOB, 0)
+    monkeypatch.setattr(trust, "UNCHECKED_SHARE", 0.0)
     with pytest.raises(BrokenError, match="has 1 groups that were not prefilled whole"):
         audit(run.folder, Asked(rerun=0, proofs=0, unsealed=True), Random(0), lambda line: None)
 

@@ -25,7 +25,6 @@ SMALL = [
     f"run.steps={STEPS}",
     "coordinator.prompts_per_step=8",
     "evaluator.n=16",
-    "evaluator.batch=16",
     "tasks.heldout=16",
 ]
 SMALL += ["workers.groups_per_submission=4", "learner.checkpoint_every=1"]

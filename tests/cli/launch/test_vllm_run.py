@@ -21,7 +21,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=NEEDS_VLLM)])
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
-SMALL = ["evaluator.n=16", "evaluator.batch=16", "tasks.heldout=16"]
+SMALL = ["evaluator.n=16", "tasks.heldout=16"]
 
 
 def run(out: Path, *settings: str, lies: Sequence[str], engine: str = "vllm") -> dict[str, Any]:

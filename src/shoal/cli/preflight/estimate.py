@@ -18,6 +18,7 @@ from shoal.cli.preflight.cost import COMPUTE_BYTES, memory_of, rollouts_s, speed
 from shoal.cli.preflight.machine import Finding, fails, ok
 from shoal.cli.preflight.work import SizesError, Work, model_sizes, work_of
 from shoal.config import Config
+from shoal.config.sections import EVALUATED_AT_ONCE
 from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.task import Task
 from shoal.watch.figures import duration, memory
@@ -99,8 +100,8 @@ def expected_length(config: Config) -> int:
 
 def evaluation(config: Config, work: Work) -> Work:
     """One pass over the held-out tasks, as rollouts: groups of one completion."""
-    section = config.evaluator
-    return replace(work, generated=section.n, completions=1, at_once=min(section.batch, section.n))
+    n = config.evaluator.n
+    return replace(work, generated=n, completions=1, at_once=min(EVALUATED_AT_ONCE, n))
 
 
 # --- cores -----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.config import Config
+from shoal.config.checking import ROW_TOKENS
 from shoal.errors import UserError
 from shoal.model import sources
 
@@ -131,7 +132,7 @@ def work_of(config: Config, *, prompt: int, length: int, useful: float = 1.0) ->
         row_tokens=min(learner.row_tokens, update_tokens),
         rows=math.ceil(update_tokens / learner.row_tokens),
         at_once=config.workers.groups_per_submission * completions,
-        validator_tokens=config.validator.row_tokens,
+        validator_tokens=ROW_TOKENS,
     )
 
 
