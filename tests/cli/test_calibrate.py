@@ -9,9 +9,10 @@ import torch
 from benchmarks.adversary.cheats import QuantizedWeights
 
 from shoal import config as config_module
-from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, CalibrationError, bounds, by_pair, calibrate, honest_figures
+from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, bounds, by_pair, calibrate, honest_figures
 from shoal.cli.main import FAILED, main
 from shoal.engine.torch_engine import TorchEngine
+from shoal.errors import ShoalError
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.checks import EXPENSIVE
 from shoal.validator.judge import Judge
@@ -110,9 +111,9 @@ def made(folder: Path, kind: type[Producer]) -> bytes:
 def test_work_that_fails_a_check_without_a_limit_is_no_measurement(judge: Judge, tiny_folder: Path) -> None:
     data = made(tiny_folder, Producer)
     assert honest_figures(judge, ASKED, ALICE.public, data)["failed_checks"] == 0
-    with pytest.raises(CalibrationError, match="fails a cheap check"):
+    with pytest.raises(ShoalError, match="fails a cheap check"):
         honest_figures(judge, offline_assignment(CONFIG, ALICE.public, 1), ALICE.public, data)
-    with pytest.raises(CalibrationError, match="cannot be read"):
+    with pytest.raises(ShoalError, match="cannot be read"):
         honest_figures(judge, ASKED, ALICE.public, data[:-1])
 
 

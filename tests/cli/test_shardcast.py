@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from shoal.cli import main
-from shoal.cli.arguments import UsageError
 from shoal.cli.main import LASTING, command_line
 from shoal.cli.shardcast import run_fetch, run_origin, run_relay
+from shoal.errors import UserError
 from shoal.shardcast import PublishError
 from shoal.shardcast import origin as origin_module
 
@@ -71,7 +71,7 @@ def model(folder: Path) -> Path:
 
 def test_an_origin_of_nothing_says_so_and_creates_no_key(tmp_path: Path) -> None:
     arguments = command_line().parse_args(["origin", f"{tmp_path}/nowhere", "--key-file", f"{tmp_path}/key"])
-    with pytest.raises(UsageError, match="nothing is at .*/nowhere; name a file, a folder, or a folder of versions"):
+    with pytest.raises(UserError, match="nothing is at .*/nowhere; name a file, a folder, or a folder of versions"):
         run_origin(arguments, threading.Event())
     assert not list(tmp_path.iterdir())
 
@@ -82,9 +82,9 @@ def test_what_is_no_public_key_is_refused_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     fetch = ["fetch", "http://127.0.0.1:1", "--key", "origin.pem", "--out", "nowhere"]
     relay = ["relay", "--upstream", "http://127.0.0.1:1", "--key", "origin.pem"]
-    with pytest.raises(UsageError, match="'origin.pem' is not a public key: 64 hex digits"):
+    with pytest.raises(UserError, match="'origin.pem' is not a public key: 64 hex digits"):
         run_fetch(command_line().parse_args(fetch))
-    with pytest.raises(UsageError, match="'origin.pem' is not a public key: 64 hex digits"):
+    with pytest.raises(UserError, match="'origin.pem' is not a public key: 64 hex digits"):
         run_relay(command_line().parse_args(relay), threading.Event())
     assert not list(tmp_path.iterdir())
 

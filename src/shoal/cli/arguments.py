@@ -15,7 +15,7 @@ from typing import NoReturn, TextIO
 
 from shoal import config as config_module
 from shoal.config import Config
-from shoal.errors import ShoalError, UserError, printable
+from shoal.errors import UserError, printable
 
 USAGE = 2
 RUN_NAME = re.compile("[!-~]{1,100}")
@@ -26,14 +26,6 @@ Action = Callable[[argparse.Namespace], int | None]  # what a command calls
 AddAction = Callable[
     [str, Action, str, str], argparse.ArgumentParser
 ]  # name, what it calls, its line of help, an example
-
-
-class UsageError(UserError):
-    """Arguments that contradict each other or are incomplete."""
-
-
-class StoppedError(ShoalError):
-    """A long command was interrupted. The message says how to continue it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,9 +77,9 @@ def real(least: float, most: float) -> Callable[[str], float]:
 
 
 def run_name(text: str, hint: str) -> str:
-    """`text`, if requests and rollout files can carry it as a run's name. Raises UsageError."""
+    """`text`, if requests and rollout files can carry it as a run's name. Raises UserError."""
     if not RUN_NAME.fullmatch(text):
-        raise UsageError(f"{text[:100]!r} cannot name a run: use 1 to 100 ASCII characters without spaces; {hint}")
+        raise UserError(f"{text[:100]!r} cannot name a run: use 1 to 100 ASCII characters without spaces; {hint}")
     return text
 
 
@@ -134,9 +126,9 @@ def read_config(arguments: argparse.Namespace) -> Config:
 
 
 def need(arguments: argparse.Namespace, names: list[str], given: str) -> None:
-    """Raise UsageError unless all of these were given."""
+    """Raise UserError unless all of these were given."""
     if missing := [name for name in names if not getattr(arguments, name)]:
-        raise UsageError(f"with {given}, {arguments.command_name} also needs {' and '.join(missing)}")
+        raise UserError(f"with {given}, {arguments.command_name} also needs {' and '.join(missing)}")
 
 
 def say(text: str, to: TextIO | None = None) -> None:

@@ -68,10 +68,6 @@ RATE_MARGIN = 3.0  # of [evidence] rates; one more miss than was seen is assumed
 AVERAGES = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")  # in LIMITS and in [evidence]
 
 
-class CalibrationError(ShoalError):
-    """Honest work fails a check that has no limit to adjust."""
-
-
 @dataclass(frozen=True)
 class Generation:
     """How a worker computes."""
@@ -117,7 +113,7 @@ def conditions(config: Config, cores: int) -> tuple[list[Generation], list[Check
 def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Path], say: Callable[[str], None]) -> None:
     """Measure with each of `weights` (none: the config's model), and write both files.
 
-    Raises CalibrationError if honest work fails a check that has no limit.
+    Raises ShoalError if honest work fails a check that has no limit.
     """
     folders = list(weights) or [resolve(config.model.name)]
     generations, checkings = conditions(config, torch.get_num_threads())
@@ -224,10 +220,10 @@ def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) ->
     """
     case = judge.open(asked, worker, data)
     if isinstance(case, Finding):
-        raise CalibrationError(f"honest work cannot be read: {case.detail}")
+        raise ShoalError(f"honest work cannot be read: {case.detail}")
     examined = judge.examine_cheaply(case)
     if examined.finding:
-        raise CalibrationError(f"honest work fails a cheap check: {examined.finding.detail}")
+        raise ShoalError(f"honest work fails a cheap check: {examined.finding.detail}")
     assert judge.rules is not None
     case = judge.prefill([examined.case])[0]
     outcomes = [check(judge.rules, case) for check in EXPENSIVE]

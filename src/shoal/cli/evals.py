@@ -17,18 +17,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import (
-    Commands,
-    StoppedError,
-    UsageError,
-    add_command,
-    read_config,
-    real,
-    say,
-    takes_config,
-    takes_threads,
-    whole,
-)
+from shoal.cli.arguments import Commands, add_command, read_config, real, say, takes_config, takes_threads, whole
+from shoal.errors import ShoalError, UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -95,7 +85,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     contestants = [*_local(arguments, out), *_served(arguments)]
     labels = [contestant.label for contestant in contestants]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
-        raise UsageError(f"two models are called {twice}; give different ones")
+        raise UserError(f"two models are called {twice}; give different ones")
     results, differences = evaluate(contestants, entries, out, progress)
     write_results(out / RESULTS, results, differences, shlex.join(["shoal", *sys.argv[1:]]))
     console = Terminal()
@@ -105,13 +95,13 @@ def run_eval(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     if not arguments.suites:
-        raise UsageError("name a suite, or --list to see them")
+        raise UserError("name a suite, or --list to see them")
     if bool(arguments.url) != bool(arguments.served):
-        raise UsageError("--url and --served-name go together: the server's address and the model it should use")
+        raise UserError("--url and --served-name go together: the server's address and the model it should use")
     if not arguments.models and not arguments.url:
-        raise UsageError("name a model: --model MODEL, or --url http://HOST:PORT/v1 --served-name NAME")
+        raise UserError("name a model: --model MODEL, or --url http://HOST:PORT/v1 --served-name NAME")
     if arguments.path and "," in arguments.suites:
-        raise UsageError("--path holds the rows of one suite; evaluate one suite at a time with it")
+        raise UserError("--path holds the rows of one suite; evaluate one suite at a time with it")
 
 
 def _entries(arguments: argparse.Namespace) -> list[Entry]:
@@ -122,7 +112,7 @@ def _entries(arguments: argparse.Namespace) -> list[Entry]:
     entries = []
     for suite in suites.find(arguments.suites):
         if path and suite.task:
-            raise UsageError(f"--path holds the rows of a code suite; lm_eval brings those of {suite.name}")
+            raise UserError(f"--path holds the rows of a code suite; lm_eval brings those of {suite.name}")
         entries.append(
             Entry(
                 suite=suite,
@@ -147,7 +137,7 @@ def _local(arguments: argparse.Namespace, out: Path) -> list[Contestant]:
     for name in arguments.models:
         offers = source_of(name).offers()
         if not offers:
-            raise UsageError(f"{name} holds no version yet; name a run that has published one")
+            raise UserError(f"{name} holds no version yet; name a run that has published one")
         label = label_of(name, arguments.models)
         found.append(
             Contestant(
@@ -193,14 +183,14 @@ def _add_filter(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run_filter(arguments: argparse.Namespace) -> None:
-    """Print a table of pass rates and the path of the manifest. Raises FilterError, StoppedError."""
+    """Print a table of pass rates and the path of the manifest. Raises FilterError, ShoalError."""
     from shoal.evals.filter import MANIFEST, Band, PassRates, histogram, write_filter
 
     config = read_config(arguments)
     try:
         band = Band.parse(arguments.band)
     except ValueError as error:
-        raise UsageError(f"--band: {error}") from error
+        raise UserError(f"--band: {error}") from error
     from shoal.cli.launch import process
 
     stop = process.begin("filter", threads=arguments.threads)
@@ -217,7 +207,7 @@ def run_filter(arguments: argparse.Namespace) -> None:
     with Progress(console, "tasks", rates.total) as progress:
         results = rates.measure(TorchEngine(picked, config.model.device), stop, progress)
     if results is None:
-        raise StoppedError(
+        raise ShoalError(
             f"stopped; to continue, repeat the command: the results so far are in {shlex.quote(str(arguments.out))}"
         )
     kept = write_filter(arguments.out, results, band, rates.settings)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from shoal.cli import shardcast
-from shoal.cli.arguments import Commands, UsageError, add_command, need, takes_threads
+from shoal.cli.arguments import Commands, add_command, need, takes_threads
 from shoal.config import EngineName
+from shoal.errors import UserError
 
 if TYPE_CHECKING:
     from shoal.cli.broadcast import Listen
@@ -106,7 +107,7 @@ def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
 
 
 def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
-    """Raises UsageError: starting the same command again does not help."""
+    """Raises UserError: starting the same command again does not help."""
     from shoal.protocol.invite import InviteError, read_invite
 
     joined_before = (arguments.dir / "identity.pem").exists()  # such a node may return after its invite has expired
@@ -114,7 +115,7 @@ def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
         invite = read_invite(arguments.join)
         invite.check(role, None if joined_before else time.time())
     except InviteError as error:
-        raise UsageError(str(error)) from error
+        raise UserError(str(error)) from error
     return invite
 
 

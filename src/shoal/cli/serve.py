@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from shoal.cli.arguments import USAGE, Commands, UsageError, add_command, port, say, takes_threads
+from shoal.cli.arguments import USAGE, Commands, add_command, port, say, takes_threads
+from shoal.errors import UserError
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -49,7 +50,7 @@ def serve(arguments: argparse.Namespace) -> None:
     from shoal.serve.versions import source_of
 
     if arguments.open and arguments.host not in ("127.0.0.1", "localhost", "::1"):
-        raise UsageError("--open has no login, so it serves this machine only; leave --host out, or --open")
+        raise UserError("--open has no login, so it serves this machine only; leave --host out, or --open")
     stop = process.begin("serve", threads=arguments.threads)
     source = source_of(arguments.what)
     process.listen(
@@ -93,7 +94,7 @@ def audit_reply(data: bytes, model: str, threads: int) -> int:
     offers = source.offers()
     offer = next((one for one in offers if one.version == reply.version), offers[0] if len(offers) == 1 else None)
     if offer is None:
-        raise UsageError(f"{model} no longer holds version {reply.version}; name that version's folder")
+        raise UserError(f"{model} no longer holds version {reply.version}; name that version's folder")
     verdict = proof.verify(reply, load(offer, engine_of(source)()), source.config)
     say("\n".join(verdict.lines()))
     return 0 if verdict.passed else 1

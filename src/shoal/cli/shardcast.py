@@ -13,7 +13,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, add_command, port, real, say, whole
+from shoal.cli.arguments import Commands, add_command, port, real, say, whole
+from shoal.errors import UserError
 
 if TYPE_CHECKING:  # slow imports, not needed to parse a command line
     from shoal.shardcast import Store
@@ -83,7 +84,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast.origin import check_apart
 
     if not arguments.path.exists():
-        raise UsageError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
+        raise UserError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
     keys = [arguments.key_file, *([arguments.tls_key] if arguments.tls_key else [])]
     check_apart(arguments.path, arguments.store, *keys)  # before a key is created
     store = _store(arguments)
@@ -181,10 +182,10 @@ def _address(arguments: argparse.Namespace) -> Address:
 
 
 def _public_key(arguments: argparse.Namespace) -> str:
-    """The origin's. Raises UsageError."""
+    """The origin's. Raises UserError."""
     key: str = arguments.key
     if not PUBLIC_KEY.fullmatch(key):
-        raise UsageError(f"--key {key[:80]!r} is not a public key: 64 hex digits, which the origin prints")
+        raise UserError(f"--key {key[:80]!r} is not a public key: 64 hex digits, which the origin prints")
     return key
 
 

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 from shoal import config as config_module
 from shoal.cli.arguments import (
     Commands,
-    StoppedError,
-    UsageError,
     add_command,
     read_config,
     run_name,
@@ -28,6 +26,7 @@ from shoal.cli.arguments import (
 )
 from shoal.cli.launch import process
 from shoal.config import Config
+from shoal.errors import ShoalError, UserError
 from shoal.protocol.invite import Invite, read_invite
 
 if TYPE_CHECKING:
@@ -52,13 +51,13 @@ def _add_run(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.resume) == bool(arguments.config):
-        raise UsageError("name a config, or the folder of a run to resume: shoal run --resume RUN")
+        raise UserError("name a config, or the folder of a run to resume: shoal run --resume RUN")
     if arguments.resume and arguments.out:
-        raise UsageError(f"a resumed run stays in its folder {arguments.resume}; leave --out out")
+        raise UserError(f"a resumed run stays in its folder {arguments.resume}; leave --out out")
     if arguments.resume:
         arguments.config = arguments.resume / "config.toml"
         if not arguments.config.is_file():
-            raise UsageError(f"{arguments.resume} is not the folder of a run: no config.toml there")
+            raise UserError(f"{arguments.resume} is not the folder of a run: no config.toml there")
     if arguments.seed is not None:
         arguments.overrides.append(f"run.seed={arguments.seed}")
     config = read_config(arguments)
@@ -77,10 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_model(config: Config, folder: Path) -> None:
-    """Raise UsageError if the run in this folder trains another model: its checkpoints fit no other."""
+    """Raise UserError if the run in this folder trains another model: its checkpoints fit no other."""
     held = config_module.load(folder / "config.toml").model.name
     if config.model.name != held:
-        raise UsageError(f"the run in {folder} trains {held}, not {config.model.name}: start a new run for that model")
+        raise UserError(f"the run in {folder} trains {held}, not {config.model.name}: start a new run for that model")
 
 
 def _add_sft(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -98,7 +97,7 @@ def _add_sft(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run_sft(arguments: argparse.Namespace) -> None:
-    """Train and print the model's folder. Raises StoppedError after SIGINT or SIGTERM."""
+    """Train and print the model's folder. Raises ShoalError after SIGINT or SIGTERM."""
     model = _tiny() if arguments.config is None else _finetune(arguments)
     if model is not None:
         say(f"{model}")
@@ -137,7 +136,7 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
             if config.sft.checkpoint_every
             else "no checkpoint was written: set sft.checkpoint_every above 0 and run it again"
         )
-        raise StoppedError(f"stopped before the end of the last epoch; {next_step}")
+        raise ShoalError(f"stopped before the end of the last epoch; {next_step}")
     return model
 
 
@@ -159,7 +158,7 @@ def _add_pretrain(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run_pretrain(arguments: argparse.Namespace) -> None:
-    """Train and print the model's folder. Raises StoppedError after SIGINT or SIGTERM."""
+    """Train and print the model's folder. Raises ShoalError after SIGINT or SIGTERM."""
     config = read_config(arguments)
     stop = process.begin("pretrain", threads=arguments.threads)
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -172,7 +171,7 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
         finally:
             net.end()
         if model is None:
-            raise StoppedError(f"stopped before the last step; add --out {out} to resume")
+            raise ShoalError(f"stopped before the last step; add --out {out} to resume")
         say(f"{model}")
     net.ranks.stop()
 

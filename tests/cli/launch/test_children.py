@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.launch import members
-from shoal.cli.launch.children import ENVIRONMENT, MAX_WORDS, Child, ChildError, Children
+from shoal.cli.launch.children import ENVIRONMENT, MAX_WORDS, Child, Children
 from shoal.cli.launch.swarm import PREPARE
 from shoal.config import Config, parse
+from shoal.errors import ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import read_invite, run_id
 
@@ -48,7 +49,7 @@ def test_a_command_runs_to_its_end_and_prints_to_its_log(children: Children, tmp
 
 
 def test_a_command_that_fails_is_told_with_its_last_words(children: Children, tmp_path: Path) -> None:
-    with pytest.raises(ChildError, match="nowhere.toml"):
+    with pytest.raises(ShoalError, match="nowhere.toml"):
         children.run("prepare", [str(tmp_path / "nowhere.toml")], PREPARE)
 
 
@@ -66,7 +67,7 @@ def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> N
     child = children.start("lost", ["relay", "--join", "no invite", "--dir", str(tmp_path / "lost")])
     assert child.process is not None
     child.process.join(60)
-    with pytest.raises(ChildError, match=r"lost cannot run: .*invite"):
+    with pytest.raises(ShoalError, match=r"lost cannot run: .*invite"):
         children.revive(lambda line: None)
     children.stop_all()
 
@@ -84,7 +85,7 @@ def test_a_failure_that_a_restart_does_not_mend_stops_the_run_at_once(tmp_path: 
     child = Child("relay-0", [], tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
     child.log.write_text("shoal relay: [Errno 98] port 80 is in use\n")
     children.all.append(child)
-    with pytest.raises(ChildError, match=r"relay-0 cannot run: shoal relay: \[Errno 98\] port 80 is in use"):
+    with pytest.raises(ShoalError, match=r"relay-0 cannot run: shoal relay: \[Errno 98\] port 80 is in use"):
         children.revive(lambda line: None)
     assert child.restarts == 0
 

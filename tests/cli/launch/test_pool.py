@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.launch.pool import PoolSwarm, PoolUpError, local_url
+from shoal.cli.launch.pool import PoolSwarm, local_url
 from shoal.cli.main import USAGE, main
 from shoal.config import parse
 from shoal.coordinator.operating import Invited, found_pool, open_pool
+from shoal.errors import UserError
 from shoal.protocol.invite import Address
 
 from ...watch.support import node, status
@@ -72,14 +73,14 @@ def test_a_process_gets_its_invite_with_its_mode_and_the_pool_keeps_its_config(t
 
 
 def test_a_pool_whose_learner_has_several_sites_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PoolUpError, match="shoal pool meet"):
+    with pytest.raises(UserError, match="shoal pool meet"):
         pool(tmp_path / "pool", learner={"sites": 2})
 
 
 def test_a_pool_without_a_learner_here_is_refused(tmp_path: Path) -> None:
     pool(tmp_path / "pool")
     (tmp_path / "pool" / "invites" / "learner.invite").unlink()
-    with pytest.raises(PoolUpError, match="holds 0 invites for the role learner"):
+    with pytest.raises(UserError, match="holds 0 invites for the role learner"):
         PoolSwarm(tmp_path / "pool", *open_pool(tmp_path / "pool"))
 
 

@@ -112,7 +112,7 @@ WORKER = ["worker", "--join", "x", "--dir", "y"]
         (WORKER, ShoalError("no chat template"), LASTING),
         (WORKER, NodeError("the coordinator was away"), FAILED),
         (WORKER, ConnectionResetError(errno.ECONNRESET, "reset"), FAILED),
-        (["grade", "x.toml", "y.jsonl"], ShoalError("no model"), FAILED),
+        (["filter", "x.toml", "--out", "y"], ShoalError("no model"), FAILED),
     ],
     ids=["port", "disk", "template", "away", "reset", "no-node"],
 )

@@ -23,9 +23,9 @@ from benchmarks.byzantine import liars
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.cli.launch.children import ChildError
-from shoal.cli.launch.swarm import Swarm, SwarmError
+from shoal.cli.launch.swarm import Swarm
 from shoal.config import load, parse
+from shoal.errors import ShoalError
 from shoal.ledger.chain import read_export, verify_chain, write_export
 from shoal.model import numerics
 from shoal.model.sources import resolve
@@ -291,13 +291,13 @@ def test_a_run_keeps_its_config_if_it_cannot_be_resumed_with_another(
 ) -> None:
     def refuse(name: str, command: list[str], module: str) -> str:
         assert load(Path(command[0])).model.name == "./nowhere"
-        raise ChildError("no model at nowhere")
+        raise ShoalError("no model at nowhere")
 
     (tmp_path / "config.toml").write_text("[run]\nsteps = 3\n")
     monkeypatch.setattr(os, "environ", dict(os.environ))  # which the swarm prepares for its children
     swarm = Swarm(parse({"model": {"name": "./nowhere"}}), "run", tmp_path, "http://127.0.0.1:9")
     monkeypatch.setattr(swarm.children, "run", refuse)
-    with pytest.raises(ChildError):
+    with pytest.raises(ShoalError):
         swarm._prepare()
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
     assert (tmp_path / "config.toml").read_text() == "[run]\nsteps = 3\n"
@@ -309,7 +309,7 @@ def test_a_dashboard_whose_port_is_taken_costs_no_start(tmp_path: Path, monkeypa
         port = taken.getsockname()[1]
         swarm = Swarm(parse({}), "run", tmp_path / "run", dashboard=port)
         monkeypatch.setattr(swarm, "_prepare", lambda: pytest.fail("the run was prepared"))
-        with pytest.raises(SwarmError, match=f"the dashboard cannot listen at 127.0.0.1:{port}"):
+        with pytest.raises(ShoalError, match=f"the dashboard cannot listen at 127.0.0.1:{port}"):
             swarm.run()
 
 

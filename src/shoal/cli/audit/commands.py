@@ -9,8 +9,9 @@ from pathlib import Path
 from random import Random, SystemRandom
 
 from shoal import config as config_module
-from shoal.cli.arguments import Commands, UsageError, add_command, say, takes_threads, whole
+from shoal.cli.arguments import Commands, add_command, say, takes_threads, whole
 from shoal.cli.serve import audit_reply
+from shoal.errors import UserError
 
 MOST = whole(0, 1_000_000)
 PARQUET = b"PAR1"  # the first bytes of such a file
@@ -65,14 +66,14 @@ def audit(arguments: argparse.Namespace) -> int:
     if data[:4] == PARQUET or arguments.run or arguments.config:
         return _submission(data, arguments)
     if not arguments.model:
-        raise UsageError(f"{arguments.what} is neither a run's folder nor a submission; for a reply, also give --model")
+        raise UserError(f"{arguments.what} is neither a run's folder nor a submission; for a reply, also give --model")
     return audit_reply(data, arguments.model, arguments.threads)
 
 
 def _check_there(arguments: argparse.Namespace) -> None:
-    """Raise UsageError if a named file is missing; a missing argument is not a broken link."""
+    """Raise UserError if a named file is missing; a missing argument is not a broken link."""
     if arguments.ledger and not arguments.ledger.is_file():
-        raise UsageError(f"no file at {arguments.ledger}: `shoal audit RUN --export FILE` writes one")
+        raise UserError(f"no file at {arguments.ledger}: `shoal audit RUN --export FILE` writes one")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -120,7 +121,7 @@ def _ledger(arguments: argparse.Namespace) -> int:
 def _submission(data: bytes, arguments: argparse.Namespace) -> int:
     path = arguments.config or (arguments.run / "config.toml" if arguments.run else None)
     if path is None:
-        raise UsageError("name the run the file belongs to: --run DIR, or --config CONFIG and --weights FOLDER")
+        raise UserError("name the run the file belongs to: --run DIR, or --config CONFIG and --weights FOLDER")
     settings = config_module.load(path)
     from shoal.model import dtype
     from shoal.store.rollouts import RolloutFileError
@@ -144,4 +145,4 @@ def _weights(run: Path, version: int) -> Path:
     try:
         return by_hand.find_weights(run, version)
     except FileNotFoundError as error:  # nothing was checked, which is not a rejection
-        raise UsageError(str(error)) from error
+        raise UserError(str(error)) from error

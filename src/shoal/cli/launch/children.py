@@ -44,10 +44,6 @@ ENVIRONMENT = {
 }
 
 
-class ChildError(ShoalError):
-    """A process of the run that keeps failing; the message says which, why, and where its log is."""
-
-
 @dataclass
 class Child:
     """One process, with what is needed to restart it."""
@@ -102,7 +98,7 @@ class Children:
         return child
 
     def run(self, name: str, command: list[str], module: str = "shoal.cli") -> str:
-        """Run a command to its end. Returns the last line it printed. Raises ChildError if it fails."""
+        """Run a command to its end. Returns the last line it printed. Raises ShoalError if it fails."""
         child = Child(name, command, self.logs / f"{name}.log", self.context, module)
         child.start()
         assert child.process is not None
@@ -111,7 +107,7 @@ class Children:
         finally:
             child.process.terminate()
         if child.exit_status() != 0:
-            raise ChildError(child.last_words().removeprefix(f"shoal {name}: "))
+            raise ShoalError(child.last_words().removeprefix(f"shoal {name}: "))
         return child.last_line()
 
     def pids(self) -> dict[str, int]:
@@ -126,7 +122,7 @@ class Children:
         return {child.name: child.restarts for child in self.all}
 
     def revive(self, say: Callable[[str], None]) -> None:
-        """Restart children that died, with a longer pause each time. Raises ChildError if a restart does not help."""
+        """Restart children that died, with a longer pause each time. Raises ShoalError if a restart does not help."""
         for child in self.all:
             self._revive(child, say)
 
@@ -149,9 +145,9 @@ class Children:
             say(f"{child.name} ended, and the run goes on without it: {child.last_words()} (see {child.log})")
             return
         if code in (USAGE, LASTING):
-            raise ChildError(f"{child.name} cannot run: {child.last_words()} (see {child.log})")
+            raise ShoalError(f"{child.name} cannot run: {child.last_words()} (see {child.log})")
         if child.restarts >= self.max_restarts:
-            raise ChildError(f"{child.name} ended {child.restarts + 1} times: {child.last_words()} (see {child.log})")
+            raise ShoalError(f"{child.name} ended {child.restarts + 1} times: {child.last_words()} (see {child.log})")
         backoff_s = min(0.5 * 2**child.restarts, LONGEST_BACKOFF_S)
         child.restarts += 1
         child.process, child.start_at_s = None, time.monotonic() + backoff_s

@@ -32,19 +32,13 @@ HERE_S = 15.0  # a node that was seen in this time may still ask
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches what listens on all its addresses
 
 
-class PoolUpError(UserError):
-    """A pool whose roles this command does not start; the message says which command does."""
-
-
 class PoolSwarm(Swarm):
     """`config` and `address` are those in `folder`."""
 
     def __init__(self, folder: Path, config: Config, address: Address, dashboard: int | None = None) -> None:
-        """Raises PoolUpError, InviteError."""
+        """Raises UserError, InviteError."""
         if config.learner.sites:
-            raise PoolUpError(
-                "a learner with several sites is started by `shoal pool meet` and a command for each site"
-            )
+            raise UserError("a learner with several sites is started by `shoal pool meet` and a command for each site")
         super().__init__(config, address.run, folder, local_url(config, address), dashboard=dashboard)
         self.coordinator = self.out
         self.invites = trusted_invites(self.out / INVITES)
@@ -96,7 +90,7 @@ def local_url(config: Config, address: Address) -> str:
 
 
 def trusted_invites(folder: Path) -> dict[Member, Path]:
-    """The invite of each process, by the process, in the order to start them. Raises PoolUpError, InviteError."""
+    """The invite of each process, by the process, in the order to start them. Raises UserError, InviteError."""
     found: dict[Member, Path] = {}
     for path in sorted(folder.glob("*.invite")):
         invite = read_invite(str(path))
@@ -105,7 +99,7 @@ def trusted_invites(folder: Path) -> dict[Member, Path]:
             found[Member(payload.name, payload.role)] = path
     for role in NEEDED:
         if (count := sum(member.role == role for member in found)) != 1:
-            raise PoolUpError(
+            raise UserError(
                 f"{folder} holds {count} invites for the role {role}, and `shoal pool up` starts one: make the pool with "
                 "`shoal pool init`, or start each role by its own command"
             )

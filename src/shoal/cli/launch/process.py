@@ -62,17 +62,13 @@ def log_lines(name: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-class PortError(UserError):
-    """A page cannot be served where it was told to be."""
-
-
 def listen(host: str, port: int, what: str) -> socket.socket:
-    """Raises PortError. `what` is served there, for its message."""
+    """Raises UserError. `what` is served there, for its message."""
     try:
         return socket.create_server((host, port))
     except OSError as error:
         why = os.strerror(error.errno or 0)
-        raise PortError(
+        raise UserError(
             f"{what} cannot listen at {host}:{port}: {why}; choose another port, or 0 for a free one"
         ) from error
 

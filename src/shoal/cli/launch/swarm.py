@@ -33,21 +33,14 @@ from shoal.protocol.history import PoolWatch, Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
 from shoal.watch import figures
-from shoal.watch.figures import no_signal
 from shoal.watch.record import read_evaluations, trained_steps
 from shoal.watch.summary import MODEL, SUMMARY, Leg, all_legs, read_legs, summary_table, write_legs, write_report
-from shoal.watch.terminal.events import sample_lines
 from shoal.watch.terminal.live import LiveView, Terminal
 
 POLL_S = 0.3
 PREPARE = "shoal.cli.launch.prepare"
 HERE = "127.0.0.1"  # where the dashboard is
 START_S = 60.0  # for the coordinator to listen
-SHOWN_SAMPLES = 5
-
-
-class SwarmError(ShoalError):
-    """The run cannot start or continue; the message says why and where to look."""
 
 
 class Swarm:
@@ -89,8 +82,7 @@ class Swarm:
                 self.console.print(f"stopped{self._how_to_resume()}", soft_wrap=True, highlight=False)
                 return 130
             except (ShoalError, OSError) as error:
-                self._show_samples()
-                raise SwarmError(f"{disk.explain(error, self.out)}{self._how_to_resume()}") from error
+                raise ShoalError(f"{disk.explain(error, self.out)}{self._how_to_resume()}") from error
             self._finish()
         return 0
 
@@ -133,12 +125,12 @@ class Swarm:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             if not self.resume and any(self.out.iterdir()):
-                raise SwarmError(
+                raise ShoalError(
                     f"{self.out} is not empty; choose another folder with --out, or resume it with --resume"
                 )
             (self.out / "logs").mkdir(exist_ok=True)
         except OSError as error:
-            raise SwarmError(
+            raise ShoalError(
                 f"cannot write to {self.out}: {error.strerror}; choose another folder with --out"
             ) from error
 
@@ -215,11 +207,11 @@ class Swarm:
         deadline_s = time.monotonic() + START_S
         while time.monotonic() < deadline_s:
             if coordinator.exit_status() is not None:
-                raise SwarmError(f"the coordinator did not start: {coordinator.last_words()}")
+                raise ShoalError(f"the coordinator did not start: {coordinator.last_words()}")
             if self.watch.look() is not None:
                 return
             time.sleep(0.1)
-        raise SwarmError(
+        raise ShoalError(
             f"the coordinator did not answer at {self.url} within {START_S:.0f} s; see {self.out / 'logs'}"
         )
 
@@ -227,9 +219,9 @@ class Swarm:
         deadline_s = time.monotonic() + START_S
         while not all(path.exists() for path in members.site_invites(self.config, self.out)):
             if meeting.exit_status() is not None:
-                raise SwarmError(f"the sites' meeting did not start: {meeting.last_words()}")
+                raise ShoalError(f"the sites' meeting did not start: {meeting.last_words()}")
             if time.monotonic() > deadline_s:
-                raise SwarmError(f"the sites' meeting did not start within {START_S:.0f} s; see {meeting.log}")
+                raise ShoalError(f"the sites' meeting did not start within {START_S:.0f} s; see {meeting.log}")
             time.sleep(0.1)
 
     # --- watching ----------------------------------------------------------------------------------------------------
@@ -284,13 +276,6 @@ class Swarm:
         self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     # --- ending ------------------------------------------------------------------------------------------------------
-
-    def _show_samples(self) -> None:
-        """What the model wrote last, for a run that learned nothing."""
-        if self.status is None or not no_signal(self.status.signal):
-            return
-        for line in sample_lines(self.pool.history.samples[-SHOWN_SAMPLES:]):
-            self.view.log(line)
 
     def _trained(self) -> Path | None:
         """The model that the learner left when it ended; all of its sites leave the same one."""

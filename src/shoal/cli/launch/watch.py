@@ -21,14 +21,6 @@ LEAST_GRADED = 64  # rollouts before grader errors are judged
 RECENT_GRADED = 512  # of an earlier leg, whose grader may have been another, fewer are ignored
 
 
-class GraderFailsError(ShoalError):
-    """Rewards fail too often to train on what they say."""
-
-
-class StalledError(ShoalError):
-    """The run gets no further; the message says why and what to try."""
-
-
 class Watch:
     def __init__(
         self,
@@ -69,17 +61,17 @@ class Watch:
         check_left(self.folder, self.free(self.folder))
         stalled_s = self.clock() - self._progress_s
         if stalled_s > self.config.run.stall_s:
-            raise StalledError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
+            raise ShoalError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
         if self.status is None:
             return
         if self.status.signal.flat - self._flat_before >= NO_SIGNAL_GROUPS:
-            raise StalledError(
+            raise ShoalError(
                 f"{no_signal(self.status.signal)}; see what the model writes in {self.folder / 'rollouts.jsonl'}, then try "
                 "easier or harder tasks, or more completions per group (sampling.group_size)"
             )
 
         if words := self._grader_fails(self.status.grading):
-            raise GraderFailsError(
+            raise ShoalError(
                 f"{words}; grade completions of {self.folder / 'rollouts.jsonl'} by hand (docs/tasks.md). A run keeps "
                 "the tasks and rewards it began with: fix them and start a new run, or raise "
                 "tasks.grader_error_limit and continue this one"

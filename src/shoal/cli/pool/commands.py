@@ -13,7 +13,6 @@ from shoal.cli.arguments import (
     Action,
     AddAction,
     Commands,
-    UsageError,
     add_command,
     days,
     port,
@@ -28,6 +27,7 @@ from shoal.cli.arguments import (
 )
 from shoal.cli.nodes import ROLES, begin
 from shoal.cli.pool import stake
+from shoal.errors import UserError
 
 if TYPE_CHECKING:
     from shoal.protocol.messages import Capability, RunOffer
@@ -169,14 +169,14 @@ def coordinator(arguments: argparse.Namespace) -> None:
     url = ""
     if arguments.config is None:
         if arguments.overrides or arguments.overlays or arguments.run:
-            raise UsageError(f"the pool in {arguments.dir} has its config and name: edit {arguments.dir / CONFIG}")
+            raise UserError(f"the pool in {arguments.dir} has its config and name: edit {arguments.dir / CONFIG}")
         try:
             config, address = open_pool(arguments.dir)
         except PoolFolderError as error:
-            raise UsageError(str(error)) from error
+            raise UserError(str(error)) from error
         name, url = address.run, address.url
     elif (arguments.dir / CONFIG).exists():
-        raise UsageError(
+        raise UserError(
             f"{arguments.dir} has a config of its own; start it with: shoal coordinator --dir {arguments.dir}"
         )
     else:
@@ -203,11 +203,11 @@ def invite(arguments: argparse.Namespace) -> None:
 
     if arguments.publish:
         if not arguments.open or arguments.out or arguments.url:
-            raise UsageError("--publish goes with --open, and without --out and --url: it offers the invite as it is")
+            raise UserError("--publish goes with --open, and without --out and --url: it offers the invite as it is")
         arguments.out = arguments.dir / OPEN_INVITE
         arguments.out.unlink(missing_ok=True)  # the new one takes its place
     if arguments.out and arguments.out.exists():
-        raise UsageError(f"{arguments.out} exists; choose another file, so that no invite is lost")
+        raise UserError(f"{arguments.out} exists; choose another file, so that no invite is lost")
     made = invite_from(
         arguments.dir, arguments.role, arguments.name, arguments.url, arguments.days, open=arguments.open
     )
@@ -226,9 +226,7 @@ def evict(arguments: argparse.Namespace) -> None:
 
 def drain(arguments: argparse.Namespace) -> None:
     if bool(arguments.name) == bool(arguments.join):
-        raise UsageError(
-            "give the worker's NAME and the coordinator's folder, or --join INVITE and the worker's folder"
-        )
+        raise UserError("give the worker's NAME and the coordinator's folder, or --join INVITE and the worker's folder")
     if arguments.join:
         from shoal.protocol.identity import Identity
         from shoal.protocol.invite import read_invite
@@ -297,7 +295,7 @@ def _add_discover(action: AddAction) -> None:
 
 def discover(arguments: argparse.Namespace) -> None:
     if arguments.out and arguments.out.exists():
-        raise UsageError(f"{arguments.out} exists; choose another file, so that no invite is lost")
+        raise UserError(f"{arguments.out} exists; choose another file, so that no invite is lost")
     import httpx
 
     from shoal.cli.roles import capability

@@ -13,7 +13,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import AddAction, UsageError, say, takes_run, whole
+from shoal.cli.arguments import AddAction, say, takes_run, whole
+from shoal.errors import UserError
 
 if TYPE_CHECKING:
     from shoal.ledger.evm import EvmStakes
@@ -87,14 +88,14 @@ def _of_member(arguments: argparse.Namespace) -> None:
     identity = Identity.load_or_create(arguments.dir / KEY)
     section = Node.of(read_invite(arguments.join), identity, patience_s=10.0).config().ledger
     if not section.contract:
-        raise UsageError(f"this pool's operator books stakes: ask there, and give this worker's key {identity.public}")
+        raise UserError(f"this pool's operator books stakes: ask there, and give this worker's key {identity.public}")
     stakes, key = open_contract(arguments.rpc, section.contract, arguments.key_file), identity.public
     account = stakes.account(key)
     match arguments.stake_action:
         case "deposit":
             payer = stakes.chain.address
             if (named := read_payer(arguments.dir) or payer).lower() != payer.lower():
-                raise UsageError(f"{named} stakes on this worker already: use its private key")
+                raise UserError(f"{named} stakes on this worker already: use its private key")
             write_payer(arguments.dir, payer)  # the worker names it when it joins
             (stakes.stake if account else stakes.deposit)(key, arguments.amount)
         case "unstake":
@@ -135,9 +136,9 @@ def _book(arguments: argparse.Namespace) -> None:
 
     decides = arguments.booking in ("grant", "refuse")
     if bool(arguments.amount) != (arguments.booking in ("stake", "unstake")):
-        raise UsageError(f"{arguments.booking} takes {'no' if arguments.amount else 'an'} AMOUNT")
+        raise UserError(f"{arguments.booking} takes {'no' if arguments.amount else 'an'} AMOUNT")
     if not decides and len(arguments.subject) != 64:
-        raise UsageError(
+        raise UserError(
             f"{arguments.subject[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --entries`"
         )
     booking = Booking(
@@ -179,8 +180,8 @@ def _operated(run: Path) -> EvmStakes:
     from shoal.ledger.evm import open_contract
 
     if not run.is_dir():
-        raise UsageError(f"no folder at {run}: name the folder of a run, or of its coordinator")
+        raise UserError(f"no folder at {run}: name the folder of a run, or of its coordinator")
     section = settings_of(run).ledger
     if not section.contract:
-        raise UsageError(f"the pool in {run} keeps no stakes on a chain ([ledger] in its config)")
+        raise UserError(f"the pool in {run} keeps no stakes on a chain ([ledger] in its config)")
     return open_contract(section.rpc, section.contract, section.key_file, operates=True)
