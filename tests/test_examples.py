@@ -1,4 +1,4 @@
-"""The example notebook: its cells, run in order in an empty folder, do what its text says."""
+"""The examples do what their text says: one step by hand, a learning loop, and the notebook, in an empty folder each."""
 
 import json
 import os
@@ -9,7 +9,31 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parent.parent / "examples" / "first-run.ipynb"
+from shoal.model.load import load_model
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NOTEBOOK = EXAMPLES / "first-run.ipynb"
+
+
+def printed(name: str, *arguments: str) -> list[str]:
+    done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_one_step_accepts_the_honest_worker_and_catches_both_liars() -> None:
+    assert len((EXAMPLES / "one_step.py").read_text().splitlines()) <= 150
+    lines = printed("one_step.py")
+    assert lines[0] == "honest  accepted"
+    assert lines[1].startswith("greedy  sampling: ") and lines[2].startswith("4 bits  proof: ")
+    delta_bytes, full_bytes = map(int, re.findall(r"\d+", lines[5]))
+    assert delta_bytes < full_bytes / 2 and lines[6].startswith("fetched version 1: every byte is what ")
+
+
+def test_the_loop_trains_a_model_that_the_library_loads() -> None:
+    *steps, last = printed("grpo.py", "2", "coordinator.prompts_per_step=4")
+    assert [line.partition(":")[0] for line in steps] == ["step  1", "step  2"]
+    assert load_model(Path(last.split()[-1])).config.model_type == "llama"
 
 
 def code() -> list[str]:

@@ -71,10 +71,10 @@ def main(argv: list[str]) -> int:
 
 def model_folder(name: str) -> Path:
     """The folder of model `name`. `bundled:tiny` is trained first if it does not exist yet."""
-    if name == sources.TINY and not (sources.tiny_dir() / "config.json").exists():
-        from shoal.learner.sft.tiny import train_tiny
+    if name == sources.TINY:
+        from shoal.learner.sft.tiny import tiny
 
-        train_tiny()
+        return tiny()
     return sources.resolve(name)
 
 
