@@ -73,7 +73,7 @@ class Run:
     def __init__(self, folder: Path, sites: int) -> None:
         self.folder, self.sites = folder, [f"site-{i}" for i in range(sites)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.seen: dict[str, dict[int, list[str]]] = {name: {} for name in self.sites}  # digests by round
+        self.seen: dict[str, dict[int, str]] = {name: {} for name in self.sites}  # digests by round
         self.heldout: dict[int, float] = {}  # the loss after so many rounds, equal at all sites
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         lines = [json.dumps({"text": path.read_text(errors="replace")}) + "\n" for path in files]
@@ -88,7 +88,7 @@ class Run:
     def start(self, name: str) -> None:
         command = [sys.executable, "-m", "shoal"]
         if name == "meet":
-            command += ["meet", str(self.folder / "churn.toml"), "--dir", str(self.folder / "meet")]
+            command += ["pool", "meet", str(self.folder / "churn.toml"), "--dir", str(self.folder / "meet")]
         else:
             invite = self.folder / "meet" / "invites" / f"{name}.invite"
             wait(invite.exists, "the meeting's invites")
@@ -119,9 +119,9 @@ class Run:
         since, step = 0, 0
         for each in whole_lines(self.folder / name / "metrics.jsonl"):
             step = each["step"]
-            if "digests" in each and each["quorum"]:
-                self.seen[name][each["round"] - 1] = each["digests"]
-            since = 0 if "digests" in each else since + ("loss" in each)
+            if "digest" in each and each["quorum"]:
+                self.seen[name][each["round"] - 1] = each["digest"]
+            since = 0 if "digest" in each else since + ("loss" in each)
             if "heldout_loss" in each and step % INNER_STEPS == 0:
                 self.heldout[step // INNER_STEPS] = each["heldout_loss"]
         return since, (step - 1) // INNER_STEPS

@@ -42,11 +42,11 @@ def digest(vector: Any) -> str:
 
 
 def terms_of(peers: int, count: int) -> Any:
-    from shoal.diloco.agreed import Fragments
+    from shoal.diloco.agreed import Shapes
     from shoal.diloco.messages import Terms
 
     outer = {"kind": KIND, "lr": LR, "momentum": MOMENTUM}
-    return Terms(Fragments(shapes(count)), 10**6, **outer, wait_s=60, sites=peers, quorum=peers)
+    return Terms(Shapes(shapes(count)), 10**6, **outer, wait_s=60, sites=peers, quorum=peers)
 
 
 def meeting(where: str, peers: int, count: int) -> None:
@@ -63,7 +63,7 @@ def meeting(where: str, peers: int, count: int) -> None:
     async def live() -> None:
         terms, identity = terms_of(peers, count), Identity.generate()
         first = {name: torch.zeros(shape) for name, shape in shapes(count).items()}
-        server = MeetingServer(Meeting(folder, terms, {}, RUN, lambda: Agreed.of(first, terms.fragments)), identity)
+        server = MeetingServer(Meeting(folder, terms, {}, RUN, lambda: Agreed.of(first, terms.shapes)), identity)
         _, port = await serve(server, "127.0.0.1", 0, None, folder / "port")
         for peer in range(peers):
             invite = site_invite(identity, f"http://127.0.0.1:{port}", RUN, f"site-{peer}")
@@ -79,7 +79,7 @@ def site(where: str, peer: int, peers: int, count: int) -> None:
 
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.codec import decode
-    from shoal.diloco.messages import Greeting
+    from shoal.diloco.messages import SILENT, Greeting
     from shoal.diloco.remote import Remote
     from shoal.diloco.site import Site, meet
     from shoal.protocol.invite import read_invite
@@ -89,22 +89,22 @@ def site(where: str, peer: int, peers: int, count: int) -> None:
     terms = terms_of(peers, count)
     remote = Remote(read_invite(str(folder / f"{peer}.invite")), folder / f"site-{peer}", terms, patience_s=60)
     tensors = {name: torch.zeros(shape) for name, shape in shapes(count).items()}
-    own = Site(remote.name, terms, Agreed.of(tensors, terms.fragments))
-    remote.join(Greeting(about={}, round=0, digests=own.agreed.digests))
+    own = Site(remote.name, terms, Agreed.of(tensors, terms.shapes))
+    remote.join(Greeting(about={}, round=0, digest=own.agreed.digest))
     tell(ready=True)
     for line in sys.stdin:
         change = changes(int(line), peer, count)
-        terms.fragments.scatter_(tensors, 0, own.agreed.parameters[0] - change)
+        terms.shapes.scatter_(tensors, own.agreed.parameters - change)
         tell(ready=True)
         sys.stdin.readline()
         offer = own.offer(tensors)
-        outcome, data = meet(remote, own.round, *offer, give_up_s=60)
+        outcome, data = meet(remote, own.round, *offer, SILENT, give_up_s=60)
         own.apply(tensors, outcome, data)
         tell(done=True)
         used = decode(data, terms.kind, len(change)).double()
         tell(
             error=float((used - truth(int(line), peers, count)).abs().max()),
-            digest=digest(terms.fragments.gather(tensors, 0)),
+            digest=digest(terms.shapes.gather(tensors)),
             forming_s=0.0,
         )
 

@@ -21,7 +21,7 @@ from torch.func import functional_call, vmap
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.config.sites import PretrainSection
-from shoal.learner.pretrain.outer import named
+from shoal.learner.pretrain.net import named
 from shoal.learner.pretrain.trainer import rate
 
 HELDOUT_BYTES, TOKENIZER_BYTES = 100_000, 300_000

@@ -25,7 +25,7 @@ from diloco_model import Size, Trainee, perplexity, processor, tokens
 from machine import commit
 from torch import Tensor
 
-from shoal.diloco.agreed import Fragments, outer_step, pseudo_gradient
+from shoal.diloco.agreed import Shapes, outer_step, pseudo_gradient
 from shoal.files import write_file
 
 SITES = 2
@@ -58,15 +58,15 @@ GRID = [
 def train(setting: Setting, data: tuple[Tensor, Tensor], seed: int, size: Size) -> dict[str, Any]:
     inner = replace(size, lr=size.lr * setting.inner_scale)
     trainees = [Trainee(data[0], seed, [number], inner) for number in range(SITES)]
-    fragments = Fragments({name: tuple(tensor.shape) for name, tensor in trainees[0].tensors.items()})
-    agreed = fragments.gather(trainees[0].tensors, 0)
+    shapes = Shapes.of(trainees[0].tensors)
+    agreed = shapes.gather(trainees[0].tensors)
     velocity, before, rounds = torch.zeros_like(agreed), torch.zeros_like(agreed), []
     for step in range(1, size.steps + 1):
         for trainee in trainees:
             trainee.step(step - 1)
         if step % setting.inner_steps:
             continue
-        changes = [pseudo_gradient(agreed, fragments.gather(trainee.tensors, 0)) for trainee in trainees]
+        changes = [pseudo_gradient(agreed, shapes.gather(trainee.tensors)) for trainee in trainees]
         average = torch.stack(changes).mean(0).float()
         momentum = setting.momentum * min(1.0, len(rounds) / setting.warmup) if setting.warmup else setting.momentum
         moved, velocity = outer_step(agreed, velocity, average, lr=setting.lr, momentum=momentum)
@@ -74,7 +74,7 @@ def train(setting: Setting, data: tuple[Tensor, Tensor], seed: int, size: Size) 
         cosine = float(average @ before) / max(norm * float(before.norm()), 1e-30)
         gain, agreed, before = float((moved - agreed).norm()) / norm, moved, average
         for trainee in trainees:
-            fragments.scatter_(trainee.tensors, 0, agreed)
+            shapes.scatter_(trainee.tensors, agreed)
         rounds.append({"step": step, "cosine": cosine, "norm": norm, "gain": gain})
         if step % EVERY == 0:
             rounds[-1]["heldout_loss"] = math.log(perplexity(trainees[0].model, data[1], size))

@@ -1,4 +1,4 @@
-"""Share of the time that two sites compute, over an emulated wide-area network: DiLoCo, plain and streaming.
+"""Share of the time that two sites compute, over an emulated wide-area network: DiLoCo.
 
     python benchmarks/diloco_wan.py --repeats 2 --out benchmarks/results/diloco_wan.json
 
@@ -7,8 +7,8 @@ Two sites and the meeting in network namespaces of their own, 100 Mb/s each way 
 a small llama with new weights, the text Python's standard library. The file's figures of data-parallel training are of an
 earlier commit, which had it.
 
-`compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round,
-and, when streaming, before the last round, which waits for its result. Encoding and the outer step count as not computing.
+`compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round.
+Encoding and the outer step count as not computing.
 `busiest_Mbps` is the most that the meeting's link carried one way in any second, with IP headers.
 `late` in `stats`: packets that the emulator delivered more than 5 ms late for lack of CPU.
 Needs root on Linux, gcc and iproute2.
@@ -35,7 +35,6 @@ SHOAL = [sys.executable, "-m", "shoal"]
 SETTINGS: dict[str, dict[str, Any]] = {  # the sites' settings and the number of steps
     "H = 50": {"inner_steps": 50, "steps": 150},
     "H = 10": {"inner_steps": 10, "steps": 50},
-    "H = 10, streaming": {"inner_steps": 10, "fragments": 2, "delay": 4, "keep": 0.5, "steps": 50},
 }
 
 
@@ -64,7 +63,7 @@ def sites(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = write_config(folder, settings)
     network = Network(PLAN, 0)
     try:
-        meet = [*SHOAL, "meet", config, "--dir", folder / "meet", "--threads", "1"]
+        meet = [*SHOAL, "pool", "meet", config, "--dir", folder / "meet", "--threads", "1"]
         meet += ["--set", f"sites.url=http://{network.address('origin')}:7000"]
         started = [network.start("origin", meet, folder / "meet.log")]
         invites = [folder / "meet" / "invites" / f"site-{i}.invite" for i in range(2)]
@@ -78,15 +77,14 @@ def sites(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         network.close()
     lines = [metrics(folder / f"site-{i}") for i in range(2)]
     rounds = [[line for line in each if "round" in line] for each in lines]
-    last = -2 if "delay" in settings else -1
     return {
         "summary": {
-            "compute": [share(each[0], each[last]) for each in rounds],
+            "compute": [share(each[0], each[-1]) for each in rounds],
             "step_s": [step_s(each) for each in lines],
-            "waited_s_per_round": [per(each[0], each[last], "waited_s", "round") for each in rounds],
-            "other_s_per_round": [other_s(each[0], each[last]) for each in rounds],
+            "waited_s_per_round": [per(each[0], each[-1], "waited_s", "round") for each in rounds],
+            "other_s_per_round": [other_s(each[0], each[-1]) for each in rounds],
             "busiest_Mbps": busiest(course),
-            "sent_bytes_per_step": [per(each[0], each[last], "sent_bytes", "step") for each in rounds],
+            "sent_bytes_per_step": [per(each[0], each[-1], "sent_bytes", "step") for each in rounds],
         },
         "stats": stats,
         "rounds": rounds,

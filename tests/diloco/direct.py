@@ -5,7 +5,7 @@ from shoal.diloco.messages import SILENT, Figures, Greeting, RoundOutcome, Welco
 
 
 class Direct:
-    """A site in the same process as the meeting: `Roster` and `Exchange` without a network."""
+    """A site in the same process as the meeting: `MeetingLink` without a network."""
 
     def __init__(self, meeting: Meeting, name: str) -> None:
         self.meeting, self.name = meeting, name

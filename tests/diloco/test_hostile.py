@@ -49,13 +49,13 @@ def test_no_bytes_of_a_site_end_the_meeting(data: bytes, tmp_path: Path) -> None
     meeting = found(tmp_path, terms())
     together(meeting, "a")
     with pytest.raises(BadOfferError, match="the offer of a for round 0 is malformed"):
-        meeting.offer("a", 0, meeting.agreed.digests[0], data, Figures())
+        meeting.offer("a", 0, meeting.agreed.digest, data, Figures())
 
 
 def test_of_several_offers_the_first_stands_and_no_other_is_decoded(tmp_path: Path) -> None:
     meeting = found(tmp_path, terms(sites=2))
     together(meeting, "ab")
-    digest = meeting.agreed.digests[0]
+    digest = meeting.agreed.digest
     meeting.offer("a", 0, digest, encode(torch.ones(LENGTH), "fp16"), Figures())
     first = meeting.offers["a"]
     meeting.offer("a", 0, digest, encode(torch.zeros(LENGTH), "fp16"), Figures())
@@ -67,7 +67,7 @@ def test_one_of_two_sites_cannot_break_the_first_round(tmp_path: Path) -> None:
     meeting = found(tmp_path, terms(sites=2, kind="fp32"))
     a, b = together(meeting, "ab")
     a.offer()
-    meeting.offer("b", 0, meeting.agreed.digests[0], encode(torch.full((LENGTH,), 1e30), "fp32"), Figures())
+    meeting.offer("b", 0, meeting.agreed.digest, encode(torch.full((LENGTH,), 1e30), "fp32"), Figures())
     a.finish()
     assert meeting.outcomes[0].kept == ["a"] and "times the usual" in meeting.outcomes[0].left_out["b"]
 
@@ -75,10 +75,10 @@ def test_one_of_two_sites_cannot_break_the_first_round(tmp_path: Path) -> None:
 def test_a_site_that_may_not_join_does_not_say_which_data_the_run_has(tmp_path: Path) -> None:
     meeting = found(tmp_path, terms(sites=2))
     with pytest.raises(MeetingError, match="b has another model"):
-        meeting.join("b", Greeting(about=ABOUT | {"model": "x", "data": "other"}, round=None, digests=[]))
-    meeting.join("a", Greeting(about=ABOUT | {"data": "ours"}, round=None, digests=[]))
+        meeting.join("b", Greeting(about=ABOUT | {"model": "x", "data": "other"}, round=None, digest="0" * 64))
+    meeting.join("a", Greeting(about=ABOUT | {"data": "ours"}, round=None, digest="0" * 64))
     with pytest.raises(MeetingError, match="b has another data: other, and the run has ours"):
-        meeting.join("b", Greeting(about=ABOUT | {"data": "other"}, round=None, digests=[]))
+        meeting.join("b", Greeting(about=ABOUT | {"data": "other"}, round=None, digest="0" * 64))
 
 
 @pytest.mark.parametrize("returns", ["join", "heal"])
@@ -171,7 +171,7 @@ def test_a_request_to_join_that_was_overheard_is_not_served_again(tmp_path: Path
     """Again, as by a site without a checkpoint, it would cost the site its share of the data."""
     with served(tmp_path / "meet", terms()) as host:
         remote = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=5.0)
-        asks = JoinRequest(invite=remote.invite.signed, greeting=Greeting(about=ABOUT, round=None, digests=[]))
+        asks = JoinRequest(invite=remote.invite.signed, greeting=Greeting(about=ABOUT, round=None, digest="0" * 64))
         url = f"http://127.0.0.1:{host.port}/v1/join"
         request = httpx.Request("POST", url, content=asks.model_dump_json().encode())
         signed = next(SignedAuth(remote.node.identity, RUN).auth_flow(request))
@@ -185,7 +185,7 @@ def test_a_request_to_join_that_was_overheard_is_not_served_again(tmp_path: Path
 def test_two_keys_that_bring_one_invite_at_once_do_not_both_get_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    greeting = Greeting(about=ABOUT, round=None, digests=[])
+    greeting = Greeting(about=ABOUT, round=None, digest="0" * 64)
     with served(tmp_path / "meet", terms()) as host:
         join = host.meeting.join
 
@@ -213,6 +213,6 @@ def test_a_disk_that_is_full_when_a_site_joins_ends_the_meeting(
         site = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=0.5)
         monkeypatch.setattr(serve, "write_file", full)
         with pytest.raises(Exception, match="did not answer"):
-            site.join(Greeting(about=ABOUT, round=None, digests=[]))
+            site.join(Greeting(about=ABOUT, round=None, digest="0" * 64))
         host.thread.join(20)
     assert isinstance(ended[0], OSError) and ended[0].errno == 28

@@ -17,7 +17,7 @@ import torch
 
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import BadOfferError, Greeting, MeetingError, RoundClosedError, Terms, site_invite
+from shoal.diloco.messages import SILENT, BadOfferError, Greeting, MeetingError, RoundClosedError, Terms, site_invite
 from shoal.diloco.remote import Remote
 from shoal.diloco.serve import MeetingServer, serve
 from shoal.diloco.site import Site, meet
@@ -25,7 +25,7 @@ from shoal.protocol.calling import NodeError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.signing import SignedAuth
-from tests.diloco.test_meeting import ABOUT, start, terms
+from tests.diloco.test_meeting import ABOUT, start, terms, unused
 from tests.shardcast.test_server import certificate
 
 RUN = "run-0123456789abcdef"
@@ -43,8 +43,7 @@ class Served:
         self.stopping, ready = threading.Event(), threading.Event()
 
         async def live() -> None:
-            fragments = self.terms.fragments
-            self.meeting = Meeting(self.folder, self.terms, ABOUT, RUN, lambda: Agreed.of(start(), fragments))
+            self.meeting = Meeting(self.folder, self.terms, ABOUT, RUN, lambda: Agreed.of(start(), self.terms.shapes))
             server = MeetingServer(self.meeting, self.identity)
             runner, self.port = await serve(server, "127.0.0.1", 0, self.tls, self.folder / "port")
             ready.set()
@@ -80,12 +79,12 @@ class Trainee:
     def __init__(self, host: Served, name: str, folder: Path) -> None:
         self.remote = Remote(host.invite(name), folder / name, host.terms, patience_s=20.0)
         self.tensors = start()
-        self.site = Site(name, host.terms, Agreed.of(self.tensors, host.terms.fragments))
+        self.site = Site(name, host.terms, Agreed.of(self.tensors, host.terms.shapes))
         self.draw = torch.Generator().manual_seed(ord(name[-1]))
         self.history: list[str] = []
 
     def join(self) -> None:
-        greeting = Greeting(about=ABOUT, round=self.site.round, digests=self.site.agreed.digests)
+        greeting = Greeting(about=ABOUT, round=self.site.round, digest=self.site.agreed.digest)
         if not self.remote.join(greeting).same:
             self.site.adopt(self.tensors, *self.remote.state("joins"))
 
@@ -94,7 +93,7 @@ class Trainee:
             for tensor in self.tensors.values():
                 tensor += torch.randn(tensor.shape, generator=self.draw) * 0.01
             digest, data = self.site.offer(self.tensors)
-            outcome, average = meet(self.remote, self.site.round, digest, data, give_up_s=20.0)
+            outcome, average = meet(self.remote, self.site.round, digest, data, SILENT, give_up_s=20.0)
             self.site.apply(self.tensors, outcome, average)
             self.history.append(outcome.digest)
 
@@ -118,7 +117,7 @@ def at_once(*calls: Any) -> None:
 
 
 def test_sites_agree_over_http_through_a_killed_and_restarted_meeting(tmp_path: Path) -> None:
-    with served(tmp_path / "meet", terms(sites=2, rounds=6, fragments=2)) as host:
+    with served(tmp_path / "meet", terms(sites=2, rounds=6)) as host:
         a, b = (Trainee(host, name, tmp_path) for name in ("site-a", "site-b"))
         for each in (a, b):
             each.join()
@@ -137,7 +136,7 @@ def test_sites_agree_over_http_through_a_killed_and_restarted_meeting(tmp_path: 
         assert host.meeting.round == 4
         c = Trainee(host, "site-c", tmp_path)
         c.join()
-        assert c.site.round == 4 and c.site.agreed.digests == a.site.agreed.digests
+        assert c.site.round == 4 and c.site.agreed.digest == a.site.agreed.digest
 
         def after_c(site: Trainee) -> None:
             while "site-c" not in host.meeting.offers:  # a newcomer is not waited for in its first round
@@ -183,12 +182,12 @@ def test_a_site_that_was_late_once_counts_again_although_it_is_no_faster_than_th
 
         at_once(lambda: a.rounds(1), after_a)
         assert host.meeting.outcomes[3].kept == ["site-a", "site-b"]
-        restarted = Meeting(tmp_path / "meet", host.terms, ABOUT, RUN, lambda: Agreed([], []))
+        restarted = Meeting(tmp_path / "meet", host.terms, ABOUT, RUN, unused)
         assert restarted.members["site-b"].expected
 
 
 def test_who_has_no_invite_of_this_meeting_is_told_so(tmp_path: Path) -> None:
-    greeting = Greeting(about=ABOUT, round=0, digests=[])
+    greeting = Greeting(about=ABOUT, round=0, digest="0" * 64)
     with served(tmp_path / "meet", terms()) as host:
         other = site_invite(Identity.generate(), "http://127.0.0.1:1", RUN, "site-x")
         forged = host.invite("site-x").model_copy(update={"signed": other.signed})
@@ -213,14 +212,14 @@ def test_a_meeting_of_another_key_is_not_believed(tmp_path: Path) -> None:
         invite = site_invite(Identity.generate(), f"http://127.0.0.1:{host.port}", RUN, "site-a")
         remote = Remote(invite, tmp_path / "a", host.terms, patience_s=0.3)
         with pytest.raises(NodeError, match="it is signed by"):
-            remote.join(Greeting(about=ABOUT, round=0, digests=[]))
+            remote.join(Greeting(about=ABOUT, round=0, digest="0" * 64))
 
 
 def test_bad_bytes_and_a_round_that_is_over_are_refused_with_the_reason(tmp_path: Path) -> None:
     with served(tmp_path / "meet", terms()) as host:
         a = Trainee(host, "site-a", tmp_path)
         a.join()
-        digest = a.site.agreed.digests[0]
+        digest = a.site.agreed.digest
         with pytest.raises(MeetingError, match="the offer of site-a for round 0 is malformed"):
             a.remote.offer(0, digest, b"x" * 100)
         with pytest.raises(MeetingError, match="at most"):
@@ -279,7 +278,7 @@ def test_a_state_comes_in_pieces_and_a_connection_that_breaks_costs_one(
         a.join()
         cutting = a.remote.node.client._transport = Cutting()
         round, data = a.remote.state("test")
-        assert round == 0 and Agreed.from_bytes(data, host.terms.fragments).digests == a.site.agreed.digests
+        assert round == 0 and Agreed.from_bytes(data, host.terms.shapes).digest == a.site.agreed.digest
         pieces = [str(offset) for offset in range(0, len(data), 1000)]
         assert len(pieces) > 2 and sorted(set(cutting.asked), key=int) == pieces
         assert len(cutting.asked) == len(pieces) + len(cutting.asked) // 2  # each cut is one piece more
@@ -330,7 +329,7 @@ def test_a_full_disk_ends_the_meeting_with_its_message_and_it_goes_on_later(
         assert isinstance(ended[0], OSError) and ended[0].errno == 28
         host.start()
         at_most.join(30)
-        assert len(a.history) == 2 and host.meeting.agreed.digests == a.site.agreed.digests
+        assert len(a.history) == 2 and host.meeting.agreed.digest == a.site.agreed.digest
         lines = [json.loads(line) for line in (tmp_path / "meet" / "rounds.jsonl").read_text().splitlines()]
         assert lines[-1]["round"] == 1 and lines[-1]["digest"] == a.history[-1]
 
@@ -338,7 +337,7 @@ def test_a_full_disk_ends_the_meeting_with_its_message_and_it_goes_on_later(
 def test_with_a_certificate_the_traffic_is_encrypted_and_the_authority_is_checked(tmp_path: Path) -> None:
     tls, _ = certificate(tmp_path)
     authority = next(path for path in tmp_path.glob("*.pem") if b"CERTIFICATE" in path.read_bytes())
-    greeting = Greeting(about=ABOUT, round=0, digests=[])
+    greeting = Greeting(about=ABOUT, round=0, digest="0" * 64)
     with served(tmp_path / "meet", terms(), tls) as host:
         invite = host.invite("site-a")
         remote = Remote(invite, tmp_path / "a", host.terms, patience_s=20.0, authority=authority)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.config import Config, ConfigError, parse
-from shoal.diloco.agreed import Agreed, Fragments
+from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Figures, RoundOutcome, Terms
 from shoal.learner.groups import Fetched
@@ -53,8 +53,8 @@ def policy(model: Path, of: Config) -> Policy:
 def meeting_of(model: Path, folder: Path, of: Config, clock: Clock | None = None) -> Meeting:
     own, settings = policy(model, of), of.sites
     terms = learner_terms(of, own)
-    publisher = Publisher(own, terms.fragments, folder / "versions", keep=99)
-    first = Agreed.of(own.masters, terms.fragments)
+    publisher = Publisher(own, terms.shapes, folder / "versions", keep=99)
+    first = Agreed.of(own.masters, terms.shapes)
     return Meeting(folder, terms, about_of(settings, own), "m", lambda: first, clock or Clock(), publish=publisher)
 
 
@@ -169,7 +169,7 @@ def test_one_site_with_lora_is_the_plain_learner_with_lora(tiny_folder: Path, tm
     make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=1, **lora).run(threading.Event())
     of = config(1, 1, **lora)
     meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
-    assert sum(meeting.terms.fragments.sizes) < 60_000, "adapters alone travel"
+    assert meeting.terms.shapes.size < 60_000, "adapters alone travel"
     assert site(tiny_folder, tmp_path, SitePool(*files), meeting, of, "site-0").run(threading.Event()) == "finished"
     plain = versions(tmp_path / "plain")
     assert plain == versions(tmp_path / "site-0") == versions(tmp_path / "meet")
@@ -200,7 +200,7 @@ def test_every_group_has_exactly_one_site(count: int) -> None:
     assert set(found) == {(group.submission, group.group) for group in groups} and len(found) == 12
     sizes = [list(found.values()).count(name) for name in sites]
     assert max(sizes) - min(sizes) <= 1 and sum(sizes) == 12
-    terms = Terms(Fragments({}), rounds=1, items=lambda _: 12)
+    terms = Terms(Shapes({}), rounds=1, items=lambda _: 12)
     assert [terms.weight(0, name, sites) for name in sites] == sizes, "the meeting weighs a site by its groups"
 
 

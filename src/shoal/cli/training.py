@@ -31,7 +31,7 @@ from shoal.protocol.invite import Invite, read_invite
 
 if TYPE_CHECKING:
     from shoal.learner.pretrain.net import Net
-    from shoal.learner.pretrain.outer import Outer
+    from shoal.learner.pretrain.trainer import OuterSteps
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -203,14 +203,14 @@ def _train(net: Net, config: Config, folder: Path, out: Path, invite: str | None
     return Pretraining(net, tokenizer, stream, kept, config, out, followed, outer).run(stop)
 
 
-def _outer(config: Config, net: Net, out: Path, invite: Invite, stop: threading.Event) -> Outer:
+def _outer(config: Config, net: Net, out: Path, invite: Invite, stop: threading.Event) -> OuterSteps:
     from shoal.diloco.remote import Remote
-    from shoal.learner.pretrain.outer import Outer, terms_of
+    from shoal.learner.pretrain.trainer import OuterSteps, terms_of
 
     settings, tensors = config.sites, net.tensors
     terms = terms_of(config, tensors)
     remote = Remote(invite, out, terms, patience_s=settings.give_up_s, stop=stop)
-    return Outer(remote.name, settings, terms, remote, tensors, out, stop.is_set)
+    return OuterSteps(remote.name, settings, terms, remote, tensors, out, stop.is_set)
 
 
 def model_of(folder: Path, config: Config) -> Any:

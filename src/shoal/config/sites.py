@@ -51,13 +51,7 @@ class SitesSection(Section):
     sites: PositiveInt = 2
     """Sites that the first round waits for, and invites that are made."""
     inner_steps: PositiveInt = 500
-    """Inner steps between two meetings of a fragment (DiLoCo)."""
-    fragments: PositiveInt = 1
-    """Parts of the parameters that travel in turn; 1: all at once."""
-    delay: NonNegativeInt = 0
-    """Inner steps that a site makes while a round's result travels; 0: it waits."""
-    keep: Fraction = 0.0
-    """Share of its own parameters that a site keeps after a round; Streaming DiLoCo has 0.5."""
+    """Inner steps between two meetings (DiLoCo)."""
     kind: Numbers = "fp16"
     """Numbers on the wire (OpenDiLoCo)."""
     lr: PositiveFloat = 0.7
@@ -82,20 +76,8 @@ class SitesSection(Section):
         """What sites and meeting must know of a round."""
         return self.model_dump(include={"kind", "lr", "momentum", "wait_s", "quorum", "sites"})
 
-    @property
-    def round_steps(self) -> int:
-        """Inner steps from one round to the next; each is about one fragment."""
-        return self.inner_steps // self.fragments
-
     @model_validator(mode="after")
     def _consistent(self) -> "SitesSection":
         if self.quorum > self.sites:
             raise ValueError("sites.quorum exceeds sites.sites, so no round would close")
-        if self.inner_steps % self.fragments:
-            raise ValueError("sites.inner_steps must be a multiple of sites.fragments")
-        if self.delay >= self.round_steps:
-            raise ValueError(
-                f"sites.delay must be below sites.inner_steps / sites.fragments = {self.round_steps}: "
-                "a round's result is used before the next round"
-            )
         return self

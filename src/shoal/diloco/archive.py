@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal.diloco.agreed import Agreed, Fragments, StateError
+from shoal.diloco.agreed import Agreed, Shapes, StateError
 from shoal.diloco.codec import ErrorFeedback
 from shoal.diloco.messages import StateDescriptor
 from shoal.files import keep_lines, remove_leftovers, write_file, write_pieces
@@ -69,15 +69,13 @@ class Archive:
     def write_average(self, round: int, data: bytes) -> None:
         self._write("average", round, [data])
 
-    def state(self, round: int, fragments: Fragments) -> tuple[Agreed, list[ErrorFeedback]]:
+    def state(self, round: int, shapes: Shapes) -> tuple[Agreed, ErrorFeedback]:
         """What `write_state` wrote. Raise StateError."""
-        agreed = Agreed.take(load_file(self._checked("state", round)), fragments)
-        left = load_file(self._checked("rounding", round))
-        return agreed, [ErrorFeedback(left[str(number)]) for number in range(len(fragments))]
+        agreed = Agreed.take(load_file(self._checked("state", round)), shapes)
+        return agreed, ErrorFeedback(load_file(self._checked("rounding", round))["left"])
 
-    def write_state(self, round: int, agreed: Agreed, feedback: list[ErrorFeedback]) -> None:
-        left = {str(number): each.left for number, each in enumerate(feedback)}
-        self._write("rounding", round, pieces(left))
+    def write_state(self, round: int, agreed: Agreed, feedback: ErrorFeedback) -> None:
+        self._write("rounding", round, pieces({"left": feedback.left}))
         self._write("state", round, pieces(agreed.tensors()))
 
     def describe(self, run: str, round: int) -> StateDescriptor:

@@ -90,7 +90,7 @@ class Meeting:
             self._reopen(held)
         else:
             self.agreed = first()
-            self.feedback = [ErrorFeedback(torch.zeros(size)) for size in terms.fragments.sizes]
+            self.feedback = ErrorFeedback(torch.zeros(terms.shapes.size))
             self.archive.write_state(0, self.agreed, self.feedback)
             self._save()
         self.publish(self.round, self.agreed)
@@ -108,7 +108,7 @@ class Meeting:
         self.about = wanted  # the meeting itself reads no data: the first site that may join says which
         member = self.members.join(name, greeting, self.round)
         self._save()
-        same = (greeting.round or 0) == self.round and greeting.digests == self.agreed.digests
+        same = (greeting.round or 0) == self.round and greeting.digest == self.agreed.digest
         return Welcome(round=self.round, same=same, accepted=member.accepted)
 
     def take(self, name: str) -> int:
@@ -149,20 +149,20 @@ class Meeting:
     # --- rounds ----------------------------------------------------------------------------------------------------
 
     def offer(self, name: str, round: int, digest: str, data: bytes, figures: Figures) -> None:
-        member, number = self.members[name], self.terms.fragment(self.round)
+        member = self.members[name]
         ended = self.outcomes.get(round)
         if ended is not None and name in {*ended.kept, *ended.left_out}:
             return  # it counted, and only the answer was lost
         if round != self.round or self.over:
             raise RoundClosedError(f"round {round} is over; round {self.round} is open")
-        if digest != self.agreed.digests[number]:
+        if digest != self.agreed.digest:
             raise RoundClosedError(f"the parameters of {name} differ from the others' before round {round}")
         if self.dealt and name not in self.dealt:
             raise RoundClosedError(f"the work of round {round} was shared before {name} came")
         if name in self.offers:
             return  # the first one stands: decoding more would keep the others waiting
         try:
-            change = Encoded.from_bytes(data, self.terms.kind, self.terms.fragments.sizes[number])
+            change = Encoded.from_bytes(data, self.terms.kind, self.terms.shapes.size)
         except CodecError as error:
             raise BadOfferError(f"the offer of {name} for round {round} is malformed: {error}") from error
         self.offers[name] = SiteOffer(change, len(data), change.norm(), figures)
@@ -206,17 +206,17 @@ class Meeting:
 
     def close(self) -> RoundOutcome:
         """Average what was offered, make the outer step, and open the next round."""
-        number, terms, missing = self.terms.fragment(self.round), self.terms, self.waiting_for()
+        terms, missing = self.terms, self.waiting_for()
         norms = {name: each.norm for name, each in self.offers.items()}
         own = 0.0
         if not self.norms:  # nothing else says what is usual
-            own = float(torch.linalg.vector_norm(self.agreed.parameters[number], dtype=torch.float64))
+            own = float(torch.linalg.vector_norm(self.agreed.parameters, dtype=torch.float64))
         left_out = refused(norms, self.norms, terms.outlier, own)
         kept = sorted(set(self.offers) - set(left_out))
         data = b""
         if kept:
-            average = self._average(kept, number)
-            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
+            average = self._average(kept)
+            self.agreed.step(average, lr=terms.lr, momentum=terms.momentum)
             data = average.to_bytes()
         outcome = RoundOutcome(
             round=self.round,
@@ -225,7 +225,7 @@ class Meeting:
             missing=missing,
             dealt=self.dealt,
             figures={name: each.figures for name, each in sorted(self.offers.items())},
-            digest=self.agreed.digests[number],
+            digest=self.agreed.digest,
         )
         self.members.lost_shares += len(set(self.dealt) - set(kept))
         self.archive.record(self._record_line(outcome, data))
@@ -260,7 +260,7 @@ class Meeting:
     def _gathered(self) -> bool:
         return bool(self.round or self.dealt) or len(self.members.named) >= self.terms.sites
 
-    def _average(self, kept: list[str], number: int) -> Encoded:
+    def _average(self, kept: list[str]) -> Encoded:
         weights = [self.terms.weight(self.round, name, self.dealt) for name in kept]
         shared = math.gcd(*weights) or 1  # equal weights change no bit
         weighted = [(weight // shared, self.offers[name].change) for weight, name in zip(weights, kept, strict=True)]
@@ -272,7 +272,7 @@ class Meeting:
                 total += weight * change.get(part).double()
             return total / whole
 
-        return self.feedback[number].encode(mean, self.terms.kind)
+        return self.feedback.encode(mean, self.terms.kind)
 
     def _advance(self, outcome: RoundOutcome) -> None:
         for name, why in outcome.left_out.items():
@@ -297,7 +297,6 @@ class Meeting:
         """The round's line of the record."""
         return {
             **outcome.model_dump(),
-            "fragment": self.terms.fragment(outcome.round),
             "norms": {name: each.norm for name, each in sorted(self.offers.items())},
             "bytes_in": {name: each.size_bytes for name, each in sorted(self.offers.items())},
             "bytes_out_each": len(data),
@@ -325,7 +324,7 @@ class Meeting:
         self.round, self.norms, self.dealt = held["round"], held["norms"], held.get("dealt", [])
         self.members.restore(held)
         self.outcomes = {each["round"]: RoundOutcome.model_validate(each) for each in held["outcomes"]}
-        self.agreed, self.feedback = self.archive.state(self.round, self.terms.fragments)
+        self.agreed, self.feedback = self.archive.state(self.round, self.terms.shapes)
         self.archive.drop_records(self.round)
         log.info("the meeting goes on in round %d", self.round)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.diloco.agreed import Fragments
+from shoal.diloco.agreed import Shapes
 from shoal.diloco.codec import Kind
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
@@ -31,7 +31,7 @@ Size = Annotated[int, Field(ge=0, le=1 << 60)]
 class Terms:
     """How the sites of one run meet; equal at all of them."""
 
-    fragments: Fragments
+    shapes: Shapes
     rounds: int  # of the whole run
     kind: Kind = "fp16"
     lr: float = 0.7
@@ -45,10 +45,6 @@ class Terms:
     def weight(self, round: int, name: str, dealt: Sequence[str]) -> int:
         """How much a site's pseudo-gradient counts: the items that it was dealt, by the meeting's own rule (`dealt_to`)."""
         return len(dealt_to(name, dealt, self.items(round))) if self.items and dealt else 1
-
-    def fragment(self, round: int) -> int:
-        """The fragment that this round is about."""
-        return round % len(self.fragments)
 
 
 def dealt_to(name: str, dealt: Sequence[str], items: int) -> range:
@@ -65,7 +61,7 @@ class Greeting(SiteMessage):
 
     about: dict[Annotated[str, Field(max_length=64)], Words] = Field(max_length=64)  # what must be equal at all sites
     round: Annotated[int, Field(ge=0)] | None  # the next one by its checkpoint; None: it has none
-    digests: list[Digest] = Field(max_length=1024)  # of its copy of the agreed parameters, by fragment
+    digest: Digest  # of its copy of the agreed parameters
 
 
 class Welcome(SiteMessage):
@@ -97,7 +93,7 @@ class RoundOutcome(SiteMessage):
     missing: list[str]
     dealt: list[str] = []  # the sites that shared the round's work, if it was shared
     figures: dict[str, Figures] = {}  # of each site that offered
-    digest: Digest  # of the fragment's agreed parameters afterwards
+    digest: Digest  # of the agreed parameters afterwards
 
 
 class RoundProgress(SiteMessage):
@@ -150,7 +146,7 @@ class MeetingError(Refusal):
 
 
 class RoundClosedError(MeetingError):
-    """The offer is for a round that is over, or starts from other parameters: fetch the state and go on from there."""
+    """The round is over, or this site holds other parameters than the others: fetch the state and go on from there."""
 
     status = 409
 
@@ -165,8 +161,8 @@ class BadOfferError(MeetingError):
     status = 422
 
 
-class Roster(Protocol):
-    """Who takes part, and who reads which part of the data."""
+class MeetingLink(Protocol):
+    """A site's way to the meeting: over HTTP it is `remote.Remote`. All raise MeetingError."""
 
     def join(self, greeting: Greeting) -> Welcome: ...
 
@@ -175,30 +171,22 @@ class Roster(Protocol):
         ...
 
     def deal(self, round: int) -> list[str]:
-        """The sites that share the work of a round, in order; empty: not settled yet. Raise ClosedError."""
+        """The sites that share the work of a round, in order; empty: not settled yet. Raise RoundClosedError."""
         ...
 
-    def leave(self) -> None: ...
-
-
-class Exchange(Protocol):
-    """How vectors and state travel: the engine's whole interface."""
-
     def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
-        """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raise ClosedError."""
+        """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raise RoundClosedError."""
         ...
 
     def outcome(self, round: int) -> tuple[RoundOutcome, bytes] | list[str]:
-        """How it ended and the average, or the sites that are still waited for. Raise ForgottenError, ClosedError."""
+        """How it ended and the average, or the sites that are still waited for. Raise ForgottenError, RoundClosedError."""
         ...
 
     def state(self, why: str) -> tuple[int, bytes]:
         """The open round and what is agreed before it, verified."""
         ...
 
-
-class MeetingLink(Roster, Exchange, Protocol):
-    """A site's way to the meeting: over HTTP it is `remote.Remote`."""
+    def leave(self) -> None: ...
 
 
 FILES = {

@@ -1,4 +1,4 @@
-"""A site's side of a meeting over HTTP: `Roster` and `Exchange` by signed requests, repeated while the meeting is away.
+"""A site's side of a meeting over HTTP: `MeetingLink` by signed requests, repeated while the meeting is away.
 
 Invariant: it believes only answers that the meeting's key, which is in the invite, signed for its own request, and a state
 only if its bytes are those of a signed descriptor. It opens no port.
@@ -99,12 +99,10 @@ class Remote:
             progress = self.node.get(f"/v1/rounds/{round}", RoundProgress)
             if progress.outcome is None:
                 return progress.waiting_for
-            size = self.terms.fragments.sizes[self.terms.fragment(round)]
-            most = most_bytes(self.terms.kind, size)
-            kept = progress.outcome.kept
-            return progress.outcome, self.node.get_bytes(
-                f"/v1/rounds/{round}/average", most_bytes=most
-            ) if kept else b""
+            if not progress.outcome.kept:
+                return progress.outcome, b""
+            most = most_bytes(self.terms.kind, self.terms.shapes.size)
+            return progress.outcome, self.node.get_bytes(f"/v1/rounds/{round}/average", most_bytes=most)
         except RefusedError as error:
             raise _meant(error) from error
 

@@ -94,7 +94,7 @@ class MeetingServer:
         self.meeting, self.identity = meeting, identity
         self.keys_path = meeting.folder / "keys.json"
         self.names: dict[str, str] = json.loads(self.keys_path.read_text()) if self.keys_path.exists() else {}
-        self.largest = max(most_bytes(meeting.terms.kind, size) for size in meeting.terms.fragments.sizes)
+        self.largest = most_bytes(meeting.terms.kind, meeting.terms.shapes.size)
         self.front = Front(untaken=Untaken(member_bytes=2 * self.largest + MEMBER_UNTAKEN))
         self.admission = Admission(meeting.run, RecentNonces(), self._role, time.time, Pace())
         self.lock = asyncio.Lock()

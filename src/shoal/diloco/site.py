@@ -1,27 +1,36 @@
-"""One site's side of the outer steps: its copy of what is agreed, what it offers, and what it does with the outcome.
+"""One site's side of the outer steps: its copy of what is agreed, what it gives in a round, what it does with the outcome.
 
-    site = Site(terms, agreed)
-    digest, data = site.offer(tensors)            after the inner steps of a round
-    outcome, data = meet(exchange, ...)           gives the offer, waits for the round's end
-    site.apply(tensors, outcome, data)            the same outer step as everywhere; checks that the digest is the same
+    Site           state alone: `offer` after the inner steps, `apply` with the outcome, `adopt` to take over the meeting's
+    Participant    a site and its link: joins, exchanges once a round, heals
 
+A site heals by taking over the meeting's state: when it is new, was late, or holds other bits.
 Invariant: after `apply` or `adopt` the copy of what is agreed is the meeting's, bit for bit, or an error says so.
 """
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shoal.diloco.agreed import Agreed, mix, pseudo_gradient
+from shoal.diloco.agreed import Agreed, pseudo_gradient
 from shoal.diloco.codec import Encoded, ErrorFeedback
-from shoal.diloco.messages import SILENT, Exchange, Figures, ForgottenError, RoundOutcome, Terms
+from shoal.diloco.messages import (
+    Figures,
+    ForgottenError,
+    Greeting,
+    MeetingLink,
+    RoundClosedError,
+    RoundOutcome,
+    Terms,
+    Welcome,
+)
 from shoal.errors import ShoalError
+from shoal.protocol.calling import StoppedError
 
-
-class DifferentError(ShoalError):
-    """This site's copy differs from what the others agree on."""
+log = logging.getLogger(__name__)
 
 
 class SilenceError(ShoalError):
@@ -32,95 +41,121 @@ class SilenceError(ShoalError):
 
 class Site:
     def __init__(self, name: str, terms: Terms, agreed: Agreed, round: int = 0) -> None:
-        self.name = name
-        self.terms = terms
-        self.agreed = agreed
-        self.round = round
-        self.offered: int | None = None  # the round of an offer whose outcome was not applied
-        self.feedback = [ErrorFeedback(torch.zeros(size)) for size in terms.fragments.sizes]
+        self.name, self.terms, self.agreed, self.round = name, terms, agreed, round
+        self.offered = False  # an offer whose outcome was not applied
+        self.feedback = ErrorFeedback(torch.zeros(terms.shapes.size))
 
     def offer(self, tensors: Mapping[str, Tensor]) -> tuple[str, bytes]:
-        """The digest of the parameters this round started from, and the encoded way from them to `tensors`."""
-        number = self.terms.fragment(self.round)
-        agreed, local = self.agreed.parameters[number], self.terms.fragments.gather(tensors, number)
+        """Return the digest of the parameters this round started from, and the encoded way from them to `tensors`."""
+        agreed, local = self.agreed.parameters, self.terms.shapes.gather(tensors)
+        self.offered = True
+        encoded = self.feedback.encode(lambda part: pseudo_gradient(agreed[part], local[part]), self.terms.kind)
+        return self.agreed.digest, encoded.to_bytes()
 
-        def change(part: slice) -> Tensor:
-            return pseudo_gradient(agreed[part], local[part])
-
-        self.offered = self.round
-        return self.agreed.digests[number], self.feedback[number].encode(change, self.terms.kind).to_bytes()
-
-    def apply(self, tensors: Mapping[str, Tensor], outcome: RoundOutcome, data: bytes, keep: float = 0.0) -> None:
-        """Make the round's outer step and go on from there. Raise DifferentError if the result is not the meeting's.
-
-        `keep` is the share of this site's own parameters in what it goes on with.
-        """
-        number = self.terms.fragment(outcome.round)
+    def apply(self, tensors: Mapping[str, Tensor], outcome: RoundOutcome, data: bytes) -> None:
+        """Make the round's outer step and go on from there. Raise RoundClosedError if the result is not the meeting's."""
         terms = self.terms
         if outcome.kept:
-            average = Encoded.from_bytes(data, terms.kind, terms.fragments.sizes[number])
-            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
-        if self.agreed.digests[number] != outcome.digest:
-            raise DifferentError(f"fragment {number} differs from the others' after round {outcome.round}")
-        agreed = self.agreed.parameters[number]
-        mixed = mix(terms.fragments.gather(tensors, number), agreed, keep) if keep else agreed
-        terms.fragments.scatter_(tensors, number, mixed)
+            average = Encoded.from_bytes(data, terms.kind, terms.shapes.size)
+            self.agreed.step(average, lr=terms.lr, momentum=terms.momentum)
+        if self.agreed.digest != outcome.digest:
+            raise RoundClosedError(f"this site differs from the others after round {outcome.round}")
+        terms.shapes.scatter_(tensors, self.agreed.parameters)
         if self.name not in outcome.kept:
-            self.forget([outcome.round])
-        self.offered, self.round = None, outcome.round + 1
+            self.forget()
+        self.offered, self.round = False, outcome.round + 1
 
-    def forget(self, rounds: Iterable[int]) -> None:
-        """Drop what rounding left of offers for these rounds. What offers of other fragments left is still owed."""
-        for number in {self.terms.fragment(round) for round in rounds}:
-            self.feedback[number].left.zero_()
-
-    def settle(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set all parameters to what is agreed: those too whose fragment had no part in the last round."""
-        for number, values in enumerate(self.agreed.parameters):
-            self.terms.fragments.scatter_(tensors, number, values)
+    def forget(self) -> None:
+        """Drop what rounding left of an offer that did not count."""
+        self.feedback.left.zero_()
 
     def adopt(self, tensors: Mapping[str, Tensor], round: int, data: bytes) -> None:
         """Take over the meeting's state as it is before `round`."""
-        self.agreed = Agreed.from_bytes(data, self.terms.fragments)
-        self.settle(tensors)
-        if self.offered is not None:  # nobody told whether it counted
-            self.forget([self.offered])
-        self.offered, self.round = None, round
+        self.agreed = Agreed.from_bytes(data, self.terms.shapes)
+        self.terms.shapes.scatter_(tensors, self.agreed.parameters)
+        if self.offered:  # nobody told whether it counted
+            self.forget()
+        self.offered, self.round = False, round
+
+
+@dataclass
+class Spent:
+    """What a site says of itself with each offer: seconds and bytes since it started (`Figures`)."""
+
+    loss: float | None = None  # of its last inner step
+    computed_s: float = 0.0
+    waited_s: float = 0.0  # for data
+    synced_s: float = 0.0  # for other sites
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Participant:
+    def __init__(
+        self, name: str, terms: Terms, link: MeetingLink, tensors: Mapping[str, Tensor], *, give_up_s: float
+    ) -> None:
+        self.link, self.give_up_s, self.spent = link, give_up_s, Spent()
+        self.site = Site(name, terms, Agreed.of(tensors, terms.shapes))
+
+    def join(self, about: dict[str, str], *, placed: bool = True) -> Welcome:
+        """`placed`: this site knows where it was in the data. Raise MeetingError."""
+        round = self.site.round if placed else None
+        return self.link.join(Greeting(about=about, round=round, digest=self.site.agreed.digest))
+
+    def heal(self, tensors: Mapping[str, Tensor], why: str) -> int:
+        """Take over what is agreed. Return the open round."""
+        round, data = self.link.state(why[:400])
+        self.spent.received_bytes += len(data)
+        self.site.adopt(tensors, round, data)
+        return round
+
+    def exchange(self, tensors: Mapping[str, Tensor], stopped: Callable[[], bool] = lambda: False) -> RoundOutcome:
+        """Give what was learned in this round, and set `tensors` to what all agree on after it.
+
+        Raise RoundClosedError if this site has to `heal`, SilenceError after `give_up_s`, StoppedError.
+        """
+        digest, data = self.site.offer(tensors)
+        self.spent.sent_bytes += len(data)
+        started_s = time.monotonic()
+        try:
+            figures = Figures(**vars(self.spent))
+            outcome, average = meet(self.link, self.site.round, digest, data, figures, self.give_up_s, stopped)
+        finally:
+            self.spent.synced_s += time.monotonic() - started_s
+        self.spent.received_bytes += len(average)
+        self.site.apply(tensors, outcome, average)
+        if why := outcome.left_out.get(self.site.name):
+            log.warning("left out of round %d: %s; its moments are dropped", outcome.round, why)
+        return outcome
 
 
 def meet(
-    exchange: Exchange,
+    link: MeetingLink,
     round: int,
     digest: str,
     data: bytes,
-    figures: Figures = SILENT,
-    *,
+    figures: Figures,
     give_up_s: float,
-    pause_s: float = 0.0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[RoundOutcome, bytes]:
     """Give an offer and wait until its round is over; give it again to a meeting that was restarted.
 
-    Raise ClosedError if the round is over already, SilenceError after `give_up_s` or when `stopped`.
+    Raise RoundClosedError if the round is over already, SilenceError after `give_up_s`, StoppedError when `stopped`.
     """
     deadline_s = time.monotonic() + give_up_s
-    exchange.offer(round, digest, data, figures)
+    link.offer(round, digest, data, figures)
     while True:
         try:
-            result = exchange.outcome(round)
+            result = link.outcome(round)
         except ForgottenError:
-            exchange.offer(round, digest, data, figures)
+            link.offer(round, digest, data, figures)
             continue
         if isinstance(result, tuple):
             return result
+        missing = ", ".join(result) or "more sites"
         if stopped():
-            raise SilenceError(f"stopped while round {round} waited for {_named(result)}")
+            raise StoppedError(f"stopped while round {round} waited for {missing}")
         if time.monotonic() > deadline_s:
             raise SilenceError(
-                f"round {round} waited {give_up_s:.0f} s for {_named(result)}: start more sites, or lower sites.quorum"
+                f"round {round} waited {give_up_s:.0f} s for {missing}: start more sites, or lower sites.quorum"
             )
-        time.sleep(pause_s)
-
-
-def _named(sites: list[str]) -> str:
-    return ", ".join(sites) or "more sites"

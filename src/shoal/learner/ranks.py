@@ -25,6 +25,7 @@ from shoal.errors import ShoalError
 from shoal.model import dtype
 from shoal.model.dtype import DtypeName
 from shoal.model.training import blocks, local, shard_rows
+from shoal.protocol.calling import StoppedError
 
 T = TypeVar("T")
 Found = TypeVar("Found")
@@ -224,16 +225,21 @@ def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:
 def from_leader(
     ranks: Ranks, read: Callable[[], Found], encode: Callable[[Found], bytes], decode: Callable[[bytes], Found]
 ) -> Found:
-    """What `read` returns on the leader, on every rank. If it raises a ShoalError there, the others raise LeaderError."""
+    """Return what `read` returns on the leader, on every rank.
+
+    If it raises a ShoalError there, the others raise LeaderError; if it was stopped, StoppedError like the leader.
+    """
     if not ranks.leads:
         message = ranks.broadcast(None)
+        if message[:1] == b".":
+            raise StoppedError(message[1:].decode())
         if message[:1] == b"!":
             raise LeaderError(f"rank 0 ended: {message[1:].decode()}")
         return decode(message[1:])
     try:
         result = read()
     except ShoalError as error:
-        ranks.broadcast(b"!" + str(error).encode())
+        ranks.broadcast((b"." if isinstance(error, StoppedError) else b"!") + str(error).encode())
         raise
     if ranks.size > 1:
         ranks.broadcast(b"=" + encode(result))

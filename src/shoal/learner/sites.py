@@ -12,8 +12,8 @@ Under torchrun a site has several ranks. Its leader alone talks to the meeting a
 for it in float32, and what it makes of them is spread again.
 Invariant: a site's masters are what all agree on whenever a step begins. What a site learned and could not give in time is
 dropped, with the reason in the log and in the meeting's `rounds.jsonl`. All ranks of a site make the same calls, and each
-learns whether the leader's call was LATE, failed or went well.
-DiLoCo: arXiv 2311.08105. Left out: publishing while sites go on, delayed results, fragments.
+learns whether the leader's call came too late, failed or went well.
+DiLoCo: arXiv 2311.08105. Left out: publishing while sites go on.
 """
 
 import json
@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,15 @@ from torch import Tensor
 
 from shoal.config import Config
 from shoal.config.sites import SitesSection
-from shoal.diloco.agreed import Agreed, Fragments
-from shoal.diloco.messages import Figures, Greeting, MeetingLink, RoundClosedError, RoundOutcome, Terms
-from shoal.diloco.site import DifferentError, SilenceError, Site, meet
-from shoal.errors import ShoalError
+from shoal.diloco.agreed import Agreed, Shapes
+from shoal.diloco.messages import MeetingLink, RoundClosedError, RoundOutcome, Terms
+from shoal.diloco.site import Participant, Spent
 from shoal.learner import report
 from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.groups import Fetched, Group, StepBatch, gathering, validators
 from shoal.learner.loop import Learner, drop_old_versions
 from shoal.learner.policy import Policy
+from shoal.learner.ranks import from_leader
 from shoal.model.load import WEIGHTS
 from shoal.protocol.calling import StoppedError
 from shoal.protocol.history import Status
@@ -49,113 +49,79 @@ from shoal.protocol.node import Node
 from shoal.shardcast.manifest import version_name
 
 POLL_S = 0.2
-LATE = (RoundClosedError, DifferentError)  # this site has to take over what the others agreed on
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Way:
-    """A site's way to the meeting, and its copy of what is agreed: the leader's alone."""
-
-    link: MeetingLink
-    site: Site
 
 
 class PolicySite:
     """A policy that is trained at one of several sites. Every rank of the site calls the same methods."""
 
-    def __init__(
-        self,
-        name: str,
-        policy: Policy,
-        terms: Terms,
-        link: MeetingLink | None,
-        *,
-        give_up_s: float,
-    ) -> None:
+    def __init__(self, name: str, policy: Policy, terms: Terms, link: MeetingLink | None, *, give_up_s: float) -> None:
         """`link`: None on ranks that do not lead."""
-        self.name, self.policy, self.terms, self.give_up_s = name, policy, terms, give_up_s
-        self.ranks = policy.ranks
+        self.name, self.policy, self.ranks = name, policy, policy.ranks
         masters = self._gathered()
-        self.way: Way | None = None
-        if link is not None:
-            self.way = Way(link, Site(name, terms, Agreed.of(masters, terms.fragments)))
-        self.computed_s = self.waited_s = self.synced_s = 0.0
-        self.sent_bytes = self.received_bytes = 0
+        self.leader = Participant(name, terms, link, masters, give_up_s=give_up_s) if link else None
+        self.spent = self.leader.spent if self.leader else Spent()
 
     def enter(self, about: dict[str, str], why: str) -> int:
         """Join, or join again, and take over what is agreed. Return the open round. Raise MeetingError."""
         self.policy.before_update()  # a checkpoint that is being written holds the masters
         masters = self._gathered()
 
-        def adopt(way: Way) -> int:
-            greeting = Greeting(about=about, round=way.site.round, digests=way.site.agreed.digests)
-            way.link.join(greeting)
-            round, data = way.link.state(why[:400])
-            self.received_bytes += len(data)
-            way.site.adopt(masters, round, data)
-            return round
+        def adopt(leader: Participant) -> int:
+            leader.join(about)
+            return leader.heal(masters, why)
 
         round: int = self.agree(adopt)
         self._spread(masters)
         return round
 
     def deal(self, stop: threading.Event) -> list[str]:
-        """The sites that share the open round, this one among them. Raise ClosedError if it came too late."""
+        """The sites that share the open round, this one among them. Raise RoundClosedError if it came too late."""
         started_s = time.monotonic()
 
-        def ask(way: Way) -> list[str]:
+        def ask(leader: Participant) -> list[str]:
             while not stop.is_set():
-                dealt = way.link.deal(way.site.round)
+                dealt = leader.link.deal(leader.site.round)
                 if self.name in dealt:
                     return dealt
                 stop.wait(POLL_S)  # not all are here yet; or the round was dealt before this site came, and will end
-            raise StoppedError(f"stopped before round {way.site.round} was dealt")
+            raise StoppedError(f"stopped before round {leader.site.round} was dealt")
 
         try:
             dealt: list[str] = self.agree(ask)
         finally:
-            self.synced_s += time.monotonic() - started_s
+            self.spent.synced_s += time.monotonic() - started_s
         return dealt
 
     def meet(self, loss: float | None, stop: threading.Event) -> RoundOutcome:
-        """Give what was learned and take what all agreed. Raise ClosedError, DifferentError: `enter` again."""
+        """Give what was learned and take what all agreed. Raise RoundClosedError: `enter` again."""
         self.policy.before_update()
-        masters = self._gathered()
-
-        def exchange(way: Way) -> Any:
-            outcome, average = self._exchange(way, masters, loss, stop)
-            way.site.apply(masters, outcome, average)
-            return outcome.model_dump(mode="json")
-
-        outcome = RoundOutcome.model_validate(self.agree(exchange))
+        masters, self.spent.loss = self._gathered(), loss
+        told = self.agree(lambda leader: leader.exchange(masters, stop.is_set).model_dump(mode="json"))
+        outcome = RoundOutcome.model_validate(told)
         self._spread(masters)
-        if why := outcome.left_out.get(self.name):
-            log.warning("left out of round %d: %s; its moments are dropped", outcome.round, why)
+        if self.name in outcome.left_out:
             self.policy.optimizer.state.clear()
         return outcome
 
     def leave(self) -> None:
-        if self.way is not None:
-            self.way.link.leave()
+        if self.leader is not None:
+            self.leader.link.leave()
 
-    def agree(self, ask: Callable[[Way], Any]) -> Any:
-        """What the leader's `ask` returns, JSON, on every rank. If it raises LATE, so do all; else the others stop."""
-        if self.way is None:
-            received = json.loads(self.ranks.broadcast(None))
-            if "late" in received:
-                raise RoundClosedError(received["late"])
-            if "failed" in received:
-                raise StoppedError(received["failed"])
-            return received["result"]
-        try:
-            result = ask(self.way)
-        except ShoalError as error:
-            self.ranks.broadcast(json.dumps({"late" if isinstance(error, LATE) else "failed": str(error)}).encode())
-            raise
-        self.ranks.broadcast(json.dumps({"result": result}).encode())
-        return result
+    def agree(self, ask: Callable[[Participant], Any]) -> Any:
+        """What the leader's `ask` returns, JSON, on every rank. If it raises RoundClosedError, so do all."""
+
+        def read() -> dict[str, Any]:
+            assert self.leader is not None
+            try:
+                return {"result": ask(self.leader)}
+            except RoundClosedError as error:
+                return {"late": str(error)}
+
+        told = from_leader(self.ranks, read, lambda told: json.dumps(told).encode(), json.loads)
+        if "late" in told:
+            raise RoundClosedError(told["late"])
+        return told["result"]
 
     def _gathered(self) -> dict[str, Tensor]:
         """The masters: live where there is one rank; else whole copies on the leader's CPU, none on other ranks."""
@@ -170,39 +136,6 @@ class PolicySite:
             for name, master in self.policy.masters.items():
                 self.ranks.spread_(master, masters.get(name))
         self.policy.round()
-
-    def _exchange(
-        self, way: Way, masters: Mapping[str, Tensor], loss: float | None, stop: threading.Event
-    ) -> tuple[RoundOutcome, bytes]:
-        digest, data = way.site.offer(masters)
-        self.sent_bytes += len(data)
-        figures = Figures(
-            loss=loss,
-            computed_s=self.computed_s,
-            waited_s=self.waited_s,
-            synced_s=self.synced_s,
-            sent_bytes=self.sent_bytes,
-            received_bytes=self.received_bytes,
-        )
-        started_s = time.monotonic()
-        try:
-            outcome, average = meet(
-                way.link,
-                way.site.round,
-                digest,
-                data,
-                figures,
-                give_up_s=self.give_up_s,
-                stopped=stop.is_set,
-            )
-        except SilenceError as error:
-            if stop.is_set():
-                raise StoppedError(str(error)) from error
-            raise
-        finally:
-            self.synced_s += time.monotonic() - started_s
-        self.received_bytes += len(average)
-        return outcome, average
 
 
 class SiteLearner(Learner):
@@ -228,18 +161,18 @@ class SiteLearner(Learner):
         try:
             self.take_over(progress, "it comes back" if progress.step else "it joins")
             while progress.step < self.config.run.steps:
-                synced_s = self.place.synced_s
+                synced_s = self.place.spent.synced_s
                 batch = self.incoming.wait(progress.step, stop)
                 if batch is None:
                     return "stopped"
                 started_s, waiting_s = time.monotonic(), batch.waited_s
-                self.place.waited_s += waiting_s
+                self.place.spent.waited_s += waiting_s
                 try:
                     figures = self.train_share(progress, batch, stop)
                     if self.node:
                         self.node.doing(f"the sites of step {progress.step}", waiting=True)
                     outcome = self.place.meet(figures.get("loss"), stop)
-                except LATE as error:
+                except RoundClosedError as error:
                     self.take_over(progress, str(error))
                     continue
                 before = progress.version_digest
@@ -247,7 +180,7 @@ class SiteLearner(Learner):
                 progress.advance(group.submission for group in counted.groups)
                 figures |= self.publish(progress) | site_metrics(outcome)
                 self.checkpoint(progress)
-                synced_s = self.place.synced_s - synced_s
+                synced_s = self.place.spent.synced_s - synced_s
                 busy_s = time.monotonic() - started_s - synced_s
                 self.report(progress, before, counted, figures, busy_s, waiting_s + synced_s)
             self.leave_model(progress)
@@ -264,29 +197,29 @@ class SiteLearner(Learner):
         self.report_again(progress)
 
     def train_share(self, progress: LearnerProgress, batch: StepBatch, stop: threading.Event) -> dict[str, float]:
-        """The step's updates on this site's share of the batch. Return the metrics of training. Raise ClosedError."""
+        """The step's updates on this site's share of the batch. Return the metrics of training. Raise RoundClosedError."""
         sites = self.place.deal(stop)
 
-        def pick(way: Way) -> list[int]:
+        def pick(_: Participant) -> list[int]:
             owner = shares(batch.members, sites)
             return [i for i, group in enumerate(batch.fetched.groups) if owner[_id(group)] == self.place.name]
 
         groups = [batch.groups[i] for i in self.place.agree(pick)]
         started_s, self.sharing = time.monotonic(), len(sites)
         result = self.compute(progress, groups, replace(batch.fetched, groups=[]))
-        self.place.computed_s += time.monotonic() - started_s
+        self.place.spent.computed_s += time.monotonic() - started_s
         return result
 
     def report_again(self, progress: LearnerProgress) -> None:
         """Report the last step if nobody has: all sites that trained it may have died right after it."""
         step = progress.step - 1
-        if self.node is None or self.place.way is None:
+        if self.node is None or self.place.leader is None:
             return
         before = self.versions / version_name(max(0, step)) / WEIGHTS
         if step < 0 or not before.exists() or self.node.get("/v1/status", Status).trained > step:
             return
         batch = self.node.get(f"/v1/batches/{step}", Batch)
-        ended = self.place.way.link.outcome(step)
+        ended = self.place.leader.link.outcome(step)
         assert isinstance(ended, tuple)  # the round is over
         fetched = gathering(self.node, self.config, self.folder / "quarantine").gather(batch, validators(self.node))
         counted = counting(batch.groups, fetched, ended[0])
@@ -307,16 +240,15 @@ class SiteLearner(Learner):
 class Publisher:
     """Writes what the sites agree on as policy versions, for the origin. The meeting calls it after every round."""
 
-    def __init__(self, policy: Policy, fragments: Fragments, versions: Path, keep: int) -> None:
-        self.policy, self.fragments, self.versions, self.keep = policy, fragments, versions, keep
+    def __init__(self, policy: Policy, shapes: Shapes, versions: Path, keep: int) -> None:
+        self.policy, self.shapes, self.versions, self.keep = policy, shapes, versions, keep
 
     def __call__(self, round: int, agreed: Agreed) -> None:
         """Version `round` is the state before that round. One that was published stays as it is."""
         final = self.versions / version_name(round)
         if final.exists():
             return
-        for number, values in enumerate(agreed.parameters):
-            self.fragments.scatter_(self.policy.masters, number, values)
+        self.shapes.scatter_(self.policy.masters, agreed.parameters)
         self.policy.round()
         self.policy.write(final)
         log.info("version %d is written to %s", round, final)
@@ -352,8 +284,7 @@ def site_metrics(outcome: RoundOutcome) -> dict[str, float]:
 def learner_terms(config: Config, policy: Policy) -> Terms:
     """Return how the sites meet. A round deals the groups of a batch."""
     groups = config.coordinator.prompts_per_step
-    shapes = {name: tuple(master.shape) for name, master in policy.masters.items()}
-    return Terms(Fragments(shapes), rounds=config.run.steps, items=lambda _: groups, **config.sites.terms)
+    return Terms(Shapes.of(policy.masters), rounds=config.run.steps, items=lambda _: groups, **config.sites.terms)
 
 
 def _id(group: Group) -> tuple[str, int]:

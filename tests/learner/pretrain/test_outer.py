@@ -1,4 +1,4 @@
-"""A trainer among several sites, in one process: when rounds are due, delayed results, healing, and places in the data."""
+"""A trainer among several sites, in one process: when rounds are due, healing, and places in the data."""
 
 import json
 import threading
@@ -14,8 +14,7 @@ from torch import Tensor
 from shoal.config import ConfigError, load, parse
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.meeting import Meeting
-from shoal.learner.pretrain.outer import Outer, terms_of
-from shoal.learner.pretrain.trainer import CheckpointError, Pretraining, Saved, read, write
+from shoal.learner.pretrain.trainer import CheckpointError, OuterSteps, Pretraining, Saved, read, terms_of, write
 from tests.diloco.direct import Direct
 
 LOCK = threading.Lock()
@@ -51,18 +50,26 @@ class Trainee:
     def __init__(self, name: str, meeting: Meeting, settings: Any, folder: Path) -> None:
         self.name, self.folder, self.tensors = name, folder / name, tensors()
         self.folder.mkdir(exist_ok=True)
-        link = Shared(meeting, name)
         terms = terms_of(settings, self.tensors)
-        self.outer = Outer(name, settings.sites, terms, link, self.tensors, self.folder, lambda: False)
-        self.resets, self.rounds, self.digests = 0, 0, []  # type: ignore[var-annotated]
+        self.outer = OuterSteps(
+            name, settings.sites, terms, Shared(meeting, name), self.tensors, self.folder, lambda: False
+        )
+        self.resets, self.records, self.place = 0, [], None  # type: ignore[var-annotated]
+        self.trainer: Any = SimpleNamespace(  # what of a `Pretraining` a round needs
+            net=SimpleNamespace(pull=lambda: None, push=lambda: None, reset=self._reset),
+            record=lambda **figures: self.records.append(figures),
+            computed_s=0.0,
+            started_s=0.0,
+            _place=lambda: self.place,
+        )
 
     def begin(self) -> int:
         found = read(self.folder)
         progress = found or Saved()
         for name, tensor in self.tensors.items() if found else ():
             tensor.copy_(progress.tensors[f"model.{name}"])
-        progress = self.outer.begin(ABOUT, progress, resumed=found is not None)
-        self.place = progress.place
+        progress = self.outer.begin(ABOUT, progress)
+        self.place = progress.place  # type: ignore[assignment]
         return progress.step
 
     def train(self, step: int, until: int, *, spoil_at: int | None = None) -> int:
@@ -73,15 +80,20 @@ class Trainee:
             step += 1
             if step == spoil_at:
                 self.tensors["embed"][0, 0] = float("nan")
-            self.place = {"share": step, "document": 0, "token": 0}
-            step, outcome = self.outer.after(step, self.place, self._reset)
-            if outcome:
-                self.digests.append(outcome.digest)
+            self.place = {"share": step, "document": 0, "token": 0}  # type: ignore[assignment]
+            if step == self.outer.due:
+                self.trainer.step = step
+                Pretraining.meet(self.trainer, self.outer)
+                step = self.trainer.step
         return step
 
     def keep(self, step: int) -> None:
         held = {f"model.{name}": tensor for name, tensor in self.tensors.items()} | self.outer.state()
         write(self.folder, Saved(step=step, place=self.place, round=self.outer.site.round, tensors=held))
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        return tuple(each["digest"] for each in self.records)
 
     def _reset(self) -> None:
         self.resets += 1
@@ -89,31 +101,29 @@ class Trainee:
 
 def meeting_of(folder: Path, settings: Any) -> Meeting:
     terms = terms_of(settings, tensors())
-    return Meeting(folder / "meet", terms, ABOUT, "run", lambda: Agreed.of(tensors(), terms.fragments))
+    return Meeting(folder / "meet", terms, ABOUT, "run", lambda: Agreed.of(tensors(), terms.shapes))
 
 
-def all_train(trainees: list[Trainee], until: int = 24, **options: Any) -> None:
-    threads = [
-        threading.Thread(target=lambda each=each: each.train(each.begin(), until, **options)) for each in trainees
-    ]
+def all_train(trainees: list[Trainee], until: int = 24, spoil: dict[str, int] | None = None) -> None:
+    def run(each: Trainee) -> None:
+        each.train(each.begin(), until, spoil_at=(spoil or {}).get(each.name))
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in trainees]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
 
 
-@pytest.mark.parametrize(
-    "sites", [{}, {"fragments": 2}, {"fragments": 2, "delay": 1, "keep": 0.5}, {"delay": 3, "kind": "int4"}]
-)
+@pytest.mark.parametrize("sites", [{}, {"kind": "int4"}])
 def test_every_site_lands_on_the_same_parameters_in_every_round(sites: dict[str, Any], tmp_path: Path) -> None:
     settings = config(sites=3, **sites)
     meeting = meeting_of(tmp_path, settings)
     trainees = [Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "abc"]
     all_train(trainees)
-    assert meeting.over and meeting.round == 6 * settings.sites.fragments
-    assert {tuple(each.digests) for each in trainees} == {tuple(trainees[0].digests)}
-    assert len(trainees[0].digests) == meeting.round
-    for each in trainees[1:]:  # all end with what is agreed, whichever fragment came last
+    assert meeting.over and meeting.round == 6 == len(trainees[0].digests)
+    assert {each.digests for each in trainees} == {trainees[0].digests}
+    for each in trainees[1:]:
         assert all(torch.equal(trainees[0].tensors[name], each.tensors[name]) for name in SHAPES)
 
 
@@ -121,16 +131,9 @@ def test_a_site_whose_parameters_broke_goes_on_with_new_moments(tmp_path: Path) 
     settings = config(sites=3)
     meeting = meeting_of(tmp_path, settings)
     trainees = [Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "abc"]
-    threads = [
-        threading.Thread(target=lambda e=each, at=at: e.train(e.begin(), 24, spoil_at=at))
-        for each, at in zip(trainees, (None, None, 7), strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    all_train(trainees, spoil={"site-c": 7})
     assert [each.resets for each in trainees] == [0, 0, 1]
-    assert {tuple(each.digests) for each in trainees} == {tuple(trainees[0].digests)}
+    assert {each.digests for each in trainees} == {trainees[0].digests}
     assert meeting.outcomes[5].kept == ["site-a", "site-b", "site-c"]
 
 
@@ -144,7 +147,7 @@ def test_a_killed_site_comes_back_where_its_last_accepted_offer_ended(tmp_path: 
     again = Trainee("site-a", meeting, settings, tmp_path)
     assert again.begin() == 8  # at the start of round 2
     assert again.place == {"share": 8, "document": 0, "token": 0}  # what round 1 was trained on is not trained again
-    assert again.outer.site.agreed.digests == meeting.agreed.digests
+    assert again.outer.site.agreed.digest == meeting.agreed.digest
     again.train(8, 24)
     assert meeting.over
 
@@ -163,55 +166,35 @@ def test_a_site_that_returns_in_the_same_round_goes_on_exactly(tmp_path: Path) -
             step = trainee.begin()
             assert step == 6 and trainee.place == {"share": 6, "document": 0, "token": 0}
         trainee.train(step, 24)
-        results.append(meeting.agreed.digests)
+        results.append(meeting.agreed.digest)
     assert results[0] == results[1]
 
 
 def test_a_site_that_returns_from_an_older_checkpoint_owes_nothing_for_the_offers_after_it(tmp_path: Path) -> None:
-    settings = config(sites=1, fragments=2, kind="int4")
+    settings = config(sites=1, kind="int4")
     meeting = meeting_of(tmp_path, settings)
     first = Trainee("site-a", meeting, settings, tmp_path)
     assert first.train(first.begin(), 5) == 5
-    first.keep(5)  # after two rounds
-    owed = [feedback.left.clone() for feedback in first.outer.site.feedback]
-    first.train(5, 6)  # an offer of the first fragment is accepted, then it is killed
+    first.keep(5)  # after one round
+    assert first.outer.site.feedback.left.any()
+    first.train(5, 8)  # another offer is accepted, then it is killed
     again = Trainee("site-a", meeting, settings, tmp_path)
-    assert again.begin() == 6
-    first_left, second_left = (feedback.left for feedback in again.outer.site.feedback)
-    assert owed[0].any() and not first_left.any()
-    assert torch.equal(second_left, owed[1])
+    assert again.begin() == 8
+    assert not again.outer.site.feedback.left.any()
 
 
-def test_a_site_that_slept_through_a_round_is_healed_and_said_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_site_that_slept_through_rounds_is_healed_and_records_it(rounds: int, tmp_path: Path) -> None:
     settings = config(sites=2, wait_s=0.01)
     meeting = meeting_of(tmp_path, settings)
     a, b = (Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "ab")
     a.begin()
     b.begin()
-    a.train(0, 12)  # b sleeps for three rounds
-    assert b.train(0, 4) == 12
+    a.train(0, 4 * rounds)
+    assert b.train(0, 4) == 4 * rounds
     assert list(meeting.healed) == ["site-b"] and "round 0 is over" in meeting.healed["site-b"]
-    assert b.outer.site.agreed.digests == a.outer.site.agreed.digests
-
-
-def test_a_site_that_missed_one_round_records_that_it_was_healed(tmp_path: Path) -> None:
-    settings = config(sites=2, wait_s=0.01)
-    meeting = meeting_of(tmp_path, settings)
-    a, b = (Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "ab")
-    a.begin()
-    b.begin()
-    a.train(0, 4)
-    recorded: list[int] = []
-    trainer = SimpleNamespace(
-        step=4,
-        net=SimpleNamespace(pull=lambda: None, push=lambda: None, reset=lambda: None),
-        record=lambda **figures: recorded.append(figures["round"]),
-        computed_s=0.0,
-        started_s=0.0,
-        _place=lambda: None,
-    )
-    Pretraining.meet(trainer, b.outer)  # type: ignore[arg-type]
-    assert trainer.step == 4 and recorded == [1] and list(meeting.healed) == ["site-b"]
+    assert b.outer.site.agreed.digest == a.outer.site.agreed.digest
+    assert [(each["round"], each["quorum"]) for each in b.records] == [(rounds, None)]
 
 
 def test_a_sites_checkpoint_with_one_flipped_bit_is_refused(tmp_path: Path) -> None:
@@ -243,14 +226,6 @@ def test_steps_that_would_reach_nobody_are_refused() -> None:
         terms_of(config(inner_steps=5), tensors())
 
 
-@pytest.mark.parametrize(
-    ("sites", "words"),
-    [
-        ({"fragments": 3}, "must be a multiple"),
-        ({"delay": 4}, "must be below"),
-        ({"quorum": 3}, "exceeds sites.sites"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(sites: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        config(**sites)
+def test_a_quorum_of_more_sites_than_there_are_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"exceeds sites\.sites"):
+        config(quorum=3)

@@ -22,7 +22,7 @@ from shoal.diloco.agreed import Agreed
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Greeting, Welcome
 from shoal.learner.pretrain.net import Net
-from shoal.learner.pretrain.outer import Outer, terms_of
+from shoal.learner.pretrain.trainer import OuterSteps, terms_of
 from shoal.learner.ranks import Ranks
 from shoal.model.load import plain_model
 from tests.diloco.direct import Direct
@@ -109,7 +109,7 @@ def test_what_a_meeting_agrees_on_reaches_every_rank(
     assert main([*command(config, tmp_path / "one", *rounds), "--join", "invite"]) == DONE
     assert two(config, tmp_path / "two", *rounds, join=True) == [DONE, DONE]
     check_close(checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two"))
-    agreed = [[each["digests"] for each in figures(tmp_path / name) if "digests" in each] for name in ("one", "two")]
+    agreed = [[each["digest"] for each in figures(tmp_path / name) if "digest" in each] for name in ("one", "two")]
     assert len(agreed[0]) == STEPS
     assert len(agreed[1]) == STEPS
 
@@ -122,10 +122,10 @@ class Alone(Direct):
         return super().join(greeting)
 
 
-def alone_in_a_meeting(config: Config, net: Net, out: Path, invite: None, stop: Any) -> Outer:
+def alone_in_a_meeting(config: Config, net: Net, out: Path, invite: None, stop: Any) -> OuterSteps:
     terms = terms_of(config, net.tensors)
-    link = Alone(Meeting(out / "meet", terms, {}, "run", lambda: Agreed.of(net.tensors, terms.fragments)), "site-0")
-    return Outer("site-0", config.sites, terms, link, net.tensors, out, stop.is_set)
+    link = Alone(Meeting(out / "meet", terms, {}, "run", lambda: Agreed.of(net.tensors, terms.shapes)), "site-0")
+    return OuterSteps("site-0", config.sites, terms, link, net.tensors, out, stop.is_set)
 
 
 @pytest.mark.slow

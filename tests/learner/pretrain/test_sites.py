@@ -60,9 +60,9 @@ def test_sites_and_meeting_are_killed_and_stopped_and_every_round_leaves_all_wit
     assert {name for each in rounds for name in each["healed"]} == set(sites)
     agreed = {each["round"]: each["digest"] for each in rounds}
     for name in sites:
-        landed = [each for each in run.figures(name) if "digests" in each and each["quorum"]]
+        landed = [each for each in run.figures(name) if "digest" in each and each["quorum"]]
         assert landed
-        assert all(each["digests"] == [agreed[each["round"] - 1]] for each in landed)
+        assert all(each["digest"] == agreed[each["round"] - 1] for each in landed)
     held = [each["heldout_loss"] for each in heldout(run, "site-0")]
     assert held[-1] < held[0]
 

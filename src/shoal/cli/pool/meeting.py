@@ -76,14 +76,14 @@ def _pretraining_meeting(config: Config, folder: Path, run: str) -> Meeting:
     from shoal.cli.training import model_of
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.meeting import Meeting
-    from shoal.learner.pretrain.outer import named, terms_of
-    from shoal.learner.pretrain.trainer import about
+    from shoal.learner.pretrain.net import named
+    from shoal.learner.pretrain.trainer import about, terms_of
 
     where = model_folder(config.model.name)
     tensors = named(model_of(where, config))
     terms = terms_of(config, tensors)
     wanted = about(config, where, None, sites=True)
-    return Meeting(folder, terms, wanted, run, lambda: Agreed.of(tensors, terms.fragments))
+    return Meeting(folder, terms, wanted, run, lambda: Agreed.of(tensors, terms.shapes))
 
 
 def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
@@ -100,13 +100,12 @@ def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
     from shoal.model.sources import resolve
 
     section = config.learner
-    no_reference = section.loss.model_copy(update={"beta": 0.0})
-    section = section.model_copy(update={"loss": no_reference, "compile": False})
+    section = section.model_copy(update={"loss": section.loss.model_copy(update={"beta": 0.0})})  # no reference
     torch.manual_seed(config.run.seed)  # adapters begin with random numbers: those of a learner at one site
     policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
     terms = learner_terms(config, policy)
-    publisher = Publisher(policy, terms.fragments, folder / VERSIONS, section.keep_versions)
-    first = Agreed.of(policy.masters, terms.fragments)
+    publisher = Publisher(policy, terms.shapes, folder / VERSIONS, section.keep_versions)
+    first = Agreed.of(policy.masters, terms.shapes)
     return Meeting(folder, terms, about_of(config.sites, policy), run, lambda: first, publish=publisher)
 
 

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from shoal.config import ConfigError
 from shoal.config.sites import PretrainSection
 from shoal.learner.policy import DivergedError
-from shoal.learner.pretrain.outer import named
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
 from shoal.model.training import local, own_rows
@@ -30,6 +29,11 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1  # of AdamW; the decay is DiLoCo's (arXiv
 GRAD_CLIP = 1.0  # largest gradient norm; larger gradients are scaled down
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CALLS = ("step", "evaluate", "pull", "push", "state", "restore", "reset")
+
+
+def named(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The model's own parameters by name: the live tensors, each once."""
+    return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
 class Net:

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -24,15 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from shoal.config import Config
-from shoal.config.sites import PretrainSection
-from shoal.diloco.agreed import digest
-from shoal.diloco.messages import about_model
+from shoal.config import Config, ConfigError
+from shoal.config.sites import PretrainSection, SitesSection
+from shoal.diloco.agreed import Agreed, Shapes, digest
+from shoal.diloco.messages import MeetingLink, RoundClosedError, RoundOutcome, Terms, about_model
+from shoal.diloco.site import Participant
 from shoal.files import remove_leftovers, write_file
 from shoal.learner.checkpoint import CheckpointError
 from shoal.learner.policy import write_folder
 from shoal.learner.pretrain.net import Net
-from shoal.learner.pretrain.outer import Outer
 from shoal.learner.pretrain.text import Corpus, TextPlace, TokenStream
 from shoal.learner.training import CHECKPOINTS, METRICS, Training, claim, drop_after
 from shoal.model.load import stored_shapes
@@ -56,7 +56,7 @@ class Pretraining(Training):
         config: Config,
         folder: Path,
         about: dict[str, str],
-        outer: Outer | None = None,
+        outer: "OuterSteps | None" = None,
     ) -> None:
         """`about`: what the training follows from, by name."""
         self.net, self.tokenizer, self.stream, self.heldout_ST = net, tokenizer, stream, heldout_ST
@@ -76,7 +76,7 @@ class Pretraining(Training):
             self.net.pull()
             log.info("going on after step %d of %d", saved.step, self.steps)
         if self.outer is not None:
-            saved = self.outer.begin(self.about, saved, resumed=checkpoint is not None)
+            saved = self.outer.begin(self.about, saved)
         self.net.push()
         self.step = self.kept = saved.step
         drop_after(self.folder / METRICS, self.step)
@@ -96,14 +96,20 @@ class Pretraining(Training):
         self.record(loss=loss, lr=lr, grad_norm=norm, tokens=ids_BT.numel(), tokens_per_s=speed)
         self.log(f"loss {loss:.3f}", often=True)
         if self.outer is not None:
-            self.outer.loss, self.outer.computed_s = loss, self.computed_s
-            if self.outer.due(self.step):
+            self.outer.spent.loss, self.outer.spent.computed_s = loss, self.computed_s
+            if self.step == self.outer.due:
                 self.meet(self.outer)
 
-    def meet(self, outer: Outer) -> None:
+    def meet(self, outer: "OuterSteps") -> None:
+        """Give to the other sites, and go on with what all agreed; or take over what they agreed if it came too late."""
         self.net.pull()
-        before = outer.site.round
-        self.step, outcome = outer.after(self.step, self._place(), self.net.reset)
+        outcome, before = None, outer.site.round
+        try:
+            outcome = outer.give(self._place())
+            if outer.site.name in outcome.left_out:
+                self.net.reset()  # what broke the parameters is in the moments too
+        except RoundClosedError as error:
+            self.step = outer.take_over(str(error))
         self.net.push()
         if outer.site.round != before:  # applied, or healed after a round it was late for
             self.record(
@@ -111,11 +117,11 @@ class Pretraining(Training):
                 quorum=outcome.kept if outcome else None,
                 left_out=outcome.left_out if outcome else None,
                 missing=outcome.missing if outcome else None,
-                digests=outer.site.agreed.digests,
-                sent_bytes=outer.sent_bytes,  # since the start, like the rest
-                received_bytes=outer.received_bytes,
+                digest=outer.site.agreed.digest,
+                sent_bytes=outer.spent.sent_bytes,  # since the start, like the rest
+                received_bytes=outer.spent.received_bytes,
                 computed_s=round(self.computed_s, 3),
-                waited_s=round(outer.waited_s, 3),
+                waited_s=round(outer.spent.synced_s, 3),
                 elapsed_s=round(time.monotonic() - self.started_s, 3),
             )
 
@@ -126,8 +132,6 @@ class Pretraining(Training):
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        if self.outer is not None and self.outer.flight:
-            return  # what travels is in no checkpoint; the next step, or the one that lands it, writes one
         self.kept = self.step
         round = self.outer.site.round if self.outer else 0
         tensors = self.net.state() | (self.outer.state() if self.outer else {})
@@ -146,7 +150,7 @@ class Pretraining(Training):
 
     def end(self) -> None:
         if self.outer is not None:
-            self.outer.end()
+            self.outer.link.leave()
 
     def write_model(self, final: Path) -> None:
         self.net.pull()
@@ -175,6 +179,81 @@ def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -
         section = getattr(config, name)
         result |= {f"{name}.{key}": str(value) for key, value in section if key not in OWN[name]}
     return result
+
+
+# --- several sites ------------------------------------------------------------------------------------------------------
+
+
+class OuterSteps(Participant):
+    """This site in the sites' meeting.
+
+    No sequence is trained twice for an offer that was accepted: the place in the data after each offer is on disk before
+    the offer leaves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: SitesSection,
+        terms: Terms,
+        link: MeetingLink,
+        tensors: Mapping[str, Tensor],
+        folder: Path,
+        stopped: Callable[[], bool],
+    ) -> None:
+        super().__init__(name, terms, link, tensors, give_up_s=settings.give_up_s)
+        self.inner_steps, self.tensors, self.stopped = settings.inner_steps, tensors, stopped
+        self.places = folder / "places.json"  # after the last offers, by round
+
+    @property
+    def due(self) -> int:
+        """The number of inner steps after which the open round's offer leaves."""
+        return (self.site.round + 1) * self.inner_steps
+
+    def begin(self, about: dict[str, str], saved: "Saved") -> "Saved":
+        """Join the meeting. Return where to go on from a checkpoint, or from nothing. Raise MeetingError."""
+        if "rounding" in saved.tensors:
+            self.site.agreed = Agreed.take(saved.tensors, self.site.terms.shapes)
+            self.site.round, self.site.feedback.left = saved.round, saved.tensors["rounding"]
+        places = self._held_places()
+        placed = saved.place is not None or bool(places)
+        welcome = self.join(about, placed=placed)
+        if str(welcome.accepted) in places and welcome.accepted >= self.site.round:
+            saved.place = places[str(welcome.accepted)]
+        if not welcome.same:
+            if welcome.accepted >= self.site.round:
+                self.site.forget()  # the checkpoint is older than this offer
+            saved.step = self.take_over("it comes back" if placed else "it joins")
+        return saved
+
+    def give(self, place: dict[str, int] | None) -> RoundOutcome:
+        """Exchange, with `place` as the next token's. Raise RoundClosedError: `take_over`."""
+        held = {round: where for round, where in self._held_places().items() if int(round) >= self.site.round - 1}
+        write_file(self.places, json.dumps(held | {str(self.site.round): place}).encode())
+        return self.exchange(self.tensors, self.stopped)
+
+    def take_over(self, why: str) -> int:
+        """Heal. Return the inner step that belongs to what is agreed."""
+        log.warning("taking over the state of the meeting: %s", why)
+        return self.heal(self.tensors, why) * self.inner_steps
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of this site."""
+        return self.site.agreed.tensors() | {"rounding": self.site.feedback.left}
+
+    def _held_places(self) -> dict[str, Any]:
+        return json.loads(self.places.read_text()) if self.places.exists() else {}
+
+
+def terms_of(config: Config, tensors: Mapping[str, Tensor]) -> Terms:
+    """How the sites of this run meet. Raise ConfigError if the steps are no whole number of rounds."""
+    settings, steps = config.sites, config.pretrain.steps
+    if steps % settings.inner_steps:
+        raise ConfigError(
+            f"pretrain.steps = {steps} is not a multiple of sites.inner_steps = {settings.inner_steps}: "
+            "the last steps would reach no other site"
+        )
+    return Terms(Shapes.of(tensors), rounds=steps // settings.inner_steps, **settings.terms)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------------
