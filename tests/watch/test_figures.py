@@ -1,7 +1,7 @@
 """Figures are short, and right."""
 
-from shoal.protocol.history import Exactness, Status
-from shoal.watch.figures import Pace, clean, count, duration, eta_s, exactness, memory, sparkline
+from shoal.protocol.history import Exactness, NodeStatus, Status
+from shoal.watch.figures import Pace, clean, count, duration, eta_s, exactness, memory, sparkline, weights_tree
 
 from .support import Seen, node, status, step
 
@@ -59,3 +59,32 @@ def test_figures_are_short() -> None:
 def test_the_exact_figure_names_unequal_tokens_only_if_there_are_any() -> None:
     assert exactness(Exactness(submissions=80, tokens=12_300)) == "exact  80 of these, 12.3k tokens"
     assert "3 unequal tokens" in exactness(Exactness(submissions=80, tokens=12_300, mismatched_tokens=3))
+
+
+def took(name: str, role: str = "worker", url: str | None = None, **rates: float) -> NodeStatus:
+    intake = {"bytes_per_s": {f"http://{sender}": rate for sender, rate in rates.items()}}
+    return node(name, role, url=url, stats={"intake": intake})
+
+
+def test_weights_are_a_tree_in_which_each_node_hangs_below_the_one_that_sent_it_most() -> None:
+    nodes = [
+        took("worker-0", relay_b=3e6, relay_a=2e6),
+        took("relay-b", "relay", "http://relay_b", relay_a=9e6, origin=1e6),
+        took("relay-a", "relay", "http://relay_a", origin=12e6),
+        took("origin", "origin", "http://origin"),
+    ]
+    rows, hidden = weights_tree(nodes, 100)
+    assert [(depth, one.name) for depth, one in rows] == [
+        (0, "origin"),
+        (1, "relay-a"),
+        (2, "relay-b"),
+        (3, "worker-0"),
+    ]
+    takers = [took(f"worker-{n}", origin=5e6) for n in range(9)]
+    rows, hidden = weights_tree([*takers, nodes[-1]], 4)
+    assert (len(rows), hidden) == (5, 5)
+
+
+def test_servers_that_sent_each_other_most_are_in_the_tree_once() -> None:
+    rows, _ = weights_tree([took("a", "relay", "http://a", b=1.0), took("b", "relay", "http://b", a=1.0)], 4)
+    assert sorted(one.name for _, one in rows) == ["a", "b"]

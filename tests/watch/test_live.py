@@ -1,13 +1,11 @@
-"""Each event is reported once, and the terminal is restored at the end."""
+"""Each event is reported once, and the screen is redrawn in a terminal."""
 
 import io
-import os
-import termios
 
 from rich.console import Console
 
 from shoal.protocol.history import Signal, WorkerSample
-from shoal.watch.terminal.live import Keys, LiveView
+from shoal.watch.terminal.live import LiveView
 
 from .support import Seen, finished, mid_run, node, status, step
 
@@ -151,47 +149,6 @@ def test_a_line_a_minute_says_how_far_the_step_is() -> None:
 def test_before_the_first_group_the_line_says_so() -> None:
     lines = plain_lines(status(now_s=100), status(now_s=160))
     assert lines == ["progress: step 1 of 30: 0 of 16 groups accepted, no group accepted yet, expected in –"]
-
-
-class Typed(Keys):
-    """Keys that were pressed before each update."""
-
-    def __init__(self, *pressed: str) -> None:
-        super().__init__(io.StringIO())
-        self.waiting = list(pressed)
-
-    def pressed(self) -> str:
-        return self.waiting.pop(0)
-
-
-def test_a_key_switches_to_the_completions_and_back() -> None:
-    out = io.StringIO()
-    seen = mid_run(samples=[sample(0), sample(1, "newest\x1b[2J\nof all")])
-    shown = []
-    with LiveView(Console(file=out, width=100, height=40, force_terminal=True), Typed("", "xs", "", "s")) as view:
-        for _ in range(4):
-            out.truncate(0)
-            view.update(*seen)
-            shown.append(out.getvalue())
-    assert ["next batch" in text for text in shown] == [True, False, False, True]
-    assert ["newest?[2J" in text and "of all" in text for text in shown] == [False, True, True, False]
-    assert shown[1].index("of all") < shown[1].index("four"), "newest first"
-
-
-def test_the_terminal_is_restored_and_keys_come_one_by_one() -> None:
-    leader, follower = os.openpty()
-    with os.fdopen(follower) as stream, os.fdopen(leader, "wb", buffering=0) as keyboard:
-        before = termios.tcgetattr(stream)
-        with Keys(stream) as keys:
-            assert keys.works and keys.pressed() == ""
-            keyboard.write(b"s")
-            assert keys.pressed() == "s", "without Enter"
-        assert termios.tcgetattr(stream) == before
-
-
-def test_where_stdin_is_no_terminal_no_key_is_read() -> None:
-    with Keys(io.StringIO("s")) as keys:
-        assert not keys.works and keys.pressed() == ""
 
 
 def test_a_step_with_length_targets_says_what_they_cost() -> None:

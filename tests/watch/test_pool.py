@@ -2,12 +2,15 @@
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from rich.console import Console
 
-from shoal.protocol.history import History, PoolWatch, UnreachableError
+from shoal.protocol.history import History, UnreachableError
+from shoal.watch.run import PoolRun
+from shoal.watch.summary import Leg, write_legs
 from shoal.watch.terminal.live import PATIENCE_S, show, watch
 from tests.watch.support import status
 
@@ -16,7 +19,7 @@ RUNNING = status(step=3).status
 FINISHED = status(step=30, state="finished").status
 
 
-def pool(*looks: object) -> PoolWatch:
+def pool(*looks: object, legs: Path | None = None) -> PoolRun:
     """Each look finds the next of these; `AWAY`: nobody answers."""
     states: Iterator[object] = iter(looks)
 
@@ -28,7 +31,7 @@ def pool(*looks: object) -> PoolWatch:
             raise httpx.ConnectError("refused", request=request)
         return httpx.Response(200, text=state.model_dump_json())  # type: ignore[attr-defined]
 
-    return PoolWatch("http://pool:1", httpx.Client(transport=httpx.MockTransport(answer)))
+    return PoolRun("http://pool:1", httpx.Client(transport=httpx.MockTransport(answer)), legs)
 
 
 def console() -> Console:
@@ -59,9 +62,10 @@ def test_one_look_shows_the_state() -> None:
     assert "sums" in printed(screen) and max(map(len, printed(screen).splitlines())) <= 80
 
 
-def test_what_a_run_took_is_shown_where_it_was_measured() -> None:
+def test_what_a_run_took_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     screen = console()
-    show(pool(RUNNING), screen, lambda: 63.0)
+    write_legs(tmp_path, [Leg(wall_s=63.0)])
+    show(pool(RUNNING, legs=tmp_path), screen)
     assert "elapsed 1m 03s" in printed(screen)
 
 

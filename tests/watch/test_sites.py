@@ -8,7 +8,7 @@ from rich.console import Console
 from shoal.watch.figures import sites_of
 from shoal.watch.figures import sites_summary as summary
 from shoal.watch.terminal.events import Events
-from shoal.watch.terminal.screen import render
+from shoal.watch.terminal.screen import Screen
 
 from .support import Seen, mid_run, step
 
@@ -28,7 +28,7 @@ def run(*sites: dict[str, float]) -> Seen:
 
 def drawn(shown: Seen, width: int = 120, height: int = 60) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, record=True)
-    console.print(render(*shown))
+    console.print(Screen(*shown))
     return console.export_text()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config import Config, ConfigError, parse
 from shoal.protocol.history import WorkerSample
-from shoal.watch.trackers import Nowhere, TrackerError, open_tracker
+from shoal.watch.trackers import TrackerError, open_tracker
 
 
 def config(tracker: str) -> Config:
@@ -41,7 +41,7 @@ def fake(name: str, calls: list[Any]) -> ModuleType:
 
 
 def test_none_is_asked_for_by_default(tmp_path: Path) -> None:
-    assert isinstance(open_tracker("r", tmp_path, Config()), Nowhere)
+    assert open_tracker("r", tmp_path, Config()) is None
 
 
 SAMPLE = WorkerSample(
@@ -57,18 +57,6 @@ def test_wandb_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.Monke
     columns = ["policy_version", "worker", "task", "prompt", "completion", "reward", "tokens"]
     table = {"columns": columns, "data": [[3, "worker-0", "2+2", "2 + 2 =", "4", 1.0, 2]]}
     assert calls[-1] == ({"version": 3, "samples": table}, None)
-
-
-def test_trackio_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", calls))
-    pandas = ModuleType("pandas")
-    pandas.__dict__.update(DataFrame=list)
-    monkeypatch.setitem(sys.modules, "pandas", pandas)
-    open_tracker("mine", tmp_path, config("trackio")).log_samples([SAMPLE], 3)
-    values, version = calls[-1]
-    (row,) = values["samples"]["dataframe"]
-    assert version == 3 and row["completion"] == "4" and row["reward"] == 1.0
 
 
 def test_tensorboard_gets_samples_as_text(tmp_path: Path) -> None:
@@ -105,17 +93,6 @@ def test_wandb_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: py
     assert finished == "finished"
 
 
-def test_trackio_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", calls))
-    tracker = open_tracker("mine", tmp_path, config("trackio"))
-    tracker.log({"reward/mean": 0.5}, 3)
-    tracker.close()
-    begun, *rest = calls
-    assert (begun["project"], begun["name"], begun["config"]["run"]["seed"]) == ("shoal", "mine", 7)
-    assert rest == [({"reward/mean": 0.5}, 3), "finished"]
-
-
 def test_tensorboard_can_read_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'shoal[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -128,7 +105,7 @@ def test_tensorboard_can_read_what_was_written(tmp_path: Path) -> None:
     assert [(found.step, found.value) for found in events.Scalars("reward/mean")] == [(3, 0.5)]
 
 
-@pytest.mark.parametrize("kind", ["wandb", "tensorboard", "trackio"])
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
 def test_a_missing_package_names_what_to_install(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kind, "tensorboard.summary.writer.event_file_writer"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed

@@ -20,9 +20,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: this machine only)")
     parser.add_argument("--port", type=port, default=PORT, help=f"default: {PORT}; 0: any that is free")
-    parser.add_argument(
-        "--public", action="store_true", help="for strangers: no address, no machine, any host name in front of it"
-    )
+    parser.add_argument("--public", action="store_true", help="answer under any host name, for a proxy in front of it")
     parser.add_argument(
         "--out",
         type=Path,
@@ -44,7 +42,7 @@ def dashboard(arguments: argparse.Namespace) -> None:
     others = [open_run(other) for other in arguments.compare]
     for other in others:
         other.look()
-    page = Dashboard(open_run(arguments.run), others, public=arguments.public)
+    page = Dashboard(open_run(arguments.run), others)
     listener = process.listen(arguments.host, arguments.port, "the dashboard")
     host, taken = listener.getsockname()[:2]
     say(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)")

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 from shoal.config.section import Port, Section
 
 EngineName = Literal["torch", "vllm"]
-TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
+TrackerName = Literal["none", "wandb", "tensorboard"]
 
 
 class RunSection(Section):

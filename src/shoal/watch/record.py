@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from shoal.files import write_file
 from shoal.protocol.history import History, RunHistory, Status, WorkerSample
 from shoal.protocol.messages import Evaluation
-from shoal.watch.trackers import Nowhere, Tracker
+from shoal.watch.trackers import Tracker
 
 MOST_SAMPLES = 8  # sent to a tracker at once
 METRICS, EVALUATIONS, ROLLOUTS = "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl"
@@ -83,7 +83,7 @@ class Record:
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder
         self.say = say
-        self.tracker: Tracker = Nowhere()
+        self.tracker: Tracker | None = None
         self.history = RunHistory()
         self._tracked: set[tuple[str, int]] = set()
         for name in (METRICS, EVALUATIONS, ROLLOUTS, WORK):
@@ -153,11 +153,13 @@ class Record:
             self._try(lambda tracker: tracker.log_samples(samples[-MOST_SAMPLES:], newest))
 
     def _try(self, use: Callable[[Tracker], None], failed: str = "failed") -> None:
+        if self.tracker is None:
+            return
         try:
             use(self.tracker)
         except Exception as error:  # noqa: BLE001 - another package's code: what it may raise is not known
             kind = type(self.tracker).__name__
-            self.tracker = Nowhere()
+            self.tracker = None
             self.say(
                 f"tracking ended: {kind} {failed}: {type(error).__name__}: {error}. Training continues; every figure is in"
                 f" {self.folder / METRICS}"

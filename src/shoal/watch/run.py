@@ -9,7 +9,6 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import httpx
 
@@ -24,35 +23,6 @@ from shoal.watch.summary import read_summary, wall_s
 AWAY_S = 60.0  # a run whose coordinator has written nothing for this long has ended, finished or not
 
 
-class Run(Protocol):
-    """`look` brings the state and `history` up to date."""
-
-    name: str
-    history: RunHistory
-    config: Config | None
-    folder: Path | None  # None: it is known by its open routes
-
-    def look(self) -> Status: ...
-
-    def changed(self) -> bool:
-        """Whether a look may show anything new."""
-        ...
-
-    def running(self) -> bool: ...
-
-    def wall_s(self, status: Status) -> float:
-        """What the run has taken: as its summary says, or `shoal run` measures, else since its coordinator first started."""
-        ...
-
-    def work(self) -> list[Line]:
-        """Of `work.jsonl`; empty where it is not known."""
-        ...
-
-    def under_way(self) -> list[Line]:
-        """Submissions that are not settled, oldest first."""
-        ...
-
-
 class FolderRun:
     """The folder of a run, or of a pool's coordinator."""
 
@@ -65,7 +35,6 @@ class FolderRun:
         self.history = RunHistory()
         self._files = {name: Lines(folder / name) for name in (METRICS, EVALUATIONS, ROLLOUTS, WORK)}
         self._state: State | None = None
-        self._seen: tuple[int, ...] = ()
         self.name = self.look().run
         assert self._state is not None
         self.config: Config | None = parse(tomllib.loads(self._state.config), source=f"{folder / STATE}")
@@ -75,15 +44,11 @@ class FolderRun:
             self._state = State.model_validate_json((self.path / STATE).read_bytes())
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path / STATE} is not of a run of this version: {error}") from error
-        self._seen = self._marks()
         steps = {step["step"]: step for step in self._files[METRICS].read()}
         self.history.metrics = [steps[number] for number in sorted(steps)]
         self.history.evaluations = [Evaluation.model_validate(line) for line in self._files[EVALUATIONS].read()]
         self.history.samples = [WorkerSample.model_validate(line) for line in self._files[ROLLOUTS].read()]
         return self._state.status
-
-    def changed(self) -> bool:
-        return self._marks() != self._seen
 
     def running(self) -> bool:
         assert self._state is not None
@@ -103,19 +68,17 @@ class FolderRun:
     def under_way(self) -> list[Line]:
         return self._state.under_way if self._state else []
 
-    def _marks(self) -> tuple[int, ...]:
-        paths = [self.path / name for name in (STATE, METRICS, EVALUATIONS)]
-        return tuple(path.stat().st_mtime_ns for path in paths if path.exists())
-
 
 class PoolRun:
-    """A coordinator elsewhere, by its URL."""
+    """A coordinator, by its URL. Its work is not known, nor its config."""
 
     config: Config | None = None
     folder: Path | None = None
 
-    def __init__(self, url: str, client: httpx.Client) -> None:
+    def __init__(self, url: str, client: httpx.Client, legs: Path | None = None) -> None:
+        """`legs`: the folder in which `shoal run` measures what it takes, if this machine has it."""
         self.pool = PoolWatch(server_url(url), client)
+        self.legs = legs
         self.history = self.pool.history
         self.name = url
         self._state = "running"
@@ -126,20 +89,21 @@ class PoolRun:
         self.name, self._state = status.run, status.state
         return status
 
-    def changed(self) -> bool:
-        return True
-
     def running(self) -> bool:
         return self._state == "running"
 
     def wall_s(self, status: Status) -> float:
-        return status.now_s - status.started_s
+        measured = wall_s(self.legs, time.time(), running=True) if self.legs else None
+        return status.now_s - status.started_s if measured is None else measured
 
     def work(self) -> list[Line]:
         return []
 
     def under_way(self) -> list[Line]:
         return []
+
+
+Run = FolderRun | PoolRun
 
 
 def open_run(where: str) -> Run:

@@ -1,4 +1,4 @@
-"""Where metrics go besides the run's own files: Weights & Biases, TensorBoard or trackio, by one word in the config.
+"""Where metrics go besides the run's own files: Weights & Biases or TensorBoard, by one word in the config.
 
 Invariant: a package is imported only if its tracker is chosen. Opening a tracker works or raises TrackerError, which says
 what to install or set; `record` deals with later failures. Called by the coordinator.
@@ -6,7 +6,6 @@ Left out: system metrics and pictures; resuming the same remote run (a restart b
 
     wandb         project and account come from its own settings (`wandb login`, WANDB_PROJECT, WANDB_MODE=offline)
     tensorboard   writes to `tensorboard/` in the run's folder; needs neither torch nor TensorFlow
-    trackio       a local database by default; TRACKIO_SPACE_ID sends it to a Hugging Face space
 """
 
 import importlib
@@ -39,19 +38,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Send what is left; nothing is logged afterwards. May raise, and may take seconds."""
-
-
-class Nowhere:
-    """No tracker was chosen, or the chosen one has failed."""
-
-    def log(self, values: Mapping[str, float], version: int) -> None:
-        pass
-
-    def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Wandb:
@@ -108,36 +94,14 @@ class TensorBoard:
         self.writer.close()
 
 
-class Trackio:
-    def __init__(self, name: str, folder: Path, config: Config) -> None:
-        trackio = _package("trackio", "trackio")
-        self.table = trackio.Table
-        self.run = trackio.init(project=PROJECT, name=name, config=config.model_dump(mode="json"))
-
-    def log(self, values: Mapping[str, float], version: int) -> None:
-        self.run.log(dict(values), step=version)
-
-    def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
-        rows = [{name: getattr(sample, name) for name in COLUMNS} for sample in samples]
-        frame = _package("pandas", "trackio").DataFrame(rows)  # trackio's tables are frames
-        self.run.log({"samples": self.table(dataframe=frame)}, step=version)
-
-    def close(self) -> None:
-        self.run.finish()
+KINDS: dict[str, type[Wandb] | type[TensorBoard]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
-KINDS: dict[str, type[Wandb] | type[TensorBoard] | type[Trackio]] = {
-    "wandb": Wandb,
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-}
-
-
-def open_tracker(name: str, folder: Path, config: Config) -> Tracker:
-    """The tracker that `config.run.tracker` names, for the run called `name`. Raises TrackerError."""
+def open_tracker(name: str, folder: Path, config: Config) -> Tracker | None:
+    """The tracker that `config.run.tracker` names, if any, for the run called `name`. Raises TrackerError."""
     kind = config.run.tracker
     if kind == "none":
-        return Nowhere()
+        return None
     try:
         return KINDS[kind](name, folder, config)
     except TrackerError:

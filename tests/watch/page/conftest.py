@@ -27,7 +27,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> N
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A node's name, a node's report, a sample and a verdict hold markup; another verdict names a token."""
+    """A node's name, a node's report, a sample and a verdict hold markup."""
     folder = record_run(tmp_path_factory.mktemp("watched"))
     state = json.loads((folder / "state.json").read_text())
     for node in state["status"]["nodes"]:
@@ -43,8 +43,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if line["kind"] != "submission":
             return line
         line["worker"] = line["worker"].replace("bob", MARKUP[:60])
-        if line["submission"] == 1:
-            line["missed"] = [[1, 0, 0.7]]
         if line["state"] == "rejected":
             line["detail"] = f"{MARKUP} http://10.1.2.3:99 {'ab' * 32}"
         return line
@@ -80,11 +78,11 @@ def serving() -> Iterator[Serving]:
     thread.start()
     runners: list[web.AppRunner] = []
 
-    async def start(folder: Path, public: bool, hosts: tuple[str, ...], compare: list[Path]) -> str:
+    async def start(folder: Path, hosts: tuple[str, ...], compare: list[Path]) -> str:
         others = [FolderRun(other) for other in compare]
         for other in others:
             other.look()
-        dashboard = Dashboard(FolderRun(folder), [*others], public=public)
+        dashboard = Dashboard(FolderRun(folder), others)
         runner = web.AppRunner(dashboard.app(hosts), shutdown_timeout=0.1)
         await runner.setup()
         runners.append(runner)
@@ -92,10 +90,8 @@ def serving() -> Iterator[Serving]:
         await site.start()
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
-    def serve(
-        folder: Path, *, public: bool = False, hosts: tuple[str, ...] = LOOPBACK, compare: Sequence[Path] = ()
-    ) -> str:
-        return asyncio.run_coroutine_threadsafe(start(folder, public, hosts, list(compare)), loop).result(30)
+    def serve(folder: Path, *, hosts: tuple[str, ...] = LOOPBACK, compare: Sequence[Path] = ()) -> str:
+        return asyncio.run_coroutine_threadsafe(start(folder, hosts, list(compare)), loop).result(30)
 
     yield serve
     for runner in runners:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -252,9 +251,10 @@ def status(arguments: argparse.Namespace) -> None:
     import httpx
 
     from shoal.cli.pool.meeting import meeting_at, screen, watch_meeting
-    from shoal.protocol.history import PoolWatch, UnreachableError
+    from shoal.protocol.history import UnreachableError
     from shoal.protocol.invite import find_coordinator
-    from shoal.watch.summary import SUMMARY, wall_s
+    from shoal.watch.run import PoolRun
+    from shoal.watch.summary import SUMMARY
     from shoal.watch.terminal.live import Terminal, show, watch
 
     with httpx.Client(timeout=5) as client:
@@ -267,7 +267,7 @@ def status(arguments: argparse.Namespace) -> None:
             return
         look = watch if arguments.watch else show
         try:
-            look(PoolWatch(url, client), Terminal(), lambda: wall_s(Path(arguments.pool), time.time(), running=True))
+            look(PoolRun(url, client, Path(arguments.pool)), Terminal())
         except UnreachableError as error:
             if not (Path(arguments.pool) / SUMMARY).exists():
                 raise

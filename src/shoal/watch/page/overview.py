@@ -1,7 +1,7 @@
 """Is it learning, is it healthy, is anyone cheating: the three answers, the figures behind them, the nodes, the curves.
 
-Invariants: an answer is drawn from figures that stand next to it, and where they do not suffice it says so. No key and no
-fingerprint is in it, and an address only for the operator. What a node reports about itself is marked so on the page.
+Invariants: an answer is drawn from figures that stand next to it, and where they do not suffice it says so. No key, no
+fingerprint and no address is in it. What a node reports about itself is marked so on the page.
 A curve of more than MOST points is cut into buckets of steps; a point is the mean of its bucket, and `low` and `high` are
 the bucket's extremes, so no spike disappears.
 """
@@ -9,7 +9,6 @@ the bucket's extremes, so no spike disappears.
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shoal import config as config_module
@@ -53,35 +52,20 @@ HIDDEN = ("database", "endpoint", "url", "host", "token")  # keys of the config 
 NAMES = {  # of metrics.jsonl, by what the page calls them
     "reward": "reward/mean",
     "entropy": "policy/entropy",
-    "kl": "policy/kl",
     "mismatch": "policy/mismatch_kl",
     "clip_low": "policy/clip_low",
     "clip_high": "policy/clip_high",
-    "clip_delta": "policy/clip_delta",
     "grad_norm": "optim/grad_norm",
-    "loss": "loss",
     "tokens_per_s": "perf/tokens_per_s",
-    "busy": "perf/busy_s",
-    "waiting": "perf/waiting_s",
     "stale_mean": "async/staleness_mean",
     "stale_max": "async/staleness_max",
-    "length": "completion/length_mean",
-    "truncated": "completion/truncated_frac",
-    "penalty": "length_penalty/mean",
-    "sync_bytes": "sync/bytes",
-    "memory": "memory/rss_peak_bytes",
-    "skipped": "optim/skipped",
 }
 SITE_LOSS = re.compile(r"^sites/(.+)/loss$")
 Tone = Literal["good", "warn", "bad", "none"]
 
 
-@dataclass(frozen=True)
-class Answer:
-    question: str
-    answer: str
-    tone: Tone
-    detail: str
+def _answer(question: str, answer: str, tone: Tone, detail: str) -> dict[str, str]:
+    return {"question": question, "answer": answer, "tone": tone, "detail": detail}
 
 
 def state_of(run: Run, status: Status) -> str:
@@ -101,37 +85,27 @@ def overview(run: Run, status: Status, *, answers: bool = True) -> dict[str, Any
         "state": state,
         "trained": len(history.metrics),
         "steps": status.steps,
-        "version": status.newest_version,
-        "have": status.have,
-        "need": status.need,
         "elapsed_s": _about(wall_s, 10.0 if state == "running" else 0.1),
         "left_s": _about(eta_s(status, history.metrics), 5.0) if state == "running" else None,
         "answers": [
-            asdict(_learning(history)),
-            asdict(_healthy(status, history, state, wall_s)),
-            asdict(_cheating(status, accepted, rejected)),
+            _learning(history),
+            _healthy(status, history, state, wall_s),
+            _cheating(status, accepted, rejected),
         ],
         "tokens": status.tokens_generated,
         "tokens_trained": int(total(history.metrics, "perf/tokens")),
         "busy": busy_frac(history.metrics),
-        "useful": status.useful_groups,
         "stale": status.stale_groups,
-        "late": status.late_groups,
         "accepted": accepted,
         "rejected": rejected,
         "reasons": {reason: [number_, is_hard(reason)] for reason, number_ in sorted(status.reject_reasons.items())},
-        "slashed": [clean(name) for name in status.slashed],
         "exact": status.exact.model_dump(),
-        "grading": {"recent": status.grading.recent, "errors": status.grading.errors},
         "sites": [_site(site) for site in sites_of(history.metrics)],
-        "notices": [said(notice) for notice in status.notices],
         "nodes": _counts(status, state),
     }
     if config:
         found["model"] = clean(config.model.name)
         found["async_level"] = config.coordinator.async_level
-        found["group_size"] = config.sampling.group_size
-        found["epsilon"] = config.learner.loss.epsilon
         found["loss"] = config.learner.loss.kind
         found["sources"] = [clean(source.label) for source in config.tasks.sources]
     return found
@@ -164,7 +138,7 @@ def run_name(run: str) -> str:
     return said(KEY_PART.sub("", run))
 
 
-def _learning(history: RunHistory) -> Answer:
+def _learning(history: RunHistory) -> dict[str, str]:
     question = "Is it learning?"
     rewards = [step["reward/mean"] for step in history.metrics if "reward/mean" in step]
     held = _heldout(history.evaluations)
@@ -173,26 +147,26 @@ def _learning(history: RunHistory) -> Answer:
         a, b = (_interval(found) for found in held)
         change = f"Held-out {percent(_value(before))} → {percent(_value(after))}"
         if b[0] > a[1]:
-            return Answer(question, "Yes", "good", f"{change}; the 95 % intervals do not overlap.")
+            return _answer(question, "Yes", "good", f"{change}; the 95 % intervals do not overlap.")
         if b[1] < a[0]:
-            return Answer(question, "No, it got worse", "bad", f"{change}; the 95 % intervals do not overlap.")
+            return _answer(question, "No, it got worse", "bad", f"{change}; the 95 % intervals do not overlap.")
     if len(rewards) < LEAST_STEPS:
-        return Answer(
+        return _answer(
             question, "Too early to say", "none", f"{len(rewards)} steps so far; a trend needs {LEAST_STEPS}."
         )
     first, last, error = _ends(rewards)
     change = f"Reward {number(first)} → {number(last)} over {len(rewards)} steps"
     if last - first > CLEAR * error:
-        return Answer(question, "Yes", "good", f"{change}, more than its noise.")
+        return _answer(question, "Yes", "good", f"{change}, more than its noise.")
     if first - last > CLEAR * error:
-        return Answer(question, "No, reward falls", "bad", f"{change}, more than its noise.")
-    return Answer(question, "Not visibly", "warn", f"{change}, within its noise.")
+        return _answer(question, "No, reward falls", "bad", f"{change}, more than its noise.")
+    return _answer(question, "Not visibly", "warn", f"{change}, within its noise.")
 
 
-def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> Answer:
+def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> dict[str, str]:
     question, problems = "Is it healthy?", []
     if state == "stopped":
-        return Answer(question, "It has stopped", "bad", f"After {status.trained} of {status.steps} steps.")
+        return _answer(question, "It has stopped", "bad", f"After {status.trained} of {status.steps} steps.")
     silent = [node for node in status.nodes if is_silent(node, status, running=state == "running")]
     if silent:
         names = ", ".join(clean(node.name) for node in silent[:STATED])
@@ -209,29 +183,29 @@ def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> 
     if suspended:
         problems.append(f"{len(suspended)} suspended: {', '.join(clean(node.name) for node in suspended[:STATED])}")
     if problems:
-        return Answer(question, "Look here", "warn", "; ".join(problems[:STATED]) + ".")
+        return _answer(question, "Look here", "warn", "; ".join(problems[:STATED]) + ".")
     here = sum(not node.evicted and node.state != "left" for node in status.nodes)
     pace = _pace(history)
     if state == "finished":
-        return Answer(question, "Yes, and finished", "good", f"{status.trained} steps in {duration(wall_s)}{pace}.")
-    return Answer(question, "Yes", "good", f"All {here} nodes answer{pace}.")
+        return _answer(question, "Yes, and finished", "good", f"{status.trained} steps in {duration(wall_s)}{pace}.")
+    return _answer(question, "Yes", "good", f"All {here} nodes answer{pace}.")
 
 
-def _cheating(status: Status, accepted: int, rejected: int) -> Answer:
+def _cheating(status: Status, accepted: int, rejected: int) -> dict[str, str]:
     question = "Is anyone cheating?"
     hard = {reason: n for reason, n in status.reject_reasons.items() if is_hard(reason)}
     if status.slashed:
         names = ", ".join(clean(name) for name in status.slashed[:STATED])
         why = f" ({rejections(sum(hard.values()), hard)})" if hard else ""
-        return Answer(question, "Caught", "bad", f"Slashed: {names}{why}. Rejected work is never trained on.")
+        return _answer(question, "Caught", "bad", f"Slashed: {names}{why}. Rejected work is never trained on.")
     if hard:
-        return Answer(question, "Suspected", "bad", f"Provably false: {rejections(sum(hard.values()), hard)}.")
+        return _answer(question, "Suspected", "bad", f"Provably false: {rejections(sum(hard.values()), hard)}.")
     if not accepted and not rejected:
-        return Answer(question, "Nothing checked yet", "none", "The first verdict is still to come.")
+        return _answer(question, "Nothing checked yet", "none", "The first verdict is still to come.")
     exact = status.exact
     bits = f", {count(exact.tokens)} tokens equal to the last bit" if exact.submissions else ""
     soft = f"; {rejected} rejected for reasons that are no proof" if rejected else ""
-    return Answer(question, "Nobody was caught", "good", f"{accepted} submissions accepted{bits}{soft}.")
+    return _answer(question, "Nobody was caught", "good", f"{accepted} submissions accepted{bits}{soft}.")
 
 
 def _counts(status: Status, state: str) -> dict[str, int]:
@@ -276,13 +250,11 @@ def _ends(rewards: Sequence[float]) -> tuple[float, float, float]:
     return means[0], means[1], (sum(spread) / size) ** 0.5
 
 
-def node_table(
-    run: Run, status: Status, pace: Pace, trust: Mapping[str, tuple[int, int]], *, public: bool = False
-) -> list[dict[str, Any]]:
+def node_table(run: Run, status: Status, pace: Pace, trust: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
     """One row per node, problems first. `trust`: by worker, full checks that it passed in a row, and all of them."""
     state = state_of(run, status)
     alpha = ALPHA if run.config else None  # evidence of 1 / alpha dismisses a worker
-    rows = [_row(node, status, pace, trust, state, alpha) | ({} if public else _machine(node)) for node in status.nodes]
+    rows = [_row(node, status, pace, trust, state, alpha) for node in status.nodes]
     return sorted(rows, key=lambda row: (ORDER[row["tone"]], row["role"], row["name"]))
 
 
@@ -316,7 +288,6 @@ def _row(
         "doing": said(("waiting for " if node.stats.waiting else "") + node.stats.doing) if node.stats.doing else "",
         "version": node.policy_version,
         "behind": behind,
-        "arrived_s": finite(node.stats.intake.behind_s),
         "speed": finite(speed),
         "busy": finite(node.stats.busy_s / worked_s) if worked_s > 0 else None,
         "seen_s": round(max(status.now_s - node.seen_s, 0.0), 1),
@@ -324,21 +295,11 @@ def _row(
         "rejected": node.rejected,
         "missed": node.missed,
         "credited": node.credited,
-        "pending": node.pending,
         "streak": streak,
         "checks": checks,
         "evidence": finite(node.evidence),
         "limit": finite(math.log(1 / alpha)) if alpha else None,
-        "class": bool(node.fingerprint),
-    }
-
-
-def _machine(node: NodeStatus) -> dict[str, Any]:
-    """What the operator sees and the public does not."""
-    return {
         "memory": node.stats.rss_bytes,
-        "device": clean(f"{node.capability.engine} on {node.capability.device}") if node.capability.device else "",
-        "address": clean(node.url or ""),
     }
 
 

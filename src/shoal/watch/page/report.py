@@ -42,8 +42,8 @@ def write_page(folders: Sequence[Path], out: Path) -> list[Path]:
 
 
 def answers(run: FolderRun, others: Sequence[Run] = ()) -> dict[str, Any]:
-    """What the page asks the dashboard's server, answered for strangers, by path."""
-    dashboard = Dashboard(run, others, public=True)
+    """What the page asks the dashboard's server, answered, by path."""
+    dashboard = Dashboard(run, others)
     found = {path: question({}) for path, question in dashboard.questions().items()}
     status = dashboard.look()
     begun_s = min((line["assigned_s"] for line in submissions(run.work())[-BARS:]), default=status.started_s)

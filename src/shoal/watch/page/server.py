@@ -1,9 +1,9 @@
 """The dashboard's server: the page, and what it asks for every few seconds while somebody looks at it.
 
-Invariant: it answers GET only and changes nothing. No answer holds a key, an invite or a signature; `public` leaves out
-addresses and machines as well. Files are served by exact name (`files`). While nobody asks, nothing is read. All pages get
-the same answers: each is made once, in the one thread that reads the run, and given again for FRESH_S, or for longer where
-making it would take more than SHARE of one core. A page that has an answer already is told so in a few bytes.
+Invariant: it answers GET only and changes nothing. No answer holds a key, an invite, a signature or an address. Files are
+served by exact name (`files`). While nobody asks, nothing is read. All pages get the same answers: each is made once, in the
+one thread that reads the run, and given again for FRESH_S, or for longer where making it would take more than SHARE of one
+core. A page that has an answer already is told so in a few bytes.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ Query = Mapping[str, str]
 
 
 class Dashboard:
-    def __init__(self, run: Run, others: Sequence[Run] = (), *, public: bool = False) -> None:
+    def __init__(self, run: Run, others: Sequence[Run] = ()) -> None:
         """`others`: runs whose curves are drawn beside this one's, as they are now."""
-        self.run, self.others, self.public = run, others, public
+        self.run, self.others = run, others
         self.pace = Pace()
         self.problem = ""  # why the run could not be looked at
         self.files = Files([SHARED, STATIC])
@@ -89,8 +89,7 @@ class Dashboard:
 
     def look(self) -> Status:
         """The state now, or what it was when the run was last reached. Raises ShoalError if it never was."""
-        due = self._status is None or self.run.changed() or self.run.running()
-        if self._status is None or (due and time.monotonic() - self._looked_s >= LOOK_S):
+        if self._status is None or time.monotonic() - self._looked_s >= LOOK_S:
             try:
                 self._status, self.problem = self.run.look(), ""
             except ShoalError as error:
@@ -105,7 +104,7 @@ class Dashboard:
         """`seen`: it changes when there are new curves."""
         told = overview(self.run, self.look(), answers=not self.problem)
         seen = f"{len(self.run.history.metrics)}.{len(self.run.history.evaluations)}"
-        return {"overview": told, "seen": seen, "details": self.run.folder is not None, "public": self.public}
+        return {"overview": told, "seen": seen, "details": self.run.folder is not None}
 
     def curves(self) -> Answer:
         self.look()
@@ -124,7 +123,7 @@ class Dashboard:
 
     def nodes(self) -> Answer:
         status = self.look()
-        rows = node_table(self.run, status, self.pace, trust(self.run.work()), public=self.public)
+        rows = node_table(self.run, status, self.pace, trust(self.run.work()))
         return {"nodes": rows, "broadcast": broadcast(status)}
 
     def timeline(self, query: Query) -> Answer:

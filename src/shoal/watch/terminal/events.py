@@ -4,10 +4,11 @@ Invariants: each event is printed once, however often its status comes; while a 
 says how far it is, by the coordinator's clock. Called by the live view.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.protocol.history import RunHistory, Status, WorkerSample
+from shoal.protocol.messages import Evaluation
 from shoal.watch.figures import (
     NONE,
     clean,
@@ -32,7 +33,7 @@ LINE = 160  # characters of a prompt or completion in one line of a log
 
 
 @dataclass
-class Open:
+class OpenStep:
     """The open step when it was first seen, for its pace."""
 
     step: int
@@ -45,17 +46,15 @@ class Events:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._evaluated: set[tuple[int, bool]] = set()
+        self._told: set[str] = set()  # lines that are told once in a run
         self._rejected: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
-        self._slashed: set[str] = set()
-        self._noticed: set[str] = set()
-        self._sites: list[str] = []  # what was last said of them
+        self._sites: list[str] = []  # what was last told of them
         self._suspended: set[str] = set()
-        self._flat = 0  # groups with equal rewards when that was last said
-        self._grader_errors = 0  # when they were last said
-        self._open: Open | None = None
-        self._progress_s: float | None = None  # when a line last said how far the run is
+        self._flat = 0  # groups with equal rewards when that was last told
+        self._grader_errors = 0  # when they were last told
+        self._open: OpenStep | None = None
+        self._progress_s: float | None = None  # when a line last told how far the run is
         self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | left | evicted)
 
     def new(self, status: Status, history: RunHistory) -> list[str]:
@@ -64,14 +63,20 @@ class Events:
             *self._membership(status),
             *self._training(status, history),
             *self._learner_sites(history),
-            *self._evaluations(history),
+            *self._once(map(_heldout, history.evaluations)),
             *self._rejections(status),
-            *self._slashes(status),
-            *self._notices(status),
+            *self._once(f"slashed: {name}" for name in status.slashed),
+            *self._once(status.notices),
             *self._signal(status, history),
             *self._grader(status),
             *self._progress(status),
         ]
+
+    def _once(self, lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            if line not in self._told:
+                self._told.add(line)
+                yield line
 
     def _membership(self, status: Status) -> Iterator[str]:
         for node in status.nodes:
@@ -123,16 +128,6 @@ class Events:
             self._sites = told
             yield f"sites: {', '.join(told)}"
 
-    def _evaluations(self, history: RunHistory) -> Iterator[str]:
-        for found in history.evaluations:
-            if (found.version, found.final) in self._evaluated:
-                continue
-            self._evaluated.add((found.version, found.final))
-            yield (
-                f"held-out at v{found.version}{' (final)' if found.final else ''}: "
-                f"greedy {percent(found.greedy)}, sampled {percent(found.sampled)}, n {found.n}"
-            )
-
     def _rejections(self, status: Status) -> Iterator[str]:
         rejected = {node.name: node.rejected for node in status.nodes if node.role == "worker"}
         who, why = _risen(self._rejected, rejected), _risen(self._reasons, status.reject_reasons)
@@ -140,18 +135,6 @@ class Events:
         self._reasons |= status.reject_reasons
         if who or why:
             yield f"rejected: {counted(who, 'of ') or NONE}; reason: {counted(why) or NONE}"
-
-    def _slashes(self, status: Status) -> Iterator[str]:
-        for name in status.slashed:
-            if name not in self._slashed:
-                self._slashed.add(name)
-                yield f"slashed: {name}"
-
-    def _notices(self, status: Status) -> Iterator[str]:
-        for notice in status.notices:
-            if notice not in self._noticed:
-                self._noticed.add(notice)
-                yield notice
 
     def _signal(self, status: Status, history: RunHistory) -> Iterator[str]:
         """Groups without a signal are reported when their number has doubled, with what the model wrote."""
@@ -171,7 +154,7 @@ class Events:
 
     def _progress(self, status: Status) -> Iterator[str]:
         if self._open is None or self._open.step != status.step or status.have < self._open.have:
-            self._open = Open(status.step, status.have, status.now_s)
+            self._open = OpenStep(status.step, status.have, status.now_s)
         if self._progress_s is None:
             self._progress_s = status.now_s
         if status.state != "running" or status.now_s - self._progress_s < PROGRESS_S:
@@ -187,6 +170,13 @@ class Events:
             f"progress: step {status.step + 1} of {status.steps}: {status.have} of {status.need} groups accepted, "
             f"{share}, expected in {duration(left_s)}"
         )
+
+
+def _heldout(found: Evaluation) -> str:
+    return (
+        f"held-out at v{found.version}{' (final)' if found.final else ''}: "
+        f"greedy {percent(found.greedy)}, sampled {percent(found.sampled)}, n {found.n}"
+    )
 
 
 def _length(step: dict[str, float]) -> str:

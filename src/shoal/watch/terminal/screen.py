@@ -1,13 +1,13 @@
-"""The whole run on one screen: progress, weights, nodes, verdicts.
+"""The whole run on one screen: progress, training, nodes, verdicts.
 
 Invariant: no line is wider than the console, whatever a node reports, and progress, training and verdicts are shown on any
 terminal of at least 80x24. Called by `shoal run` and `shoal pool status`.
-Left out: scrolling. The tables of sites and weights need a taller terminal. Nodes that do not fit are counted; nodes with
-a problem are shown first.
+Left out: scrolling, and how weights spread, which the dashboard shows. The table of sites needs a taller terminal. Nodes
+that do not fit are counted; nodes with a problem are shown first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -22,7 +22,6 @@ from shoal.protocol.history import NodeStatus, RunHistory, Status
 from shoal.protocol.messages import Evaluation, Role
 from shoal.watch.figures import (
     NONE,
-    SERVERS,
     SILENT_S,
     Pace,
     SiteRow,
@@ -49,71 +48,44 @@ from shoal.watch.figures import (
     sparkline,
     total,
     useful_share,
-    weights_tree,
     words_in,
 )
 
 MAX_WIDTH = 120  # more would only pull the columns apart
-TAKERS = 4  # nodes in that tree that only receive, on a terminal
 FRAME = 3  # lines of a panel with a table: two borders and the headings
 WIDE = 110  # from this width on, headings are whole words
 NARROW = 90  # below this width, what a node does takes the room of its role and memory
-EDGES = 3  # senders named in a line of the tree of weights
-FEW = 6  # nodes that are worth more than the tree of weights
-NODES: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator")
-
-
-def render(
-    status: Status,
-    history: RunHistory,
-    pace: Pace | None = None,
-    *,
-    width: int | None = None,
-    hint: str = "",
-    wall_s: float | None = None,
-) -> RenderableType:
-    """The whole screen, at most `width` columns wide. `hint`: which keys there are. `wall_s`: what the run has taken."""
-    elapsed_s = status.now_s - status.started_s if wall_s is None else wall_s
-    return Screen(status, history, pace or Pace(), width, hint, elapsed_s)
+FEW = 6  # nodes that are worth more than the table of sites
+ORDER: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator", "origin", "relay")
 
 
 @dataclass(frozen=True)
 class Screen:
-    """The layout for the width and height at which it is drawn."""
+    """Laid out for the width and height at which it is drawn. `elapsed_s`: what the run has taken; None: since its start."""
 
     status: Status
     history: RunHistory
-    pace: Pace
-    width: int | None
-    hint: str
-    elapsed_s: float
+    pace: Pace = field(default_factory=Pace)
+    elapsed_s: float | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(self.width or MAX_WIDTH, options.max_width)
+        status, history = self.status, self.history
+        width = min(MAX_WIDTH, options.max_width)
         room = options.max_height if console.is_terminal else 10_000
-        takers = TAKERS if console.is_terminal else len(self.status.nodes)
 
         def lines(part: RenderableType) -> int:
             return len(console.render_lines(part, options.update(width=width, height=None), pad=False))
 
-        header = _header(self.status, self.history, self.elapsed_s, width)
-        training = _panel("training", _training(self.status, self.history, width), self.hint)
-        tree_table, takers_hidden = weights_table(self.status, width, takers)
-        weights = _panel("weights", tree_table, more(takers_hidden))
-        verdicts = Padding(_verdicts(self.status, width - 4), (0, 2))
+        elapsed_s = status.now_s - status.started_s if self.elapsed_s is None else self.elapsed_s
+        header = _header(status, history, elapsed_s, width)
+        training = _panel("training", _training(status, history, width))
+        verdicts = Padding(_verdicts(status, width - 4), (0, 2))
         room -= sum(map(lines, (header, training, verdicts)))
-        sites = self._sites(width)
-        sites = sites if room - sum(map(lines, sites)) >= FRAME + FEW else []
-        room -= sum(map(lines, sites))
-        tree = [weights] if room - lines(weights) >= FRAME + FEW else []
-        room -= sum(map(lines, tree))
-        nodes = _nodes_panel(self.status, self.pace, width, room, weights_shown=bool(tree))
-        yield from console.render(Group(header, training, *sites, *tree, nodes, verdicts), options.update(width=width))
-
-    def _sites(self, width: int) -> list[RenderableType]:
-        """The learner's sites, if it has several."""
-        sites = sites_of(self.history.metrics)
-        return [_panel("sites", sites_table(sites, width))] if sites else []
+        sites = sites_of(history.metrics)
+        table = [_panel("sites", sites_table(sites, width))] if sites else []
+        table = table if room - sum(map(lines, table)) >= FRAME + FEW else []
+        nodes = _nodes_panel(status, self.pace, width, room - sum(map(lines, table)))
+        yield from console.render(Group(header, training, *table, nodes, verdicts), options.update(width=width))
 
 
 def _panel(title: str, content: RenderableType, hint: str = "") -> Panel:
@@ -257,18 +229,16 @@ def _batch(status: Status) -> Text:
     return text.append(f", {share}" if (share := useful_share(status.signal)) else "")
 
 
-def _nodes_panel(status: Status, pace: Pace, width: int, room: int, *, weights_shown: bool) -> RenderableType:
+def _nodes_panel(status: Status, pace: Pace, width: int, room: int) -> RenderableType:
     """The nodes in at most `room` lines: a table, or one line that counts them. What has no row is counted as hidden."""
-    nodes = [node for role in NODES for node in status.nodes if node.role == role]
+    nodes = sorted(status.nodes, key=lambda node: ORDER.index(node.role))
     if not nodes:
-        return _panel("nodes", Text("no learner, worker, validator or evaluator yet", style="dim"))
-    elsewhere = len(status.nodes) - len(nodes) if weights_shown else 0
-    title = f"nodes ({len(status.nodes)})"
+        return _panel("nodes", Text("no node yet", style="dim"))
+    title = f"nodes ({len(nodes)})"
     if room <= FRAME + 1:
-        return Padding(Text(f"{title}  {more(len(status.nodes) - elsewhere)}", style="dim"), (0, 2))
+        return Padding(Text(f"{title}  {more(len(nodes))}", style="dim"), (0, 2))
     shown = worth_showing(nodes, status, room - FRAME)
-    table = nodes_table(shown, status, pace, width)
-    return _panel(title, table, more(len(status.nodes) - elsewhere - len(shown)))
+    return _panel(title, nodes_table(shown, status, pace, width), more(len(nodes) - len(shown)))
 
 
 def _verdicts(status: Status, cells: int) -> Text:
@@ -299,46 +269,17 @@ def _flow(items: Sequence[Text], cells: int) -> Text:
 
 
 def sites_table(sites: Sequence[SiteRow], width: int) -> Table:
-    table = Table(box=None, expand=True, padding=(0, 2 if width >= 90 else 1, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("site", no_wrap=True)
-    table.add_column("state", no_wrap=True, ratio=1)
+    table = _table(width)
+    _column(table, "site")
+    _column(table, "state", rest=True)
     for title in ("loss", "computing", "waiting", "syncing", "sent", "received"):
-        table.add_column(title, no_wrap=True, justify="right")
+        _column(table, title, right=True)
     for site in sites:
         times = (percent(site.share(each), 0) for each in (site.computed_s, site.waited_s, site.synced_s))
         sizes = (f"{count(each)}B" if each else NONE for each in (site.sent_bytes, site.received_bytes))
         state = Text(site.state, style="" if site.well else "yellow")
         table.add_row(Text(site.name), state, number(site.loss), *times, *sizes)
     return table
-
-
-def weights_table(status: Status, width: int, takers: int) -> tuple[RenderableType, int]:
-    """The tree along which weights spread: each node below the one that sent it most, with the rate of each sender; and
-    how many rows it lacks."""
-    servers = [node for role in SERVERS for node in status.nodes if node.role == role]
-    if not servers:
-        return Text("no origin or relay yet", style="dim"), 0
-    names = {node.url: node.name for node in servers if node.url}
-    table = _table(width)
-    _column(table, "name")
-    _column(table, "has", right=True)
-    _column(table, "came from", rest=True)
-    _column(table, "behind", right=True)
-    _column(table, "seen", right=True)
-    rows, hidden = weights_tree(status.nodes, takers)
-    for depth, node in rows:
-        edges = node.stats.intake.bytes_per_s
-        fast_first = sorted(edges.items(), key=lambda edge: -edge[1])
-        senders = ", ".join(f"{names.get(url, NONE)} {count(rate)}B/s" for url, rate in fast_first[:EDGES])
-        behind_s = node.stats.intake.behind_s
-        table.add_row(
-            Text("  " * depth).append(_name(node, width)),
-            _version(node),
-            Words(clean(senders)) if senders else _doing(node, status),
-            Text(NONE if behind_s is None else f"{number(behind_s, 1)} s"),
-            _seen(node, status),
-        )
-    return table, hidden
 
 
 def nodes_table(nodes: list[NodeStatus], status: Status, pace: Pace, width: int) -> RenderableType:
@@ -386,11 +327,11 @@ class Words:
 
 
 def worth_showing(nodes: list[NodeStatus], status: Status, room: int) -> list[NodeStatus]:
-    """At most `room` nodes, in their order. Nodes with a problem come before workers without one."""
+    """At most `room` nodes, in their order. Nodes with a problem come before workers and relays without one."""
 
     def calm(node: NodeStatus) -> bool:
         late = status.now_s - node.seen_s > SILENT_S
-        return node.role == "worker" and not (node.evicted or node.suspended_s or node.rejected or late)
+        return node.role in ("worker", "relay") and not (node.evicted or node.suspended_s or node.rejected or late)
 
     kept = {id(node) for node in sorted(nodes, key=calm)[:room]}
     return [node for node in nodes if id(node) in kept]
