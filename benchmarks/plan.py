@@ -1,20 +1,18 @@
-"""What `shoal check` estimates of runs whose raw figures are committed, beside what was measured: step, memory, broadcast.
+"""What `shoal check` estimates of runs whose raw figures are committed, beside what was measured: step, memory.
 
     python benchmarks/plan.py record tiny --steps 16          one `shoal run`; its figures go into results/plan.json
     python benchmarks/plan.py record quickstart --steps 8
     python benchmarks/plan.py                                 the comparison, into results/plan.json; runs nothing
 
 Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
-(`DEVICES`; sources: cli/preflight/cost.py). Seconds a step come from runs on quiet machines; memory and broadcasts also
-from recorded ones, which other work hardly changes. A broadcast on one machine lasts from the report of the step that wrote
-the version until the last worker has verified it. Recorded runs are compared with the estimate for their machine,
+(`DEVICES`; sources: cli/preflight/cost.py). Seconds a step come from runs on quiet machines; memory also
+from recorded ones, which other work hardly changes. Recorded runs are compared with the estimate for their machine,
 whose peak it measures just before. Of `SAID`, what `shoal run` said before it started is compared with the whole run.
 tests/cli/preflight/test_measured.py computes the ratios again.
 """
 
 import argparse
 import json
-import sqlite3
 import statistics
 import subprocess
 import sys
@@ -24,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.preflight.cost import Speed, StepTimes, measure, memory_of, speed, step_times, together
-from shoal.cli.preflight.estimate import processes, shares
+from shoal.cli.preflight.cost import Speed, measure, memory_of, speed, step_seconds, together
+from shoal.cli.preflight.estimate import processes
 from shoal.cli.preflight.work import BUNDLED, Work, work_of
 from shoal.config import Config, load
 from shoal.model.dtype import pick
@@ -33,7 +31,7 @@ from shoal.model.dtype import pick
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PATH = RESULTS / "plan.json"
-BF16, CORES = 2, 2
+BF16 = 2
 KEPT = ("time_s", "completion/length_mean", "reward/zero_std_frac")
 SETTLED = 2  # steps before the first that counts: in them workers, validator and evaluator start
 PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; the last by benchmarks/trl.py
@@ -94,11 +92,9 @@ def rows() -> Iterator[Row]:
         yield from _of_recorded(name, run)
 
 
-def planned(config: Config, work: Work, machine: Speed) -> StepTimes:
-    """All of `shoal run` on two cores."""
-    return step_times(
-        BUNDLED[config.model.name], work, BF16, config.coordinator.async_level, machine, shares(config, CORES)
-    )
+def planned_s(config: Config, work: Work, machine: Speed) -> float:
+    """A step of `shoal run`."""
+    return sum(step_seconds(BUNDLED[config.model.name], work, BF16, machine).values())
 
 
 def _said(name: str) -> Iterator[Row]:
@@ -118,7 +114,7 @@ def _of_run(name: str, runs: list[dict[str, Any]], config: Config, device: Speed
     flat = statistics.fmean(step.get("reward/zero_std_frac", 0.0) for step in steps)
     work = work_of(config, prompt=PROMPT[RUNS[name][0]], length=length, useful=1 - flat)
     took_s = statistics.fmean(_step_s([step["time_s"] for step in run["metrics"]]) for run in runs)
-    yield Row(name, "step_s", planned(config, work, device).step_s, took_s)
+    yield Row(name, "step_s", planned_s(config, work, device), took_s)
     peaks = {process: statistics.fmean(run["peak_rss_bytes"][process] for run in runs) for process in _PROCESSES}
     yield from _memory(name, config, work, peaks, statistics.fmean(run["peak_together_bytes"] for run in runs))
 
@@ -130,7 +126,7 @@ def _of_completions() -> Row:
     length = round(statistics.fmean(step["tokens"] / step["completions"] for step in run["steps"]))
     work = work_of(config, prompt=PROMPT["gsm8k"], length=length)
     took_s = statistics.fmean(step["seconds"] for step in run["steps"][1:])
-    return Row("trl-completions-run", "step_s", planned(config, work, DEVICES["E"]).step_s, took_s)
+    return Row("trl-completions-run", "step_s", planned_s(config, work, DEVICES["E"]), took_s)
 
 
 def _of_recorded(name: str, run: dict[str, Any]) -> Iterator[Row]:
@@ -141,10 +137,8 @@ def _of_recorded(name: str, run: dict[str, Any]) -> Iterator[Row]:
     took_s = _step_s([step["time_s"] for step in run["steps"]])
     flat = statistics.fmean(step["reward/zero_std_frac"] for step in run["steps"][SETTLED:])
     ran = work_of(config, prompt=PROMPT[name], length=length, useful=1 - flat)
-    yield Row(label, "step_s", planned(config, ran, here).step_s, took_s)
+    yield Row(label, "step_s", planned_s(config, ran, here), took_s)
     yield from _memory(label, config, work, run["peak_rss_bytes"], run["peak_together_bytes"])
-    took_s = statistics.median(run["broadcasts_s"])
-    yield Row(label, "broadcast_s", planned(config, work, here).seconds["broadcast"], took_s)
 
 
 _PROCESSES = {"learner": "learner", "worker-0": "worker", "validator": "validator", "origin": "origin"}
@@ -182,21 +176,12 @@ def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
             raise SystemExit(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}")
         summary = json.loads((out / "summary.json").read_text())
         reports = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        with sqlite3.connect(f"file:{out / 'coordinator' / 'pool.sqlite'}?mode=ro", uri=True) as db:
-            fetched = db.execute(
-                "SELECT transfers.version, max(to_s) FROM transfers JOIN nodes ON key = node"
-                " WHERE role = 'worker' GROUP BY transfers.version"
-            ).fetchall()
-    arrived_s = dict(fetched)
     return {
         "command": f"python benchmarks/plan.py record {config} --steps {steps}",
         "machine": machine,
         "device": {"flops": found["flops"], "bandwidth_Bps": found["bandwidth_Bps"], "cores": machine["cores"]},
         "overrides": [override for override in overrides if not override.startswith("tasks.sources")],
         "steps": [{name: report[name] for name in KEPT} for report in reports],
-        "broadcasts_s": [
-            arrived_s[version] - report["time_s"] for version, report in enumerate(reports, 1) if version in arrived_s
-        ],
         "peak_rss_bytes": summary["peak_rss_bytes"],
         "peak_together_bytes": summary["peak_together_bytes"],
     }

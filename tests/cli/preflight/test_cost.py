@@ -8,18 +8,16 @@ from shoal.cli.preflight.cost import (
     BASE_BYTES,
     COORDINATION_S,
     LOCAL_BPS,
-    LOCAL_S,
     SHARED_BYTES,
     SPARE,
     WRITE_BPS,
     Speed,
-    StepTimes,
     activation_bytes,
     learner_s,
     memory_of,
     rollouts_s,
     speed,
-    step_times,
+    step_seconds,
     together,
 )
 from shoal.cli.preflight.work import Sizes, SizesError, Work, attention_flops, dense_flops, sizes_of, work_of
@@ -98,35 +96,12 @@ def test_what_is_around_the_products_takes_the_same_time_at_any_peak() -> None:
     assert (slow.attention, slow.decode) == (fast.attention, fast.decode)
 
 
-SECONDS = {"learner": 10.0, "rollouts": 8.0, "validation": 1.0, "broadcast": 6.0}
-HALVES = {"learner": 0.5, "rollouts": 0.5, "validation": 0.5, "broadcast": 4 / 6}
-
-
-@pytest.mark.parametrize(
-    ("level", "shares", "step_s", "bottleneck"),
-    [
-        (0, HALVES, 25.0, "waiting (async level 0)"),
-        (1, HALVES, 13.5, "all cores"),  # their work is 5 + 4 + 0.5 + 4 seconds of all cores
-        (5, HALVES, 13.5, "all cores"),
-        (5, {}, 25.0, "all cores"),
-        (2, dict.fromkeys(SECONDS, 0.25), 10.0, "learner"),
-    ],
-)
-def test_roles_with_a_part_of_the_cores_overlap(
-    level: int, shares: dict[str, float], step_s: float, bottleneck: str
-) -> None:
-    times = StepTimes(SECONDS, level, shares)
-    assert times.step_s == pytest.approx(step_s) and times.round_s == 25 and times.bottleneck == bottleneck
-
-
-def test_a_role_takes_longer_with_fewer_cores() -> None:
-    times = step_times(SIZES, WORK, 2, 1, MACHINE, {"learner": 0.5})
-    assert times.seconds["learner"] == pytest.approx(2 * learner_s(SIZES, WORK, MACHINE))
-    assert times.seconds["validation"] == pytest.approx(4 * FORWARD_S)
-    assert times.seconds["broadcast"] == pytest.approx(LOCAL_S + 656 / LOCAL_BPS)
-    assert times.seconds["coordination"] == COORDINATION_S
-    crowded = step_times(SIZES, WORK, 2, 1, MACHINE, {"learner": 0.5, "rollouts": 1.0, "validation": 0.5})
-    assert crowded.seconds["broadcast"] == pytest.approx(LOCAL_S + 2 * 656 / LOCAL_BPS)
+def test_a_step_is_the_work_of_all_roles() -> None:
+    seconds = step_seconds(SIZES, WORK, 2, MACHINE)
+    assert seconds["learner"] == learner_s(SIZES, WORK, MACHINE)
+    assert seconds["rollouts"] == rollouts_s(SIZES, WORK, 2, MACHINE)
+    assert seconds["validation"] == pytest.approx(4 * FORWARD_S)
+    assert seconds["broadcast"] == pytest.approx(656 / LOCAL_BPS) and seconds["coordination"] == COORDINATION_S
 
 
 def test_memory_of_the_learner_is_weights_gradient_masters_and_moments() -> None:

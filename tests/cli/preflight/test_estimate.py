@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import DONE, FAILED, main
-from shoal.cli.preflight.cost import memory_of, rollouts_s, speed, step_times
+from shoal.cli.preflight.cost import memory_of, rollouts_s, speed, step_seconds
 from shoal.cli.preflight.estimate import (
     START_S,
     USEFUL,
@@ -18,7 +18,6 @@ from shoal.cli.preflight.estimate import (
     findings,
     forecast,
     share_threads,
-    shares,
 )
 from shoal.cli.preflight.work import BUNDLED, work_of
 from shoal.config import Config, parse
@@ -41,7 +40,7 @@ def settings(**sections: dict[str, Any]) -> Config:
             "sampling": {"max_tokens": 12, "group_size": 8},
             "coordinator": {"prompts_per_step": 8, "async_level": 1},
             "learner": {"optimizer_steps_per_step": 1, "row_tokens": 1024, "loss": {"beta": 0.0}},
-            "evaluator": {"n": 128, "batch": 64},
+            "evaluator": {"n": 128},
         }
         | sections
     )
@@ -53,16 +52,16 @@ def whole(config: Config, trained: int = 0, **measured: Any) -> Forecast:
     return found
 
 
-def test_a_run_is_its_start_one_whole_round_the_other_steps_and_evaluations() -> None:
+def test_a_run_is_its_start_its_steps_and_two_evaluations() -> None:
     config, cpu = settings(), speed(400e9, 10e9, CORES)
     work = work_of(config, prompt=26, length=12, useful=USEFUL)
     assert evaluation(config, work) == replace(work, generated=128, completions=1, at_once=64)
-    step = step_times(SIZES, work, 2, 1, cpu, shares(config, CORES))
-    one_s = 2 * rollouts_s(SIZES, evaluation(config, work), 2, cpu)
+    step_s = sum(step_seconds(SIZES, work, 2, cpu).values())
     found = whole(config)
-    evaluations = 2 if step.step_s == step.working_s else 1
-    assert found.seconds == pytest.approx(START_S + step.round_s + 11 * step.step_s + evaluations * one_s)
-    assert (found.step_s, found.bottleneck, found.steps) == (step.step_s, step.bottleneck, 12)
+    assert found.seconds == pytest.approx(
+        START_S + 12 * step_s + 4 * rollouts_s(SIZES, evaluation(config, work), 2, cpu)
+    )
+    assert (found.step_s, found.slowest, found.steps) == (step_s, "rollouts", 12)
     rest = whole(config, trained=9)
     assert rest.steps == 3 and rest.seconds < found.seconds
 

@@ -15,12 +15,10 @@ committed measurements of SmolLM2 on two-core machines, X with Intel's AMX and E
     rollouts    rounds of `at_once` completions: weights are read until the longest has ended; each token reads its cache and
                 computes 2 FLOPs a parameter. Both add up, as on a CPU. Plus prompts' prefill.
     validation  (dense + attention) x generated
-    broadcast   LOCAL_S + bytes / LOCAL_BPS x crowd, the processes that compute for each core
+    broadcast   the version's bytes / LOCAL_BPS
 
-With async level A, batch s + 1 + A may use version s + 1, so A + 1 steps are in flight (Little's law). A role with a part of
-the cores takes as much longer, and the machine does all of the work:
-
-    step(A) = max( role / share, (sum of role / share) / (A + 1), sum of role )
+All roles share the cores of one machine, which their work keeps busy, so a step takes the sum of it. What one role waits for
+another is hidden by the others' work.
 
 Memory of a role is what a process with torch holds before any model (BASE_BYTES, of runs of a 3M model:
 `tiny-exact.json`), and
@@ -36,7 +34,7 @@ Memory of a role is what a process with torch holds before any model (BASE_BYTES
     validator   weights, one layer's activations, logits as above
 
 Invariant: pure functions of numbers, except for `measure`. Left out: stragglers, tasks' rewards, start-up, GPUs, several
-devices, fragmentation.
+devices, fragmentation; that cores idle where one role has most of the work and a part of them.
 """
 
 import time
@@ -54,7 +52,6 @@ ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
 ROW_BYTES = 14  # per parameter: reads a bf16 gradient, 2, writes it as float32, 4, reads and writes the sum, 8
 WRITE_BPS = 0.55e9  # a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
 LOCAL_BPS = 0.4e9  # from origin over relay to client, as a delta, on a busy machine: `plan.json`, 1.5 and 1.8 s
-LOCAL_S = 0.5  # until a client has heard of a version: polls of 0.1 to 1 s on the way (`plan.json`, tiny)
 COORDINATION_S = 0.85  # what remains of a step with hardly any products (runs of tiny, `plan.json`)
 MEASURE_S = 1.0
 MEASURED_BYTES = 1 << 28
@@ -116,56 +113,15 @@ def measure(dtype: str, device: str = "cpu") -> dict[str, float]:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    seconds: Mapping[str, float]  # of each role with its share of the cores, for one step
-    async_level: int
-    shares: Mapping[str, float]  # of the machine; not named: all of it
-
-    @property
-    def round_s(self) -> float:
-        """From the start of training on a batch to the verdicts on rollouts of the version that it made."""
-        return sum(self.seconds.values())
-
-    @property
-    def paced_s(self) -> float:
-        return max(*self.seconds.values(), self.round_s / (self.async_level + 1))
-
-    @property
-    def working_s(self) -> float:
-        """Of the machine, with all its cores."""
-        return sum(seconds * self.shares.get(role, 1.0) for role, seconds in self.seconds.items())
-
-    @property
-    def step_s(self) -> float:
-        return max(self.paced_s, self.working_s)
-
-    @property
-    def bottleneck(self) -> str:
-        if self.working_s >= self.paced_s:
-            return "all cores"
-        slowest = max(self.seconds, key=lambda role: self.seconds[role])
-        if self.paced_s == self.seconds[slowest]:
-            return slowest
-        return f"waiting (async level {self.async_level})"
-
-
-def step_times(
-    sizes: Sizes, work: Work, compute_bytes: int, async_level: int, machine: Speed, shares: Mapping[str, float]
-) -> StepTimes:
-    """`shares`: the part of the cores that each role may use. It is the sum over its processes, so it can exceed 1."""
-    sent_s = VERSION_BYTES * sizes.parameters / LOCAL_BPS
-    seconds = {
+def step_seconds(sizes: Sizes, work: Work, compute_bytes: int, machine: Speed) -> dict[str, float]:
+    """Return the seconds that one step takes of each role's work, with all cores."""
+    return {
         "learner": learner_s(sizes, work, machine),
         "rollouts": rollouts_s(sizes, work, compute_bytes, machine),
         "validation": work.generated * forward_s(sizes, work, machine),
-        "broadcast": LOCAL_S + max(1.0, sum(shares.values())) * sent_s,
+        "broadcast": VERSION_BYTES * sizes.parameters / LOCAL_BPS,
         "coordination": COORDINATION_S,
     }
-    own = {role: min(1.0, share) for role, share in shares.items()}
-    alone = {role: took_s / own.get(role, 1.0) for role, took_s in seconds.items()}
-    own["broadcast"] = sent_s / seconds["broadcast"]  # waiting takes no core
-    return StepTimes(alone, async_level, own)
 
 
 def forward_s(sizes: Sizes, work: Work, machine: Speed) -> float:

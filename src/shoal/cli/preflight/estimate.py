@@ -1,8 +1,7 @@
 """How long a whole `shoal run` takes on this machine, and how much memory, from what its cores were measured to do.
 
-    run = start + the first step, which hides nothing (`StepTimes.round_s`) + the others (`step_s`) + the last evaluation
+    run = start + steps + two evaluations, of which each decodes n completions greedily and n sampled ones
 
-The first evaluation goes on beside the steps. It and the last one each decode n completions greedily and n sampled ones.
 Invariant: `forecast` is a pure function of numbers. Completions are taken to be as long as the config lets them be, unless
 it sets targets. Left out: the first use of a model on a machine, evaluations between the first and the last, tasks' rewards,
 other devices than CPUs.
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.cli.preflight.cost import COMPUTE_BYTES, memory_of, rollouts_s, speed, step_times, together
+from shoal.cli.preflight.cost import COMPUTE_BYTES, memory_of, rollouts_s, speed, step_seconds, together
 from shoal.cli.preflight.machine import Finding, fails, ok
 from shoal.cli.preflight.work import SizesError, Work, model_sizes, work_of
 from shoal.config import Config
@@ -23,7 +22,7 @@ from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.task import Task
 from shoal.watch.figures import duration, memory
 
-START_S = 35.0  # imports, processes, joining, loading the model: what whole runs took beyond the rest of the arithmetic
+START_S = 40.0  # imports, processes, joining, loading the model: what whole runs took beyond the rest of the arithmetic
 USEFUL = 0.55  # share of groups that teach, over a run that begins with few: 0.54 in the quickstart
 TOO_LARGE = (
     "lower learner.row_tokens, set learner.activation_checkpointing = true or [learner.lora], or use a smaller model"
@@ -36,7 +35,7 @@ class Forecast:
     seconds: float  # of all that is left of the run
     steps: int  # that are left
     step_s: float
-    bottleneck: str
+    slowest: str  # role, which takes most of a step
     memory_bytes: float  # of all processes together
     machine_bytes: float
     dtype: str
@@ -62,14 +61,16 @@ def forecast(config: Config, measured: Mapping[str, Any], cores: int, *, trained
     dtype, here, steps = measured["dtype"], measured["machine"], max(1, config.run.steps - trained)
     machine, compute_bytes = speed(here["flops"], here["bandwidth_Bps"], cores), COMPUTE_BYTES[dtype]
     work = work_of(config, prompt=measured["prompt_tokens"], length=expected_length(config), useful=USEFUL)
-    times = step_times(sizes, work, compute_bytes, config.coordinator.async_level, machine, shares(config, cores))
-    evaluation_s = 2 * rollouts_s(sizes, evaluation(config, work), compute_bytes, machine)
-    beside_s = evaluation_s if times.working_s >= times.paced_s else 0.0  # the first: cores that are busy do it as well
+    seconds = step_seconds(sizes, work, compute_bytes, machine)
+    step_s, evaluation_s = (
+        sum(seconds.values()),
+        2 * rollouts_s(sizes, evaluation(config, work), compute_bytes, machine),
+    )
     return Forecast(
-        seconds=START_S + beside_s + times.round_s + (steps - 1) * times.step_s + evaluation_s,
+        seconds=START_S + steps * step_s + 2 * evaluation_s,
         steps=steps,
-        step_s=times.step_s,
-        bottleneck=times.bottleneck,
+        step_s=step_s,
+        slowest=max(seconds, key=lambda role: seconds[role]),
         memory_bytes=together(memory_of(sizes, work, compute_bytes), processes(config)),
         machine_bytes=here["memory_bytes"],
         dtype=dtype,
@@ -81,7 +82,7 @@ def findings(found: Forecast | str) -> Iterator[Finding]:
     if isinstance(found, str):
         yield ok("time", found)
         return
-    pace = f"{found.steps} steps of {duration(found.step_s)}; pace set by {found.bottleneck}"
+    pace = f"{found.steps} steps of {duration(found.step_s)}, most of it {found.slowest}"
     yield ok("time", f"about {duration(found.seconds)} in {found.dtype}: {pace}")
     held = f"about {memory(round(found.memory_bytes))} of {memory(round(found.machine_bytes))}"
     yield ok("memory", held) if found.memory_bytes <= found.machine_bytes else fails("memory", held, TOO_LARGE)
@@ -137,14 +138,3 @@ def share_threads(config: Config, cores: int) -> dict[str, int]:
     learner = max(1, cores // 2)
     each_worker = max(1, (cores - learner) // (config.workers.count + 1))
     return {"learner": max(1, learner // sites), "validator": each_worker, "worker": each_worker, "evaluator": cores}
-
-
-def shares(config: Config, cores: int) -> dict[str, float]:
-    """The part of the cores that the processes of a role may use together, by what they do; it can be more than 1."""
-    threads = share_threads(config, cores)
-    found = {
-        "learner": threads["learner"],
-        "rollouts": threads["worker"] * config.workers.count,
-        "validation": threads["validator"] * config.validator.count,
-    }
-    return {role: count / cores for role, count in found.items()}
