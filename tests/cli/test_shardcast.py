@@ -6,15 +6,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from shoal.cli import main
 from shoal.cli.main import LASTING, command_line
@@ -44,22 +39,6 @@ def started() -> Iterator[Started]:
         process.terminate()
     for process in processes:
         assert process.wait(10) == 0
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """A certificate of 127.0.0.1 that is its own authority, and its key, in one file."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name, now = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "relay")]), datetime.now(UTC)
-    signed = (
-        x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    path = tmp_path / "relay.pem"
-    path.write_bytes(key.private_bytes(pem, pkcs8, serialization.NoEncryption()) + signed.public_bytes(pem))
-    return path
 
 
 def model(folder: Path) -> Path:
@@ -102,24 +81,14 @@ def test_a_folder_goes_from_origin_over_relay_to_reader(
     assert (tmp_path / "out" / "v000000" / "weights").read_bytes() == (tmp_path / "model" / "weights").read_bytes()
 
 
-def test_over_https_with_a_certificate_of_ones_own(tmp_path: Path, started: Started, certificate: Path) -> None:
-    files = ["--store", tmp_path / "o", "--key-file", tmp_path / "k", "--tls-cert", certificate]
-    origin = started("origin", model(tmp_path / "model"), *files)
-    assert origin["url"].startswith("https://")
-    fetch = ["fetch", origin["url"], "--key", origin["key"], "--out", str(tmp_path / "out"), "--wait", "1"]
-    assert main(fetch) == 1, "nobody trusts it"
-    assert main([*fetch, "--ca", str(certificate), "--wait", "20"]) == 0
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ([], "the store shardcast lies inside"),
         (["--store", "../store"], "the key file origin.pem lies inside"),
         (["--store", "../store", "--key-file", "../link/origin.pem"], "the key file ../link/origin.pem lies inside"),
-        (["--store", "../store", "--key-file", "../k", "--tls-key", "tls.pem"], "the key file tls.pem lies inside"),
     ],
-    ids=["store", "key", "key through a link", "tls key"],
+    ids=["store", "key", "key through a link"],
 )
 def test_origin_makes_no_key_and_no_store_inside_of_what_it_publishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], reason: str

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.signing import SignedAuth
 from tests.diloco.test_meeting import ABOUT, start, terms, unused
-from tests.shardcast.test_server import certificate
 
 RUN = "run-0123456789abcdef"
 
@@ -34,8 +32,8 @@ RUN = "run-0123456789abcdef"
 class Served:
     """A meeting on a port of loopback, in a thread; `kill` ends it without a word."""
 
-    def __init__(self, folder: Path, agreed_terms: Terms, tls: ssl.SSLContext | None = None) -> None:
-        self.folder, self.terms, self.tls = folder, agreed_terms, tls
+    def __init__(self, folder: Path, agreed_terms: Terms) -> None:
+        self.folder, self.terms = folder, agreed_terms
         self.identity = Identity.load_or_create(folder / "identity.pem")
         self.start()
 
@@ -45,7 +43,7 @@ class Served:
         async def live() -> None:
             self.meeting = Meeting(self.folder, self.terms, ABOUT, RUN, lambda: Agreed.of(start(), self.terms.shapes))
             server = MeetingServer(self.meeting, self.identity)
-            runner, self.port = await serve(server, "127.0.0.1", 0, self.tls, self.folder / "port")
+            runner, self.port = await serve(server, "127.0.0.1", 0, self.folder / "port")
             ready.set()
             try:
                 await server.live(self.stopping.is_set)
@@ -61,12 +59,12 @@ class Served:
         self.thread.join(30)
 
     def invite(self, name: str) -> Invite:
-        return site_invite(self.identity, f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}", RUN, name)
+        return site_invite(self.identity, f"http://127.0.0.1:{self.port}", RUN, name)
 
 
 @contextmanager
-def served(folder: Path, agreed_terms: Terms, tls: ssl.SSLContext | None = None) -> Iterator[Served]:
-    host = Served(folder, agreed_terms, tls)
+def served(folder: Path, agreed_terms: Terms) -> Iterator[Served]:
+    host = Served(folder, agreed_terms)
     try:
         yield host
     finally:
@@ -332,19 +330,6 @@ def test_a_full_disk_ends_the_meeting_with_its_message_and_it_goes_on_later(
         assert len(a.history) == 2 and host.meeting.agreed.digest == a.site.agreed.digest
         lines = [json.loads(line) for line in (tmp_path / "meet" / "rounds.jsonl").read_text().splitlines()]
         assert lines[-1]["round"] == 1 and lines[-1]["digest"] == a.history[-1]
-
-
-def test_with_a_certificate_the_traffic_is_encrypted_and_the_authority_is_checked(tmp_path: Path) -> None:
-    tls, _ = certificate(tmp_path)
-    authority = next(path for path in tmp_path.glob("*.pem") if b"CERTIFICATE" in path.read_bytes())
-    greeting = Greeting(about=ABOUT, round=0, digest="0" * 64)
-    with served(tmp_path / "meet", terms(), tls) as host:
-        invite = host.invite("site-a")
-        remote = Remote(invite, tmp_path / "a", host.terms, patience_s=20.0, authority=authority)
-        assert remote.join(greeting).round == 0
-        stranger = Remote(invite, tmp_path / "b", host.terms, patience_s=0.3)
-        with pytest.raises(NodeError, match="did not answer"):
-            stranger.join(greeting)
 
 
 def test_a_site_that_sends_all_before_it_reads_gets_the_reason(tmp_path: Path) -> None:

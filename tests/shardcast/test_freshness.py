@@ -227,7 +227,6 @@ def test_too_many_shards_are_refused_before_one_is_written(tmp_path):
 @pytest.mark.parametrize(("host", "url"), [("::1", "http://[::1]:80"), ("127.0.0.1", "http://127.0.0.1:80")])
 def test_the_url_of_an_ipv6_host_has_brackets(host, url):
     assert url_of(host, 80) == url
-    assert url_of(host, 80, tls=True) == url.replace("http", "https")
 
 
 def name_proxy(monkeypatch, **variables: str) -> None:

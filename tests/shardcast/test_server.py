@@ -7,22 +7,16 @@ import random
 import resource
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager, closing, suppress
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 from blake3 import blake3
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from yarl import URL
 
@@ -88,10 +82,10 @@ def whole(folder: Path, version: int = 7, data: bytes | None = None, shard_bytes
 
 
 @asynccontextmanager
-async def serving(store: Store | Path, *, wait_s=2.0, guard=None, context=None, patience=PATIENCE):
-    runner, port = await serve(app(store, wait_s=wait_s, guard=guard), ssl=context, patience=patience, shutdown_s=0.05)
+async def serving(store: Store | Path, *, wait_s=2.0, guard=None, patience=PATIENCE):
+    runner, port = await serve(app(store, wait_s=wait_s, guard=guard), patience=patience, shutdown_s=0.05)
     try:
-        yield f"http{'s' if context else ''}://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}"
     finally:
         await runner.cleanup()
 
@@ -606,28 +600,26 @@ def endless(tmp_path) -> Store:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a reader takes is known on Linux only")
-@pytest.mark.parametrize("secret", [False, True], ids=["http", "https"])
 @pytest.mark.parametrize("shard", ["whole", "arriving"])
-def test_a_reader_that_takes_nothing_is_cut(tmp_path, caplog, secret, shard):
+def test_a_reader_that_takes_nothing_is_cut(tmp_path, caplog, shard):
     store = endless(tmp_path)
     if shard == "arriving":
         store.shard_path(7, "full", 0).rename(temporary(store.shard_path(7, "full", 0)))
-    contexts = certificate(tmp_path) if secret else (None, None)
 
     async def ask():
-        async with serving(store, context=contexts[0], patience=Patience(stall_s=0.5)) as url:
-            reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port, ssl=contexts[1], limit=1000)
+        async with serving(store, patience=Patience(stall_s=0.5)) as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port, limit=1000)
             writer.write(b"GET /v000007/full/00000.shard HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.transport.pause_reading()
             started_s = time.monotonic()
-            while not (facts := await health(url, ssl=contexts[1]))["connections_cut"]:
+            while not (facts := await health(url))["connections_cut"]:
                 assert time.monotonic() - started_s < 30
                 await asyncio.sleep(0.05)
             took_s = time.monotonic() - started_s
             writer.transport.abort()
             for _ in range(5):  # on sockets that get the number of the one that was cut
-                assert (await fetch(f"{url}/versions.json", ssl=contexts[1]))[0] == 200
+                assert (await fetch(f"{url}/versions.json"))[0] == 200
             return facts, took_s
 
     facts, took_s = asyncio.run(ask())
@@ -784,47 +776,7 @@ def test_a_crowd_of_idle_and_slow_readers_keeps_nothing_from_a_normal_one(tmp_pa
     assert facts["connections_cut"] == 100
 
 
-# TLS, and nginx in the server's place
-
-
-def certificate(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """A server's context with a certificate of its own, and a client's that trusts it."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "relay")])
-    now = datetime.now(UTC)
-    signed = (
-        x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = folder / "relay.pem"
-    secret = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    pem.write_bytes(secret + signed.public_bytes(serialization.Encoding.PEM))
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(pem)
-    return server, ssl.create_default_context(cafile=str(pem))
-
-
-def test_over_tls_whole_and_arriving(tmp_path):
-    store, data = whole(tmp_path), content()
-    store.shard_path(7, "full", 1).unlink()
-    server, client = certificate(tmp_path)
-
-    async def ask():
-        async with serving(store, context=server) as url:
-            first = await fetch(f"{url}/v000007/full/00000.shard", ssl=client)
-            asked = asyncio.create_task(fetch(f"{url}/v000007/full/00001.shard", ssl=client))
-            file = NewFile(store.shard_path(7, "full", 1))
-            for start in range(0, SHARD_BYTES, 2_500):
-                file.write(start, data[SHARD_BYTES + start : SHARD_BYTES + start + 2_500])
-                await asyncio.sleep(0.03)
-            file.commit()
-            file.close()
-            return first[2] + (await asked)[2]
-
-    assert asyncio.run(ask()) == data[: 2 * SHARD_BYTES]
+# nginx in the server's place
 
 
 NGINX = """

@@ -5,7 +5,6 @@ Invariant: a version is announced to the coordinator once the origin can serve a
 
 import asyncio
 import logging
-import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -22,7 +21,6 @@ from shoal.protocol.invite import Invite, server_url
 from shoal.protocol.messages import Ok, Policy
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
-from shoal.shardcast.connections import server_context
 from shoal.shardcast.origin import check_apart
 from shoal.shardcast.server import url_of
 
@@ -162,11 +160,9 @@ async def serve_store(
         audience=invite.run,
         pool_key=None if config.relays.public else invite.key,
     )
-    relays = config.relays
-    tls = server_context(_path(relays.tls_cert), _path(relays.tls_key))
-    runner, bound = await _bind(app(store, guard=guard), host, port, tls, folder / "port")
+    runner, bound = await _bind(app(store, guard=guard), host, port, folder / "port")
     try:
-        here = url_of(host, bound, tls=tls is not None)
+        here = url_of(host, bound)
         url = listen.url or here
         guard.servers = frozenset({url})
         log.info("listening at %s%s", here, f", announced as {url}" if url != here else "")
@@ -189,16 +185,10 @@ async def _ban(node: Node, guard: Guard) -> None:
         await asyncio.sleep(WATCH_S)
 
 
-async def _bind(
-    application: web.Application, host: str, port: int, tls: ssl.SSLContext | None, last_port: Path
-) -> tuple[web.AppRunner, int]:
+async def _bind(application: web.Application, host: str, port: int, last_port: Path) -> tuple[web.AppRunner, int]:
     """Listen on `port`. Port 0 means the port from before a restart, or a free one."""
     last = last_port.read_text() if port == 0 and last_port.exists() else ""
     port = int(last) if last.isdecimal() else port  # an earlier version may have left an empty file
-    runner, bound = await serve(application, host, port, ssl=tls)
+    runner, bound = await serve(application, host, port)
     write_file(last_port, str(bound).encode())
     return runner, bound
-
-
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None

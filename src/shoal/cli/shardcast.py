@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # slow imports, not needed to parse a command line
 
 RUN_NAME = "shardcast"
 PUBLIC_KEY = re.compile("[0-9a-f]{64}")
-CA = "PEM file of the certificate authority to trust for https (default: the system's)"
 
 
 def origin_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +44,6 @@ def origin_arguments(parser: argparse.ArgumentParser) -> None:
 def relay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--upstream", type=_urls, default=[], help="origins and relays, separated by commas")
     parser.add_argument("--key", help="the origin's public key")
-    parser.add_argument("--ca", type=Path, help=CA)
     _store_arguments(parser)
 
 
@@ -56,7 +54,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("urls", type=_urls, help="relays or the origin, separated by commas")
     parser.add_argument("--key", required=True, help="the origin's public key, which the origin prints")
     parser.add_argument("--out", type=Path, required=True, help="writes OUT/v000007/; reuses earlier versions there")
-    parser.add_argument("--ca", type=Path, help=CA)
     parser.add_argument("--version", type=whole(0, 1 << 40), help="default: the newest")
     parser.add_argument(
         "--max-age",
@@ -85,8 +82,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
 
     if not arguments.path.exists():
         raise UserError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
-    keys = [arguments.key_file, *([arguments.tls_key] if arguments.tls_key else [])]
-    check_apart(arguments.path, arguments.store, *keys)  # before a key is created
+    check_apart(arguments.path, arguments.store, arguments.key_file)  # before a key is created
     store = _store(arguments)
     origin = Origin(
         store,
@@ -101,19 +97,16 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
 def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast import Access, Relay
     from shoal.shardcast.alone import serve_relay
-    from shoal.shardcast.fetch.reach import client_context
 
-    access = Access(_public_key(arguments), RUN_NAME, tls=client_context(arguments.ca))
-    relay = Relay(arguments.upstream, _store(arguments), access)
+    relay = Relay(arguments.upstream, _store(arguments), Access(_public_key(arguments), RUN_NAME))
     asyncio.run(serve_relay(relay, _address(arguments), stop, _say))
 
 
 def run_fetch(arguments: argparse.Namespace) -> None:
     from shoal.shardcast.alone import fetch, watch
-    from shoal.shardcast.fetch.reach import client_context
     from shoal.watch.terminal.progress import FetchBar
 
-    key, tls = _public_key(arguments), client_context(arguments.ca)
+    key = _public_key(arguments)
     with FetchBar() as bars:
         if arguments.follow:
             following = watch(
@@ -122,7 +115,6 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 key,
                 timeout_s=arguments.timeout,
                 max_age_s=arguments.max_age,
-                tls=tls,
                 progress=bars.show,
             )
             for folder, _ in following:
@@ -136,7 +128,6 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 wait_s=arguments.wait,
                 timeout_s=arguments.timeout,
                 max_age_s=arguments.max_age,
-                tls=tls,
                 progress=bars.show,
             )
             bars.say(str(folder))
@@ -158,8 +149,6 @@ def _store_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=port, help="port to listen on; 0: a free one (default: 0, or the run's config's)"
     )
     parser.add_argument("--url", default="", help="with --join: the URL to announce, if a proxy stands in front")
-    parser.add_argument("--tls-cert", type=Path, help="certificate (chain) in PEM: serve https")
-    parser.add_argument("--tls-key", type=Path, help="private key of the certificate")
     parser.add_argument(
         "--keep", type=whole(1, 1_000_000), default=5, help="newest versions to keep, with their parents"
     )
@@ -174,11 +163,8 @@ def _store(arguments: argparse.Namespace) -> Store:
 
 def _address(arguments: argparse.Namespace) -> Address:
     from shoal.shardcast.alone import Address
-    from shoal.shardcast.connections import server_context
 
-    return Address(
-        arguments.host or "127.0.0.1", arguments.port or 0, server_context(arguments.tls_cert, arguments.tls_key)
-    )
+    return Address(arguments.host or "127.0.0.1", arguments.port or 0)
 
 
 def _public_key(arguments: argparse.Namespace) -> str:

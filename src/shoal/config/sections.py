@@ -104,19 +104,13 @@ class OriginSection(Section):
 
 
 class RelaySection(Section):
-    """Mirrors of the origin. Who may read, TLS and `keep` also apply to the origin."""
+    """Mirrors of the origin. Who may read and `keep` also apply to the origin."""
 
     public: bool = False
     """Serve weights to anyone; false: only to nodes of this run."""
     reach: Literal["auto", "local", "private", "public"] = "auto"
     """Addresses that relays may announce and nodes connect to: this machine's too, private networks' too, or only the
     internet's; auto: local if the coordinator listens on loopback, else public."""
-    tls_cert: str = ""
-    """PEM file with the certificate chain; empty: plain http."""
-    tls_key: str = ""
-    """PEM file with the private key of tls_cert."""
-    tls_ca: str = ""
-    """PEM file of the authorities that readers trust; empty: the system's authorities."""
     count: PositiveInt = 1
     """Relays that `shoal run` starts."""
     host: str = "127.0.0.1"

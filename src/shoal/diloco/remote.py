@@ -10,8 +10,6 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
 
-import httpx
-
 from shoal.diloco.codec import most_bytes
 from shoal.diloco.messages import (
     PIECE_BYTES,
@@ -38,7 +36,6 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Ok
 from shoal.protocol.node import KEY, Node
-from shoal.shardcast.fetch.reach import client_context
 
 ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: RoundClosedError}
 GOOD_BYE_S = 3.0
@@ -53,18 +50,15 @@ class Remote:
         terms: Terms,
         *,
         patience_s: float,
-        authority: Path | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         """`folder` holds the site's key. Raise MeetingError for an invite that is not for a site."""
         self.name, self.invite, self.terms = name_of(invite), invite, terms
-        context = client_context(authority)
         self.node = Node.of(
             invite,
             Identity.load_or_create(folder / KEY),
             patience_s=patience_s,
             stop=stop,
-            transport=httpx.HTTPTransport(verify=context) if context else None,
         )
 
     def join(self, greeting: Greeting) -> Welcome:

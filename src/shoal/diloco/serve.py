@@ -25,7 +25,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from ssl import SSLContext
 from typing import TypeVar
 
 from aiohttp import web
@@ -239,14 +238,12 @@ class MeetingServer:
         return Ok()
 
 
-async def serve(
-    server: MeetingServer, host: str, port: int, tls: SSLContext | None, listening: Path
-) -> tuple[web.AppRunner, int]:
+async def serve(server: MeetingServer, host: str, port: int, listening: Path) -> tuple[web.AppRunner, int]:
     """Listen; port 0 is the one from before a restart, or a free one."""
     last = listening.read_text() if port == 0 and listening.exists() else ""
     port = int(last) if last.isdecimal() else port
     try:
-        runner, bound = await listen(server.app(), host, port, per_address=OF_ADDRESS, total=CONNECTIONS, ssl=tls)
+        runner, bound = await listen(server.app(), host, port, per_address=OF_ADDRESS, total=CONNECTIONS)
     except OSError as error:
         raise ShoalError(f"{error.strerror}: set the port of the sites' meeting to a free one") from error
     write_file(listening, str(bound).encode())

@@ -59,7 +59,6 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.signing import SignedAuth
 from shoal.shardcast import Access, Arrival
-from shoal.shardcast.fetch.reach import client_context
 from shoal.shardcast.guard import Passes
 
 HEARTBEAT_S = 1.0
@@ -239,12 +238,10 @@ class Node(Caller):
 
     def access(self, publisher: str, config: Config) -> Access:
         """How this node reaches relays and the origin, whose key is `publisher`. Heartbeats report each download."""
-        authority = Path(config.relays.tls_ca) if config.relays.tls_ca else None
         return Access(
             publisher,
             self.invite.run,
             token=self.reader_pass,
-            tls=client_context(authority),
             reach=config.reach,
             on_fetched=self.came,
         )

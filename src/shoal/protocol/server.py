@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from ssl import SSLContext
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
@@ -261,7 +260,6 @@ async def listen(
     *,
     per_address: int,
     total: int = MAX_CONNECTIONS,
-    ssl: SSLContext | None = None,
 ) -> tuple[web.AppRunner, int]:
     """Serve an application that has a front, with `per_address` connections from one address. Returns what ends it, and the
     port. Raises OSError if the port is taken."""
@@ -269,7 +267,6 @@ async def listen(
     runner = await started(
         application,
         listener,
-        ssl=ssl,
         backlog=BACKLOG,
         logger=LOG,
         lingering_time=0,  # `Front` reads what is left of a refused body

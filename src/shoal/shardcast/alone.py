@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -35,11 +34,10 @@ A_DAY_S = 24 * 3600.0
 
 
 class Address(NamedTuple):
-    """Where a server listens; with a TLS context it serves https."""
+    """Where a server listens."""
 
     host: str
     port: int
-    tls: ssl.SSLContext | None = None
 
 
 def publish(
@@ -62,11 +60,10 @@ def fetch(
     wait_s: float = 0.0,
     timeout_s: float = A_DAY_S,
     max_age_s: float | None = None,
-    tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Path, Manifest]:
     """Fetch a version (default: the newest) into `out`/v000007/. Raise FetchError, at the latest after `timeout_s`."""
-    client = Client(urls, Access(public_key, tls=tls), out, wait_s=wait_s, timeout_s=timeout_s, max_age_s=max_age_s)
+    client = Client(urls, Access(public_key), out, wait_s=wait_s, timeout_s=timeout_s, max_age_s=max_age_s)
     return fetch_with(client, version, progress)
 
 
@@ -77,12 +74,11 @@ def watch(
     *,
     timeout_s: float = A_DAY_S,
     max_age_s: float | None = None,
-    tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
     """Yield each newest version, for ever, and never an older one after a newer. A fetch that fails, or takes more than
     `timeout_s`, is reported to `progress` and tried again."""
-    client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=timeout_s, max_age_s=max_age_s)
+    client = Client(urls, Access(public_key), out, wait_s=A_DAY_S, timeout_s=timeout_s, max_age_s=max_age_s)
     last: Manifest | None = None
     while True:
         try:
@@ -185,9 +181,9 @@ async def _serve(
     live: Callable[[], Awaitable[None]],
     say: Callable[[dict[str, object]], None],
 ) -> None:
-    runner, bound = await serve(application, address.host, address.port, ssl=address.tls)
+    runner, bound = await serve(application, address.host, address.port)
     try:
-        say({"url": url_of(address.host, bound, tls=address.tls is not None)} | facts)
+        say({"url": url_of(address.host, bound)} | facts)
         await live()
     finally:
         await runner.cleanup()

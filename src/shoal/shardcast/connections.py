@@ -1,7 +1,7 @@
 """The listening socket of a server: limits the number of open connections, and cuts useless ones.
 
 Invariant: every accepted connection counts until it is closed, and a server accepts no more than it can open files for. A
-connection over the limit of its address, or of all, is closed unread, before TLS. At the limit of all, the oldest that has
+connection over the limit of its address, or of all, is closed unread. At the limit of all, the oldest that has
 not asked anything is cut too, so idle strangers keep nobody out: whoever comes next finds its place. One that sends no
 request within `headers_s`, or does not take the response, is reset even in the middle of a `sendfile`. So no reader holds
 more than a socket for long. Only time in which this process ran counts: one that is overloaded, or was frozen, cuts nobody
@@ -26,8 +26,6 @@ from collections.abc import AsyncIterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
-from pathlib import Path
-from ssl import PROTOCOL_TLS_SERVER, SSLContext
 from typing import Any
 
 from aiohttp import ClientConnectionResetError, web
@@ -89,7 +87,7 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Patience:
     """How long a connection may be useless."""
 
-    headers_s: float = 10.0  # from accepting it to its first complete request, TLS included
+    headers_s: float = 10.0  # from accepting it to its first complete request
     idle_s: float = 75.0  # between two requests
     stall_s: float = 30.0  # taking nothing, or less than slowest_Bps on average, while data is waiting
     slowest_Bps: float = 10_000.0
@@ -253,7 +251,6 @@ async def started(
     application: web.Application,
     listener: Listener,
     *,
-    ssl: SSLContext | None = None,
     shutdown_s: float = 1.0,
     backlog: int = BACKLOG,
     **more: Any,
@@ -269,7 +266,7 @@ async def started(
         **more,
     )
     await runner.setup()
-    await web.SockSite(runner, listener, ssl_context=ssl, backlog=backlog).start()
+    await web.SockSite(runner, listener, backlog=backlog).start()
     return runner
 
 
@@ -305,13 +302,3 @@ def _progress(connection: socket.socket) -> int | None:
     except (AttributeError, OSError, struct.error):
         return None
     return int(acked_bytes) if unacked or unsent_bytes else None
-
-
-def server_context(certificate: Path | None, key: Path | None) -> SSLContext | None:
-    """For https; None without a certificate: plain http. Weights are signed and hashed in any case; TLS adds privacy for
-    tokens and contents. Raise OSError (including ssl.SSLError) for invalid files."""
-    if certificate is None:
-        return None
-    context = SSLContext(PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return context

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import ssl as tls
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -99,7 +98,6 @@ def _parse(store: Store, version: int) -> Held:
 
 LOOK_AGAIN_S = 0.05
 PIECE_BYTES = 8 << 20  # between two renewals of the version's lease
-TLS_PIECE_BYTES = 256 << 10
 
 BYTES = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
 FRESH = {"Cache-Control": "no-cache"}
@@ -138,7 +136,6 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     *,
-    ssl: tls.SSLContext | None = None,
     patience: Patience = PATIENCE,
     shutdown_s: float = 1.0,
 ) -> tuple[web.AppRunner, int]:
@@ -155,7 +152,6 @@ async def serve(
     runner = await started(
         application,
         listener,
-        ssl=ssl,
         shutdown_s=shutdown_s,
         logger=LOG,
         lingering_time=0,  # no reader sends a body: what is left of one is not read
@@ -163,9 +159,9 @@ async def serve(
     return runner, int(listener.getsockname()[1])
 
 
-def url_of(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL of a server; the address of an IPv6 host stands in brackets."""
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server; the address of an IPv6 host stands in brackets."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @web.middleware
@@ -240,15 +236,13 @@ async def _shard(request: web.Request) -> web.StreamResponse:
             response.headers["Content-Range"] = f"bytes {start_bytes}-{end_bytes - 1}/{size_bytes}"
         response.content_length = end_bytes - start_bytes
         await response.prepare(request)
-        if request.method == "GET" and await _send(request, response, file, version, start_bytes, end_bytes):
+        if request.method == "GET" and await _send(request, file, version, start_bytes, end_bytes):
             await response.write_eof()
             shelf.served_bytes += end_bytes - start_bytes
         return response
 
 
-async def _send(
-    request: web.Request, response: web.StreamResponse, file: BinaryIO, version: int, sent_bytes: int, end_bytes: int
-) -> bool:
+async def _send(request: web.Request, file: BinaryIO, version: int, sent_bytes: int, end_bytes: int) -> bool:
     """Send a file that may still be growing, up to `end_bytes`. On failure it closes the connection."""
     shelf, grew_s = request.app[SHELF], time.monotonic()
     while sent_bytes < end_bytes:
@@ -266,25 +260,14 @@ async def _send(
             continue
         shelf.store.lease(version)
         try:
-            sent_bytes += await _send_piece(response, transport, file, sent_bytes, arrived_bytes - sent_bytes)
+            piece_bytes = min(arrived_bytes - sent_bytes, PIECE_BYTES)
+            sent_bytes += await asyncio.get_running_loop().sendfile(transport, file, sent_bytes, piece_bytes)
         except OSError:  # the reader left or the disk failed: the body ends short
             if request.transport is not None:  # still open
                 transport.abort()
             return False
         grew_s = time.monotonic()
     return True
-
-
-async def _send_piece(
-    response: web.StreamResponse, transport: asyncio.Transport, file: BinaryIO, offset_bytes: int, size_bytes: int
-) -> int:
-    """Send at most `size_bytes`, and returns the number sent."""
-    if transport.get_extra_info("sslcontext") is None:
-        return await asyncio.get_running_loop().sendfile(transport, file, offset_bytes, min(size_bytes, PIECE_BYTES))
-    # Over TLS asyncio's sendfile reads 16 KiB at a time, each in a thread.
-    piece = os.pread(file.fileno(), min(size_bytes, TLS_PIECE_BYTES), offset_bytes)
-    await response.write(piece)
-    return len(piece)
 
 
 def _left(request: web.Request) -> bool:

@@ -114,13 +114,6 @@ def test_an_address_that_is_not_this_machines_is_named() -> None:
     assert "coordinator.port: cannot listen on 203.0.113.7:0" in line
 
 
-def test_missing_certificates_are_named() -> None:
-    assert found(relays={"tls_cert": "no.pem", "tls_key": "no.key"}) == [
-        "relays.tls_cert: no file at no.pem",
-        "relays.tls_key: no file at no.key",
-    ]
-
-
 def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     lines = found(model={"name": "bundled:tiny"}, run={"tracker": "wandb"})

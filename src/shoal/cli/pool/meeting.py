@@ -59,9 +59,9 @@ async def _meet(config: Config, folder: Path, name: str, stop: threading.Event) 
     open_meeting = learner_meeting if config.learner.sites else _pretraining_meeting
     meeting, settings = open_meeting(config, folder, run), config.sites
     server = MeetingServer(meeting, identity)
-    runner, port = await serve(server, settings.host, port=settings.port, tls=None, listening=folder / "port")
+    runner, port = await serve(server, settings.host, port=settings.port, listening=folder / "port")
     try:
-        url = settings.url or url_of(settings.host, port, tls=False)
+        url = settings.url or url_of(settings.host, port)
         for number in range(settings.sites):
             site_invite(identity, url, run, f"site-{number}").save(folder / "invites" / f"site-{number}.invite")
         log.info("listening at %s; invites for %d sites are in %s", url, settings.sites, folder / "invites")

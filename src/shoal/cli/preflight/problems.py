@@ -20,7 +20,7 @@ from shoal.tasks.taskset import TaskSet
 
 def problems(config: Config) -> Iterator[str]:
     """What would stop a run of this config on this machine, one line each; the tasks are looked at by `load_tasks`."""
-    for check in (_model, _ports, _files, _packages):
+    for check in (_model, _ports, _packages):
         yield from check(config)
 
 
@@ -83,13 +83,6 @@ def _cannot_bind(host: str, port: int) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _files(config: Config) -> Iterator[str]:
-    for key in ("tls_cert", "tls_key", "tls_ca"):
-        path = getattr(config.relays, key)
-        if path and not Path(path).is_file():
-            yield f"relays.{key}: no file at {path}"
 
 
 def _packages(config: Config) -> Iterator[str]:

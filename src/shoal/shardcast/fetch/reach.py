@@ -1,4 +1,4 @@
-"""Which addresses a downloader may connect to, where others name the servers, and through which proxy and authority.
+"""Which addresses a downloader may connect to, where others name the servers, and through which proxy.
 
     local     everything below, and this machine
     private   everything below, and private networks
@@ -14,10 +14,8 @@ macOS and Windows.
 from __future__ import annotations
 
 import socket
-import ssl
 from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
-from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
@@ -151,8 +149,3 @@ def _needs(address: IPv4Address | IPv6Address) -> Reach | None:
     if address.is_loopback:
         return "local"
     return "public" if address.is_global else "private"
-
-
-def client_context(authority: Path | None) -> ssl.SSLContext | None:
-    """For https. None without an authority: the system's are trusted."""
-    return ssl.create_default_context(cafile=str(authority)) if authority else None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -166,7 +165,6 @@ class Access:
     run: str | None = None
     limits: Limits = field(default_factory=Limits)
     token: Callable[[str], str] | None = None  # a reader's pass for the server at this URL, see `guard.Passes`
-    tls: ssl.SSLContext | None = None
     reach: Reach | None = None  # of addresses that others name; None: any, the user named them
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
     on_fetched: Callable[[Arrival], None] = lambda arrival: None
@@ -228,7 +226,7 @@ def open_session(access: Access) -> aiohttp.ClientSession:
     resolver = Resolver(access.reach, exempt=is_proxy) if access.reach else None
     limits = access.limits
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=access.tls or True, resolver=resolver),
+        connector=aiohttp.TCPConnector(limit=0, resolver=resolver),
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=limits.connect_timeout_s, sock_read=limits.idle_timeout_s
         ),
