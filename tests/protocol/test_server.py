@@ -10,6 +10,7 @@ import pytest
 from shoal.protocol import server
 from shoal.protocol.pace import (
     AT_ONCE,
+    BURST_S,
     DISCARD_RATE,
     LARGE_AT_ONCE,
     LARGE_BYTES,
@@ -21,13 +22,13 @@ from shoal.protocol.pace import (
     REFUSED_RATE,
     STRANGERS_UNTAKEN,
     Pace,
+    Rates,
     Refusal,
     Strangers,
     Untaken,
 )
 from shoal.protocol.server import read_body
 from shoal.protocol.signing import SignatureError, SignedHead, content_digest
-from shoal.shardcast.guard import BURST_S
 
 
 def head_of(body: bytes) -> SignedHead:
@@ -222,3 +223,28 @@ def test_refused_bodies_are_read_at_one_bounded_rate(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(server, "asyncio", SimpleNamespace(sleep=sleep, timeout=asyncio.timeout))
     asyncio.run(server.Front(strangers)._discard(Sender()))  # type: ignore[arg-type]
     assert clock.now_s == pytest.approx(2 * BURST_S, rel=0.01)
+
+
+def test_a_client_waits_once_it_is_ahead_by_more_than_a_burst() -> None:
+    rates = Rates(100.0)
+    rates.charge("ann", 1_000, 0.0)  # ten seconds' worth: the burst
+    assert rates.wait_s("ann", 0.0) == 0
+    rates.charge("ann", 500, 0.0)
+    assert rates.wait_s("ann", 0.0) == 5
+    assert rates.wait_s("ann", 3.0) == 2
+    assert rates.wait_s("ann", 5.0) == 0
+    assert rates.wait_s("bob", 0.0) == 0
+
+
+def test_a_client_saves_nothing_up() -> None:
+    rates = Rates(100.0)
+    rates.charge("ann", 100, 0.0)
+    rates.charge("ann", 2_000, 1_000.0)
+    assert rates.wait_s("ann", 1_000.0) == 10
+
+
+def test_the_least_recent_clients_are_forgotten() -> None:
+    rates = Rates(1.0, clients=3)
+    for client in ("ann", "bob", "cy", "ann", "dee"):
+        rates.charge(client, 100, 0.0)
+    assert [client for client in ("ann", "bob", "cy", "dee") if rates.wait_s(client, 0.0)] == ["ann", "cy", "dee"]

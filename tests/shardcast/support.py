@@ -67,8 +67,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def origin(tmp_path: Path, *, keep: int = 5, quota_bytes: int | None = None, **options: Any) -> Origin:
-    store = Store(tmp_path / "origin", keep=keep, quota_bytes=quota_bytes, lease_s=0)
+def origin(tmp_path: Path, *, keep: int = 5, **options: Any) -> Origin:
+    store = Store(tmp_path / "origin", keep=keep, lease_s=0)
     settings = {"shard_size_bytes": SHARD_BYTES, "anchor_every": 1, "clock": lambda: 1.5, **options}
     source = Origin(store, KEY, run=RUN, **settings)
     store.unlock()  # tests hand a store from one process to another
@@ -100,11 +100,10 @@ def relay(
     *upstream: str,
     name: str = "relay",
     keep: int = 5,
-    quota_bytes: int | None = None,
     limits: dict[str, float] | None = None,
     **options: Any,
 ) -> Relay:
-    store = Store(tmp_path / name, keep=keep, quota_bytes=quota_bytes, lease_s=0)
+    store = Store(tmp_path / name, keep=keep, lease_s=0)
     mirror = Relay(upstream, store, access(**limits or {}), **{"poll_s": 0.02, "longest_pause_s": 0.2, **options})
     store.unlock()
     return mirror

@@ -6,7 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -105,16 +104,6 @@ def test_following_never_yields_an_older_version_after_a_newer(tmp_path):
         return seen
 
     assert asyncio.run(run()) == [7, 7]
-
-
-def test_an_old_statement_is_refused_on_demand(tmp_path):
-    now_s = [time.time() - 100]
-    source = published(tmp_path, 1, clock=lambda: now_s[0])
-    with pytest.raises(FetchError, match="statement of its newest version is 1.. s old, --max-age allows 50 s"):
-        fetched(tmp_path, max_age_s=50)
-    now_s[0] += 90
-    source.state()
-    assert fetched(tmp_path, max_age_s=50)[1].version == 1
 
 
 def test_statements_have_increasing_serials_whatever_the_clock_says(tmp_path):
@@ -287,7 +276,7 @@ def test_serving_an_ipv6_address(tmp_path):
         pytest.skip(f"no IPv6 loopback here: {error}")
 
 
-# Which version is the newest, and whether it is recent enough
+# Which version is the newest
 
 
 def manifest(version: int, created_s: float, publication: str = PUBLICATION) -> SimpleNamespace:
@@ -295,30 +284,16 @@ def manifest(version: int, created_s: float, publication: str = PUBLICATION) -> 
     return SimpleNamespace(run=RUN, publication=publication, version=version, created_s=created_s, content=shards)
 
 
-def holding(here: SimpleNamespace, stated: Newest | None = None) -> Freshness:
-    """A client that has this version, and heard this statement."""
+def holding(here: SimpleNamespace) -> Freshness:
+    """A client that has this version."""
     cache = SimpleNamespace(newest=lambda now_s: here, offer=lambda version: (None, here))
-    return Freshness(Access(PUBLIC_KEY, RUN, newest=stated), cache, 30.0)
+    return Freshness(Access(PUBLIC_KEY, RUN), cache)
 
 
 @pytest.mark.parametrize(("created_s", "newest"), [(9.0, 5), (10.0, 5), (11.0, 4)])
 def test_a_lower_number_counts_only_if_it_was_published_later(created_s, newest):
     """As by an origin that continues from a backup of its store."""
     assert holding(manifest(5, 10.0)).newest([(None, manifest(4, created_s))])[1].version == newest
-
-
-def test_with_a_limit_on_age_a_version_of_another_publication_than_the_stated_one_is_too_old():
-    """The statement says nothing of how new it is."""
-    now_s = time.time()
-    stated = Newest(run=RUN, publication="b" * 32, version=0, serial=1, as_of_s=now_s - 10)
-    here = manifest(9, now_s)
-    fresh = holding(here, stated)
-    assert not fresh.outdated(here) and fresh.too_old((None, here))
-
-
-def test_with_a_limit_on_age_a_missing_statement_is_an_error():
-    with pytest.raises(FetchError, match="statement of its newest version is missing"):
-        holding(manifest(0, 1.0)).check_age(["http://relay"])
 
 
 def test_a_statement_has_a_bounded_length():

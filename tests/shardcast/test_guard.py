@@ -1,4 +1,4 @@
-"""Passes, bans and rates: as functions, and over HTTP."""
+"""Passes and bans: as functions, and over HTTP."""
 
 import asyncio
 import base64
@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.files import write_file
 from shoal.shardcast import guard as guard_module
-from shoal.shardcast.guard import PASS_S, RENEW_S, Guard, Passes, Rates, Refused, check, issue, visit
+from shoal.shardcast.guard import PASS_S, RENEW_S, Guard, Passes, Refused, check, issue, visit
 from shoal.shardcast.manifest import public_key_hex
 from shoal.shardcast.server import app, serve
 
@@ -256,45 +256,3 @@ def test_a_ban_cuts_what_a_reader_is_receiving(tmp_path):
             await runner.cleanup()
 
     assert asyncio.run(main()) == data
-
-
-# Rates
-
-
-def test_a_client_waits_once_it_is_ahead_by_more_than_a_burst():
-    rates = Rates(100.0)
-    rates.charge("ann", 1_000, 0.0)  # ten seconds' worth: the burst
-    assert rates.wait_s("ann", 0.0) == 0
-    rates.charge("ann", 500, 0.0)
-    assert rates.wait_s("ann", 0.0) == 5
-    assert rates.wait_s("ann", 3.0) == 2
-    assert rates.wait_s("ann", 5.0) == 0
-    assert rates.wait_s("bob", 0.0) == 0
-
-
-def test_a_client_saves_nothing_up():
-    rates = Rates(100.0)
-    rates.charge("ann", 100, 0.0)
-    rates.charge("ann", 2_000, 1_000.0)
-    assert rates.wait_s("ann", 1_000.0) == 10
-
-
-def test_the_least_recent_clients_are_forgotten():
-    rates = Rates(1.0, clients=3)
-    for client in ("ann", "bob", "cy", "ann", "dee"):
-        rates.charge(client, 100, 0.0)
-    assert [client for client in ("ann", "bob", "cy", "dee") if rates.wait_s(client, 0.0)] == ["ann", "cy", "dee"]
-
-
-@pytest.mark.parametrize("public", [False, True])
-def test_a_client_over_its_rate_is_told_when_to_come_back(tmp_path, public):
-    options = {"rate_Bps": 1.0, "monotonic": lambda: 0.0}
-    doorman = Guard(audience=RUN, **options) if public else guard(**options)
-
-    async def questions(ask):
-        answers = [await ask(headers=bearer(shown())) for _ in range(2)]  # 15 bytes; a burst is 10
-        return answers, (await ask(headers=bearer(shown(BOB_KEY))))[0], (await ask("/healthz"))[0]
-
-    (first, second), other, health = asking(tmp_path, doorman, questions)
-    assert (first[0], second[0], second[1]["Retry-After"]) == (200, 429, "5")
-    assert (other, health) == (429 if public else 200, 200)

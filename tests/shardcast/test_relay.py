@@ -632,35 +632,6 @@ def test_half_a_shard_is_taken_up_after_a_disconnect_and_after_a_death(tmp_path)
     assert middle.sent_bytes < 12_000 + WHOLE_BYTES
 
 
-def test_old_versions_that_do_not_fit_the_quota_are_not_fetched_again_and_again(tmp_path):
-    published(tmp_path, 1, 2, 3, 4)
-
-    async def run():
-        async with serving(tmp_path / "origin") as up, between(up) as middle:
-            async with mirroring(relay(tmp_path, middle.url, quota_bytes=2 * WHOLE_BYTES)) as mirror:
-                await until(lambda: mirror.status.versions == [4, 3])
-                await asyncio.sleep(0.3)
-            return middle.sent_bytes
-
-    assert asyncio.run(run()) == 2 * WHOLE_BYTES
-    assert Store(tmp_path / "relay").versions() == [4, 3]
-
-
-def test_a_version_larger_than_the_quota_is_not_announced_and_the_quota_is_named(tmp_path):
-    published(tmp_path, 7)
-
-    async def run():
-        async with (
-            serving(tmp_path / "origin") as up,
-            mirroring(relay(tmp_path, up, quota_bytes=WHOLE_BYTES - 1)) as mirror,
-        ):
-            await until(lambda: mirror.status.last_error)
-            assert "raise its quota of 37611 bytes" in mirror.status.last_error
-            assert mirror.store.versions() == []
-
-    asyncio.run(run())
-
-
 def test_a_relay_mirrors_a_newer_version_before_what_it_is_a_delta_of(tmp_path):
     """And all of what it needs, though `keep` alone would not."""
     stepped(tmp_path, 0, 1, 2, 3, 4, anchor_every=4, keep=9)

@@ -1,10 +1,8 @@
 """An origin that starts over with an empty store: its readers get the new publication, whatever clocks and mirrors say."""
 
 import asyncio
-import json
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 
@@ -76,9 +74,7 @@ def test_a_relay_leaves_the_publication_that_its_origin_left(tmp_path, before, a
     assert replaced(tmp_path, before, after, first_clock=first_clock) == sorted(after, reverse=True)
     newest = max(after)
     for version in (None, newest):
-        folder, _ = against(
-            lambda url, version=version: client(tmp_path, url, max_age_s=600).fetch(version), tmp_path / "relay"
-        )
+        folder, _ = against(lambda url, version=version: client(tmp_path, url).fetch(version), tmp_path / "relay")
         assert contents(folder) == contents(tmp_path / f"later{newest}")
 
 
@@ -107,29 +103,6 @@ def test_an_upstream_that_replays_the_publication_of_before_takes_no_relay_back(
     asyncio.run(run())
     folder, _ = against(lambda url: client(tmp_path, url).fetch(), tmp_path / "relay")
     assert contents(folder) == contents(tmp_path / "later0")
-
-
-def test_a_number_that_did_not_fit_is_mirrored_after_the_origin_started_over(tmp_path):
-    published(tmp_path, 0, 1, clock=time.time)
-    asked = []
-
-    def note(path, data):
-        asked.append(path)
-        return data
-
-    async def run():
-        async with (
-            serving(tmp_path / "origin") as up,
-            between(up, change=note) as middle,
-            mirroring(relay(tmp_path, middle.url, quota_bytes=60_000)) as mirror,
-        ):
-            await until(lambda: mirror.status.versions == [1] and "/v000000/manifest.json" in asked)
-            asked.clear()
-            await until(lambda: asked.count("/versions.json") > 2)
-            start_over(tmp_path, 0)
-            await until(lambda: mirror.status.versions == [0], timeout_s=20)
-
-    asyncio.run(run())
 
 
 # Clients
@@ -179,78 +152,10 @@ def test_a_cached_version_of_before_is_not_taken_for_the_number_that_is_asked_fo
 # The limit on age
 
 
-def withholding(tmp_path, *hidden: int) -> Path:
-    """A mirror that passes the origin's latest statement on, and some versions not."""
-    mirror = mirror_of(tmp_path, f"without{len(hidden)}")
-    listing = json.loads((mirror / "versions.json").read_text())
-    listing["versions"] = [version for version in listing["versions"] if version not in hidden]
-    (mirror / "versions.json").write_text(json.dumps(listing))
-    for version in hidden:
-        shutil.rmtree(mirror / f"v{version:06d}")
-    return mirror
-
-
-def test_a_limit_on_age_is_one_on_what_is_delivered(tmp_path):
-    published(tmp_path, 0, 1, 2, clock=time.time)
-    mirror = withholding(tmp_path, 1, 2)
-    with pytest.raises(FetchError, match=r"newest version is 2, and http\S+ offer version 0; with --max-age"):
-        against(lambda url: client(tmp_path, url, max_age_s=30).fetch(), mirror)
-    assert against(lambda url: client(tmp_path, url).fetch(), mirror)[1].version == 0, (
-        "without a limit it is the newest"
-    )
-
-
-def test_a_limit_on_age_holds_for_what_is_here_already(tmp_path):
-    published(tmp_path, 0, clock=time.time)
-    against(lambda url: client(tmp_path, url).fetch(), tmp_path / "origin")
-    published(tmp_path, 1, clock=time.time)
-    with pytest.raises(FetchError, match="newest version is 1"):
-        against(lambda url: client(tmp_path, url, max_age_s=30).fetch(), withholding(tmp_path, 1))
-
-
-def test_with_a_limit_on_age_all_servers_are_asked_for_the_stated_version(tmp_path):
-    source = published(tmp_path, 0, 1, 2, clock=time.time)
-    mirrors = [withholding(tmp_path, 2), withholding(tmp_path, 1, 2)]
-    for _ in range(5):  # the servers are drawn
-        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-        source.state()
-        _, manifest = against(
-            lambda *urls: client(tmp_path, *urls, max_age_s=600).fetch(), *mirrors, tmp_path / "origin"
-        )
-        assert manifest.version == 2
-
-
-def test_with_a_limit_on_age_a_client_waits_for_the_stated_version(tmp_path):
-    published(tmp_path, 0, 1, clock=time.time)
-
-    def act(url):
-        async def run():
-            async with between(url, change=hide) as middle:
-                return await asyncio.to_thread(client(tmp_path, middle.url, max_age_s=600, wait_s=60).fetch)
-
-        return asyncio.run(run())
-
-    listed = []
-
-    def hide(path, data):
-        if path == "/versions.json":
-            listed.append(path)
-            return data.replace(b"[1,0]", b"[0]") if len(listed) < 5 else data
-        return b"nothing" if "v000001" in path and len(listed) < 5 else data
-
-    assert against(act, tmp_path / "origin")[1].version == 1
-
-
-def test_a_statement_from_the_future_is_not_recent(tmp_path):
-    published(tmp_path, 0, clock=ahead)
-    with pytest.raises(FetchError, match=r"172\d\d\d s ahead of this clock, --max-age allows 30 s"):
-        against(lambda url: client(tmp_path, url, max_age_s=30).fetch(), tmp_path / "origin")
-
-
 def test_a_clock_that_was_corrected_needs_no_empty_store(tmp_path):
     published(tmp_path, 0, clock=ahead)
     published(tmp_path, 1, clock=time.time)
-    _, manifest = against(lambda url: client(tmp_path, url, max_age_s=600).fetch(), tmp_path / "origin")
+    _, manifest = against(lambda url: client(tmp_path, url).fetch(), tmp_path / "origin")
     assert manifest.version == 1
 
 

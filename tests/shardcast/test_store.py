@@ -1,35 +1,25 @@
 """The store: what is kept and what goes, and what half-written files mean."""
 
-import asyncio
 import os
 import time
 
 import pytest
 
-from shoal import files as files_module
 from shoal.files import NewFile, temporary
 from shoal.shardcast import Origin, Store
 from shoal.shardcast.manifest import MAX_VERSIONS, Delta, FileEntry, Manifest, Stream
-from shoal.shardcast.store import StoreFullError, chain, stored_bytes
+from shoal.shardcast.store import chain
 
 from .support import (
     KEY,
-    PUBLIC_KEY,
     PUBLICATION,
     RUN,
     flip_bit,
-    mirroring,
-    origin,
     published,
-    relay,
-    serving,
     stepped,
-    until,
-    weights_folder,
 )
 
 HASH = "0" * 64
-WHOLE_BYTES = 37_612  # of one version of `published`
 
 
 def version(number: int, *, full_bytes: int | None = None, delta_bytes: int | None = None) -> Manifest:
@@ -97,23 +87,6 @@ def test_the_newest_are_kept_with_what_they_are_deltas_of(tmp_path, manifests, k
     assert kept(store) == expected
 
 
-@pytest.mark.parametrize(
-    ("manifests", "quota_bytes", "expected"),
-    [
-        (ANCHORS, 5_000, [5, 4, 3, 2, 1]),
-        (ANCHORS, 2_999, [5, 4]),
-        (ANCHORS, 1, [5]),  # the newest stays whatever it takes: `make_room` is asked before it is written
-        (CHAIN, 1_300, [5, 4, 3]),
-        (CHAIN, 2_399, [5, 4, 3, 1]),  # half a chain is of no use, an old anchor is
-        (CHAIN, 2_400, [5, 4, 3, 2, 1]),
-    ],
-)
-def test_fewer_are_kept_where_the_quota_binds(tmp_path, manifests, quota_bytes, expected):
-    store, held = holding(tmp_path, *manifests, keep=9, quota_bytes=quota_bytes)
-    store.retain(held)
-    assert kept(store) == expected
-
-
 def test_what_a_reader_asked_for_lately_stays_with_what_it_is_a_delta_of(tmp_path):
     store, held = holding(tmp_path, *CHAIN, keep=1, lease_s=0.2)
     store.lease(2)
@@ -132,14 +105,6 @@ def test_readers_who_read_everything_for_ever_keep_a_bounded_number_of_versions(
     assert kept(store) == [29, 28, 27, 26, 25, 24]
 
 
-def test_a_lease_does_not_break_the_quota(tmp_path):
-    store, held = holding(tmp_path, *ANCHORS, keep=1, quota_bytes=2_000, lease_s=60)
-    for number in (1, 2):
-        store.lease(number)
-    store.retain(held)
-    assert kept(store) == [5, 2]
-
-
 def test_a_reader_in_the_middle_of_a_file_keeps_what_it_opened(tmp_path):
     source = published(tmp_path, 1, keep=1)
     path = source.store.shard_path(1, "full", 0)
@@ -150,90 +115,12 @@ def test_a_reader_in_the_middle_of_a_file_keeps_what_it_opened(tmp_path):
         assert file.read() == data
 
 
-def test_a_version_that_cannot_fit_is_refused_before_it_is_announced(tmp_path):
-    source = origin(tmp_path, quota_bytes=WHOLE_BYTES)
-    with pytest.raises(
-        StoreFullError, match=rf"version 1 needs .* bytes in {source.store.path}; raise its quota of 37612"
-    ):
-        source.publish(weights_folder(tmp_path / "large"), 1)
-    assert source.published() == []
-    published(tmp_path, 1, quota_bytes=WHOLE_BYTES)
-    assert source.store.versions() == [1]
-
-
-def test_a_delta_counts_with_what_it_builds_on(tmp_path):
-    whole_bytes = weights_folder(tmp_path / "model0").joinpath("model.safetensors").stat().st_size + 2
-    assert stepped(tmp_path, 0, 1, quota_bytes=whole_bytes + 5_000).published() == [1, 0]
-
-
-def test_a_delta_that_does_not_fit_beside_what_it_builds_on_is_an_anchor_instead(tmp_path):
-    whole_bytes = weights_folder(tmp_path / "model0").joinpath("model.safetensors").stat().st_size + 2
-    source = stepped(tmp_path, 0, 1, quota_bytes=whole_bytes)
-    assert source.published() == [1]
-    assert list(source.store.signed(1).open(PUBLIC_KEY).streams) == ["full"]
-
-
-@pytest.mark.parametrize(
-    ("manifests", "more_bytes", "needs", "expected"),
-    [
-        (ANCHORS, 0, [], [5, 4, 3, 2, 1]),
-        (ANCHORS, 1, [], [5, 4, 3, 2]),
-        (ANCHORS, 2_500, [1], [5, 1]),
-        (ANCHORS, 5_000, [], []),
-        (CHAIN, 3_000, [], [5, 4, 3]),  # without its anchor the delta 2 is of no use
-        (CHAIN, 3_500, [5, 4, 3], [5, 4, 3]),
-    ],
-)
-def test_room_is_made_before_a_version_is_written(tmp_path, manifests, more_bytes, needs, expected):
-    store, held = holding(tmp_path, *manifests, keep=9, quota_bytes=5_000)
-    store.make_room(held, 6, needs, more_bytes)
-    assert store.versions() == expected
-
-
-def test_where_room_cannot_be_made_nothing_is_dropped(tmp_path):
-    store, held = holding(tmp_path, *CHAIN, keep=9, quota_bytes=5_000)
-    with pytest.raises(StoreFullError, match=f"version 6 needs 5001 bytes in {tmp_path}; raise its quota of 5000"):
-        store.make_room(held, 6, [5, 4, 3], 3_701)
-    assert store.versions() == [5, 4, 3, 2, 1]
-
-
-@pytest.mark.parametrize("role", ["origin", "relay"])
-def test_the_quota_holds_at_every_moment_of_a_run_of_versions(tmp_path, monkeypatch, role):
-    """Deltas and anchors, with files that get a name and files that do not have one yet."""
-    whole_bytes = weights_folder(tmp_path / "model0").joinpath("model.safetensors").stat().st_size + 2
-    quota_bytes = 2 * whole_bytes + 3_000
-    seen_bytes = []
-    real = files_module.write_all
-
-    def write_all(fd, data, offset_bytes):
-        real(fd, data, offset_bytes)
-        folder = tmp_path / role
-        paths = [*folder.glob("v*/*/*.shard"), *folder.glob("v*/*/.*.tmp"), *folder.glob(".delta.tmp")]
-        seen_bytes.append(sum(path.stat().st_size for path in paths if path.exists()))
-
-    monkeypatch.setattr(files_module, "write_all", write_all)
-    source = stepped(tmp_path, 0, anchor_every=2, quota_bytes=quota_bytes if role == "origin" else None)
-
-    async def run():
-        async with serving(source.store) as up:
-            mirror = relay(tmp_path, up, quota_bytes=quota_bytes)
-            async with mirroring(mirror):
-                for version in range(1, 6):
-                    folder = weights_folder(tmp_path / f"model{version}", version)
-                    await asyncio.to_thread(source.publish, folder, version)
-                    await until(lambda version=version: mirror.status.versions[:1] == [version])
-
-    asyncio.run(run())
-    assert 2 * whole_bytes < max(seen_bytes) <= quota_bytes
-
-
 def test_chain_ends_at_an_anchor_or_where_nothing_is_known():
     held = {manifest.version: manifest for manifest in CHAIN}
     assert chain(held, 5) == [5, 4, 3]
     assert chain(held, 1) == [1]
     del held[4]
     assert chain(held, 5) == [5, 4]
-    assert stored_bytes(held, [5, 4, 3]) == 1_200
 
 
 def test_missing_names_the_shards_that_are_absent_or_wrong(tmp_path):

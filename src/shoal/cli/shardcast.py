@@ -33,12 +33,6 @@ def origin_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("origin.pem"),
         help="private key, created if absent; must lie outside of PATH",
     )
-    parser.add_argument(
-        "--anchor-every", type=whole(1, 1_000_000), default=10, help="every Nth version can be fetched in full"
-    )
-    parser.add_argument(
-        "--shard-bytes", type=whole(1024, 1 << 30), help="shard size (default: 1/256 of a version, 64 KiB to 16 MiB)"
-    )
 
 
 def relay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,12 +49,6 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--key", required=True, help="the origin's public key, which the origin prints")
     parser.add_argument("--out", type=Path, required=True, help="writes OUT/v000007/; reuses earlier versions there")
     parser.add_argument("--version", type=whole(0, 1 << 40), help="default: the newest")
-    parser.add_argument(
-        "--max-age",
-        type=real(0, 1e9),
-        metavar="S",
-        help="refuse the newest version if the origin's latest statement that it is the newest is older than this",
-    )
     parser.add_argument("--follow", action="store_true", help="keep fetching new versions")
     parser.add_argument(
         "--wait", type=real(0, 1e6), default=0.0, metavar="S", help="wait for a relay or a first version"
@@ -84,13 +72,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
         raise UserError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
     check_apart(arguments.path, arguments.store, arguments.key_file)  # before a key is created
     store = _store(arguments)
-    origin = Origin(
-        store,
-        Identity.load_or_create(arguments.key_file).private_key,
-        run=RUN_NAME,
-        shard_size_bytes=arguments.shard_bytes,
-        anchor_every=arguments.anchor_every,
-    )
+    origin = Origin(store, Identity.load_or_create(arguments.key_file).private_key, run=RUN_NAME)
     asyncio.run(serve_origin(arguments.path, origin, _address(arguments), stop, _say))
 
 
@@ -114,7 +96,6 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 arguments.out,
                 key,
                 timeout_s=arguments.timeout,
-                max_age_s=arguments.max_age,
                 progress=bars.show,
             )
             for folder, _ in following:
@@ -127,7 +108,6 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 version=arguments.version,
                 wait_s=arguments.wait,
                 timeout_s=arguments.timeout,
-                max_age_s=arguments.max_age,
                 progress=bars.show,
             )
             bars.say(str(folder))
@@ -152,13 +132,12 @@ def _store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", type=whole(1, 1_000_000), default=5, help="newest versions to keep, with their parents"
     )
-    parser.add_argument("--quota-bytes", type=whole(1, 1 << 60), help="disk quota; keeps fewer versions if needed")
 
 
 def _store(arguments: argparse.Namespace) -> Store:
     from shoal.shardcast import Store
 
-    return Store(arguments.store, keep=arguments.keep, quota_bytes=arguments.quota_bytes)
+    return Store(arguments.store, keep=arguments.keep)
 
 
 def _address(arguments: argparse.Namespace) -> Address:

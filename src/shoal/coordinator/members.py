@@ -28,8 +28,8 @@ from shoal.coordinator.nodes import Node
 from shoal.ledger.connection import SERIAL
 from shoal.protocol.invite import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Intake, InvitePayload, Registered, Role
+from shoal.protocol.pace import Rates
 from shoal.shardcast.fetch.reach import OutOfReach, check_host
-from shoal.shardcast.guard import Rates
 
 DOWNLOADS = [
     f"""CREATE TABLE IF NOT EXISTS transfers (

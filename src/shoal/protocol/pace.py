@@ -8,14 +8,13 @@ Left out: the bandwidth of rollout files, and a crowd of addresses; a proxy in f
 """
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shoal.errors import ShoalError
-from shoal.shardcast.guard import Rates
 
-# Requests a second, each with a burst of 10 s (`shardcast.guard.BURST_S`). A node beats once a second, and a
+# Requests a second, each with a burst of 10 s (`BURST_S`). A node beats once a second, and a
 # validator that waits for work asks ten times a second.
 MEMBER_RATE = 40.0
 OPEN_RATE = 50.0  # from one address, for what anyone may read: a view asks seven times a second
@@ -35,6 +34,10 @@ DISCARD_RATE = 8 << 20  # bytes a second of all refused bodies together
 LONGEST_HOLD_S = 5.0  # of a refusal; far below the patience of an honest client
 
 
+BURST_S = 10.0  # of its rate, by which a client may be ahead
+MAX_CLIENTS = 100_000
+
+
 class Refusal(ShoalError):
     """A request that is not served, and why; `status` is its HTTP status."""
 
@@ -44,6 +47,28 @@ class Refusal(ShoalError):
         super().__init__(message)
         if status is not None:
             self.status = status
+
+
+class Rates:
+    """How far each client is ahead of its rate, in requests or bytes. The least recent clients are forgotten."""
+
+    def __init__(self, per_s: float, *, clients: int = MAX_CLIENTS) -> None:
+        self.per_s, self.clients = per_s, clients
+        self._ahead: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how much, and when
+
+    def wait_s(self, client: str, now_s: float) -> float:
+        """The time this client must wait: zero unless it is ahead by more than a burst."""
+        return max(0.0, self._ahead_of(client, now_s) / self.per_s - BURST_S)
+
+    def charge(self, client: str, amount: int, now_s: float) -> None:
+        self._ahead[client] = (self._ahead_of(client, now_s) + amount, now_s)
+        self._ahead.move_to_end(client)
+        if len(self._ahead) > self.clients:
+            self._ahead.popitem(last=False)
+
+    def _ahead_of(self, client: str, now_s: float) -> float:
+        ahead, then_s = self._ahead.get(client, (0.0, now_s))
+        return max(0.0, ahead - self.per_s * (now_s - then_s))
 
 
 class Pace:

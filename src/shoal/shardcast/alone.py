@@ -59,11 +59,10 @@ def fetch(
     version: int | None = None,
     wait_s: float = 0.0,
     timeout_s: float = A_DAY_S,
-    max_age_s: float | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Path, Manifest]:
     """Fetch a version (default: the newest) into `out`/v000007/. Raise FetchError, at the latest after `timeout_s`."""
-    client = Client(urls, Access(public_key), out, wait_s=wait_s, timeout_s=timeout_s, max_age_s=max_age_s)
+    client = Client(urls, Access(public_key), out, wait_s=wait_s, timeout_s=timeout_s)
     return fetch_with(client, version, progress)
 
 
@@ -73,12 +72,11 @@ def watch(
     public_key: str,
     *,
     timeout_s: float = A_DAY_S,
-    max_age_s: float | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
     """Yield each newest version, for ever, and never an older one after a newer. A fetch that fails, or takes more than
     `timeout_s`, is reported to `progress` and tried again."""
-    client = Client(urls, Access(public_key), out, wait_s=A_DAY_S, timeout_s=timeout_s, max_age_s=max_age_s)
+    client = Client(urls, Access(public_key), out, wait_s=A_DAY_S, timeout_s=timeout_s)
     last: Manifest | None = None
     while True:
         try:

@@ -1,14 +1,13 @@
-"""Who may read from a server, and how much: passes, bans, and a rate for each client.
+"""Who may read from a server: passes and bans.
 
     grant   the pool signed: this key may read this run's weights until then. Every reader gets one, and keeps it.
     pass    grant~visit.signature: the key in the grant signed which server it visits, and when.
 
 Invariant: with a `pool_key`, every request except /healthz needs a pass. This key granted it for this audience, and its
 reader, who is not banned, signed it for this server's URL within `PASS_S`: a relay that keeps what its readers show it can
-use none of it elsewhere. A ban also cuts the reader's connections. In any period a client receives at most its rate, a
-burst, and the requests started by then.
-Left out: client addresses behind a proxy; a nonce (who repeats a pass to the same server within the minute reads what the
-pool's nodes may read anyway); throttling within a body, which would rule out `sendfile`; one rate across several relays.
+use none of it elsewhere. A ban also cuts the reader's connections.
+Left out: a nonce (who repeats a pass to the same server within the minute reads what the pool's nodes may read anyway), and
+a rate for each reader (`connections` limits how many each address may have open).
 Source: RFC 6750 (bearer tokens), RFC 9449 (proof of possession).
 """
 
@@ -17,11 +16,8 @@ from __future__ import annotations
 import re
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Set
-from contextvars import ContextVar
 from functools import lru_cache
-from math import ceil
 from typing import TypeVar
 
 from aiohttp import web
@@ -29,34 +25,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import BaseModel, ConfigDict
 
-from shoal.shardcast.connections import LISTENER, network
+from shoal.shardcast.connections import LISTENER
 from shoal.shardcast.manifest import Hash
-
-MAX_CLIENTS = 100_000
-BURST_S = 10.0  # of its rate, by which a client may be ahead
-
-
-class Rates:
-    """How far each client is ahead of its rate, in bytes, decaying at `rate_Bps`. The least recent clients are forgotten."""
-
-    def __init__(self, rate_Bps: float, *, clients: int = MAX_CLIENTS) -> None:
-        self.rate_Bps, self.clients = rate_Bps, clients
-        self._ahead: OrderedDict[str, tuple[float, float]] = OrderedDict()  # bytes, and when
-
-    def wait_s(self, client: str, now_s: float) -> float:
-        """The time this client must wait: zero unless it is ahead by more than a burst."""
-        return max(0.0, self._ahead_bytes(client, now_s) / self.rate_Bps - BURST_S)
-
-    def charge(self, client: str, size_bytes: int, now_s: float) -> None:
-        self._ahead[client] = (self._ahead_bytes(client, now_s) + size_bytes, now_s)
-        self._ahead.move_to_end(client)
-        if len(self._ahead) > self.clients:
-            self._ahead.popitem(last=False)
-
-    def _ahead_bytes(self, client: str, now_s: float) -> float:
-        ahead_bytes, then_s = self._ahead.get(client, (0.0, now_s))
-        return max(0.0, ahead_bytes - self.rate_Bps * (now_s - then_s))
-
 
 # Domain separation: nothing else that these keys sign can be taken for a grant or a visit.
 GRANT_DOMAIN = b"shoal shardcast reader token 1\n"
@@ -165,32 +135,24 @@ def _verified(text: str, key: str, domain: bytes, kind: type[C], forged: str) ->
         raise Refused("malformed pass") from error
 
 
-# The client of the current request: a reader's key, or a network.
-CLIENT: ContextVar[str | None] = ContextVar("client", default=None)
-
-
 class Guard:
     def __init__(
         self,
         *,
         audience: str,
         pool_key: str | None = None,
-        rate_Bps: float | None = None,
         connections: int = 64,
         total_connections: int = 4096,
         clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `pool_key` anyone may read; with it, only readers with its grant. `rate_Bps` limits each client: the
-        reader of a pass, or else an address. `connections` limits each address. `clock` dates passes, `monotonic`
-        rates."""
+        """Without `pool_key` anyone may read; with it, only readers with its grant. `connections` limits each address.
+        `clock` dates passes."""
         self.audience, self.pool_key = audience, pool_key
         self.servers: Set[str] = frozenset()  # the URLs that readers know this server by; a pass names one of them
         self.connections, self.total_connections = connections, total_connections
         self.banned: Set[str] = frozenset()
-        self.rates = Rates(rate_Bps) if rate_Bps else None
         self.refused = 0
-        self._clock, self._monotonic = clock, monotonic
+        self._clock = clock
         self._applications: list[web.Application] = []
 
     def ban(self, readers: Set[str]) -> None:
@@ -203,42 +165,29 @@ class Guard:
     def attach(self, application: web.Application) -> None:
         self._applications.append(application)
         application.middlewares.append(self._admit)
-        application.on_response_prepare.append(self._charge)
 
     @web.middleware
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path == "/healthz":
-            return await handler(request)
-        try:
-            client = self._client(request)
-            CLIENT.set(client)
-            wait_s = self.rates.wait_s(client, self._monotonic()) if self.rates else 0.0
-            if wait_s > 0:
-                raise web.HTTPTooManyRequests(headers={"Retry-After": str(ceil(wait_s))}, text="over your rate\n")
-        except web.HTTPException:
-            self.refused += 1
-            raise
+        if self.pool_key is not None and request.path != "/healthz":
+            try:
+                self._check(request, self.pool_key)
+            except web.HTTPException:
+                self.refused += 1
+                raise
         return await handler(request)
 
-    def _client(self, request: web.Request) -> str:
-        if self.pool_key is None:
-            return network(request.remote or "")
+    def _check(self, request: web.Request, pool_key: str) -> None:
+        """Raise HTTPException unless the request has a pass of a reader who is not banned."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         try:
             if scheme.lower() != "bearer":
                 raise Refused("no pass")
-            reader = check(token.strip(), self.pool_key, self.audience, self.servers, self._clock())
+            reader = check(token.strip(), pool_key, self.audience, self.servers, self._clock())
         except Refused as reason:
             raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"}, text=f"{reason}\n") from reason
         if reader in self.banned:
             raise web.HTTPForbidden(text="banned\n")
         if (listener := request.app.get(LISTENER)) and request.transport:
             listener.read_by(request.transport.get_extra_info("peername"), reader)
-        return reader
-
-    async def _charge(self, request: web.Request, response: web.StreamResponse) -> None:
-        client = CLIENT.get()
-        if self.rates and client is not None and request.method == "GET":
-            self.rates.charge(client, response.content_length or 0, self._monotonic())

@@ -9,8 +9,8 @@ else in Shoal. It is computed over canonical JSON without the transfer options (
 publication it was published: the same files, published again as the same version, have the same digest.
 The statements of one publication have increasing serials, also after a restart and whatever the clock does. Of two, the
 one with the higher serial is right. Between publications `latest` decides, by the reader's clock.
-Left out: key rotation, more than one signer, and proof that a reader was shown the latest statement (`shoal fetch
---max-age` refuses old ones).
+Left out: key rotation, more than one signer, and proof that a reader was shown the latest statement: mirrors that withhold
+it can keep a reader behind. (In a pool the coordinator names each version.)
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: checkpoints are sharded, and clients verify what they assembled.
 Source: the timestamp role of The Update Framework.
 """

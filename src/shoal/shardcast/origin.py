@@ -58,7 +58,7 @@ from shoal.shardcast.manifest import (
     public_key_hex,
     version_name,
 )
-from shoal.shardcast.store import Store, StoreFullError, chain
+from shoal.shardcast.store import Store
 
 ANCHOR_EVERY = 10  # versions from one that can be fetched in full to the next
 SCANNED_BYTES = 64 << 20
@@ -355,16 +355,14 @@ class Origin:
         """Write the shards of a version. Return its content, its delta if there is one, and whether it is an anchor."""
         parent = self._latest.manifest(self._held)
         if parent is None or parent.version >= version:
-            return self._cut_anchor(version, folder, files, None), None, True
+            return self._cut_anchor(version, folder, files), None, True
         content, delta, anchor = self._compare(version, folder, files, parent)
         if not anchor and (delta is None or 2 * delta.stream.size_bytes > _total(files)):
-            return self._cut_anchor(version, folder, files, delta), delta, True
+            return self._cut_anchor(version, folder, files), delta, True
         return content, delta, anchor
 
-    def _cut_anchor(self, version: int, folder: Path, files: Sequence[FileEntry], delta: Delta | None) -> Stream:
-        total_bytes = _total(files)
-        self._make_room(version, (), total_bytes + (delta.stream.size_bytes if delta else 0))
-        chunks = file_chunks(folder, files)
+    def _cut_anchor(self, version: int, folder: Path, files: Sequence[FileEntry]) -> Stream:
+        total_bytes, chunks = _total(files), file_chunks(folder, files)
         return cut(chunks, total_bytes, self._shard_bytes(total_bytes), self._new_shard(version))
 
     def _compare(
@@ -373,12 +371,10 @@ class Origin:
         """Make the delta from the last published version, the hashes and, if an anchor is due, its shards. Reads the files
         once, front to back."""
         anchor, total_bytes = self._anchor_is_due(parent.version), _total(files)
-        if anchor:
-            self._make_room(version, (), total_bytes)
         cutter = Cutter(self._shard_bytes(total_bytes), self._new_shard(version) if anchor else None)
         try:
             with alongside(cutter.add) as passed:
-                delta = self._encode(folder, files, version, parent, passed, anchor_bytes=anchor * total_bytes)
+                delta = self._encode(folder, files, version, parent, passed)
             return cutter.finish(total_bytes), delta, anchor
         finally:
             cutter.close()
@@ -390,27 +386,18 @@ class Origin:
         version: int,
         parent: Manifest,
         passed: Callable[[memoryview], None],
-        *,
-        anchor_bytes: int,
     ) -> Delta | None:
-        """Write the delta from the last published version, and its shards. Return None if it saves nothing, or does not
-        fit. `anchor_bytes`: of the anchor that is being written at the same time."""
-        needs = [] if anchor_bytes else chain(self._held, parent.version)
+        """Write the delta from the last published version, and its shards. Return None if it saves nothing."""
         with new_file(self.store.path / "delta") as file:
-            size_bytes, fits = 0, True
+            size_bytes = 0
 
             def sink(data: bytes) -> None:
-                nonlocal size_bytes, fits
-                try:
-                    if fits:
-                        self._make_room(version, needs, anchor_bytes + 2 * (size_bytes + len(data)))  # file and shards
-                        file.write(size_bytes, data)
-                        size_bytes += len(data)
-                except StoreFullError:
-                    fits = False  # with its parents; the full version alone may, and `passed` needs all of it
+                nonlocal size_bytes
+                file.write(size_bytes, data)
+                size_bytes += len(data)
 
             delta.encode(self._latest.folder, folder, [entry.path for entry in files], sink, passed)
-            if not fits or size_bytes >= _total(files):
+            if size_bytes >= _total(files):
                 return None
             chunks = (memoryview(file.read(at, CHUNK_BYTES)) for at in range(0, size_bytes, CHUNK_BYTES))
             stream = cut(chunks, size_bytes, self._shard_bytes(size_bytes), self._new_shard(version, "delta"))
@@ -438,10 +425,6 @@ class Origin:
         except BaseException:
             self._forget(version)
             raise
-
-    def _make_room(self, version: int, needs: Sequence[int], more_bytes: int) -> None:
-        self.store.make_room(self._held, version, needs, more_bytes)
-        self._forget_dropped()
 
     def _forget_dropped(self) -> None:
         kept = self.store.versions()

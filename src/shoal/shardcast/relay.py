@@ -45,7 +45,7 @@ from shoal.shardcast.manifest import (
     SignedNewest,
     latest,
 )
-from shoal.shardcast.store import Store, chain, stored_bytes
+from shoal.shardcast.store import Store
 
 SLOW = 0.25  # siblings below this share of the best one's speed are skipped
 
@@ -193,7 +193,6 @@ class Relay:
         self.place = Place(store.id)
         self._statements: dict[SignedNewest, Newest | None] = {}  # opened last: the same one comes again and again
         self._stated: Newest | None = None  # the latest of the origin's statements
-        self._unfit: set[int] = set()  # versions that the quota has no room for
         self._open_held()
 
     async def mirror(self) -> None:
@@ -277,8 +276,6 @@ class Relay:
         outdated = [version for version, manifest in self._held.items() if stated and stated.outdates(manifest)]
         for version in outdated:
             self._drop(version)
-        if outdated:
-            self._unfit.clear()
 
     def _opened(self, signed: SignedNewest) -> Newest | None:
         if signed not in self._statements:
@@ -288,7 +285,7 @@ class Relay:
     async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
         """Store the newest manifest of a version and returns it; None if there is none."""
         held = self._held.get(version)
-        if version in self._unfit or (held is not None and not self._missing.get(version)):
+        if held is not None and not self._missing.get(version):
             return held  # an incomplete one is asked for again: its origin may have published it anew
 
         async def offered(source: Source) -> Offer | None:
@@ -306,12 +303,8 @@ class Relay:
         best = max([*nearest, *offers], key=lambda offer: offer[1].created_s, default=None)
         if best is not None and best[1] != held:
             signed, manifest = best
-            family = {**self._held, version: manifest}
-            if version not in self.store.wanted(family):
-                self._unfit.add(version)
+            if version not in self.store.wanted({**self._held, version: manifest}):
                 return None
-            self.store.make_room(self._held, version, chain(family, version), stored_bytes(family, [version]))
-            self._forget_dropped()
             self.store.add_manifest(version, signed)
             self._held[version] = manifest
             self._missing.pop(version, None)  # what is on disk may be of the manifest before

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -47,10 +47,6 @@ FILE_MODE, FOLDER_MODE = 0o644, 0o755  # of a public store, so that another user
 _LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store; a forked child does not hold its parent's
 
 
-class StoreFullError(ShoalError, OSError):
-    """A version does not fit in the quota."""
-
-
 class StoreLockedError(ShoalError):
     """Another process writes this store."""
 
@@ -61,17 +57,15 @@ class Store:
         path: Path,
         *,
         keep: int = 5,
-        quota_bytes: int | None = None,
         lease_s: float = 60.0,
         public: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep the newest `keep` versions and the versions that they are deltas of; fewer if they exceed `quota_bytes`,
-        which also holds while one is being written. A version read within the last `lease_s` stays, but at most `keep`
-        such versions, the newest: otherwise readers could fill the disk. `public`: every user of this
-        machine may read it, whatever the umask."""
+        """Keep the newest `keep` versions and the versions that they are deltas of. A version read within the last
+        `lease_s` stays, but at most `keep` such versions, the newest: otherwise readers could fill the disk. `public`:
+        every user of this machine may read it, whatever the umask."""
         self.path, self.public = path, public
-        self.keep, self.quota_bytes, self.lease_s, self._clock = keep, quota_bytes, lease_s, clock
+        self.keep, self.lease_s, self._clock = keep, lease_s, clock
         self._requested_s: dict[int, float] = {}
         self._via: tuple[str, ...] | None = None
         self._newest: SignedNewest | None = None
@@ -169,8 +163,8 @@ class Store:
         self._list(self._on_disk())
 
     def retain(self, held: Mapping[int, Manifest]) -> None:
-        """Remove the versions beyond `keep` and the quota, except leased ones and parents of kept ones. `held` are the
-        manifests of all stored versions. Readers keep the files that they have opened."""
+        """Remove the versions beyond `keep`, except leased ones and parents of kept ones. `held` are the manifests of all
+        stored versions. Readers keep the files that they have opened."""
         wanted = self.wanted(held)
         self._list([version for version in sorted(held, reverse=True) if version in wanted])
         for version in self._on_disk():
@@ -183,34 +177,11 @@ class Store:
         wanted: set[int] = set()
         now_s, leases = self._clock(), self.keep
         for place, version in enumerate(sorted(held, reverse=True)):
-            family = set(chain(held, version))
-            fits = self.quota_bytes is None or stored_bytes(held, wanted | family) <= self.quota_bytes
             leased = leases > 0 and now_s - self._requested_s.get(version, -inf) < self.lease_s
-            if place == 0 or ((place < self.keep or leased) and fits):
+            if place < self.keep or leased:
                 leases -= place >= self.keep
-                wanted |= family
+                wanted |= set(chain(held, version))
         return wanted
-
-    def make_room(self, held: Mapping[int, Manifest], version: int, needs: Iterable[int], more_bytes: int) -> None:
-        """Remove versions, oldest first, until `more_bytes` of a new one fit in the quota. The versions it `needs` stay.
-        Raise StoreFullError, and removes nothing, if that is not enough."""
-        if self.quota_bytes is None:
-            return
-        left = set(held) - {version}
-        droppable = sorted(left - set(needs))
-        while (needed_bytes := stored_bytes(held, left) + more_bytes) > self.quota_bytes and droppable:
-            left.discard(droppable.pop(0))
-            droppable = [
-                known for known in droppable if left.issuperset(set(chain(held, known)) & set(held) - {version})
-            ]
-            left = left & {*droppable, *needs}  # a broken chain is useless
-        if needed_bytes > self.quota_bytes:
-            raise StoreFullError(
-                f"version {version} needs {needed_bytes} bytes in {self.path}; raise its quota of {self.quota_bytes} bytes"
-            )
-        for dropped in set(held) - {version} - left:
-            self.discard(dropped)
-            self._requested_s.pop(dropped, None)
 
     def discard(self, version: int) -> None:
         """Remove one version, complete or not."""
@@ -278,7 +249,3 @@ def chain(held: Mapping[int, Manifest], version: int) -> list[int]:
     while (manifest := held.get(needed[-1])) and not manifest.anchor and manifest.delta:
         needed.append(manifest.delta.parent)
     return needed
-
-
-def stored_bytes(held: Mapping[int, Manifest], versions: Iterable[int]) -> int:
-    return sum(stream.size_bytes for v in versions if v in held for stream in held[v].streams.values())

@@ -15,7 +15,6 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from rela
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -32,7 +31,7 @@ from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, SourceError
 from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial, delta_path
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
-from shoal.shardcast.fetch.sources import CATCHES_UP_IN_S, Download, Sources
+from shoal.shardcast.fetch.sources import Download, Sources
 from shoal.shardcast.files import Cutter, LayoutError, alongside
 from shoal.shardcast.manifest import FileEntry, Manifest, Newest, Part, Stream, latest
 
@@ -71,12 +70,10 @@ class Client:
         parallel: int = 8,
         timeout_s: float = 600.0,
         wait_s: float = 0.0,
-        max_age_s: float | None = None,
     ) -> None:
         """`fallback` servers, such as the origin, are asked only while no relay delivers. `relays` returns the URLs that
         replace `urls` while a fetch runs. `timeout_s` limits a fetch until all bytes have arrived (verification follows).
-        `wait_s` limits the wait for a relay to answer, for a first version, or for a delta's parent. `max_age_s` refuses
-        "the newest version" if the origin's latest statement of it is older, by this machine's clock."""
+        `wait_s` limits the wait for a relay to answer, for a first version, or for a delta's parent."""
         if not urls and not fallback:
             raise FetchError("no relay is known; start one, or wait until one joins")
         for url in (*urls, *fallback):
@@ -84,7 +81,7 @@ class Client:
         self.urls, self.fallback, self.relays = list(urls), list(fallback), relays
         self.access = access
         self.cache = Cache(cache, public_key=access.public_key, run=access.run, keep=keep)
-        self.parallel, self.timeout_s, self.wait_s, self.max_age_s = parallel, timeout_s, wait_s, max_age_s
+        self.parallel, self.timeout_s, self.wait_s = parallel, timeout_s, wait_s
         self.progress = Progress()
 
     def latest(self) -> Manifest | None:
@@ -133,7 +130,7 @@ class Client:
                 try:
                     offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
                 except FetchError:
-                    if here is None or Freshness(self.access, self.cache, None).outdated(here[1]):
+                    if here is None or Freshness(self.access, self.cache).outdated(here[1]):
                         raise
                     return here  # `progress.complaints` says that nobody has it
                 if offer is None:
@@ -204,8 +201,7 @@ class Client:
         self, sources: Sources, version: int | None, digest: str | None, wait_until_s: float, deadline_s: float
     ) -> Offer | None:
         """The manifest to fetch: of `version`, else of the newest version that any relay offers."""
-        fresh = Freshness(self.access, self.cache, self.max_age_s if version is None else None)
-        catch_up_until_s = max(wait_until_s, min(time.monotonic() + CATCHES_UP_IN_S, deadline_s))
+        fresh = Freshness(self.access, self.cache)
 
         async def ask(number: int | None, enough: int) -> tuple[dict[Source, Offer | None], dict[str, str]]:
             async def question(source: Source) -> Offer | None:
@@ -223,12 +219,7 @@ class Client:
         while True:
             answers, reasons = await ask(version, WITNESSES if version is None else 1)
             offers = [offer for offer in answers.values() if offer is not None]
-            if self.access.newest and fresh.too_old(fresh.newest(offers)):
-                more, _ = await ask(self.access.newest.version, 1)  # of all others, until one has it
-                offers += [offer for offer in more.values() if offer is not None]
-            if offers and not fresh.too_old(fresh.newest(offers)):
-                break
-            if time.monotonic() >= (catch_up_until_s if offers else wait_until_s):
+            if offers or time.monotonic() >= wait_until_s:
                 break
             self.progress.doing = "waiting for a version" if answers else "waiting for a relay"
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -237,11 +228,7 @@ class Client:
             why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
             raise FetchError(f"no relay gave a valid {wanted} ({why}); check the URLs and that a relay is up")
         if version is None:
-            fresh.check_age(self.urls)
-            newest = fresh.newest(offers)
-            if fresh.too_old(newest):
-                raise fresh.withheld(newest, self.urls)
-            return newest
+            return fresh.newest(offers)
         return max(offers, key=lambda offer: offer[1].created_s, default=None)
 
     async def _follow_plan(
@@ -334,8 +321,8 @@ class Client:
 class Freshness:
     """For one question: `here` is read once."""
 
-    def __init__(self, access: Access, cache: Cache, max_age_s: float | None) -> None:
-        self.access, self.cache, self.max_age_s = access, cache, max_age_s
+    def __init__(self, access: Access, cache: Cache) -> None:
+        self.access, self.cache = access, cache
         self.here = cache.newest(time.time())
 
     def outdated(self, manifest: Manifest) -> bool:
@@ -353,34 +340,6 @@ class Freshness:
             return best
         behind = best is None or (best[1].version < here.version and best[1].created_s <= here.created_s)
         return self.cache.offer(here.version) if behind else best
-
-    def too_old(self, offer: Offer | None) -> bool:
-        """Whether the limit on age demands a newer version than this one."""
-        stated = self.access.newest
-        if self.max_age_s is None or stated is None:
-            return False
-        return offer is None or stated.outdates(offer[1]) or offer[1].version < stated.version
-
-    def check_age(self, urls: Sequence[str]) -> None:
-        """Raise FetchError unless the origin's latest statement is recent enough, by this machine's clock."""
-        stated, limit_s = self.access.newest, self.max_age_s
-        age_s = time.time() - stated.as_of_s if stated else math.inf
-        if limit_s is None or abs(age_s) <= limit_s:
-            return
-        age = f"is {abs(age_s):.0f} s {'old' if age_s > 0 else 'ahead of this clock'}" if stated else "is missing"
-        raise FetchError(
-            f"the origin's statement of its newest version {age}, --max-age allows {limit_s:.0f} s; "
-            f"{', '.join(urls)} may be cut off from the origin, or it stopped, or a clock is wrong: ask others"
-        )
-
-    def withheld(self, offer: Offer | None, urls: Sequence[str]) -> FetchError:
-        """Why `too_old` is an error."""
-        stated, best = self.access.newest, f"version {offer[1].version}" if offer else "none of it"
-        assert stated is not None
-        return FetchError(
-            f"the origin's newest version is {stated.version}, and {', '.join(urls)} offer {best}; "
-            "with --max-age nothing older is taken: wait, or ask others"
-        )
 
 
 OFFERS_TRIED = 5  # newest versions of one relay, until a manifest is valid
