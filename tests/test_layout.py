@@ -23,7 +23,7 @@ ROOMS = {
     "store": ["errors", "files", "model", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
-    "diloco": ["errors", "files", "protocol", "shardcast"],
+    "diloco": ["errors", "files", "protocol"],
     "engine": ["errors", "files", "model", "shardcast"],
     "watch": ["config", "errors", "evidence", "files", "protocol", "shardcast"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "watch"],
