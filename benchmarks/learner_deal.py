@@ -163,7 +163,7 @@ def read(made: Iterator[bytes], validator: Identity) -> list[Group]:
     config = parse(
         {
             "sampling": {"group_size": G, "max_tokens": 32768},
-            "workers": {"groups_per_submission": GROUPS_PER_FILE, "most_groups": GROUPS_PER_FILE},
+            "workers": {"groups_per_submission": GROUPS_PER_FILE},
         }
     )
     gathering = Gathering(lambda _: next(made), run="run", config=config, quarantine=Path("/nonexistent"))

@@ -23,18 +23,18 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the run offers beside the usual."""
     changed: dict[str, Any] = {}
     monkeypatch.setattr("shoal.protocol.discovery.find_run", lambda url, client, key: offer(**changed))
-    monkeypatch.setattr("shoal.cli.roles.capability", lambda: Capability(memory_bytes=8 << 30, device="cpu"))
+    monkeypatch.setattr("shoal.cli.roles.capability", lambda: Capability(device="cpu", engine="torch"))
     return changed
 
 
 def test_it_says_whether_this_machine_may_join(offered: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    wants = RequirementsSection(memory_gib=64, tokens_per_s=50, stake=7, places=3).model_dump()
+    wants = RequirementsSection(engines=["vllm"], stake=7, places=3).model_dump()
     offered |= {"requirements": wants, "model": "a\x1b[2Jmodel", "places_free": 1}
     assert main(["pool", "discover", URL]) == DONE
     printed = capsys.readouterr().out
     assert f"{RUN}, key {OWNER.public}\n" in printed and "\x1b" not in printed
     assert "step 3 of 24, invited only, 2 workers, 1 places free\n" in printed
-    assert "lacks 64 GiB of memory (it has 8.0)" in printed and "at least 50 tokens/s, measured" in printed
+    assert "lacks an engine of vllm (it has torch)" in printed
     assert main(["pool", "discover", URL, "--json"]) == DONE
     assert json.loads(capsys.readouterr().out)["places_free"] == 1
 

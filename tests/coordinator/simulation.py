@@ -4,6 +4,7 @@ Nothing waits: an event moves the clock. Called by the tests of `arrivals`. Left
 """
 
 import heapq
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,14 +45,17 @@ class Simulation:
         settings: dict[str, object] | None = None,
         useful: float = 1.0,
         groups: int = 2,
+        deadline_s: float = 60.0,
     ) -> None:
         """`useful`: the share of useful groups. `groups`: of a usual submission."""
         self.useful = useful
         self.random = random.Random(seed)
         self.in_flight = int(str((settings or {}).get("in_flight", 1)))
         self.clock = Clock()
-        chosen = {"prompts_per_step": 8, "task_deadline_s": 60, "node_timeout_s": 1e9} | (settings or {})
+        chosen = {"prompts_per_step": 8} | (settings or {})
         self.harness: Harness = open_pool(clock=self.clock, run={"steps": STEPS}, groups=groups, **chosen)
+        self.harness.pool.assignments.deadline_s = deadline_s
+        self.harness.pool.db.nodes.timeout_s = math.inf
         self.members = members
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0

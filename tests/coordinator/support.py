@@ -188,12 +188,11 @@ def config(
     in_flight: int = 1,
     **coordinator: Any,
 ) -> Config:
-    """Batches of 4 groups, submissions of 2, tasks for 100 s, leases for 50 s, async level 2, 6 steps."""
-    settings = {"prompts_per_step": 4, "task_deadline_s": 100, "claim_lease_s": 50, "node_timeout_s": 30}
+    """Batches of 4 groups, submissions of 2, async level 2, 6 steps."""
     return parse(
         {
             "run": run or {"steps": 6},
-            "coordinator": settings | coordinator,
+            "coordinator": {"prompts_per_step": 4} | coordinator,
             "workers": {"groups_per_submission": groups, "in_flight": in_flight},
             "sampling": {"max_tokens": 64},
             "learner": {"optimizer_steps_per_step": 1},

@@ -1,5 +1,6 @@
 import pytest
 
+from shoal.coordinator.assignment import DEADLINE_S
 from shoal.coordinator.database import PoolError
 from shoal.protocol.messages import Reason
 
@@ -12,7 +13,7 @@ def test_a_worker_that_asks_gets_a_task_of_its_version(harness: Harness) -> None
     task = harness.task()
     assert (task.number, task.step, task.policy_version, task.groups) == (0, 0, 0, 2)
     assert task.id == f"{ALICE[:16]}-000000" and task.policy_digest == f"{0:064x}"
-    assert task.deadline_s == harness.clock.now_s + 100
+    assert task.deadline_s == harness.clock.now_s + DEADLINE_S
 
 
 def test_only_workers_that_want_one_get_a_task(harness: Harness) -> None:

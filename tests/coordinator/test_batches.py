@@ -65,7 +65,7 @@ def test_a_group_one_version_too_old_is_counted_stale_and_never_trained_on() -> 
     old = harness.upload(BOB, 0)
     fresh = harness.upload(ALICE, 1)
     harness.claim(VALIDATOR)  # Bob's: its verdict is late
-    harness.clock.now_s += 51
+    harness.clock.now_s += 301
     harness.claim(OTHER_VALIDATOR)
     claim = harness.claim(VALIDATOR)
     assert claim is not None and claim.assignment.id == fresh.id

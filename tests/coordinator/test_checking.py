@@ -99,7 +99,7 @@ def test_a_draw_is_kept_when_the_submission_is_claimed_again(harness: Harness) -
     assert not claimed(harness).full
     again = harness.claim()
     assert again is not None and not again.full, "to the validator that restarted"
-    harness.clock.now_s += 50.5
+    harness.clock.now_s += 300.5
     other = harness.claim(OTHER_VALIDATOR)
     assert other is not None and not other.full, "to another after its lease"
 

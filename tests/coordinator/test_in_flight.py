@@ -207,7 +207,7 @@ def test_what_a_worker_lost_at_once_counts_once(several: Harness) -> None:
 
 def test_what_it_still_works_on_may_take_longer_than_its_deadline(several: Harness) -> None:
     first, second = take(several, 2)
-    several.clock.now_s += 101
+    several.clock.now_s += 601
     assert beat(several, "", first, second).assignment is not None
     assert several.state(first) == several.state(second) == "open"
     beat(several, "", second)

@@ -5,7 +5,7 @@ import pytest
 
 from shoal.coordinator.database import PoolError
 from shoal.evidence import Process
-from shoal.protocol.messages import HARD, Reason, StepReport
+from shoal.protocol.messages import HARD, LEASE_S, Reason, StepReport
 
 from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool, verdict
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 def test_a_task_may_be_uploaded_late_until_its_worker_takes_another(harness: Harness) -> None:
     late = harness.task()
-    harness.clock.now_s += 100.5
+    harness.clock.now_s += 600.5
     harness.pool.assignments.uploaded(ALICE, late.id, "9" * 64)
     held = harness.task()
-    harness.clock.now_s += 100.5
+    harness.clock.now_s += 600.5
     assert "1 in a row never came" in harness.beat().waiting_for
     with pytest.raises(PoolError, match="expired, not open") as caught:
         harness.pool.assignments.uploaded(ALICE, held.id, "9" * 64)
@@ -72,7 +72,7 @@ def test_several_are_claimed_at_once_oldest_first_and_of_one_version_only() -> N
     tasks = [harness.upload(ALICE, 0), harness.upload(BOB, 1), harness.upload(CAROL, 0)]
     claims = harness.claims(VALIDATOR, 4)
     assert [claim.assignment.id for claim in claims] == [tasks[0].id, tasks[2].id]
-    assert {claim.lease_s for claim in claims} == {harness.clock.now_s + 50}
+    assert {claim.lease_s for claim in claims} == {harness.clock.now_s + LEASE_S}
     assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 4)] == [tasks[1].id]
     assert harness.claims("d" * 64, 4) == []
 
@@ -81,7 +81,7 @@ def test_leases_of_several_run_out_together_and_those_that_were_judged_are_kept(
     first, second = harness.upload(ALICE), harness.upload(BOB)
     harness.claims(VALIDATOR, 2)
     harness.judge(first.id)
-    harness.clock.now_s += 50.5
+    harness.clock.now_s += 300.5
     assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 2)] == [second.id]
 
 
@@ -95,7 +95,7 @@ def test_a_claim_that_ran_out_goes_to_another_validator_whose_verdict_alone_coun
     task = harness.upload()
     harness.claim(VALIDATOR)
     assert harness.claim(OTHER_VALIDATOR) is None
-    harness.clock.now_s += 50.5
+    harness.clock.now_s += 300.5
     again = harness.claim(OTHER_VALIDATOR)
     assert again is not None and again.assignment.id == task.id
     with pytest.raises(PoolError, match="not claimed by this validator") as caught:

@@ -26,7 +26,7 @@ IDLE_S = 0.02  # without an answer, a request that may be incomplete is ended
 A_POOL = 2_000  # cases before a fresh coordinator: valid requests may have ended or filled its run
 CONFIG = parse(
     {
-        "coordinator": {"prompts_per_step": 4, "max_submission_bytes": 4_096},
+        "coordinator": {"prompts_per_step": 4},
         "workers": {"groups_per_submission": 2},
         "learner": {"optimizer_steps_per_step": 1},
     }

@@ -21,7 +21,7 @@ G = 2
 CONFIG = parse(
     {
         "sampling": {"group_size": G, "max_tokens": 8},
-        "workers": {"groups_per_submission": 3, "most_groups": 3},
+        "workers": {"groups_per_submission": 3},
         "coordinator": {"async_level": 2},
         "learner": {"row_tokens": 32},
     }
@@ -102,7 +102,7 @@ def test_a_file_that_must_not_be_trained_on_is_left_out_and_does_not_stop_the_le
     [
         (changed(accepted()), ""),
         (b"", ""),
-        (accepted(rows=rollouts(4)), "8 rows; between 1 and 6"),
+        (accepted(rows=rollouts(25)), "50 rows; between 1 and 48"),
     ],
     ids=["changed", "empty", "more rows than a submission holds"],
 )

@@ -63,7 +63,7 @@ def test_an_offer_is_believed_with_its_coordinators_signature() -> None:
     ("changed", "words"),
     [
         ({"protocol": VERSION + 1}, f"speaks protocol {VERSION + 1}, this machine {VERSION}: install its version"),
-        ({"requirements": {"memory_gib": 8, "magic": 1}}, "is no offer of this version"),
+        ({"requirements": {"places": 8, "magic": 1}}, "is no offer of this version"),
         ({"signer": OTHER}, "cannot be trusted: "),
         ({"signer": OTHER, "key": OTHER.public, "trusted": OWNER.public}, "cannot be trusted: "),
     ],

@@ -28,7 +28,7 @@ def config(**sections: Any) -> Config:
     base: dict[str, Any] = {
         "tasks": {"length_targets": [8, 16, 32]},
         "sampling": {"max_tokens": MAX_TOKENS, "group_size": GROUP_SIZE},
-        "workers": {"groups_per_submission": workers.GROUPS, "most_groups": workers.GROUPS},
+        "workers": {"groups_per_submission": workers.GROUPS},
     }
     return workers.config(**{name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
 

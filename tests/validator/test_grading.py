@@ -134,7 +134,7 @@ def test_slow_programs_of_the_runs_own_model_are_held_against_nobody(
         assert verdict.reason is None and accepted is not None
         first, second = verdict.groups
         assert first.outcomes.grader_error == 0 and second.outcomes.grader_error == 4
-        assert "claim_lease_s" in second.error and verdict.spent is None
+        assert "time that the claim leaves" in second.error and verdict.spent is None
     monkeypatch.undo()
     verdict, _ = checked(validator, claim(), signed(worker, ASKED, honest))
     assert verdict.spent is not None, "otherwise it is one"

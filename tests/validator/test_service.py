@@ -102,7 +102,7 @@ def test_more_or_fewer_rows_or_longer_ones_than_were_asked_for_are_unreadable(
     modelless: Validator, worker: Producer, honest: list[Rollout]
 ) -> None:
     longer = [Rollout(**vars(row) | {"tokens": row.tokens + [5] * MAX_TOKENS}) for row in honest]
-    for rows, words in (([*honest, honest[0]], "9 rows"), ([], ""), (longer, "")):
+    for rows, words in (([*honest * 8, honest[0]], "65 rows"), ([], ""), (longer, "")):
         verdict, _ = checked(modelless, claim(), signed(worker, ASKED, rows))
         assert verdict.reason is Reason.UNREADABLE and words in verdict.detail
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -57,12 +56,10 @@ def join(
 
 
 def capability(engine: str = "torch") -> Capability:
-    """Return what this machine reports about itself: its memory, the cores this process may use, its best device."""
+    """Return what this machine reports about itself: its best device, and what it generates with."""
     import torch
 
     return Capability(
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
         device="cuda" if torch.cuda.is_available() else "cpu",
         engine=engine,
     )

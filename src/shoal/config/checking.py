@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shoal.config.section import Section
 
@@ -108,16 +108,10 @@ class EvidenceSection(Section):
 
 
 class RequirementsSection(Section):
-    """What a machine must have to get tasks of this run. All but speed is its own report; speed is measured."""
+    """What a worker must have to join."""
 
-    memory_gib: NonNegativeFloat = 0
-    """Memory of a worker's machine in GiB, as it reports."""
-    tokens_per_s: NonNegativeFloat = 0
-    """Tokens per second from task to upload, measured over a worker's accepted work; 0: any."""
     engines: list[str] = []
-    """Engines that may generate, such as "torch"; empty: any."""
-    devices: list[str] = []
-    """Devices of workers, such as "cpu" or "cuda"; empty: any."""
+    """Engines that may generate, such as "torch", by the worker's own report; empty: any."""
     stake: NonNegativeInt = 0
     """What a stranger must have staked to join with an open invite, in the ledger's unit."""
     places: NonNegativeInt = 0

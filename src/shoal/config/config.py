@@ -24,6 +24,9 @@ from shoal.config.tasks import TaskSection
 PROMPT_TOKENS = 8192  # in a row beside the longest completion, unless the config sets its positions
 TURNS = 4  # of a completion with an environment, unless the config sets them
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SUBMISSION_BYTES = 64 << 20  # that every run allows in one rollout file
+TOKEN_BYTES = 18  # of a rollout file: id, logprob and share of a proof of 32
+ROLLOUT_BYTES = 512  # everything else of a row
 
 
 class Config(Section):
@@ -54,6 +57,16 @@ class Config(Section):
         if self.relays.reach != "auto":
             return self.relays.reach
         return "local" if self.coordinator.host in LOOPBACK else "public"
+
+    @property
+    def group_bytes(self) -> int:
+        """The most that a group takes in a rollout file."""
+        return self.sampling.group_size * (self.sampling.max_tokens * TOKEN_BYTES + ROLLOUT_BYTES)
+
+    @property
+    def max_submission_bytes(self) -> int:
+        """The largest rollout file: one that holds a newcomer's task, whatever is generated, is always allowed."""
+        return max(SUBMISSION_BYTES, self.workers.groups_per_submission * self.group_bytes)
 
     @model_validator(mode="after")
     def _derive(self) -> "Config":

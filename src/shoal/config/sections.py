@@ -43,16 +43,8 @@ class CoordinatorSection(Section):
     """Groups in a batch (INTELLECT-2)."""
     online_filter: bool = True
     """Leave groups with equal rewards out of batches: they teach nothing (INTELLECT-2)."""
-    task_deadline_s: PositiveFloat = 600
-    """Seconds after which a worker that asks again gets another task instead of the one it holds."""
-    claim_lease_s: PositiveFloat = 300
-    """Seconds a validator has for a verdict."""
-    max_submission_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
-    """Largest accepted submission."""
     connections: PositiveInt = 256
     """Simultaneous connections from one address; behind a proxy, all come from its own."""
-    node_timeout_s: PositiveFloat = 30
-    """Seconds without a heartbeat after which a node counts as gone."""
     database: str = ""
     """postgresql://USER@HOST/NAME, without a password (PGPASSWORD or ~/.pgpass has it); empty: SQLite."""
 
@@ -131,8 +123,6 @@ class WorkerSection(Section):
     (docs/vllm.md)."""
     groups_per_submission: PositiveInt = 4
     """Groups in one submission of a newcomer, and of a worker as fast as most."""
-    most_groups: PositiveInt | None = None
-    """Groups in the largest submission, of a much faster worker; none: 8 times groups_per_submission."""
     in_flight: Annotated[int, Field(ge=1, le=16)] = 1
     """Submissions that a worker may generate at once, so that its batch stays full while the longest completions of one
     end."""
@@ -143,8 +133,8 @@ class WorkerSection(Section):
 
     @property
     def largest(self) -> int:
-        """Groups in the largest submission."""
-        return max(self.most_groups or 8 * self.groups_per_submission, self.groups_per_submission)
+        """Groups in the largest submission, of a much faster worker."""
+        return 8 * self.groups_per_submission
 
 
 EVALUATED_AT_ONCE = 64  # completions that an evaluation asks its engine for together

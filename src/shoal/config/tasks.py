@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from shoal.config.section import Section, Share
+from shoal.config.section import Section
+
+GRADER_ERRORS = 0.1  # largest share of completions for which a reward itself may fail
 
 
 class SourceSection(Section):
@@ -109,8 +111,6 @@ class TaskSection(Section):
     """Target completion lengths in tokens, one drawn per group; empty: no length reward."""
     length_penalty: NonNegativeFloat = 0.0003
     """Alpha: reward lost per token of distance from the target length (INTELLECT-2)."""
-    grader_error_limit: Share = 0.1
-    """Largest share of grader errors among the newest 512 rollouts; beyond it `shoal run` stops; 1: never."""
     sandbox: SandboxSection = SandboxSection()
 
     @model_validator(mode="after")

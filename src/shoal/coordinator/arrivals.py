@@ -1,11 +1,11 @@
-"""How workers did with their tasks, and what follows: when a task is late, how large the next one is, who is too slow.
+"""How workers did with their tasks, and what follows: when a task is late, and how large the next one is.
 
     expected    a worker's own time from task to upload, at most SLOWEST times the pool's median. Of a newcomer: what nine of
                 ten workers stay below, with the same limit; START_S while nothing was accepted in the whole pool
     late        after LATE times that. A late task is no longer counted on, and its work is given out again. Nothing else
                 happens to it: it may be uploaded while a batch can take its version, and then its worker's own time grows
     missed      its worker asks for work again and will not upload it: it has newer weights, or the task is older than
-                `coordinator.task_deadline_s`, or no batch can take its version any more
+                `assignment.DEADLINE_S`, or no batch can take its version any more
     rest        before the next task: the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
     suspension  when the recent share of missed tasks reaches HALF
 
@@ -17,20 +17,15 @@ A worker's next task holds as many groups as it finishes in the time that most w
     newcomer                           base, which is `workers.groups_per_submission`
     slower than ABOUT times the median size * median / own time
     about as fast, below base          twice as many, at most base
-    faster                             size * median / own time, at most twice as many and at most `workers.most_groups`
+    faster                             size * median / own time, at most twice as many and at most `workers.largest`
 
 The size changes neither what is drawn (a larger task begins with the groups of a smaller one) nor what a group earns. Large
 tasks of a worker that little is held of in escrow are always checked whole (`trust`).
 
-Whether a worker has the speed that the run requires (`[requirements]`) is never asked, it is measured. Each task is a
-challenge that nobody can tell from work, because it is work: its nonce is unpredictable, and a validator checks and counts
-its tokens. So a worker cannot be fast for a test only. Whoever is too slow gets no tasks for RETRY_S, and is then measured
-again.
-
 Invariants: a task that is held counts as under way for LATE * SLOWEST median times at most. A task's size is between 1 and
-`workers.most_groups`; a worker as fast as most keeps its size. Only the coordinator's clock is used, from task to upload, of
-several tasks at once from one upload to the next; what a worker says about its speed counts for nothing. Only accepted work
-is measured, so nobody else can slow a worker down in the books, and whoever is too slow is paid for what it did.
+`workers.largest`; a worker as fast as most keeps its size. Only the coordinator's clock is used, from task to upload;
+what a worker says about its speed counts for nothing. Only accepted work is measured, so nobody else can slow a worker down
+in the books.
 """
 
 import statistics
@@ -48,14 +43,9 @@ NEWCOMER = 0.2
 HALF = 0.5
 SHARE_WEIGHT = 1 / 8  # of one task in the share
 TIME_WEIGHT = 1 / 4  # of one task in a worker's time
-SPEED_WEIGHT = 1 / 4  # of one task in its speed
-MEASURED = 4  # tasks, before their speed counts against a worker
-RETRY_S = 600.0
 MOST_REST_S = 600.0
 MANY, AGAIN_S = 256, 1.0  # among more times than MANY one changes no median: they are read again after AGAIN_S
 ABOUT = 4 / 3
-TOKEN_BYTES = 18  # in a submission: id, logprob and share of a proof of 32
-ROLLOUT_BYTES = 512  # everything else of a row
 
 
 class Arrivals:
@@ -72,23 +62,22 @@ class Arrivals:
             self._read, self._read_s = self.db.nodes.times_taken(), now_s
         return self._read
 
-    def groups_open(self, seen_since_s: float) -> tuple[int, int]:
+    def groups_open(self) -> tuple[int, int]:
         """Groups in open tasks that are neither late nor silent: of proven workers, and of young keys."""
         times = self._times()
         median_s = statistics.median(times) if times else None
         new_s = START_S if median_s is None else times[(9 * len(times)) // 10]
         most_s = new_s if median_s is None else SLOWEST * median_s
         proven = young = 0
-        for groups, age_s, took_s in self.db.submissions.open_at(seen_since_s=seen_since_s, now_s=self.db.clock()):
+        now_s = self.db.clock()
+        for groups, age_s, took_s in self.db.submissions.open_at(now_s - self.db.nodes.timeout_s, now_s):
             if age_s > LATE * min(took_s or new_s, most_s):
                 continue
             proven, young = (proven + groups, young) if took_s else (proven, young + groups)
         return proven, young
 
-    def came(self, task: Submission, tokens: int) -> None:
-        """Count an accepted task; `tokens` as its validator counted them.
-
-        Its worker's share of missed tasks sinks, and its time and speed count; who is too slow becomes `unfit`.
+    def came(self, task: Submission) -> None:
+        """Count an accepted task: its worker's share of missed tasks sinks, and its time counts.
 
         One that was much smaller than usual, because the batch needed no more, says little about the worker's time.
         """
@@ -105,22 +94,6 @@ class Arrivals:
         self.db.nodes.set(
             node.key, took_s=took_s, missed=share - SHARE_WEIGHT * share, missed_in_a_row=0, rests_until_s=0.0
         )
-        # Of the time before the worker was unfit it is measured anew.
-        if 2 * task.groups > usual(self.db.nodes.get(task.worker), self.config) and task.assigned_s >= node.state_s:
-            self._measure(node, task, tokens)
-
-    def _measure(self, node: Node, task: Submission, tokens: int) -> None:
-        """Count a task of usual size in its worker's speed."""
-        speed = tokens / max(self._seconds(task, task.uploaded_s or 0.0), 1e-3)
-        if node.speeds:
-            speed = node.tokens_per_s + SPEED_WEIGHT * (speed - node.tokens_per_s)
-        self.db.nodes.set(node.key, tokens_per_s=speed, speeds=node.speeds + 1)
-        least = self.config.requirements.tokens_per_s
-        if node.speeds + 1 < MEASURED or speed >= least:
-            return
-        why = f"{speed:.3g} tokens/s in its newest tasks, and this run requires {least:g}"
-        if self.db.nodes.move(node.key, "fall_short", why, self.db.clock()):
-            self.db.nodes.set(node.key, tokens_per_s=0.0, speeds=0)
 
     def late(self, task: Submission) -> None:
         """A task that came when no batch could take it any more, which is no offence. Its worker gets smaller ones."""
@@ -163,16 +136,6 @@ class Arrivals:
             why = f"{in_a_row} tasks in a row never came" if in_a_row > 1 else "too many tasks never came"
             self.db.nodes.suspend(node.key, why, now_s)
 
-    def _seconds(self, task: Submission, uploaded_s: float) -> float:
-        """What the worker took for this task: while it holds several, since its upload of the one before.
-
-        Two files that it sends together count for half of their time or less: it holds that many tasks at most.
-        """
-        before = self.db.submissions.before(task)
-        last_s = before.uploaded_s if before and before.uploaded_s else 0.0
-        held = self.config.workers.in_flight + 1  # one of them while it is uploaded
-        return max(uploaded_s - max(task.assigned_s, last_s), (uploaded_s - task.assigned_s) / held)
-
 
 def usual(node: Node | None, config: Config) -> int:
     """Groups in a worker's next task, if the open batch needs as many."""
@@ -181,10 +144,8 @@ def usual(node: Node | None, config: Config) -> int:
 
 
 def largest(config: Config) -> int:
-    """Groups in the largest task: its file fits into `coordinator.max_submission_bytes` whatever is generated."""
-    group_bytes = config.sampling.group_size * (config.sampling.max_tokens * TOKEN_BYTES + ROLLOUT_BYTES)
-    fit = config.coordinator.max_submission_bytes // group_bytes
-    return max(min(fit, config.workers.largest), config.workers.groups_per_submission)
+    """Groups in the largest task: its file fits into `max_submission_bytes` whatever is generated."""
+    return min(config.max_submission_bytes // config.group_bytes, config.workers.largest)
 
 
 def fitting(size: int, took_s: float, median_s: float, config: Config) -> int:

@@ -38,6 +38,7 @@ RECENT_GROUPS = 200  # the share of useful groups is estimated from these
 LEAST_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that queues stay bounded
 YOUNG_SHARE = 0.5  # of the open batch's work; the most that keys with no accepted work can hold back
 NONCE_HEX = 32
+DEADLINE_S = 600.0  # after which a worker that lost a task gets another one instead
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Assignments:
     arrivals: Arrivals
     run: str
     secret: bytes  # what nonces are made with (`nonce_secret`)
+    deadline_s: float = DEADLINE_S
 
     def assign(
         self, worker: str, loaded: int | None, uploading: str = "", working_on: Sequence[str] = ()
@@ -145,7 +147,7 @@ class Assignments:
             groups=groups,
             nonce=assignment_nonce(self.secret, self.run, worker, number, version),
             assigned_s=now_s,
-            deadline_s=now_s + self.config.coordinator.task_deadline_s,
+            deadline_s=now_s + self.deadline_s,
         )
         self.db.submissions.add(task)
         return self.describe(task)
@@ -162,7 +164,7 @@ class Assignments:
             groups=submission.groups,
             deadline_s=submission.deadline_s,
             upload_path=f"/v1/submissions/{submission.id}",
-            max_bytes=self.config.coordinator.max_submission_bytes,
+            max_bytes=self.config.max_submission_bytes,
         )
 
     def _wanted(self, node: Node | None, step: int, version: int, newest: int, now_s: float) -> int:
@@ -184,11 +186,10 @@ class Assignments:
         need = section.prompts_per_step / share
         waiting = self.db.groups.count_waiting(most_unchecked=most_unchecked(self.config))
         missing = need - waiting / share - self.db.submissions.groups_unjudged()
-        seen_since_s = now_s - section.node_timeout_s
-        proven, young = self.arrivals.groups_open(seen_since_s)
+        proven, young = self.arrivals.groups_open()
         if node is not None and node.took_s:
             missing -= proven + min(young, YOUNG_SHARE * need)
-        elif self.db.nodes.has_proven_worker(seen_since_s) and young >= max(
+        elif self.db.nodes.has_proven_worker(now_s) and young >= max(
             YOUNG_SHARE * need, self.config.workers.groups_per_submission
         ):
             return 0

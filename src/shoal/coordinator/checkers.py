@@ -239,7 +239,7 @@ class Checkers:
         return newest is not None and mine[newest] == theirs[newest]
 
     def live_validators(self) -> list[str]:
-        return self.db.nodes.live_keys("validator", self.db.clock() - self.config.coordinator.node_timeout_s)
+        return self.db.nodes.live_keys("validator", self.db.clock())
 
     def peers(self, worker: str) -> list[str]:
         """The live validators of a worker's class."""

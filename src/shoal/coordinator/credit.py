@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.nodes import TIMEOUT_S
 from shoal.ledger.chain import Entry, LedgerError
 from shoal.ledger.settle import KINDS, settle, unsettled
 from shoal.ledger.stakes import LedgerStakes
@@ -238,7 +239,7 @@ class Settlement:
             self._read = entry.seq
             if entry.kind in KINDS:
                 self.waiting.append(entry)
-        since_s = self.db.clock() - 2 * self.config.coordinator.node_timeout_s
+        since_s = self.db.clock() - 2 * TIMEOUT_S
         nodes = self.db.nodes.all()
         return [
             node.key

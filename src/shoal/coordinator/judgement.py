@@ -22,7 +22,7 @@ from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.submissions import UNSETTLED, Submission
 from shoal.coordinator.trust import Trust
 from shoal.protocol.history import WorkerSample
-from shoal.protocol.messages import HARD, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
+from shoal.protocol.messages import HARD, LEASE_S, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
 
 # Soft reasons that rest on the file alone. What a program of the model's printed (`unrepeatable`) is nobody's fault.
 UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
@@ -56,7 +56,7 @@ class Judgement:
             waiting = self.db.submissions.claimable(validator, now_s)
             mine = [submission for submission in waiting if self.checkers.may(validator, submission)]
             taken = [submission for submission in mine if submission.version == mine[0].version][:most]
-            lease_s = now_s + self.config.coordinator.claim_lease_s
+            lease_s = now_s + LEASE_S
             claims = [self._lease(validator, submission, lease_s) for submission in taken]
         _tell(lines)
         return Claims(claims=claims)
@@ -161,7 +161,7 @@ class Judgement:
 
     def _accept(self, submission: Submission, verdict: Verdict) -> list[str]:
         tokens = sum(group.tokens for group in verdict.groups)
-        self.arrivals.came(submission, tokens)
+        self.arrivals.came(submission)
         counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": submission.accepted_hash}
         self.db.ledger.append("accepted", _entry(submission) | counts)
         filled = self.batches.credit(

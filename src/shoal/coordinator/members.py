@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from shoal.config import Config
 from shoal.config.checking import RequirementsSection
-from shoal.coordinator.arrivals import RETRY_S
 from shoal.coordinator.assignment import Assignments
 from shoal.coordinator.checkers import Checkers
 from shoal.coordinator.credit import StakeView
@@ -43,7 +42,6 @@ RECORDS_PER_S = 4.0  # of one node's heartbeats, with a burst of 10 s; an honest
 AT_ONCE_PER_S = 50.0  # of all nodes
 TOGETHER_S = 0.25
 LONGEST_S = 86_400.0  # of a download, or since it
-GIB = 1 << 30
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +78,8 @@ class Members:
             self._check_stake(key)
 
     def _check_place(self, role: Role) -> None:
-        places, since_s = self.config.requirements.places, self.db.clock() - self.config.coordinator.node_timeout_s
-        if role == "worker" and places and self.db.nodes.count_workers(since_s) >= places:
+        places = self.config.requirements.places
+        if role == "worker" and places and self.db.nodes.count_workers(self.db.clock()) >= places:
             raise PoolError(f"this run is full: it has places for {places} workers; try again when one has left", 403)
 
     def _check_stake(self, key: str) -> None:
@@ -190,8 +188,6 @@ class Members:
         moved = False
         if node.state == "suspended" and now_s >= node.suspended_until_s:
             moved = self.db.nodes.move(key, "time_over", "its suspension is over", now_s)
-        elif node.state == "unfit" and now_s >= node.state_s + RETRY_S:
-            moved = self.db.nodes.move(key, "time_over", "it is measured again", now_s)
         elif node.state == "draining" and not self.db.submissions.held_by(key):
             moved = self.db.nodes.move(key, "emptied", node.reason, now_s)
         return (self.db.nodes.get(key) or node) if moved else node
@@ -261,15 +257,10 @@ def lacks(reported: Capability | None, wants: RequirementsSection) -> str:
 
     A report can only shut its sender out: no task, size or pay follows from it.
     """
-    has = reported or Capability()
-    missing = []
-    if has.memory_bytes < wants.memory_gib * GIB:
-        missing.append(f"{wants.memory_gib:g} GiB of memory (it has {has.memory_bytes / GIB:.1f})")
-    if wants.devices and has.device not in wants.devices:
-        missing.append(f"a device of {', '.join(wants.devices)} (it has {has.device or 'not said which'})")
-    if wants.engines and has.engine not in wants.engines:
-        missing.append(f"an engine of {', '.join(wants.engines)} (it has {has.engine or 'not said which'})")
-    return " and ".join(missing)
+    engine = reported.engine if reported else ""
+    if not wants.engines or engine in wants.engines:
+        return ""
+    return f"an engine of {', '.join(wants.engines)} (it has {engine or 'not said which'})"
 
 
 def _entry(key: str, invite: InvitePayload) -> tuple[str, str]:

@@ -1,9 +1,8 @@
 """Members: the table of registered nodes, and what each may do now, as one table of (state, event) -> state.
 
-    active      gets tasks                        unfit      its measured work is below `[requirements]`; tried again later
-    suspended   no tasks until a time             dismissed  its work together speaks against it; the operator may readmit it
-    draining    no new tasks; it finishes its own left       it holds nothing; the same key may come back
-    banned      slashed, or evicted by the operator: no route answers it any more but this state
+    active      gets tasks                        dismissed  its work together speaks against it; the operator may readmit it
+    suspended   no tasks until a time             left       it holds nothing; the same key may come back
+    draining    no new tasks; it finishes its own banned     slashed, or evicted by the operator: no route answers it
 
 Silence is not a state: a node that sends no heartbeats is not counted on (`seen_s`), and nothing has to bring it back.
 
@@ -32,8 +31,7 @@ SCHEMA = [
     capability TEXT NOT NULL DEFAULT '{{}}', state TEXT NOT NULL DEFAULT 'active', reason TEXT NOT NULL DEFAULT '',
     state_s DOUBLE PRECISION NOT NULL DEFAULT 0, suspended_until_s DOUBLE PRECISION NOT NULL DEFAULT 0,
     suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
-    size BIGINT NOT NULL DEFAULT 0, tokens_per_s DOUBLE PRECISION NOT NULL DEFAULT 0, speeds BIGINT NOT NULL DEFAULT 0,
-    missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
+    size BIGINT NOT NULL DEFAULT 0, missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
     rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0, staked BIGINT NOT NULL DEFAULT 0)""",
     "CREATE INDEX IF NOT EXISTS nodes_role ON nodes (role, seq)",  # each heartbeat asks for the relays among all workers
     "CREATE INDEX IF NOT EXISTS nodes_banned ON nodes (seq) WHERE state = 'banned'",
@@ -42,19 +40,19 @@ SCHEMA = [
 TOGETHER = 64  # rows in one statement
 BEAT = "(CAST(? AS TEXT), CAST(? AS DOUBLE PRECISION), CAST(? AS BIGINT), CAST(? AS TEXT))"
 SETTABLE = {
-    *("url", "capability", "staked", "size", "tokens_per_s", "speeds"),
+    *("url", "capability", "staked", "size"),
     *("took_s", "missed", "missed_in_a_row", "rests_until_s"),
 }
 FIRST_S = 60.0  # of the first suspension, unless its cause names another length
 MOST_S = 4 * 3600.0
 FORGET_S = 24 * 3600.0  # after its end
+TIMEOUT_S = 30.0  # without a heartbeat, after which a node counts as gone
 
-Event = Literal["suspend", "time_over", "drain", "emptied", "return", "fall_short", "dismiss", "readmit", "ban"]
+Event = Literal["suspend", "time_over", "drain", "emptied", "return", "dismiss", "readmit", "ban"]
 
 TABLE: dict[tuple[NodeState, Event], NodeState] = {
     ("active", "suspend"): "suspended",
     ("active", "drain"): "draining",
-    ("active", "fall_short"): "unfit",
     ("active", "dismiss"): "dismissed",
     ("active", "ban"): "banned",
     ("suspended", "suspend"): "suspended",
@@ -70,12 +68,6 @@ TABLE: dict[tuple[NodeState, Event], NodeState] = {
     ("left", "readmit"): "active",
     ("left", "dismiss"): "dismissed",
     ("left", "ban"): "banned",
-    ("unfit", "suspend"): "suspended",
-    ("unfit", "time_over"): "active",
-    ("unfit", "readmit"): "active",
-    ("unfit", "drain"): "draining",
-    ("unfit", "dismiss"): "dismissed",
-    ("unfit", "ban"): "banned",
     ("dismissed", "readmit"): "active",
     ("dismissed", "ban"): "banned",
 }
@@ -100,8 +92,6 @@ class Node:
     suspensions: int  # in a row, none of them forgotten
     took_s: float  # from a task to its upload, lately; 0: nothing of it was accepted yet
     size: int  # groups in its usual task; 0: a newcomer's
-    tokens_per_s: float  # measured, lately
-    speeds: int  # tasks that it was measured in
     capability: str  # JSON of messages.Capability
     missed: float  # recent share of its tasks that it never uploaded
     missed_in_a_row: int
@@ -133,8 +123,10 @@ def after(node: Node, event: Event, now_s: float) -> NodeState | None:
 
 
 class Nodes:
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, timeout_s: float = TIMEOUT_S) -> None:
+        """A node that was silent for `timeout_s` is not counted on."""
         self.connection = connection
+        self.timeout_s = timeout_s
 
     def get(self, key: str) -> Node | None:
         row = self.connection.row(f"SELECT {COLUMNS} FROM nodes WHERE key = ?", key)
@@ -158,13 +150,13 @@ class Nodes:
     def is_taken(self, invite: str, name: str) -> bool:
         return self.connection.row("SELECT 1 FROM nodes WHERE invite = ? OR name = ?", invite, name) is not None
 
-    def count_workers(self, seen_after_s: float) -> int:
-        """Those that may work and gave a sign of life since then."""
+    def count_workers(self, now_s: float) -> int:
+        """Those that may work and are there."""
         return int(
             self.connection.value(
                 "SELECT count(*) FROM nodes WHERE role = 'worker' AND state NOT IN ('left', 'dismissed', 'banned')"
                 " AND seen_s >= ?",
-                seen_after_s,
+                now_s - self.timeout_s,
             )
         )
 
@@ -231,10 +223,11 @@ class Nodes:
         rows = self.connection.rows("SELECT took_s FROM nodes WHERE took_s > 0 AND state != 'banned' ORDER BY took_s")
         return [took_s for (took_s,) in rows]
 
-    def has_proven_worker(self, seen_since_s: float) -> bool:
-        """Whether a worker with accepted work was seen since then and gets tasks."""
+    def has_proven_worker(self, now_s: float) -> bool:
+        """Whether a worker with accepted work is there and gets tasks."""
         found = self.connection.row(
-            "SELECT 1 FROM nodes WHERE took_s > 0 AND seen_s >= ? AND state = 'active' LIMIT 1", seen_since_s
+            "SELECT 1 FROM nodes WHERE took_s > 0 AND seen_s >= ? AND state = 'active' LIMIT 1",
+            now_s - self.timeout_s,
         )
         return found is not None
 
@@ -247,12 +240,12 @@ class Nodes:
             "SELECT role, key FROM nodes WHERE role != 'worker' AND state != 'banned' ORDER BY seq"
         )
 
-    def live_keys(self, role: Role, seen_since_s: float) -> list[str]:
-        """Keys of this role that were seen since then and are not evicted, in order of registration."""
+    def live_keys(self, role: Role, now_s: float) -> list[str]:
+        """Keys of this role that are there and not evicted, in order of registration."""
         rows = self.connection.rows(
             "SELECT key FROM nodes WHERE role = ? AND seen_s >= ? AND state != 'banned' ORDER BY seq",
             role,
-            seen_since_s,
+            now_s - self.timeout_s,
         )
         return [key for (key,) in rows]
 

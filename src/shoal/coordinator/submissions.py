@@ -94,10 +94,6 @@ class Submissions:
     def get(self, id: str) -> Submission | None:
         return self._first("id = ?", id)
 
-    def before(self, task: Submission) -> Submission | None:
-        """The same worker's task before this one."""
-        return self._first("worker = ? AND number = ?", task.worker, task.number - 1)
-
     def held_by(self, worker: str) -> list[Submission]:
         """The tasks that it works on or uploads (those it has announced), oldest first."""
         return self._all("worker = ? AND state = 'open' ORDER BY seq", worker)
@@ -142,7 +138,7 @@ class Submissions:
             "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state IN ('uploaded', 'validating')"
         )
 
-    def open_at(self, *, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
+    def open_at(self, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
         """Open tasks of workers that were seen since then and may finish them: groups, seconds that they are old, and the
         seconds that their worker usually takes (0: nothing of it was accepted yet)."""
         return self.connection.rows(

@@ -32,6 +32,7 @@ from blake3 import blake3
 
 from shoal import tasks
 from shoal.config import Config
+from shoal.config.tasks import GRADER_ERRORS
 from shoal.engine.protocol import Completion, Engine, Sampling
 from shoal.errors import ShoalError, disk_is_full
 from shoal.files import write_file
@@ -222,10 +223,9 @@ class PassRates:
 
     def _check_grader(self, results: Sequence[Result]) -> None:
         errors, n = sum(one.grader_error for one in results), sum(one.n for one in results)
-        limit = self.config.tasks.grader_error_limit
-        if n >= LEAST_GRADED and errors > limit * n:
+        if n >= LEAST_GRADED and errors > GRADER_ERRORS * n:
             raise FilterError(
-                f"the grader failed for {errors} of {n} completions, more than tasks.grader_error_limit = {limit:g} (last: "
+                f"the grader failed for {errors} of {n} completions, more than {GRADER_ERRORS:.0%} (last: "
                 f"{self.error[:200]}): fix the reward or the tasks, then choose another --out"
             )
 

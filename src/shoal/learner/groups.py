@@ -214,7 +214,7 @@ class Gathering:
 
 def gathering(node: Node, config: Config, quarantine: Path) -> Gathering:
     """Of files that are downloaded from the pool."""
-    limit = config.coordinator.max_submission_bytes  # the coordinator takes no larger file from a validator either
+    limit = config.max_submission_bytes  # the coordinator takes no larger file from a validator either
 
     def download(submission: str) -> bytes:
         return node.fetch_file(f"/v1/accepted/{submission}", most_bytes=limit)

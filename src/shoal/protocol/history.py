@@ -56,7 +56,6 @@ class NodeStatus(Message):
         0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.ALPHA) dismisses it
     )
     fingerprint: str = MaybeHex64  # of the newest version it reported; "": it is in no exactness class
-    tokens_per_s: float = 0.0  # from task to upload, of its accepted work; 0: not measured yet
     size: Count = 0  # groups in its usual task; 0: a newcomer's
     capability: Capability = Capability()  # as it reported
 

@@ -36,13 +36,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # --- what messages are made of ---------------------------------------------------------------------------------------
 
+LEASE_S = 300.0  # that a validator has for its verdict on what it claimed
 LARGEST = 2**53 - 1  # integer that every JSON reader and SQLite represent exactly
 MAX_SENDERS = 64  # of one version, in each node's report
 MOST_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_flight`)
 VERSION = 4  # of this protocol; each side refuses one that speaks another
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
-NodeState = Literal["active", "suspended", "draining", "left", "unfit", "dismissed", "banned"]  # coordinator/nodes
+NodeState = Literal["active", "suspended", "draining", "left", "dismissed", "banned"]  # coordinator/nodes
 Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
 Hex32 = Field(pattern=r"^[0-9a-f]{32}$")
 NodeName = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
@@ -109,8 +110,6 @@ class RunOffer(Message):
 class Capability(Message):
     """What a machine says about itself when it joins. It can shut itself out with it, and gains nothing by it."""
 
-    memory_bytes: Count = 0
-    cores: Count = 0
     device: str = Field(default="", max_length=40, pattern="^[ -~]*$")  # cpu, cuda
     engine: str = Field(default="", max_length=40, pattern="^[ -~]*$")
 

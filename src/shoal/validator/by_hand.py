@@ -123,7 +123,7 @@ def offline_assignment(
         groups=config.workers.groups_per_submission if groups is None else groups,
         deadline_s=0.0,
         upload_path=f"/v1/submissions/{id}",
-        max_bytes=config.coordinator.max_submission_bytes,
+        max_bytes=config.max_submission_bytes,
     )
 
 

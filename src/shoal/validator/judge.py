@@ -55,9 +55,7 @@ from shoal.validator.prefill import prefill
 
 SPOT_ROLLOUTS = 2  # drawn after the upload, and prefilled of a submission that is not prefilled whole
 LEAST_S = 1.0  # of grading before a prefill: less says nothing, because processes have to start
-LATE = Grade(
-    0.0, "grader_error", "not graded in the time that coordinator.claim_lease_s leaves for it", repeatable=False
-)
+LATE = Grade(0.0, "grader_error", "not graded in the time that the claim leaves for it", repeatable=False)
 
 Choose = Callable[[Sequence[int], int], list[int]]
 DRAW: Choose = SystemRandom().sample

@@ -23,6 +23,7 @@ from shoal.model.turns import model_tokens
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import (
+    LEASE_S,
     Claim,
     ClaimRequest,
     Claims,
@@ -128,7 +129,7 @@ class Validator:
         self.config = config
         self.cache = cache
         self.access = node.access(publisher, config)
-        grading_s = config.coordinator.claim_lease_s * GRADING
+        grading_s = LEASE_S * GRADING
         self.judge = Judge(config, node.invite.run, dtype, task_set, grading_s=grading_s)
         self.fingerprint = fingerprint
         self.witness = witness
@@ -215,7 +216,7 @@ class Validator:
 
     def open(self, claim: Claim) -> Case | Finding:
         """Fetch and read one submission."""
-        limit = self.config.coordinator.max_submission_bytes
+        limit = self.config.max_submission_bytes
         data = self.node.fetch_file(f"/v1/submissions/{claim.assignment.id}", most_bytes=limit)
         case = self.judge.open(claim.assignment, claim.worker, data)
         if isinstance(case, Finding):

@@ -120,37 +120,22 @@ def grading(total: int, errors: int, recent: int | None = None) -> dict[str, Any
     return {"grading": {"total": total, "recent": newest, "errors": errors, "error": "no module named numpy"}}
 
 
-class Graded(Site):
-    """The limit is one in ten."""
-
-    def __init__(self, folder: Path, **run: Any) -> None:
-        super().__init__(folder, **run)
-        self.watch.config = parse({"tasks": {"grader_error_limit": 0.1}})
-
-
 def test_a_run_whose_grader_fails_too_often_is_stopped_with_why_and_what_to_do(tmp_path: Path) -> None:
-    site = Graded(tmp_path)
+    site = Site(tmp_path)
     site.at(0, **grading(0, 0))
     site.at(1, **grading(63, 63))  # too few to tell
     site.at(2, **grading(600, 51))  # 51 of 512: within the limit
     message = (
         r"the grader failed for 52 of the newest 512 completions \(last: no module named numpy\), more than "
-        r"tasks\.grader_error_limit = 0\.1; .*by hand .*start a new run"
+        r"10%; .*by hand .*start a new run"
     )
     with pytest.raises(ShoalError, match=message):
         site.at(3, **grading(601, 52))
 
 
 def test_a_resumed_run_forgives_the_grader_errors_of_before(tmp_path: Path) -> None:
-    site = Graded(tmp_path)
+    site = Site(tmp_path)
     site.at(0, **grading(2000, 512))
     site.at(1, **grading(2511, 500))
     with pytest.raises(ShoalError):
         site.at(2, **grading(2512, 500))
-
-
-def test_a_limit_of_one_never_stops(tmp_path: Path) -> None:
-    site = Graded(tmp_path)
-    site.watch.config = parse({"tasks": {"grader_error_limit": 1}})
-    site.at(0, **grading(0, 0))
-    site.at(1, **grading(512, 512))

@@ -38,9 +38,7 @@ PIECE = bytes(64 << 10)
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Coordinator:
-    found = Coordinator(
-        config(prompts_per_step=1_000, max_submission_bytes=1 << 20), RUN, Identity.generate(), tmp_path
-    )
+    found = Coordinator(config(prompts_per_step=1_000), RUN, Identity.generate(), tmp_path)
     found.pool.learning.published(Policy(version=0, digest="d" * 64, size_bytes=1))
     return found
 

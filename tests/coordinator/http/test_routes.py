@@ -36,7 +36,7 @@ ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # to load the authoriti
 LIMITS = [("/v1/register", 4 << 10), ("/v1/heartbeat", 32 << 10)]
 CONFIG = parse(
     {
-        "coordinator": {"prompts_per_step": 4, "max_submission_bytes": 4_096},
+        "coordinator": {"prompts_per_step": 4},
         "workers": {"groups_per_submission": 2},
         "learner": {"optimizer_steps_per_step": 1},
     }
@@ -317,7 +317,7 @@ def test_an_unknown_path_is_not_found(site: Site) -> None:
 
 # --- bodies ----------------------------------------------------------------------------------------------------------
 
-HUGE_BYTES = 64 << 20
+HUGE_BYTES = 1 << 30
 
 
 def announced(site: Site, signer: str | None, method: str, path: str, size_bytes: int = HUGE_BYTES) -> int:

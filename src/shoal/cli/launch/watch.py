@@ -1,7 +1,7 @@
 """Watches a running run: its state, its progress, and the reasons to stop it.
 
 Invariant: a run that cannot get anywhere is stopped with the reason. It stalls (`run.stall_s`), its groups teach nothing
-(NO_SIGNAL_GROUPS in a row), its grader fails too often (`tasks.grader_error_limit`), or its disk is full.
+(NO_SIGNAL_GROUPS in a row), its grader fails too often (GRADER_ERRORS), or its disk is full.
 """
 
 import math
@@ -12,6 +12,7 @@ from pathlib import Path
 from shoal.cli.preflight.disk import check_left
 from shoal.cli.preflight.machine import free_bytes
 from shoal.config import Config
+from shoal.config.tasks import GRADER_ERRORS
 from shoal.errors import ShoalError
 from shoal.protocol.history import Grading, PoolWatch, Status, UnreachableError
 from shoal.watch.figures import grader_errors, no_signal
@@ -73,17 +74,16 @@ class Watch:
         if words := self._grader_fails(self.status.grading):
             raise ShoalError(
                 f"{words}; grade completions of {self.folder / 'rollouts.jsonl'} by hand (docs/tasks.md). A run keeps "
-                "the tasks and rewards it began with: fix them and start a new run, or raise "
-                "tasks.grader_error_limit and continue this one"
+                "the tasks and rewards it began with: fix them and start a new run"
             )
 
     def _grader_fails(self, grading: Grading) -> str:
         """What is wrong with the newest rollouts' grading; "" if not too much."""
-        limit, graded = self.config.tasks.grader_error_limit, grading.total - self._graded_before
+        graded = grading.total - self._graded_before
         enough = RECENT_GRADED if self._graded_before else LEAST_GRADED
-        if graded < enough or grading.errors <= limit * grading.recent:
+        if graded < enough or grading.errors <= GRADER_ERRORS * grading.recent:
             return ""
-        return grader_errors(grading) + f", more than tasks.grader_error_limit = {limit:g}"
+        return grader_errors(grading) + f", more than {GRADER_ERRORS:.0%}"
 
     def _who_waits(self) -> str:
         nodes = self.status.nodes if self.status else []

@@ -332,8 +332,6 @@ def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
         f"{offer.model}, {state}, {joining}, {offer.workers} workers{places}",
         f"this machine lacks {missing}" if missing else "this machine meets its requirements",
     ]
-    if wants.tokens_per_s:
-        lines.append(f"at least {wants.tokens_per_s:g} tokens/s, measured by its work")
     if offer.invite:
         lines.append(f"open to anyone who stakes {max(1, wants.stake)}: shoal pool discover {url} --out worker.invite")
     return lines

@@ -144,7 +144,7 @@ class FileRoutes:
 
     async def receive(self, request: web.Request, kind: FileKind) -> Answer:
         """Stream a file into the store. Only a key with the grant is read from, while the grant is valid, up to its size."""
-        limit_bytes, id = self.config.coordinator.max_submission_bytes, request.match_info["id"]
+        limit_bytes, id = self.config.max_submission_bytes, request.match_info["id"]
         head = self.admission.admit(request, [kind.sender], limit_bytes)
         kind.may_store(head.key, id, "")
         with (
@@ -240,4 +240,4 @@ def open_bucket(config: Config) -> BucketFiles | None:
     from shoal.store.bucket import Bucket, Place  # needs the extra `s3`
 
     bucket = Bucket(Place.of(section.url, section.endpoint, section.region))
-    return BucketFiles(bucket, config.coordinator.max_submission_bytes)
+    return BucketFiles(bucket, config.max_submission_bytes)

@@ -55,7 +55,7 @@ class Costly:
 
 def read_offer(db: Database, config: Config, run: str, key: str, invite: str) -> RunOffer:
     """What this run tells a machine that looks for one."""
-    workers, places = db.nodes.count_workers(db.clock() - config.coordinator.node_timeout_s), config.requirements.places
+    workers, places = db.nodes.count_workers(db.clock()), config.requirements.places
     return RunOffer(
         protocol=VERSION,
         run=run,
@@ -129,7 +129,6 @@ def _nodes(db: Database, config: Config) -> list[NodeStatus]:
             credited=credit.get((node.key, "credited"), 0),
             pending=credit.get((node.key, "pending"), 0),
             evidence=evidence.of(node.key).evidence,
-            tokens_per_s=node.tokens_per_s,
             size=node.size,
             capability=Capability.model_validate_json(node.capability),
             fingerprint=next(iter(fingerprints.of(node.key).values()), ""),

@@ -274,7 +274,7 @@ def _row(
     elif node.state != "active":
         condition, tone = node.state, "warn"
     worked_s = node.stats.busy_s + node.stats.waiting_s
-    speed = node.tokens_per_s or pace.tokens_per_s(node)
+    speed = pace.tokens_per_s(node)
     behind = None
     if node.policy_version is not None and status.newest_version is not None:
         behind = max(status.newest_version - node.policy_version, 0)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from shoal.protocol.messages import LEASE_S
 from shoal.watch.figures import clean, is_hard, reason_words, said
 from shoal.watch.page.overview import MOST, buckets
 from shoal.watch.record import Line
@@ -102,7 +103,6 @@ def _at(ordered: list[float], share: float) -> float | None:
 def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
     """Lanes of bars between these moments, in seconds of unix time. `cut_s`: it is complete from then on."""
     work = run.work()
-    lease_s = run.config.coordinator.claim_lease_s if run.config else 0.0
     both = [*submissions(work), *run.under_way()]
     during = [line for line in both if line["assigned_s"] <= to_s and (_ended_s(line) or to_s) >= from_s]
     shown = sorted(during, key=lambda line: int(line["submission"]))[-SHOWN:]
@@ -112,8 +112,8 @@ def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
             bar = {"kind": "generate", "from_s": line["assigned_s"], "to_s": line["uploaded_s"] or to_s}
             lanes.setdefault(("worker", clean(line["worker"])), []).append(bar | _submission(line))
         if line["validator"] is not None and line["lease_s"] is not None:
-            # When a claim was made is not stored: its lease ends `claim_lease_s` after it.
-            begun_s, queued_s = max(line["lease_s"] - lease_s, line["uploaded_s"] or 0.0), line["uploaded_s"]
+            # When a claim was made is not stored: its lease ends LEASE_S after it.
+            begun_s, queued_s = max(line["lease_s"] - LEASE_S, line["uploaded_s"] or 0.0), line["uploaded_s"]
             bar = {"kind": "check", "from_s": begun_s, "to_s": line["judged_s"] or to_s, "queued_s": queued_s}
             bar |= _submission(line) | {"worker": clean(line["worker"])}
             lanes.setdefault(("validator", clean(line["validator"])), []).append(bar)

@@ -361,7 +361,7 @@ def _doing(node: NodeStatus, status: Status) -> Words:
         return Words("slashed", style="bold red")
     if node.suspended_s:
         return Words(f"suspended for {duration(node.suspended_s)}: {clean(node.suspension)}", style="yellow")
-    if node.state in ("draining", "left", "unfit", "dismissed"):
+    if node.state in ("draining", "left", "dismissed"):
         return Words(f"{node.state}: {clean(node.reason)}", style="yellow")
     doing = clean(node.stats.doing)
     return Words(f"waiting for {doing}" if node.stats.waiting and doing else doing or NONE)
