@@ -290,8 +290,8 @@ def test_a_wrong_number_of_proofs(
 def test_more_proofs_than_the_longest_rollouts_have_are_not_even_decoded(
     honest: list[Rollout], refused: Callable[..., Verdict]
 ) -> None:
-    verdict = refused(with_row(honest, 0, proofs=honest[0].proofs * 40))
-    assert verdict.reason is Reason.UNREADABLE and "column proofs holds more than 16 values" in verdict.detail
+    verdict = refused(with_row(honest, 0, proofs=honest[0].proofs * 150))
+    assert verdict.reason is Reason.UNREADABLE and "column proofs holds more than 128 values" in verdict.detail
 
 
 @pytest.mark.parametrize(
