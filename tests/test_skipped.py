@@ -13,7 +13,7 @@ def test_sandbox(n): pytest.skip("sandbox tier bubblewrap: no program bwrap foun
 @pytest.mark.skipif(True, reason="anvil is not installed: make evm")
 def test_anvil(): pass
 def test_evals(): pytest.importorskip("no_such_module", reason="lm_eval is not installed: pip install 'shoal[evals]'")
-def test_other(): pytest.skip("rlimits does not promise this")
+def test_other(): pytest.skip("kernel does not promise this")
 def test_fine(): pass
 """
 MODULE = 'import pytest\npytest.skip("rclone is not installed: make servers", allow_module_level=True)\n'

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.sandbox import PLAIN, Budget, Function, Limits, Program, Sandbox, SandboxError, StartError
+from shoal.sandbox import PLAIN, Budget, Function, Limits, Sandbox, StartError
 
 MODULE = """
 import os, signal, sys, time
@@ -51,9 +51,8 @@ PROGRAM = "import channel, mine; channel.serve(mine.act)"
 LIMITS = Limits(cpu_s=0.3, wall_s=20.0, memory_bytes=256 << 20)
 
 
-def made(size: int = 1, limits: Limits = LIMITS, module: str = MODULE, keep: bool = False, **more: Any) -> Function:
-    program, setup = (f"import mine, channel; channel.serve({'mine.act'})", ["add", 1]) if keep else (PROGRAM, None)
-    return Function(Sandbox(PLAIN, limits, size, preloaded={"mine": module}, **more), program, setup, keep=keep)
+def made(size: int = 1, limits: Limits = LIMITS, module: str = MODULE, **more: Any) -> Function:
+    return Function(Sandbox(PLAIN, limits, size, preloaded={"mine": module}, **more), PROGRAM)
 
 
 @pytest.fixture(scope="module")
@@ -150,42 +149,6 @@ def test_a_killed_server_is_replaced_before_its_next_call() -> None:
 def test_it_runs_as_the_user_with_what_is_installed_and_leaves_nothing_behind(function: Function) -> None:
     assert function.call(["where"]).value == [str(Path.cwd()), os.environ.get("HOME"), sys.executable]
     assert not alive(function.call(["fork"]).value)
-
-
-# One child that stays
-
-
-def test_a_kept_child_stays_warm_until_it_fails() -> None:
-    function = made(keep=True, limits=Limits(wall_s=4.0, cpu_s=0.05, memory_bytes=64 << 20))
-    first, second = function.call(["state"]).value, function.call(["state"]).value
-    assert (first[0], second[0]) == (2, 3) and first[2] == second[2]
-    assert function.call(["work", 0.2]).ending == "answered", "its CPU time and memory are not bounded"
-    assert function.call(["raise", 1]).detail == "ValueError: no x"
-    assert function.call(["state"]).value[2] == first[2], "an exception is an answer"
-    for fatal, ending in ((["sleep", 60], "timeout"), (["leave"], "died")):
-        assert function.call(fatal).ending == ending
-        assert function.call(["add", 2, 3]).value == 5
-    (server,), child = function.sandbox._busy, function.call(["state"]).value[2]
-    signal.pidfd_send_signal(server._server_fd, signal.SIGKILL)
-    wait_for_end(child)
-    with pytest.raises(SandboxError, match="died under a program"):
-        function.call(["add", 1])
-    last = function.call(["state"]).value[2]
-    function.close()
-    wait_for_end(last)
-    assert last != first[2]
-
-
-def test_a_kept_child_may_answer_without_end() -> None:
-    """More than the limit of output, which bounds a program that stays for one call."""
-    function = made(keep=True, limits=Limits(output_bytes=1000))
-    assert [len(call.value) for call in function.calls([["flood", 900]] * 5)] == [900] * 5
-    function.close()
-
-
-def test_only_plain_programs_get_the_log() -> None:
-    with Sandbox("rlimits") as box, pytest.raises(SandboxError, match="log"):
-        box.run(Program("", to_log=True))
 
 
 # Start and end

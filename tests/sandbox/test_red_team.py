@@ -16,13 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import TIERS, Limits, Program, Result, Sandbox, SandboxError, Tier, problem, process
+from shoal.sandbox import TIERS, Limits, Program, Result, Sandbox, forkserver, problem
 from shoal.sandbox.limits import MIB
 
 ROOT = os.getuid() == 0
-STRONG: tuple[Tier, ...] = ("bubblewrap", "kernel")
 ROOM = Limits(wall_s=60.0, cpu_s=20.0)
-FAMILY = Limits(wall_s=60.0, cpu_s=20.0, processes=4, threads=0)
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the attack is written in x86_64 numbers")
 
 
@@ -46,16 +44,6 @@ def assert_works(box: Sandbox) -> None:
     assert (result.outcome, result.stdout, result.stderr) == ("exited", b"[] fine\n", b"")
 
 
-def strong(box: Sandbox) -> None:
-    if box.tier not in STRONG:
-        pytest.skip(f"{box.tier} does not promise this")
-
-
-def strong_or_root(box: Sandbox) -> None:
-    if box.tier not in STRONG and not ROOT:
-        pytest.skip(f"{box.tier} promises this only where Shoal runs as root")
-
-
 def children_of(box: Sandbox) -> list[int]:
     """All processes below the pool's servers, as the host sees them."""
 
@@ -74,45 +62,18 @@ def children_of(box: Sandbox) -> list[int]:
 
 
 def test_fork_bomb_of_a_single_process(box: Sandbox) -> None:
-    strong(box)
     result = attack(box, "import os\nwhile True: os.fork()")
     assert (result.outcome, result.exit_code) == ("exited", 1) and b"PermissionError" in result.stderr
 
 
-def test_fork_bomb_among_allowed_processes(box: Sandbox) -> None:
-    strong_or_root(box)
-    attack(
-        box,
-        "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
-        Limits(wall_s=2.0, cpu_s=20.0, processes=4),
-    )
-    before = len(children_of(box))
-    assert before <= 2  # the server, and bwrap's process 1
-
-
-def test_the_number_of_processes_is_exact(box: Sandbox) -> None:
-    strong_or_root(box)
-    source = (
-        "import os, time\nborn = 0\n"
-        "for _ in range(9):\n"
-        "    try: pid = os.fork()\n"
-        "    except OSError: break\n"
-        "    if pid == 0: time.sleep(60); os._exit(0)\n"
-        "    born += 1\n"
-        "print(born)"
-    )
-    assert attack(box, source, FAMILY).stdout == b"3\n"
-
-
 def test_thread_bomb(box: Sandbox) -> None:
-    strong_or_root(box)
     source = (
         "import threading, time\nborn = 0\n"
         "try:\n"
         "    for _ in range(100): threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); born += 1\n"
         "except RuntimeError: print(born)"
     )
-    assert attack(box, source, Limits(wall_s=60.0, threads=5)).stdout == b"5\n"
+    assert attack(box, source).stdout == b"8\n"
 
 
 def test_memory_bomb(box: Sandbox) -> None:
@@ -120,41 +81,24 @@ def test_memory_bomb(box: Sandbox) -> None:
     assert result.outcome == "memory"
 
 
-def test_memory_bomb_by_several_processes(box: Sandbox) -> None:
-    strong_or_root(box)
-    source = (
-        "import os\nfor _ in range(2): os.fork()\n"
-        "x = []\n"
-        "try:\n"
-        "    while True: x.append(bytearray(1 << 20))\n"
-        "except MemoryError: n = len(x); x = None; print(n, flush=True)\n"
-        "os.wait() if n else 0"
-    )
-    result = attack(box, source, Limits(wall_s=60.0, memory_bytes=512 * MIB, processes=4, threads=0))
-    assert sum(map(int, result.stdout.split())) <= 512
-
-
 def test_memory_outside_of_the_address_space(box: Sandbox) -> None:
-    strong(box)
     source = "import os\ntry: os.memfd_create('x'); print('ESCAPED')\nexcept PermissionError: print('stopped')"
     assert attack(box, source).stdout == b"stopped\n"
 
 
 def test_disk_bomb(box: Sandbox) -> None:
     source = "with open('bomb', 'wb') as file:\n    while True: file.write(bytes(1 << 20))"
-    result = attack(box, source, Limits(scratch_bytes=4 * MIB))
+    result = attack(box, source)
     assert result.exit_code == 1 and b"OSError" in result.stderr
 
 
 def test_disk_bomb_of_many_files(box: Sandbox) -> None:
-    strong(box)
     source = "n = 0\nwhile True:\n    open(str(n), 'wb').write(bytes(1 << 16)); n += 1"
-    result = attack(box, source, Limits(scratch_bytes=4 * MIB))
+    result = attack(box, source)
     assert result.exit_code == 1 and b"No space left" in result.stderr
 
 
 def test_disk_bomb_of_empty_files(box: Sandbox) -> None:
-    strong(box)
     result = attack(box, "n = 0\nwhile True:\n    open(str(n), 'wb').close(); n += 1", Limits(wall_s=60.0, cpu_s=20.0))
     assert result.exit_code == 1 and b"No space left" in result.stderr
 
@@ -193,7 +137,7 @@ def test_filling_the_frame_pipe_without_reading(box: Sandbox) -> None:
     source = "import channel\nwhile True: channel.send(b'x' * 1000)"
     with box.open(Program(source), Limits(wall_s=60.0, output_bytes=50_000)) as talk:
         talk.send(b"y" * 10_000_000)  # never read: waits here, and blocks nobody
-        while talk.receive(30) is not None:
+        while talk.receive() is not None:
             pass
         assert talk.close().outcome == "output"
     assert_works(box)
@@ -201,7 +145,7 @@ def test_filling_the_frame_pipe_without_reading(box: Sandbox) -> None:
 
 def test_frames_that_lie_about_their_length(box: Sandbox) -> None:
     with box.open(Program("import os; os.write(4, b'\\0\\0\\0\\x10half')"), ROOM) as talk:
-        assert talk.receive(30) is None
+        assert talk.receive() is None
         assert talk.close().outcome == "exited"
     assert_works(box)
 
@@ -219,7 +163,6 @@ for path in PATHS:
 
 
 def test_reading_the_parents_files(box: Sandbox, tmp_path: Path) -> None:
-    strong_or_root(box)
     secret = tmp_path / "secret"
     secret.write_text("the secret")
     secret.chmod(0o600)
@@ -228,7 +171,6 @@ def test_reading_the_parents_files(box: Sandbox, tmp_path: Path) -> None:
 
 
 def test_reading_the_hosts_files(box: Sandbox) -> None:
-    strong(box)
     paths = [
         "/etc/passwd",
         "/etc/hostname",
@@ -242,7 +184,6 @@ def test_reading_the_hosts_files(box: Sandbox) -> None:
 
 
 def test_reading_the_parents_environment(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    strong_or_root(box)
     monkeypatch.setenv("SHOAL_TEST_SECRET", "the secret")
     with Sandbox(box.tier) as fresh:  # its server was started with the secret around
         paths = f"[f'/proc/{{pid}}/environ' for pid in ['self', *range(1, 99), {os.getpid()}, {os.getppid()}]]"
@@ -251,12 +192,10 @@ def test_reading_the_parents_environment(box: Sandbox, monkeypatch: pytest.Monke
 
 
 def test_arguments_of_other_processes(box: Sandbox) -> None:
-    strong(box)
     attack(box, "import os\nif os.path.exists('/proc/1') or os.path.exists('/proc/self'): print('ESCAPED')")
 
 
 def test_listing_what_else_there_is(box: Sandbox) -> None:
-    strong(box)
     source = (
         "import os\n"
         "for folder in ['/', '/root', '/home', '/etc', '/dev', '/var', '/run', '/proc', '/sys', '/mnt']:\n"
@@ -267,12 +206,9 @@ def test_listing_what_else_there_is(box: Sandbox) -> None:
 
 
 def test_writing_outside_of_scratch(box: Sandbox, tmp_path: Path) -> None:
-    strong_or_root(box)
     victim = tmp_path / "victim"
     victim.write_text("as it was")
     folders = ["/", "/usr/lib", "/usr", "/dev", "/dev/shm", "/var/tmp", "/etc", sys.base_prefix, str(tmp_path)]
-    if box.tier == "rlimits":
-        folders = [folder for folder in folders if folder not in ("/dev/shm", "/var/tmp")]
     source = (
         "import os, sys\n"
         f"for path in {[f'{folder}/sandbox-was-here' for folder in folders] + [str(victim), os.__file__]}:\n"
@@ -287,7 +223,6 @@ def test_writing_outside_of_scratch(box: Sandbox, tmp_path: Path) -> None:
 
 
 def test_symlink_races_in_scratch(box: Sandbox, tmp_path: Path) -> None:
-    strong_or_root(box)
     victim = tmp_path / "victim"
     (victim / "inner").mkdir(parents=True)
     (victim / "inner" / "file").write_text("as it was")
@@ -308,14 +243,12 @@ def test_symlink_races_in_scratch(box: Sandbox, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     attack(box, source)
     assert (victim / "inner" / "file").read_text() == "as it was"
-    assert box.run(Program("print(open('data/x').read())", files={"data/x": b"mine"}), ROOM).stdout == b"mine\n"
 
 
 # Network
 
 
 def test_network(box: Sandbox) -> None:
-    strong(box)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.5)
         source = (
@@ -333,7 +266,6 @@ def test_network(box: Sandbox) -> None:
 
 
 def test_dns(box: Sandbox) -> None:
-    strong(box)
     source = (
         "import socket\n"
         "for name in ('localhost', 'example.com', 'pypi.org'):\n"
@@ -361,40 +293,16 @@ print('still here', flush=True)
 
 
 def test_killing_and_tracing_the_parent(box: Sandbox) -> None:
-    strong(box)
     victims = [os.getpid(), os.getppid(), *children_of(box)]
     result = attack(box, f"import os\nPIDS = [os.getppid(), 1, *{victims}]" + KILL)
     assert result.stdout == b"still here\n"
 
 
-def test_killing_the_pools_process_from_bare_limits(box: Sandbox) -> None:
-    if box.tier != "rlimits" or not ROOT:
-        pytest.skip("only rlimits, and only as root: as another user it would hit its mark")
-    attack(box, f"import os\nPIDS = [{os.getpid()}, {os.getppid()}]" + KILL)
-
-
 def test_killing_all_it_can_see(box: Sandbox) -> None:
-    strong_or_root(box)
     with subprocess.Popen(["sleep", "600"]) as bystander:
         result = attack(box, "import os\nfor _ in range(9):\n    try: os.kill(-1, 9)\n    except OSError: pass")
         assert result.outcome in ("exited", "killed") and bystander.poll() is None
         bystander.kill()
-
-
-def test_leaving_a_daemon_behind(box: Sandbox) -> None:
-    strong_or_root(box)
-    source = (
-        "import os, time\n"
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    if os.fork() == 0:\n"
-        "        while True: time.sleep(0.01)\n"
-        "    os._exit(0)\n"
-        "time.sleep(0.2); print('gone')"
-    )
-    before = len(children_of(box))
-    assert attack(box, source, FAMILY).stdout == b"gone\n"
-    assert len(children_of(box)) == before
 
 
 # What a program says about itself
@@ -403,7 +311,7 @@ def test_leaving_a_daemon_behind(box: Sandbox) -> None:
 def test_os_exit_tells_only_its_own_code(box: Sandbox) -> None:
     with box.open(Program("import os; os._exit(0)"), ROOM) as talk:
         talk.send(b"question")
-        assert talk.receive(30) is None  # no answer counts as none, whatever the exit code
+        assert talk.receive() is None  # no answer counts as none, whatever the exit code
         assert talk.close().exit_code == 0
     assert_works(box)
 
@@ -511,7 +419,6 @@ def test_import_hooks_change_only_their_own_process(box: Sandbox) -> None:
 
 
 def test_ipc_objects_do_not_stay(box: Sandbox) -> None:
-    strong(box)
     source = (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "for call in (libc.shmget, libc.semget, libc.msgget):\n"
@@ -541,7 +448,6 @@ CALLS = {
 
 @X86
 def test_system_calls(box: Sandbox) -> None:
-    strong(box)
     source = (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         f"for name, number in {CALLS}.items():\n"
@@ -554,20 +460,17 @@ def test_system_calls(box: Sandbox) -> None:
 
 
 @X86
-@pytest.mark.parametrize("processes", [1, 4])
-def test_new_namespaces_by_clone(box: Sandbox, processes: int) -> None:
-    strong(box)
+def test_new_namespaces_by_clone(box: Sandbox) -> None:
     source = (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):\n"
         "    if libc.syscall(56, ctypes.c_long(flag | 17), *[ctypes.c_long(0)] * 4) >= 0: print('ESCAPED', hex(flag))"
     )
-    attack(box, source, Limits(wall_s=60.0, processes=processes))
+    attack(box, source)
 
 
 @X86
 def test_32_bit_system_calls(box: Sandbox) -> None:
-    strong(box)
     source = (
         "import ctypes, mmap\n"
         "code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)\n"
@@ -579,7 +482,6 @@ def test_32_bit_system_calls(box: Sandbox) -> None:
 
 
 def test_setting_the_keepers_limits(box: Sandbox) -> None:
-    strong(box)
     source = (
         "import resource, os\n"
         "for pid in (1, os.getppid()):\n"
@@ -591,8 +493,6 @@ def test_setting_the_keepers_limits(box: Sandbox) -> None:
 
 @pytest.mark.parametrize("name", ["AS", "CPU", "FSIZE", "NOFILE", "NPROC", "CORE", "STACK", "MEMLOCK"])
 def test_lifting_its_own_limits(box: Sandbox, name: str) -> None:
-    if name == "NPROC":
-        strong_or_root(box)
     source = (
         f"import resource\nlimit = resource.RLIMIT_{name}\nsoft, hard = resource.getrlimit(limit)\n"
         "try: resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)); print('ESCAPED')\n"
@@ -611,7 +511,6 @@ def test_no_capability_is_left(box: Sandbox) -> None:
 
 
 def test_setuid_programs(box: Sandbox) -> None:
-    strong(box)
     source = (
         "import os\n"
         "for name in ('su', 'mount', 'passwd', 'sh', 'sudo', 'newuidmap'):\n"
@@ -622,19 +521,17 @@ def test_setuid_programs(box: Sandbox) -> None:
         "    if not os.statvfs(path).f_flag & os.ST_NOSUID: print('ESCAPED', path)\n"
         "print(os.getuid() == os.geteuid() != 0)"
     )
-    assert attack(box, source, FAMILY).stdout == b"True\n"
+    assert attack(box, source).stdout == b"True\n"
 
 
 def test_executing_something_from_scratch(box: Sandbox) -> None:
-    strong(box)
     source = (
         "import os, shutil, sys\n"
         "shutil.copy(os.path.realpath(sys.executable), 'python'); os.chmod('python', 0o6755)\n"
         "try: os.execv('./python', ['python', '-c', 'print(\"ESCAPED\")'])\n"
         "except OSError: print('stopped')"
     )
-    limits = Limits(wall_s=60.0, processes=4, scratch_bytes=64 * MIB)
-    assert attack(box, source, limits).stdout == b"stopped\n"
+    assert attack(box, source).stdout == b"stopped\n"
 
 
 # One wall missing
@@ -642,13 +539,12 @@ def test_executing_something_from_scratch(box: Sandbox) -> None:
 
 @pytest.mark.parametrize("missing", ["seccomp", "landlock"])
 def test_the_other_walls_hold_without_one(box: Sandbox, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    strong(box)
-    whole = process.sources()
-    line = {"seccomp": "    FILTERS[request[\"processes\"] > 1].apply()\n",
-            "landlock": "    kernel.restrict_files(config[\"binds\"], config[\"devices\"], scratch)\n"}[missing]  # fmt: skip
+    whole = forkserver.sources()
+    line = {"seccomp": "    FILTERS[0].apply()\n",
+            "landlock": "    kernel.restrict_files(config[\"binds\"], config[\"devices\"], SCRATCH)\n"}[missing]  # fmt: skip
     assert line in whole["shoal.sandbox.program"]
     weakened = whole | {"shoal.sandbox.program": whole["shoal.sandbox.program"].replace(line, "")}
-    monkeypatch.setattr(process, "sources", lambda: weakened)
+    monkeypatch.setattr(forkserver, "sources", lambda: weakened)
     with Sandbox(box.tier) as weak, socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         source = (
@@ -672,7 +568,7 @@ def test_the_other_walls_hold_without_one(box: Sandbox, missing: str, monkeypatc
             "tried('keeper', lambda: libc.syscall(310, 1, None, 0, None, 0, 0) or -1)\n"
             "print('done')"
         )
-        result = attack(weak, source, FAMILY)
+        result = attack(weak, source)
         assert result.stdout == b"done\n", result
 
 
@@ -680,9 +576,9 @@ def test_the_other_walls_hold_without_one(box: Sandbox, missing: str, monkeypatc
 def test_user_namespaces_without_seccomp(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     if box.tier != "bubblewrap":
         pytest.skip(f"{box.tier} forbids them by seccomp alone")
-    whole = process.sources()
-    weakened = {name: text.replace("    FILTERS[request", "    0 and FILTERS[request") for name, text in whole.items()}
-    monkeypatch.setattr(process, "sources", lambda: weakened)
+    whole = forkserver.sources()
+    weakened = {name: text.replace("    FILTERS[0]", "    0 and FILTERS[0]") for name, text in whole.items()}
+    monkeypatch.setattr(forkserver, "sources", lambda: weakened)
     source = "import ctypes\nprint(ctypes.CDLL(None).unshare(0x10000000))"
     with Sandbox(box.tier) as weak:
         assert attack(weak, source).stdout == b"-1\n"
@@ -735,7 +631,7 @@ for tier in ("bubblewrap", "kernel"):
         fine = Program("print(input())", b"fine")
         assert box.run(fine).stdout == b"fine\\n"
         bomb = box.run(Program("import os\\nborn = 0\\nwhile True:\\n    if os.fork(): born += 1\\n    else: os.wait()"),
-                       Limits(wall_s=1.0, processes=4))
+                       Limits(wall_s=1.0))
         source = "for path in '/etc/passwd', '/proc/1/environ':\\n  try: print(open(path))\\n  except OSError: pass"
         assert box.run(Program(source)).stdout == b""
         assert box.run(fine).stdout == b"fine\\n"
@@ -746,13 +642,13 @@ for tier in ("bubblewrap", "kernel"):
 @pytest.mark.skipif(not ROOT, reason="the other tests already run as a plain user")
 def test_it_holds_for_a_plain_user_too(tmp_path: Path) -> None:
     """Also where only root may enter the folders of the interpreter and of the sources."""
-    if all(map(problem, STRONG)):
+    if all(map(problem, TIERS)):
         pytest.skip(problem("kernel"))
-    source, needed = tmp_path / "src", [*process.binds(), *filter(None, [process.bwrap()])]
-    shutil.copytree(Path(process.__file__).parent, source / "shoal" / "sandbox", copy_function=shutil.copyfile)
+    source, needed = tmp_path / "src", [*forkserver.binds(), *filter(None, [forkserver.bwrap()])]
+    shutil.copytree(Path(forkserver.__file__).parent, source / "shoal" / "sandbox", copy_function=shutil.copyfile)
     for path in (source, *source.rglob("*")):
         path.chmod(0o755)
-    python = process.executable()
+    python = forkserver.executable()
     done = subprocess.run(
         [python, "-S", "-c", BECOME_PLAIN, python, source, *needed],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"},
@@ -763,21 +659,14 @@ def test_it_holds_for_a_plain_user_too(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    for tier in STRONG:
+    for tier in TIERS:
         if not problem(tier):
             assert f"{tier} exited 1" in done.stdout or f"{tier} timeout None" in done.stdout, done.stdout
-
-
-def test_a_weak_sandbox_is_never_taken_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.sandbox.pool.problem", lambda tier: "" if tier == "rlimits" else "no")
-    with pytest.raises(SandboxError, match="rlimits"):
-        Sandbox()
 
 
 def test_nothing_is_left_of_all_this(box: Sandbox) -> None:
     assert_works(box)
     assert len(children_of(box)) <= 2
     (server,) = box._idle.queue
-    assert server is not None and (not server._scratch or not list(Path(server._scratch).iterdir()))
+    assert server is not None
     box.close()
-    assert not server._scratch or not Path(server._scratch).exists()

@@ -51,7 +51,7 @@ def main() -> None:
 
 def scored(gym: Any, value: dict[str, Any], completion: str) -> tuple[float, str]:
     found = gym.score(value | {"completion": completion})
-    return found["score"], found["outcome"]
+    return found["score"], found.get("outcome", "graded")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """What every adapter does: processes that list tasks and score completions, here with small made-up libraries."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks import Graders, libraries
-from shoal.tasks.libraries import Library, LibraryReward, NotAllowedError, rows
+from shoal.tasks.libraries import LibraryReward, rows
 from shoal.tasks.task import TRUST, Grade, Task, TasksNotFoundError
 
 HEAD = """
@@ -16,8 +18,15 @@ class RefusedError(Exception): pass
 """
 
 
-def library(code: str) -> Library:
-    return Library("made_up", HEAD + code)
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return the name of a library whose file in `inside` is this code."""
+
+    def made(code: str, name: str = "made_up") -> str:
+        monkeypatch.setitem(libraries.FILES, name, HEAD + code)
+        return name
+
+    return made
 
 
 def task(entry: Any, setting: Any = None, generator: str = "made_up") -> Task:
@@ -25,15 +34,15 @@ def task(entry: Any, setting: Any = None, generator: str = "made_up") -> Task:
     return Task(id="s/0", question="q", answer="", source="s", metadata=json.dumps(metadata))
 
 
-def graded(library: Library, tasks: list[Task], completions: list[str], cpu_s: float = 10.0) -> list[Grade]:
-    reward = LibraryReward(library, cpu_s=cpu_s)
+def graded(library: str, tasks: list[Task], completions: list[str]) -> list[Grade]:
+    reward = LibraryReward(library)
     try:
         return reward.grade(tasks, completions)
     finally:
         reward.close()
 
 
-def test_rows_are_what_the_library_yields_and_not_what_it_prints() -> None:
+def test_rows_are_what_the_library_yields_and_not_what_it_prints(library: Callable[..., str]) -> None:
     code = """
 def rows(options):
     print("noise"); os.write(1, b"noise")
@@ -46,23 +55,24 @@ def rows(options):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("import made_up", "made_up needs a library that .* does not have: pip install 'shoal\\[made-up\\]'"),
+        ("import made_up", "No module named 'made_up'.*pip install 'shoal\\[made-up\\]'"),
         ("import other_one", "made_up.*No module named 'other_one'"),
         ("def rows(options): raise RefusedError('options.size is wrong')", "made_up: options.size is wrong$"),
-        ("def rows(options): raise KeyError('x')", "the library raises KeyError: 'x'"),
+        ("def rows(options): raise KeyError('x')", "generator made_up: KeyError: 'x'"),
         ("def rows(options): os._exit(3)", "its process ended .exited, exit code 3"),
         ("this is no Python", "SyntaxError"),
     ],
 )
-def test_a_list_is_complete_or_an_error_says_why(code: str, message: str) -> None:
+def test_a_list_is_complete_or_an_error_says_why(library: Callable[..., str], code: str, message: str) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
         rows(library(code), {})
 
 
 def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MADE_UP_PYTHON", "/no/python")
+    monkeypatch.setenv(libraries.PYTHON, "/no/python")
+    monkeypatch.setenv(libraries.ENVIRONMENTS, "this")
     with pytest.raises(TasksNotFoundError, match="/no/python"):
-        rows(Library("made_up", HEAD, "MADE_UP_PYTHON"), {})
+        rows("verifiers", {"environment": "this"})
 
 
 SCORES = """
@@ -79,15 +89,18 @@ def score(value):
 """
 
 
-def test_each_task_is_scored_by_its_entry_and_its_setting() -> None:
+def test_each_task_is_scored_by_its_entry_and_its_setting(library: Callable[..., str]) -> None:
     tasks = [task("a", "x"), task("b", "y"), task("a", "x")]
     grades = graded(library(SCORES), tasks, ["axq", "byq", "byq"])
     assert [(grade.score, grade.outcome) for grade in grades] == [(1.0, "graded"), (1.0, "graded"), (0.0, "graded")]
 
 
-def test_what_a_library_does_to_itself_is_a_grader_error_and_the_next_answer_is_scored() -> None:
+def test_what_a_library_does_to_itself_is_a_grader_error_and_the_next_answer_is_scored(
+    library: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     completions = ["raise", "exit", "spin", "axq"]
-    grades = graded(library(SCORES), [task("a", "x")] * 4, completions, cpu_s=0.3)
+    monkeypatch.setattr(libraries, "SCORING", replace(libraries.SCORING, cpu_s=0.3))
+    grades = graded(library(SCORES), [task("a", "x")] * 4, completions)
     assert [grade.outcome for grade in grades] == ["grader_error"] * 3 + ["graded"]
     assert "no such answer" in grades[0].detail and grades[0].repeatable
     assert "exit code 7" in grades[1].detail
@@ -95,14 +108,14 @@ def test_what_a_library_does_to_itself_is_a_grader_error_and_the_next_answer_is_
     assert grades[3].score == 1.0
 
 
-def test_tasks_of_another_source_are_a_grader_error() -> None:
+def test_tasks_of_another_source_are_a_grader_error(library: Callable[..., str]) -> None:
     plain = Task(id="s/1", question="q", answer="4", source="s")
     grades = graded(library(SCORES), [plain, task("a", "x", "another")], ["4", "axq"])
     assert [grade.outcome for grade in grades] == ["grader_error"] * 2
     assert "is not from generator made_up" in grades[0].detail
 
 
-def test_a_long_completion_is_scored_by_its_end() -> None:
+def test_a_long_completion_is_scored_by_its_end(library: Callable[..., str]) -> None:
     code = (
         "def prepare(setting): pass\ndef score(value): return {'score': 1.0, 'detail': str(len(value['completion']))}"
     )
@@ -126,31 +139,32 @@ def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRUST, raising=False)
 
 
-LIBRARY = Library("verifiers", LOADS_ANYTHING, limited=True)  # it loads whatever it is asked for
-
-
-def test_only_listed_environments_are_listed_and_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_listed_environments_are_listed_and_scored(
+    library: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verifiers = library(LOADS_ANYTHING, "verifiers")
     metadata = {"generator": "verifiers", "setting": {"environment": "this"}}
     task = Task(id="s/0", question="q", answer="", source="s", metadata=json.dumps(metadata))
-    reward = LibraryReward(LIBRARY)
+    reward = LibraryReward(verifiers)
     try:
         for listed in (None, "", "sums", "sums, thistle"):
             if listed is not None:
                 monkeypatch.setenv(libraries.ENVIRONMENTS, listed)
-            with pytest.raises(NotAllowedError, match=r"'this'.*SHOAL_VERIFIERS_ENVIRONMENTS=this"):
-                rows(LIBRARY, {"environment": "this"})
-            with pytest.raises(NotAllowedError):
+            with pytest.raises(TasksNotFoundError, match=r"'this'.*SHOAL_VERIFIERS_ENVIRONMENTS=this"):
+                rows(verifiers, {"environment": "this"})
+            with pytest.raises(TasksNotFoundError, match="allows"):
                 reward.grade([task], ["x"])
         monkeypatch.setenv(libraries.ENVIRONMENTS, "sums, this")
-        assert len(rows(LIBRARY, {"environment": "this"})) == 1
-        assert [grade.score for grade in reward.grade([task], ["x"])] == [1.0]
+        assert len(rows(verifiers, {"environment": "this"})) == 1
+        [grade] = reward.grade([task], ["x"])
+        assert grade.score == 1.0 and not grade.certain, "its rewards may ask others"
     finally:
         reward.close()
 
 
 def test_a_node_says_so_when_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     section = TaskSection(sources=[SourceSection(generator="verifiers", options={"environment": "this"})])
-    with pytest.raises(NotAllowedError, match="it allows none"):
+    with pytest.raises(TasksNotFoundError, match="it allows none"):
         Graders(section)
     monkeypatch.setenv(TRUST, "1")
     Graders(section).close()

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from shoal.config.tasks import SourceSection, TaskSection
-from shoal.tasks import Graders, inside, load
-from shoal.tasks.inside import GraderStartError
-from shoal.tasks.libraries import REASONING_GYM, LibraryReward, reasoning_gym
-from shoal.tasks.task import Grade, Task, TasksNotFoundError
+from shoal.tasks import Graders, inside, libraries, load
+from shoal.tasks.libraries import LibraryReward
+from shoal.tasks.task import Grade, GradeError, Task, TasksNotFoundError
 
 if importlib.util.find_spec("reasoning_gym") is None:
     pytest.skip("reasoning-gym is not installed: pip install 'shoal[reasoning-gym]'", allow_module_level=True)
@@ -44,12 +43,12 @@ def swept() -> dict[str, dict[str, Any]]:
 
 
 def rows(**options: Any) -> list[Task]:
-    listed = reasoning_gym(options)
+    listed = libraries.rows("reasoning_gym", options)
     return [Task(id=f"gym/{n}", source="gym", **row) for n, row in enumerate(listed)]
 
 
-def graded(tasks: list[Task], completions: list[str], cpu_s: float = 10.0) -> list[Grade]:
-    reward = LibraryReward(REASONING_GYM, cpu_s=cpu_s)
+def graded(tasks: list[Task], completions: list[str]) -> list[Grade]:
+    reward = LibraryReward("reasoning_gym")
     try:
         return reward.grade(tasks, completions)
     finally:
@@ -104,11 +103,11 @@ def test_no_option_runs_as_code(tmp_path: Path) -> None:
         {"dataset": "composite", "datasets": [{run: 1}]},
     ):
         with pytest.raises(TasksNotFoundError, match="evaluate or open them"):
-            reasoning_gym(options)
+            libraries.rows("reasoning_gym", options)
     (task,) = rows(dataset="simple_equations", size=1)
     hostile = json.loads(task.metadata)
     hostile["setting"]["operators"] = [run]
-    with pytest.raises(GraderStartError, match="evaluate or open them"):
+    with pytest.raises(GradeError, match="evaluate or open them"):
         graded([replace(task, metadata=json.dumps(hostile))], [task.answer])
     assert not mark.exists()
 
@@ -127,7 +126,7 @@ def test_no_answer_names_the_grader_s_variables() -> None:
 
 def test_an_answer_that_computes_for_ever_is_a_grader_error() -> None:
     (task,) = rows(dataset="countdown", size=1)
-    grades = graded([task] * 2, ["9**9**9**9", task.answer], cpu_s=2.0)
+    grades = graded([task] * 2, ["9**9**9**9", task.answer])
     assert [(grade.score, grade.outcome) for grade in grades] == [(0.0, "grader_error"), (1.0, "graded")]
 
 
@@ -157,11 +156,9 @@ def test_a_task_of_another_version_is_a_grader_error() -> None:
     [
         ({}, "options.dataset is None; reasoning-gym .* has ab, acre"),
         ({"dataset": "chain_sums"}, "'chain_sums'"),
-        ({"dataset": "chain_sum", "terms": 2}, "no option terms; it has .*max_digits"),
+        ({"dataset": "chain_sum", "terms": 2}, "refuses its options: .*'terms'"),
         ({"dataset": "chain_sum", "min_terms": 5, "max_terms": 2}, "refuses its options"),
-        ({"dataset": "chain_sum", "size": 0}, "size must be a positive integer"),
-        ({"dataset": "chain_sum", "seed": "now"}, "seed an integer"),
-        ({"dataset": "spell_backward", "data_file": "../../secret.txt"}, "without a path"),
+        ({"dataset": "spell_backward", "data_file": "../../secret.txt"}, "evaluate or open them"),
         ({"dataset": "composite", "datasets": [{"name": "no_such"}]}, "refuses its options"),
         (
             {
@@ -174,7 +171,7 @@ def test_a_task_of_another_version_is_a_grader_error() -> None:
 )
 def test_wrong_options_are_one_clear_message(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
-        reasoning_gym(options)
+        libraries.rows("reasoning_gym", options)
 
 
 def test_a_config_with_this_source_has_its_tasks_and_its_reward() -> None:

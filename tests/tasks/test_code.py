@@ -25,8 +25,8 @@ def code() -> Iterator[Code]:
 
 
 @contextmanager
-def limited(fraction: bool = False, **limits: float) -> Iterator[Code]:
-    with closing(Code(Limits(**limits), best_tier(), size=1, fraction=fraction)) as reward:  # type: ignore[arg-type]
+def limited(**limits: float) -> Iterator[Code]:
+    with closing(Code(Limits(**limits), best_tier(), size=1)) as reward:  # type: ignore[arg-type]
         yield reward
 
 
@@ -323,17 +323,6 @@ def f(x):
 def test_a_program_cannot_make_the_tests_look_at_fault(code: Code, source: str, tests: str) -> None:
     found = grade(code, {"kind": "asserts", "entry": "f", "code": tests}, source)
     assert (found.score, found.outcome) == (0, "graded"), found
-
-
-def test_a_fraction_of_the_cases(code: Code) -> None:
-    with limited(fraction=True) as fraction:
-        assert grade(fraction, ADD, "def add(a, b): return 0").score == 0.5
-        assert grade(fraction, ECHO, "print(5)").score == 0.5
-        assert grade(fraction, ADD, "def add(a, b): return a + b").score == 1
-        assert (
-            grade(fraction, ADD, "import os\ndef add(a, b):\n    if a < 0: os._exit(0)\n    return a + b").score == 0.5
-        )
-    assert grade(code, ADD, "def add(a, b): return 0").score == 0
 
 
 def test_many_at_once_come_back_in_order(code: Code) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,14 +98,15 @@ def test_an_answer_that_differs_slashes_nobody(made: Any) -> None:
     [
         ("Raises", "KeyError: 'a' (folder/mine.py, line 18)"),
         ("Number", "respond returned int '4' in place of text or None"),
-        ("Sleeps", "longer than tasks.sandbox.wall_s"),
+        ("Sleeps", "passed (tasks.sandbox.cpu_s)"),
         ("Dies", "its process ended"),
     ],
 )
 def test_one_that_fails_is_answered_with_an_error_and_the_log_says_why_once(
-    made: Any, caplog: pytest.LogCaptureFixture, name: str, why: str
+    made: Any, caplog: pytest.LogCaptureFixture, name: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = made(name, wall_s=1.0)
+    monkeypatch.setattr("shoal.tasks.own.WAIT_S", 0.5)
+    environment = made(name, cpu_s=1.0)
     with caplog.at_level(logging.WARNING):
         assert [environment.respond(TASK, 0, ["a"]) for _ in range(2)] == [FAILED] * 2
     assert [why in record.message for record in caplog.records] == [True]
@@ -148,13 +148,6 @@ def test_after_the_end_of_a_budget_it_is_not_asked(made: Any) -> None:
 def test_a_file_that_does_not_load_is_known_at_the_start(made: Any, source: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made("Echo", source)
-
-
-def test_it_may_import_numpy_where_the_config_says_so(made: Any) -> None:
-    if Path(sys.prefix).is_relative_to("/tmp"):  # noqa: S108 - what each program has of its own
-        pytest.skip("Shoal is installed below /tmp, which programs do not see")
-    source = "import numpy\nclass Dot:\n    def respond(self, task, seed, turns): return str(numpy.dot([1, 2], [3, 4]))"
-    assert made("Dot", source, numpy=True).respond(TASK, 0, ["a"]) == "11"
 
 
 def test_a_task_set_without_the_file_is_named() -> None:

@@ -1,9 +1,7 @@
 """Rewards of your own: what they see, and that nothing they do ends more than their own call."""
 
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,7 @@ from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
 from shoal.sandbox import SandboxError, best_tier
 from shoal.tasks import Grade, Graders, Task
 from shoal.tasks.own import AuthorCode, OwnReward, check_function
-from shoal.tasks.rewards.graders import TRUST, GradeError
+from shoal.tasks.task import TRUST, GradeError
 
 SOURCE = """
 import json, math, os, random, time
@@ -24,14 +22,6 @@ def sees(task, completion):
     assert (task.id, task.question, task.source) == ("s/1", "2+2?", "s")
     return task.metadata["level"] / 4 if task.tests == {} else 0
 
-def lengths(tasks, completions):
-    assert len(tasks) == len(completions)
-    return [min(1, len(completion) / 10) for completion in completions]
-
-def picky(tasks, completions):
-    return [1 / len(completion) for completion in completions]
-
-def short(tasks, completions): return [1.0]
 def raises(task, completion): return {}[completion]
 def deep(task, completion): return raises(task, completion)
 def nan(task, completion): return math.nan
@@ -54,7 +44,6 @@ def installed(task, completion):
     import numpy
     return numpy.float32(0.5)
 def drawn(task, completion): return random.random()
-def other(task, completion): import httpx
 """
 TASK = Task("s/1", "2+2?", "4", source="s", metadata='{"level": 1}')
 
@@ -92,47 +81,31 @@ def test_it_sees_the_task_with_its_metadata_parsed(place: str) -> None:
     assert grade("folder/mine.py:sees", "")[0].score == 0.25
 
 
-def test_a_batch_function_gets_many_at_once(place: str) -> None:
-    assert [one.score for one in grade("mine.py:lengths", *("x" * n for n in range(100)))][:12] == [
-        *(n / 10 for n in range(11)),
-        1.0,
-    ]
-
-
-def test_a_completion_that_makes_a_batch_fail_costs_only_its_own_grade(place: str) -> None:
-    found = grade("mine.py:picky", "xx", "", "x")
-    assert [one.score for one in found] == [0.5, 0.0, 1.0]
-    assert [one.outcome for one in found] == ["graded", "grader_error", "graded"]
-
-
 @pytest.mark.parametrize(
     ("name", "detail"),
     [
-        ("raises", "reward mine.py:raises: KeyError: 'x' (mine.py, line 19)"),
-        ("deep", "KeyError: 'x' (mine.py, line 19)"),
+        ("raises", "KeyError: 'x' (mine.py, line 11)"),
+        ("deep", "KeyError: 'x' (mine.py, line 11)"),
         ("nan", "it returned nan"),
         ("two", "it returned 2.0; scores must be within [0, 1]"),
         ("below", "scores must be within [0, 1]"),
         ("text", "it returned str '1.0' in place of a number"),
         ("none", "it returned NoneType"),
-        ("short", "1 scores for 2 completions"),
         ("dies", "its process ended"),
     ],
 )
 def test_a_function_that_fails_is_a_grader_error(place: str, name: str, detail: str) -> None:
-    if name == "short":  # right for one completion, so each gets its grade alone
-        assert [one.score for one in grade("mine.py:short", "x", "x")] == [1.0, 1.0]
-        return
     for found in grade(f"mine.py:{name}", "x", "x"):
         assert (found.score, found.outcome, found.repeatable) == (0.0, "grader_error", False)
         assert detail in found.detail
 
 
 @pytest.mark.parametrize("name", ["sleeps", "spins"])
-def test_a_function_that_does_not_end_is_stopped(place: str, name: str) -> None:
+def test_a_function_that_does_not_end_is_stopped(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.tasks.own.WAIT_S", 0.5)
     started = time.monotonic()
-    [found] = grade(f"mine.py:{name}", "x", wall_s=1.0, cpu_s=1.0)
-    assert found.outcome == "grader_error" and "longer than tasks.sandbox.wall_s" in found.detail
+    [found] = grade(f"mine.py:{name}", "x", cpu_s=1.0)
+    assert found.outcome == "grader_error" and "passed (tasks.sandbox.cpu_s)" in found.detail
     assert time.monotonic() - started < 60
 
 
@@ -146,26 +119,16 @@ def test_after_a_failure_the_next_completion_is_graded(place: str) -> None:
 @pytest.mark.parametrize(
     ("name", "detail"),
     [
-        ("floods", "it printed too much"),
+        ("floods", "it writes more than"),
         ("hoards", "MemoryError"),
         ("network", "PermissionError"),
-        ("installed", "ModuleNotFoundError: No module named 'numpy' (mine.py, line 38)"),
-        ("installed", f"numpy with tasks.sandbox.numpy = true: to import what else is installed, set {TRUST}=1"),
+        ("installed", "ModuleNotFoundError: No module named 'numpy' (mine.py, line 30)"),
+        ("installed", f"standard library alone: to import what else is installed, set {TRUST}=1"),
     ],
 )
 def test_the_sandbox_holds_it(name: str, detail: str) -> None:
     [found] = grade(f"mine.py:{name}", "x")
     assert found.outcome == "grader_error" and detail in found.detail
-
-
-def test_the_sandbox_has_numpy_where_the_config_says_so() -> None:
-    if Path(sys.prefix).is_relative_to("/tmp"):  # noqa: S108 - what each program has of its own
-        pytest.skip("Shoal is installed below /tmp, which programs do not see")
-    with graders("mine.py:installed", numpy=True) as graded:
-        for found in graded.grade([TASK] * 2, ["x", "y"]):
-            assert (found.score, found.outcome, found.tier) == (0.5, "graded", best_tier()), found.detail
-    [found] = grade("mine.py:other", "x", numpy=True)
-    assert "ModuleNotFoundError: No module named 'httpx'" in found.detail
 
 
 def test_it_reads_no_file_of_the_machine() -> None:
@@ -181,7 +144,7 @@ def test_what_its_process_answers_is_never_built_as_a_set() -> None:
         "    channel.send(b'V' + channel.pack(dict.fromkeys(n * (2**61 - 1) for n in range(1, 2000))))\n"
         "    os._exit(0)\n"
     )
-    own = OwnReward("a.py:answers", AuthorCode("a.py:answers", {"a.py": source.encode()}, SandboxSection()))
+    own = OwnReward(AuthorCode("a.py:answers", {"a.py": source.encode()}, SandboxSection()))
     try:
         [found] = own.grade([TASK], ["x"])
         assert found.outcome == "grader_error" and "a set or a dict" in found.detail
@@ -203,10 +166,10 @@ def test_a_completion_of_ten_megabytes(place: str) -> None:
     assert (long.score, long.outcome, right.score) == (0.0, "graded", 1.0)
 
 
-def test_a_score_near_the_limit_is_not_repeatable() -> None:
+def test_a_score_near_the_limit_is_not_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.tasks.own.WAIT_S", 1.0)
     source = "import time\ndef slow(task, completion):\n    time.sleep(1.2)\n    return 1"
-    code = AuthorCode("slow.py:slow", {"slow.py": source.encode()}, SandboxSection(wall_s=2.0))
-    own = OwnReward("slow.py:slow", code)
+    own = OwnReward(AuthorCode("slow.py:slow", {"slow.py": source.encode()}, SandboxSection(cpu_s=1.0)))
     try:
         [found] = own.grade([TASK], ["x"])
         assert not found.repeatable
@@ -261,19 +224,11 @@ def test_unknown_rewards_and_missing_files_are_named() -> None:
         graders("other.py:exact")
 
 
-def test_bare_limits_need_the_word_of_the_machines_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TRUST, raising=False)
-    with pytest.raises(GradeError, match=TRUST):
-        grade("code", "x", tier="rlimits")  # type: ignore[arg-type]
-    monkeypatch.setenv(TRUST, "1")
-    assert grade("code", "x", tier="rlimits")[0].tier == "rlimits"  # type: ignore[arg-type]
-
-
 def test_what_cannot_start_here_is_known_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.tasks.own.Sandbox", no_sandbox)
+    monkeypatch.setattr("shoal.tasks.inside.Sandbox", no_sandbox)
     with (
         graders("mine.py:exact") as graded,
-        pytest.raises(GradeError, match=r"no sandbox here; .*tasks\.sandbox\.tier") as error,
+        pytest.raises(GradeError, match="no sandbox here; for two reasons") as error,
     ):
         graded.try_out([TASK])
     assert "\n" not in str(error.value)
@@ -298,14 +253,14 @@ def test_a_failing_machine_gives_no_grades(monkeypatch: pytest.MonkeyPatch) -> N
     """A worker that claimed 0 because its own sandbox is broken would be taken for a liar."""
     failures = [1, 2]
 
-    def ask(self: object, call: object) -> object:
+    def calls(self: object, values: object) -> object:
         if failures:
             failures.pop()
             raise SandboxError("no memory")
-        return real(self, call)  # type: ignore[arg-type]
+        return real(self, values)  # type: ignore[arg-type]
 
-    real = AuthorCode.ask
-    monkeypatch.setattr(AuthorCode, "ask", ask)
+    real = AuthorCode.calls
+    monkeypatch.setattr(AuthorCode, "calls", calls)
     with graders("mine.py:exact") as graded:
         with pytest.raises(GradeError, match="cannot grade: no memory"):
             graded.grade([TASK], ["4"])

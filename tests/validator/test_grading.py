@@ -36,7 +36,7 @@ def settings(folder: Path, **sandbox: float) -> Config:
     path = folder / "programs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"path": str(path), "reward": "code", "fields": {"question": "question", "tests": "tests"}}
-    limits = {"wall_s": WALL_S, "cpu_s": WALL_S} | sandbox
+    limits = {"cpu_s": WALL_S} | sandbox
     return config(tasks={"sources": [source], "length_targets": [], "sandbox": limits})
 
 

@@ -35,8 +35,6 @@ class SourceSection(Section):
     """number, math, code, or a function of your own as file.py:name; or several with weights; empty: the schema's."""
     weight: PositiveFloat = 1.0
     """Share of groups drawn from this source, relative to the others."""
-    prompt: str = ""
-    """User message of this source's tasks; empty: tasks.prompt."""
     environment: str = ""
     """What answers the model between its turns: calculator, python, or a class of your own as file.py:Class; empty:
     nothing."""
@@ -56,8 +54,6 @@ class SourceSection(Section):
             raise ValueError("revision applies only to hub")
         if self.options and not self.generator:
             raise ValueError("options apply only to a generator")
-        if self.prompt and "{question}" not in self.prompt:
-            raise ValueError("prompt must contain {question}, which is replaced by the task's question")
         weights = list(self.reward.values()) if isinstance(self.reward, dict) else [1.0]
         if min(weights, default=0.0) < 0 or sum(weights) <= 0:
             raise ValueError("rewards need weights of 0 or more, one of them above 0")
@@ -78,17 +74,10 @@ class SourceSection(Section):
 class SandboxSection(Section):
     """Where model-written code and rewards of your own run, and what one run may use. The same on every machine."""
 
-    tier: Literal["auto", "bubblewrap", "kernel", "rlimits"] = "auto"
-    """auto: the strongest that works, bubblewrap or kernel; rlimits does not isolate and needs SHOAL_TRUST_RUN=1 on
-    each machine."""
     cpu_s: Annotated[float, Field(gt=0, le=600)] = 5.0
-    """Most seconds of CPU."""
-    wall_s: Annotated[float, Field(gt=0, le=3600)] = 15.0
-    """Most seconds by the clock."""
+    """Most seconds of CPU; by the clock 10 more."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 512 << 20
     """Most memory (address space)."""
-    numpy: bool = False
-    """Whether rewards and environments of your own may import numpy."""
 
 
 class TaskSection(Section):

@@ -168,7 +168,7 @@ class PassRates:
         texts = json.dumps(
             [self.config.tasks.system, self.config.tasks.prompt, self.config.sampling.max_turns]
             + [self.config.tasks.length_mode, self.config.tasks.targets]
-            + [[source.prompt, source.reward, source.environment] for source in self.config.tasks.sources]
+            + [[source.reward, source.environment] for source in self.config.tasks.sources]
         )
         return {
             "digest": self.tasks.digest,

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from shoal.sandbox.limits import PLAIN, Limits, Outcome, Program, Result, SandboxError
-from shoal.sandbox.process import ServerProcess
+from shoal.sandbox.forkserver import ForkServer
+from shoal.sandbox.limits import Limits, Outcome, Program, Result, SandboxError
 
 GRACE_S = 5.0  # for the keeper to kill and report after the leash was pulled; then the whole server is killed
 CHUNK = 1 << 16
@@ -28,7 +28,7 @@ Stream = Literal["stdout", "stderr", "frames"]
 class Conversation:
     """A live program. `receive`, `send` and `close` are for one thread at a time."""
 
-    def __init__(self, server: ServerProcess, program: Program, limits: Limits, frames: bool, done: Callable[[], None]):
+    def __init__(self, server: ForkServer, program: Program, limits: Limits, frames: bool, done: Callable[[], None]):
         self._server, self._limits, self._done = server, limits, done
         self._started = time.monotonic()
         self._over = self._started + limits.wall_s
@@ -45,16 +45,12 @@ class Conversation:
         self._start(program, frames)
 
     def _start(self, program: Program, frames: bool) -> None:
-        if program.to_log and self._server.tier != PLAIN:
-            raise SandboxError(
-                "only programs of the tier plain may print to the log: no other gets a descriptor of the host's"
-            )
-        streams = [*([] if program.to_log else ["stdout", "stderr"]), *(["frames"] if frames else [])]
+        streams = ["stdout", "stderr", *(["frames"] if frames else [])]
         pairs = {name: os.pipe() for name in streams}
         self._leash, their_leash = socket.socketpair()
         self._reading = {read: name for name, (read, _) in pairs.items()}
         written = {name: write for name, (_, write) in pairs.items()}
-        theirs = [written.get("stdout") or os.dup(2), written.get("stderr") or os.dup(2), their_leash.fileno()]
+        theirs = [written["stdout"], written["stderr"], their_leash.fileno()]
         if frames:
             incoming, self._sending = os.pipe()
             theirs += [incoming, written["frames"]]
@@ -77,13 +73,9 @@ class Conversation:
             self._to_send += len(frame).to_bytes(4, "big") + frame
             self._pump(time.monotonic(), lambda: False)
 
-    def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """Return the program's next frame. None: no more come; `close` says why.
-
-        A program that does not answer within `timeout_s` is stopped, with the outcome "timeout".
-        """
-        deadline = self._over if timeout_s is None else min(self._over, time.monotonic() + timeout_s)
-        self._pump(deadline, lambda: self._whole_frame() or not self._open("frames"))
+    def receive(self) -> bytes | None:
+        """Return the program's next frame. None: no more come; `close` says why."""
+        self._pump(self._over, lambda: self._whole_frame() or not self._open("frames"))
         if self._whole_frame():
             buffer, size = self._text["frames"], self._frame_size()
             frame = bytes(buffer[4 : 4 + size])
@@ -139,21 +131,21 @@ class Conversation:
         failures = [report["error"] for report in reports if "error" in report]
         if failures:
             raise SandboxError(f"sandbox tier {self._server.tier} could not run a program: {failures[0]}")
-        if not reports and self._stopped is None and self._server.tier != "rlimits":
+        if not reports and self._stopped is None:
             raise SandboxError(f"the sandbox server (tier {self._server.tier}) died under a program; run it again")
-        code = reports[0]["code"] if reports else None
+        code: int = reports[0]["code"] if reports else 0
         cpu_s, memory_bytes = (reports[0]["cpu_s"], reports[0]["memory_bytes"]) if reports else (0.0, 0)
         outcome = self._stopped or self._judge(code, reports[0]["timely"] if reports else True, cpu_s)
-        code = None if self._stopped else code
+        exit_code = None if self._stopped else code
         stdout, stderr = bytes(self._text["stdout"]), bytes(self._text["stderr"])
-        return Result(outcome, code, stdout, stderr, cpu_s, wall_s, memory_bytes, self._server.tier)
+        return Result(outcome, exit_code, stdout, stderr, cpu_s, wall_s, memory_bytes, self._server.tier)
 
-    def _judge(self, code: int | None, timely: bool, cpu_s: float) -> Outcome:
+    def _judge(self, code: int, timely: bool, cpu_s: float) -> Outcome:
         if not timely or cpu_s >= self._limits.cpu_s:
             return "timeout"
         if code == -OUT_OF_MEMORY:
             return "memory"
-        return "exited" if code is not None and code >= 0 else "killed"
+        return "exited" if code >= 0 else "killed"
 
     def _stop(self, outcome: Outcome) -> None:
         """Pull the leash: the keeper kills everything and reports."""

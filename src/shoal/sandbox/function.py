@@ -9,25 +9,17 @@ builtins alone, without sets and, behind a wall, without dicts: building one of 
 Left out: what a value means. The function's answers are only its word.
 """
 
-import math
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from shoal.sandbox.channel import WireError, pack, unpack
 from shoal.sandbox.conversation import Conversation
-from shoal.sandbox.limits import PLAIN, Program, Result, SandboxError
-from shoal.sandbox.pool import MIN_WALL_S, Sandbox
-from shoal.sandbox.process import PLAIN_START_S
+from shoal.sandbox.limits import PLAIN, Program, Result
+from shoal.sandbox.pool import Sandbox
 
 END_S = 0.5  # for a child to end after its answer
-UNLIMITED_BYTES = 1 << 60
-
-T = TypeVar("T")
-U = TypeVar("U")
 
 Ending = Literal["answered", "raised", "timeout", "memory", "output", "died", "late"]
 
@@ -45,52 +37,20 @@ class Call:
 
 
 class Function:
-    """A `program` that serves calls. `setup`, if there is one, is a call that comes before each of them.
+    """A `program` that serves calls, each in a fresh child. `setup` is a value that the child is called with before."""
 
-    Every call runs in a fresh child, or with `keep` all in one child that stays warm: then only `wall_s` bounds a call, the
-    first may take longer for its imports, and what the child prints goes to the log. A child that fails is replaced.
-    """
-
-    def __init__(self, sandbox: Sandbox, program: str, setup: Any = None, *, keep: bool = False) -> None:
-        self.sandbox, self.keep = sandbox, keep
-        self.program = Program(program, to_log=keep)
+    def __init__(self, sandbox: Sandbox, program: str, setup: Any = None) -> None:
+        self.sandbox, self.program = sandbox, Program(program)
         self.setup = [] if setup is None else [pack(setup)]
-        self._kept: Conversation | None = None
-        self._ready = Call("late")  # the kept child's answer to the setup
-        self._lock = threading.Lock()
 
     def call(self, value: Any) -> Call:
         """Raises SandboxError if the sandbox itself fails."""
         try:
-            frame = pack(value)
+            frames = [*self.setup, pack(value)]
         except WireError as error:
             return Call("raised", detail=f"it is called with something else than plain data ({error})")
-        return self._call([*self.setup, frame])
-
-    def calls(self, values: Sequence[Any]) -> list[Call]:
-        """Call it with each value, as many at once as the sandbox has servers. Raises what `call` raises."""
-        return self.in_threads(self.call, values)
-
-    def in_threads(self, work: Callable[[T], U], items: Sequence[T]) -> list[U]:
-        """Do `work`, which calls this function, on each item, as many at once as the sandbox has servers."""
-        with ThreadPoolExecutor(self.sandbox.size) as threads:
-            return list(threads.map(work, items))
-
-    def set_up(self) -> Call:
-        """Call it with the setup alone. Raises SandboxError."""
-        return self._call(self.setup)
-
-    def close(self) -> None:
-        """End its children and the sandbox."""
-        self._hang_up()
-        self.sandbox.close()
-
-    def _call(self, frames: Sequence[bytes]) -> Call:
         if self.sandbox.budget.over:
             return Call("late")
-        if self.keep:
-            with self._lock:
-                return self._in_kept(frames)
         with self.sandbox.open(self.program) as talk:
             for frame in frames:
                 talk.send(frame)
@@ -100,34 +60,14 @@ class Function:
             used = talk.close(END_S)
         return replace(call, repeatable=self._within_half(used), cpu_s=used.cpu_s, memory_bytes=used.memory_bytes)
 
-    def _in_kept(self, frames: Sequence[bytes]) -> Call:
-        started, limits = time.monotonic(), self.sandbox.limits
-        if self._kept is None:
-            unlimited = replace(
-                limits, wall_s=math.inf, cpu_s=math.inf, memory_bytes=UNLIMITED_BYTES, output_bytes=UNLIMITED_BYTES
-            )
-            self._kept = self.sandbox.open(self.program, unlimited)
-            self._ready = self._exchange(self.setup[0], PLAIN_START_S)
-        call = self._ready
-        if call.ending == "answered" and len(frames) > 1:
-            call = self._exchange(frames[1], max(MIN_WALL_S, min(limits.wall_s, self.sandbox.budget.left_s)))
-        if self._ready.ending != "answered" or call.ending not in ("answered", "raised"):
-            self._hang_up()
-        return replace(call, repeatable=time.monotonic() - started <= limits.wall_s / 2)
+    def calls(self, values: Sequence[Any]) -> list[Call]:
+        """Call it with each value, as many at once as the sandbox has servers. Raises what `call` raises."""
+        with ThreadPoolExecutor(self.sandbox.size) as threads:
+            return list(threads.map(self.call, values))
 
-    def _exchange(self, frame: bytes, timeout_s: float) -> Call:
-        assert self._kept is not None
-        self._kept.send(frame)
-        try:
-            return self._read(self._kept, self._kept.receive(timeout_s))
-        except SandboxError:
-            self._kept = None  # its server died, and the conversation is closed
-            raise
-
-    def _hang_up(self) -> None:
-        if self._kept is not None:
-            with self._kept:  # leaving it kills the child
-                self._kept = None
+    def close(self) -> None:
+        """End its children and the sandbox."""
+        self.sandbox.close()
 
     def _read(self, talk: Conversation, answer: bytes | None) -> Call:
         if answer is None:

@@ -5,7 +5,6 @@ RLIMIT_NPROC and could read root's files. So root first becomes a uid that no ac
 namespace of its own; the host's never change. Then
 `bubblewrap`  executes bwrap, which executes the interpreter again for `server.main`;
 `kernel`      makes the same namespaces and the same root folder by itself and becomes process 1;
-`rlimits`     continues as it is;
 `plain`       has no walls, and has stayed the user that it was.
 The interpreter got its modules through a file descriptor. Its environment is empty, except in `plain`.
 Left out: seccomp, Landlock and limits, which each program gets in `program.py`; scratch space, see `server.py`.
@@ -34,14 +33,13 @@ def main(config: dict[str, Any]) -> None:
         become_nobody(config)
     if config["tier"] == "bubblewrap":
         os.execve(config["bwrap"], bubblewrap(config), {})
-    if config["tier"] == "kernel":
-        enter_namespaces(config)
+    enter_namespaces(config)
     server.main(config)
 
 
 def become_nobody(config: dict[str, Any]) -> None:
     """From root to a plain user for ever. Folders that only root may enter are opened in a private mount namespace."""
-    own = {"bubblewrap": [config["bwrap"]], "rlimits": [config["scratch"]]}.get(config["tier"], [])
+    own = [config["bwrap"]] if config["tier"] == "bubblewrap" else []
     reveal([path for path in (*config["binds"], *own) if not enterable(path)])
     os.setgroups([])
     try:

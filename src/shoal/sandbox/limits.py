@@ -6,17 +6,15 @@ Left out: comparing outputs. Expected outputs never enter the sandbox.
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 MIB = 1 << 20
 MIN_MEMORY_BYTES = 64 * MIB  # the interpreter itself takes about 25 MiB of address space
 
-Tier = Literal["bubblewrap", "kernel", "rlimits"]
-TIERS: tuple[Tier, ...] = get_args(Tier)
-STRONG: tuple[Tier, ...] = ("bubblewrap", "kernel")
+Tier = Literal["bubblewrap", "kernel"]
+TIERS: tuple[Tier, ...] = get_args(Tier)  # the strongest first
 PLAIN = "plain"  # for code that this machine's owner trusts
 Outcome = Literal["exited", "killed", "timeout", "memory", "output"]
 
@@ -33,32 +31,22 @@ class StartError(SandboxError):
 class Limits:
     """What one program may use. The kernel or the process outside enforces each of them; the program cannot lift one.
 
-    A program times out if its processes use `cpu_s` of CPU time together. Its first process is stopped as soon as it alone
-    has used that much; the kernel stops each further process after 2 * `cpu_s` + 3 s at most. `memory_bytes` is address
-    space, the interpreter included, divided evenly among `processes`. With `processes` at 1 a program cannot fork or execute
-    another one. `output_bytes` covers stdout, stderr and frames together.
-    In the tier `plain`, memory is counted beyond what the server has imported, and processes, threads and scratch are not.
+    `memory_bytes` is address space, the interpreter included. `output_bytes` covers stdout, stderr and frames together. A
+    program is one process, which cannot fork or execute another one.
+    In the tier `plain`, memory is counted beyond what the server has imported, and processes are not limited.
     """
 
     wall_s: float = 10.0
     cpu_s: float = 5.0
     memory_bytes: int = 512 * MIB
-    processes: int = 1
-    threads: int = 8  # beyond the first of each process, all processes together
     output_bytes: int = MIB
-    scratch_bytes: int = 16 * MIB
 
     def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "processes", "output_bytes", "scratch_bytes"):
+        for name in ("wall_s", "cpu_s", "output_bytes"):
             if not getattr(self, name) > 0:
                 raise SandboxError(f"limit {name} is {getattr(self, name)}: give a number above 0")
-        if self.threads < 0:
-            raise SandboxError(f"limit threads is {self.threads}: give 0 or more")
-        if self.memory_bytes < MIN_MEMORY_BYTES * self.processes:
-            raise SandboxError(
-                f"limit memory_bytes is {self.memory_bytes} for {self.processes} processes: "
-                f"give at least {MIN_MEMORY_BYTES} for each"
-            )
+        if self.memory_bytes < MIN_MEMORY_BYTES:
+            raise SandboxError(f"limit memory_bytes is {self.memory_bytes}: give at least {MIN_MEMORY_BYTES}")
 
 
 @dataclass(eq=False)
@@ -89,18 +77,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Program:
-    """Python source, run as `__main__` in an empty scratch folder that holds `files` (relative path to content)."""
+    """Python source, run as `__main__` in an empty scratch folder."""
 
     source: str
     stdin: bytes = b""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    to_log: bool = False  # what it prints goes to this process's stderr, not into the result
-
-    def __post_init__(self) -> None:
-        for name in self.files:
-            path = PurePosixPath(name)
-            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
-                raise SandboxError(f"file name {name!r}: give a relative path without '..'")
 
 
 @dataclass(frozen=True)
@@ -108,8 +88,8 @@ class Result:
     """How a program ended.
 
     exited   by itself, with `exit_code`
-    killed   by a signal, `exit_code` is its negative number; or the program destroyed its keeper (None)
-    timeout  over `wall_s` or `cpu_s`, or it missed the deadline of a `receive`
+    killed   by a signal, `exit_code` is its negative number
+    timeout  over `wall_s` or `cpu_s`
     memory   by an uncaught MemoryError. The program's own word: it can claim this, and gains nothing but failing
     output   over `output_bytes`
     """

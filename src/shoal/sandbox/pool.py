@@ -1,8 +1,8 @@
 """A sandbox: warm fork servers, each of which runs one program at a time, in the strongest tier here or a named one.
 
 Invariants: every program gets a fresh child of a server that never ran one itself; a server that died or failed is replaced
-before its next use. Nobody gets a weaker tier than the two strong ones without asking for it by name. "Works" is tried, not
-guessed: a program must run, and must be refused a socket where the tier promises that. Safe for several threads.
+before its next use. Nobody gets the tier `plain` without asking for it by name. "Works" is tried, not guessed: a program
+must run, and must be refused a socket. Safe for several threads.
 Left out: grading. Nothing here knows what a right answer is. Other systems than Linux.
 """
 
@@ -10,15 +10,15 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from types import TracebackType
 
-from shoal.sandbox import process
+from shoal.sandbox import forkserver
 from shoal.sandbox.conversation import Conversation
-from shoal.sandbox.limits import PLAIN, STRONG, TIERS, Budget, Limits, Program, Result, SandboxError, Tier
-from shoal.sandbox.process import ServerProcess
+from shoal.sandbox.forkserver import ForkServer
+from shoal.sandbox.limits import PLAIN, TIERS, Budget, Limits, Program, Result, SandboxError, Tier
 
 QUEUE_S = 300.0  # how long a caller waits for a free server
 MIN_WALL_S = 1e-3  # of a program that begins after the end of the budget
@@ -26,7 +26,6 @@ REMEDY = {
     "bubblewrap": "install bubblewrap 0.8 or newer (`make sandbox`) and allow user namespaces; "
     "Ubuntu forbids them to most programs: sysctl kernel.apparmor_restrict_unprivileged_userns=0",
     "kernel": "it needs Linux 5.14 or newer on x86_64 or aarch64, with Landlock, seccomp and user namespaces allowed",
-    "rlimits": "it needs Linux 5.4 or newer",
 }
 PROBE = """
 import socket
@@ -39,12 +38,11 @@ except PermissionError:
 
 
 class Sandbox:
-    """`size` programs at once; more callers wait their turn, at most `queue_s`.
+    """`size` programs at once; more callers wait their turn, at most `QUEUE_S`.
 
-    `tier` None takes the best strong one; a name takes exactly that one. SandboxError if it does not work here.
+    `tier` None takes the strongest; a name takes exactly that one. SandboxError if it does not work here.
 
     `preloaded` is source by module name, compiled and run once in each server: code of your own that programs import.
-    `packages` are installed ones that programs may import too, by name; each server imports them once.
     `budget` stops all programs at its end.
     `python` is the interpreter of the tier "plain", whose programs are this user's in every respect but their limits.
     """
@@ -54,9 +52,7 @@ class Sandbox:
         tier: str | None = None,
         limits: Limits | None = None,
         size: int = 1,
-        queue_s: float = QUEUE_S,
         preloaded: Mapping[str, str] | None = None,
-        packages: Sequence[str] = (),
         budget: Budget | None = None,
         python: str | None = None,
     ) -> None:
@@ -65,12 +61,11 @@ class Sandbox:
         self.tier: str = best_tier() if tier is None else check(tier)
         self.limits = limits or Limits()
         self.budget = budget or Budget()
-        self.size, self._queue_s = size, queue_s
-        self._preloaded, self._packages, self._python = preloaded, packages, python
+        self.size, self._preloaded, self._python = size, preloaded, python
         self._lock = threading.Lock()
         self._closed = False
-        self._busy: set[ServerProcess] = set()
-        self._idle: queue.LifoQueue[ServerProcess | None] = queue.LifoQueue()
+        self._busy: set[ForkServer] = set()
+        self._idle: queue.LifoQueue[ForkServer | None] = queue.LifoQueue()
         for _ in range(size):
             self._idle.put(None)  # started at first use
 
@@ -120,21 +115,19 @@ class Sandbox:
             self._give_back(server)
             raise
 
-    def _take(self) -> ServerProcess:
+    def _take(self) -> ForkServer:
         if self._closed:
             raise SandboxError("the sandbox is closed: open another one")
         try:
-            server = self._idle.get(timeout=self._queue_s)
+            server = self._idle.get(timeout=QUEUE_S)
         except queue.Empty:
-            message = (
-                f"no sandbox server was free for {self._queue_s:.0f} s: close conversations, or give a larger size"
-            )
+            message = f"no sandbox server was free for {QUEUE_S:.0f} s: close conversations, or give a larger size"
             raise SandboxError(message) from None
         try:
             if server and server.dead:
                 server.kill()
                 server = None
-            server = server or ServerProcess(self.tier, self._preloaded, self._packages, self._python)
+            server = server or ForkServer(self.tier, self._preloaded, self._python)
         except BaseException:
             self._idle.put(None)
             raise
@@ -145,7 +138,7 @@ class Sandbox:
         server.kill()
         raise SandboxError("the sandbox is closed: open another one")
 
-    def _give_back(self, server: ServerProcess) -> None:
+    def _give_back(self, server: ForkServer) -> None:
         with self._lock:
             self._busy.discard(server)
             closed = self._closed
@@ -161,32 +154,28 @@ def problem(tier: Tier) -> str:
     """Return why a tier does not work here, with the remedy; empty if it works. Tried once in a process."""
     if not sys.platform.startswith("linux"):
         return f"the sandbox needs Linux, and this is {sys.platform}"
-    if tier == "bubblewrap" and process.bwrap() is None:
+    if tier == "bubblewrap" and forkserver.bwrap() is None:
         return f"sandbox tier bubblewrap: no program bwrap found; {REMEDY[tier]}"
     try:
-        server = ServerProcess(tier)
+        server = ForkServer(tier)
         try:
             result = Conversation(server, Program(PROBE), Limits(wall_s=20.0), frames=False, done=lambda: None).close()
         finally:
             server.kill()
     except (SandboxError, OSError) as error:
         return f"{error}; {REMEDY[tier]}"
-    expected = b"no socket\n" if tier in STRONG else b"a socket\n"
-    if result.stdout != expected:
+    if result.stdout != b"no socket\n":
         return f"sandbox tier {tier} ran a program with a wrong result: {result}"
     return ""
 
 
 def best_tier() -> Tier:
-    """Return the strongest tier that works here. SandboxError if that would be `rlimits`."""
-    for tier in STRONG:
+    """Return the strongest tier that works here. Raises SandboxError if none does."""
+    for tier in TIERS:
         if not problem(tier):
             return tier
-    reasons = "\n".join(problem(tier) for tier in STRONG)
-    raise SandboxError(
-        f"no strong sandbox works here:\n{reasons}\n"
-        'To run model-written code without one, which protects only memory and time, ask for tier "rlimits" by name.'
-    )
+    reasons = "\n".join(problem(tier) for tier in TIERS)
+    raise SandboxError(f"no sandbox for model-written code works here:\n{reasons}")
 
 
 def check(tier: str) -> str:

@@ -1,6 +1,6 @@
 """The program's own process: it binds itself to its limits, then runs the program's code as `__main__`.
 
-Invariant: when the first line of that code runs in a strong tier, this process has no capability, no new privileges, hard
+Invariant: when the first line of that code runs behind walls, this process has no capability, no new privileges, hard
 limits, a Landlock domain, a seccomp filter, an empty environment and no descriptor but 0, 1, 2 and, in a conversation,
 3 and 4. If any step fails, the code does not run and the pool hears why.
 Left out: trust. From then on the process belongs to that code; whatever it says about itself is only its word.
@@ -28,14 +28,17 @@ from shoal.sandbox import channel, kernel, seccomp
 NAME = "program.py"
 OUT_OF_MEMORY = signal.SIGUSR1  # how this process tells an uncaught MemoryError from other ends
 MAX_FILES = 64
+SCRATCH = "/tmp"  # noqa: S108 - a fresh mount
 MAIN = types.ModuleType("__main__")
-FILTERS: dict[bool, seccomp.Filter] = {}  # by whether it allows forks; built in the server
+FILTERS: list[seccomp.Filter] = []  # the one filter, built in the server
 STACK_BYTES = 64 << 20
+SCRATCH_BYTES = 16 << 20
+THREADS = 8  # of a program, beyond its first
 # Processes of the same user beside the program: server, keeper, and the process that waits for the server outside.
-OTHERS = {"bubblewrap": 2, "kernel": 3, "rlimits": 2}
+OTHERS = {"bubblewrap": 2, "kernel": 3}
 
 
-def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leash: int, scratch: str) -> NoReturn:
+def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leash: int) -> NoReturn:
     try:
         os.setsid()
         for number, descriptor in enumerate(stdio):
@@ -43,21 +46,21 @@ def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leas
         os.closerange(len(stdio), leash)
         os.closerange(leash + 1, 1 << 16)
         set_limits(request, config)
-        if config["strong"]:
-            confine(request, config, scratch)
-        else:
+        if config["plain"]:
             kernel.call_prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        else:
+            confine(config)
         os.close(leash)
     except BaseException as error:  # noqa: BLE001 - told to the pool, which raises it
         os.write(leash, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         os._exit(1)
-    execute(request["source"], scratch)
+    execute(request["source"], "" if config["plain"] else SCRATCH)
 
 
 def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
     cpu_s = request["cpu_s"]
     values = {
-        resource.RLIMIT_AS: request["memory_bytes"] // request["processes"],
+        resource.RLIMIT_AS: request["memory_bytes"],
         resource.RLIMIT_CPU: 2 * math.ceil(cpu_s) + 1 if math.isfinite(cpu_s) else -1,  # a backstop, see `server.wait`
         resource.RLIMIT_CORE: 0,
     }
@@ -65,15 +68,14 @@ def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
         values[resource.RLIMIT_AS] += config["reserved_bytes"]  # what the code it trusts has imported is not counted
     else:
         values |= {
-            resource.RLIMIT_FSIZE: request["scratch_bytes"],
+            resource.RLIMIT_FSIZE: SCRATCH_BYTES,
             resource.RLIMIT_NOFILE: MAX_FILES,
             resource.RLIMIT_STACK: STACK_BYTES,
             resource.RLIMIT_MEMLOCK: 0,
             resource.RLIMIT_MSGQUEUE: 0,
             resource.RLIMIT_SIGPENDING: 64,
+            resource.RLIMIT_NPROC: 1 + THREADS + OTHERS[config["tier"]],
         }
-    if config["counts_processes"]:
-        values[resource.RLIMIT_NPROC] = request["processes"] + request["threads"] + OTHERS[config["tier"]]
     for limit, value in values.items():
         _, hard = resource.getrlimit(limit)
         if value == resource.RLIM_INFINITY:
@@ -83,11 +85,11 @@ def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def confine(request: dict[str, Any], config: dict[str, Any], scratch: str) -> None:
+def confine(config: dict[str, Any]) -> None:
     kernel.keep_capabilities(0)
     kernel.call_prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    kernel.restrict_files(config["binds"], config["devices"], scratch)
-    FILTERS[request["processes"] > 1].apply()
+    kernel.restrict_files(config["binds"], config["devices"], SCRATCH)
+    FILTERS[0].apply()
 
 
 def execute(source: str, scratch: str) -> NoReturn:

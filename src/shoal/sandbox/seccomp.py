@@ -52,7 +52,6 @@ sendfile 40 71, setpgid 109 154
 """
 # Allowed by their arguments, or only to programs that may have several processes.
 CLONE, CLONE3, IOCTL, PRLIMIT64, SOCKETPAIR = (56, 220), (435, 435), (16, 29), (302, 261), (53, 199)
-FORKING = ((57, None), (58, None), (59, 221))  # fork, vfork, execve
 
 CLONE_THREAD = 0x10000
 CLONE_NEW_ANY = 0x7E020000  # every CLONE_NEW* flag that `clone` takes
@@ -69,13 +68,22 @@ NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; both machi
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000 | 1, 0x00050000 | 38
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
+# Of `clone`: threads, but neither processes nor new namespaces.
+THREADS_ONLY: list[Instruction] = [
+    (LOAD, 0, 0, ARGUMENTS),
+    (JUMP_ANY_BIT, 0, 1, CLONE_NEW_ANY),
+    (RETURN, 0, 0, EPERM),
+    (JUMP_ANY_BIT, 1, 0, CLONE_THREAD),
+    (RETURN, 0, 0, EPERM),
+    (RETURN, 0, 0, ALLOW),
+]
 
 
 class Filter:
     """A compiled filter; `apply` binds the calling thread and all it will start, for ever."""
 
-    def __init__(self, forks: bool, machine: str = "") -> None:
-        instructions = assemble(forks, machine or platform.machine())
+    def __init__(self) -> None:
+        instructions = assemble(platform.machine())
         packed = b"".join(
             code.to_bytes(2, sys.byteorder) + bytes((true, false)) + constant.to_bytes(4, sys.byteorder)
             for code, true, false, constant in instructions
@@ -92,7 +100,7 @@ class SockFilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def assemble(forks: bool, machine: str) -> list[Instruction]:
+def assemble(machine: str) -> list[Instruction]:
     """Return the filter for one machine type. KeyError on one that is not in the table."""
     column = COLUMN[machine]
     program: list[Instruction] = [
@@ -101,34 +109,24 @@ def assemble(forks: bool, machine: str) -> list[Instruction]:
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER),
         *when(CLONE3[column], [(RETURN, 0, 0, ENOSYS)]),
-        *when(CLONE[column], clone_rule(forks)),
+        *when(CLONE[column], THREADS_ONLY),
         *when(IOCTL[column], argument_in(1, IOCTLS)),
         *when(SOCKETPAIR[column], argument_in(0, (AF_UNIX,))),
         *when(PRLIMIT64[column], argument_in(0, (0,))),  # of the caller only, not of its keeper
     ]
-    for number in numbers(column, forks):
+    for number in numbers(column):
         program += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     return [*program, (RETURN, 0, 0, EPERM)]
 
 
-def numbers(column: int, forks: bool) -> list[int]:
+def numbers(column: int) -> list[int]:
     rows = [row.split() for row in ALLOWED.replace("\n", " ").split(",")]
-    listed = [int(row[1 + column]) for row in rows if row[1 + column] != "-"]
-    extra = [pair[column] for pair in FORKING] if forks else []
-    return listed + [number for number in extra if number is not None]
+    return [int(row[1 + column]) for row in rows if row[1 + column] != "-"]
 
 
 def when(number: int, then: list[Instruction]) -> list[Instruction]:
     """`then` must return; it may overwrite the accumulator."""
     return [(JUMP_EQUAL, 0, len(then), number), *then]
-
-
-def clone_rule(forks: bool) -> list[Instruction]:
-    """Threads always; processes if `forks`; new namespaces never."""
-    load: Instruction = (LOAD, 0, 0, ARGUMENTS)
-    no_namespaces: list[Instruction] = [(JUMP_ANY_BIT, 0, 1, CLONE_NEW_ANY), (RETURN, 0, 0, EPERM)]
-    threads_only: list[Instruction] = [(JUMP_ANY_BIT, 1, 0, CLONE_THREAD), (RETURN, 0, 0, EPERM)]
-    return [load, *no_namespaces, *([] if forks else threads_only), (RETURN, 0, 0, ALLOW)]
 
 
 def argument_in(index: int, values: tuple[int, ...]) -> list[Instruction]:

@@ -4,12 +4,11 @@ Invariants: nothing that a program does reaches the server, which never runs one
 pool, takes one request at a time and ends when the socket closes or the pool's process dies. A keeper ends when the
 program ends, when the pool pulls the leash (closes its end of a socket), when the pool dies, or when the wall limit has
 passed, whichever is first; then nothing that the program started is alive. Only it writes to the leash once the
-program's code runs, so a program cannot report for itself. In the strong tiers both are process 1 of their namespaces;
-in `plain` the server keeps its programs itself.
+program's code runs, so a program cannot report for itself. Behind walls both are process 1 of their namespaces; in
+`plain` the server keeps its programs itself.
 Left out: a second program at once, and the program's output; the pool starts more servers, and reads the pipes itself.
 """
 
-import base64
 import contextlib
 import fcntl
 import gc
@@ -19,11 +18,9 @@ import math
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import types
 from pathlib import Path
@@ -40,7 +37,6 @@ WARM = [
 ]  # fmt: skip
 MAX_DESCRIPTORS = 8
 READY, DONE = b"ready", b"done"
-SCRATCH = "/tmp"  # noqa: S108 - a fresh mount
 BACKSTOP_S = 0.5  # the pool's own clock comes first
 LONGEST_WAIT_S = 3600.0  # of one call of `poll`
 PROCESS_CPU_CLOCK = 2  # the kernel's way to name the exact CPU clock of a process
@@ -54,22 +50,17 @@ def main(config: dict[str, Any]) -> NoReturn:
     if not config["plain"]:
         os.environ.clear()
         os.environ["PYTHONHASHSEED"] = "0"
-    sys.path += config["paths"]
-    if config["packages"]:
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would not survive a fork
-    for name in (*WARM, *config["packages"]):
+    for name in WARM:
         importlib.import_module(name)
-    if config["packages"]:
-        del os.environ["OPENBLAS_NUM_THREADS"]
     program.warm_up()
     for name, text in config["preloaded"].items():
         sys.modules[name] = module = types.ModuleType(name)
         exec(compile(text, name, "exec"), module.__dict__)
-    if config["strong"]:
-        program.FILTERS.update({forks: seccomp.Filter(forks) for forks in (False, True)})
-        kernel.keep_capabilities(1 << kernel.CAP_SYS_ADMIN)
-    else:
+    if config["plain"]:
         kernel.call_prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    else:
+        program.FILTERS.append(seccomp.Filter())
+        kernel.keep_capabilities(1 << kernel.CAP_SYS_ADMIN)
     gc.collect()
     gc.freeze()
     if config["plain"]:  # what the server has imported is not its programs'
@@ -80,9 +71,8 @@ def main(config: dict[str, Any]) -> NoReturn:
     os.close(self_fd)
     while serve_one(control, config):
         pass
-    if not config["strong"]:
+    if config["plain"]:
         end_descendants()
-        shutil.rmtree(config["scratch"], ignore_errors=True)
     os._exit(0)
 
 
@@ -106,12 +96,9 @@ def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
 
 def keep_apart(control: socket.socket, config: dict[str, Any], descriptors: list[int]) -> bool:
     """Fork a keeper and wait for its end. False: the pool has gone."""
-    child = kernel.fork_into(FRESH) if config["strong"] else os.fork()
+    child = kernel.fork_into(FRESH)
     if child == 0:
         try:
-            if not config["strong"]:
-                kernel.call_prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-                kernel.call_prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             keep(config, raise_above(LOWEST, descriptors))
         finally:
             os._exit(0)
@@ -122,8 +109,6 @@ def keep_apart(control: socket.socket, config: dict[str, Any], descriptors: list
     if alone:
         return False
     os.waitpid(child, 0)
-    if not config["strong"]:
-        end_descendants()  # of a keeper that its program killed
     return True
 
 
@@ -141,21 +126,21 @@ def readable(descriptors: list[int]) -> set[int]:
 def keep(config: dict[str, Any], descriptors: list[int]) -> None:
     """Prepare scratch space, start the program, wait, kill everything, report. Closes the descriptors."""
     payload, stdin, stdout, stderr, leash, *frames = descriptors
-    strong, scratch = config["strong"], ""
+    plain = config["plain"]
     try:
         request = json.loads(read_all(payload))
-        if not config["plain"]:
-            scratch = make_scratch(request, config)
+        if not plain:
+            make_scratch()
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         child = os.fork()
         if child == 0:
             try:
-                program.main(config, request, [stdin, stdout, stderr, *frames], leash, scratch)
+                program.main(config, request, [stdin, stdout, stderr, *frames], leash)
             finally:
                 os._exit(1)  # never back into this code
         close([stdin, stdout, stderr, *frames])
         timely = wait(child, leash, time.monotonic() + request["wall_s"] + BACKSTOP_S, request["cpu_s"])
-        code, resident_kib = end(child, strong)
+        code, resident_kib = end(child, plain)
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
         memory_bytes = max(0, (resident_kib << 10) - config.get("resident_bytes", 0))
@@ -163,8 +148,6 @@ def keep(config: dict[str, Any], descriptors: list[int]) -> None:
     except BaseException as error:  # noqa: BLE001 - told to the pool, which raises it
         report(leash, {"error": f"{type(error).__name__}: {error}"})
     os.close(leash)
-    if scratch and not strong:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def above(lowest: int, descriptor: int) -> int:
@@ -192,19 +175,12 @@ def read_all(descriptor: int) -> bytes:
         return file.read()
 
 
-def make_scratch(request: dict[str, Any], config: dict[str, Any]) -> str:
-    """Return an empty folder, bounded and gone with its mount namespace in the strong tiers; the program's files in it."""
-    if config["scratch"]:
-        scratch: str = tempfile.mkdtemp(dir=config["scratch"])
-    else:
-        scratch = SCRATCH
-        flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-        kernel.mount("tmpfs", SCRATCH, "tmpfs", flags, f"mode=0700,nr_inodes=4096,size={request['scratch_bytes']}")
-    os.chdir(scratch)
-    for name, content in request["files"].items():
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_bytes(base64.b64decode(content))
-    return scratch
+def make_scratch() -> None:
+    """Enter an empty folder, bounded and gone with its mount namespace."""
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+    options = f"mode=0700,nr_inodes=4096,size={program.SCRATCH_BYTES}"
+    kernel.mount("tmpfs", program.SCRATCH, "tmpfs", flags, options)
+    os.chdir(program.SCRATCH)
 
 
 def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
@@ -228,10 +204,10 @@ def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
         os.close(ended)
 
 
-def end(child: int, strong: bool) -> tuple[int, int]:
+def end(child: int, plain: bool) -> tuple[int, int]:
     """Kill and reap all that is left. Return the program's exit code or negative signal, and its peak of memory in KiB."""
     ended, status, usage = os.wait4(child, os.WNOHANG)
-    if strong:
+    if not plain:
         assert os.getpid() == 1  # or the next line would kill the host
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -239,14 +215,12 @@ def end(child: int, strong: bool) -> tuple[int, int]:
         os.kill(child, signal.SIGKILL)
     if not ended:
         _, status, usage = os.wait4(child, 0)
-    if strong:
-        while True:
-            try:
-                os.waitpid(-1, 0)
-            except ChildProcessError:
-                break
-    else:
+    if plain:
         end_descendants()
+    else:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
     return os.waitstatus_to_exitcode(status), usage.ru_maxrss
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from shoal.config.tasks import TaskSection
 from shoal.model.sources import cache_dir
 from shoal.tasks.compiling import compile_tasks
-from shoal.tasks.rewards.graders import GradeError, Graders, versions
-from shoal.tasks.task import Grade, Task, TasksNotFoundError
+from shoal.tasks.rewards.graders import Graders, versions
+from shoal.tasks.task import Grade, GradeError, Task, TasksNotFoundError
 from shoal.tasks.taskset import Fetch, Store, TaskSet
 
 __all__ = ["Grade", "GradeError", "Graders", "Task", "TaskSet", "TasksNotFoundError", "join", "load", "versions"]

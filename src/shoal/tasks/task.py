@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from shoal.errors import UserError
+from shoal.errors import ShoalError, UserError
 from shoal.sandbox import Budget
 
 TRUST = "SHOAL_TRUST_RUN"  # set to 1 by the person who runs this machine, if the author of the run is trusted with it
@@ -98,6 +98,10 @@ class Environment(Protocol):
 
 class TasksNotFoundError(UserError, ValueError):
     """Tasks cannot be read, or differ from those of the config; the message names the next step."""
+
+
+class GradeError(ShoalError):
+    """A reward or an environment that cannot start, or breaks its contract; the message names it."""
 
 
 def trusted() -> bool:

@@ -24,8 +24,8 @@ from shoal.cli.preflight.machine import GIB, Finding, examine, free_bytes, ok, w
         (machine.of_disk(Path(), GIB // 2), "fails", "free space"),
         (machine.of_disk(Path(), 5 * GIB), "warning", "small model"),
         (machine.of_disk(Path(__file__), 50 * GIB), "fails", "is not a folder"),
-        (machine.of_sandbox({"bubblewrap": "no bwrap", "rlimits": ""}), "warning", "no bwrap"),
-        (machine.of_sandbox({"bubblewrap": "", "kernel": "no userns", "rlimits": ""}), "ok", "bubblewrap"),
+        (machine.of_sandbox({"bubblewrap": "no bwrap"}), "warning", "no bwrap"),
+        (machine.of_sandbox({"bubblewrap": "", "kernel": "no userns"}), "ok", "bubblewrap"),
     ],
 )
 def test_what_is_wrong_comes_with_a_remedy(finding: Finding, level: str, words: str) -> None:

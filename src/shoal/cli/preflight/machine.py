@@ -144,10 +144,10 @@ def of_disk(folder: Path, unused_bytes: int) -> Finding:
 
 def of_sandbox(problems: Mapping[str, str]) -> Finding:
     """`problems`: by tier, why it does not work; "" if it does."""
-    if strong := [tier for tier, why in problems.items() if not why and tier != "rlimits"]:
-        return ok("sandbox", f"tiers that work: {', '.join(strong)}")
-    why = "; ".join(why for tier, why in problems.items() if why and tier != "rlimits")
-    return warning("sandbox", f"no strong tier works: {why}", "needed only for tasks that run model-written code")
+    if working := [tier for tier, why in problems.items() if not why]:
+        return ok("sandbox", f"tiers that work: {', '.join(working)}")
+    why = "; ".join(why for tier, why in problems.items() if why)
+    return warning("sandbox", f"no sandbox works: {why}", "needed only for tasks that run model-written code")
 
 
 def memory_bytes() -> int:

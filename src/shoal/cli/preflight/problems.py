@@ -14,7 +14,7 @@ from shoal.config import Config, ConfigError
 from shoal.model import sources
 from shoal.model.sources import ModelNotFoundError, positions
 from shoal.tasks.environments import try_out
-from shoal.tasks.rewards.graders import GradeError
+from shoal.tasks.task import GradeError
 from shoal.tasks.taskset import TaskSet
 
 

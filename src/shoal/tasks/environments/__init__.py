@@ -8,8 +8,8 @@ from shoal.sandbox import SandboxError, interpreter
 from shoal.tasks.environments.calculator import Calculator
 from shoal.tasks.environments.conversation import Conversation, responder
 from shoal.tasks.environments.python import Python
-from shoal.tasks.own import AuthorCode, OwnEnvironment, OwnError, is_own, limits_of, tier_of
-from shoal.tasks.task import Environment
+from shoal.tasks.own import AuthorCode, OwnEnvironment, is_own, limits_of
+from shoal.tasks.task import Environment, GradeError
 from shoal.tasks.taskset import TaskSet
 
 __all__ = ["Conversation", "Environment", "close", "environments_of", "interpreter", "responder", "try_out"]
@@ -17,7 +17,7 @@ __all__ = ["Conversation", "Environment", "close", "environments_of", "interpret
 
 ENVIRONMENTS: dict[str, Callable[[SandboxSection], Environment]] = {
     "calculator": lambda _: Calculator(),
-    "python": lambda section: Python(limits_of(section), tier_of(section)),
+    "python": lambda section: Python(limits_of(section)),
 }
 
 
@@ -53,10 +53,10 @@ def try_out(config: Config, task_set: TaskSet) -> None:
             for turn in ("", task.answer):
                 try:
                     environment.ask(task, 0, [turn])
-                except (OwnError, SandboxError) as error:
+                except (GradeError, SandboxError) as error:
                     raise ConfigError(
-                        f"source {task.source}: the environment {environment.name} fails on a trial, task {task.id} with "
-                        f"the turn {turn[:80]!r}: {error}; correct the class"
+                        f"source {task.source}: the environment {environment.code.name} fails on a trial, task {task.id} "
+                        f"with the turn {turn[:80]!r}: {error}; correct the class"
                     ) from error
     finally:
         close(environments)
@@ -76,8 +76,8 @@ def _started(name: str, section: SandboxSection, files: Mapping[str, bytes]) -> 
     try:
         if name in ENVIRONMENTS:
             return ENVIRONMENTS[name](section)
-        return OwnEnvironment(name, AuthorCode(name, files, section))
-    except (OwnError, SandboxError) as error:
+        return OwnEnvironment(AuthorCode(name, files, section))
+    except (GradeError, SandboxError) as error:
         raise ConfigError(f"the environment {name!r} cannot run on this machine: {error}") from error
 
 

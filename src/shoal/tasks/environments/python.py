@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 
 class Python(Environment):
-    def __init__(self, limits: Limits, tier: str | None = None) -> None:
-        """Raises SandboxError if the tier does not work here."""
-        self.sandbox = Sandbox(tier, replace(limits, output_bytes=OUTPUT_BYTES))
+    def __init__(self, limits: Limits) -> None:
+        """Raises SandboxError if there is no sandbox here."""
+        self.sandbox = Sandbox(limits=replace(limits, output_bytes=OUTPUT_BYTES))
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         program = last_program(turns[-1])

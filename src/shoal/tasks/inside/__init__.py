@@ -2,24 +2,22 @@
 
 candidate, checker               the two sides of a code task
 own                              code of a run's author
-equality, gym, tasksets          graders that `Grader` starts
+equality, gym, tasksets          graders of answers and of other libraries' tasks
 plain                            which programs print the same everywhere
 
 Invariant: these files import nothing of Shoal but `channel`, so that another interpreter can run them and a wall need
 not show the package.
 """
 
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError
 from shoal.sandbox import PLAIN, Budget, Call, Function, Limits, Sandbox, StartError
-from shoal.tasks.task import Grade
+from shoal.tasks.task import Grade, GradeError
 
 RUN = "import inside; inside.main()"  # the program of a file with a `main`
-WALL_S = 60.0  # for a grader that waits; CPU time is what bounds one that computes
 # One time zone and one way to compute on every machine; hashes, and with them the order of sets, are fixed anyway.
 SAME = """
 import os, sys, time
@@ -29,10 +27,6 @@ sys.dont_write_bytecode = True
 """
 
 
-class GraderStartError(ShoalError):
-    """A grader's process does not start; the message has its last words."""
-
-
 def source(name: str) -> str:
     """Return a file of this folder as a module that runs in the sandbox."""
     text = Path(__file__).with_name(f"{name}.py").read_text()
@@ -40,11 +34,11 @@ def source(name: str) -> str:
 
 
 class Grader:
-    """`function` of the module `text`, called with plain data in children of the sandbox's tier `plain`.
+    """`function` of the module `text`, called with plain data in children of the sandbox.
 
-    The function is trusted, its values are not. The servers start with the first call; each runs `prepare(*arguments)` once,
-    unless `arguments` is None. No call begins after the end of `budget`. Limits count CPU time, so a busy machine
-    changes no score.
+    Its values are not trusted; in the tier `plain` the function is. Each server runs the line `prepare` once, before its
+    first call. Each child is called with `setup` first, unless it is None. No call begins after the end of `budget`.
+    `python`: the interpreter of the tier `plain`. `tier`: what grades say of where they ran.
     """
 
     def __init__(
@@ -52,41 +46,37 @@ class Grader:
         name: str,
         text: str,
         function: str,
+        limits: Limits,
         *,
-        cpu_s: float,
-        memory_bytes: int,
-        wall_s: float = WALL_S,
-        output_bytes: int = 1 << 20,
+        tier: str | None = PLAIN,
         size: int = 1,
-        arguments: Sequence[Any] | None = (),
-        python: str = sys.executable,
+        prepare: str = "",
+        setup: Any = None,
+        python: str | None = None,
         budget: Budget | None = None,
     ) -> None:
-        self.name, self.limits = name, Limits(wall_s, cpu_s, memory_bytes, output_bytes=output_bytes)
-        prepare = "" if arguments is None else f"\nprepare(*{list(arguments)!r})\n"
-        preloaded = {"same": SAME, "grader": text + prepare}
-        sandbox = Sandbox(PLAIN, self.limits, size, preloaded=preloaded, budget=budget, python=python)
-        self.function = Function(sandbox, f"import channel, grader; channel.serve(grader.{function})")
+        self.name, self.limits, self.tier = name, limits, ""
+        preloaded = {"same": SAME, "grader": f"{text}\n{prepare}\n"}
+        sandbox = Sandbox(tier, limits, size, preloaded=preloaded, budget=budget, python=python)
+        describe = 'getattr(grader, "described", channel.described)'
+        program = f"import channel, grader; channel.serve(grader.{function}, {describe})"
+        self.function = Function(sandbox, program, setup)
 
     def calls(self, values: Sequence[Any]) -> list[Call]:
-        """Return how each call ended, in order. Raises GraderStartError, and SandboxError if this machine fails."""
+        """Return how each call ended, in order. Raises GradeError if it cannot start, SandboxError if this machine fails."""
         try:
             return self.function.calls(values)
         except StartError as error:
-            raise GraderStartError(
-                f"the grader {self.name} does not start ({error}): install what it imports"
-            ) from error
+            if self.function.sandbox.tier != PLAIN:
+                raise  # nothing but Shoal's own code starts there
+            raise GradeError(f"the grader {self.name} does not start ({error}): install what it imports") from error
 
-    def grades(self, values: Sequence[Any], grade: Callable[[Any, bool], Grade]) -> list[Grade]:
-        """Return a grade per value: `grade(answer, repeatable)`, or a grader error where the call gave none."""
+    def grades(self, values: Sequence[Any], grade: Callable[[Any], Grade]) -> list[Grade]:
+        """Return a grade per value: `grade(answer)`, or a grader error where the call gave none."""
         return [self._graded(call, grade) for call in self.calls(values)]
 
-    def close(self) -> None:
-        self.function.close()
-
-    def _graded(self, call: Call, grade: Callable[[Any, bool], Grade]) -> Grade:
-        if call.ending == "answered":
-            return grade(call.value, call.repeatable)
+    def failure(self, call: Call) -> str:
+        """Return why a call gave no answer."""
         limit = (
             f"{self.limits.cpu_s:g} s of CPU time" if call.cpu_s >= self.limits.cpu_s else f"{self.limits.wall_s:g} s"
         )
@@ -95,7 +85,17 @@ class Grader:
             "died": f"the grader died: {call.detail}",
             "timeout": f"the limit of {limit} passed",
             "memory": "over the limit of memory",
-            "output": f"it answers with more than {self.limits.output_bytes} bytes",
+            "output": f"it writes more than {self.limits.output_bytes} bytes",
             "late": "no time is left for it",
         }
-        return Grade(0.0, "grader_error", reasons[call.ending], repeatable=call.repeatable and call.ending == "raised")
+        return reasons[call.ending]
+
+    def close(self) -> None:
+        self.function.close()
+
+    def _graded(self, call: Call, grade: Callable[[Any], Grade]) -> Grade:
+        if call.ending == "answered":
+            found = grade(call.value)
+            return replace(found, repeatable=found.repeatable and call.repeatable, tier=self.tier)
+        repeatable = call.repeatable and call.ending == "raised" and not self.tier
+        return Grade(0.0, "grader_error", self.failure(call), repeatable=repeatable, tier=self.tier)

@@ -3,8 +3,9 @@
 Invariant: `random` starts again with every call and the hash seed is fixed, so code that only reads its arguments
 answers the same everywhere. An environment is made anew for each call.
 
-The first call is [file, source, name], answered by what the name is; each further one is [tasks as dicts, completions],
-answered by a score for each, or [task as dict, seed, turns], answered by text or none.
+`load` comes first: where the run is trusted in the server that all calls are forked from, otherwise as the first call of
+each child. Then a call is None, answered by "class" or "function"; [task as dict, completion], answered by a score; or
+[task as dict, seed, turns], answered by text or none.
 """
 
 import json
@@ -13,73 +14,50 @@ import sys
 import types
 from typing import Any
 
-from shoal.sandbox.channel import described, serve
+from shoal.sandbox.channel import described as last_line
 
-FUNCTION, BATCH_FUNCTION, CLASS = "function", "batch function", "class"
-
-
-class Author:
-    """The author's code, once the first call has named it."""
-
-    def __init__(self) -> None:
-        self.file, self.kind = "", ""
-        self.named: Any = None
-
-    def answer(self, call: list[Any]) -> Any:
-        if not self.kind:
-            return self.load(*call)
-        random.seed(0)
-        return respond(self.named, *call) if self.kind == CLASS else scores(self.named, self.kind, *call)
-
-    def load(self, file: str, source: str, name: str) -> str:
-        self.file = file
-        sys.modules["own"] = module = types.ModuleType("own")
-        exec(compile(source, file, "exec"), module.__dict__)
-        self.named = named = getattr(module, name)
-        code = None if isinstance(named, type) else named.__code__
-        batched = code is not None and code.co_varnames[: code.co_argcount][:2] == ("tasks", "completions")
-        self.kind = CLASS if code is None else BATCH_FUNCTION if batched else FUNCTION
-        return self.kind
-
-    def described(self, error: BaseException) -> str:
-        """Return the last line of its traceback, and the deepest line of the author's file that it passed."""
-        lines, trace = [], error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == self.file:
-                lines.append(trace.tb_lineno)
-            trace = trace.tb_next
-        return described(error) + (f" ({self.file}, line {lines[-1]})" if lines else "")
+author: dict[str, Any] = {}  # once loaded: `file`, and what is `named`
 
 
-def main() -> None:
-    author = Author()
-    serve(author.answer, author.described)
+def load(file: str, source: str, name: str) -> None:
+    author["file"] = file
+    sys.modules["own"] = module = types.ModuleType("own")
+    exec(compile(source, file, "exec"), module.__dict__)
+    author["named"] = getattr(module, name)
 
 
-def respond(environment: Any, task: dict[str, str], seed: int, turns: list[str]) -> str | None:
-    text = environment().respond(readable(task), seed, turns)
+def answer(call: list[Any] | None) -> Any:
+    if not author:
+        assert call is not None
+        return load(*call)
+    is_class = isinstance(author["named"], type)
+    if call is None:
+        return "class" if is_class else "function"
+    random.seed(0)
+    task, *rest = call
+    parsed = {key: json.loads(task[key]) if task[key] else {} for key in ("tests", "metadata")}
+    seen = types.SimpleNamespace(**(task | parsed))
+    return respond(seen, *rest) if is_class else score(author["named"](seen, *rest))
+
+
+def respond(task: Any, seed: int, turns: list[str]) -> str | None:
+    text = author["named"]().respond(task, seed, turns)
     if not isinstance(text, str | None):
         raise TypeError(f"respond returned {type(text).__name__} {str(text)[:60]!r} in place of text or None")
     return text
-
-
-def scores(function: Any, kind: str, tasks: list[dict[str, str]], completions: list[str]) -> list[float]:
-    seen = [readable(task) for task in tasks]
-    if kind == FUNCTION:
-        return [score(function(task, completion)) for task, completion in zip(seen, completions, strict=True)]
-    values = list(function(seen, completions))
-    if len(values) != len(tasks):
-        raise ValueError(f"{len(values)} scores for {len(tasks)} completions")
-    return [score(value) for value in values]
-
-
-def readable(task: dict[str, str]) -> Any:
-    """Return the task as an object; `tests` and `metadata` are parsed."""
-    parsed = {key: json.loads(task[key]) if task[key] else {} for key in ("tests", "metadata")}
-    return types.SimpleNamespace(**(task | parsed))
 
 
 def score(value: Any) -> float:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"it returned {type(value).__name__} {str(value)[:60]!r} in place of a number")
     return float(value)
+
+
+def described(error: BaseException) -> str:
+    """Return the last line of its traceback, and the deepest line of the author's file that it passed."""
+    lines, trace = [], error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == author.get("file"):
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return last_line(error) + (f" ({author['file']}, line {lines[-1]})" if lines else "")

@@ -1,17 +1,11 @@
-"""The rewards `number` and `choice`: short answers that are compared as text.
+"""The reward `number`: 1 if the last number of the completion, or of its last box, is the answer, as usual for GSM8K.
 
-`number` is 1 if the last number of the completion, or of its last box, is the answer, as usual for GSM8K. Numbers are
-compared in a canonical form, so that none is too long or rounded.
-`choice` is 1 if the letter that a completion answers with is the task's answer, for GPQA and the like. The last
-"Answer: X" counts, the form that openai/simple-evals asks for; also with Markdown around it, in brackets, and the last
-\\boxed{X}. A letter somewhere in the text is not an answer.
-
-Invariant: a grade follows from the task's answer and the completion alone. A task whose answer is no number, or no
-letter, is a `grader_error`: no completion could be right.
+Invariant: a grade follows from the task's answer and the completion alone. Numbers are compared in a canonical form, so that
+none is too long or rounded. A task whose answer is no number is a `grader_error`: no completion could be right.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shoal.tasks.task import Grade, Task
 
@@ -20,27 +14,17 @@ BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*+)\}")
 NUMBER = re.compile(
     r"((?<![\w)])[-\u2212])?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)", flags=re.ASCII
 )
-MARKS = r"[*_$`\s({\[]{0,8}+"  # possessive, here and below: no input makes the search slow
-LETTER = r"([A-HJ])(?![A-Za-z'’])"  # not "I"; as many as any public set has choices
-BEFORE = rf"\banswer\b{MARKS}(?:is\b)?+{MARKS}:?+{MARKS}(?:\\(?:boxed|text|mathbf|mathrm)\{{{MARKS}){{0,3}}+"
-ANSWER = re.compile(rf"(?i:{BEFORE}){LETTER}")
-BOXED_LETTER = re.compile(rf"\\boxed\{{{MARKS}(?:\\(?:text|mathbf|mathrm)\{{)?+{MARKS}{LETTER}")
 
 
-class ShortAnswer:
-    """A reward that needs no process: `compare` grades one completion."""
-
-    def __init__(self, compare: Callable[[Task, str], Grade]) -> None:
-        self.compare = compare
-
+class Number:
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        return [self.compare(task, completion) for task, completion in zip(tasks, completions, strict=True)]
+        return [_grade(task, completion) for task, completion in zip(tasks, completions, strict=True)]
 
     def close(self) -> None:
-        pass
+        """Nothing was started."""
 
 
-def grade_number(task: Task, completion: str) -> Grade:
+def _grade(task: Task, completion: str) -> Grade:
     actual, expected = last_number(completion), last_number(task.answer)
     if expected is None:
         return Grade(0.0, "grader_error", f"the task's answer {task.answer[:40]!r} holds no number")
@@ -64,24 +48,3 @@ def last_number(text: str) -> str | None:
     whole, part = whole.lstrip("0") or "0", part.rstrip("0")
     value = f"{whole}.{part}" if part else whole
     return f"-{value}" if sign and value != "0" else value
-
-
-def letter(completion: str) -> str | None:
-    r"""Return the letter that the completion ends up with.
-
-    >>> letter("Answer: A ... no.\n**Answer: $C$**"), letter(r"so \boxed{\text{B}}"), letter("A or B")
-    ('C', 'B', None)
-    """
-    letters = [
-        (match.start(1), match[1]) for match in (*ANSWER.finditer(completion), *BOXED_LETTER.finditer(completion))
-    ]
-    return max(letters)[1] if letters else None
-
-
-def grade_choice(task: Task, completion: str) -> Grade:
-    actual, expected = letter(completion), task.answer.strip()
-    if not re.fullmatch(LETTER, expected):
-        return Grade(0.0, "grader_error", f"the task's answer {expected[:40]!r} is not a letter of a choice")
-    if actual is None:
-        return Grade(0.0, "wrong_format", "no line of the form Answer: LETTER")
-    return Grade(float(actual == expected), detail=f"{actual}, expected {expected}")

@@ -39,7 +39,6 @@ class FailedError(ShoalError):
     def __init__(self, detail: str, outcome: Outcome = "graded") -> None:
         super().__init__(detail)
         self.outcome: Outcome = outcome
-        self.passed = 0  # cases before
 
 
 class BadTestsError(ShoalError):
@@ -129,18 +128,9 @@ def raised(packed: bytes) -> str:
 
 
 class Code:
-    """`fraction`: the share of cases that pass, in place of all or nothing. Assertions are one case."""
-
-    def __init__(
-        self,
-        limits: Limits,
-        tier: str | None = None,
-        size: int = 0,
-        fraction: bool = False,
-        budget: Budget | None = None,
-    ) -> None:
-        """Raises SandboxError if the tier does not work here."""
-        self.limits, self.fraction, self.budget = limits, fraction, budget or Budget()
+    def __init__(self, limits: Limits, tier: str | None = None, size: int = 0, budget: Budget | None = None) -> None:
+        """`tier` as in `Sandbox`. Raises SandboxError if it does not work here."""
+        self.limits, self.budget = limits, budget or Budget()
         size = size or min(8, len(os.sched_getaffinity(0)))
         self.candidates = Sandbox(tier, limits, size, preloaded={"inside": source("candidate")}, budget=self.budget)
         longer = replace(limits, wall_s=2 * limits.wall_s)
@@ -176,7 +166,7 @@ class Code:
 
     def _stdin(self, tests: Stdin, program: str) -> Grade:
         """Run a process for each case. All cases together have limits too: a program may sleep, then pass, in each."""
-        passed, detail, repeatable = 0, "", True
+        repeatable = True
         cpu_s = wall_s = 0.0
         for number, (given, expected) in enumerate(tests.cases, start=1):
             limits = replace(self.limits, output_bytes=OUTPUT_BYTES + 2 * len(expected))
@@ -184,73 +174,53 @@ class Code:
             cpu_s, wall_s = cpu_s + result.cpu_s, wall_s + result.wall_s
             used = max(cpu_s / self.limits.cpu_s, wall_s / self.limits.wall_s) / ALL_CASES
             repeatable = repeatable and self._repeatable(result) and used <= 1 / 2
-            if used > 1:
-                detail = f"case {number} of {len(tests.cases)}: over the time limit of all cases"
-                break
-            reason = _wrong_output(result, expected)
+            reason = "over the time limit of all cases" if used > 1 else _wrong_output(result, expected)
             if not reason:
-                passed += 1
                 continue
-            detail = detail or f"case {number} of {len(tests.cases)}: {reason}"
-            if _syntax_error(result):
+            if used <= 1 and _syntax_error(result):
                 return Grade(0.0, "wrong_format", reason)
-            if not self.fraction or result.outcome != "exited":
-                break
-        return self._grade_of(passed, len(tests.cases), detail, repeatable)
+            return Grade(0.0, detail=f"case {number} of {len(tests.cases)}: {reason}", repeatable=repeatable)
+        return Grade(1.0, detail=_all(len(tests.cases)), repeatable=repeatable)
 
     def _calls(self, tests: Functional | Asserts, program: str) -> Grade:
         """One process for all cases."""
-        cases = len(tests.cases) if isinstance(tests, Functional) else 1
-        passed, detail, outcome = 0, "", "graded"
+        grade = Grade(1.0, detail=_all(len(tests.cases) if isinstance(tests, Functional) else 1))
         tested: list[Result] = []
         with self.candidates.open(Program(RUN)) as conversation:
             candidate = Candidate(conversation)
             try:
                 candidate.load(program, tests.prompt, tests.entry)
                 if isinstance(tests, Functional):
-                    passed, detail = self._functional(tests, candidate)
+                    _functional(tests, candidate)
                 else:
                     with self.checkers.open(Program(RUN)) as checker:
                         try:
                             relay(checker, candidate, tests.code, tests.prompt, tests.entry)
                         finally:
                             tested.append(checker.close(END_S))
-                    passed = 1
             except FailedError as error:
-                detail, outcome = str(error), error.outcome
-                passed = error.passed
+                grade = Grade(0.0, error.outcome, str(error))
             result = candidate.end()
         repeatable = self._within_half(result) and (candidate.ended_here or result.outcome == "exited")
         repeatable = repeatable and all(map(self._repeatable, tested))
-        if outcome == "wrong_format":
-            return Grade(0.0, "wrong_format", detail, repeatable=repeatable)
-        return self._grade_of(passed, cases, detail, repeatable)
-
-    def _functional(self, tests: Functional, candidate: Candidate) -> tuple[int, str]:
-        passed, detail = 0, ""
-        for number, (args, expected) in enumerate(tests.cases, start=1):
-            try:
-                reason = _wrong_value(candidate.call(pack([args, {}])), expected)
-            except FailedError as error:
-                error.passed = passed
-                raise
-            if not reason:
-                passed += 1
-                continue
-            detail = detail or f"case {number} of {len(tests.cases)}: {reason}"
-            if not self.fraction:
-                break
-        return passed, detail
-
-    def _grade_of(self, passed: int, cases: int, detail: str, repeatable: bool) -> Grade:
-        score = passed / cases if self.fraction else float(passed == cases)
-        return Grade(score, detail=detail or f"{cases} of {cases} cases pass", repeatable=repeatable)
+        return replace(grade, repeatable=repeatable)
 
     def _repeatable(self, result: Result) -> bool:
         return result.outcome == "exited" and self._within_half(result)
 
     def _within_half(self, result: Result) -> bool:
         return result.cpu_s <= self.limits.cpu_s / 2 and result.wall_s <= self.limits.wall_s / 2
+
+
+def _functional(tests: Functional, candidate: Candidate) -> None:
+    """Raises FailedError."""
+    for number, (args, expected) in enumerate(tests.cases, start=1):
+        if reason := _wrong_value(candidate.call(pack([args, {}])), expected):
+            raise FailedError(f"case {number} of {len(tests.cases)}: {reason}")
+
+
+def _all(cases: int) -> str:
+    return f"{cases} of {cases} cases pass"
 
 
 def _tests(text: str) -> Tests | TestsError:

@@ -11,40 +11,23 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Self
 
 from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
-from shoal.errors import ShoalError
 from shoal.sandbox import Budget, SandboxError, interpreter
 from shoal.tasks import libraries
-from shoal.tasks.own import AuthorCode, OwnReward, file_of, is_own, limits_of, tier_of
-from shoal.tasks.rewards.answers import ShortAnswer, grade_choice, grade_number
+from shoal.tasks.own import AuthorCode, OwnReward, file_of, is_own, limits_of
+from shoal.tasks.rewards.answers import Number
 from shoal.tasks.rewards.code import Code
 from shoal.tasks.rewards.math import Math
-from shoal.tasks.task import TRUST, Grade, Reward, Task, trusted
+from shoal.tasks.task import Grade, GradeError, Reward, Task, trusted
 
 REWARDS: dict[str, Callable[[SandboxSection, Budget], Reward]] = {
-    "number": lambda *_: ShortAnswer(grade_number),
+    "number": lambda *_: Number(),
     "math": lambda _, budget: Math(budget),
-    "choice": lambda *_: ShortAnswer(grade_choice),
-    "reasoning_gym": lambda _, budget: libraries.LibraryReward(libraries.REASONING_GYM, budget),
-    "verifiers": lambda _, budget: libraries.LibraryReward(libraries.VERIFIERS, budget),
-    "code": lambda section, budget: Code(limits_of(section), tier_of(section), budget=budget),
-    "code_fraction": lambda section, budget: Code(limits_of(section), tier_of(section), fraction=True, budget=budget),
+    "reasoning_gym": lambda _, budget: libraries.LibraryReward("reasoning_gym", budget),
+    "verifiers": lambda _, budget: libraries.LibraryReward("verifiers", budget),
+    "code": lambda section, budget: Code(limits_of(section), budget=budget),
 }
-PACKAGES = (  # that decide scores, or the text that is scored
-    *(
-        "shoal",
-        "tokenizers",
-        "transformers",
-        "math-verify",
-        "latex2sympy2-extended",
-        "sympy",
-        "reasoning-gym",
-        "verifiers",
-    ),
-)
-
-
-class GradeError(ShoalError):
-    """A reward that cannot start, or breaks its contract; the message names it."""
+# Packages that decide scores, or the text that is scored.
+PACKAGES = "shoal tokenizers transformers math-verify latex2sympy2-extended sympy reasoning-gym verifiers".split()  # noqa: SIM905
 
 
 class CannotGradeError(GradeError):
@@ -62,15 +45,14 @@ class Graders:
         """`files`: the source of rewards of your own, by file name, from the task set. `budget`: after its end nothing more
         is run, and no grade means anything.
 
-        Raises GradeError, and NotAllowedError for an environment of verifiers that this machine does not allow.
+        Raises GradeError, and TasksNotFoundError for an environment of verifiers that this machine does not allow.
         """
         self.section = section
         self.files = files or {}
         self.budget = budget or Budget()
         self.rewards: dict[str, Reward] = {}  # by name
         for source in section.sources:
-            if source.generator == "verifiers":
-                libraries.check_allowed(source.options)
+            libraries.check_allowed(source.generator, source.options)
             for name in weights_of(source):
                 self._check(source, name)
 
@@ -153,13 +135,10 @@ class Graders:
         try:
             if name in REWARDS:
                 return REWARDS[name](section, self.budget)
-            return OwnReward(name, AuthorCode(name, self.files, section, size=size, budget=self.budget))
+            return OwnReward(AuthorCode(name, self.files, section, size=size, budget=self.budget))
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
-            raise GradeError(
-                f'reward {name} needs a sandbox: {reason} (in Shoal: tasks.sandbox.tier = "rlimits", with {TRUST}=1 on each '
-                "machine that grades)"
-            ) from error
+            raise GradeError(f"reward {name} needs a sandbox: {reason}") from error
 
 
 def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:

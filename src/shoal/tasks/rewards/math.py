@@ -24,11 +24,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.sandbox import Budget
+from shoal.sandbox import Budget, Limits
 from shoal.tasks.inside import Grader, source
 from shoal.tasks.task import Grade, Task
 
+EQUALITY = source("equality")
 CPU_S = 1.0
+WALL_S = 60.0  # for a comparison that waits; CPU time is what bounds one that computes, so that load changes no score
 MEMORY_BYTES = 512 << 20
 MAX_GOLD = 1_000  # characters that `equality` reads
 UNCLOSED = re.compile(r"^\\+boxed\s*\{(?!.*\}\s*$)", re.DOTALL)  # of a gold answer that was cut off
@@ -59,9 +61,8 @@ class Math:
     """Its processes start with the first comparison that needs one. Use `close` at the end."""
 
     def __init__(self, budget: Budget | None = None, *, cpu_s: float = CPU_S, size: int = 1) -> None:
-        self.grader = Grader(
-            "math", source("equality"), "judge", cpu_s=cpu_s, memory_bytes=MEMORY_BYTES, size=size, budget=budget
-        )
+        limits = Limits(WALL_S, cpu_s, MEMORY_BYTES)
+        self.grader = Grader("math", EQUALITY, "judge", limits, size=size, prepare="prepare()", budget=budget)
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         answers = [final_answer(completion) for completion in completions]
@@ -76,9 +77,9 @@ class Math:
         self.grader.close()
 
 
-def _answered(value: Any, repeatable: bool) -> Grade:
+def _answered(value: Any) -> Grade:
     equal, detail = value
-    return Grade(float(equal), detail=detail, repeatable=repeatable)
+    return Grade(float(equal), detail=detail)
 
 
 def _gold(task: Task) -> str:

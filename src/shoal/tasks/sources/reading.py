@@ -27,8 +27,8 @@ KNOWN_SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev"
 GENERATORS: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, str]]]] = {
     "arithmetic": generators.arithmetic,
     "functions": generators.functions,
-    "reasoning_gym": libraries.reasoning_gym,
-    "verifiers": libraries.verifiers,
+    "reasoning_gym": partial(libraries.rows, "reasoning_gym"),
+    "verifiers": partial(libraries.rows, "verifiers"),
 }
 FIELDS = ("question", "answer", "tests", "metadata")
 MAX_TEXT_BYTES = 1 << 20  # of a question, an answer, or metadata

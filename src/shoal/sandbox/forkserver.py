@@ -1,16 +1,14 @@
 """One fork server, seen from outside: start it, hand it a program, kill it; and what of the host's files it shows.
 
-Invariants: `kill` needs nobody's help: the kernel kills the server by its process descriptor and, in the strong tiers, all
+Invariants: `kill` needs nobody's help: the kernel kills the server by its process descriptor and, but in `plain`, all
 that is inside with it. A start that fails raises SandboxError with the reason. The files shown are the interpreter, its
 library, the system's shared libraries and four devices: nothing of a person's, of Shoal's or of /etc (but the loader's
 cache).
-Left out: reading the program's output, see `conversation.py`; installed packages but for those that a caller names.
+Left out: reading the program's output, see `conversation.py`; installed packages.
 """
 
-import base64
 import contextlib
 import fcntl
-import importlib.util
 import json
 import os
 import platform
@@ -22,7 +20,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,8 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal.sandbox.limits import PLAIN, STRONG, Limits, Program, SandboxError, StartError
-from shoal.sandbox.server import DONE, READY, SCRATCH
+from shoal.sandbox.limits import PLAIN, Limits, Program, StartError
+from shoal.sandbox.server import DONE, READY
 
 START_S = 20.0
 PLAIN_START_S = 120.0  # it may import what takes long
@@ -53,27 +50,14 @@ sys.modules[sys.argv[2]].main(blob["config"])
 """
 
 
-class ServerProcess:
-    """`preloaded` and `packages` as in `Sandbox`. In the tier `plain`, `python` is the interpreter (None: this one)."""
+class ForkServer:
+    """`preloaded` as in `Sandbox`. In the tier `plain`, `python` is the interpreter (None: this one)."""
 
-    def __init__(
-        self,
-        tier: str,
-        preloaded: Mapping[str, str] | None = None,
-        packages: Sequence[str] = (),
-        python: str | None = None,
-    ) -> None:
-        """Start one and wait until it is warm. SandboxError says why it could not."""
-        self.tier, self._preloaded, self._packages = tier, dict(preloaded or {}), list(packages)
-        self._folders = installed(self._packages)
+    def __init__(self, tier: str, preloaded: Mapping[str, str] | None = None, python: str | None = None) -> None:
+        """Start one and wait until it is warm. StartError says why it could not."""
+        self.tier, self._preloaded = tier, dict(preloaded or {})
         self._lock = threading.Lock()  # of `kill`: the pool may close while a caller gives up
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._host_uid = HIGH_UID + random.SystemRandom().randrange(1 << 24)
-        self._scratch = (
-            os.path.realpath(tempfile.mkdtemp(prefix="sandbox-")) if tier == "rlimits" else ""
-        )  # else a mount of each program
-        if self._scratch and os.getuid() == 0:
-            os.chown(self._scratch, self._host_uid, self._host_uid)
         plain = tier == PLAIN
         isolated = [] if plain else ["-s", "-S"]
         interpreter_path = (python or sys.executable) if plain else executable()
@@ -103,10 +87,8 @@ class ServerProcess:
         self._server_fd = self._handshake(PLAIN_START_S if plain else START_S)
 
     def _config(self, control: int, parent: int, blob: int) -> dict[str, Any]:
-        root = os.getuid() == 0
         return {
             "tier": self.tier,
-            "strong": self.tier in STRONG,
             "plain": self.tier == PLAIN,
             "preloaded": self._preloaded,
             "control": control,
@@ -114,15 +96,10 @@ class ServerProcess:
             "blob": blob,
             "boot": BOOT,
             "bwrap": bwrap(),
-            "packages": self._packages,
-            "paths": list(dict.fromkeys(str(folder.parent) for folder in self._folders)),
-            "binds": outermost([*binds(), *map(str, self._folders)]),
+            "binds": binds(),
             "links": links(),
             "devices": list(DEVICES),
-            "scratch": self._scratch,
-            "host_uid": self._host_uid,
-            # Without a user namespace or a uid of its own, the limit would count all processes of this user.
-            "counts_processes": self.tier in STRONG or (self.tier == "rlimits" and root),
+            "host_uid": HIGH_UID + random.SystemRandom().randrange(1 << 24),
         }
 
     def _handshake(self, timeout_s: float) -> int:
@@ -137,17 +114,13 @@ class ServerProcess:
             lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
             self._control.close()
             os.close(self._errors)
-            shutil.rmtree(self._scratch, ignore_errors=True)
             raise StartError(f"sandbox tier {self.tier} cannot start: {lines[-1] if lines else 'no answer'}")
         self.python = message[len(READY) :].decode()
         return descriptors[0]
 
     def start(self, program: Program, limits: Limits, ends: list[int]) -> None:
         """Hand over a program with its descriptors (stdout, stderr, leash and frames). The caller closes its copies."""
-        request = asdict(limits) | {
-            "source": program.source,
-            "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
-        }
+        request = asdict(limits) | {"source": program.source}
         payload, stdin = os.memfd_create("request"), os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         try:
             write_all(payload, json.dumps(request).encode())
@@ -183,9 +156,6 @@ class ServerProcess:
                 signal.pidfd_send_signal(self._server_fd, signal.SIGKILL)
             self._control.close()
             self._process.wait()
-            if self.tier == "rlimits" and os.getuid() == 0:
-                kill_all_of(self._host_uid)
-            shutil.rmtree(self._scratch, ignore_errors=True)
             os.close(self._server_fd)
             os.close(self._errors)
 
@@ -195,14 +165,6 @@ def sources() -> dict[str, str]:
     here = Path(__file__).parent
     inside = {f"shoal.sandbox.{name}": (here / f"{name}.py").read_text() for name in INSIDE}
     return {"shoal": "", "shoal.sandbox": ""} | inside
-
-
-def kill_all_of(uid: int) -> None:
-    """Without process namespaces, what a program left behind is known by the uid that it alone has."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if folder.stat().st_uid == uid:
-                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -244,25 +206,6 @@ def outermost(wanted: Sequence[str]) -> list[str]:
     """Return the paths that exist, without those inside another."""
     real = sorted({path for path in wanted if Path(path).exists() and not Path(path).is_symlink()})
     return [path for path in real if not any(path.startswith(other + "/") for other in real)]
-
-
-def installed(packages: Sequence[str]) -> list[Path]:
-    """Return the folders of packages that this interpreter imports. Raises SandboxError if one is not installed."""
-    folders = []
-    for name in packages:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
-            raise SandboxError(
-                f"programs in the sandbox are to import {name}, which is not installed: pip install {name}"
-            )
-        folder = Path(os.path.realpath(spec.origin)).parent
-        if folder.is_relative_to(SCRATCH):
-            raise SandboxError(
-                f"programs in the sandbox are to import {name}, but it is installed below {SCRATCH}, where each program "
-                "has an empty folder of its own: install Shoal elsewhere"
-            )
-        folders += [folder, folder.with_name(f"{name}.libs")]  # shared libraries of a wheel lie beside it
-    return folders
 
 
 @cache
