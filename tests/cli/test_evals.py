@@ -9,10 +9,8 @@ import pytest
 
 from shoal.cli import main
 from shoal.cli.main import DONE, USAGE
-from shoal.evals.harness import Endpoint
-from shoal.evals.suites import TABLE
+from shoal.evals.harness import TABLE, Endpoint
 from tests.evals.support import install_lm_eval
-from tests.evals.test_suites import MBPP, write
 
 
 @pytest.fixture
@@ -43,11 +41,11 @@ def test_two_models_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str
     assert found["command"] == "shoal eval sums"
 
 
-def test_a_model_behind_a_url_and_the_rows_of_a_code_suite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    server = ["--url", "http://127.0.0.1:1/v1", "--served-name", "m"]
-    rows = ["--path", write(folder, MBPP), "--k", "2", "--temperature", "0.6"]
-    assert main(["eval", "MBPP", *server, *rows, "--out", str(folder / "out")]) == DONE
-    assert "MBPP: 1 tasks, k = 2" in capsys.readouterr().out
+def test_a_model_behind_a_url_and_another_sampling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = ["--url", "http://127.0.0.1:1/v1", "--served-name", "right-4"]
+    sampling = ["--k", "2", "--temperature", "0.6", "--n", "5"]
+    assert main(["eval", "sums", *server, *sampling, "--out", str(folder / "out")]) == DONE
+    assert "sums: 5 tasks, k = 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -57,9 +55,6 @@ def test_a_model_behind_a_url_and_the_rows_of_a_code_suite(folder: Path, capsys:
         (["GSM8K"], "name a model"),
         (["GSM8K", "--url", "http://h/v1"], "--served-name go together"),
         (["GSM8K", "--served-name", "x"], "--served-name go together"),
-        (["HumanEval,MBPP", "--model", "m", "--path", "p"], "one suite at a time"),
-        (["GSM8K", "--model", "m", "--path", "p"], "rows of a code suite"),
-        (["HumanEval", "--model", "m", "--path", "none.jsonl"], "no file or folder at"),
     ],
 )
 def test_incomplete_arguments_say_what_is_missing(

@@ -8,36 +8,29 @@ import pytest
 from rich.console import Console
 
 # Takes the command line of lm_eval and writes its files. A model called right-N is right about N of 10 documents of the task
-# `sums`; its programs double a number rightly where the seed is even. A model called broken ends it.
+# `sums`. A model called broken ends it.
 LM_EVAL = """
 import argparse, json, pathlib, sys
 parser = argparse.ArgumentParser()
 parser.add_argument("run")
-for name in ("model", "tasks", "model_args", "gen_kwargs", "output_path", "include_path", "use_cache", "limit"):
+for name in ("model", "tasks", "model_args", "gen_kwargs", "output_path", "use_cache", "limit"):
     parser.add_argument(f"--{name}")
 parser.add_argument("--apply_chat_template", action="store_true")
 parser.add_argument("--log_samples", action="store_true")
 asked = parser.parse_args()
 model = dict(part.split("=", 1) for part in asked.model_args.split(","))
 sampling = dict(part.split("=", 1) for part in asked.gen_kwargs.split(","))
-with open(pathlib.Path(asked.include_path) / "calls.jsonl", "a") as calls:
+with open(pathlib.Path(asked.output_path).parents[1] / "calls.jsonl", "a") as calls:
     calls.write(json.dumps({"task": asked.tasks, **model, **sampling, "limit": asked.limit}) + "\\n")
 if model["model"] == "broken":
     sys.exit("the server said 503")
 out = pathlib.Path(asked.output_path) / model["model"]
 out.mkdir()
 lines = []
-if asked.tasks == "sums":
-    for number in range(int(asked.limit or 10)):
-        score = float(number < int(model["model"].partition("-")[2]))
-        common = {"doc_id": number, "resps": [["text"]], "metrics": ["exact_match"]}
-        lines += [common | {"filter": "strict", "exact_match": 0.0}, common | {"filter": "flexible", "exact_match": score}]
-else:
-    rows = (pathlib.Path(asked.include_path) / f"{asked.tasks}.jsonl").read_text().splitlines()
-    for number, row in enumerate(rows):
-        text = "```python\\ndef double(x):\\n    return x * 2\\n```"
-        text = text if int(sampling["seed"]) % 2 == 0 else text.replace("2", "3")
-        lines.append({"doc_id": number, "doc": json.loads(row), "resps": [[text]], "filter": "none", "metrics": ["bypass"]})
+for number in range(int(asked.limit or 10)):
+    score = float(number < int(model["model"].partition("-")[2]))
+    common = {"doc_id": number, "resps": [["text"]], "metrics": ["exact_match"]}
+    lines += [common | {"filter": "strict", "exact_match": 0.0}, common | {"filter": "flexible", "exact_match": score}]
 text = "".join(json.dumps(line) + "\\n" for line in reversed(lines))
 (out / f"samples_{asked.tasks}_2026-01-01T00-00-00.jsonl").write_text(text)
 """

@@ -1,4 +1,4 @@
-"""A whole evaluation with a small lm_eval: runs, grades of code, resuming, two models side by side, what is refused."""
+"""A whole evaluation with a small lm_eval: runs, resuming, two models side by side, what is refused."""
 
 import json
 import subprocess
@@ -6,19 +6,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shoal.evals.evaluate import CONFIG, GRADES, Contestant, Difference, Entry, Result, evaluate, sentence
-from shoal.evals.harness import Endpoint, check_installed
-from shoal.evals.suites import SUITES, EvalError, EvalUsageError, Suite, read
+from shoal.evals.evaluate import CONFIG, Contestant, Difference, Score, evaluate, sentence
+from shoal.evals.harness import Endpoint, EvalError, EvalUsageError, Suite, check_installed, find
 from shoal.watch.estimates import Estimate
 
 from .support import install_lm_eval, lines, quiet
-from .test_suites import MBPP, write
 
-SUMS = Suite("Sums", "for tests", task="sums", filter="flexible")
+SUMS = Suite("Sums", "for tests", "sums", max_tokens=8, filter="flexible")
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +33,12 @@ def contestant(model: str, digest: str = "d") -> Contestant:
     return Contestant(model, {"digest": digest}, serve)
 
 
-def sums(k: int = 1, temperature: float = 0.0, n: int = 0) -> Entry:
-    return Entry(SUMS, k, temperature, 8, n)
-
-
-def run(folder: Path, *models: str, entry: Entry | None = None, seed: int = 0) -> list[Result]:
-    return evaluate([contestant(model) for model in models], [entry or sums()], folder, quiet(), seed=seed)[0]
+def run(folder: Path, *models: str, suite: Suite = SUMS, n: int = 0) -> list[Score]:
+    return evaluate([contestant(model) for model in models], [suite], folder, quiet(), n=n)[0]
 
 
 def calls(folder: Path) -> list[dict[str, object]]:
-    return lines(folder / "tasks" / "calls.jsonl")
+    return lines(folder / "calls.jsonl")
 
 
 def test_a_result_is_the_mean_of_the_suites_metric(tmp_path: Path) -> None:
@@ -57,7 +52,7 @@ def test_a_result_is_the_mean_of_the_suites_metric(tmp_path: Path) -> None:
 
 def test_two_models_are_compared_over_the_same_tasks(tmp_path: Path) -> None:
     models = [contestant("right-2"), contestant("right-9")]
-    results, [difference] = evaluate(models, [sums()], tmp_path / "out", quiet())
+    results, [difference] = evaluate(models, [SUMS], tmp_path / "out", quiet())
     assert [result.model for result in results] == ["right-2", "right-9"]
     assert (difference.before, difference.after, round(difference.avg.mean, 6)) == ("right-2", "right-9", 0.7)
     assert difference.avg.low > 0
@@ -81,17 +76,10 @@ def test_a_finished_run_is_not_repeated_and_a_failed_one_is(tmp_path: Path) -> N
     assert len(calls(out)) == 3
 
 
-def test_code_is_graded_here_once_for_each_run(tmp_path: Path) -> None:
-    """The small lm_eval's programs are right where the seed is even: in the first of two runs."""
-    path = write(tmp_path, *[MBPP | {"text": f"{MBPP['text']} ({number})"} for number in range(3)])
-    suite = SUITES["mbpp"]
-    [result] = run(tmp_path / "out", "m", entry=Entry(suite, 2, 0.6, 64, tasks=read(suite, path), path=path))
-    assert (result.avg.mean, result.pass_at[2].mean, result.grader_error) == (0.5, 1.0, 0)
-    assert {call["task"] for call in calls(tmp_path / "out")} == {"shoal_mbpp"}
-    graded = lines(tmp_path / "out" / GRADES)
-    assert [(one["sample"], one["score"], one["outcome"]) for one in graded] == 3 * [(0, 1.0, "graded")] + 3 * [
-        (1, 0.0, "graded")
-    ]
+def test_runs_have_seeds_of_their_own_and_their_mean_counts(tmp_path: Path) -> None:
+    [result] = run(tmp_path / "out", "right-4", suite=replace(SUMS, k=2, temperature=0.6))
+    assert (result.avg.mean, result.pass_at[2].mean) == (0.4, 0.4)
+    assert [(call["seed"], call["temperature"]) for call in calls(tmp_path / "out")] == [("0", "0.6"), ("1", "0.6")]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a process that was killed")
@@ -116,9 +104,8 @@ def test_kill_9_leaves_no_child_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"seed": 1}, "seed of seed"),
-        ({"entry": sums(k=2, temperature=0.6)}, "k of Sums"),
-        ({"entry": sums(n=3)}, "n of Sums"),
+        ({"suite": replace(SUMS, k=2, temperature=0.6)}, "k of Sums"),
+        ({"n": 3}, "n of Sums"),
     ],
 )
 def test_other_settings_are_refused_and_named(tmp_path: Path, changed: dict[str, object], named: str) -> None:
@@ -130,14 +117,14 @@ def test_other_settings_are_refused_and_named(tmp_path: Path, changed: dict[str,
 def test_other_weights_under_the_same_name_are_refused_and_a_model_may_be_added(tmp_path: Path) -> None:
     run(tmp_path / "out", "right-4")
     with pytest.raises(EvalUsageError, match="digest of right-4"):
-        evaluate([contestant("right-4", "other")], [sums()], tmp_path / "out", quiet())
+        evaluate([contestant("right-4", "other")], [SUMS], tmp_path / "out", quiet())
     run(tmp_path / "out", "right-4", "right-5")
     assert set(json.loads((tmp_path / "out" / CONFIG).read_text())["models"]) == {"right-4", "right-5"}
 
 
 def test_equal_greedy_completions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EvalUsageError, match="--temperature"):
-        run(tmp_path / "out", "right-4", entry=sums(k=2))
+        run(tmp_path / "out", "right-4", suite=replace(SUMS, k=2))
     assert not (tmp_path / "out").exists()
 
 
@@ -146,3 +133,11 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EvalUsageError, match=r"pip install 'shoal\[evals\]'"):
         check_installed()
+
+
+def test_suites_are_found_by_name_and_other_names_are_tasks_of_lm_eval() -> None:
+    assert [suite.name for suite in find("gsm8k, MATH-500")] == ["GSM8K", "MATH-500"]
+    [other] = find("drop")
+    assert (other.task, other.k, other.temperature) == ("drop", 1, 0)
+    with pytest.raises(EvalError, match="each suite once"):
+        find("GSM8K,gsm8k")

@@ -27,8 +27,8 @@ from shoal.evals.filter import (
     RESULTS,
     Band,
     FilterError,
+    PassRate,
     PassRates,
-    Result,
     histogram,
     write_filter,
 )
@@ -38,6 +38,11 @@ from ..rewards import Always
 
 BAND = Band.parse("0.25:0.5")
 FILES = (MANIFEST, RATES, RESULTS, "settings.json")
+
+
+@pytest.fixture(autouse=True)
+def _two_tasks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filter_module, "ROWS", 8)
 
 
 def settings(folder: Path, **sections: Any) -> Config:
@@ -81,7 +86,7 @@ RIGHT = [0, 1, 2, 3, 4, 2, 0, 1]
 
 def rates(folder: Path, out: Path, n: int = len(RIGHT), **sections: Any) -> PassRates:
     """Of four completions a task, two tasks decoded together."""
-    return PassRates(settings(folder, **sections), folder, out, 4, n, rows=8)
+    return PassRates(settings(folder, **sections), folder, out, 4, n)
 
 
 def scripted(folder: Path, measured: PassRates, at: int = 0) -> Scripted:
@@ -90,7 +95,7 @@ def scripted(folder: Path, measured: PassRates, at: int = 0) -> Scripted:
     return engine
 
 
-def measure(measured: PassRates, engine: Any) -> list[Result]:
+def measure(measured: PassRates, engine: Any) -> list[PassRate]:
     results = measured.measure(engine, threading.Event(), lambda done: None)
     assert results is not None
     return results
@@ -160,6 +165,7 @@ from shoal.cli.main import main
 from shoal.engine.torch_engine import TorchEngine
 from shoal.evals import filter as filter_module
 
+filter_module.ROWS = 8
 where, calls = sys.argv[1], []
 def die_third(before):
     def replaced(*arguments):
@@ -173,9 +179,9 @@ def die_third(before):
     return replaced
 if where == "generate":
     TorchEngine.generate = die_third(TorchEngine.generate)
-else:
+elif where == "append":
     filter_module.append = die_third(filter_module.append)
-main(sys.argv[2:])
+sys.exit(main(sys.argv[2:]))
 """
 
 
@@ -187,12 +193,11 @@ def test_a_filter_that_was_killed_ends_with_the_same_files(
     config.write_text(dumps(settings(tiny_folder)))
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     command = ["filter", str(config), "--out", str(killed), "--k", "4", "--band", "0:1", "--n", "9", "--threads", "1"]
-    command += ["--batch", "8"]
     ended = subprocess.run([sys.executable, "-c", KILL, where, *command], capture_output=True, text=True)
     assert ended.returncode == -9, ended.stderr
     assert (killed / RESULTS).read_bytes().count(b"\n") == 4 and not (killed / MANIFEST).exists()
     if where == "generate":
-        done = subprocess.run([sys.executable, "-m", "shoal", *command], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", KILL, "", *command], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "kept 9 of 9 tasks" in done.stdout and str(killed / MANIFEST) in done.stdout
         assert "tasks: 4 of 9" in done.stderr and "tasks: 9 of 9" in done.stderr, "progress, line by line"
@@ -267,7 +272,7 @@ def test_a_band_that_is_none_is_refused(text: str) -> None:
 
 def test_band_ends_are_exact() -> None:
     assert Band.parse("1/8:0.5") == Band(Fraction(1, 8), Fraction(1, 2))
-    result = Result("t", "s", n=10, score=MILLION, tokens=1, graded=10, wrong_format=0, grader_error=0)
+    result = PassRate("t", "s", n=10, score=MILLION, tokens=1, graded=10, wrong_format=0, grader_error=0)
     assert Band.parse("0.1:0.1").holds(result), "one of ten is a tenth"
 
 
@@ -282,8 +287,8 @@ def test_a_grader_that_fails_stops_the_filter_and_says_why(
 
 
 def test_a_task_with_a_grader_error_is_never_kept(tiny_folder: Path, tmp_path: Path) -> None:
-    whole = Result("a", "s", n=4, score=2 * MILLION, tokens=4, graded=4, wrong_format=0, grader_error=0)
-    failed = Result("b", "s", n=4, score=2 * MILLION, tokens=4, graded=3, wrong_format=0, grader_error=1)
+    whole = PassRate("a", "s", n=4, score=2 * MILLION, tokens=4, graded=4, wrong_format=0, grader_error=0)
+    failed = PassRate("b", "s", n=4, score=2 * MILLION, tokens=4, graded=3, wrong_format=0, grader_error=1)
     assert [one.task for one in write_filter(tmp_path, [whole, failed], BAND, {})] == ["a"]
     assert json.loads((tmp_path / MANIFEST).read_text())["counts"]["grader_error"] == 1
 
@@ -351,7 +356,7 @@ def test_an_environment_answers_and_the_last_turn_is_graded(tiny_folder: Path, t
 
 def test_many_completions_are_counted_by_tenths() -> None:
     results = [
-        Result("t", "s", n=20, score=right * MILLION, tokens=1, graded=20, wrong_format=0, grader_error=0)
+        PassRate("t", "s", n=20, score=right * MILLION, tokens=1, graded=20, wrong_format=0, grader_error=0)
         for right in (0, 1, 2, 20)
     ]
     found = histogram(results)

@@ -109,6 +109,9 @@ class Caller:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
+    def load(self, folder: Path) -> None:
+        return None
+
     def generate(self, prompts: Any, seeds: Any, sampling: Sampling, respond: Respond) -> list[list[Completion]]:
         groups = []
         for group, prompt in enumerate(prompts):
@@ -124,13 +127,12 @@ class Caller:
 
 
 def test_answers_of_an_environment_are_given_and_the_last_turn_is_graded(tiny_folder: Path) -> None:
-    settings = config("calculator", tasks={"length_targets": []}, sampling={"max_tokens": 60})
+    settings = config("calculator", tasks={"length_targets": []}, sampling={"max_tokens": 60}, evaluator={"n": 8})
     node: Any = Counting()
-    evaluator = Evaluator(node, settings, lambda: None, Path(), "")  # type: ignore[arg-type,return-value]
-    tokenizer = load_tokenizer(tiny_folder)
-    engine: Any = Caller(tokenizer)
-    assert evaluator._accuracy(engine, tokenizer, Sampling(0.0, 60, (EOS,)), 8) == 1.0
-    assert 0 < node.tokens < 8 * 40, "the model's tokens are counted"
+    engine: Any = Caller(load_tokenizer(tiny_folder))
+    found = Evaluator(node, settings, lambda: engine, Path(), "").evaluate(0, tiny_folder, final=False)
+    assert (found.greedy, found.sampled, found.n) == (1.0, 1.0, 8)
+    assert 0 < node.tokens < 2 * 8 * 40, "the model's tokens are counted"
 
 
 class Reading:
@@ -139,20 +141,25 @@ class Reading:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.prompts = tokenizer, list[str]()
 
+    def load(self, folder: Path) -> None:
+        return None
+
     def generate(self, prompts: Any, seeds: Any, sampling: Sampling, respond: Respond) -> list[list[Completion]]:
         self.prompts += [self.tokenizer.decode(prompt) for prompt in prompts]
         return [[Completion([EOS], [-1.0], torch.zeros(1, 1))] for _ in prompts]
 
 
-def test_held_out_prompts_ask_for_the_lengths_of_training_in_turn(tiny_folder: Path) -> None:
+def test_held_out_prompts_ask_for_the_lengths_of_training_in_turn(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node: Any = Counting()
-    settings = config("calculator", evaluator={"batch": 3})
-    evaluator = Evaluator(node, settings, lambda: None, Path(), "")  # type: ignore[arg-type,return-value]
-    tokenizer = load_tokenizer(tiny_folder)
-    engine: Any = Reading(tokenizer)
-    evaluator._accuracy(engine, tokenizer, Sampling(0.0, 60, (EOS,)), 5)
+    monkeypatch.setattr("shoal.evals.heldout.EVALUATED_AT_ONCE", 3)
+    engine: Any = Reading(load_tokenizer(tiny_folder))
+    Evaluator(node, config("calculator", evaluator={"n": 5}), lambda: engine, Path(), "").evaluate(
+        0, tiny_folder, False
+    )
     asked = ["for 8" if "for 8" in prompt else "for 16" if "for 16" in prompt else prompt for prompt in engine.prompts]
-    assert asked == ["for 8", "for 16", "for 8", "for 16", "for 8"]
+    assert asked == ["for 8", "for 16", "for 8", "for 16", "for 8"] * 2, "greedy, then sampled"
 
 
 @dataclass
@@ -160,4 +167,7 @@ class Counting:
     tokens: int = 0
 
     def access(self, publisher: str, config: object) -> None:
+        return None
+
+    def doing(self, what: str) -> None:
         return None

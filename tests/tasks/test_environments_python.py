@@ -298,21 +298,18 @@ def test_sources_share_one_sandbox_under_the_runs_limits() -> None:
         {"generator": "arithmetic", "environment": "python"},
         {"generator": "arithmetic", "name": "more", "environment": "python"},
     ]
-    settings = config(tasks={"sources": sources, "sandbox": {"cpu_s": 1.5, "tier": "kernel"}})
+    settings = config(tasks={"sources": sources, "sandbox": {"cpu_s": 1.5}})
     found = environments_of(settings)
     tool = found["arithmetic"]
     assert isinstance(tool, Python) and tool is found["more"]
-    assert (tool.sandbox.limits.cpu_s, tool.sandbox.tier) == (1.5, "kernel")
+    assert tool.sandbox.limits.cpu_s == 1.5
     close(found)
     assert answer(tool, "print(1)") == STOPPED["sandbox"], "closed"
 
 
-def test_no_wall_is_refused_unless_a_person_trusts_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config(
-        tasks={"sources": [{"generator": "arithmetic", "environment": "python"}], "sandbox": {"tier": "rlimits"}}
-    )
-    monkeypatch.delenv("SHOAL_TRUST_RUN", raising=False)
-    with pytest.raises(ConfigError, match="'python' cannot run on this machine.*SHOAL_TRUST_RUN=1"):
-        environments_of(settings)
-    monkeypatch.setenv("SHOAL_TRUST_RUN", "1")
-    close(environments_of(settings))
+def test_without_a_sandbox_it_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.sandbox.pool.problem", lambda tier: f"no {tier}")
+    with pytest.raises(
+        ConfigError, match="'python' cannot run on this machine: no sandbox .*\nno bubblewrap\nno kernel"
+    ):
+        environments_of(config(tasks={"sources": [{"generator": "arithmetic", "environment": "python"}]}))

@@ -1,6 +1,6 @@
 """Measure models and tasks: `shoal eval`, `shoal filter`.
 
-`shoal eval SUITE,...` runs public benchmarks and code suites with models on this machine or behind an OpenAI-compatible URL.
+`shoal eval SUITE,...` runs public benchmarks with models on this machine or behind an OpenAI-compatible URL.
 The table goes to standard output, progress to standard error, everything else into a folder. `shoal filter` measures pass
 rates of training tasks, and writes which ones are worth training on. Either continues, with the same command, where it was
 stopped.
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ from shoal.errors import ShoalError, UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.evals.evaluate import Contestant, Entry
+    from shoal.evals.evaluate import Contestant
+    from shoal.evals.harness import Suite
 
 
 MAX_K = 10_000
@@ -54,7 +56,6 @@ def _add_evals(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--served-name", action="append", default=[], dest="served", metavar="NAME", help="with --url: its model"
     )
-    parser.add_argument("--path", type=Path, help="a code suite's rows: a file or a folder (default: from the hub)")
     parser.add_argument("--n", type=whole(1, 10**9), default=0, help="evaluate n tasks of each suite only")
     parser.add_argument("--k", type=whole(1, MAX_K), help="completions per task (default: the suite's)")
     parser.add_argument("--temperature", type=real(0, 10), help="0: greedy (default: the suite's)")
@@ -64,16 +65,16 @@ def _add_evals(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run_eval(arguments: argparse.Namespace) -> None:
-    from shoal.evals.suites import TABLE
+    from shoal.evals.harness import TABLE
 
     if arguments.list:
-        say("\n".join(f"{s.name:14} k {s.k:2}, T {s.temperature:g}  {s.task or s.hub}: {s.about}" for s in TABLE))
+        say("\n".join(f"{s.name:14} k {s.k:2}, T {s.temperature:g}  {s.task}: {s.about}" for s in TABLE))
         return
     _check(arguments)
     from shoal.evals.harness import check_installed
 
     check_installed()
-    entries = _entries(arguments)
+    suites = _suites(arguments)
     out: Path = arguments.out or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
     from shoal.evals.evaluate import RESULTS, evaluate, table, write_results
     from shoal.watch.terminal.live import Terminal
@@ -86,7 +87,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     labels = [contestant.label for contestant in contestants]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(f"two models are called {twice}; give different ones")
-    results, differences = evaluate(contestants, entries, out, progress)
+    results, differences = evaluate(contestants, suites, out, progress, n=arguments.n)
     write_results(out / RESULTS, results, differences, shlex.join(["shoal", *sys.argv[1:]]))
     console = Terminal()
     console.print(table(results, differences))
@@ -100,31 +101,14 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--url and --served-name go together: the server's address and the model it should use")
     if not arguments.models and not arguments.url:
         raise UserError("name a model: --model MODEL, or --url http://HOST:PORT/v1 --served-name NAME")
-    if arguments.path and "," in arguments.suites:
-        raise UserError("--path holds the rows of one suite; evaluate one suite at a time with it")
 
 
-def _entries(arguments: argparse.Namespace) -> list[Entry]:
-    from shoal.evals import suites
-    from shoal.evals.evaluate import Entry
+def _suites(arguments: argparse.Namespace) -> list[Suite]:
+    from shoal.evals.harness import find
 
-    path, temperature = str(arguments.path or ""), arguments.temperature
-    entries = []
-    for suite in suites.find(arguments.suites):
-        if path and suite.task:
-            raise UserError(f"--path holds the rows of a code suite; lm_eval brings those of {suite.name}")
-        entries.append(
-            Entry(
-                suite=suite,
-                k=arguments.k or suite.k,
-                temperature=suite.temperature if temperature is None else temperature,
-                max_tokens=arguments.max_tokens or suite.max_tokens,
-                n=arguments.n,
-                tasks=() if suite.task else suites.read(suite, path, arguments.n),
-                path=path,
-            )
-        )
-    return entries
+    asked = {"k": arguments.k, "temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
+    changed = {name: value for name, value in asked.items() if value is not None}
+    return [replace(suite, **changed) for suite in find(arguments.suites)]
 
 
 def _local(arguments: argparse.Namespace, out: Path) -> list[Contestant]:

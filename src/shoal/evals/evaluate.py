@@ -1,12 +1,9 @@
-"""An evaluation from start to end: suites, runs of each model, grades of code, results side by side.
+"""An evaluation from start to end: suites, runs of each model, results side by side.
 
-Invariant: the folder's `eval.json` says what is evaluated, and no completion made under other settings is ever mixed in.
-Code is graded anew each time, from the completions alone. So an evaluation that was stopped continues where it was.
-Every figure stands with its 95 % interval; a wrong format and a grader error count as 0 and are also reported apart, so that
-a broken grader is not taken for a weak model.
+Invariant: the folder's `eval.json` says what is evaluated, and no completion made under other settings is ever mixed in. So
+an evaluation that was stopped continues where it was. Every figure stands with its 95 % interval.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -18,17 +15,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.config.tasks import TaskSection
-from shoal.evals import suites
-from shoal.evals.harness import Endpoint, Sampling, run
-from shoal.evals.suites import EvalUsageError, Suite
+from shoal.evals.harness import Endpoint, EvalUsageError, Suite, run
 from shoal.files import write_file
-from shoal.tasks.rewards.graders import Graders
-from shoal.tasks.task import Task
 from shoal.watch.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k
 from shoal.watch.figures import clean, percent
 
-CONFIG, GRADES, RESULTS = "eval.json", "grades.jsonl", "results.json"
+CONFIG, RESULTS = "eval.json", "results.json"
 
 
 @dataclass(frozen=True)
@@ -41,26 +33,7 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A suite as it is evaluated here. `tasks`: of a code suite."""
-
-    suite: Suite
-    k: int
-    temperature: float
-    max_tokens: int
-    n: int = 0  # 0: all
-    tasks: Sequence[Task] = ()
-    path: str = ""
-
-    def facts(self) -> dict[str, Any]:
-        ids = "\n".join(task.id for task in self.tasks).encode()
-        digest = hashlib.sha256(ids).hexdigest() if self.tasks else ""
-        named = {"task": self.suite.task, "digest": digest, "prompt": self.suite.prompt}
-        return named | {"n": self.n, "k": self.k, "temperature": self.temperature, "max_tokens": self.max_tokens}
-
-
-@dataclass(frozen=True)
-class Result:
+class Score:
     """One model on one suite."""
 
     model: str
@@ -68,8 +41,6 @@ class Result:
     k: int
     avg: Estimate  # of the mean score over tasks, each being the mean over its k completions
     pass_at: Mapping[int, Estimate]  # by k
-    wrong_format: float  # shares of all completions of a code suite
-    grader_error: float
     values: Mapping[str, float]  # mean score by task
 
 
@@ -83,100 +54,62 @@ class Difference:
     avg: Estimate
 
 
-Scored = tuple[float, str]  # score, and outcome as graders call it
-
-
 def evaluate(
-    contestants: Sequence[Contestant],
-    entries: Sequence[Entry],
-    folder: Path,
-    console: Console,
-    *,
-    seed: int = 0,
-    concurrency: int = 8,
-) -> tuple[list[Result], list[Difference]]:
-    """Results in the order of suites, then models. Raises EvalUsageError, ShoalError."""
-    for entry in entries:
-        if entry.k > 1 and entry.temperature == 0:
+    contestants: Sequence[Contestant], suites: Sequence[Suite], folder: Path, console: Console, *, n: int = 0
+) -> tuple[list[Score], list[Difference]]:
+    """Return the results in the order of suites, then models. `n`: tasks of each suite; 0: all.
+
+    Raises EvalUsageError, ShoalError.
+    """
+    for suite in suites:
+        if suite.k > 1 and suite.temperature == 0:
             raise EvalUsageError(
-                f"{entry.k} greedy completions of {entry.suite.name} would be equal: add --temperature 0.6, or --k 1"
+                f"{suite.k} greedy completions of {suite.name} would be equal: add --temperature 0.6, or --k 1"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    write_down(folder / CONFIG, contestants, entries, seed)
-    results, lines = [], []
+    write_down(folder / CONFIG, contestants, suites, n)
+    results = []
     for contestant in contestants:
         with ExitStack() as open_one:
             endpoint: Endpoint | None = None
-            for entry in entries:
+            for suite in suites:
                 runs = []
-                for number in range(entry.k):
-                    out = folder / contestant.label.replace("/", "_") / f"{entry.suite.name}-{number}"
+                for number in range(suite.k):
+                    out = folder / contestant.label.replace("/", "_") / f"{suite.name}-{number}"
                     if not out.is_dir():
                         endpoint = endpoint or open_one.enter_context(contestant.open())
-                    console.print(
-                        f"{contestant.label}, {entry.suite.name}: run {number + 1} of {entry.k}", markup=False
-                    )
-                    runs.append(scores(endpoint, entry, out, folder / "tasks", seed + number, concurrency))
-                results.append(summarise(contestant.label, entry.suite.name, runs))
-                lines += [
-                    {
-                        "model": contestant.label,
-                        "suite": entry.suite.name,
-                        "task": task,
-                        "sample": sample,
-                        "score": score,
-                    }
-                    | ({"outcome": outcome} if outcome else {})
-                    for sample, found in enumerate(runs)
-                    for task, (score, outcome) in found.items()
-                ]
-    write_file(folder / GRADES, "".join(json.dumps(line) + "\n" for line in lines).encode())
-    order = [entry.suite.name for entry in entries]
+                    console.print(f"{contestant.label}, {suite.name}: run {number + 1} of {suite.k}", markup=False)
+                    runs.append(scores(endpoint or Endpoint("", ""), suite, out, number, n))
+                results.append(summarise(contestant.label, suite.name, runs))
+    order = [suite.name for suite in suites]
     results.sort(key=lambda result: order.index(result.suite))
     return results, compare(results)
 
 
-def scores(
-    endpoint: Endpoint | None, entry: Entry, out: Path, tasks: Path, seed: int, concurrency: int
-) -> dict[str, Scored]:
-    """Each task's score in one run, by the task's name. Raises EvalError, ShoalError."""
-    suite = entry.suite
-    name = suite.task or suites.write_task(suite, entry.tasks, tasks)
-    sampling = Sampling(entry.temperature, entry.max_tokens, seed)
-    tasks.mkdir(parents=True, exist_ok=True)
-    limit = 0 if entry.tasks else entry.n
-    samples = run(
-        endpoint or Endpoint("", ""), suite, name, sampling, out, tasks=tasks, n=limit, concurrency=concurrency
-    )
-    if suite.task:
-        metric = suite.metric or samples[0]["metrics"][0]
-        return {f"{one['file'].rpartition('_')[0]}/{one['doc_id']}": (float(one[metric]), "") for one in samples}
-    source, _ = suites.sources(suite, entry.path)[0]
-    with Graders(TaskSection(sources=[source])) as graders:
-        asked = [entry.tasks[int(one["doc_id"])] for one in samples]
-        grades = graders.grade(asked, [str(one["resps"][0][0] or "") for one in samples])
-    return {task.id: (grade.score, grade.outcome) for task, grade in zip(asked, grades, strict=True)}
+def scores(endpoint: Endpoint, suite: Suite, out: Path, seed: int, n: int) -> dict[str, float]:
+    """Return each task's score in one run, by the task's name. Raises EvalError."""
+    samples = run(endpoint, suite, out, seed=seed, n=n)
+    metric = suite.metric or samples[0]["metrics"][0]
+    return {f"{one['file'].rpartition('_')[0]}/{one['doc_id']}": float(one[metric]) for one in samples}
 
 
-def summarise(model: str, suite: str, runs: Sequence[Mapping[str, Scored]]) -> Result:
-    k, every = len(runs), [one for found in runs for one in found.values()]
-    by_task = {task: [found[task][0] for found in runs] for task in runs[0]}
+def summarise(model: str, suite: str, runs: Sequence[Mapping[str, float]]) -> Score:
+    k = len(runs)
+    by_task = {task: [found[task] for found in runs] for task in runs[0]}
     correct = [sum(score >= 1 for score in each) for each in by_task.values()]
     values = {task: sum(each) / k for task, each in by_task.items()}
     powers = sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
-    return Result(
+    return Score(
         model=model,
         suite=suite,
         k=k,
         avg=mean_over_questions(list(values.values())),
         pass_at={j: mean_over_questions([pass_at_k(k, right, j) for right in correct]) for j in powers},
-        wrong_format=sum(outcome == "wrong_format" for _, outcome in every) / len(every),
-        grader_error=sum(outcome == "grader_error" for _, outcome in every) / len(every),
         values=values,
     )
 
 
-def compare(results: Sequence[Result]) -> list[Difference]:
+def compare(results: Sequence[Score]) -> list[Difference]:
     """Every later model with the first one, on each suite."""
     found = []
     for suite in dict.fromkeys(result.suite for result in results):
@@ -188,15 +121,14 @@ def compare(results: Sequence[Result]) -> list[Difference]:
     return found
 
 
-def write_down(path: Path, contestants: Sequence[Contestant], entries: Sequence[Entry], seed: int) -> None:
+def write_down(path: Path, contestants: Sequence[Contestant], suites: Sequence[Suite], n: int) -> None:
     """Record what is evaluated, or check that it is what the folder was made with. Models and suites may be added.
 
     Raises EvalUsageError, naming the first difference.
     """
     new: dict[str, Any] = {
-        "seed": {"seed": {"seed": seed}},
         "models": {contestant.label: dict(contestant.facts) for contestant in contestants},
-        "suites": {entry.suite.name: entry.facts() for entry in entries},
+        "suites": {suite.name: {"n": n} | asdict(suite) for suite in suites},
     }
     try:
         old: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -220,7 +152,7 @@ def write_down(path: Path, contestants: Sequence[Contestant], entries: Sequence[
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def write_results(path: Path, results: Sequence[Result], differences: Sequence[Difference], command: str) -> None:
+def write_results(path: Path, results: Sequence[Score], differences: Sequence[Difference], command: str) -> None:
     """Raises OSError."""
     shown = [
         {name: value for name, value in asdict(result).items() if name != "values"} | {"tasks": len(result.values)}
@@ -230,7 +162,7 @@ def write_results(path: Path, results: Sequence[Result], differences: Sequence[D
     write_file(path, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
 
 
-def table(results: Sequence[Result], differences: Sequence[Difference]) -> RenderableType:
+def table(results: Sequence[Score], differences: Sequence[Difference]) -> RenderableType:
     """A table per suite, a column per model. 95 % intervals in brackets."""
     parts: list[RenderableType] = []
     for suite in dict.fromkeys(result.suite for result in results):
@@ -239,13 +171,11 @@ def table(results: Sequence[Result], differences: Sequence[Difference]) -> Rende
         parts += [Text(sentence(difference)) for difference in differences if difference.suite == suite]
         parts.append(Text())
     methods = ", ".join(sorted({result.avg.method for result in results}))
-    parts.append(Text(f"95 % intervals in brackets ({methods}). Wrong formats and grader errors count as 0."))
-    if broken := sorted({result.suite for result in results if result.grader_error}):
-        parts.append(Text(f"Grader errors: the score of {', '.join(broken)} is too low; {GRADES} says where."))
+    parts.append(Text(f"95 % intervals in brackets ({methods})."))
     return Group(*parts)
 
 
-def _columns(results: Sequence[Result]) -> Table:
+def _columns(results: Sequence[Score]) -> Table:
     shown = Table(box=None, padding=(0, 2), pad_edge=False, show_header=True, header_style="")
     shown.add_column("", no_wrap=True)
     for result in results:
@@ -253,10 +183,6 @@ def _columns(results: Sequence[Result]) -> Table:
     shown.add_row(f"avg@{results[0].k}", *[_interval(result.avg) for result in results], style="bold")
     for j in sorted(results[0].pass_at)[1:]:  # pass@1 is avg@k wherever scores are 0 or 1
         shown.add_row(f"pass@{j}", *[_interval(result.pass_at[j]) for result in results])
-    if any(result.wrong_format or result.grader_error for result in results):
-        shown.add_row("wrong format", *[percent(result.wrong_format) for result in results])
-        errors = [Text(percent(r.grader_error), style="bold red" if r.grader_error else "") for r in results]
-        shown.add_row("grader error", *errors)
     return shown
 
 

@@ -32,22 +32,23 @@ from blake3 import blake3
 
 from shoal import tasks
 from shoal.config import Config
+<<<<<<< HEAD
 from shoal.config.tasks import GRADER_ERRORS
 from shoal.engine.protocol import Completion, Engine, Sampling
+=======
+from shoal.engine.protocol import Completion, Engine
+>>>>>>> a7e3d363 (shoal eval has lm_eval's suites alone; one loop asks and grades)
 from shoal.errors import ShoalError, disk_is_full
+from shoal.evals.examiner import Examiner
 from shoal.files import write_file
-from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sampling import rollout_seed
 from shoal.model.sources import check_max_tokens
-from shoal.model.turns import last_turn, model_tokens
+from shoal.model.turns import model_tokens
 from shoal.protocol.messages import MILLION
-from shoal.tasks.budget import in_turn
-from shoal.tasks.environments import Conversation, close, environments_of, responder
-from shoal.tasks.prompt import completion_text, prompt_tokens
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
 LEAST_GRADED = 64  # completions before grader errors are judged
-ROWS = 128  # many, because decoding reads all weights once a step for however many rows
+ROWS = 128  # completions decoded together: many, because decoding reads all weights once a step for however many rows
 FORMAT = "shoal-filter-1"
 RATES, MANIFEST = "passrates.parquet", "manifest.json"
 MOST_BINS = 16
@@ -58,7 +59,7 @@ class FilterError(ShoalError):
 
 
 @dataclass(frozen=True)
-class Result:
+class PassRate:
     """What the k completions of one task scored."""
 
     task: str
@@ -78,20 +79,17 @@ class Result:
 class PassRates:
     """Measures the first `n` training tasks (None: all) of `config` with the model in `folder`, into `out`."""
 
-    def __init__(
-        self, config: Config, folder: Path, out: Path, k: int, n: int | None = None, *, rows: int = ROWS
-    ) -> None:
-        """`rows`: completions decoded together."""
+    def __init__(self, config: Config, folder: Path, out: Path, k: int, n: int | None = None) -> None:
         check_max_tokens(folder, config.sampling.max_tokens)
         self.config = config.model_copy(update={"tasks": _all_of(config.tasks)})
         self.folder, self.out, self.k = folder, out, k
         self.tasks = tasks.load(self.config.tasks)
         self.total = min(n or len(self.tasks.train), len(self.tasks.train))
-        self.batch = max(1, rows // k)  # tasks decoded together
+        self.batch = max(1, ROWS // k)  # tasks decoded together
         self.settings = self._settings()
         self.error = ""  # of the newest grader error
 
-    def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[Result] | None:
+    def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[PassRate] | None:
         """Every task's result, or None if `stop` came first. `say` gets how many are done, at first and per batch.
 
         Raises FilterError: other settings than those of the results in `out`, a grader that fails, a full disk.
@@ -113,49 +111,27 @@ class PassRates:
     def _continue(
         self,
         file: BinaryIO,
-        results: list[Result],
+        results: list[PassRate],
         engine: Engine,
         stop: threading.Event,
         say: Callable[[int], None],
     ) -> None:
-        engine.load(self.folder)
-        tokenizer, ends = load_tokenizer(self.folder), eos_ids(self.folder)
-        sampling = Sampling(self.config.sampling.temperature, self.config.sampling.max_tokens, ends)
-        with (
-            tasks.Graders(self.config.tasks, files=self.tasks.files) as graders,
-            conversing(self.config, self.tasks.files, tokenizer, ends) as conversation,
-        ):
+        with Examiner(self.config, self.tasks.files) as examiner:
+            examiner.load(engine, self.folder)
             while len(results) < self.total and not stop.is_set():
-                numbers = range(len(results), min(len(results) + self.batch, self.total))
-                found = self._batch(numbers, engine, sampling, conversation, graders)
+                found = self._batch(examiner, range(len(results), min(len(results) + self.batch, self.total)))
                 append(file, found)
                 results += found
                 self._check_grader(results)
                 say(len(results))
 
-    def _batch(
-        self,
-        numbers: range,
-        engine: Engine,
-        sampling: Sampling,
-        conversation: Conversation,
-        graders: tasks.Graders,
-    ) -> list[Result]:
-        tokenizer = conversation.tokenizer
+    def _batch(self, examiner: Examiner, numbers: range) -> list[PassRate]:
         chosen = [self.tasks.train[number] for number in numbers]
-        prompts = [
-            prompt_tokens(tokenizer, self.config.tasks, task, in_turn(self.config.tasks, number))
-            for number, task in zip(numbers, chosen, strict=True)
-        ]
         seeds = [[self._seed(number, completion) for completion in range(self.k)] for number in numbers]
-        groups = engine.generate(prompts, seeds, sampling, responder(conversation, chosen, seeds))
-        grades = graders.grade(
-            [task for task in chosen for _ in range(self.k)],
-            [completion_text(tokenizer, last_turn(one.turns, one.tokens)) for group in groups for one in group],
-        )
-        self.error = next((one.detail for one in reversed(grades) if one.outcome == "grader_error"), self.error)
-        of_task = [grades[start : start + self.k] for start in range(0, len(grades), self.k)]
-        return [_result(*one) for one in zip(chosen, groups, of_task, strict=True)]
+        groups, grades = examiner.ask(chosen, numbers.start, seeds, self.config.sampling.temperature)
+        failed = [one.detail for of_task in grades for one in of_task if one.outcome == "grader_error"]
+        self.error = failed[-1] if failed else self.error
+        return [_result(*one) for one in zip(chosen, groups, grades, strict=True)]
 
     def _seed(self, number: int, completion: int) -> int:
         return rollout_seed(f"shoal/filter/{self.config.run.seed}", 0, "", 0, number * self.k + completion)
@@ -207,21 +183,21 @@ class PassRates:
                 f"{self.settings[name]}; restore it to continue, or choose another --out"
             )
 
-    def _kept(self, file: BinaryIO) -> list[Result]:
+    def _kept(self, file: BinaryIO) -> list[PassRate]:
         """The results that are there, up to the last whole batch; what is behind it is cut off."""
         file.seek(0)
         lines = file.read().split(b"\n")[:-1][: self.total]
         whole = len(lines) if len(lines) == self.total else len(lines) // self.batch * self.batch
         lines = lines[:whole]
         try:
-            results = [Result(**json.loads(line)) for line in lines]
+            results = [PassRate(**json.loads(line)) for line in lines]
         except (ValueError, TypeError) as error:
             raise FilterError(f"{self.out / RESULTS} is damaged ({error}): choose another --out") from error
         if len(results) < self.total:
             file.truncate(sum(len(line) + 1 for line in lines))
         return results
 
-    def _check_grader(self, results: Sequence[Result]) -> None:
+    def _check_grader(self, results: Sequence[PassRate]) -> None:
         errors, n = sum(one.grader_error for one in results), sum(one.n for one in results)
         if n >= LEAST_GRADED and errors > GRADER_ERRORS * n:
             raise FilterError(
@@ -230,28 +206,16 @@ class PassRates:
             )
 
 
-@contextmanager
-def conversing(
-    config: Config, files: Mapping[str, bytes], tokenizer: Any, eos_ids: Sequence[int]
-) -> Iterator[Conversation]:
-    """The conversation of a run, whose environments end with it."""
-    environments = environments_of(config, files)
-    try:
-        yield Conversation(config, environments, tokenizer, eos_ids)
-    finally:
-        close(environments)
-
-
-def append(file: BinaryIO, results: Sequence[Result]) -> None:
+def append(file: BinaryIO, results: Sequence[PassRate]) -> None:
     """Raises OSError. Returns once the lines are on disk."""
     file.write(b"".join(json.dumps(asdict(result)).encode() + b"\n" for result in results))
     file.flush()
     os.fsync(file.fileno())
 
 
-def _result(task: tasks.Task, group: Sequence[Completion], grades: Sequence[tasks.Grade]) -> Result:
+def _result(task: tasks.Task, group: Sequence[Completion], grades: Sequence[tasks.Grade]) -> PassRate:
     outcomes = [grade.outcome for grade in grades]
-    return Result(
+    return PassRate(
         task=task.id,
         source=task.source,
         n=len(grades),
@@ -293,11 +257,11 @@ class Band:
             raise ValueError(f"{text!r} is not a band of pass rates: 0 <= LOW <= HIGH <= 1 must hold")
         return cls(low, high)
 
-    def holds(self, result: Result) -> bool:
+    def holds(self, result: PassRate) -> bool:
         return not result.grader_error and self.low <= Fraction(result.score, result.n * MILLION) <= self.high
 
 
-def write_filter(out: Path, results: Sequence[Result], band: Band, settings: Mapping[str, Any]) -> list[Result]:
+def write_filter(out: Path, results: Sequence[PassRate], band: Band, settings: Mapping[str, Any]) -> list[PassRate]:
     """Write both files. Returns the results of the kept tasks. Raises FilterError if there are none, OSError."""
     write_rates(out / RATES, results)
     kept = [result for result in results if band.holds(result)]
@@ -319,7 +283,7 @@ def write_filter(out: Path, results: Sequence[Result], band: Band, settings: Map
     return kept
 
 
-def counts(results: Sequence[Result], kept: Sequence[Result], band: Band) -> dict[str, Any]:
+def counts(results: Sequence[PassRate], kept: Sequence[PassRate], band: Band) -> dict[str, Any]:
     failed = sum(result.grader_error > 0 for result in results)
     below = sum(not result.grader_error and Fraction(result.score, result.n * MILLION) < band.low for result in results)
     all_of, kept_of = Counter(one.source for one in results), Counter(one.source for one in kept)
@@ -333,7 +297,7 @@ def counts(results: Sequence[Result], kept: Sequence[Result], band: Band) -> dic
     }
 
 
-def histogram(results: Sequence[Result]) -> dict[str, int]:
+def histogram(results: Sequence[PassRate]) -> dict[str, int]:
     """Tasks by pass rate: by completions right if there are few, else by tenths. Empty bins included.
 
     A task with partial scores counts in the nearest bin.
@@ -346,7 +310,7 @@ def histogram(results: Sequence[Result]) -> dict[str, int]:
     return {f"{low / 10:.1f} to {(low + 1) / 10:.1f}": found[low] for low in range(10)}
 
 
-def write_rates(path: Path, results: Sequence[Result]) -> None:
+def write_rates(path: Path, results: Sequence[PassRate]) -> None:
     """One row per task. Raises OSError."""
     table = pa.table(
         {

@@ -1,8 +1,11 @@
-"""lm-evaluation-harness as a child process against an OpenAI-compatible endpoint: `shoal serve`, or any other.
+"""The suites of `shoal eval`, and lm-evaluation-harness as a child process, which asks an OpenAI-compatible endpoint.
 
 Invariant: a run of one suite counts only if it ended well: its folder gets its name then. A run that was killed or failed is
 repeated; completions that it made are in lm_eval's cache, and are not made again.
-Left out: suites that need logprobs of given continuations, which chat routes do not serve.
+Sampling: temperature 0.6 and 32,768 tokens are DeepSeek-R1's (arXiv 2501.12948, section 3), whose top-p of 0.95 is left out:
+engines here sample from the full distribution. Suites that are usually reported greedily have k = 1 and temperature 0.
+Left out: suites that need logprobs of given continuations, which chat routes do not serve; suites of code, whose programs
+lm_eval would run without walls.
 """
 
 import importlib.util
@@ -22,26 +25,74 @@ from typing import Any
 
 import httpx
 
-from shoal.evals.suites import EvalError, EvalUsageError, Suite
+from shoal.errors import ShoalError, UserError
 from shoal.sandbox import kernel
 
 START_S = 900.0  # until a served model answers
 END_S = 10.0
 LOG_CHARACTERS = 600  # of a log in an error
 KEY_VARIABLE = "OPENAI_API_KEY"
+CONCURRENCY = 8  # requests at once
+LONG = 32_768
+
+
+class EvalError(ShoalError):
+    """An evaluation that cannot start or continue; the message names the next step."""
+
+
+class EvalUsageError(EvalError, UserError):
+    """What was asked for cannot be evaluated: a suite, a model, or a folder of another evaluation."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """`task`, `metric` and `filter` (how answers are extracted) are lm_eval's."""
+
+    name: str
+    about: str  # size and paper
+    task: str
+    k: int = 1
+    temperature: float = 0.0
+    max_tokens: int = 2_048
+    metric: str = "exact_match"
+    filter: str = ""  # "": the only one
+
+
+FLEXIBLE = "flexible-extract"
+TABLE = [
+    Suite("AIME24", "30 problems, MAA 2024", "aime24", 16, 0.6, LONG),
+    Suite("AIME25", "30 problems, MAA 2025", "aime25", 16, 0.6, LONG),
+    Suite("MATH-500", "500 problems, Lightman et al. 2023 (arXiv 2305.20050)", "hendrycks_math500", 4, 0.6, LONG),
+    Suite("GSM8K", "1,319 problems, Cobbe et al. 2021 (arXiv 2110.14168)", "gsm8k_cot_zeroshot", filter=FLEXIBLE),
+    Suite(
+        "GPQA-diamond",
+        "198 questions, Rein et al. 2023 (arXiv 2311.12022); access must be asked for on the hub",
+        "gpqa_diamond_cot_zeroshot",
+        4,
+        0.6,
+        LONG,
+        filter=FLEXIBLE,
+    ),
+    Suite("MMLU-Pro", "12,032 questions, Wang et al. 2024 (arXiv 2406.01574)", "mmlu_pro"),
+    Suite("IFEval", "541 prompts, Zhou et al. 2023 (arXiv 2311.07911)", "ifeval", metric="prompt_level_strict_acc"),
+]
+
+
+def find(names: str) -> list[Suite]:
+    """Return the suites of these names, in any case; any other name is lm_eval's. Raises EvalUsageError."""
+    known = {suite.name.lower(): suite for suite in TABLE}
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted or len({name.lower() for name in wanted}) < len(wanted):
+        raise EvalUsageError(
+            f"name each suite once, out of {', '.join(suite.name for suite in TABLE)}, or lm_eval's tasks"
+        )
+    return [known.get(name.lower()) or Suite(name, "", name, metric="") for name in wanted]
 
 
 @dataclass(frozen=True)
 class Endpoint:
     url: str  # up to and with /v1
     model: str  # as the server calls it
-
-
-@dataclass(frozen=True)
-class Sampling:
-    temperature: float
-    max_tokens: int
-    seed: int
 
 
 def check_installed() -> None:
@@ -102,19 +153,16 @@ def _wait(child: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     raise EvalError(f"`shoal serve` has not loaded the model after {START_S:.0f} s; see {log}")
 
 
-def run(
-    endpoint: Endpoint, suite: Suite, task: str, sampling: Sampling, out: Path, *, tasks: Path, n: int, concurrency: int
-) -> list[dict[str, Any]]:
+def run(endpoint: Endpoint, suite: Suite, out: Path, *, seed: int, n: int) -> list[dict[str, Any]]:
     """Return the samples of one run of a suite, as lm_eval writes them, in the order of its documents. Raises EvalError.
 
-    `out`: the run's folder; if it is there, the run is not repeated. `tasks`: folder of tasks written here. `n`: how
-    many documents of each task, from the first; 0: all.
+    `out`: the run's folder; if it is there, the run is not repeated. `n`: how many documents, from the first; 0: all.
     """
     if not out.is_dir():
         part = out.with_name(f"{out.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # the cache stands beside it
         part.mkdir(parents=True)
-        _run(endpoint, task, sampling, part, out.with_name(f"{out.name}.cache"), tasks, n, concurrency)
+        _run(endpoint, suite, part, out.with_name(f"{out.name}.cache"), seed, n)
         part.rename(out)
     samples = []
     for path in sorted(out.rglob("samples_*.jsonl")):
@@ -128,33 +176,31 @@ def run(
     return samples
 
 
-def _run(
-    endpoint: Endpoint, task: str, sampling: Sampling, out: Path, cache: Path, tasks: Path, n: int, concurrency: int
-) -> None:
+def _run(endpoint: Endpoint, suite: Suite, out: Path, cache: Path, seed: int, n: int) -> None:
     kwargs = {
-        "temperature": sampling.temperature,
-        "do_sample": sampling.temperature > 0,
-        "max_gen_toks": sampling.max_tokens,
-        "seed": sampling.seed,
+        "temperature": suite.temperature,
+        "do_sample": suite.temperature > 0,
+        "max_gen_toks": suite.max_tokens,
+        "seed": seed,
     }
     model = {
         "model": endpoint.model,
         "base_url": f"{endpoint.url.rstrip('/')}/chat/completions",
-        "num_concurrent": concurrency,
+        "num_concurrent": CONCURRENCY,
         "max_retries": 5,
         "tokenized_requests": False,
     }
-    command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-chat-completions", "--tasks", task]
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-chat-completions", "--tasks", suite.task]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
     command += ["--gen_kwargs", ",".join(f"{name}={value}" for name, value in kwargs.items())]
-    command += ["--apply_chat_template", "--log_samples", "--output_path", str(out), "--include_path", str(tasks)]
+    command += ["--apply_chat_template", "--log_samples", "--output_path", str(out)]
     command += ["--use_cache", str(cache), *(["--limit", str(n)] if n else [])]
     log = out / "lm_eval.log"
     with _child(command, log, {KEY_VARIABLE: "none"} | os.environ) as child:
         status = child.wait()
     if status:
         raise EvalError(
-            f"lm_eval failed for {task} at {endpoint.url} (status {status}; all of it in {log}): {_end_of(log)}"
+            f"lm_eval failed for {suite.task} at {endpoint.url} (status {status}; all of it in {log}): {_end_of(log)}"
         )
 
 

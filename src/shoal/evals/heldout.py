@@ -11,25 +11,20 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from shoal import tasks
 from shoal.config import Config
 from shoal.config.sections import EVALUATED_AT_ONCE
-from shoal.engine.protocol import Engine, Sampling
+from shoal.engine.protocol import Engine
+from shoal.evals.examiner import Examiner
 from shoal.model.dtype import give_back
-from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sampling import rollout_seed
-from shoal.model.turns import last_turn
 from shoal.protocol.history import History, RunHistory
 from shoal.protocol.messages import Evaluation, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
-from shoal.tasks.budget import in_turn
-from shoal.tasks.environments import Conversation, close, environments_of, responder
-from shoal.tasks.prompt import completion_text, prompt_tokens
 
 BETWEEN = 64  # held-out tasks, at most, of an evaluation between the first and the last
 IDLE_S = 0.3
@@ -54,14 +49,12 @@ class Evaluator:
         self.cache = cache
         self.access = node.access(publisher, config)
         self.tasks = task_set or tasks.load(config.tasks)
-        self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
-        self.environments = environments_of(config, self.tasks.files)
+        self.examiner = Examiner(config, self.tasks.files)
         self.held: tuple[int, Path] | None = None  # the version that was fetched last
 
     def close(self) -> None:
         """End the processes that grade and answer."""
-        self.graders.close()
-        close(self.environments)
+        self.examiner.close()
 
     def run(self, stop: threading.Event) -> str:
         """Evaluate versions as they fall due, until the run ends or `stop` is set. Returns which."""
@@ -123,34 +116,21 @@ class Evaluator:
 
     def evaluate(self, version: int, folder: Path, final: bool) -> Evaluation:
         """Accuracy of one version on the held-out tasks; versions between the first and the last use fewer tasks."""
-        engine = self.new_engine()  # for this evaluation only, so that its memory is freed
-        engine.load(folder)
+        self.examiner.load(self.new_engine(), folder)  # for this evaluation only, so that its memory is freed
         self.node.policy_version = version
         self.node.doing(f"evaluating version {version}")
         n = self.config.evaluator.n
         n = n if final or version == 0 else min(n, BETWEEN)
-        tokenizer, ends = load_tokenizer(folder), eos_ids(folder)
-        settings = self.config.sampling
-        return Evaluation(
-            version=version,
-            greedy=self._accuracy(engine, tokenizer, Sampling(0.0, settings.max_tokens, ends), n),
-            sampled=self._accuracy(engine, tokenizer, Sampling(settings.temperature, settings.max_tokens, ends), n),
-            n=n,
-            final=final,
-        )
+        greedy, sampled = self._accuracy(0.0, n), self._accuracy(self.config.sampling.temperature, n)
+        del self.examiner.engine
+        return Evaluation(version=version, greedy=greedy, sampled=sampled, n=n, final=final)
 
-    def _accuracy(self, engine: Engine, tokenizer: Any, sampling: Sampling, n: int) -> float:
+    def _accuracy(self, temperature: float, n: int) -> float:
         right = 0.0
-        conversation = Conversation(self.config, self.environments, tokenizer, sampling.eos_ids)
         for start in range(0, n, EVALUATED_AT_ONCE):
             chunk = self.tasks.heldout[start : min(start + EVALUATED_AT_ONCE, n)]
-            prompts = [
-                prompt_tokens(tokenizer, self.config.tasks, task, in_turn(self.config.tasks, start + i))
-                for i, task in enumerate(chunk)
-            ]
             seeds = [[rollout_seed("shoal/heldout", 0, "", 0, start + i)] for i in range(len(chunk))]
-            answered = engine.generate(prompts, seeds, sampling, responder(conversation, chunk, seeds))
-            self.node.tokens += sum(len(group[0].logprobs) for group in answered)
-            texts = [completion_text(tokenizer, last_turn(group[0].turns, group[0].tokens)) for group in answered]
-            right += sum(grade.score for grade in self.graders.grade(chunk, texts))
+            groups, grades = self.examiner.ask(chunk, start, seeds, temperature)
+            self.node.tokens += sum(len(group[0].logprobs) for group in groups)
+            right += sum(grade.score for [grade] in grades)
         return right / n
