@@ -32,12 +32,8 @@ from blake3 import blake3
 
 from shoal import tasks
 from shoal.config import Config
-<<<<<<< HEAD
 from shoal.config.tasks import GRADER_ERRORS
-from shoal.engine.protocol import Completion, Engine, Sampling
-=======
 from shoal.engine.protocol import Completion, Engine
->>>>>>> a7e3d363 (shoal eval has lm_eval's suites alone; one loop asks and grades)
 from shoal.errors import ShoalError, disk_is_full
 from shoal.evals.examiner import Examiner
 from shoal.files import write_file
