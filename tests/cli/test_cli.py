@@ -69,7 +69,7 @@ def test_overlays_are_applied_in_order(small: str, tmp_path: Path, capsys: pytes
         (["worker", "--join", "missing.file", "--dir", "w"], USAGE, "no file at missing.file"),
         (["worker", "--join", "{small}", "--dir", "w"], USAGE, "small.toml: not an invite"),
         (["run", "{small}", "--with", "over.toml"], USAGE, "no config at over.toml"),
-        (["audit", "nowhere.parquet", "--config", "{small}"], USAGE, "nothing is at nowhere.parquet"),
+        (["audit", "nowhere.parquet", "--run", "x"], USAGE, "nothing is at nowhere.parquet"),
         (
             ["pool", "invite", "{small}.d", "--role", "worker", "--name", "w"],
             USAGE,

@@ -103,12 +103,12 @@ def test_what_it_needs_and_does_not_have_is_said(
     assert "--run DIR" in capsys.readouterr().err
 
 
-def test_a_config_and_weights_do_instead_of_a_run(
+def test_weights_may_be_named(
     run: Path, tiny_folder: Path, worker: Producer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file.parquet"
     file.write_bytes(worker.submission(ASKED))
-    arguments = ["--config", str(run / "config.toml"), "--weights", str(tiny_folder)]
+    arguments = ["--run", str(run), "--weights", str(tiny_folder)]
     assert main(["audit", str(file), *arguments]) == DONE
     assert capsys.readouterr().out.endswith("accepted\n")
 

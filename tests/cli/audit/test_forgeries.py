@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from shoal.cli.audit.audit import Asked, audit
+from shoal.cli.audit.audit import audit
 from shoal.cli.audit.opened import BrokenError
 
 from .forgeries import FORGERIES, Ledger, dismissal, forging, reject
@@ -22,7 +22,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(folder: Path) -> list[str]:
     lines: list[str] = []
-    audit(folder, Asked(rerun=0, proofs=0), Random(0), lines.append)
+    audit(folder, lines.append, Random(0), rerun=0, proofs=0)
     return lines
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.audit.audit import Asked, audit, check_settled
+from shoal.cli.audit.audit import audit, check_settled
 from shoal.cli.audit.opened import BrokenError
 from shoal.config import dumps
 from shoal.config.sections import LedgerSection
@@ -38,11 +38,10 @@ def test_an_entry_that_the_accounts_forbid_is_named(tmp_path: Path, kind: str, b
     run.pool.db.ledger.append("staked", {"key": ALICE.public, "amount": 7})
     run.publish(0)
     (run.folder / "config.toml").write_text(dumps(run.config))
-    asked = Asked(rerun=0, unsealed=True)
-    audit(run.folder, asked, Random(0), lambda line: None)
+    audit(run.folder, lambda line: None, Random(0), rerun=0, unsealed=True)
     entry = run.pool.db.ledger.append(kind, body)
     with pytest.raises(BrokenError) as broken:
-        audit(run.folder, asked, Random(0), lambda line: None)
+        audit(run.folder, lambda line: None, Random(0), rerun=0, unsealed=True)
     assert broken.value.link == f"ledger entry {entry.seq}"
 
 

@@ -3,15 +3,13 @@ from random import Random
 
 import pytest
 
-from shoal.cli.audit.audit import Asked, audit
+from shoal.cli.audit.audit import audit
 from shoal.cli.audit.opened import BrokenError
 from shoal.coordinator import trust
 from shoal.coordinator.database import record_start
 
 from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, copy_of, record_run
 from .tampering import tamperings
-
-QUICK = Asked(rerun=0, proofs=0)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +19,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(folder: Path) -> list[str]:
     lines: list[str] = []
-    audit(folder, QUICK, Random(0), lines.append)
+    audit(folder, lines.append, Random(0), rerun=0, proofs=0)
     return lines
 
 
@@ -73,7 +71,7 @@ def test_a_batch_of_another_size_than_the_config_says_is_named(tmp_path: Path, n
     run.submit(BOB, 0)
     [entry] = run.pool.db.ledger.entries(kind="batch")
     with pytest.raises(BrokenError, match="is not the batch of step 0") as broken:
-        audit(run.folder, Asked(rerun=0, proofs=0, unsealed=True), Random(0), lambda line: None)
+        audit(run.folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True)
     assert broken.value.link == f"ledger entry {entry.seq}"
 
 
@@ -88,7 +86,7 @@ def test_a_batch_with_more_unchecked_groups_than_a_batch_takes_is_named(
     run.submit(BOB, 0)
     monkeypatch.setattr(trust, "UNCHECKED_SHARE", 0.0)
     with pytest.raises(BrokenError, match="has 1 groups that were not prefilled whole"):
-        audit(run.folder, Asked(rerun=0, proofs=0, unsealed=True), Random(0), lambda line: None)
+        audit(run.folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True)
 
 
 def test_a_file_that_says_it_was_not_prefilled_whole_is_named(tmp_path: Path) -> None:
@@ -96,7 +94,7 @@ def test_a_file_that_says_it_was_not_prefilled_whole_is_named(tmp_path: Path) ->
     run.publish(0)
     run.submit(ALICE, 0, prefilled=False)
     with pytest.raises(BrokenError, match="was prefilled whole, says the ledger; its file says otherwise"):
-        audit(run.folder, Asked(rerun=0, proofs=0, unsealed=True), Random(0), lambda line: None)
+        audit(run.folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True)
 
 
 @pytest.mark.parametrize("first", [0])

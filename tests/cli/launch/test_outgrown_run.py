@@ -90,9 +90,9 @@ def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> 
         assert "submissions of version" in told and told.rstrip().endswith("the audit found no broken link")
         assert not list(servers.out.rglob("pool.sqlite")) and not list(servers.out.rglob("*.parquet"))
 
-        entries = [
-            json.loads(line) for line in servers.done("audit", out, "--entries").splitlines() if line.startswith("{")
-        ]
+        servers.done("audit", out, "--export", f"{out}.jsonl")
+        rows = [json.loads(line) for line in Path(f"{out}.jsonl").read_text().splitlines()]
+        entries = [row | {"body": json.loads(row["body"])} for row in rows]
         credited = sum(entry["body"]["tokens"] for entry in entries if entry["kind"] == "credited")
         assert on_chain(rpc, contract, entries) == credited > 0
         assert servers.done("pool", "stake", "settle", out).strip().endswith("0 entries settled")

@@ -11,7 +11,6 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -32,25 +31,32 @@ from shoal.protocol.messages import Reason, Spent
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Asked:
-    key: str = ""  # the coordinator's; "" takes the one that the ledger names
-    heads: Sequence[str] = ()  # that the auditor knows
-    export: Path | None = None  # the ledger as JSON lines, instead of the database
-    unsealed: bool = False  # accept a ledger whose coordinator still runs or was killed
-    rerun: int = 1  # steps to run again
-    rpc: str = ""  # a node of the chain that holds the run's contract; "": the one that its config names
-    proofs: int = 4  # accepted submissions to judge again for each of these steps; 0: no rejected ones either
+def audit(
+    folder: Path,
+    say: Say,
+    random: Random,
+    *,
+    key: str = "",
+    heads: Sequence[str] = (),
+    export: Path | None = None,
+    unsealed: bool = False,
+    rerun: int = 1,
+    proofs: int = 4,
+    rpc: str = "",
+) -> Found:
+    """Check all of a run. Raises BrokenError.
 
-
-def audit(folder: Path, asked: Asked, random: Random, say: Say) -> Found:
-    """Raises BrokenError."""
-    run = open_run(folder, key=asked.key, export=asked.export)
+    `key`: the coordinator's; "" takes the one that the ledger names. `heads`: those that the auditor knows. `export`: the
+    ledger as JSON lines, instead of the database. `unsealed`: accept a ledger whose coordinator still runs or was killed.
+    `rerun`: steps to train again. `proofs`: accepted submissions to judge again for each of these; 0: none at all.
+    `rpc`: a node of the chain that holds the run's contract; "": the one that its config names.
+    """
+    run = open_run(folder, key=key, export=export)
     say(f"run {run.run}, coordinator {run.key}")
-    heads = check_heads(run, asked.heads)
-    sealed = check_end(run, unsealed=asked.unsealed)
+    signed = check_heads(run, heads)
+    sealed = check_end(run, unsealed=unsealed)
     newest = f"{run.chain[-1].seq}:{run.chain[-1].digest}"
-    say(f"ledger: {len(run.chain)} entries, head {newest}; {len(heads)} co-signed heads")
+    say(f"ledger: {len(run.chain)} entries, head {newest}; {len(signed)} co-signed heads")
     say("tables: as sealed" if sealed else "tables: not sealed, not compared")
     walk = Walk(run)
     found = walk.walk()
@@ -64,11 +70,11 @@ def audit(folder: Path, asked: Asked, random: Random, say: Say) -> Found:
         f"submissions: {len(found.accepted)} accepted, {len(found.rejected)} rejected; every file signed and as recorded"
     )
     say(f"steps: {len(found.records)} trained, each on exactly the groups of its batch")
-    if line := check_settled(run, asked.rpc):
+    if line := check_settled(run, rpc):
         say(line)
     for line in check_files(run, found):
         say(line)
-    _again(run, found, asked, random, say)
+    _again(run, found, rerun, proofs, random, say)
     for what, count in found.unproven.items():
         say(f"not checked: {count} {what}")
     for line in [*by_step(found), *by_node(found)]:
@@ -76,17 +82,17 @@ def audit(folder: Path, asked: Asked, random: Random, say: Say) -> Found:
     return found
 
 
-def _again(run: Opened, found: Found, asked: Asked, random: Random, say: Say) -> None:
+def _again(run: Opened, found: Found, steps: int, proofs: int, random: Random, say: Say) -> None:
     """Judge hard rejections. Run drawn steps again, and judge a sample of the submissions of the version each began with."""
     from shoal.cli.audit.again import judge_again, judge_rejections, obstacle, rerun, states
 
-    if line := judge_rejections(run, found, limit=asked.proofs):
+    if line := judge_rejections(run, found, limit=proofs):
         say(line)
-    if not asked.rerun:
+    if not steps:
         return
 
     possible = states(run, found)
-    for step in sorted(random.sample(possible, min(asked.rerun, len(possible)))):
+    for step in sorted(random.sample(possible, min(steps, len(possible)))):
         with tempfile.TemporaryDirectory() as scratch, rerun(run, found, step, Path(scratch)) as again:
             if again.compared:
                 say(f"step {step}: run again, version {step + 1} is equal to the last bit")
@@ -94,7 +100,7 @@ def _again(run: Opened, found: Found, asked: Asked, random: Random, say: Say) ->
                 differs = [name for name in type(again.here).model_fields if _differs(again, name)]
                 say(f"step {step}: run again, not compared: this machine computes with another {', '.join(differs)}")
             of_version = [one for one in found.accepted.values() if one.version == step]
-            sample = random.sample(of_version, min(asked.proofs, len(of_version)))
+            sample = random.sample(of_version, min(proofs, len(of_version)))
             judge_again(run, sample, again.before, again.there.dtype)
             say(f"proofs: {len(sample)} of {len(of_version)} submissions of version {step} judged again, all accepted")
     if not possible:

@@ -61,11 +61,6 @@ class Opened:
     def of(self, kind: str) -> list[dict[str, JSON]]:
         return [body for entry, body in zip(self.chain, self.bodies, strict=True) if entry.kind == kind]
 
-    @property
-    def steps(self) -> int:
-        """Trained steps."""
-        return sum(entry.kind == "trained" for entry in self.chain)
-
 
 def coordinator_folder(folder: Path) -> Path:
     inner = folder / "coordinator"

@@ -139,7 +139,7 @@ def _book(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.booking} takes {'no' if arguments.amount else 'an'} AMOUNT")
     if not decides and len(arguments.subject) != 64:
         raise UserError(
-            f"{arguments.subject[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --entries`"
+            f"{arguments.subject[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --export FILE`"
         )
     booking = Booking(
         kind=arguments.booking,
