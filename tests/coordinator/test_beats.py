@@ -4,7 +4,7 @@ import pytest
 
 from shoal.coordinator import members
 from shoal.coordinator.members import LONGEST_S, TOGETHER_S, Beats
-from shoal.coordinator.nodes import TOGETHER, Node
+from shoal.coordinator.nodes import TOGETHER, Member
 from shoal.protocol.messages import Heartbeat, Intake, Stats
 
 from .support import Harness
@@ -20,7 +20,7 @@ def workers(harness: Harness) -> list[str]:
     return keys
 
 
-def of(harness: Harness, key: str) -> Node:
+def of(harness: Harness, key: str) -> Member:
     found = harness.pool.db.nodes.get(key)
     assert found is not None
     return found

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.nodes import Node
+from shoal.coordinator.nodes import Member
 
 from .support import ALICE, BOB, VALIDATOR, Harness, staffed_pool
 
@@ -54,7 +54,7 @@ def test_a_silent_worker_makes_room_after_the_timeout(harness: Harness) -> None:
 @pytest.mark.parametrize("event", ["dismiss", "ban"])
 def test_a_worker_that_may_not_work_any_more_makes_room(harness: Harness, event: str) -> None:
     node = harness.pool.db.nodes.get(ALICE)
-    assert isinstance(node, Node)
+    assert isinstance(node, Member)
     harness.pool.db.connection.change(
         "UPDATE nodes SET state = ? WHERE key = ?", {"dismiss": "dismissed", "ban": "banned"}[event], ALICE
     )

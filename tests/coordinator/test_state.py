@@ -12,7 +12,7 @@ import pytest
 
 from shoal.config.sections import CoordinatorSection
 from shoal.coordinator import state
-from shoal.coordinator.state import NONCES, TABLES, StateError, open_state
+from shoal.coordinator.state import NONCES, TABLES, PoolFolderError, open_state
 from shoal.ledger.connection import DatabaseLostError
 
 from .support import ALICE
@@ -49,7 +49,7 @@ def test_a_second_coordinator_refuses_to_start_until_the_first_is_killed(
     try:
         assert ours.poll(PATIENCE_S) and first.pid
         monkeypatch.setattr(state, "LOCK_S", 0.3)
-        with pytest.raises(StateError, match=r"another coordinator uses .*: stop it"):
+        with pytest.raises(PoolFolderError, match=r"another coordinator uses .*: stop it"):
             open_state(tmp_path, section)
         monkeypatch.setattr(state, "LOCK_S", PATIENCE_S)
         os.kill(first.pid, signal.SIGKILL)

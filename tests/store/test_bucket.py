@@ -10,16 +10,16 @@ import httpx
 import pytest
 from blake3 import blake3
 
-from shoal.store.bucket import Credentials, presigned
+from shoal.store.bucket import S3Credentials, presigned
 from shoal.store.folder import Folder, Store, StoreError
 
 from ..servers import S3_KEY, S3_SECRET, s3_server
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
-from shoal.store.bucket import Bucket, Grant, Place, credentials_from
+from shoal.store.bucket import Bucket, UploadGrant, credentials_from
 
 ID, DATA = "0123456789abcdef-000001", b"rows of a submission" * 100
-KEYS = Credentials(S3_KEY, S3_SECRET)
+KEYS = S3Credentials(S3_KEY, S3_SECRET)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def servers() -> Iterator[Callable[[str], str]]:
 
 def prefixed(url: str, name: str) -> Bucket:
     """A place of its own for each test."""
-    return Bucket(Place.of(f"s3://pool/{sha256(name.encode()).hexdigest()[:8]}", url, "us-east-1"), KEYS)
+    return Bucket(f"s3://pool/{sha256(name.encode()).hexdigest()[:8]}", url, "us-east-1", KEYS)
 
 
 @pytest.fixture(params=["rclone", "moto"])
@@ -55,11 +55,11 @@ def store(request: pytest.FixtureRequest, servers: Callable[[str], str], tmp_pat
     return Folder(tmp_path) if request.param == "folder" else prefixed(servers(request.param), request.node.name)
 
 
-def send(grant: Grant, data: bytes, **headers: str) -> httpx.Response:
+def send(grant: UploadGrant, data: bytes, **headers: str) -> httpx.Response:
     return httpx.put(grant.url, content=data, headers=grant.headers | headers)
 
 
-def granted(bucket: Bucket, data: bytes = DATA, kind: str = "submissions", id: str = ID) -> Grant:
+def granted(bucket: Bucket, data: bytes = DATA, kind: str = "submissions", id: str = ID) -> UploadGrant:
     return bucket.grant(kind, id, len(data), sha256(data).hexdigest())
 
 
@@ -157,23 +157,23 @@ def test_a_file_that_was_changed_in_the_bucket_is_refused_by_name(bucket: Bucket
     import obstore
 
     name = bucket.put("accepted", DATA)
-    obstore.put(bucket.objects, f"{bucket.place.prefix}accepted/{name}.parquet", b"other")
+    obstore.put(bucket.objects, f"{bucket.prefix}accepted/{name}.parquet", b"other")
     with pytest.raises(StoreError, match=f"accepted file {name[:16]} .* was changed in the bucket"):
         bucket.get("accepted", name)
 
 
 @pytest.mark.parametrize("id", ["", "../x", "a/b", "x" * 201])
 def test_an_id_that_could_name_another_file_is_refused(id: str) -> None:
-    bucket = Bucket(Place.of("s3://pool/run", "http://127.0.0.1:9", "us-east-1"), KEYS)
+    bucket = Bucket("s3://pool/run", "http://127.0.0.1:9", "us-east-1", KEYS)
     with pytest.raises(StoreError, match="name no file"):
         granted(bucket, id=id)
 
 
 def test_credentials_come_from_the_environment_only() -> None:
-    assert credentials_from({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}) == Credentials("a", "b")
+    assert credentials_from({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}) == S3Credentials("a", "b")
     with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID"):
         credentials_from({})
-    assert "b" * 8 not in repr(Credentials("a", "b" * 8, "b" * 8))
+    assert "b" * 8 not in repr(S3Credentials("a", "b" * 8, "b" * 8))
 
 
 def test_the_signature_of_awss_own_example() -> None:
@@ -182,7 +182,7 @@ def test_the_signature_of_awss_own_example() -> None:
         "GET",
         "https://examplebucket.s3.amazonaws.com/test.txt",
         {},
-        credentials=Credentials("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"),
+        credentials=S3Credentials("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"),
         region="us-east-1",
         now_s=1369353600,
         expires_s=86400,

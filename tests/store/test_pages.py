@@ -10,7 +10,7 @@ import zstandard
 
 from shoal.store import decode
 from shoal.store.columns import PROOF_BYTES, RolloutFileError
-from shoal.store.decode import MAX_PAGES, Chunk, check_pages
+from shoal.store.decode import MAX_PAGES, ColumnChunk, check_pages
 from shoal.store.rollouts import Rollout, read_submission, write_submission
 
 from .test_rollouts import HEADER, ME, PLAIN, never, opened, read, signed, with_column, zigzag
@@ -44,7 +44,7 @@ def page_v2(values: int, inflated: int, body: bytes, *, compressed: bool = True)
 
 def check(data: bytes, values: int, *, compressed: bool = True, pages_left: int = 9, **changed: Any) -> int:
     described = {"column": "tokens", "start": 0, "size_bytes": len(data), "values": values, "value_bytes": 4}
-    return check_pages(data, Chunk(**described | {"compressed": compressed} | changed), pages_left)
+    return check_pages(data, ColumnChunk(**described | {"compressed": compressed} | changed), pages_left)
 
 
 def test_pages_that_fill_their_chunk_are_counted() -> None:

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
-from shoal.coordinator.nodes import Node
+from shoal.coordinator.nodes import Member
 from shoal.coordinator.submissions import Submission
 
 LATE = 2.0
@@ -102,7 +102,7 @@ class Arrivals:
         if node is not None:
             self._fit(node, task.groups, max(self.db.clock() - task.assigned_s, 1e-3), only_smaller=True)
 
-    def _fit(self, node: Node, size: int, took_s: float, *, only_smaller: bool = False) -> float:
+    def _fit(self, node: Member, size: int, took_s: float, *, only_smaller: bool = False) -> float:
         """Give a worker tasks of the size that fits its time. Returns how long one of the new size probably takes."""
         times = self._times()
         if not times:
@@ -137,7 +137,7 @@ class Arrivals:
             self.db.nodes.suspend(node.key, why, now_s)
 
 
-def usual(node: Node | None, config: Config) -> int:
+def usual(node: Member | None, config: Config) -> int:
     """Groups in a worker's next task, if the open batch needs as many."""
     base = config.workers.groups_per_submission
     return min(node.size, largest(config)) if node is not None and node.size else base
@@ -161,7 +161,7 @@ def fitting(size: int, took_s: float, median_s: float, config: Config) -> int:
     return size
 
 
-def _share(node: Node) -> float:
+def _share(node: Member) -> float:
     """The share of its tasks that a worker missed, a newcomer's if nothing is known of it."""
     is_new = not node.took_s and not node.missed_in_a_row
     return max(node.missed, NEWCOMER) if is_new else node.missed

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from shoal.config import Config
 from shoal.coordinator.arrivals import Arrivals, usual
 from shoal.coordinator.database import Database, PoolError
-from shoal.coordinator.nodes import Node
+from shoal.coordinator.nodes import Member
 from shoal.coordinator.submissions import Submission
 from shoal.coordinator.trust import most_unchecked
 from shoal.protocol.identity import Identity
@@ -120,7 +120,7 @@ class Assignments:
         self.db.submissions.announce(held.id, "")  # it was restarted
         return []
 
-    def _holds_enough(self, worker: str, node: Node | None, loaded: int, oldest_allowed: int) -> str:
+    def _holds_enough(self, worker: str, node: Member | None, loaded: int, oldest_allowed: int) -> str:
         """What the worker has to finish before its next task; "" if nothing.
 
         A task of newer weights may outlive an older one that is still being uploaded. So it is given only while the older
@@ -167,7 +167,7 @@ class Assignments:
             max_bytes=self.config.max_submission_bytes,
         )
 
-    def _wanted(self, node: Node | None, step: int, version: int, newest: int, now_s: float) -> int:
+    def _wanted(self, node: Member | None, step: int, version: int, newest: int, now_s: float) -> int:
         """How many groups this worker's next task holds; 0: enough of them are under way for the open batch.
 
         More would only grow old in the queue. Open tasks that are late, or whose workers are silent, do not count. While a
@@ -234,7 +234,7 @@ class Assignments:
         log.info("%s uploaded by %s", id, self.db.nodes.name(worker))
 
 
-def _rests(node: Node | None, now_s: float) -> str:
+def _rests(node: Member | None, now_s: float) -> str:
     """Why the worker gets no new task, by its state or after it missed one; "" if it does."""
     if node is None:
         return ""

@@ -23,7 +23,7 @@ from shoal.coordinator.assignment import Assignments
 from shoal.coordinator.checkers import Checkers
 from shoal.coordinator.credit import StakeView
 from shoal.coordinator.database import Database, PoolError
-from shoal.coordinator.nodes import Node
+from shoal.coordinator.nodes import Member
 from shoal.ledger.connection import SERIAL
 from shoal.protocol.invite import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Intake, InvitePayload, Registered, Role
@@ -89,7 +89,7 @@ class Members:
                 f"this key has staked {staked}, an open invite needs {least}: stake more and join again", 403
             )
 
-    def _why_no_stake(self, node: Node) -> str:
+    def _why_no_stake(self, node: Member) -> str:
         """What a worker that joined by stake has to wait for before it gets a task; "" if nothing."""
         if not node.joined_by_stake or (staked := self.stakes.at_risk(node.key)) >= self._least_stake:
             return ""
@@ -180,7 +180,7 @@ class Members:
         """No new tasks for a worker that asked to leave; it may finish the one that it holds."""
         self.db.nodes.move(key, "drain", "it asked to leave", self.db.clock())
 
-    def _now(self, key: str) -> Node:
+    def _now(self, key: str) -> Member:
         """The member, after what time alone changes: a suspension is over, a worker that drains has nothing left to do."""
         node, now_s = self.db.nodes.get(key), self.db.clock()
         if node is None:
@@ -192,7 +192,7 @@ class Members:
             moved = self.db.nodes.move(key, "emptied", node.reason, now_s)
         return (self.db.nodes.get(key) or node) if moved else node
 
-    def _state_for(self, node: Node) -> Literal["running", "finished", "evicted", "left"]:
+    def _state_for(self, node: Member) -> Literal["running", "finished", "evicted", "left"]:
         """Workers, validators and the learner finish at the last version; roles that serve or evaluate it, after that."""
         role = node.role
         if node.evicted:
@@ -215,7 +215,7 @@ class Beats:
         self._downloads: list[Download] = []
         self._written_s = 0.0
 
-    def take(self, node: Node, beat: Heartbeat) -> None:
+    def take(self, node: Member, beat: Heartbeat) -> None:
         now_s = self.db.clock()
         if self._of_node.wait_s(node.key, now_s) > 0 and beat.policy_version == node.version:
             return

@@ -76,7 +76,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Node:
+class Member:
     key: str
     name: str
     role: Role
@@ -113,10 +113,10 @@ class Node:
         return " " in self.invite
 
 
-COLUMNS = ", ".join(field.name for field in fields(Node))
+COLUMNS = ", ".join(field.name for field in fields(Member))
 
 
-def after(node: Node, event: Event, now_s: float) -> NodeState | None:
+def after(node: Member, event: Event, now_s: float) -> NodeState | None:
     """The state that follows; None if the event changes nothing."""
     found = TABLE.get((node.state, event))
     return "suspended" if found == "active" and node.suspended_until_s > now_s else found
@@ -128,18 +128,18 @@ class Nodes:
         self.connection = connection
         self.timeout_s = timeout_s
 
-    def get(self, key: str) -> Node | None:
+    def get(self, key: str) -> Member | None:
         row = self.connection.row(f"SELECT {COLUMNS} FROM nodes WHERE key = ?", key)
-        return None if row is None else Node(*row)
+        return None if row is None else Member(*row)
 
     def name(self, key: str) -> str:
         """For people."""
         node = self.get(key)
         return node.name if node else key[:16]
 
-    def all(self) -> list[Node]:
+    def all(self) -> list[Member]:
         """By role, then name."""
-        return [Node(*row) for row in self.connection.rows(f"SELECT {COLUMNS} FROM nodes ORDER BY role, name")]
+        return [Member(*row) for row in self.connection.rows(f"SELECT {COLUMNS} FROM nodes ORDER BY role, name")]
 
     def add(self, key: str, name: str, role: Role, url: str | None, invite: str, seen_s: float) -> None:
         self.connection.change(

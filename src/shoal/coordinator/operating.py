@@ -24,9 +24,8 @@ from shoal.config import Config
 from shoal.config.config import LOOPBACK
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import Nodes
-from shoal.coordinator.state import KEY, TASKS, open_tables
+from shoal.coordinator.state import KEY, TASKS, PoolFolderError, open_tables
 from shoal.coordinator.trust import EvidenceTable
-from shoal.errors import UserError
 from shoal.files import write_file
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Address, AddressError, Invite, InviteError, make_invite, run_id, server_url
@@ -35,14 +34,6 @@ from shoal.shardcast.fetch.reach import narrowest
 
 CONFIG, INVITES = "config.toml", "invites"
 STEERED = {"ban": "evicted", "drain": "drained", "readmit": "readmitted"}
-
-
-class PoolFolderError(UserError):
-    """A folder that cannot become, or is not, a pool's; the message says what to do."""
-
-
-class SteeringError(UserError):
-    """No member of this name has the role."""
 
 
 @dataclass(frozen=True)
@@ -140,14 +131,14 @@ def steer(folder: Path, name: str, event: Literal["ban", "drain", "readmit"]) ->
         readmit  tasks again for a worker that was dismissed, drains, has left, or was too slow; what was held against it is
                  forgotten. A suspension stays, and who was slashed stays banned
 
-    Raises SteeringError, PoolError, StateError.
+    Raises PoolFolderError, PoolError.
     """
     connection, role = open_tables(folder), "relay" if event == "ban" else "worker"
     every = [node for node in Nodes(connection).all() if node.role == role]
     node = next((one for one in every if one.name == name), None)
     if node is None:
         names = ", ".join(one.name for one in every if not one.evicted)
-        raise SteeringError(f"{name} is not a {role} of this pool; its {role}s are: {names or 'none'}")
+        raise PoolFolderError(f"{name} is not a {role} of this pool; its {role}s are: {names or 'none'}")
     with connection.transaction():
         if not Nodes(connection).move(node.key, event, f"{STEERED[event]} by the operator", time.time()):
             raise PoolError(f"{name} is {node.state} ({node.reason or 'no reason given'}): `{event}` changes nothing")

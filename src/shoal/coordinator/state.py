@@ -39,8 +39,8 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 LOCK_S = 20.0  # a PostgreSQL notices within this time that the coordinator before this one was killed or cut off
 
 
-class StateError(UserError):
-    """A folder without a coordinator's state, or in use by another coordinator; the message says what to do."""
+class PoolFolderError(UserError):
+    """A folder that is no pool's, is in use, or has no such member; the message says what to do."""
 
 
 class Nonces:
@@ -101,7 +101,7 @@ class Nonces:
 
 
 def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, Nonces]:
-    """The tables and the nonces of a coordinator, for itself alone. Raises StateError if another one uses them."""
+    """The tables and the nonces of a coordinator, for itself alone. Raises PoolFolderError if another one uses them."""
     tables: Connection
     spent: Connection
     if section.database:
@@ -109,7 +109,9 @@ def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, N
 
         server = open_postgres(section.database)
         if not server.lock(LOCK_S):
-            raise StateError(f"another coordinator uses {server.place}: stop it, or name another database or schema")
+            raise PoolFolderError(
+                f"another coordinator uses {server.place}: stop it, or name another database or schema"
+            )
         tables, spent, boot = server, server, "server"
     else:
         _lock(folder / LOCK)
@@ -124,11 +126,11 @@ def _lock(path: Path) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise StateError(f"another coordinator uses {path.parent}: stop it first") from error
+        raise PoolFolderError(f"another coordinator uses {path.parent}: stop it first") from error
 
 
 def open_tables(folder: Path) -> Connection:
-    """The tables of the coordinator that uses this folder, beside it. Raises StateError, ConfigError, DatabaseLostError."""
+    """The tables of the coordinator that uses this folder. Raises PoolFolderError, ConfigError, DatabaseLostError."""
     if (folder / TABLES).is_file():
         return open_sqlite(folder / TABLES)
     for path in (folder / "config.toml", folder.parent / "config.toml"):  # of a pool; of `shoal run`
@@ -136,4 +138,4 @@ def open_tables(folder: Path) -> Connection:
             from shoal.ledger.postgres import open_postgres
 
             return open_postgres(database)
-    raise StateError(f"{folder} is not the folder of a coordinator that has run; name that folder")
+    raise PoolFolderError(f"{folder} is not the folder of a coordinator that has run; name that folder")

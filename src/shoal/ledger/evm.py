@@ -1,7 +1,7 @@
 """The accounts of a pool on an EVM chain: a contract in Vyper, calls that are encoded here, and a chain behind JSON-RPC.
 
     stakes.vy      the contract        stakes.json   what the compiler made of it; a test compiles it again and compares
-    EvmStakes      the accounts of `shoal.ledger.stakes` in a contract, over any `Chain`
+    EvmStakes      the accounts of `shoal.ledger.stakes` in a contract, over any `EvmChain`
     Web3Chain      a node behind JSON-RPC, through web3.py: a pool's real one, or one on this machine
 
 Invariants: the contract decides. A refused transaction changes nothing and is a LedgerError with the contract's own words;
@@ -40,7 +40,7 @@ class ChainLostError(LedgerError):
     restart_helps = True
 
 
-class Chain(Protocol):
+class EvmChain(Protocol):
     """Transactions of one account. Raises LedgerError, with the reason, for what the contract refuses."""
 
     @property
@@ -70,14 +70,14 @@ def artifact() -> dict[str, Any]:
     return found
 
 
-def deploy(chain: Chain, *, unstake_s: int = UNSTAKE_S, appeal_s: int = APPEAL_S) -> str:
+def deploy(chain: EvmChain, *, unstake_s: int = UNSTAKE_S, appeal_s: int = APPEAL_S) -> str:
     """A new contract whose operator is the chain's account. Returns its address."""
     code = bytes.fromhex(artifact()["bytecode"].removeprefix("0x"))
     return chain.deploy(code + _encode(["uint256", "uint256"], [unstake_s, appeal_s]))
 
 
 class EvmStakes:
-    def __init__(self, chain: Chain, address: str) -> None:
+    def __init__(self, chain: EvmChain, address: str) -> None:
         self.chain = chain
         self.address = address
 

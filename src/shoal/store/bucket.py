@@ -7,7 +7,7 @@
 
 Invariant: a file under its final name has that content, and no node can make or change one: a grant is bound to size and
 SHA-256, creates and never overwrites, and reaches only the grants' own names. What a bucket does not check itself, `check`
-and `get` do: they read the file. Credentials stay in this process.
+and `get` do: they read the file. S3Credentials stay in this process.
 Called by the coordinator. Needs the extra `s3` (obstore). Left out: removing uploads that nobody finished: give `incoming/`
 a lifecycle rule of a day.
 """
@@ -42,7 +42,7 @@ ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
 @dataclass(frozen=True)
-class Grant:
+class UploadGrant:
     """A PUT of exactly this file, with exactly these headers."""
 
     url: str
@@ -50,64 +50,51 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Credentials:
+class S3Credentials:
     key_id: str
     secret: str = field(repr=False)
     token: str = field(default="", repr=False)  # of temporary ones
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a bucket is. `endpoint` "" is AWS."""
-
-    bucket: str
-    prefix: str
-    endpoint: str
-    region: str
-
-    @classmethod
-    def of(cls, url: str, endpoint: str, region: str) -> "Place":
-        """`url`: s3://BUCKET/PREFIX."""
-        parts = urlsplit(url)
-        prefix = parts.path.strip("/")
-        return cls(parts.netloc, f"{prefix}/" if prefix else "", endpoint.rstrip("/"), region)
-
-    def address(self, name: str) -> str:
-        """The URL of an object, by the path style, which every bucket behind an endpoint of its own knows."""
-        host = self.endpoint or f"https://s3.{self.region}.amazonaws.com"
-        return f"{host}/{self.bucket}/{quote(name)}"
-
-
-def credentials_from(environment: Mapping[str, str]) -> Credentials:
+def credentials_from(environment: Mapping[str, str]) -> S3Credentials:
     """Raises StoreError."""
     found = [environment.get(name, "") for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
     if not (found[0] and found[1]):
         raise StoreError("the bucket needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in this process's environment")
-    return Credentials(*found)
+    return S3Credentials(*found)
 
 
 class Bucket:
     def __init__(
-        self, place: Place, credentials: Credentials | None = None, clock: Callable[[], float] = time.time
+        self,
+        url: str,
+        endpoint: str,
+        region: str,
+        credentials: S3Credentials | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`credentials` None: those of the environment. Raises StoreError."""
-        self.place = place
+        """`url`: s3://BUCKET/PREFIX; `endpoint` "" is AWS; `credentials` None: the environment's. Raises StoreError."""
+        parts = urlsplit(url)
+        self.name, prefix = parts.netloc, parts.path.strip("/")
+        self.prefix = f"{prefix}/" if prefix else ""
+        self.region = region
+        self.host = endpoint.rstrip("/") or f"https://s3.{region}.amazonaws.com"
         self.credentials = credentials or credentials_from(os.environ)
         self.clock = clock
         settings: S3Config = {
             "access_key_id": self.credentials.key_id,
             "secret_access_key": self.credentials.secret,
-            "region": place.region,
+            "region": region,
             "virtual_hosted_style_request": False,
         }
         if self.credentials.token:
             settings["session_token"] = self.credentials.token
-        if place.endpoint:
-            settings["endpoint"] = place.endpoint
+        if endpoint:
+            settings["endpoint"] = self.host
         self.objects = S3Store(
-            place.bucket,
+            self.name,
             config=settings,
-            client_options={"allow_http": place.endpoint.startswith("http://"), "timeout": "60s"},
+            client_options={"allow_http": endpoint.startswith("http://"), "timeout": "60s"},
             retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=20)},
         )
 
@@ -125,14 +112,14 @@ class Bucket:
             raise StoreError(f"{kind} file {content_hash[:16]} in {self} was changed in the bucket")
         return data
 
-    def grant(self, kind: str, id: str, size_bytes: int, sha256: str) -> Grant:
+    def grant(self, kind: str, id: str, size_bytes: int, sha256: str) -> UploadGrant:
         """Lets its holder send this one file for this one task, within GRANT_S."""
         headers = {
             "content-length": str(size_bytes),
             "if-none-match": "*",
             "x-amz-checksum-sha256": base64.b64encode(bytes.fromhex(sha256)).decode(),
         }
-        return Grant(self._signed("PUT", self._incoming(kind, id, sha256), headers), headers)
+        return UploadGrant(self._signed("PUT", self._incoming(kind, id, sha256), headers), headers)
 
     def check(self, kind: str, id: str, size_bytes: int, sha256: str) -> str:
         """Returns the hash of the file that was sent by this grant. Raises StoreError if it is another one."""
@@ -172,10 +159,10 @@ class Bucket:
     def _signed(self, method: str, name: str, headers: dict[str, str]) -> str:
         return presigned(
             method,
-            self.place.address(name),
+            f"{self.host}/{self.name}/{quote(name)}",  # the path style, which every bucket behind its own endpoint knows
             headers,
             credentials=self.credentials,
-            region=self.place.region,
+            region=self.region,
             now_s=self.clock(),
             expires_s=GRANT_S,
         )
@@ -183,12 +170,12 @@ class Bucket:
     def _name(self, kind: str, content_hash: str) -> str:
         if not HASH.fullmatch(content_hash):
             raise StoreError(f"{content_hash!r} is not a content hash")
-        return f"{self.place.prefix}{kind}/{content_hash}.parquet"
+        return f"{self.prefix}{kind}/{content_hash}.parquet"
 
     def _incoming(self, kind: str, id: str, sha256: str) -> str:
         if not (ID.fullmatch(id) and HASH.fullmatch(sha256)):
             raise StoreError(f"{id[:80]!r} and {sha256[:80]!r} name no file")
-        return f"{self.place.prefix}incoming/{kind}/{id}/{sha256}"
+        return f"{self.prefix}incoming/{kind}/{id}/{sha256}"
 
     @contextmanager
     def _named_errors(self, what: str) -> Iterator[None]:
@@ -200,7 +187,7 @@ class Bucket:
             raise StoreError(f"{what} in {self}: {first_line(error)[:200]}") from error
 
     def __str__(self) -> str:
-        return f"s3://{self.place.bucket}/{self.place.prefix}"
+        return f"s3://{self.name}/{self.prefix}"
 
 
 def presigned(
@@ -208,7 +195,7 @@ def presigned(
     url: str,
     headers: Mapping[str, str],
     *,
-    credentials: Credentials,
+    credentials: S3Credentials,
     region: str,
     now_s: float,
     expires_s: int,

@@ -62,7 +62,7 @@ class BadSignatureError(RolloutFileError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class FileLimits:
     """The largest file that a reader accepts."""
 
     max_rows: int
@@ -183,7 +183,7 @@ def pack(columns: Columns) -> bytes:
     return b"".join(array.tobytes() for pair in parts for array in pair if array is not None)
 
 
-def unpack(data: bytes, rows: int, schema: pa.Schema, limits: Limits) -> Columns:
+def unpack(data: bytes, rows: int, schema: pa.Schema, limits: FileLimits) -> Columns:
     """The columns of a file of this schema. Raises RolloutFileError if `data` is not that, whoever made it."""
     if not 0 < rows <= limits.max_rows:
         raise RolloutFileError(f"{rows} rows; between 1 and {limits.max_rows} are allowed")

@@ -30,7 +30,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.errors import first_line
-from shoal.store.columns import MAX_TASK_BYTES, SUBMISSION, Columns, Limits, RolloutFileError, from_table, pack, width
+from shoal.store.columns import (
+    MAX_TASK_BYTES,
+    SUBMISSION,
+    Columns,
+    FileLimits,
+    RolloutFileError,
+    from_table,
+    pack,
+    width,
+)
 
 MAX_HEADER_BYTES = 4_096
 MAX_FOOTER_BYTES = 1 << 20
@@ -61,7 +70,7 @@ class Decoded:
         return len(next(iter(self.columns.values())))
 
 
-def decode(data: bytes, schema: pa.Schema, limits: Limits) -> Decoded:
+def decode(data: bytes, schema: pa.Schema, limits: FileLimits) -> Decoded:
     """Raises RolloutFileError for whatever pyarrow or this module refuses."""
     if MAX_FOOTER_BYTES < int.from_bytes(data[-8:-4], "little") <= len(data):
         raise RolloutFileError(f"a footer of more than {MAX_FOOTER_BYTES} bytes")
@@ -83,7 +92,7 @@ def decode(data: bytes, schema: pa.Schema, limits: Limits) -> Decoded:
         raise RolloutFileError(f"not a readable rollout file: {first_line(error)[:200]}") from error
 
 
-def _check_rows(file: pq.ParquetFile, schema: pa.Schema, limits: Limits) -> None:
+def _check_rows(file: pq.ParquetFile, schema: pa.Schema, limits: FileLimits) -> None:
     metadata = file.metadata
     if not file.schema_arrow.remove_metadata().equals(schema):
         raise RolloutFileError("columns or types are not the schema's")
@@ -95,7 +104,7 @@ def _check_rows(file: pq.ParquetFile, schema: pa.Schema, limits: Limits) -> None
         raise RolloutFileError("the row groups do not add up to the file's rows")
 
 
-def _check_columns(data: bytes, file: pq.ParquetFile, schema: pa.Schema, limits: Limits) -> None:
+def _check_columns(data: bytes, file: pq.ParquetFile, schema: pa.Schema, limits: FileLimits) -> None:
     """Bound the values of each column, then each page."""
     row_groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
     pages_left = MAX_PAGES
@@ -109,7 +118,7 @@ def _check_columns(data: bytes, file: pq.ParquetFile, schema: pa.Schema, limits:
             raise RolloutFileError(f"column {field.name} is encoded as {', '.join(sorted(encodings))}")
         value_bytes = MAX_TASK_BYTES + 4 if pa.types.is_string(field.type) else width(field.type)
         for chunk in chunks:
-            described = Chunk(
+            described = ColumnChunk(
                 column=field.name,
                 start=chunk.data_page_offset,
                 size_bytes=chunk.total_compressed_size,
@@ -124,7 +133,7 @@ def _check_columns(data: bytes, file: pq.ParquetFile, schema: pa.Schema, limits:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ColumnChunk:
     """What the footer says of a column chunk."""
 
     column: str
@@ -135,7 +144,7 @@ class Chunk:
     compressed: bool
 
 
-def check_pages(data: bytes, chunk: Chunk, pages_left: int) -> int:
+def check_pages(data: bytes, chunk: ColumnChunk, pages_left: int) -> int:
     """Returns how many pages are left for other chunks. Raises RolloutFileError."""
     end = chunk.start + chunk.size_bytes
     if not 0 <= chunk.start < end <= len(data):
@@ -161,7 +170,7 @@ def check_pages(data: bytes, chunk: Chunk, pages_left: int) -> int:
     return pages_left
 
 
-def _values(header: Fields, chunk: Chunk) -> int:
+def _values(header: Fields, chunk: ColumnChunk) -> int:
     """The number of values in a data page in plain encoding."""
     kind = header.get(1)
     if kind == DATA_PAGE and isinstance(page := header.get(5), dict):
@@ -178,14 +187,14 @@ def _values(header: Fields, chunk: Chunk) -> int:
     return count
 
 
-def _refused(chunk: Chunk, fault: str) -> RolloutFileError:
+def _refused(chunk: ColumnChunk, fault: str) -> RolloutFileError:
     return RolloutFileError(f"column {chunk.column} {fault}")
 
 
 # --- Thrift ----------------------------------------------------------------------------------------------------------
 
 
-def _header(data: bytes, at: int, end: int, chunk: Chunk) -> tuple[Fields, int]:
+def _header(data: bytes, at: int, end: int, chunk: ColumnChunk) -> tuple[Fields, int]:
     try:
         return _struct(memoryview(data)[:end], at, depth=2)
     except (IndexError, ValueError) as error:
@@ -245,11 +254,11 @@ def main(max_rows: int, max_tokens: int, memory_bytes: int, alarm_s: float) -> N
         if len(size) < 8:
             return
         signal.setitimer(signal.ITIMER_REAL, alarm_s)  # SIGALRM ends the process, whatever it is doing
-        _read(int.from_bytes(size, "big"), Limits(max_rows, max_tokens))
+        _read(int.from_bytes(size, "big"), FileLimits(max_rows, max_tokens))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _read(size_bytes: int, limits: Limits) -> None:
+def _read(size_bytes: int, limits: FileLimits) -> None:
     try:
         decoded = decode(sys.stdin.buffer.read(size_bytes), SUBMISSION, limits)
         columns = pack(decoded.columns)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.store.columns import SUBMISSION, unpack
 from shoal.store.decode import MAX_HEADER_BYTES, OUT_OF_MEMORY, Decoded
-from shoal.store.rollouts import Limits, Rollout, RolloutFile, RolloutFileError, verified_submission
+from shoal.store.rollouts import FileLimits, Rollout, RolloutFile, RolloutFileError, verified_submission
 
 START_S = 60.0
 MAX_LINE_BYTES = 1 << 16
@@ -47,7 +47,7 @@ class Quarantine:
     """
 
     def __init__(self, max_rows: int, max_tokens: int, *, memory_bytes: int = 1 << 30, timeout_s: float = 20.0) -> None:
-        self.limits = Limits(max_rows, max_tokens)
+        self.limits = FileLimits(max_rows, max_tokens)
         self.memory_bytes = memory_bytes
         self.timeout_s = timeout_s
         self.child: subprocess.Popen[bytes] | None = None

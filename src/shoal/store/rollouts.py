@@ -30,7 +30,7 @@ from shoal.store.columns import (
     SUBMISSION,
     BadSignatureError,
     Columns,
-    Limits,
+    FileLimits,
     RolloutFileError,
     content_digest,
     from_table,
@@ -48,7 +48,7 @@ __all__ = [
     "AcceptedRollout",
     "BadSignatureError",
     "Header",
-    "Limits",
+    "FileLimits",
     "Rollout",
     "RolloutFile",
     "RolloutFileError",
@@ -141,11 +141,11 @@ def read_submission(data: bytes, *, max_rows: int, max_tokens: int) -> RolloutFi
     max_rows and max_tokens (of one completion) bound what is decoded. It decodes in this process: for files from other
     machines use `quarantine`.
     """
-    limits = Limits(max_rows, max_tokens)
+    limits = FileLimits(max_rows, max_tokens)
     return verified_submission(decode(data, SUBMISSION, limits), limits)
 
 
-def verified_submission(decoded: Decoded, limits: Limits) -> RolloutFile[Rollout]:
+def verified_submission(decoded: Decoded, limits: FileLimits) -> RolloutFile[Rollout]:
     """The rows of a decoded submission, once lengths and signature were checked. Raises RolloutFileError."""
     return RolloutFile(*_verified(decoded, Rollout, limits, domain="submission"))
 
@@ -156,13 +156,13 @@ def write_accepted(header: Header, rows: list[AcceptedRollout], identity: Identi
 
 def read_accepted(data: bytes, *, max_rows: int, max_tokens: int) -> RolloutFile[AcceptedRollout]:
     """Rows of an accepted file under the signature of the validator it names. Raises RolloutFileError."""
-    limits = Limits(max_rows, max_tokens)
+    limits = FileLimits(max_rows, max_tokens)
     return RolloutFile(*_verified(decode(data, ACCEPTED, limits), AcceptedRollout, limits, domain="accepted"))
 
 
 def accepted_columns(data: bytes, *, max_rows: int, max_tokens: int) -> tuple[Header, Columns]:
     """What `read_accepted` returns, as arrays. Raises RolloutFileError."""
-    limits = Limits(max_rows, max_tokens)
+    limits = FileLimits(max_rows, max_tokens)
     decoded = decode(data, ACCEPTED, limits)
     header, tokens = _checked_header(decoded, limits, domain="accepted"), decoded.columns["tokens"]
     assert tokens.lengths is not None
@@ -193,7 +193,7 @@ def _write(header: Header, rows: list[Any], schema: pa.Schema, identity: Identit
     return buffer.getvalue()
 
 
-def _verified(decoded: Decoded, row_type: type[Row], limits: Limits, *, domain: str) -> tuple[Header, list[Row]]:
+def _verified(decoded: Decoded, row_type: type[Row], limits: FileLimits, *, domain: str) -> tuple[Header, list[Row]]:
     header = _checked_header(decoded, limits, domain=domain)
     lists = to_lists(decoded.columns)
     return header, [row_type(**dict(zip(lists, row, strict=True))) for row in zip(*lists.values(), strict=True)]
@@ -205,7 +205,7 @@ def _check_turns(turns: Turns, n_tokens: int) -> None:
         raise RolloutFileError(f"turns of {list(turns[:8])} do not fit {n_tokens} tokens")
 
 
-def _checked_header(decoded: Decoded, limits: Limits, *, domain: str) -> Header:
+def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Header:
     """The header, whose signature covers the columns."""
     try:
         header = Header.model_validate_json(decoded.header)

@@ -20,7 +20,7 @@ from shoal.cli.audit.pay import Found, Pay
 from shoal.cli.audit.work import Walk
 from shoal.coordinator.checkers import MISMATCHES
 from shoal.coordinator.judgement import ACCIDENTS, UNUSABLE
-from shoal.coordinator.nodes import Node, Nodes
+from shoal.coordinator.nodes import Member, Nodes
 from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
@@ -146,13 +146,13 @@ def check_standing(run: Opened, found: Found, pay: Pay, connection: Connection) 
             )
 
 
-def _may_be_suspended(node: Node, found: Found, missed: int) -> bool:
+def _may_be_suspended(node: Member, found: Found, missed: int) -> bool:
     reasons = [one.reason for one in found.rejected.values() if one.worker == node.key]
     unusable = sum(reason in UNUSABLE for reason in reasons)
     return missed > 0 or unusable > ACCIDENTS or reasons.count(Reason.INEXACT) >= MISMATCHES
 
 
-def _check_silent(run: Opened, node: Node) -> None:
+def _check_silent(run: Opened, node: Member) -> None:
     for entry, body in zip(run.chain, run.bodies, strict=True):
         judges = entry.kind in ("accepted", "rejected") and body["validator"] == node.key
         if judges and entry.time_s > node.state_s + SET_BACK_S:

@@ -167,10 +167,10 @@ def _open_sqlite(path: Path) -> Connection:
 
 
 def _bucket(section: StoreSection) -> Store:
-    from shoal.store.bucket import Bucket, Place  # needs the extra `s3`
+    from shoal.store.bucket import Bucket  # needs the extra `s3`
 
     with naming("store"):
-        return Bucket(Place.of(section.url, section.endpoint, section.region))
+        return Bucket(section.url, section.endpoint, section.region)
 
 
 # --- the end of the chain --------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from shoal.protocol.messages import Batch, BatchGroup, Reason, StepRecord
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     AcceptedRollout,
+    FileLimits,
     Header,
-    Limits,
     Rollout,
     RolloutFile,
     RolloutFileError,
@@ -264,7 +264,7 @@ class Walk:
 
     def _reader(self) -> Quarantine:
         """What reads the files of workers, in a child process."""
-        limits = Limits(max_rollouts(self.found.config), self._longest())
+        limits = FileLimits(max_rollouts(self.found.config), self._longest())
         if self._quarantine is None or self._quarantine.limits != limits:
             if self._quarantine is not None:
                 self._quarantine.close()

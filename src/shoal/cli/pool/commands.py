@@ -159,8 +159,8 @@ def coordinator(arguments: argparse.Namespace) -> None:
     stop = begin("coordinator", arguments)
     from shoal.cli.preflight.problems import check_length
     from shoal.coordinator.http.serving import serve_forever
-    from shoal.coordinator.operating import CONFIG, PoolFolderError, open_pool
-    from shoal.coordinator.state import KEY
+    from shoal.coordinator.operating import CONFIG, open_pool
+    from shoal.coordinator.state import KEY, PoolFolderError
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import run_id
     from shoal.tasks.compiling import build_tasks

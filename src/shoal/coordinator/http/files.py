@@ -237,7 +237,7 @@ def open_bucket(config: Config) -> BucketFiles | None:
     section = config.store
     if not section.url:
         return None
-    from shoal.store.bucket import Bucket, Place  # needs the extra `s3`
+    from shoal.store.bucket import Bucket  # needs the extra `s3`
 
-    bucket = Bucket(Place.of(section.url, section.endpoint, section.region))
+    bucket = Bucket(section.url, section.endpoint, section.region)
     return BucketFiles(bucket, config.max_submission_bytes)

@@ -57,7 +57,7 @@ class Coordinator:
         pace: Pace | None = None,
         front: Front | None = None,
     ) -> None:
-        """Raises StateError, DatabaseLostError, LedgerError if another key wrote the ledger, PoolError, StoreError."""
+        """Raises PoolFolderError, DatabaseLostError, LedgerError if another key wrote the ledger, PoolError, StoreError."""
         self.config = config
         self.run = run
         self.identity = identity
