@@ -24,7 +24,7 @@ ROOMS = {
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
     "diloco": ["errors", "files", "protocol"],
-    "engine": ["errors", "files", "model", "shardcast"],
+    "engine": ["errors", "files", "model"],
     "watch": ["config", "errors", "evidence", "files", "protocol", "shardcast"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "watch"],
     "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],

@@ -22,22 +22,16 @@ CHUNK_BYTES = 1 << 20
 
 
 class NewFile:
-    """A file without its final name. `commit` gives it that name; otherwise `close` removes it, unless it is `kept`."""
+    """A file without its final name. `commit` gives it that name; otherwise `close` removes it."""
 
-    def __init__(self, path: Path, *, resume: bool = False, mode: int = 0o644, exact_mode: bool = False) -> None:
+    def __init__(self, path: Path, *, mode: int = 0o644, exact_mode: bool = False) -> None:
         """`exact_mode`: the file gets `mode` whatever the process's umask is."""
         self.path = path
         self.mode, self.exact_mode = mode, exact_mode
         self.temporary = temporary(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            self.temporary.unlink(missing_ok=True)  # readers of the old file see that it ended
-        self._fd = self._opened(os.O_RDWR | os.O_CREAT)
-        self.kept = False
-
-    @property
-    def size_bytes(self) -> int:
-        return os.fstat(self._fd).st_size
+        self.temporary.unlink(missing_ok=True)  # readers of the old file see that it ended
+        self._fd = self._opened()
 
     def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
         write_all(self._fd, data, offset_bytes)
@@ -50,7 +44,7 @@ class NewFile:
         fd, self._fd = self._fd, -1
         os.close(fd)
         self.temporary.unlink(missing_ok=True)
-        self._fd = self._opened(os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self._fd = self._opened()
 
     def commit(self, *, durable: bool = True) -> None:
         """Gives the file its final name. Shards need not be durable, because a restart verifies their hashes."""
@@ -62,11 +56,10 @@ class NewFile:
 
     def close(self) -> None:
         os.close(self._fd)
-        if not self.kept:
-            self.temporary.unlink(missing_ok=True)
+        self.temporary.unlink(missing_ok=True)
 
-    def _opened(self, flags: int) -> int:
-        fd = os.open(self.temporary, flags, self.mode)
+    def _opened(self) -> int:
+        fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self.mode)
         if self.exact_mode:
             os.fchmod(fd, self.mode)
         return fd

@@ -379,15 +379,11 @@ def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), strikes: int = 3, **
 
 
 class Memory:
-    """Where one shard goes; may have been begun."""
+    """Where one shard goes."""
 
-    def __init__(self, begun: bytes = b"") -> None:
-        self.data = bytearray(begun)
+    def __init__(self) -> None:
+        self.data = bytearray()
         self.times_done = 0
-
-    def begun(self) -> Iterator[bytes]:
-        if self.data:
-            yield bytes(self.data)
 
     def write(self, offset_bytes: int, data: bytes) -> None:
         self.data[offset_bytes:] = data

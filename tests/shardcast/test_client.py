@@ -169,10 +169,8 @@ def test_the_next_fetch_takes_up_the_shards_that_are_done(tmp_path):
     with pytest.raises(FetchError):
         against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
     published(tmp_path, 7)  # repaired
-    record = (tmp_path / "cache" / ".v000007.full" / "record").read_text().splitlines()
-    assert {"0 10000", "1 10000", "3 7612"} <= set(record) and "2 10000" not in record
     files = tmp_path / "cache" / ".v000007.full" / "files"
-    flip_bit(files / "config.json")  # shard 0 rotted meanwhile: it is recorded, and still not believed
+    flip_bit(files / "config.json")  # shard 0 rotted meanwhile
     getter = client(tmp_path, "http://placeholder")
 
     def act(url):
@@ -181,7 +179,7 @@ def test_the_next_fetch_takes_up_the_shards_that_are_done(tmp_path):
 
     folder, _ = against(act, tmp_path / "origin")
     assert contents(folder) == contents(tmp_path / "model7")
-    assert getter.progress.reused_bytes == 2 * SHARD_BYTES + 7_612  # claimed; shard 0 was fetched again
+    assert getter.progress.reused_bytes == SHARD_BYTES + 7_612
     assert getter.progress.transferred_bytes < 2 * SHARD_BYTES + SMALL_BYTES
 
 
@@ -424,11 +422,6 @@ def shaken(path, seed: int):
     return path
 
 
-def deltas_in_cache(tmp_path) -> list[int]:
-    """The versions that were made by a delta which is still here, for those who hold the version before in memory."""
-    return sorted(int(path.stem[1:]) for path in (tmp_path / "cache").glob("v*.delta"))
-
-
 def test_a_client_that_has_the_version_before_fetches_the_delta_alone(tmp_path):
     stepped(tmp_path, 0, 1, 2)
     first, second, third = fetched(tmp_path, 0, 1, 2)
@@ -448,7 +441,6 @@ def test_a_client_that_is_far_behind_fetches_all_deltas_where_they_are_cheapest(
     stepped(tmp_path, *range(7), anchor_every=4, keep=9)
     _, report = fetched(tmp_path, 1, 6)
     assert report.parent == 1
-    assert deltas_in_cache(tmp_path) == [6]
     assert report.transferred_bytes < 4 * SMALL_BYTES
 
 
@@ -467,7 +459,6 @@ def test_a_client_that_is_far_behind_fetches_the_anchor_where_that_is_cheapest(t
     shutil.rmtree(tmp_path / "cache")
     _, near = fetched(tmp_path, 2, 4)
     assert near.parent == 2
-    assert deltas_in_cache(tmp_path) == [4]
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc/self/io")
@@ -555,16 +546,6 @@ def test_a_relay_that_hangs_costs_a_fetch_at_most_three_tenths_of_a_second(tmp_p
         took_s.append(virtual.now_s() - started_s)
         assert contents(folder) == contents(tmp_path / "model1")
     assert max(took_s) < 0.3
-
-
-def test_the_delta_of_the_last_fetch_stays_even_where_one_version_is_kept(tmp_path):
-    stepped(tmp_path, 0, 1, 2)
-    fetched(tmp_path, 0, 1, 2, keep=1)
-    assert sorted(path.name for path in (tmp_path / "cache").glob("v*")) == [
-        "v000002",
-        "v000002.delta",
-        "v000002.manifest.json",
-    ]
 
 
 def test_a_delta_of_what_only_the_cache_still_has(tmp_path):
@@ -658,23 +639,20 @@ def test_a_parent_that_rotted_in_the_cache_is_gone_without(tmp_path, noticed):
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_half_a_shard_is_taken_up_after_a_disconnect_and_by_the_next_client(tmp_path, monkeypatch, ranges):
-    monkeypatch.setattr(cache_module, "RECORD_EVERY_BYTES", 1_000)
+def test_half_a_shard_is_taken_up_after_a_disconnect(tmp_path, ranges):
     published(tmp_path, 7, shard_size_bytes=37_612)
 
     async def run():
         async with serving(tmp_path / "origin") as url, between(url, cut_after_bytes=12_000) as middle:
             middle.passes_ranges = ranges
-            with pytest.raises(FetchError, match="the deadline passed"):
-                await asyncio.to_thread(client(tmp_path, middle.url, timeout_s=1).fetch, 7)
-            cut = len(middle.asked)
+            fetching = asyncio.create_task(asyncio.to_thread(client(tmp_path, middle.url).fetch, 7))
+            await until(lambda: len(middle.asked) > 2)
             middle.cut_after_bytes = 10**9
-            folder, _ = await asyncio.to_thread(client(tmp_path, middle.url).fetch, 7)
+            folder, _ = await fetching
             assert contents(folder) == contents(tmp_path / "model7")
-            return cut, middle
+            return middle
 
-    cut, middle = asyncio.run(run())
-    assert cut > 1  # tried again by itself
+    middle = asyncio.run(run())
     first, second, *_, last = middle.starts()
     assert first == 0 and 6_000 < second <= 12_000  # of what was sent some may have been in a buffer
     if ranges:

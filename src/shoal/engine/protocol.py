@@ -52,10 +52,6 @@ class Engine(Protocol):
         """Load the weights of a published version: a verified Hugging Face folder."""
         ...
 
-    def forget(self) -> None:
-        """Read all weights from their files at the next `load`, not only what changed since the last one."""
-        ...
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -25,7 +25,6 @@ from shoal.engine.scheduler import Limits, Scheduler
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_weights_
 from shoal.model.numerics import Numerics
-from shoal.shardcast.fetch.inplace import advance_
 
 
 class TorchEngine:
@@ -45,7 +44,6 @@ class TorchEngine:
         self.device = device
         self.numerics = numerics
         self.model: Any = None
-        self.folder: Path | None = None  # the source of the weights; None if they were changed since
         self._scheduler = Scheduler(limits or Limits())
         self._calls = Calls()
         self._new: list[_Draft] = []  # not in the scheduler yet
@@ -59,12 +57,8 @@ class TorchEngine:
                 )
             if self.model is None:
                 self.model = load_model(folder, self.dtype, self.device, self.numerics)
-            elif self.folder is None or not advance_(self.model.state_dict(), self.folder, folder):
+            else:
                 load_weights_(self.model, folder)
-            self.folder = folder
-
-    def forget(self) -> None:
-        self.folder = None
 
     def generate(
         self,

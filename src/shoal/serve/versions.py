@@ -266,7 +266,6 @@ class Versions:
 
 def load(offer: Offer, engine: TorchEngine) -> Held:
     """Read a version into an engine, all of it. Raises OSError."""
-    engine.forget()
     engine.load(offer.folder)
     tokenizer = load_tokenizer(offer.folder)
     places = positions(read_config(str(offer.folder.resolve()), fetch=False)) or UNSTATED

@@ -5,7 +5,7 @@
     origin     a folder of files into a signed version     manifest    what is signed: versions, statements, lists
     store      the folder of versions that is served       files       the files of a version, cut into shards
     relay      mirrors a store, serves arriving shards     delta       the exact difference between two versions
-    server     HTTP, with guard and connections            fetch/      from servers into a folder, or in place
+    server     HTTP, with guard and connections            fetch/      from servers into a folder
     alone      all of it without a pool
 
 Usable alone: it imports only `errors` and `files` of Shoal. docs/shardcast.md says how it works and what it costs.

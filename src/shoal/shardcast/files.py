@@ -22,7 +22,7 @@ from typing import TypeVar
 from blake3 import blake3
 
 from shoal.files import CHUNK_BYTES, NewFile
-from shoal.shardcast.manifest import FileEntry, Stream
+from shoal.shardcast.manifest import FileEntry, ShardEntry, Stream
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # of all others: 1
@@ -125,11 +125,14 @@ class StreamFiles:
                     left_bytes -= len(data)
 
     def match(self, stream: Stream) -> bool:
-        """Read all files and compares them with the stream's hashes."""
-        size_bytes = stream.shard_size_bytes
-        return self.sizes_match() and all(
-            self._hash(shard.index * size_bytes, shard.size_bytes) == shard.hash for shard in stream.entries()
-        )
+        """Read all files and compare them with the stream's hashes."""
+        return self.sizes_match() and next(self.missing(stream), None) is None
+
+    def missing(self, stream: Stream) -> Iterator[ShardEntry]:
+        """Read all files, and yield the shards whose bytes are not in them."""
+        for shard in stream.entries():
+            if self._hash(shard.index * stream.shard_size_bytes, shard.size_bytes) != shard.hash:
+                yield shard
 
     def sizes_match(self) -> bool:
         try:

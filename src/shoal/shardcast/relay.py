@@ -23,13 +23,12 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from shoal.files import CHUNK_BYTES
 from shoal.shardcast.fetch import BadData, FetchError, NotHeld
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
@@ -112,28 +111,14 @@ def by_choice(own: str, sources: Sequence[Source]) -> list[Source]:
 
 
 class ShardFile:
-    """See `sources.ShardSink`."""
+    """Stores one shard; readers may have it while it arrives."""
 
     def __init__(self, store: Store, version: int, part: Part, shard: ShardEntry) -> None:
-        self.shard = shard
-        self.file = store.new_shard(version, part, shard.index, resume=True)
-        self.file.kept = True
-
-    def begun(self) -> Iterator[bytes]:
-        if self.file.size_bytes > self.shard.size_bytes:
-            self.restart()
-        for at in range(0, self.file.size_bytes, CHUNK_BYTES):
-            yield self.file.read(at, CHUNK_BYTES)
-
-    def write(self, offset_bytes: int, data: bytes) -> None:
-        self.file.write(offset_bytes, data)
-
-    def restart(self) -> None:
-        self.file.truncate()
+        self.file = store.new_shard(version, part, shard.index)
+        self.write, self.restart = self.file.write, self.file.truncate
 
     def done(self) -> None:
         self.file.commit(durable=False)
-        self.file.kept = False
 
     def close(self) -> None:
         with suppress(FileNotFoundError):

@@ -124,10 +124,10 @@ class Store:
     def shard_path(self, version: int, part: Part, index: int) -> Path:
         return self.folder(version) / shard_name(part, index)
 
-    def new_shard(self, version: int, part: Part, index: int, *, resume: bool = False) -> NewFile:
+    def new_shard(self, version: int, part: Part, index: int) -> NewFile:
         path = self.shard_path(version, part, index)
         self._make_folder(path.parent)
-        return NewFile(path, resume=resume, mode=FILE_MODE, exact_mode=self.public)
+        return NewFile(path, mode=FILE_MODE, exact_mode=self.public)
 
     def lease(self, version: int) -> None:
         """Renew the lease of a version that a reader requests."""
@@ -195,7 +195,8 @@ class Store:
         self._newest = self._stated()
         for folder in self.path.iterdir():
             if parse_version(folder.name) is not None:
-                remove_leftovers(folder)  # incomplete shards in full/ and delta/ stay, to be resumed
+                for place in (folder, folder / "full", folder / "delta"):
+                    remove_leftovers(place)
                 if not (folder / "manifest.json").is_file():
                     discard(folder)
         self._list(self._on_disk())

@@ -231,7 +231,7 @@ class Worker:
         if self.folder is None or self.loaded is None:
             return
         self.node.doing(f"loading version {self.loaded} again")
-        self.producer.reload(self.folder, self.loaded)
+        self.producer.load(self.folder, self.loaded)
         self._take_fingerprint(self.loaded)
         log.info("version %d is loaded again: a submission was inexact", self.loaded)
 

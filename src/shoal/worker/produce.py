@@ -71,11 +71,6 @@ class Producer:
         self.engine.load(folder)
         return version
 
-    def reload(self, folder: Path, version: int) -> None:
-        """Load the same version again, whole."""
-        self.engine.forget()
-        self.load(folder, version)
-
     def close(self) -> None:
         """End the processes that grade and answer."""
         self.graders.close()

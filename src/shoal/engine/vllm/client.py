@@ -158,9 +158,6 @@ class VllmEngine:
         self._send({"do": "load", "folder": str(folder.resolve()), "dtype": self.dtype})
         self._expect("loaded", START_S)
 
-    def forget(self) -> None:
-        """Nothing to forget: every `load` reads all weights from their files."""
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -2,14 +2,12 @@
 
     cache/v000007/                      exactly the published files
     cache/v000007.manifest.json         their signed manifest
-    cache/v000007.delta                 the delta they were made from, if any
     cache/.v000007.full/files/...       a stream that is being fetched: files of full size, filled in any order
-    cache/.v000007.full/layout          sizes of the files and of a shard
-    cache/.v000007.full/record          lines "index bytes": how much of a shard was written
+    cache/.v000007.full/layout          names and sizes of the files
 
 Invariant: a version with a manifest beside it is complete. It was verified before it got its name, and a process verifies
 it again before it uses what another process left. Without that manifest a folder is someone else's: it is never touched.
-Of a partial stream nothing is trusted after a restart: each recorded byte is hashed again before it counts.
+Of a partial stream nothing is trusted after a restart: its shards are hashed, and those that are not right are fetched.
 Left out: leases. A caller that still reads a version older than `keep` must keep its files open.
 """
 
@@ -41,19 +39,20 @@ from shoal.shardcast.manifest import (
     version_name,
 )
 
-RECORD_EVERY_BYTES = 1 << 20
-
 
 class Partial:
-    """Every method raises FetchError, with the folder's name, when the disk fails."""
+    """A stream that is being fetched. Every method raises FetchError, with the folder's name, when the disk fails."""
 
-    def __init__(self, folder: Path, files: Sequence[FileEntry], shard_size_bytes: int) -> None:
-        self.folder, self.entries, self.shard_size_bytes = folder, list(files), shard_size_bytes
+    def __init__(self, folder: Path, files: Sequence[FileEntry], stream: Stream) -> None:
+        """Read what an earlier process left, if it was of the same files."""
+        self.folder, self.entries, self.shard_size_bytes = folder, list(files), stream.shard_size_bytes
         self.layout = StreamFiles(folder / "files", files)
-        self._recorded: dict[int, int] = {}
         with disk_errors(folder):
-            if not self._resume():
+            if self._begun():
+                self.missing = list(self.layout.missing(stream))
+            else:
                 self._start()
+                self.missing = stream.entries()
 
     @property
     def files(self) -> Path:
@@ -62,13 +61,13 @@ class Partial:
     def sink(self, shard: ShardEntry) -> PartialShard:
         return PartialShard(self, shard)
 
-    def recorded_bytes(self, shard: ShardEntry) -> int:
-        return min(self._recorded.get(shard.index, 0), shard.size_bytes)
-
-    def record(self, shard: ShardEntry, size_bytes: int) -> None:
-        with disk_errors(self.folder), (self.folder / "record").open("a") as record:
-            record.write(f"{shard.index} {size_bytes}\n")
-        self._recorded[shard.index] = size_bytes
+    def _begun(self) -> bool:
+        """Whether an earlier process began these files. The layout is written after the files."""
+        try:
+            same = (self.folder / "layout").read_bytes() == self._description()
+        except FileNotFoundError:
+            return False
+        return same and self.layout.sizes_match()
 
     def _start(self) -> None:
         discard(self.folder)
@@ -83,41 +82,17 @@ class Partial:
             raise
         write_file(self.folder / "layout", self._description())
 
-    def _resume(self) -> bool:
-        """Load what an earlier process left, if it was for the same files. The layout is written after the files."""
-        try:
-            if (self.folder / "layout").read_bytes() != self._description():
-                return False
-            if not self.layout.sizes_match():
-                return False
-            lines = (self.folder / "record").read_text().split("\n")[:-1]
-        except FileNotFoundError:
-            return False
-        for line in lines:
-            index, _, size_bytes = line.partition(" ")
-            if index.isdecimal() and size_bytes.isdecimal():
-                self._recorded[int(index)] = int(size_bytes)
-        return True
-
     def _description(self) -> bytes:
-        return json.dumps([self.shard_size_bytes, [[f.path, f.size_bytes] for f in self.entries]]).encode()
+        return json.dumps([[f.path, f.size_bytes] for f in self.entries]).encode()
 
 
 class PartialShard:
     """Stores one shard: see `sources.ShardSink`."""
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
-        self.partial, self.shard = partial, shard
-        self._at_bytes = shard.index * partial.shard_size_bytes
-        self._size_bytes = 0
-        self._since_record_bytes = 0
-        self._open: tuple[Path, int] | None = (
-            None  # one at a time: a version may have more files than a process may open
-        )
-
-    def begun(self) -> Iterator[bytes]:
-        with disk_errors(self.partial.folder):
-            yield from self.partial.layout.read(self._at_bytes, self.partial.recorded_bytes(self.shard))
+        self.partial, self._at_bytes = partial, shard.index * partial.shard_size_bytes
+        # One file at a time: a version may have more than a process may open.
+        self._open: tuple[Path, int] | None = None
 
     def write(self, offset_bytes: int, data: bytes) -> None:
         with disk_errors(self.partial.folder):
@@ -125,35 +100,21 @@ class PartialShard:
             for path, at_bytes, size_bytes in self.partial.layout.ranges(self._at_bytes + offset_bytes, len(data)):
                 write_all(self._file(path), view[:size_bytes], at_bytes)
                 view = view[size_bytes:]
-            self._size_bytes = offset_bytes + len(data)
-            self._since_record_bytes += len(data)
-            if self._since_record_bytes >= RECORD_EVERY_BYTES:
-                self._record(self._size_bytes)
 
-    def restart(self) -> None:
-        self._size_bytes = 0
-        self._record(0)
+    def restart(self) -> None: ...
 
-    def done(self) -> None:
-        self._record(self.shard.size_bytes)
+    def done(self) -> None: ...
 
     def close(self) -> None:
         if self._open:
             os.close(self._open[1])
             self._open = None
-        if self._since_record_bytes:
-            self._record(self._size_bytes)
 
     def _file(self, path: Path) -> int:
         if self._open is None or self._open[0] != path:
-            if self._open:
-                os.close(self._open[1])
+            self.close()
             self._open = path, os.open(path, os.O_WRONLY)
         return self._open[1]
-
-    def _record(self, size_bytes: int) -> None:
-        self.partial.record(self.shard, size_bytes)
-        self._since_record_bytes = 0
 
 
 def _allocate(path: Path, size_bytes: int) -> None:
@@ -270,18 +231,14 @@ class Cache:
         _VERIFIED.pop(self.folder(version).resolve(), None)
         discard(self.folder(version))
         manifest_path(self.folder(version)).unlink(missing_ok=True)
-        delta_path(self.folder(version)).unlink(missing_ok=True)
 
     def retain(self, current: int) -> None:
-        """Keep `current`, the newest `keep` versions, the delta to `current`, and downloads of later versions. Versions
-        of another publication go: their origin has started over."""
+        """Keep `current`, the newest `keep` versions, and downloads of later versions. Versions of another publication go:
+        their origin has started over."""
         self._drop_outdated(current)
         for version in self.versions()[self.keep :]:
             if version != current:
                 self.drop(version)
-        for path in self.path.glob("v*.delta"):
-            if parse_version(path.stem) not in (None, current):
-                path.unlink()
         for path in self.path.glob(".v*"):
             begun, what = parse_version(path.name.split(".")[1]), path.name.split(".")[-1]
             if begun is not None and begun <= current and what in TEMPORARY:
@@ -325,10 +282,6 @@ class Cache:
 
 def manifest_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.manifest.json")
-
-
-def delta_path(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.delta")
 
 
 def read_manifest(folder: Path) -> Manifest:

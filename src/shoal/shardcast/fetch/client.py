@@ -28,7 +28,7 @@ from shoal.files import discard
 from shoal.shardcast import delta
 from shoal.shardcast.delta import DeltaError, Link
 from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, SourceError, disk_errors
-from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial, delta_path
+from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
 from shoal.shardcast.fetch.sources import Download, Sources
@@ -244,13 +244,14 @@ class Client:
             self.progress.doing = f"fetching version {offer[1].version} ({part})"
             stream = offer[1].streams[part]
             files = offer[1].files if part == "full" else [FileEntry(path="delta", size_bytes=stream.size_bytes)]
-            partial = Partial(self.cache.temporary(offer[1].version, part), files, stream.shard_size_bytes)
-            self.progress.reused_bytes += sum(map(partial.recorded_bytes, stream.entries()))
+            begun = self.cache.temporary(offer[1].version, part)
+            partial = Partial(begun, files, stream)
+            self.progress.reused_bytes += stream.size_bytes - sum(shard.size_bytes for shard in partial.missing)
             await Download(
                 sources,
                 offer[1].version,
                 part,
-                [stream.entries()],
+                [partial.missing],
                 partial.sink,
                 parallel=self.parallel,
                 deadline_s=deadline_s,
@@ -294,7 +295,6 @@ class Client:
                 content = hashing.finish(manifest.size_bytes)
             except (DeltaError, LayoutError):
                 return None
-            links[-1].delta.replace(delta_path(self.cache.folder(manifest.version)))
         return folder, content
 
     @asynccontextmanager

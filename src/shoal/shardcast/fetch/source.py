@@ -197,15 +197,9 @@ class Incoming:
     def __init__(self, shard: ShardEntry, sink: Sink) -> None:
         self.shard, self.sink = shard, sink
         self.size_bytes = 0
-        self.arrived_bytes = 0  # in this process, what was discarded included
+        self.arrived_bytes = 0  # what was discarded included
         self.senders: set[str] = set()
         self._digest = blake3()
-
-    def resume(self, data: bytes) -> None:
-        """Count bytes that the sink already has, from its start."""
-        self._digest.update(data)
-        self.size_bytes += len(data)
-        self.senders.add("an earlier process")
 
     def take(self, data: bytes) -> None:
         self._digest.update(data)

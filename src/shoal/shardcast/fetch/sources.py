@@ -21,7 +21,7 @@ import asyncio
 import math
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -322,9 +322,6 @@ class Sources:
 class ShardSink(Sink, Protocol):
     """Stores one shard."""
 
-    def begun(self) -> Iterator[bytes]:
-        """The bytes that an earlier process left, from the shard's start."""
-
     def done(self) -> None:
         """Called when all of it was written and verified."""
 
@@ -383,14 +380,7 @@ class Download:
         incoming = Incoming(shard, sink)
         self._running.append(incoming)
         try:
-            for data in sink.begun():
-                incoming.resume(data)
-            if incoming.size_bytes == shard.size_bytes and not incoming.matches():
-                incoming.restart()  # damaged on disk, or of another version
-            if incoming.size_bytes < shard.size_bytes:
-                await self.sources.shard(
-                    self.version, self.part, incoming, deadline_s=self.deadline_s, order=self.order
-                )
+            await self.sources.shard(self.version, self.part, incoming, deadline_s=self.deadline_s, order=self.order)
             sink.done()
         finally:
             self._running.remove(incoming)
