@@ -36,16 +36,13 @@ def test_the_page_knows_whether_anybody_has_an_account(tiny_folder: Path, tmp_pa
         assert Person(running, "ada").get("me").json()["first"] is False
 
 
-def test_a_conversation_is_streamed_saved_listed_searched_exported_and_deleted(ada: Person) -> None:
+def test_a_conversation_is_streamed_saved_listed_and_deleted(ada: Person) -> None:
     id = ada.begin()
     events = ada.say(id, "a question about whales")
     text = "".join(event["text"] for event in events if event["event"] == "text")
     assert events[-1]["event"] == "done" and events[-1]["message"]["content"] == text
     assert [message["role"] for message in ada.read(id)["messages"]] == ["user", "assistant"]
-    assert id in [one["id"] for one in ada.get("conversations?search=whales").json()]
-    assert ada.get("conversations?search=wh_les").json() == []  # no wildcard
-    exported = ada.get(f"conversations/{id}/export")
-    assert "attachment" in exported.headers["Content-Disposition"] and exported.json() == ada.read(id)
+    assert (id, "a question about whales") in [(one["id"], one["title"]) for one in ada.get("conversations").json()]
     response = ada.http.request(
         "DELETE", f"/chat/conversations/{id}", headers={"X-CSRF-Token": ada.csrf, "Content-Type": "application/json"}
     )

@@ -111,9 +111,9 @@ def test_a_full_user_is_refused_before_anything_is_generated(
     id = ada.begin()
     question = ada.say(id)[0]["message"]
     monkeypatch.setattr(module, "USER_BYTES", 0)
-    before = page.service.scheduler.counts.started
+    before = page.service.scheduler.counts.completions
     answer = ada.post(f"conversations/{id}/replies", {"parent": question, "models": [page.model]})
-    assert answer.status_code == 409 and page.service.scheduler.counts.started == before
+    assert answer.status_code == 409 and page.service.scheduler.counts.completions == before
 
 
 def test_logging_in_again_and_again_keeps_few_sessions(db: sqlite3.Connection) -> None:

@@ -85,7 +85,6 @@ def test_another_users_conversation_is_as_absent_as_none(ada: Person, eve: Perso
     absent = eve.get("conversations/0123456789ab")
     tries = [
         eve.get(f"conversations/{id}"),
-        eve.get(f"conversations/{id}/export"),
         eve.get(f"conversations/{id}/messages/{message}/proof"),
         eve.post(f"conversations/{id}/messages/{message}/verify"),
         eve.post(f"conversations/{id}", {"title": "mine"}),
@@ -100,7 +99,7 @@ def test_another_users_conversation_is_as_absent_as_none(ada: Person, eve: Perso
         assert (response.status_code, response.json()) == (404, absent.json())
     own = eve.begin()
     assert eve.get(f"conversations/{own}/messages/{message}/proof").status_code == 404
-    assert id not in [one["id"] for one in eve.get("conversations?search=one").json()]
+    assert id not in [one["id"] for one in eve.get("conversations").json()]
     assert len(ada.read(id)["messages"]) == 2
 
 
@@ -219,15 +218,10 @@ def test_a_body_that_dribbles_is_given_up(page: Running, monkeypatch: pytest.Mon
         assert raw.recv(65536).split()[1] == b"408"
 
 
-def test_a_stored_name_or_file_name_cannot_break_a_header(ada: Person) -> None:
+def test_a_name_cannot_break_a_header(ada: Person) -> None:
     for name in ("a\r\nSet-Cookie: x=1", "a\nb", 'a"b', "ada\u2028", ""):
         ada_like = ada.http.post("/chat/register", json={"name": name, "password": "correct horse battery"})
         assert ada_like.status_code == 400
-    id = ada.begin()
-    ada.post(f"conversations/{id}", {"title": 'a"\r\nX-Injected: 1'})
-    response = ada.get(f"conversations/{id}/export")
-    assert "X-Injected" not in response.headers
-    assert response.headers["Content-Disposition"] == f'attachment; filename="conversation-{id}.json"'
 
 
 def test_every_answer_carries_the_policy_and_no_page_needs_an_exception(page: Running, ada: Person) -> None:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from shoal.cli.main import USAGE, main
 from shoal.errors import UserError
-from shoal.watch.plot import COLORS, LENGTHS, RunLog, draw_panel, names_of, plot, read_run, unit_of
+from shoal.watch.plot import COLORS, LENGTHS, RunLog, draw_panel, names_of, plot, read_run
 
 from .test_summary import has_color, png_size
 
@@ -85,28 +85,15 @@ def test_a_folder_that_is_no_run_is_one_line_at_the_shell(tmp_path: Path, capsys
     assert "is not a run: it holds no metrics.jsonl" in capsys.readouterr().err
 
 
-def test_every_measured_value_is_a_point_and_axes_have_units(tmp_path: Path) -> None:
+def test_every_measured_value_is_a_point(tmp_path: Path) -> None:
     run = RunLog("a", {"heldout/greedy": [(0, 0.1), (8, 0.4)], "reward/mean": [(n, n / 10) for n in range(1, 30)]})
-    for metric, points, unit in (("heldout/greedy", 2, "accuracy (0 to 1)"), ("reward/mean", 29, "reward")):
+    for metric, points in (("heldout/greedy", 2), ("reward/mean", 29)):
         panel = Figure().subplots()
         draw_panel(panel, [run], metric)
         marked = [line for line in panel.get_lines() if line.get_marker() == "o"]
         assert [len(line.get_xdata()) for line in marked] == [points]
         assert marked[0].get_linestyle() == "None"
-        assert (panel.get_xlabel(), panel.get_ylabel()) == ("steps trained", unit)
-
-
-@pytest.mark.parametrize(
-    ("metric", "unit"),
-    [
-        ("perf/busy_s", "seconds"),
-        ("memory/rss_bytes", "bytes"),
-        ("reward/zero_std_frac", "share of groups"),
-        ("x/y", "value"),
-    ],
-)
-def test_a_unit_follows_from_the_name(metric: str, unit: str) -> None:
-    assert unit_of(metric) == unit
+        assert panel.get_xlabel() == "steps trained"
 
 
 def test_target_lengths_share_a_panel_and_several_sources_have_one_each(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shoal.protocol.history import Signal
 from shoal.protocol.messages import LARGEST
-from shoal.watch.figures import Pace, words_in
+from shoal.watch.figures import Pace
 from shoal.watch.terminal.screen import Screen
 
 from .support import Seen, finished, mid_run, node, status, step
@@ -168,21 +168,9 @@ def test_no_line_breaks_a_word(width: int, height: int) -> None:
     assert max(len(line) for line in in_terminal(seen, height, width)) <= width
 
 
-def test_a_state_that_does_not_fit_ends_with_a_whole_word() -> None:
-    nodes = [node("worker-0", seen_s=170.0, suspended_s=90.0, suspension="3 tasks expired because of the network")]
-    text = "\n".join(in_terminal(mid_run(nodes=nodes), 24))
-    assert re.search(r"suspended for 1m 30s: 3 tasks( expired| because| of| the)*… ", text)
-
-
 def test_a_long_name_is_cut_in_its_middle() -> None:
     text = "\n".join(in_terminal(mid_run(run="words-of-seven-letters-by-the-second-site-17-0123456789abcdef"), 24))
     assert "words-of-seven-" in text and "…" in text and "0123456789abcdef" in text
-
-
-def test_words_are_cut_between_them() -> None:
-    assert words_in("one two three", 13) == "one two three"
-    assert [words_in("one two three", cells) for cells in (12, 9, 8, 7)] == ["one two…", "one two…", "one two…", "one…"]
-    assert words_in("immeasurable", 5) == "imme…"
 
 
 @pytest.mark.parametrize("height", [14, 16, 18, 20, 30, 40])

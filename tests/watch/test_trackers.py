@@ -59,21 +59,6 @@ def test_wandb_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.Monke
     assert calls[-1] == ({"version": 3, "samples": table}, None)
 
 
-def test_tensorboard_gets_samples_as_text(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'shoal[tensorboard]'")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    tracker = open_tracker("mine", tmp_path, config("tensorboard"))
-    tracker.log_samples([SAMPLE], 3)
-    tracker.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    (event,) = events.Tensors("samples")
-    (text,) = event.tensor_proto.string_val
-    assert event.step == 3 and b"reward 1.000" in text and b"    2 + 2 =\n" in text
-    assert events.SummaryMetadata("samples").plugin_data.plugin_name == "text"
-
-
 def test_an_unknown_tracker_is_refused_with_the_config() -> None:
     with pytest.raises(ConfigError, match=r"run\.tracker"):
         config("mlflow")

@@ -52,13 +52,13 @@ class Refusal(ShoalError):
 class Rates:
     """How far each client is ahead of its rate, in requests or bytes. The least recent clients are forgotten."""
 
-    def __init__(self, per_s: float, *, clients: int = MAX_CLIENTS) -> None:
-        self.per_s, self.clients = per_s, clients
+    def __init__(self, per_s: float, *, clients: int = MAX_CLIENTS, burst_s: float = BURST_S) -> None:
+        self.per_s, self.clients, self.burst_s = per_s, clients, burst_s
         self._ahead: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how much, and when
 
     def wait_s(self, client: str, now_s: float) -> float:
         """The time this client must wait: zero unless it is ahead by more than a burst."""
-        return max(0.0, self._ahead_of(client, now_s) / self.per_s - BURST_S)
+        return max(0.0, self._ahead_of(client, now_s) / self.per_s - self.burst_s)
 
     def charge(self, client: str, amount: int, now_s: float) -> None:
         self._ahead[client] = (self._ahead_of(client, now_s) + amount, now_s)

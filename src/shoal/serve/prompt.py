@@ -3,7 +3,6 @@
 Invariant: the tokens follow from (messages, version) alone, so that a verifier makes them again.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,31 +64,9 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Messa
         raise PromptError("this model has no chat template; use /v1/completions")
     given = {"tools": [dict(tool) for tool in tools] or None, **how}
     try:
-        try:
-            return tokenizer.apply_chat_template([dict(message) for message in messages], **given)
-        except TypeError:  # some put calls together from texts
-            if not any(message.get("tool_calls") for message in messages):
-                raise
-            return tokenizer.apply_chat_template([_with_text(message) for message in messages], **given)
+        return tokenizer.apply_chat_template([dict(message) for message in messages], **given)
     except Exception as error:  # noqa: BLE001 - a template is a program of the model's: it raises what it likes
         raise PromptError(f"the model's chat template refuses these messages: {str(error)[:200]}") from error
-
-
-def _with_text(message: Message) -> Message:
-    """The message with the arguments of its calls as JSON text."""
-    if not message.get("tool_calls"):
-        return dict(message)
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def as_trained(config: Config, messages: Sequence[Message], target: int) -> list[Message]:

@@ -49,7 +49,7 @@ class TooLargeError(ShoalError):
 class Counts:
     """What happened since the start; the metrics read it."""
 
-    started: int = 0
+    completions: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
     steps: int = 0
@@ -153,7 +153,7 @@ class Scheduler:
         touched = [one for one in self._engine.step() if isinstance(one, Generation)]
         out = [(one, one.piece()) for one in touched]
         begun = [one for one, piece in out if not one.last_s and piece.finish != "cancelled"]
-        self.counts.started += len(begun)
+        self.counts.completions += len(begun)
         self.counts.prompt_tokens += sum(len(one.ask.prompt) for one in begun)
         self.counts.steps += 1
         self.counts.tokens += sum(piece.finish != "cancelled" and not one.ask.scored for one, piece in out)

@@ -36,21 +36,28 @@ from shoal.shardcast.connections import LISTENER, Listener, Patience, started
 from shoal.watch.page.files import secure
 
 FIRST_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+COUNTERS = {  # of `scheduler.Counts`
+    "completions": "completions that began",
+    "prompt_tokens": "prompt tokens prefilled",
+    "tokens": "tokens generated",
+    "steps": "decoding steps",
+    "cancelled": "completions whose client left",
+    "refused": "completions refused for lack of room",
+}
 BETWEEN_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
-class Timings:
-    """What the scheduler observes."""
+class Metrics:
+    """/metrics in Prometheus' text format. No prompt, name or key is in it."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._first = Histogram(
-            "shoal_serve_first_token_seconds", "from request to first token", registry=registry, buckets=FIRST_S
-        )
-        self._between = Histogram(
-            "shoal_serve_token_seconds", "between two tokens of a row", registry=registry, buckets=BETWEEN_S
-        )
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        first, between = "from request to first token", "between two tokens of a row"
+        self._first = Histogram("shoal_serve_first_token_seconds", first, registry=self.registry, buckets=FIRST_S)
+        self._between = Histogram("shoal_serve_token_seconds", between, registry=self.registry, buckets=BETWEEN_S)
 
     def observe(self, generation: Generation, piece: Piece) -> None:
+        """In the scheduler's thread."""
         if piece.finish == "cancelled":
             return
         now_s = time.monotonic()
@@ -59,40 +66,30 @@ class Timings:
         else:
             self._first.observe(now_s - generation.asked_s)
 
-
-class Metrics:
-    """/metrics in Prometheus' text format. No prompt, name or key is in it."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.timings = Timings(self.registry)
-
     def watch(self, scheduler: Scheduler, versions: Versions) -> None:
-        self.registry.register(_Gauges(scheduler, versions))
+        self.registry.register(Gauges(scheduler, versions))
 
     async def respond(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self.registry), headers={"Content-Type": "text/plain; version=0.0.4"})
 
 
-class _Gauges:
+class Gauges:
+    """What scheduler and versions hold at the moment of a request."""
+
     def __init__(self, scheduler: Scheduler, versions: Versions) -> None:
         self.scheduler, self.versions = scheduler, versions
 
     def collect(self) -> Iterator[Metric]:
-        counts, name = self.scheduler.counts, "shoal_serve_"
-        newest = self.versions.newest
-        yield GaugeMetricFamily(name + "rows", "completions being decoded", self.scheduler.live)
-        yield GaugeMetricFamily(name + "waiting", "completions waiting for a row", self.scheduler.waiting)
-        yield GaugeMetricFamily(name + "ready", "1 once a version is loaded", float(newest is not None))
-        yield GaugeMetricFamily(
-            name + "policy_version", "newest loaded version", (newest.offer.version or 0) if newest else -1
-        )
-        yield CounterMetricFamily(name + "completions", "completions that began", counts.started)
-        yield CounterMetricFamily(name + "prompt_tokens", "prompt tokens prefilled", counts.prompt_tokens)
-        yield CounterMetricFamily(name + "tokens", "tokens generated", counts.tokens)
-        yield CounterMetricFamily(name + "steps", "decoding steps", counts.steps)
-        yield CounterMetricFamily(name + "cancelled", "completions whose client left", counts.cancelled)
-        yield CounterMetricFamily(name + "refused", "completions refused for lack of room", counts.refused)
+        counts, newest = self.scheduler.counts, self.versions.newest
+        for name, words, value in (
+            ("rows", "completions being decoded", self.scheduler.live),
+            ("waiting", "completions waiting for a row", self.scheduler.waiting),
+            ("ready", "1 once a version is loaded", newest is not None),
+            ("policy_version", "newest loaded version", (newest.offer.version or 0) if newest else -1),
+        ):
+            yield GaugeMetricFamily(f"shoal_serve_{name}", words, float(value))
+        for name, words in COUNTERS.items():
+            yield CounterMetricFamily(f"shoal_serve_{name}", words, getattr(counts, name))
 
 
 PATIENCE = Patience(slowest_Bps=1.0)  # a reply is slow text: only a reader who takes nothing is cut
@@ -134,7 +131,7 @@ class Service:
         self.source, self.settings = source, settings
         self.metrics = Metrics()
         self.versions = Versions(source, new_engine)
-        self.scheduler = Scheduler(settings.limits, self.metrics.timings.observe)
+        self.scheduler = Scheduler(settings.limits, self.metrics.observe)
         self.metrics.watch(self.scheduler, self.versions)
         self.threads = Threads("prepare", 2)  # what tokenizes, renders and makes proofs
         self.bodies = Places(16, per_caller=2)  # large ones, at most 4 MiB or, of a reply file, 16

@@ -208,20 +208,9 @@ def middle(text: str, cells: int) -> str:
     return text if len(text) <= cells else f"{text[: cells - 1 - end]}…{text[len(text) - end :]}"
 
 
-def words_in(text: str, cells: int) -> str:
-    """As many whole words of `text` as fit; one that is longer alone is cut."""
-    if len(text) <= cells:
-        return text
-    words = text[: cells - 1].rpartition(" ")[0] if text[cells - 1 : cells] != " " else text[: cells - 1]
-    return f"{words.rstrip(' ,:;') or text[: cells - 1]}…"
-
-
 def reason_words(reason: str) -> str:
     """What a rejection means; an unknown reason of another version stays as it is."""
-    try:
-        return REASONS[Reason(reason)]
-    except ValueError:
-        return reason
+    return REASONS[Reason(reason)] if reason in set(Reason) else reason
 
 
 def is_hard(reason: str) -> bool:

@@ -39,29 +39,6 @@ INK = "#333333"
 COLORS = ("#1f6fb4", "#d1495b", "#edae49", "#2a9d8f", "#7b5ea7", "#8d6e63", "#e377c2", "#555555")
 COLUMNS = 3
 SPARSE = ("heldout/greedy", "heldout/sampled")  # measured at a few versions: large points, faint lines
-UNITS = {  # of the y axis, by metric or by the part before the slash; the rest has none
-    "reward/mean": "reward",
-    "reward/zero_std_frac": "share of groups",
-    "heldout": "accuracy (0 to 1)",
-    "policy/entropy": "nats per token",
-    "policy/kl": "nats per token",
-    "policy/mismatch_kl": "nats per token",
-    "policy/clip_low": "share of tokens",
-    "policy/clip_high": "share of tokens",
-    "policy/clip_delta": "share of tokens",
-    "optim/grad_norm": "norm",
-    "async/staleness_mean": "versions",
-    "async/staleness_max": "versions",
-    "perf/tokens_per_s": "tokens/s",
-    "perf/tokens": "tokens",
-    "reward": "reward",
-    "score": "score (0 to 1)",
-    "length": "tokens",
-    "length_penalty": "reward",
-    "filtered": "groups",
-    "outcome": "share of rollouts",
-}
-SUFFIXES = {"_s": "seconds", "_bytes": "bytes", "_frac": "share"}
 
 
 @dataclass(frozen=True)
@@ -144,7 +121,6 @@ def draw_panel(panel: Any, runs: Sequence[RunLog], metric: str) -> None:
         mark_targets(panel, runs)
     panel.set_title(metric, loc="left", color=INK, fontsize=10)
     panel.set_xlabel("steps trained", color=INK, fontsize=8)
-    panel.set_ylabel(unit_of(metric), color=INK, fontsize=8)
     plain(panel)
 
 
@@ -162,12 +138,6 @@ def mark_targets(panel: Any, runs: Sequence[RunLog]) -> None:
         target = name.split("/")[1]
         panel.axhline(float(target), color=INK, linewidth=0.6, linestyle="--", alpha=0.5)
         panel.annotate(target, last, xytext=(3, 0), textcoords="offset points", fontsize=6, color=INK)
-
-
-def unit_of(metric: str) -> str:
-    """The unit of a metric, for its axis; `value` if it has none."""
-    known = UNITS.get(metric) or UNITS.get(metric.partition("/")[0])
-    return known or next((unit for suffix, unit in SUFFIXES.items() if metric.endswith(suffix)), "value")
 
 
 def _lines(path: Path) -> list[Line]:

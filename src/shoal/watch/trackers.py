@@ -5,7 +5,7 @@ what to install or set; `record` deals with later failures. Called by the coordi
 Left out: system metrics and pictures; resuming the same remote run (a restart begins a new one and sends all steps again).
 
     wandb         project and account come from its own settings (`wandb login`, WANDB_PROJECT, WANDB_MODE=offline)
-    tensorboard   writes to `tensorboard/` in the run's folder; needs neither torch nor TensorFlow
+    tensorboard   writes curves to `tensorboard/` in the run's folder; needs neither torch nor TensorFlow
 """
 
 import importlib
@@ -69,26 +69,17 @@ class TensorBoard:
     def __init__(self, name: str, folder: Path, config: Config) -> None:
         writer = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self.event = _package("tensorboard.compat.proto.event_pb2", "tensorboard").Event
-        summary = _package("tensorboard.compat.proto.summary_pb2", "tensorboard")
-        self.summary, self.metadata = summary.Summary, summary.SummaryMetadata
-        self.tensor = _package("tensorboard.compat.proto.tensor_pb2", "tensorboard").TensorProto
-        self.shape = _package("tensorboard.compat.proto.tensor_shape_pb2", "tensorboard").TensorShapeProto
+        self.summary = _package("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
         self.writer = writer.EventFileWriter(str(folder / "tensorboard"))
 
     def log(self, values: Mapping[str, float], version: int) -> None:
-        self._write([self.summary.Value(tag=name, simple_value=value) for name, value in values.items()], version)
+        scalars = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        event = self.event(step=version, wall_time=time.time(), summary=self.summary(value=scalars))
+        self.writer.add_event(event)
+        self.writer.flush()
 
     def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
-        texts = [_as_markdown(sample).encode() for sample in samples]
-        shape = self.shape(dim=[self.shape.Dim(size=len(texts))])
-        tensor = self.tensor(dtype="DT_STRING", string_val=texts, tensor_shape=shape)
-        plugin = self.metadata.PluginData(plugin_name="text")
-        metadata = self.metadata(plugin_data=plugin)
-        self._write([self.summary.Value(tag="samples", metadata=metadata, tensor=tensor)], version)
-
-    def _write(self, values: list[Any], version: int) -> None:
-        self.writer.add_event(self.event(step=version, wall_time=time.time(), summary=self.summary(value=values)))
-        self.writer.flush()
+        """Curves alone."""
 
     def close(self) -> None:
         self.writer.close()
@@ -110,13 +101,6 @@ def open_tracker(name: str, folder: Path, config: Config) -> Tracker | None:
         raise TrackerError(
             f'run.tracker = "{kind}" does not start: {type(error).__name__}: {error}; set it up, or run.tracker = "none"'
         ) from error
-
-
-def _as_markdown(sample: WorkerSample) -> str:
-    """Indented, so that markdown leaves the texts as they are."""
-    head = f"{sample.worker}, version {sample.policy_version}, reward {sample.reward:.3f}, {sample.tokens} tokens"
-    lines = [f"    {line}" for text in (sample.prompt, sample.completion) for line in [*text.splitlines(), ""]]
-    return "\n".join([head, "", *lines])
 
 
 def _package(module: str, extra: str) -> Any:

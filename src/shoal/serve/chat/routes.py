@@ -101,7 +101,6 @@ class Chat:
         self.files = Files([SHARED, STATIC])
         self.verifying = Threads("verify", 1)  # a verification costs a forward pass
         self._verified = Allowance(30, 60)
-        self._searched = Allowance(60, 60)  # a search reads all that a user has
 
     def attach(self, application: web.Application) -> None:
         get, post = application.router.add_get, application.router.add_post
@@ -118,7 +117,6 @@ class Chat:
         get("/chat/conversations/{id}", self._guarded(self.read))
         post("/chat/conversations/{id}", self._guarded(self.change))
         application.router.add_delete("/chat/conversations/{id}", self._guarded(self.delete))
-        get("/chat/conversations/{id}/export", self._guarded(self.export))
         post("/chat/conversations/{id}/replies", self._guarded(self.reply))
         get("/chat/conversations/{id}/messages/{message}/proof", self._guarded(self.proof))
         post("/chat/conversations/{id}/messages/{message}/verify", self._guarded(self.verify))
@@ -242,25 +240,17 @@ class Chat:
         )
 
     async def listed(self, request: web.Request) -> web.Response:
-        search, user = request.query.get("search", ""), request[OWN].user
-        if not search:
-            return web.json_response(self.conversations.listed(user))
-        self._searched.take(str(user), "searches")
-        return web.json_response(await self.stored.run(user, lambda stored: stored.listed(user, search)))
+        return web.json_response(self.conversations.listed(request[OWN].user))
 
     async def create(self, request: web.Request) -> web.Response:
         await body(request, Strict, SMALL_BYTES)
         return web.json_response({"id": self.conversations.create(request[OWN].user)})
 
     async def read(self, request: web.Request) -> web.Response:
-        text = await self._read(request)
-        return web.Response(text=text, content_type="application/json")
-
-    async def _read(self, request: web.Request, indent: int | None = None) -> str:
+        """The whole tree, which the page also gives as a file."""
         user, id = request[OWN].user, request.match_info["id"]
-        return await self.stored.run(
-            user, lambda stored: json.dumps(stored.read(user, id), ensure_ascii=False, indent=indent)
-        )
+        text = await self.stored.run(user, lambda stored: json.dumps(stored.read(user, id), ensure_ascii=False))
+        return web.Response(text=text, content_type="application/json")
 
     async def change(self, request: web.Request) -> web.Response:
         asked = await body(request, Change, SMALL_BYTES)
@@ -271,11 +261,6 @@ class Chat:
     async def delete(self, request: web.Request) -> web.Response:
         self.conversations.delete(request[OWN].user, request.match_info["id"])
         return web.json_response({})
-
-    async def export(self, request: web.Request) -> web.Response:
-        """The whole tree, as JSON to download."""
-        text = await self._read(request, indent=1)
-        return _download(text, f"conversation-{request.match_info['id']}.json")
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
@@ -306,7 +291,7 @@ class Chat:
         return response
 
     async def proof(self, request: web.Request) -> web.Response:
-        return _download(await self._proof(request), "reply.json")
+        return web.Response(text=await self._proof(request), content_type="application/json")
 
     async def _proof(self, request: web.Request) -> str:
         user, found = request[OWN].user, request.match_info
@@ -350,11 +335,6 @@ def _caller(request: web.Request) -> str:
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
-
-
-def _download(text: str, name: str) -> web.Response:
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return web.Response(text=text, content_type="application/json", headers=headers)
 
 
 def _refusal(status: int, message: str, retry_s: int = 0) -> web.Response:

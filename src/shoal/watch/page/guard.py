@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from shoal.protocol.pace import Rates
+
 BODY_S = 10.0  # for a whole body to arrive
 MOST_KEYS = 50_000
 STRINGS, CONTAINERS = 50_000, 20_000  # of one JSON document
@@ -71,36 +73,18 @@ def json_fault(data: bytes | bytearray) -> str:
 
 
 class Allowance:
-    """`count` uses in `per_s` seconds for each key; what was used comes back evenly.
-
-    At most MOST_KEYS keys are remembered, the least recently charged are forgotten first.
-    """
+    """`count` uses in `per_s` seconds for each key; what was used comes back evenly."""
 
     def __init__(self, count: int, per_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.count, self.per_s, self._monotonic = count, per_s, monotonic
-        self._used: dict[str, tuple[float, float]] = {}  # (used, when)
-
-    def wait_s(self, key: str) -> float:
-        """0, or how long until one more use is allowed."""
-        return max(0.0, (self._now(key) + 1 - self.count) * self.per_s / self.count)
-
-    def charge(self, key: str) -> None:
-        used = self._now(key) + 1
-        self._used.pop(key, None)
-        self._used[key] = (used, self._monotonic())
-        if len(self._used) > MOST_KEYS:
-            del self._used[next(iter(self._used))]
-
-    def give_back(self, key: str) -> None:
-        self._used[key] = (max(0.0, self._now(key) - 1), self._monotonic())
+        self._monotonic = monotonic
+        self._rates = Rates(count / per_s, clients=MOST_KEYS, burst_s=(count - 1 + 1e-6) * per_s / count)
 
     def take(self, key: str, what: str) -> None:
         """Charge one use. Raises HttpError with status 429."""
-        wait_s = self.wait_s(key)
+        wait_s = self._rates.wait_s(key, self._monotonic())
         if wait_s > 0:
             raise HttpError(429, f"too many {what}; try again in {int(wait_s) + 1} s", int(wait_s) + 1)
-        self.charge(key)
+        self._rates.charge(key, 1, self._monotonic())
 
-    def _now(self, key: str) -> float:
-        used, at_s = self._used.get(key, (0.0, 0.0))
-        return max(0.0, used - (self._monotonic() - at_s) * self.count / self.per_s)
+    def give_back(self, key: str) -> None:
+        self._rates.charge(key, -1, self._monotonic())

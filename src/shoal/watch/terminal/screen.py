@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -48,7 +47,6 @@ from shoal.watch.figures import (
     sparkline,
     total,
     useful_share,
-    words_in,
 )
 
 MAX_WIDTH = 120  # more would only pull the columns apart
@@ -312,20 +310,6 @@ def nodes_table(nodes: list[NodeStatus], status: Status, pace: Pace, width: int)
     return table
 
 
-@dataclass(frozen=True)
-class Words:
-    """One line of text that takes the room it is given, and ends with a whole word."""
-
-    text: str
-    style: str = ""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(words_in(self.text, options.max_width), style=self.style, no_wrap=True, overflow="ellipsis")
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, min(max(len(self.text), 1), options.max_width))
-
-
 def worth_showing(nodes: list[NodeStatus], status: Status, room: int) -> list[NodeStatus]:
     """At most `room` nodes, in their order. Nodes with a problem come before workers and relays without one."""
 
@@ -356,15 +340,15 @@ def _version(node: NodeStatus) -> Text:
     return Text(NONE if node.policy_version is None else f"v{clamp(node.policy_version)}")
 
 
-def _doing(node: NodeStatus, status: Status) -> Words:
+def _doing(node: NodeStatus, status: Status) -> Text:
     if node.name in status.slashed:
-        return Words("slashed", style="bold red")
+        return Text("slashed", style="bold red")
     if node.suspended_s:
-        return Words(f"suspended for {duration(node.suspended_s)}: {clean(node.suspension)}", style="yellow")
+        return Text(f"suspended for {duration(node.suspended_s)}: {clean(node.suspension)}", style="yellow")
     if node.state in ("draining", "left", "dismissed"):
-        return Words(f"{node.state}: {clean(node.reason)}", style="yellow")
+        return Text(f"{node.state}: {clean(node.reason)}", style="yellow")
     doing = clean(node.stats.doing)
-    return Words(f"waiting for {doing}" if node.stats.waiting and doing else doing or NONE)
+    return Text(f"waiting for {doing}" if node.stats.waiting and doing else doing or NONE)
 
 
 def _seen(node: NodeStatus, status: Status) -> Text:

@@ -15,7 +15,7 @@ const EMPTY = { id: null, title: "", leaf: null, messages: [] };
 const FOLLOW_PX = 80; // how near the end a reader must be to be taken along
 
 let open = EMPTY; // the conversation
-let models, side, field, thread, title, more, search = "";
+let models, side, field, thread, title, more;
 let writing = null; // { abort, lanes: [{ model, text, element }] }
 
 async function start() {
@@ -33,7 +33,6 @@ async function enter(me) {
   models = await get("models");
   side = sidebar({
     me, onnew: () => openOne(null), onopen: openOne, ondelete: removeOne, onlogout: leave, onclose: () => drawer(false),
-    onsearch: (text) => { search = text; list(); },
   });
   field = composer({ models, onsend: send, onstop: stop });
   thread = h("div.thread", { id: "thread" });
@@ -54,7 +53,7 @@ async function enter(me) {
 const drawer = (is) => document.querySelector(".shell").classList.toggle("drawn", is);
 
 async function list() {
-  side.show(await get(`conversations?search=${encodeURIComponent(search)}`), open.id);
+  side.show(await get("conversations"), open.id);
 }
 
 async function openOne(id) {
@@ -207,7 +206,7 @@ async function removeOne(one) {
 }
 
 async function exportOne() {
-  save(await (await ask(`conversations/${open.id}/export`)).blob(), `conversation-${open.id}.json`);
+  save(await (await ask(`conversations/${open.id}`)).blob(), `conversation-${open.id}.json`);
 }
 
 async function leave() {

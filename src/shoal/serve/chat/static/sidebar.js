@@ -3,15 +3,15 @@
 import { h, icon } from "./dom.js";
 import { byDay } from "./tree.js";
 
-export function sidebar({ me, onnew, onopen, ondelete, onsearch, onlogout, onclose }) {
+export function sidebar({ me, onnew, onopen, ondelete, onlogout, onclose }) {
   const list = h("nav.list", { "aria-label": "Conversations" });
-  let wait = 0;
-  const search = h("input.field", {
-    type: "search", placeholder: "Search", "aria-label": "Search conversations",
-    oninput: () => { clearTimeout(wait); wait = setTimeout(() => onsearch(search.value.trim()), 200); },
-  });
+  let all = [], at = null;
+  const search = h("input.field", { type: "search", placeholder: "Search", "aria-label": "Search titles", oninput: () => show(all, at) });
 
   function show(conversations, current) {
+    [all, at] = [conversations, current];
+    const wanted = search.value.trim().toLowerCase();
+    conversations = all.filter((one) => (one.title || "New chat").toLowerCase().includes(wanted));
     const entry = (one) => h("div.entry-row", {},
       h("button.open", { onclick: () => onopen(one.id), "aria-current": one.id === current ? "page" : undefined, title: one.title }, one.title || "New chat"),
       h("button.quiet.remove", { "aria-label": `Delete “${one.title}”`, onclick: () => ondelete(one) }, icon("bin")));
