@@ -165,12 +165,6 @@ def as_json(cell: Any) -> str:
         raise RowError("a column holds JSON that is nested too deep; flatten it, or leave the column out") from error
 
 
-def metadata(row: Row, *columns: str) -> str:
-    """Return JSON of those of the columns that the row has; "" if it has none."""
-    held = {column: row[column] for column in columns if row.get(column) is not None}
-    return as_json(held) if held else ""
-
-
 def parsed(cell: Any, column: str) -> Any:
     """Return a value that may be stored as JSON in a string. Raises RowError."""
     if not isinstance(cell, str):

@@ -5,7 +5,6 @@ Columns were taken from the data sets' own pages and loaders.
 """
 
 import ast
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from typing import Any
 from shoal.tasks.rewards.answers import last_number
 from shoal.tasks.rewards.math import braced
 from shoal.tasks.sources import code_tests
-from shoal.tasks.sources.rows import Fields, LeftOutError, Row, RowError, as_json, metadata, parsed, text, value
+from shoal.tasks.sources.rows import Fields, LeftOutError, Row, RowError, as_json, parsed, text, value
 
 
 @dataclass(frozen=True)
@@ -27,28 +26,6 @@ class Schema:
     when: Callable[[Row], bool] = lambda row: True  # a look at the first row, where columns do not tell
 
 
-def columns(question: str, answer: str, reward: str, *kept: str) -> Callable[[Row], Fields]:
-    """Return a reader of rows whose answer is a number (reward `number`) or text in one column; `kept` is metadata."""
-
-    def read(row: Row) -> Fields:
-        gold = number(row, answer) if reward == "number" else text(row, answer).strip()
-        if not gold:
-            raise RowError(f"column {answer} is empty")
-        return Fields(text(row, question), gold, metadata=metadata(row, *kept), reward=reward)
-
-    return read
-
-
-def number(row: Row, column: str) -> str:
-    digits = last_number(text(row, column))
-    if digits is None:
-        raise RowError(f"column {column} holds no number")
-    return digits
-
-
-# --- word problems whose answer is a number -------------------------------------------------------------------------
-
-
 def gsm8k(row: Row) -> Fields:
     _, marker, answer = text(row, "answer").rpartition("####")
     number = last_number(answer)
@@ -57,31 +34,22 @@ def gsm8k(row: Row) -> Fields:
     return Fields(text(row, "question"), number, reward="number")
 
 
-def svamp(row: Row) -> Fields:
-    question = f"{text(row, 'Body').strip()} {text(row, 'Question').strip()}"
-    return Fields(question, number(row, "Answer"), metadata=metadata(row, "ID", "Type", "Equation"), reward="number")
-
-
-def mawps_original(row: Row) -> Fields:
-    solutions = value(row, "lSolutions")
-    if not isinstance(solutions, list) or len(solutions) != 1:
-        raise LeftOutError("not one solution")
-    return Fields(
-        text(row, "sQuestion"),
-        number({"lSolutions": solutions[0]}, "lSolutions"),
-        metadata=metadata(row, "lEquations"),
-        reward="number",
-    )
-
-
 # --- mathematics ----------------------------------------------------------------------------------------------------
+
+
+def problem(row: Row) -> Fields:
+    """Read a row of MATH-500, DeepScaleR, AIME and others of these columns."""
+    answer = text(row, "answer").strip()
+    if not answer:
+        raise RowError("column answer is empty")
+    return Fields(text(row, "problem"), answer, reward="math")
 
 
 def competition_math(row: Row) -> Fields:
     answer = last_boxed(text(row, "solution"))
     if answer is None:
         raise LeftOutError("no boxed answer")
-    return Fields(text(row, "problem"), answer, metadata=metadata(row, "level", "type", "source"), reward="math")
+    return Fields(text(row, "problem"), answer, reward="math")
 
 
 def numina_1_5(row: Row) -> Fields:
@@ -91,8 +59,7 @@ def numina_1_5(row: Row) -> Fields:
     answer = str(row.get("answer") or "").strip()
     if row.get("question_type") == "proof" or answer.lower() in ("proof", "notfound", ""):
         raise LeftOutError("a proof, or no answer")
-    extra = metadata(row, "problem_type", "question_type", "source")
-    return Fields(text(row, "problem"), answer, metadata=extra, reward="math")
+    return Fields(text(row, "problem"), answer, reward="math")
 
 
 def last_boxed(solution: str) -> str | None:
@@ -119,7 +86,6 @@ def humaneval(row: Row) -> Fields:
         prompt,
         text(row, "canonical_solution"),
         tests=code_tests.asserts(text(row, "entry_point"), text(row, "test"), prompt),
-        metadata=metadata(row, "task_id"),
         reward="code",
     )
 
@@ -134,7 +100,6 @@ def mbpp(row: Row) -> Fields:
         f"{asked}\nYour code should pass these tests:\n" + "\n".join(lines),
         code,
         tests=code_tests.asserts(code_tests.entry_of(code, tests), tests),
-        metadata=metadata(row, "task_id"),
         reward="code",
     )
 
@@ -144,7 +109,6 @@ def apps(row: Row) -> Fields:
     return Fields(
         _with_starter(text(row, "question"), starter),
         tests=code_tests.apps(row.get("input_output") or ""),
-        metadata=metadata(row, "problem_id", "difficulty", "url"),
         reward="code",
     )
 
@@ -157,7 +121,6 @@ def livecodebench(row: Row) -> Fields:
     return Fields(
         _with_starter(text(row, "question_content"), str(row.get("starter_code") or "")),
         tests=code_tests.livecodebench([*public, *private], str(known.get("func_name") or "")),
-        metadata=metadata(row, "question_id", "platform", "difficulty", "contest_date"),
         reward="code",
     )
 
@@ -172,15 +135,14 @@ def _with_starter(question: str, starter: str) -> str:
 def verification_info(row: Row) -> Fields:
     """SYNTHETIC-1 and 2, INTELLECT-2: `task_type` says how a row is verified, `verification_info` holds what with."""
     info, kind = _info(value(row, "verification_info")), str(row.get("task_type") or "")
-    extra = metadata(row, "problem_id", "source", "task_type", "solve_rate_qwen_r1_distill_7b")
     if kind in ("verifiable_math", "") and info.get("ground_truth") is not None:
-        return Fields(text(row, "prompt"), text(info, "ground_truth"), metadata=extra, reward="math")
+        return Fields(text(row, "prompt"), text(info, "ground_truth"), reward="math")
     if kind in ("verifiable_code", "prime_rl_code", "") and info.get("test_cases") is not None:
         if str(info.get("language") or "python").lower() not in ("python", "python3"):
             raise LeftOutError(f"code in {info['language']}")
         cases = parsed(info["test_cases"], "verification_info.test_cases")
         tests = code_tests.genesys(cases) if isinstance(cases, list) else code_tests.apps(cases)
-        return Fields(text(row, "prompt"), tests=tests, metadata=extra, reward="code")
+        return Fields(text(row, "prompt"), tests=tests, reward="code")
     if kind in ("verifiable_math", "verifiable_code", "prime_rl_code", ""):
         raise RowError("column verification_info has neither ground_truth nor test_cases")
     raise LeftOutError(f"task type {kind}")
@@ -204,17 +166,6 @@ def _info(info: Any) -> Row:
 # --- other ----------------------------------------------------------------------------------------------------------
 
 
-def gpqa(row: Row) -> Fields:
-    """Four choices, in an order that follows from a hash of the question and the choice."""
-    question = text(row, "Question").strip()
-    right = text(row, "Correct Answer").strip()
-    choices = [right, *(text(row, f"Incorrect Answer {n}").strip() for n in (1, 2, 3))]
-    choices.sort(key=lambda choice: hashlib.sha256(f"{question}\n{choice}".encode()).digest())
-    listed = "\n".join(f"{letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
-    extra = metadata(row, "Record ID", "Subdomain", "High-level domain")
-    return Fields(f"{question}\n\n{listed}", "ABCD"[choices.index(right)], metadata=extra, reward="math")
-
-
 def plain(row: Row) -> Fields:
     """`question` and `answer`, and `tests` and `metadata` where they are there."""
     answer = text(row, "answer") if row.get("answer") is not None else ""
@@ -232,52 +183,22 @@ NUMERIC = re.compile(r"[-\u2212]?\$?[\d,]*\.?\d+", flags=re.ASCII)
 
 SCHEMAS = [
     Schema("GSM8K", ("question", "answer"), gsm8k, when=lambda row: "####" in str(row["answer"])),
-    Schema("SVAMP", ("Body", "Question", "Answer"), svamp, ("ID", "Type", "Equation")),
-    Schema("MAWPS", ("input", "target"), columns("input", "target", "number")),
-    Schema("MAWPS (original)", ("sQuestion", "lSolutions"), mawps_original, ("lEquations",)),
-    Schema("MAWPS (Calc-X)", ("question", "result", "chain"), columns("question", "result", "number")),
-    Schema("HumanEval", ("prompt", "canonical_solution", "test", "entry_point"), humaneval, ("task_id",)),
-    Schema("MBPP", ("text", "code", "test_list"), mbpp, ("task_id", "test_setup_code")),
-    Schema("MBPP (sanitized)", ("prompt", "code", "test_list"), mbpp, ("task_id", "test_imports")),
+    Schema("HumanEval", ("prompt", "canonical_solution", "test", "entry_point"), humaneval),
+    Schema("MBPP", ("text", "code", "test_list"), mbpp, ("test_setup_code",)),
+    Schema("MBPP (sanitized)", ("prompt", "code", "test_list"), mbpp, ("test_imports",)),
     Schema(
         "LiveCodeBench",
         ("question_content", "public_test_cases"),
         livecodebench,
-        ("private_test_cases", "metadata", "starter_code", "question_id", "platform", "difficulty", "contest_date"),
+        ("private_test_cases", "metadata", "starter_code"),
     ),
-    Schema("APPS", ("question", "input_output"), apps, ("starter_code", "problem_id", "difficulty", "url")),
+    Schema("APPS", ("question", "input_output"), apps, ("starter_code",)),
+    Schema("SYNTHETIC-1 and INTELLECT-2", ("prompt", "verification_info"), verification_info, ("task_type",)),
     Schema(
-        "SYNTHETIC-1 and INTELLECT-2",
-        ("prompt", "verification_info"),
-        verification_info,
-        ("task_type", "problem_id", "source", "solve_rate_qwen_r1_distill_7b"),
+        "NuminaMath-1.5", ("problem", "answer", "problem_is_valid", "solution_is_valid"), numina_1_5, ("question_type",)
     ),
-    Schema(
-        "NuminaMath-1.5",
-        ("problem", "answer", "problem_is_valid", "solution_is_valid"),
-        numina_1_5,
-        ("question_type", "problem_type", "source"),
-    ),
-    Schema(
-        "MATH-500",
-        ("problem", "answer", "unique_id"),
-        columns("problem", "answer", "math", "unique_id", "subject", "level"),
-        ("subject", "level"),
-    ),
-    Schema(
-        "DeepScaleR, AIME",
-        ("problem", "answer"),
-        columns("problem", "answer", "math", "id", "year", "url"),
-        ("id", "year", "url"),
-    ),
-    Schema("AIME (capitals)", ("Problem", "Answer"), columns("Problem", "Answer", "math", "ID"), ("ID",)),
-    Schema("MATH", ("problem", "solution"), competition_math, ("level", "type", "source")),
-    Schema(
-        "GPQA",
-        ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
-        gpqa,
-        ("Record ID", "Subdomain", "High-level domain"),
-    ),
+    Schema("problem and answer", ("problem", "answer"), problem),
+    Schema("MATH", ("problem", "solution"), competition_math),
     Schema("question and answer", ("question", "answer"), plain, ("tests", "metadata")),
     Schema("question and tests", ("question", "tests"), plain, ("metadata",)),
 ]
