@@ -272,7 +272,7 @@ def row() -> Pack:
 
 def faked(packed: Pack) -> Pack:
     """The row on the device, with the CPU's attention."""
-    layout, real = attention.Layout(packed.layout.spans, torch.device(DEVICE), "cascade"), packed.layout
+    layout, real = attention.RowLayout(packed.layout.spans, torch.device(DEVICE), "cascade"), packed.layout
     segments = [attention.Segments(there(of.index_BL), there(of.padded_BL11), of.start) for of in real.segments]
     layout.__dict__ |= {"segments": segments, "home_T": there(real.home_T)}
     layout.__dict__ |= {"in_order": real.in_order, "across": real.across}

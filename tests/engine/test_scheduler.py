@@ -1,4 +1,4 @@
-"""Rows that are filled again at once, within bounds, by whichever call comes next: nothing of it changes a bit."""
+"""CachedRows that are filled again at once, within bounds, by whichever call comes next: nothing of it changes a bit."""
 
 import threading
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from shoal.engine import batch
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.rows import token_bytes
-from shoal.engine.scheduler import Limits, Scheduler
+from shoal.engine.scheduler import Scheduler, SchedulerLimits
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import numerics
 
@@ -45,7 +45,12 @@ class One:
     """A completion that never ends by itself."""
 
     def __init__(self, engine: TorchEngine, prompt: Sequence[int], seed: int) -> None:
-        self.model, self.ask, self.cancelled, self.got = engine.model, batch.Ask(tuple(prompt), seed, 1.0, 9), False, 0
+        self.model, self.ask, self.cancelled, self.got = (
+            engine.model,
+            batch.DecodeRequest(tuple(prompt), seed, 1.0, 9),
+            False,
+            0,
+        )
 
     def began(self, hidden_LH: Any) -> None: ...
 
@@ -59,7 +64,7 @@ class One:
         return token
 
 
-def limited(engine: TorchEngine, limits: Limits) -> TorchEngine:
+def limited(engine: TorchEngine, limits: SchedulerLimits) -> TorchEngine:
     """Another engine with the same model."""
     other = TorchEngine("float32", "cpu", "exact", limits)
     other.model = engine.model
@@ -86,7 +91,7 @@ def assert_same(groups: Groups, expected: Groups) -> None:
 
 
 def test_places_are_filled_again_at_once_and_no_bit_changes(exact: TorchEngine, alone: Groups) -> None:
-    engine, counts = limited(exact, Limits(rows=3)), []
+    engine, counts = limited(exact, SchedulerLimits(rows=3)), []
     watch(engine, lambda touched: counts.append((len(touched), len(engine._scheduler.waiting))))
     assert_same(engine.generate(PROMPTS, SEEDS, SOME_END), alone)
     assert max(count for count, _ in counts) == 3
@@ -96,7 +101,7 @@ def test_places_are_filled_again_at_once_and_no_bit_changes(exact: TorchEngine, 
 
 def test_keys_and_values_stay_within_the_limit(exact: TorchEngine, alone: Groups) -> None:
     limit = token_bytes(exact.model) * 3 * 240
-    engine, sizes = limited(exact, Limits(cache_bytes=limit)), []
+    engine, sizes = limited(exact, SchedulerLimits(cache_bytes=limit)), []
 
     def measure(touched: Any) -> None:
         buffers = [b for one in engine._scheduler.batches for b in one.rows.cache.buffers.values()]  # type: ignore[attr-defined]
@@ -109,7 +114,7 @@ def test_keys_and_values_stay_within_the_limit(exact: TorchEngine, alone: Groups
 
 
 def test_what_is_larger_than_the_cache_is_decoded_alone(exact: TorchEngine, alone: Groups) -> None:
-    engine, counts = limited(exact, Limits(cache_bytes=1)), []
+    engine, counts = limited(exact, SchedulerLimits(cache_bytes=1)), []
     watch(engine, lambda touched: counts.append(len(touched)))
     assert_same(engine.generate(PROMPTS[:2], SEEDS[:2], SOME_END), alone[:2])
     assert set(counts) == {1}
@@ -117,7 +122,7 @@ def test_what_is_larger_than_the_cache_is_decoded_alone(exact: TorchEngine, alon
 
 def test_calls_from_several_threads_share_the_batch(exact: TorchEngine, alone: Groups) -> None:
     """The second call comes while the first one is decoded, and finishes before it."""
-    engine, together, order = limited(exact, Limits(rows=8)), set(), []
+    engine, together, order = limited(exact, SchedulerLimits(rows=8)), set(), []
     watch(engine, lambda touched: together.add(len({id(one.sampling) for one in touched})))
     second: list[threading.Thread] = []
     found: dict[str, Groups] = {}
@@ -143,7 +148,7 @@ def test_calls_from_several_threads_share_the_batch(exact: TorchEngine, alone: G
 
 
 def test_weights_cannot_change_while_a_completion_is_written(exact: TorchEngine, tiny_folder: Path) -> None:
-    engine = limited(exact, Limits())
+    engine = limited(exact, SchedulerLimits())
 
     def respond(*_: Any) -> None:
         with pytest.raises(RuntimeError, match="wait for generate"):
@@ -156,9 +161,9 @@ def test_weights_cannot_change_while_a_completion_is_written(exact: TorchEngine,
 def test_a_failure_of_the_model_reaches_every_caller_and_leaves_a_clean_engine(
     exact: TorchEngine, alone: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = limited(exact, Limits(rows=2))
+    engine = limited(exact, SchedulerLimits(rows=2))
     with monkeypatch.context() as patch:
-        patch.setattr(batch.Batch, "decode", lambda self: 1 / 0)
+        patch.setattr(batch.DecodeBatch, "decode", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(PROMPTS, SEEDS, SOME_END)
     assert_same(engine.generate(PROMPTS, SEEDS, SOME_END), alone)
@@ -178,7 +183,7 @@ def test_a_failure_of_the_model_reaches_every_caller_and_leaves_a_clean_engine(
 def test_what_would_end_everybodys_step_is_refused_before(
     exact: TorchEngine, alone: Groups, prompt: list[int], seed: int, sampling: Sampling
 ) -> None:
-    engine, refused = limited(exact, Limits()), []
+    engine, refused = limited(exact, SchedulerLimits()), []
 
     def respond(*_: Any) -> None:
         if not refused:
@@ -196,13 +201,13 @@ def test_logits_in_several_parts_have_the_same_bits(
     monkeypatch.setattr(batch, "LOGITS_BYTES", 1)
     monkeypatch.setattr(batch, "CACHED", 3)
     many = [list(range(start, start + 9)) for start in (0, 100)]
-    parts = limited(exact, Limits()).generate(PROMPTS[:2], many, SOME_END)
+    parts = limited(exact, SchedulerLimits()).generate(PROMPTS[:2], many, SOME_END)
     monkeypatch.undo()
-    assert_same(parts, limited(exact, Limits()).generate(PROMPTS[:2], many, SOME_END))
+    assert_same(parts, limited(exact, SchedulerLimits()).generate(PROMPTS[:2], many, SOME_END))
 
 
 def test_a_cancelled_completion_leaves_whether_it_waits_or_is_decoded(exact: TorchEngine) -> None:
-    scheduler, ones = Scheduler(Limits(rows=2)), [One(exact, [5, 9], seed) for seed in range(4)]
+    scheduler, ones = Scheduler(SchedulerLimits(rows=2)), [One(exact, [5, 9], seed) for seed in range(4)]
     scheduler.add(ones)
     scheduler.step()
     ones[0].cancelled = ones[2].cancelled = True
@@ -227,7 +232,7 @@ def test_who_is_cancelled_by_another_thread_meanwhile_is_told_once(exact: TorchE
         @cancelled.setter
         def cancelled(self, value: bool) -> None: ...
 
-    scheduler, ones = Scheduler(Limits(rows=1)), [Hasty(exact, [5], 1), Hasty(exact, [5], 2)]
+    scheduler, ones = Scheduler(SchedulerLimits(rows=1)), [Hasty(exact, [5], 1), Hasty(exact, [5], 2)]
     scheduler.add(ones)
     told = [one for _ in range(20) for one in scheduler.step()]
     assert [told.count(one) - one.got for one in ones] == [1, 1] and not scheduler.everyone()
@@ -235,7 +240,7 @@ def test_who_is_cancelled_by_another_thread_meanwhile_is_told_once(exact: TorchE
 
 def test_no_row_begins_as_a_copy_of_a_cancelled_one(exact: TorchEngine, alone: Groups) -> None:
     """Its keys may be those of weights that were replaced since."""
-    engine = limited(exact, Limits())
+    engine = limited(exact, SchedulerLimits())
     engine._scheduler.add([stale := One(exact, PROMPTS[0], 9)])
     engine._scheduler.step()
     for buffer in engine._scheduler.batches[0].rows.cache.buffers.values():  # type: ignore[attr-defined]

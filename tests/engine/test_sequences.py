@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.engine import rows as rows_module
-from shoal.engine.batch import Ask
+from shoal.engine.batch import DecodeRequest
 from shoal.engine.rows import Taken, token_bytes
-from shoal.engine.scheduler import Limits, Scheduler, cache_bytes
+from shoal.engine.scheduler import Scheduler, SchedulerLimits, cache_bytes
 from shoal.model import attention
 from shoal.model.sampling import choose
 
@@ -106,7 +106,7 @@ class One:
     """A completion, and what happened to it."""
 
     model: Any
-    ask: Ask
+    ask: DecodeRequest
     ends: tuple[int, ...] = ENDS
     cancel_at: int | None = None
     cancelled: bool = False
@@ -154,7 +154,7 @@ def alone(one: One) -> tuple[list[int], list[float], list[int]]:
 
 
 asks = st.builds(
-    Ask,
+    DecodeRequest,
     prompt=st.sampled_from(PROMPTS),
     seed=st.integers(0, 5),
     temperature=st.sampled_from([0.0, 1.0, 1.3]),
@@ -181,10 +181,14 @@ def test_each_completion_is_the_one_that_it_is_alone(models: list[Any], asked: l
             one = One(models[model], replace(ask, seed=ask.seed + 10 * copy))
             one.cancel_at = None if cancel is None or copy else at + cancel
             coming.append((at, one))
-    decode(Limits(rows, long_rows * token_bytes(models[0]) * 180, join_tokens), coming)
+    decode(SchedulerLimits(rows, long_rows * token_bytes(models[0]) * 180, join_tokens), coming)
 
 
-LONG, SHORT, BRIEF = Ask(PROMPTS[3], 0, 1.0, 2), Ask((5,), 0, 1.0, 30), Ask((5,), 0, 1.0, 2)
+LONG, SHORT, BRIEF = (
+    DecodeRequest(PROMPTS[3], 0, 1.0, 2),
+    DecodeRequest((5,), 0, 1.0, 30),
+    DecodeRequest((5,), 0, 1.0, 2),
+)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +201,11 @@ LONG, SHORT, BRIEF = Ask(PROMPTS[3], 0, 1.0, 2), Ask((5,), 0, 1.0, 30), Ask((5,)
     ids=["many after a long one", "a long one after many", "another model's after a long one"],
 )
 def test_what_rows_needed_that_left_is_not_held_for_others(
-    models: list[Any], asked: list[tuple[int, int, Ask]], steps: int
+    models: list[Any], asked: list[tuple[int, int, DecodeRequest]], steps: int
 ) -> None:
     """Two long rows fit, or six short ones. Each is taken in at once."""
     coming = [(at, One(models[model], ask, ends=())) for at, model, ask in asked]
-    assert decode(Limits(cache_bytes=300 * token_bytes(models[0])), coming) == steps
+    assert decode(SchedulerLimits(cache_bytes=300 * token_bytes(models[0])), coming) == steps
 
 
 def test_what_rows_that_left_still_hold_is_not_held_for_another_model(models: list[Any]) -> None:
@@ -209,10 +213,10 @@ def test_what_rows_that_left_still_hold_is_not_held_for_another_model(models: li
     less = replace(SHORT, max_tokens=SHORT.max_tokens - 2)
     asked = [*[(0, 0, SHORT)] * 5, *[(0, 0, less)] * 4, *[(less.max_tokens, 1, SHORT)] * 4]
     coming = [(at, One(models[model], ask, ends=())) for at, model, ask in asked]
-    assert decode(Limits(cache_bytes=9 * 48 * token_bytes(models[0])), coming) == 2 * SHORT.max_tokens
+    assert decode(SchedulerLimits(cache_bytes=9 * 48 * token_bytes(models[0])), coming) == 2 * SHORT.max_tokens
 
 
-def decode(limit: Limits, coming: list[tuple[int, One]]) -> int:
+def decode(limit: SchedulerLimits, coming: list[tuple[int, One]]) -> int:
     """Decode all of them, each from its step on. Returns the number of steps."""
     scheduler, everyone, step = Scheduler(limit), [one for _, one in coming], 0
     while coming or any(not (one.ended or one.left) for one in everyone):

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from shoal.config.recipe import LearnerSection
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
+from shoal.errors import ShoalError
 from shoal.learner.batch import MicroBatch
 from shoal.learner.checkpoint import Checkpoints, LearnerProgress
 from shoal.learner.masters import merge_adapters, write_adapter
 from shoal.learner.policy import Policy
-from shoal.model.adapters import AdapterError, is_adapter
+from shoal.model.adapters import is_adapter
 from shoal.model.adapters import layers as adapter_layers
 from shoal.model.load import load_model, save_model
 from shoal.model.training import Scorer
@@ -160,12 +161,12 @@ def test_training_goes_on_from_a_version_with_the_same_adapters_and_with_no_othe
     again = adapted(tmp_path / "v")
     assert again.masters.keys() == policy.masters.keys()
     assert equal(dict(again.published()), dict(policy.published()))
-    with pytest.raises(AdapterError, match="has adapters already"):
+    with pytest.raises(ShoalError, match="has adapters already"):
         make_policy(tmp_path / "v", lora=SECTION | {"rank": 2})
 
 
 def test_targets_that_the_model_does_not_have_are_named(tiny_folder: Path) -> None:
-    with pytest.raises(AdapterError, match=r"learner\.lora\.targets = \['query'\] names no linear layer.*'q_proj'"):
+    with pytest.raises(ShoalError, match=r"learner\.lora\.targets = \['query'\] names no linear layer.*'q_proj'"):
         make_policy(tiny_folder, lora=SECTION | {"targets": ["query"]})
 
 

@@ -12,7 +12,6 @@ from shoal.errors import ShoalError
 from shoal.learner.batch import micro_batches, teaching
 from shoal.learner.policy import DivergedError, OutOfMemoryError, explained
 from shoal.model import logprobs
-from shoal.model.adapters import AdapterError
 from shoal.model.dtype import DtypeName
 
 from .support import N_TOKENS, batches, equal, make_groups, make_policy, masters, state
@@ -261,6 +260,6 @@ def test_the_policy_explains_it_and_is_unchanged(
     assert all(torch.equal(before[name], now) for name, now in masters(policy).items())
 
 
-@pytest.mark.parametrize("error", [OutOfMemoryError("x"), AdapterError("x")])
+@pytest.mark.parametrize("error", [OutOfMemoryError("x"), ShoalError("x")])
 def test_the_message_is_one_line(error: Exception) -> None:
     assert isinstance(error, ShoalError)

@@ -9,18 +9,18 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.model.attention import Layout, Span
+from shoal.model.attention import RowLayout, Span
 
 CPU = torch.device("cpu")
 FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 FIELDS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
-def layout(*trees: tuple[int, tuple[int, ...]], root: int = 0) -> Layout:
+def layout(*trees: tuple[int, tuple[int, ...]], root: int = 0) -> RowLayout:
     spans: list[Span] = []
     for prompt, completions in trees:
         spans.append(Span(spans[-1].end if spans else root, prompt, completions))
-    return Layout(spans, CPU, "flex", root)
+    return RowLayout(spans, CPU, "flex", root)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def layout(*trees: tuple[int, tuple[int, ...]], root: int = 0) -> Layout:
     ],
     ids=["short", "one block", "uneven", "whole blocks", "root"],
 )
-def test_a_mask_by_tiles_is_that_of_pytorch(row: Layout) -> None:
+def test_a_mask_by_tiles_is_that_of_pytorch(row: RowLayout) -> None:
     def sees(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return row.sees(query, key)
 

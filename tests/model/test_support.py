@@ -25,7 +25,7 @@ from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import attention, support
 from shoal.model.load import WEIGHTS, load_model
-from shoal.model.logprobs import Change, change_of
+from shoal.model.logprobs import LogitChange, change_of
 from shoal.model.support import (
     LENGTH,
     TOLERANCE,
@@ -148,7 +148,7 @@ def test_gradients_through_scaled_and_capped_logits_are_transformers(
     tmp_path: Path, model: str, settings: dict[str, Any]
 ) -> None:
     loaded = load_model(saved(tmp_path, model, DENSE | settings))
-    assert change_of(loaded) == (Change(0.25) if model == "Granite" else Change(1.0, 2.0))
+    assert change_of(loaded) == (LogitChange(0.25) if model == "Granite" else LogitChange(1.0, 2.0))
     weights = [loaded.get_input_embeddings().weight, loaded.model.layers[0].self_attn.q_proj.weight]
     found = torch.autograd.grad(Scorer(loaded)(pack(TREES), 0.7, False)[0].sum(), weights)
     wanted = torch.autograd.grad(by_transformers(loaded, TREES, 0.7).sum(), weights)
@@ -159,14 +159,14 @@ def test_gradients_through_scaled_and_capped_logits_are_transformers(
 @pytest.mark.parametrize(
     ("config", "change"),
     [
-        (GraniteConfig(logits_scaling=4.0), Change(0.25)),
-        (CohereConfig(logit_scale=0.5), Change(0.5)),
-        (Gemma2Config(final_logit_softcapping=3.0), Change(1.0, 3.0)),
-        (LlamaConfig(), Change()),
+        (GraniteConfig(logits_scaling=4.0), LogitChange(0.25)),
+        (CohereConfig(logit_scale=0.5), LogitChange(0.5)),
+        (Gemma2Config(final_logit_softcapping=3.0), LogitChange(1.0, 3.0)),
+        (LlamaConfig(), LogitChange()),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_happens_behind_the_output_head_is_found_by_field_and_example(config: Any, change: Change) -> None:
+def test_what_happens_behind_the_output_head_is_found_by_field_and_example(config: Any, change: LogitChange) -> None:
     raw = 5 * torch.randn(40, 16)
     assert change_of_logits(config, raw, change(raw)) == change
     assert change_of_logits(config, raw, raw + raw.abs()) is None

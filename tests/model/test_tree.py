@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from shoal.model import attention
-from shoal.model.attention import Kernel, Layout
+from shoal.model.attention import Kernel, RowLayout
 from shoal.model.logprobs import chosen_logprobs
 from shoal.model.tree import SHORTEST_ROOT, Tree, assign_rows, common_beginning, forward_hidden, pack, split
 
@@ -40,7 +40,7 @@ def some_trees(seed: int = 0) -> list[Tree]:
 
 def packed_logprobs(model: Any, trees: Sequence[Tree], kernel: Kernel = "cascade") -> Tensor:
     packed = pack(trees)
-    packed = replace(packed, layout=Layout(packed.layout.spans, torch.device("cpu"), kernel, packed.layout.root))
+    packed = replace(packed, layout=RowLayout(packed.layout.spans, torch.device("cpu"), kernel, packed.layout.root))
     return chosen_logprobs(forward_hidden(model, packed), model.lm_head.weight, packed.target_N)[0]
 
 
@@ -111,7 +111,7 @@ def test_sequences_side_by_side_are_not_copied_and_have_the_same_gradients(
     wanted = torch.randn(1, layout.length, 2, 8, generator=generator)
     found = []
     for kernel in ("cascade", "masked"):
-        output, _ = attention.attend(None, *inputs, None, layout=Layout(layout.spans, layout.device, kernel))
+        output, _ = attention.attend(None, *inputs, None, layout=RowLayout(layout.spans, layout.device, kernel))
         found.append([output, *torch.autograd.grad((output * wanted).sum(), inputs)])
     for mine, expected in zip(*found, strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0)
@@ -223,23 +223,9 @@ def test_a_pack_moves_to_a_device_whole() -> None:
     assert {field.device.type for field in vars(packed).values()} == {"meta"}
 
 
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(50, 120))
-def test_every_tree_gets_one_row_opened_only_if_no_earlier_row_takes_it(sizes: list[int], row_tokens: int) -> None:
-    rows = assign_rows(sizes, row_tokens)
-    assert sorted(i for row in rows for i in row) == list(range(len(sizes)))
-    for r, row in enumerate(rows):
-        free = row_tokens - sum(sizes[i] for i in row)
-        assert free >= 0
-        assert all(sizes[later[0]] > free for later in rows[r + 1 :])
-
-
-def test_the_fullest_row_that_still_takes_a_tree_gets_it() -> None:
-    assert assign_rows([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
-
-
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(50, 120))
 def test_rows_in_order_meet_the_trees_in_order(sizes: list[int], row_tokens: int) -> None:
-    rows = assign_rows(sizes, row_tokens, in_order=True)
+    rows = assign_rows(sizes, row_tokens)
     assert [i for row in rows for i in row] == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in row) <= row_tokens for row in rows)
 

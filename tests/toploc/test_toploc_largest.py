@@ -37,7 +37,7 @@ def test_of_equal_magnitudes_the_first_are_taken() -> None:
 
 def test_largest_prefill_of_a_long_prompt() -> None:
     hidden_TH = torch.randn(3000, 512, generator=torch.Generator().manual_seed(0)).half()
-    found = peaks([hidden_TH], chunk_tokens=32, top_k=128, prefill_tokens=3000)
+    found = peaks([hidden_TH], chunk_tokens=3000, top_k=128)
     expected = hidden_TH.abs().flatten().topk(128).values
     assert torch.equal(hidden_TH.flatten()[found.index_BK[0]].abs().sort(descending=True).values, expected)
 
@@ -48,10 +48,10 @@ def test_a_gpu_finds_the_same_bytes_and_figures(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     hidden_TH = torch.randn(150, 4096, generator=random).to(dtype)  # ties at the last place in every chunk
     other_TH = (hidden_TH.float() * (1 + torch.randn(150, 4096, generator=random) / 256)).to(dtype)
-    proofs = build(hidden_TH, prefill_tokens=50)
-    assert build(hidden_TH.cuda(), prefill_tokens=50) == proofs
+    proofs = build(hidden_TH)
+    assert build(hidden_TH.cuda()) == proofs
     assert peaks([hidden_TH.cuda()], chunk_tokens=32, top_k=128).bits_BK.is_cuda
-    assert verify(other_TH.cuda(), proofs, prefill_tokens=50) == verify(other_TH, proofs, prefill_tokens=50)
+    assert verify(other_TH.cuda(), proofs) == verify(other_TH, proofs)
 
 
 def test_transposed_states_are_read_in_their_own_order() -> None:

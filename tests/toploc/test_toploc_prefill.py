@@ -1,4 +1,4 @@
-"""A proof of its own for the first tokens, and the same bytes as the public package's prefill-then-decode."""
+"""The same bytes as the public package's prefill-then-decode."""
 
 import hashlib
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.toploc import ChunkResult, ProofError, build, build_many, to_base64, verify, verify_many
+from shoal.toploc import ChunkResult, build, to_base64, verify
 
 PRIME = 65497
 EXACT = ChunkResult(0, 0.0, 0.0)
@@ -44,11 +44,9 @@ def test_equals_what_the_public_package_wrote(
         tie_free(5, width, (1, 2, 3)),
     )
     hidden_TH = torch.cat([prefill, whole, rest]).view(torch.int16).view(dtype)
-    proofs = build(hidden_TH, prefill_tokens=40)
+    proofs = [*build(hidden_TH[:40], chunk_tokens=40), *build(hidden_TH[40:])]
     assert hashlib.sha256(b"".join(proofs)).hexdigest() == digest
-    assert verify(hidden_TH, proofs, prefill_tokens=40) == [EXACT] * 3
-    # With skip_prefill the public package wrote the last two alone.
-    assert build(hidden_TH[40:]) == proofs[1:]
+    assert verify(hidden_TH[40:], proofs[1:]) == [EXACT] * 2
 
 
 def test_equals_the_public_packages_base64() -> None:
@@ -58,42 +56,5 @@ def test_equals_the_public_packages_base64() -> None:
         [7, 1, -0.25, 4.5, 0, -6, 2.5, 0.625],
         [0.875, -5, 3.5, 0.375, 8, -10, 0.0625, 12],
     ]
-    proofs = build(torch.tensor(rows), top_k=4, prefill_tokens=2)
+    proofs = build(torch.tensor(rows), top_k=4, chunk_tokens=2)
     assert [to_base64(proof) for proof in proofs] == ["/9nI5pdSYE1URg==", "/9mke/vcMeruEQ=="]
-
-
-@pytest.mark.parametrize("prefill", [1, 31, 32, 33, 69, 70])
-def test_prefill_then_chunks(heavy_tailed: Callable[..., Tensor], prefill: int) -> None:
-    hidden_TH = heavy_tailed(70, 192)
-    proofs = build(hidden_TH, prefill_tokens=prefill)
-    decoded = build(hidden_TH[prefill:]) if prefill < 70 else []
-    assert proofs == build(hidden_TH[:prefill], chunk_tokens=prefill) + decoded
-    assert verify(hidden_TH, proofs, prefill_tokens=prefill) == [EXACT] * len(proofs)
-
-
-def test_every_sequence_may_have_its_own_prefill(heavy_tailed: Callable[..., Tensor]) -> None:
-    hiddens, prefills = [heavy_tailed(tokens, 192, tokens) for tokens in (40, 70, 70)], [0, 40, 3]
-    together = build_many(hiddens, prefill_tokens=prefills)
-    assert together == [build(h, prefill_tokens=p) for h, p in zip(hiddens, prefills, strict=True)]
-    assert verify_many(hiddens, together, prefill_tokens=prefills) == [[EXACT] * 2, [EXACT] * 2, [EXACT] * 4]
-    assert build_many(hiddens, prefill_tokens=3)[2] == together[2]
-
-
-def test_a_missing_prefill_proof_is_missed(heavy_tailed: Callable[..., Tensor]) -> None:
-    hidden_TH = heavy_tailed(70, 192)
-    with pytest.raises(ProofError, match="proof 2: missing: 2 proofs for 3 chunks"):
-        verify(hidden_TH, build(hidden_TH[10:]), prefill_tokens=10)
-    with pytest.raises(ProofError, match="proof 2: extra: 3 proofs for 2 chunks"):
-        verify(hidden_TH[10:], build(hidden_TH, prefill_tokens=10))
-
-
-@pytest.mark.parametrize("prefill", [-1, 41, [0, 0], []])
-def test_absurd_prefills_are_the_callers_fault(heavy_tailed: Callable[..., Tensor], prefill: int | list[int]) -> None:
-    with pytest.raises(ValueError, match="prefill_tokens") as caught:
-        build_many([heavy_tailed(40, 192)], prefill_tokens=prefill)
-    assert not isinstance(caught.value, ProofError)
-
-
-def test_too_few_values_in_the_prefill() -> None:
-    with pytest.raises(ProofError, match="64 values in a chunk: choose a top_k of at most 64"):
-        build(torch.ones(33, 64), prefill_tokens=1)

@@ -4,45 +4,37 @@ import struct
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import Tensor
 
-from shoal.toploc import BFLOAT16, PRESETS, Thresholds, build, verify
+from shoal.toploc import BFLOAT16, Thresholds, build, verify
 
 PRIME = 65497
 AcceptedConstants = Callable[[Tensor, Thresholds], dict[int, int]]
-
-both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def verdicts(validator_TH: Tensor, proofs: list[bytes], thresholds: Thresholds) -> list[bool]:
     return [thresholds.passes(result) for result in verify(validator_TH, proofs)]
 
 
-@both_dtypes
 @pytest.mark.parametrize("validator", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("worker", ["float32", "bfloat16", "bfloat16_decoded", "float16", "float16_decoded"])
-def test_honest_arithmetic_passes(real: dict[str, Tensor], worker: str, validator: str, dtype: torch.dtype) -> None:
-    proofs = build(real[worker].to(dtype))
-    assert all(verdicts(real[validator].to(dtype), proofs, PRESETS[dtype]))
+def test_honest_arithmetic_passes(real: dict[str, Tensor], worker: str, validator: str) -> None:
+    proofs = build(real[worker].bfloat16())
+    assert all(verdicts(real[validator].bfloat16(), proofs, BFLOAT16))
 
 
-@both_dtypes
 @pytest.mark.parametrize("validator", ["float32", "bfloat16", "float16"])
-def test_weights_rounded_to_4_bits_fail_in_every_chunk(
-    real: dict[str, Tensor], validator: str, dtype: torch.dtype
-) -> None:
-    proofs = build(real["4_bit"].to(dtype))
-    assert not any(verdicts(real[validator].to(dtype), proofs, PRESETS[dtype]))
+def test_weights_rounded_to_4_bits_fail_in_every_chunk(real: dict[str, Tensor], validator: str) -> None:
+    proofs = build(real["4_bit"].bfloat16())
+    assert not any(verdicts(real[validator].bfloat16(), proofs, BFLOAT16))
 
 
-@both_dtypes
-def test_one_chunks_proof_repeated_passes_only_there(real: dict[str, Tensor], dtype: torch.dtype) -> None:
-    hidden_TH = real[str(dtype).removeprefix("torch.")].to(dtype)
+def test_one_chunks_proof_repeated_passes_only_there(real: dict[str, Tensor]) -> None:
+    hidden_TH = real["bfloat16"].bfloat16()
     proofs = build(hidden_TH)
     for repeated in (0, 7, 15):
         expected = [chunk == repeated for chunk in range(16)]
-        assert verdicts(hidden_TH, [proofs[repeated]] * 16, PRESETS[dtype]) == expected
+        assert verdicts(hidden_TH, [proofs[repeated]] * 16, BFLOAT16) == expected
 
 
 def test_60_40_40_would_accept_one_constant_for_nearly_everything(
@@ -52,12 +44,9 @@ def test_60_40_40_would_accept_one_constant_for_nearly_everything(
     assert max(accepted.values()) >= 15  # of 16 chunks
 
 
-@both_dtypes
-def test_the_presets_alone_accept_no_constant(
-    real: dict[str, Tensor], accepted_constants: AcceptedConstants, dtype: torch.dtype
-) -> None:
+def test_the_presets_alone_accept_no_constant(real: dict[str, Tensor], accepted_constants: AcceptedConstants) -> None:
     for validator in ("float32", "bfloat16", "float16"):
-        assert accepted_constants(real[validator].to(dtype), PRESETS[dtype]) == {}
+        assert accepted_constants(real[validator].bfloat16(), BFLOAT16) == {}
 
 
 def test_proofs_of_constants_fail_even_under_60_40_40(
@@ -68,8 +57,3 @@ def test_proofs_of_constants_fail_even_under_60_40_40(
     constant = max(accepted, key=lambda bits: accepted[bits])
     proofs = [struct.pack(">129H", PRIME, constant, *[0] * 127)] * 16
     assert not any(verdicts(hidden_TH, proofs, loose))
-
-
-def test_presets_are_by_the_dtype_of_the_hidden_states() -> None:
-    assert set(PRESETS) == {torch.bfloat16, torch.float16, torch.float32}
-    assert PRESETS[torch.float32] is PRESETS[torch.bfloat16] is BFLOAT16

@@ -140,7 +140,7 @@ def generator(
     """Yield the engine, its kind for the headers of files, and what gives the fingerprint of its weights.
 
     `compute`: what the torch engine runs its steps with; None: the thread that generates.
-    vLLM's results depend on its batches, so it claims no exactness class. Raises VllmMissingError.
+    vLLM's results depend on its batches, so it claims no exactness class. Raises ShoalError.
     """
     device = config.model.device
     if name == "vllm":

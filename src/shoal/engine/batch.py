@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.engine.rows import Rows
+from shoal.engine.rows import CachedRows
 from shoal.model import logprobs
 from shoal.model.numerics import ROW_UNIT
 from shoal.model.sampling import choose
@@ -25,7 +25,7 @@ CACHED = 16  # rows whose float32 logits are worked on together: what fits the C
 
 
 @dataclass(frozen=True)
-class Ask:
+class DecodeRequest:
     """What is asked of a model. Raise ValueError for what would end the step of all others."""
 
     prompt: tuple[int, ...]
@@ -45,14 +45,14 @@ class Ask:
             )
 
 
-class Request(Protocol):
+class Decoding(Protocol):
     """A completion while it is decoded."""
 
     @property
     def model(self) -> Any: ...
 
     @property
-    def ask(self) -> Ask: ...
+    def ask(self) -> DecodeRequest: ...
 
     @property
     def cancelled(self) -> bool: ...  # it is given up at the next step
@@ -77,19 +77,19 @@ class Request(Protocol):
         ...
 
 
-class Batch:
+class DecodeBatch:
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.rows = Rows(model)
-        self.live: list[Request] = []  # by row
+        self.rows = CachedRows(model)
+        self.live: list[Decoding] = []  # by row
         self.prompt_H: list[Tensor] = []  # by row: the hidden state behind its prompt
         self.hidden_BH: Tensor | None = None  # that each row's next token is drawn from
 
     @torch.inference_mode()
-    def prefill(self, new: Sequence[Request]) -> None:
+    def prefill(self, new: Sequence[Decoding]) -> None:
         """Add rows. Prompts that no live row has are prefilled."""
         known = {one.ask.prompt: row for row, one in enumerate(self.live)}
-        groups: dict[tuple[int, ...], list[Request]] = {}
+        groups: dict[tuple[int, ...], list[Decoding]] = {}
         for one in new:
             groups.setdefault(one.ask.prompt, []).append(one)
         fresh = [
@@ -106,14 +106,14 @@ class Batch:
             self.rows.fork([source for source, _ in copies], [len(one.ask.prompt) for _, one in copies])
             self._add([one for _, one in copies], [self.prompt_H[source] for source, _ in copies])
 
-    def _add(self, new: Sequence[Request], states: Sequence[Tensor]) -> None:
+    def _add(self, new: Sequence[Decoding], states: Sequence[Tensor]) -> None:
         self.live += new
         self.prompt_H += states
         before = [] if self.hidden_BH is None else [self.hidden_BH]
         self.hidden_BH = torch.cat([*before, torch.stack(list(states))])
 
     @torch.inference_mode()
-    def drop_cancelled(self) -> list[Request]:
+    def drop_cancelled(self) -> list[Decoding]:
         """Finish who was cancelled. Return them."""
         cancelled = [one.cancelled for one in self.live]  # each is asked once: other threads cancel meanwhile
         left = [one for one, gone in zip(self.live, cancelled, strict=True) if gone]
@@ -121,7 +121,7 @@ class Batch:
         return left
 
     @torch.inference_mode()
-    def decode(self) -> list[Request]:
+    def decode(self) -> list[Decoding]:
         """Sample a token for each row, and compute the next states of unfinished rows. Return everyone who got a token."""
         drawn = list(self.live)
         placed = self._sample()

@@ -41,7 +41,7 @@ def most_positions(prompt_tokens: int, max_tokens: int) -> int:
     return rounded(prompt_tokens + max_tokens + GROW_BY, KEYS)
 
 
-class Rows:
+class CachedRows:
     """The rows of one model, with a cache of its own."""
 
     def __init__(self, model: Any) -> None:

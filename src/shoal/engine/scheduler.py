@@ -1,8 +1,8 @@
 """Which completions are decoded now. Places of finished ones are filled at once, whoever asked for the next.
 
 One implementation for workers, evaluation and serving: the engine has one, and the server one for all versions in memory.
-Invariant: at most `Limits.rows` are decoded, and their keys and values stay within `Limits.cache_bytes` whatever their
-lengths become; a completion that is larger than that alone is decoded alone.
+Invariant: at most `SchedulerLimits.rows` are decoded, and their keys and values stay within its `cache_bytes` whatever
+their lengths become; a completion that is larger than that alone is decoded alone.
 Not thread-safe. Left out: priorities, and preemption: memory for the full length is reserved when a completion is scheduled.
 """
 
@@ -11,43 +11,43 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.engine.batch import Batch, Request
+from shoal.engine.batch import DecodeBatch, Decoding
 from shoal.engine.rows import most_positions, token_bytes
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     rows: int = 256  # completions decoded at once, of all models together
     cache_bytes: int = 2 << 30  # keys and values of all rows
     join_tokens: int = 2048  # of prompts, prefilled between two steps; one longer prompt is prefilled alone
 
 
-def cache_bytes(model: Any, rows: Sequence[Request]) -> int:
+def cache_bytes(model: Any, rows: Sequence[Decoding]) -> int:
     """What the keys and values of these completions take at full length. Buffers are rectangles: rows by positions."""
     longest = max(most_positions(len(one.ask.prompt), one.ask.max_tokens) for one in rows)
     return token_bytes(model) * len(rows) * longest
 
 
 class Scheduler:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.waiting: deque[Request] = deque()
-        self.scheduled: list[Request] = []  # to be prefilled in this step; some may be in a batch already
-        self.batches: list[Batch] = []  # one for each model that is decoded
+        self.waiting: deque[Decoding] = deque()
+        self.scheduled: list[Decoding] = []  # to be prefilled in this step; some may be in a batch already
+        self.batches: list[DecodeBatch] = []  # one for each model that is decoded
 
     @property
     def live(self) -> int:
         return sum(len(batch.live) for batch in self.batches)
 
-    def everyone(self) -> list[Request]:
+    def everyone(self) -> list[Decoding]:
         """Whoever waits or is decoded, also after a step that failed."""
         everyone = [*self.waiting, *self.scheduled, *self._running()]
         return list({id(one): one for one in everyone}.values())
 
-    def add(self, new: Iterable[Request]) -> None:
+    def add(self, new: Iterable[Decoding]) -> None:
         self.waiting.extend(new)
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[Decoding]:
         """Decode one token for each completion. Return those that got one or were cancelled."""
         touched = self.drop_cancelled()
         self.schedule()
@@ -57,9 +57,9 @@ class Scheduler:
         self.batches = [batch for batch in self.batches if batch.live]
         return touched
 
-    def drop_cancelled(self) -> list[Request]:
+    def drop_cancelled(self) -> list[Decoding]:
         """Finish who was cancelled. Return them."""
-        cancelled, waiting = list[Request](), deque[Request]()
+        cancelled, waiting = list[Decoding](), deque[Decoding]()
         for one in self.waiting:  # each is asked once: other threads cancel meanwhile
             (cancelled if one.cancelled else waiting).append(one)
         self.waiting = waiting
@@ -86,15 +86,15 @@ class Scheduler:
         for model in {id(one.model): one.model for one in self.scheduled}.values():
             batch = next((batch for batch in self.batches if batch.model is model), None)
             if batch is None:
-                batch = Batch(model)
+                batch = DecodeBatch(model)
                 self.batches.append(batch)
             batch.prefill([one for one in self.scheduled if one.model is model])
         self.scheduled = []
 
-    def _running(self) -> list[Request]:
+    def _running(self) -> list[Decoding]:
         return [one for batch in self.batches for one in batch.live]
 
-    def _fits(self, new: Request) -> bool:
+    def _fits(self, new: Decoding) -> bool:
         there = [*self.scheduled, *self._running()]
         if len(there) >= self.limits.rows:
             return False

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.batch import Ask
+from shoal.engine.batch import DecodeRequest
 from shoal.engine.protocol import Calls, Completion, Compute, Draft, Respond, Sampling, here
-from shoal.engine.scheduler import Limits, Scheduler
+from shoal.engine.scheduler import Scheduler, SchedulerLimits
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_weights_
 from shoal.model.numerics import Numerics
@@ -35,7 +35,7 @@ class TorchEngine:
         dtype: DtypeName,
         device: str = "cpu",
         numerics: Numerics = "fast",
-        limits: Limits | None = None,
+        limits: SchedulerLimits | None = None,
         compute: Compute = here,
     ) -> None:
         """`compute`: runs a step; with `OneThread`, all steps run in one thread, whoever waits."""
@@ -44,7 +44,7 @@ class TorchEngine:
         self.device = device
         self.numerics = numerics
         self.model: Any = None
-        self._scheduler = Scheduler(limits or Limits())
+        self._scheduler = Scheduler(limits or SchedulerLimits())
         self._calls = Calls()
         self._new: list[_Draft] = []  # not in the scheduler yet
 
@@ -103,15 +103,15 @@ class TorchEngine:
 
 @dataclass(eq=False)
 class _Draft(Draft):
-    """A `Request` of the scheduler."""
+    """A `Decoding` of the scheduler."""
 
     model: Any = None
     given: deque[int] = field(default_factory=deque)  # what an environment wrote and is not in `tokens` yet
-    ask: Ask = field(init=False)
+    ask: DecodeRequest = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.sampling
-        self.ask = Ask(self.prompt, self.seed, sampling.temperature, sampling.max_tokens)
+        self.ask = DecodeRequest(self.prompt, self.seed, sampling.temperature, sampling.max_tokens)
 
     def began(self, hidden_LH: Tensor) -> None:
         """Nobody asks for the prompt's states."""

@@ -28,10 +28,6 @@ FIELD = "shoal_lora"  # in the model's config
 NAMES = ("lora_A", "lora_B")
 
 
-class AdapterError(ShoalError):
-    """Adapters that the model cannot have; the message names the setting."""
-
-
 @dataclass(frozen=True)
 class Adapters:
     """Which layers have adapters, and their size."""
@@ -71,12 +67,12 @@ class Adapted(nn.Linear):
 def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
     """Give the model adapters that do nothing yet, and note them in its config. Those of the same section are kept.
 
-    Raise AdapterError if the model has others, or no layer of these names.
+    Raise ShoalError if the model has others, or no layer of these names.
     """
     stored = stored_in(model.config)
     if stored is not None and any(layers(model)):
         if stored != section:
-            raise AdapterError(f"the model has adapters already: {stored}; learner.lora asks for {section}")
+            raise ShoalError(f"the model has adapters already: {stored}; learner.lora asks for {section}")
         return
     attached = False
     for parent in list(model.modules()):
@@ -86,7 +82,7 @@ def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
                 attached = True
     if not attached:
         known = sorted({name.rpartition(".")[2] for name, of in model.named_modules() if isinstance(of, nn.Linear)})
-        raise AdapterError(
+        raise ShoalError(
             f"learner.lora.targets = {list(section.targets)} names no linear layer of {type(model).__name__}; it has {known}"
         )
     setattr(model.config, FIELD, asdict(section))

@@ -79,7 +79,7 @@ class Segments:
     start: int | None  # of the first, if they lie side by side in the row and none is padded
 
 
-class Layout:
+class RowLayout:
     """Which position attends to which in a row of T positions, and the kernel that computes it on `device`.
 
     `root`: positions at the row's beginning that belong to every tree's prompt.
@@ -94,7 +94,7 @@ class Layout:
         self.length = spans[-1].end if spans else 0
         self.derived: dict[tuple[int, int], Any] = {}  # what exact attention works out once, by heads and depth
 
-    def to(self, device: torch.device) -> "Layout":
+    def to(self, device: torch.device) -> "RowLayout":
         """The same object for the same spans while few other rows come between: policy and reference share its masks."""
         return self if device == self.device else _moved(tuple(self.spans), device, self.root)
 
@@ -187,8 +187,8 @@ class Layout:
 
 
 @lru_cache(maxsize=2)
-def _moved(spans: tuple[Span, ...], device: torch.device, root: int) -> Layout:
-    return Layout(spans, device, root=root)
+def _moved(spans: tuple[Span, ...], device: torch.device, root: int) -> RowLayout:
+    return RowLayout(spans, device, root=root)
 
 
 def attend(
@@ -199,7 +199,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    layout: Layout | None = None,
+    layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. Return (output_1ThD, None)."""
@@ -231,7 +231,7 @@ def attend(
 class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query_ThD: Tensor, key_ThD: Tensor, value_ThD: Tensor, layout: Layout, scale: float
+        ctx: Any, query_ThD: Tensor, key_ThD: Tensor, value_ThD: Tensor, layout: RowLayout, scale: float
     ) -> Tensor:
         outputs, sums = [], []
         for batch in layout.segments:
@@ -273,7 +273,7 @@ def cascade_backward(
     value_ThD: Tensor,
     output_ThD: Tensor,
     logsumexp_Th: Tensor,
-    layout: Layout,
+    layout: RowLayout,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, from the output and the log-sum-exp of each query's scores."""

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.model.attention import Layout, cascade_backward
+from shoal.model.attention import RowLayout, cascade_backward
 
 NAME = "shoal_exact"
 TILES = (256, 192, 128)  # numbers of keys that one product may sum; see `tile`
@@ -183,7 +183,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Chain:
+class QuerySpan:
     """The queries of one root, prompt or completion, as positions in the row of T, and its keys."""
 
     queries: range
@@ -199,7 +199,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Part:
+class QueryTile:
     """Consecutive queries of a batch, and the keys that they see."""
 
     queries: slice  # of M
@@ -209,22 +209,22 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Batch:
+class QueryBatch:
     """S sequences of similar size computed together: M queries and K keys each, padded."""
 
     query_SM: Tensor  # int64, positions in the row; 0 for padding
     padded_SM: Tensor  # bool
     key_SK: Tensor  # int64, positions in the row; 0 for padding
-    parts: list[Part]
+    parts: list[QueryTile]
 
 
-def batches(layout: Layout, heads: int, depth: int) -> list[Batch]:
+def batches(layout: RowLayout, heads: int, depth: int) -> list[QueryBatch]:
     """Every query of the row exactly once: sequences by their size, as many together as the cache holds.
 
     `heads`: of queries to a key head. `depth`: of keys.
     """
-    groups: list[list[Chain]] = []
-    chains = [Chain(*part) for part in layout.parts() if len(part[0])]
+    groups: list[list[QuerySpan]] = []
+    chains = [QuerySpan(*part) for part in layout.parts() if len(part[0])]
     for sequence in sorted(chains, key=lambda s: (-rounded(s.n_keys, NEAR), -len(s.queries))):
         if groups:
             largest = groups[-1][0]
@@ -238,7 +238,7 @@ def batches(layout: Layout, heads: int, depth: int) -> list[Batch]:
     return [_batch(group) for group in groups]
 
 
-def _batch(group: Sequence[Chain]) -> Batch:
+def _batch(group: Sequence[QuerySpan]) -> QueryBatch:
     queries = rounded(max(len(sequence.queries) for sequence in group), ROWS)
     keys = rounded(max(sequence.n_keys for sequence in group), KEYS)
     query_SM = torch.zeros(len(group), queries, dtype=torch.long)
@@ -250,10 +250,10 @@ def _batch(group: Sequence[Chain]) -> Batch:
     count_S = torch.tensor([len(sequence.queries) for sequence in group])
     first_S = torch.tensor([sequence.n_before for sequence in group])
     parts = [_part(slice(at, min(at + QUERIES, queries)), first_S, count_S) for at in range(0, queries, QUERIES)]
-    return Batch(query_SM, torch.arange(queries) >= count_S[:, None], key_SK, parts)
+    return QueryBatch(query_SM, torch.arange(queries) >= count_S[:, None], key_SK, parts)
 
 
-def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> Part:
+def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> QueryTile:
     keys = rounded(int((first_S + count_S.clamp(max=queries.stop)).max()), KEYS)
     start = int(first_S.min()) + queries.start + 1
     last_SM1 = (first_S[:, None] + torch.arange(queries.start, queries.stop))[
@@ -261,13 +261,13 @@ def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> Part:
     ]  # the last key that a query sees
     hidden_SMK = torch.arange(start, keys) > last_SM1
     bias_SMK = torch.zeros(hidden_SMK.shape).masked_fill_(hidden_SMK, float("-inf"))
-    return Part(queries, keys, start, bias_SMK[:, :, None])
+    return QueryTile(queries, keys, start, bias_SMK[:, :, None])
 
 
 class Plan:
     """A layout's batches, and where each position's output is found among theirs."""
 
-    def __init__(self, layout: Layout, heads: int, depth: int) -> None:
+    def __init__(self, layout: RowLayout, heads: int, depth: int) -> None:
         self.batches = batches(layout, heads, depth)
         index = torch.cat([batch.query_SM.flatten() for batch in self.batches])
         kept = ~torch.cat([batch.padded_SM.flatten() for batch in self.batches])
@@ -276,7 +276,7 @@ class Plan:
         self.home_T[index[kept]] = torch.arange(len(index))[kept]
 
 
-def plan(layout: Layout, heads: int, depth: int) -> Plan:
+def plan(layout: RowLayout, heads: int, depth: int) -> Plan:
     """The layout's plan, made once: every block of the model asks for it."""
     if (heads, depth) not in layout.derived:
         layout.derived[heads, depth] = Plan(layout, heads, depth)
@@ -289,7 +289,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_ThD: Tensor, key_TkD: Tensor, value_TkD: Tensor, layout: Layout, scale: float
+        ctx: Any, query_ThD: Tensor, key_TkD: Tensor, value_TkD: Tensor, layout: RowLayout, scale: float
     ) -> Tensor:
         length, heads, depth = query_ThD.shape
         key_heads = key_TkD.shape[1]
@@ -363,7 +363,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    layout: Layout | Step | None = None,
+    layout: RowLayout | Step | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. Return (output_BLhD, None)."""

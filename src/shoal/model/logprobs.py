@@ -35,7 +35,7 @@ LossOf = Callable[
 ]  # (numbers of targets, their logp_C, entropy_C or None): a sum
 
 
-class Change(NamedTuple):
+class LogitChange(NamedTuple):
     """What happens to logits behind the head."""
 
     scale: float = 1.0
@@ -55,10 +55,10 @@ class Change(NamedTuple):
         return None if self.scale == 1.0 else self.scale
 
 
-NOTHING = Change()
+NOTHING = LogitChange()
 
 
-def change_of(model: Any) -> Change:
+def change_of(model: Any) -> LogitChange:
     return getattr(model, ATTRIBUTE, NOTHING)
 
 
@@ -100,7 +100,7 @@ def chosen_logprobs(
     with_entropy: bool = False,
     exact: bool = False,
     bias_V: Tensor | None = None,
-    change: Change = NOTHING,
+    change: LogitChange = NOTHING,
 ) -> tuple[Tensor, Tensor | None]:
     """Logprob of each target under softmax(change(hidden @ head.T + bias) / temperature), and the entropy if requested.
 
@@ -122,7 +122,7 @@ def chosen_loss(
     with_entropy: bool = False,
     exact: bool = False,
     bias_V: Tensor | None = None,
-    change: Change = NOTHING,
+    change: LogitChange = NOTHING,
 ) -> Tensor:
     """The sum of `loss_of` over slices of the targets, whose logprobs are those of `chosen_logprobs`. A scalar.
 
@@ -139,7 +139,7 @@ class _How:
     temperature: float
     with_entropy: bool
     exact: bool
-    change: Change
+    change: LogitChange
 
 
 class _ChosenLogprobs(torch.autograd.Function):

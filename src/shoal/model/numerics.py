@@ -29,24 +29,20 @@ ROW_UNIT = (
 SHAPES = ((64, 192), (576, 192))  # depths and columns of the products that are tried
 
 
-class NumericsError(ShoalError):
-    """The configured numerics cannot be had here; the message says why."""
-
-
 def of(model: Any) -> Numerics:
     """What the model was loaded with."""
     return "exact" if model.config._attn_implementation == exact.NAME else "fast"
 
 
 def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
-    """The numerics to load a model with; "auto" is exact where possible. Raise NumericsError for "exact" elsewhere."""
+    """The numerics to load a model with; "auto" is exact where possible. Raise ShoalError for "exact" elsewhere."""
     if wanted == "fast":
         return "fast"
     why = refusal(dtype, device)
     if why is None:
         return "exact"
     if wanted == "exact":
-        raise NumericsError(f'model.numerics = "exact" cannot be had: {why}; set model.numerics = "auto" or "fast"')
+        raise ShoalError(f'model.numerics = "exact" cannot be had: {why}; set model.numerics = "auto" or "fast"')
     log.info("numerics are fast: %s", why)
     return "fast"
 

@@ -189,10 +189,6 @@ def data_files(name: str, patterns: list[str]) -> list[Path]:
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
-class TooManyTokensError(ShoalError):
-    """Completions longer than the model's positions; the message names both numbers."""
-
-
 def positions(config: Mapping[str, Any]) -> int | None:
     """How many positions a model with this config.json has; None if it states none."""
     stated = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
@@ -200,10 +196,10 @@ def positions(config: Mapping[str, Any]) -> int | None:
 
 
 def check_max_tokens(folder: Path, max_tokens: int) -> None:
-    """Raise TooManyTokensError if a completion of max_tokens leaves no position for its prompt."""
+    """Raise ShoalError if a completion of max_tokens leaves no position for its prompt."""
     most = positions(json.loads((folder / "config.json").read_text("utf-8")))
     if most is not None and max_tokens >= most:
-        raise TooManyTokensError(
+        raise ShoalError(
             f"sampling.max_tokens = {max_tokens}, but the model in {folder} has {most} positions for prompt and completion; "
             f"set sampling.max_tokens below {most}"
         )

@@ -106,7 +106,7 @@ def compare_(model: Any, folder: Path) -> None:
         )
 
 
-def _reference(model: Any, trees: list[Tree], name: str) -> tuple[logprobs.Change, Tensor]:
+def _reference(model: Any, trees: list[Tree], name: str) -> tuple[logprobs.LogitChange, Tensor]:
     """What transformers alone does behind the head, and the logprobs of the completions, one sequence a row."""
     ids_BL = torch.tensor([[*tree.prompt, *of] for tree in trees for of in tree.completions], device=model.device)
     raw_BLV, logits_BLV = _plain_logits(model, ids_BL)
@@ -129,7 +129,7 @@ def _reference(model: Any, trees: list[Tree], name: str) -> tuple[logprobs.Chang
     return change, torch.cat([logp_L[prompt - 1 :] for logp_L, prompt in zip(logp_BL, prompts, strict=True)])
 
 
-def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.Change | None:
+def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.LogitChange | None:
     """What turns the head's output into logits, by the config's fields and one example; None if nothing fits."""
     text = config.get_text_config(decoder=True)
     scales = [value for field in SCALES if isinstance(value := getattr(text, field, None), int | float) and value != 1]
@@ -137,7 +137,7 @@ def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.Chang
     every_scale = [one for value in scales for one in (float(value), 1 / value)]
     for scale in (*every_scale, 1.0):
         for cap in (*caps, None):
-            change = logprobs.Change(scale, cap)
+            change = logprobs.LogitChange(scale, cap)
             if float((change(raw).float() - logits.float()).abs().mean()) <= TOLERANCE:
                 return change
     return None
@@ -177,7 +177,7 @@ def _trees(model: Any) -> list[Tree]:
 def _own_logprobs(model: Any, trees: list[Tree]) -> Tensor:
     packed = pack(trees)
     if model.device.type != "cpu":  # the architecture is checked here, not a compiled kernel
-        layout = attention.Layout(packed.layout.spans, model.device, "masked", packed.layout.root)
+        layout = attention.RowLayout(packed.layout.spans, model.device, "masked", packed.layout.root)
         packed = replace(packed.to(model.device), layout=layout)
     logp_NV: Tensor = logprobs.logits(model, forward_hidden(model, packed)).float().log_softmax(-1)
     return logp_NV.gather(-1, packed.target_N[:, None])[:, 0]

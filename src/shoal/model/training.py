@@ -139,7 +139,7 @@ class Sharded:
     device: torch.device
     weights: Weights
     numerics: Numerics
-    change: logprobs.Change
+    change: logprobs.LogitChange
 
     def skeleton(self) -> Any:
         """The model on the meta device, ready but for its weights."""

@@ -17,7 +17,6 @@ Left out: beginnings that only some of a row's prompts share; models that this w
 The learner (training) and the validator (prefill) compute trees. The engine decodes with a KV cache instead.
 """
 
-import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.model import numerics
-from shoal.model.attention import Layout, Span
+from shoal.model.attention import RowLayout, Span
 from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
 
@@ -61,7 +60,7 @@ class Pack:
     positions_T: Tensor  # int64
     predictor_N: Tensor  # int64, the position whose output predicts the token
     target_N: Tensor  # int64, the completion tokens that the model wrote
-    layout: Layout
+    layout: RowLayout
 
     def to(self, device: torch.device) -> "Pack":
         return Pack(*(field.to(device) for field in vars(self).values()))
@@ -96,32 +95,16 @@ def _tree(prompt: Ids, branches: Sequence[tuple[Ids, Turns]]) -> Tree:
     return Tree(prompt, [completion for completion, _ in branches], turns if any(turns) else ())
 
 
-def assign_rows(sizes: Sequence[int], row_tokens: int, *, in_order: bool = False) -> list[list[int]]:
-    """Which trees (by index) share a row of `row_tokens`. Every size must be <= row_tokens.
-
-    Best fit, largest first: each tree goes to the fullest row that still has room. `in_order` fills one row after the
-    other instead, so that the rows hold the trees in the given order.
-    """
+def assign_rows(sizes: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Which trees (by index) share a row of `row_tokens`, one row after the other. Every size must be <= row_tokens."""
     rows: list[list[int]] = []
-    if in_order:
-        free = 0
-        for index, size in enumerate(sizes):
-            if not rows or size > free:
-                rows.append([])
-                free = row_tokens
-            rows[-1].append(index)
-            free -= size
-        return rows
-    fullest: list[tuple[int, int]] = []  # (free tokens, row), ascending
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        at = bisect.bisect_left(fullest, (sizes[index], 0))
-        if at == len(fullest):
+    free = 0
+    for index, size in enumerate(sizes):
+        if not rows or size > free:
             rows.append([])
-            free, row = row_tokens, len(rows) - 1
-        else:
-            free, row = fullest.pop(at)
-        rows[row].append(index)
-        bisect.insort(fullest, (free - sizes[index], row))
+            free = row_tokens
+        rows[-1].append(index)
+        free -= size
     return rows
 
 
@@ -150,7 +133,7 @@ def pack(trees: Sequence[Tree]) -> Pack:
     tokens_T, positions_T, predictor_N, target_N = (
         torch.from_numpy(np.concatenate(parts)) for parts in (tokens, positions, predictors, targets)
     )
-    return Pack(tokens_T, positions_T, predictor_N, target_N, Layout(spans, torch.device("cpu"), root=root))
+    return Pack(tokens_T, positions_T, predictor_N, target_N, RowLayout(spans, torch.device("cpu"), root=root))
 
 
 def common_beginning(prompts: Sequence[Ids]) -> int:

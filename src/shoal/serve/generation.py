@@ -93,7 +93,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Ask(batch.Ask):
+class Ask(batch.DecodeRequest):
     """What is asked of a version. `top`: how many of the likeliest tokens are wanted; None: no logprobs at all."""
 
     stops: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ LONGEST_RETRY_S = 60
 
 
 @dataclass(frozen=True)
-class Limits(engine.Limits):
+class Limits(engine.SchedulerLimits):
     rows: int = 64
     cache_bytes: int = 4 << 30
     waiting: int = 128  # completions that wait for a row

@@ -116,7 +116,7 @@ class Settings:
 
 
 def engine_of(source: Source) -> Callable[[], TorchEngine]:
-    """Makes engines as the run computes, or as is best on this machine. Raises DeviceError, NumericsError."""
+    """Makes engines as the run computes, or as is best on this machine. Raises DeviceError, ShoalError."""
     section = source.config.model if source.config else None
     device = section.device if section else "cpu"
     picked, _ = dtype.pick(section.dtype if section else "auto", device)

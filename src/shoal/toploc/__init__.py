@@ -1,7 +1,7 @@
 """TOPLOC: commitments to the final hidden states of generated tokens, checked against a second forward.
 
 A worker calls `build` on the hidden states of the tokens it generated and sends the proofs. A validator runs its own
-prefill of the same tokens, calls `verify`, and compares each chunk's errors with `Thresholds` (`PRESETS[dtype]`). Proofs
+prefill of the same tokens, calls `verify`, and compares each chunk's errors with `Thresholds` (`BFLOAT16`). Proofs
 equal those of the public `toploc` package (0.1.6) byte for byte, unless magnitudes tie at the top_k-th place. Then each
 package may choose differently, and accepts the other's choice.
 
@@ -14,8 +14,6 @@ Paper: TOPLOC, arXiv 2501.16007, sections 3 and 4.
 from shoal.toploc.proof import ProofError, from_base64, parse, to_base64
 from shoal.toploc.prove import (
     BFLOAT16,
-    FLOAT16,
-    PRESETS,
     ChunkResult,
     Thresholds,
     build,
@@ -26,8 +24,6 @@ from shoal.toploc.prove import (
 
 __all__ = [
     "BFLOAT16",
-    "FLOAT16",
-    "PRESETS",
     "ChunkResult",
     "ProofError",
     "Thresholds",

@@ -1,10 +1,9 @@
 """Chunks: hidden states cut every `chunk_tokens` tokens, each chunk reduced to its top_k largest magnitudes.
 
-Invariant: the first prefill_tokens tokens, if any, are one chunk of any length. After them each chunk covers chunk_tokens
-tokens, and only the last chunk of a sequence may be shorter. The chosen magnitudes are those of a full sort, and the choice
-among equal ones depends only on the values, not on the device or on torch.topk, because all compared keys are distinct.
-Another choice, as in the public package, still verifies: the entries that differ evaluate to random values and count as
-mismatches, and few values tie.
+Invariant: each chunk covers chunk_tokens tokens, and only the last chunk of a sequence may be shorter. The chosen
+magnitudes are those of a full sort, and the choice among equal ones depends only on the values, not on the device or on
+torch.topk, because all compared keys are distinct. Another choice, as in the public package, still verifies: the entries
+that differ evaluate to random values and count as mismatches, and few values tie.
 
 Paper: TOPLOC section 3 (top-k selection). Shapes: T tokens, H hidden size, B chunks, X = values in a chunk, K = top_k,
 N columns and C candidates of the search.
@@ -37,9 +36,7 @@ class Peaks:
     mantissa_bits: int
 
 
-def peaks(
-    hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int, prefill_tokens: int | Sequence[int] = 0
-) -> Peaks:
+def peaks(hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int) -> Peaks:
     """Cut every (T, H) tensor into chunks and take each one's top_k entries by magnitude.
 
     float32 is rounded to bfloat16 first; bfloat16 and float16 are unchanged. Raise ProofError if no proof exists (no
@@ -50,9 +47,6 @@ def peaks(
         raise ValueError(f"chunk_tokens and top_k must be at least 1, got {chunk_tokens} and {top_k}")
     if not hiddens:
         raise ValueError("no sequences")
-    prefills = [prefill_tokens] * len(hiddens) if isinstance(prefill_tokens, int) else prefill_tokens
-    if len(prefills) != len(hiddens):
-        raise ValueError(f"{len(hiddens)} sequences but prefill_tokens for {len(prefills)}")
     rounded = [_sixteen_bit(hidden_TH, sequence) for sequence, hidden_TH in enumerate(hiddens)]
     if len({hidden_TH.dtype for hidden_TH in rounded}) > 1:
         raise ValueError(f"sequences differ in dtype: {[str(hidden_TH.dtype) for hidden_TH in rounded]}")
@@ -63,8 +57,8 @@ def peaks(
     pieces: dict[int, list[Tensor]] = defaultdict(list)
     places: dict[int, list[int]] = defaultdict(list)
     counts: list[int] = []
-    for sequence, (hidden_TH, prefill) in enumerate(zip(rounded, prefills, strict=True)):
-        cut = _cut(hidden_TH, chunk_tokens, top_k, prefill, sequence)
+    for sequence, hidden_TH in enumerate(rounded):
+        cut = _cut(hidden_TH, chunk_tokens, top_k, sequence)
         first = sum(counts)
         for bits_BX in cut:
             pieces[bits_BX.shape[1]].append(bits_BX)
@@ -86,16 +80,14 @@ def peaks(
     return Peaks(index_BK, bits_BK, counts, mantissa_bits)
 
 
-def _cut(hidden_TH: Tensor, chunk_tokens: int, top_k: int, prefill: int, sequence: int) -> list[Tensor]:
+def _cut(hidden_TH: Tensor, chunk_tokens: int, top_k: int, sequence: int) -> list[Tensor]:
     """The raw bits of one sequence's chunks in order. Neighbours of one size are one (B, X) int16 tensor."""
     tokens, width = hidden_TH.shape
-    if not 0 <= prefill <= tokens:
-        raise ValueError(f"sequence {sequence}: prefill_tokens is {prefill}, of {tokens} tokens")
     if tokens == 0:
         raise ProofError("no tokens", sequence=sequence)
-    remainder = (tokens - prefill) % chunk_tokens
-    parts = torch.split(hidden_TH.view(torch.int16), [prefill, tokens - prefill - remainder, remainder])
-    sizes = [prefill * width, chunk_tokens * width, remainder * width]
+    remainder = tokens % chunk_tokens
+    parts = torch.split(hidden_TH.view(torch.int16), [tokens - remainder, remainder])
+    sizes = [chunk_tokens * width, remainder * width]
     present = [(part, size) for part, size in zip(parts, sizes, strict=True) if len(part)]
     shortest = min(size for _, size in present)
     if shortest < top_k:

@@ -7,19 +7,17 @@ The arithmetic runs on the device of the hidden states (after the last norm, bef
 only the coefficients are copied. Left out: a separate comparison of indices, because an entry that only the verifier chose
 evaluates to a random value and is a mismatch; and calibration of thresholds (`shoal calibrate`).
 
-The public package takes a list of activations: the prompt's, which get their own proof, then one per decoded token. To
-get the same proofs here, concatenate them and pass the prompt's length as prefill_tokens. For its skip_prefill, pass
-only the decoded tokens and prefill_tokens 0, as Shoal's roles do. Given one tensor, its verifier finds the same figures,
-except for the median (see ChunkResult). Given a list of activations, prefill first, it ignores the modulus and rejects
-honest proofs, including its own, if that is not 65497.
+The public package takes a list of activations: the prompt's, which get their own proof, then one per decoded token. Here
+that proof is `build(prompt's, chunk_tokens=their number)`; with the package's skip_prefill there is none, as with Shoal's
+roles. Given one tensor, its verifier finds the same figures, except for the median (see ChunkResult). Given a list of
+activations, prefill first, it ignores the modulus and rejects honest proofs, including its own, if that is not 65497.
 
 Paper: TOPLOC sections 3 (proofs) and 4 (error metrics and thresholds).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -79,45 +77,20 @@ constant on heavy-tailed hidden states. On Gaussian ones the 128 largest values 
 constant can pass. Therefore `verify` rejects constants by their degree, with any thresholds.
 """
 
-FLOAT16 = Thresholds(exponent_mismatches=38, mantissa_error_mean=40, mantissa_error_median=32)
-"""For float16 at top_k 128; measured, as the paper has none.
 
-A unit of its 10-bit mantissa is an eighth of bfloat16's, so at the same relative error BFLOAT16's limits would be 80 and
-64. But float16 arithmetic is more precise too: the 32 chunks above differed by at most 2 / 2 / 2 between float16 and
-float32, by 6 / 18.1 / 13 if one side computed in bfloat16, and with 4-bit weights by at least 18 / 100 / 47. These limits
-are half of BFLOAT16's relative error: twenty times the first, twice the second, and well below the third. Weights
-rounded to 8 bits, at most 8 / 30.7 / 19, pass here too.
-"""
-
-PRESETS: Mapping[torch.dtype, Thresholds] = MappingProxyType(
-    {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: BFLOAT16}
-)
-"""By the dtype of the hidden states. float32 is rounded to bfloat16 before the comparison."""
-
-
-def build(hidden_TH: Tensor, *, chunk_tokens: int = 32, top_k: int = 128, prefill_tokens: int = 0) -> list[bytes]:
-    """One proof of 2 + 2 * top_k bytes for the first `prefill_tokens` tokens together, if any, then one per
-    `chunk_tokens` tokens. The last chunk may be shorter.
+def build(hidden_TH: Tensor, *, chunk_tokens: int = 32, top_k: int = 128) -> list[bytes]:
+    """One proof of 2 + 2 * top_k bytes per `chunk_tokens` tokens. The last chunk may be shorter.
 
     float32 is rounded to bfloat16. The bytes do not hold the dtype, so the verifier must use the same one. top_k must be
     at most H, or a last chunk of one token cannot be proven (ProofError). Raise ValueError for tensors that are not
-    finite, not 2-D or of another dtype, and for prefill_tokens outside 0..T.
+    finite, not 2-D or of another dtype.
     """
-    return build_many([hidden_TH], chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens)[0]
+    return build_many([hidden_TH], chunk_tokens=chunk_tokens, top_k=top_k)[0]
 
 
-def build_many(
-    hiddens: Sequence[Tensor],
-    *,
-    chunk_tokens: int = 32,
-    top_k: int = 128,
-    prefill_tokens: int | Sequence[int] = 0,
-) -> list[list[bytes]]:
-    """`build` for each sequence, with the arithmetic of all chunks batched. Return one list per sequence.
-
-    prefill_tokens is one number for all sequences, or a list with one number for each.
-    """
-    found = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens)
+def build_many(hiddens: Sequence[Tensor], *, chunk_tokens: int = 32, top_k: int = 128) -> list[list[bytes]]:
+    """`build` for each sequence, with the arithmetic of all chunks batched. Return one list per sequence."""
+    found = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k)
     modulus_B = injective_modulus(found.index_BK)
     coefficients_BK = interpolate(found.index_BK % modulus_B[:, None], found.bits_BK % PRIME)
     proofs = iter(serialise(modulus_B, coefficients_BK))
@@ -130,17 +103,14 @@ def verify(
     *,
     chunk_tokens: int = 32,
     top_k: int = 128,
-    prefill_tokens: int = 0,
 ) -> list[ChunkResult]:
     """Compare one sequence's proofs with the verifier's own hidden states of the same tokens.
 
-    `chunk_tokens`, `top_k`, `prefill_tokens` and the dtype (float32 counts as bfloat16) must be the prover's.
+    `chunk_tokens`, `top_k` and the dtype (float32 counts as bfloat16) must be the prover's.
     Raise ProofError if a proof is malformed or the number of proofs is wrong. Raise ValueError if `hidden_TH` itself is
     unusable, which is not evidence against the prover.
     """
-    (results,) = verify_many(
-        [hidden_TH], [proofs], chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens
-    )
+    (results,) = verify_many([hidden_TH], [proofs], chunk_tokens=chunk_tokens, top_k=top_k)
     return results
 
 
@@ -150,7 +120,6 @@ def verify_many(
     *,
     chunk_tokens: int = 32,
     top_k: int = 128,
-    prefill_tokens: int | Sequence[int] = 0,
 ) -> list[list[ChunkResult]]:
     """`verify` for each sequence, with the arithmetic of all chunks batched on the hidden states' device.
 
@@ -159,7 +128,7 @@ def verify_many(
     """
     if len(hiddens) != len(proofs):
         raise ValueError(f"{len(hiddens)} sequences but proofs for {len(proofs)}")
-    own = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens)
+    own = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k)
     parsed = []
     for sequence, (expected, given) in enumerate(zip(own.chunks_per_sequence, proofs, strict=True)):
         if len(given) != expected:

@@ -5,7 +5,7 @@ task, whether these rollouts were submitted before, and which exactness class th
 limits, and then compared bit for bit as well: within a class, what differs would be `inexact`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.config import Config
@@ -16,7 +16,7 @@ from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Header, RolloutFileError
 from shoal.tasks.derive import max_rollouts
 from shoal.validator.case import Case, Finding, Outcome
-from shoal.validator.checks import EXACT, EXPENSIVE, FILE, GRADED, Check, bounds
+from shoal.validator.checks import EXACT, EXPENSIVE, FILE, GRADED, Check
 from shoal.validator.judge import Judge
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
@@ -56,37 +56,24 @@ def verify(
         case = judge.open(asked, header.worker, data)
         if isinstance(case, Finding):
             raise RolloutFileError(case.detail)
-        findings, lines = _run(judge, FILE, case)
-        if findings:
-            return REJECTED, [*lines, "rejected; what needs a forward of the model, and rewards, were not checked"]
-        case = judge.prefill([case])[0]
-        findings, more = _run(judge, EXPENSIVE, case)
-        lines += more
-        if findings:
-            return REJECTED, [*lines, "rejected; rewards were not checked"]
-        inexact, more = _run(judge, EXACT, case)
-        lines += ["to the last bit, as within an exactness class:", *more]
-        findings, more = _run(judge, GRADED, judge.grade(case))
-        if findings:
-            return REJECTED, [*lines, *more, "rejected"]
-        return ACCEPTED, [*lines, *more, UNEQUAL if inexact else EQUAL, "accepted"]
-
-
-def _run(judge: Judge, checks: Sequence[Check], case: Case) -> tuple[set[str], list[str]]:
-    """Run these checks. Return the names of those that found something, and lines of text.
-
-    What comes after `bounds` relies on them, and is left out where they are exceeded.
-    """
-    assert judge.rules is not None
-    findings, lines = set(), []
-    for check in checks:
-        outcome = check(judge.rules, case)
-        lines += _explain(check, outcome)
-        if outcome.finding:
-            findings.add(check.__name__)
-            if check is bounds:
-                break
-    return findings, lines
+        assert judge.rules is not None
+        lines: list[str] = []
+        stages: list[tuple[list[Check], Callable[[Case], Case]]] = [
+            (FILE, lambda case: case),
+            (EXPENSIVE, lambda case: judge.prefill([case])[0]),
+            (GRADED, judge.grade),
+        ]
+        for checks, prepared in stages:
+            case = prepared(case)
+            for check in checks:
+                outcome = check(judge.rules, case)
+                lines += _explain(check, outcome)
+                if outcome.finding:
+                    return REJECTED, [*lines, "rejected; the checks after this one were not made"]
+        compared = [(check, check(judge.rules, case)) for check in EXACT]
+        lines += ["to the last bit, as within an exactness class:"]
+        lines += [line for check, outcome in compared for line in _explain(check, outcome)]
+        return ACCEPTED, [*lines, UNEQUAL if any(outcome.finding for _, outcome in compared) else EQUAL, "accepted"]
 
 
 def find_weights(run: Path, version: int) -> Path:

@@ -112,7 +112,7 @@ class Judge:
         close(self.environments)
 
     def load(self, folder: Path) -> None:
-        """Load the weights of the version in `folder`. Raise TooManyTokensError if the run's completions do not fit."""
+        """Load the weights of the version in `folder`. Raise ShoalError if the run's completions do not fit."""
         check_max_tokens(folder, self.config.sampling.max_tokens)
         if self.model is not None:
             load_weights_(self.model, folder)

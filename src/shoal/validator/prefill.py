@@ -92,7 +92,7 @@ def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> Tensor:
     return torch.cat(
         [
             forward_hidden(model, pack([trees[i] for i in row]).to(device))
-            for row in assign_rows([tree.n_tokens for tree in trees], width, in_order=True)
+            for row in assign_rows([tree.n_tokens for tree in trees], width)
         ]
     )
 

@@ -60,7 +60,7 @@ class Producer:
     def load(self, folder: Path, version: int) -> int | None:
         """Load a version's weights. Return the version to report to the coordinator (None: not ready for tasks).
 
-        Raise TooManyTokensError if the run's completions do not fit the model.
+        Raise ShoalError if the run's completions do not fit the model.
         """
         check_max_tokens(folder, self.config.sampling.max_tokens)
         if self.tokenizer is None:  # first: an engine may take long, and the folder be dropped meanwhile

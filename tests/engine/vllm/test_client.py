@@ -12,7 +12,8 @@ import torch
 
 from shoal.engine.protocol import Sampling
 from shoal.engine.vllm import client, wire
-from shoal.engine.vllm.client import VllmEngine, VllmError, VllmMissingError
+from shoal.engine.vllm.client import VllmEngine, VllmError
+from shoal.errors import ShoalError
 
 HELLO = {"is": "hello", "versions": {"vllm": "0"}}
 SAMPLING = Sampling(1.0, 8, (1,))
@@ -38,15 +39,15 @@ def child(tmp_path: Path, *says: dict[str, object] | bytes, then: str = "") -> s
 
 def test_an_environment_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(client.PYTHON, raising=False)
-    with pytest.raises(VllmMissingError, match="SHOAL_VLLM_PYTHON names nothing: set it"):
+    with pytest.raises(ShoalError, match="SHOAL_VLLM_PYTHON names nothing: set it"):
         VllmEngine("float32")
     monkeypatch.setenv(client.PYTHON, "/nowhere/python")
-    with pytest.raises(VllmMissingError, match="names /nowhere/python"):
+    with pytest.raises(ShoalError, match="names /nowhere/python"):
         VllmEngine("float32")
 
 
 def test_an_environment_without_vllm_is_named() -> None:
-    with pytest.raises(VllmMissingError, match=r"has no vLLM, and Shoal drives vLLM 0\.32\.0: install"):
+    with pytest.raises(ShoalError, match=r"has no vLLM, and Shoal drives vLLM 0\.32\.0: install"):
         VllmEngine("float32", python=sys.executable)
 
 

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 import torch
 
-from shoal.engine.vllm.wire import LENGTHS, MOST_TENSOR_BYTES, ClosedError, WireError, receive, send
+from shoal.engine.vllm.wire import LENGTHS, MOST_TENSOR_BYTES, ClosedError, FrameError, receive, send
 
 ODD = b'{"a":{"dtype":"F4","shape":[1],"data_offsets":[0,0]}}'
 
@@ -48,7 +48,7 @@ def test_a_cut_frame_and_a_closed_socket_are_told() -> None:
 def test_what_is_no_frame_is_refused(sent: bytes) -> None:
     here, there = socket.socketpair()
     here.sendall(sent)
-    with pytest.raises(WireError):
+    with pytest.raises(FrameError):
         receive(there)
 
 

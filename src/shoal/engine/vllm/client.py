@@ -53,10 +53,6 @@ ENVIRONMENT = {
 }
 
 
-class VllmMissingError(ShoalError):
-    """There is no environment with the right vLLM."""
-
-
 class VllmError(ShoalError):
     """vLLM's process failed; the message says why."""
 
@@ -107,11 +103,11 @@ class VllmEngine:
     def __init__(self, dtype: DtypeName, threads: int = 0, python: str = "") -> None:
         """`python`: of vLLM's environment; "": what SHOAL_VLLM_PYTHON says. `threads` 0: as many as vLLM takes.
 
-        Raise VllmMissingError where there is no vLLM, or another release.
+        Raise ShoalError where there is no vLLM, or another release.
         """
         python = python or os.environ.get(PYTHON, "")
         if not python or shutil.which(python) is None:
-            raise VllmMissingError(
+            raise ShoalError(
                 f"{PYTHON} names {python or 'nothing'}: set it to the Python of an environment with vLLM (docs/vllm.md)"
             )
         self.dtype = dtype
@@ -251,14 +247,14 @@ class VllmEngine:
             frame, tensors = wire.receive(self.connection, within_s)
         except TimeoutError:
             raise self._failure(f"it said nothing for {within_s:g} s") from None
-        except wire.WireError as error:
+        except wire.FrameError as error:
             raise self._failure(str(error)) from None
         except OSError:  # another thread closed the socket
             raise self._failure("it ended") from None
         match frame.get("is"):
             case "unfit":
                 self.close()
-                raise VllmMissingError(str(frame.get("why")))
+                raise ShoalError(str(frame.get("why")))
             case "failed":
                 raise self._failure(str(frame.get("why")))
             case str():

@@ -47,7 +47,7 @@ class Drawn(NamedTuple):
 
 
 @dataclass
-class Record:
+class DrawRecord:
     """What was drawn. One for the process: vLLM makes the processor and the extension itself, and knows of no third."""
 
     hidden_BH: Tensor | None = None  # that the logits at hand were computed from
@@ -66,7 +66,7 @@ class Record:
         return hidden_BH
 
 
-RECORD = Record()
+RECORD = DrawRecord()
 
 
 class SeededDraw(LogitsProcessor):  # type: ignore[misc]

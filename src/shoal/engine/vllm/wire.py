@@ -22,11 +22,11 @@ MOST_TENSOR_BYTES = 8 << 30
 PIECE_BYTES = 1 << 20
 
 
-class WireError(Exception):
+class FrameError(Exception):
     """The other end sent no frame, or closed the connection."""
 
 
-class ClosedError(WireError):
+class ClosedError(FrameError):
     """The other end is gone."""
 
 
@@ -40,24 +40,24 @@ def send(to: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Ten
 
 
 def receive(source: socket.socket, within_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The next frame, whole within `within_s`. Raise ClosedError, WireError, TimeoutError."""
+    """The next frame, whole within `within_s`. Raise ClosedError, FrameError, TimeoutError."""
     until_s = None if within_s is None else time.monotonic() + within_s
     header_bytes, tensor_bytes = LENGTHS.unpack(_exactly(source, LENGTHS.size, until_s))
     if header_bytes > MOST_HEADER_BYTES or tensor_bytes > MOST_TENSOR_BYTES:
-        raise WireError(f"a frame of {header_bytes} and {tensor_bytes} bytes is larger than any that is sent")
+        raise FrameError(f"a frame of {header_bytes} and {tensor_bytes} bytes is larger than any that is sent")
     try:
         header = json.loads(_exactly(source, header_bytes, until_s))
     except (ValueError, RecursionError) as error:
-        raise WireError(f"a frame whose header is no JSON: {error}") from error
+        raise FrameError(f"a frame whose header is no JSON: {error}") from error
     if not isinstance(header, dict):
-        raise WireError("a frame whose header is no JSON object")
+        raise FrameError("a frame whose header is no JSON object")
     if not tensor_bytes:
         return header, {}
     data = bytes(_exactly(source, tensor_bytes, until_s))
     try:
         return header, load(data)
     except Exception as error:  # the library has no one error for files that it cannot read
-        raise WireError(f"a frame whose tensors cannot be read: {type(error).__name__}: {error}") from error
+        raise FrameError(f"a frame whose tensors cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _exactly(source: socket.socket, size: int, until_s: float | None) -> bytearray:
