@@ -133,7 +133,6 @@ class Churned(Apart):
 
 CHOSEN = [
     "run.steps=100000",
-    "run.threads=1",
     "validator.count=2",
     "relays.count=2",
     "relays.reach=private",

@@ -168,7 +168,7 @@ def one_run(
         more.append(f"tasks.sources=[{{path = '{arguments.data.resolve()}/gsm8k_train.jsonl', reward = 'number'}}]")
     more += arguments.set
     # The run's own evaluator gets a single task. Accuracy of all versions is measured after the run.
-    more += [f"run.steps={steps}", f"run.threads={arguments.threads}", f"run.seed={seed}", "evaluator.every=0"]
+    more += [f"run.steps={steps}", f"run.seed={seed}", "evaluator.every=0"]
     more += [
         f"model.dtype={arguments.dtype}",
         f"learner.keep_versions={steps + 1}",
@@ -180,7 +180,8 @@ def one_run(
         versions_in = folder / "run" / "learner" / "versions"
         quiet = config.evaluator.model_copy(update={"n": 1})
         (folder / "config.toml").write_text(config_module.dumps(config.model_copy(update={"evaluator": quiet})))
-        argv = [sys.executable, "-m", "shoal", "run", str(folder / "config.toml"), "--out", str(folder / "run")]
+        cores = ["taskset", "--cpu-list", f"0-{arguments.threads - 1}"]
+        argv = [*cores, sys.executable, "-m", "shoal", "run", str(folder / "config.toml"), "--out", str(folder / "run")]
         launched_s = time.time()
     else:
         versions_in = folder / "versions"

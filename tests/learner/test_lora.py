@@ -18,7 +18,7 @@ from shoal.learner.batch import MicroBatch
 from shoal.learner.checkpoint import Checkpoints, LearnerProgress
 from shoal.learner.masters import merge_adapters, write_adapter
 from shoal.learner.policy import Policy
-from shoal.model.adapters import is_adapter
+from shoal.model.adapters import TARGETS, Adapters, attach_, is_adapter
 from shoal.model.adapters import layers as adapter_layers
 from shoal.model.load import load_model, save_model
 from shoal.model.training import Scorer
@@ -29,7 +29,7 @@ from .support import N_TOKENS, batches, equal, make_groups, make_policy, state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SECTION = {"rank": 4, "alpha": 12.0, "targets": ["q_proj", "v_proj", "down_proj"]}
+SECTION = {"rank": 4, "alpha": 12.0}
 SCALE = 3.0
 
 
@@ -58,8 +58,8 @@ def test_at_the_start_the_base_is_published_with_adapters_that_do_nothing(tiny_f
 
 def test_only_adapters_are_trained(tiny_folder: Path) -> None:
     policy = adapted(tiny_folder)
-    layers, targets = 2, len(SECTION["targets"])  # type: ignore[arg-type]
-    assert len(policy.masters) == 2 * layers * targets
+    layers = 2
+    assert len(policy.masters) == 2 * layers * len(TARGETS)
     assert all(is_adapter(name) for name in policy.masters)
 
 
@@ -79,7 +79,7 @@ def test_an_adapter_adds_its_product_to_its_layer(tiny_folder: Path) -> None:
     x_TK = torch.randn(5, layer.in_features)
     wanted_TN = x_TK @ layer.weight.T + SCALE * (x_TK @ layer.lora_A.T @ layer.lora_B.T)
     torch.testing.assert_close(layer(x_TK), wanted_TN)
-    assert bool(layer.lora_B.any()) and name.rpartition(".")[2] in SECTION["targets"]  # type: ignore[operator]
+    assert bool(layer.lora_B.any()) and name.rpartition(".")[2] in TARGETS
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -165,9 +165,9 @@ def test_training_goes_on_from_a_version_with_the_same_adapters_and_with_no_othe
         make_policy(tmp_path / "v", lora=SECTION | {"rank": 2})
 
 
-def test_targets_that_the_model_does_not_have_are_named(tiny_folder: Path) -> None:
-    with pytest.raises(ShoalError, match=r"learner\.lora\.targets = \['query'\] names no linear layer.*'q_proj'"):
-        make_policy(tiny_folder, lora=SECTION | {"targets": ["query"]})
+def test_a_model_without_such_layers_is_refused(make_tiny: Any) -> None:
+    with pytest.raises(match=r"none of query is a linear layer.*'q_proj'"):
+        attach_(make_tiny(0), Adapters(4, 12.0, ("query",)), exact=False)
 
 
 def test_peft_reads_the_adapter_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_peft_reads_the_adapter_and_computes_the_same(tiny_folder: Path, tmp_pat
     write_adapter(tmp_path / "v", tmp_path / "adapter", str(tiny_folder))
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tiny_folder)
-    assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (4, 12.0, set(SECTION["targets"]))  # type: ignore[call-overload]
+    assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (4, 12.0, set(TARGETS))
     theirs = peft.PeftModel.from_pretrained(load_model(tiny_folder), str(tmp_path / "adapter")).eval()
     tokens_1T = torch.arange(4, 24)[None]
     with torch.no_grad():

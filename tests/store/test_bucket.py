@@ -37,7 +37,7 @@ def servers() -> Iterator[Callable[[str], str]]:
 
 def prefixed(url: str, name: str) -> Bucket:
     """A place of its own for each test."""
-    return Bucket(f"s3://pool/{sha256(name.encode()).hexdigest()[:8]}", url, "us-east-1", KEYS)
+    return Bucket(f"s3://pool/{sha256(name.encode()).hexdigest()[:8]}", url, KEYS)
 
 
 @pytest.fixture(params=["rclone", "moto"])
@@ -164,7 +164,7 @@ def test_a_file_that_was_changed_in_the_bucket_is_refused_by_name(bucket: Bucket
 
 @pytest.mark.parametrize("id", ["", "../x", "a/b", "x" * 201])
 def test_an_id_that_could_name_another_file_is_refused(id: str) -> None:
-    bucket = Bucket("s3://pool/run", "http://127.0.0.1:9", "us-east-1", KEYS)
+    bucket = Bucket("s3://pool/run", "http://127.0.0.1:9", KEYS)
     with pytest.raises(StoreError, match="name no file"):
         granted(bucket, id=id)
 

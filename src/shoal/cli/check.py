@@ -96,7 +96,7 @@ def of_config(config: Config, folder: Path) -> Iterator[Finding]:
         return
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     measured = {"dtype": picked, "prompt_tokens": prompt, "machine": measure(picked, config.model.device)}
-    yield from estimate.findings(estimate.forecast(config, measured, estimate.available_cores(config.run.threads)))
+    yield from estimate.findings(estimate.forecast(config, measured, estimate.available_cores()))
     try:
         needs = disk.needs(config, model_sizes(config.model.name).parameters)
     except SizesError:

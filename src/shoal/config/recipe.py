@@ -95,8 +95,6 @@ class LoraSection(Section):
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
     """Adapters are scaled by alpha / rank."""
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    """Names of the layers that get an adapter."""
 
 
 class LearnerSection(Section):

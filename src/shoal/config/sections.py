@@ -7,7 +7,7 @@ Defaults with the source INTELLECT-2 are that paper's, all others Shoal's own; `
 from typing import Annotated, Literal
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from shoal.config.section import Port, Section
 
@@ -24,10 +24,6 @@ class RunSection(Section):
     """Rollout steps to train."""
     tracker: TrackerName = "none"
     """Experiment tracker that also gets the metrics."""
-    threads: NonNegativeInt = 0
-    """Cores to share among the processes; 0: all available ones."""
-    stall_s: PositiveFloat = 900
-    """Seconds without an accepted submission or a trained step after which `shoal run` stops."""
 
 
 class CoordinatorSection(Section):
@@ -66,8 +62,6 @@ class StoreSection(Section):
     """s3://BUCKET/PREFIX; nodes send and fetch files there by signed URLs; empty: the coordinator's folder."""
     endpoint: Annotated[str, Field(pattern=r"^(https?://[^/?#@]+)?$")] = ""
     """Where the bucket's S3 server is, as nodes reach it; empty: AWS."""
-    region: str = "us-east-1"
-    """Region of the bucket."""
 
 
 class LedgerSection(Section):

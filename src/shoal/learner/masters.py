@@ -121,7 +121,7 @@ def _add(master: Tensor, weight: Tensor) -> None:
 
 def attach_adapters_(model: Any, section: LoraSection) -> None:
     """Give the model trainable adapters, and freeze everything else. Its output is unchanged at first."""
-    attach_(model, Adapters(section.rank, section.alpha, section.targets), exact=numerics_module.of(model) == "exact")
+    attach_(model, Adapters(section.rank, section.alpha), exact=numerics_module.of(model) == "exact")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 

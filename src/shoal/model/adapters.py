@@ -26,6 +26,7 @@ from shoal.model import products
 
 FIELD = "shoal_lora"  # in the model's config
 NAMES = ("lora_A", "lora_B")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Adapters:
 
     rank: int
     alpha: float
-    targets: Sequence[str]  # last parts of the layers' names
+    targets: Sequence[str] = TARGETS  # last parts of the layers' names
 
     @property
     def scale(self) -> float:
@@ -83,7 +84,8 @@ def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
     if not attached:
         known = sorted({name.rpartition(".")[2] for name, of in model.named_modules() if isinstance(of, nn.Linear)})
         raise ShoalError(
-            f"learner.lora.targets = {list(section.targets)} names no linear layer of {type(model).__name__}; it has {known}"
+            f"none of {', '.join(section.targets)} is a linear layer of {type(model).__name__}, which has {known}: "
+            "train all weights"
         )
     setattr(model.config, FIELD, asdict(section))
 
@@ -91,7 +93,7 @@ def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
 def stored_in(config: Any) -> Adapters | None:
     """The adapters of a version with this config."""
     fields = getattr(config, FIELD, None)
-    return Adapters(int(fields["rank"]), float(fields["alpha"]), list(fields["targets"])) if fields else None
+    return Adapters(int(fields["rank"]), float(fields["alpha"]), tuple(fields["targets"])) if fields else None
 
 
 def layers(model: Any) -> Iterator[tuple[str, Adapted]]:

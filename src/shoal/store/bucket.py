@@ -69,22 +69,22 @@ class Bucket:
         self,
         url: str,
         endpoint: str,
-        region: str,
         credentials: S3Credentials | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`url`: s3://BUCKET/PREFIX; `endpoint` "" is AWS; `credentials` None: the environment's. Raises StoreError."""
+        """`url`: s3://BUCKET/PREFIX; `endpoint` "" is AWS; `credentials` None: the environment's. Its region is
+        the environment's AWS_REGION. Raises StoreError."""
         parts = urlsplit(url)
         self.name, prefix = parts.netloc, parts.path.strip("/")
         self.prefix = f"{prefix}/" if prefix else ""
-        self.region = region
-        self.host = endpoint.rstrip("/") or f"https://s3.{region}.amazonaws.com"
+        self.region = os.environ.get("AWS_REGION", "us-east-1")
+        self.host = endpoint.rstrip("/") or f"https://s3.{self.region}.amazonaws.com"
         self.credentials = credentials or credentials_from(os.environ)
         self.clock = clock
         settings: S3Config = {
             "access_key_id": self.credentials.key_id,
             "secret_access_key": self.credentials.secret,
-            "region": region,
+            "region": self.region,
             "virtual_hosted_style_request": False,
         }
         if self.credentials.token:

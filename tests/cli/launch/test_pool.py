@@ -49,7 +49,8 @@ def test_every_trusted_role_is_started_and_no_worker(tmp_path: Path) -> None:
 
 
 def test_async_level_0_shares_the_cores_without_workers(tmp_path: Path) -> None:
-    swarm = pool(tmp_path / "pool", coordinator={"async_level": 0}, run={"threads": 4})
+    swarm = pool(tmp_path / "pool", coordinator={"async_level": 0})
+    swarm.cores = 4
     learner = planned(swarm)["learner"]
     assert learner[learner.index("--threads") + 1] == "4"
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from shoal.cli.launch import watch
-from shoal.cli.launch.watch import Watch
+from shoal.cli.launch.watch import STALL_S, Watch
 from shoal.cli.preflight.disk import RESERVE_BYTES
 from shoal.config import Config, parse
 from shoal.errors import ShoalError
@@ -19,15 +19,17 @@ from ...watch.support import node, status
 class Site:
     """What the watch sees: `now_s`, the coordinator's status (None: it is away), free bytes."""
 
-    def __init__(self, folder: Path, **run: Any) -> None:
+    def __init__(self, folder: Path, stall_s: float = STALL_S) -> None:
         self.now_s = 0.0
         self.free = 10 * RESERVE_BYTES
         self.trained = 0  # steps in the history
         self.known: dict[str, Any] | None = {}
         client = httpx.Client(transport=httpx.MockTransport(self.answer))
-        config: Config = parse({"run": run})
+        config: Config = parse({})
         pool = PoolWatch("http://c:1", client)
-        self.watch = Watch(config, folder, pool, clock=lambda: self.now_s, free=lambda folder: self.free)
+        self.watch = Watch(
+            config, folder, pool, stall_s=stall_s, clock=lambda: self.now_s, free=lambda folder: self.free
+        )
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if self.known is None:

@@ -170,7 +170,7 @@ def _bucket(section: StoreSection) -> Store:
     from shoal.store.bucket import Bucket  # needs the extra `s3`
 
     with naming("store"):
-        return Bucket(section.url, section.endpoint, section.region)
+        return Bucket(section.url, section.endpoint)
 
 
 # --- the end of the chain --------------------------------------------------------------------------------------------

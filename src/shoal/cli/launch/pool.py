@@ -47,8 +47,7 @@ class PoolSwarm(Swarm):
     def _resolve(self, found: dict[str, Any]) -> None:
         """The pool's config stays as it is: each machine measures its own dtype. No worker is here, or may be late."""
         workers = self.config.workers.model_copy(update={"count": 0})
-        patient = self.config.run.model_copy(update={"stall_s": math.inf})
-        self.here = self.config.model_copy(update={"workers": workers, "run": patient})
+        self.here, self.stall_s = self.config.model_copy(update={"workers": workers}), math.inf
 
     def _coordinator_command(self) -> list[str]:
         return ["coordinator", "--dir", str(self.out), "--no-report", "--threads", "1"]

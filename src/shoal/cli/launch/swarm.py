@@ -22,7 +22,7 @@ from shoal.cli.launch import members
 from shoal.cli.launch.children import Child, Children, Peaks
 from shoal.cli.launch.members import Member, locked, remove_caches
 from shoal.cli.launch.process import Interrupted, listen, signals_interrupt
-from shoal.cli.launch.watch import Watch
+from shoal.cli.launch.watch import STALL_S, Watch
 from shoal.cli.preflight import disk
 from shoal.cli.preflight.estimate import Forecast, available_cores, findings, forecast
 from shoal.cli.preflight.machine import free_bytes
@@ -52,6 +52,7 @@ class Swarm:
     def __init__(self, config: Config, run: str, out: Path, address: str = "", dashboard: int | None = None) -> None:
         self.config = config
         self.here = config  # of what runs on this machine
+        self.stall_s = STALL_S
         self.run_name = run
         self.out = out.resolve()
         self.coordinator = self.out / "coordinator"  # its folder
@@ -59,7 +60,7 @@ class Swarm:
         self.resume = bool(address)
         self.console = Terminal()
         self.view = LiveView(self.console)
-        self.cores = available_cores(config.run.threads)
+        self.cores = available_cores()
         self.children = Children(self.out / "logs", config.model.device)
         self.pool = PoolWatch(address, httpx.Client(timeout=5))
         self.peaks = Peaks()
@@ -168,7 +169,7 @@ class Swarm:
     def _start_all(self) -> None:
         command = self._coordinator_command()
         self.pool.url = self.url
-        self.watch = Watch(self.here, self.out, self.pool)
+        self.watch = Watch(self.here, self.out, self.pool, stall_s=self.stall_s)
         self._wait_for_coordinator(self.children.start("coordinator", command))
         if self.config.learner.sites:
             self._wait_for_meeting(self.children.start(members.MEETING, members.meeting_command(self.out)))

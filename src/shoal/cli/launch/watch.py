@@ -1,6 +1,6 @@
 """Watches a running run: its state, its progress, and the reasons to stop it.
 
-Invariant: a run that cannot get anywhere is stopped with the reason. It stalls (`run.stall_s`), its groups teach nothing
+Invariant: a run that cannot get anywhere is stopped with the reason. It stalls (STALL_S), its groups teach nothing
 (NO_SIGNAL_GROUPS in a row), its grader fails too often (GRADER_ERRORS), or its disk is full.
 """
 
@@ -18,6 +18,7 @@ from shoal.protocol.history import Grading, PoolWatch, Status, UnreachableError
 from shoal.watch.figures import grader_errors, no_signal
 
 NO_SIGNAL_GROUPS = 512  # accepted groups in a row with equal rewards after which a run is stopped
+STALL_S = 900.0  # without an accepted submission or a trained step
 LEAST_GRADED = 64  # rollouts before grader errors are judged
 RECENT_GRADED = 512  # of an earlier leg, whose grader may have been another, fewer are ignored
 
@@ -29,12 +30,14 @@ class Watch:
         folder: Path,
         pool: PoolWatch,
         *,
+        stall_s: float = STALL_S,
         clock: Callable[[], float] = time.monotonic,
         free: Callable[[Path], int] = free_bytes,
     ) -> None:
         self.config = config
         self.folder = folder
         self.pool = pool
+        self.stall_s = stall_s
         self.clock = clock
         self.free = free
         self.status: Status | None = None  # the newest
@@ -61,7 +64,7 @@ class Watch:
         """Raise ShoalError if the run cannot continue."""
         check_left(self.folder, self.free(self.folder))
         stalled_s = self.clock() - self._progress_s
-        if stalled_s > self.config.run.stall_s:
+        if stalled_s > self.stall_s:
             raise ShoalError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
         if self.status is None:
             return

@@ -108,10 +108,10 @@ def evaluation(config: Config, work: Work) -> Work:
 # --- cores -----------------------------------------------------------------------------------------------------------
 
 
-def available_cores(wanted: int) -> int:
-    """The number of cores to share: `wanted`, or all that this process may use if it is 0."""
-    if wanted or not hasattr(os, "sched_getaffinity"):  # macOS has no such call
-        return wanted or os.cpu_count() or 1
+def available_cores() -> int:
+    """The number of cores that this process may use: `taskset` leaves it fewer."""
+    if not hasattr(os, "sched_getaffinity"):  # macOS has no such call
+        return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
 
 

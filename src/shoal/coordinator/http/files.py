@@ -239,5 +239,5 @@ def open_bucket(config: Config) -> BucketFiles | None:
         return None
     from shoal.store.bucket import Bucket  # needs the extra `s3`
 
-    bucket = Bucket(section.url, section.endpoint, section.region)
+    bucket = Bucket(section.url, section.endpoint)
     return BucketFiles(bucket, config.max_submission_bytes)
