@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from shoal.shardcast import Access, FetchError, Origin, PublishError, Store
 from shoal.shardcast.alone import publish, watch
-from shoal.shardcast.fetch import disk_errors
 from shoal.shardcast.fetch.client import Freshness
 from shoal.shardcast.fetch.reach import proxy_for
 from shoal.shardcast.manifest import MAX_SHARDS, Listing, Newest, SignedNewest
@@ -192,11 +191,6 @@ def test_a_folder_that_was_not_fetched_is_never_touched(tmp_path):
         fetched(tmp_path, version, keep=1)
     after = contents(tmp_path / "cache")
     assert {name: data for name, data in after.items() if name in before} == before
-
-
-def test_a_name_that_the_machine_cannot_write_is_an_error_with_a_next_step(tmp_path):
-    with pytest.raises(FetchError, match="cannot write the name '模型'; set LC_ALL=C.UTF-8"), disk_errors(tmp_path):
-        "模型".encode("ascii")
 
 
 def test_too_many_shards_are_refused_before_one_is_written(tmp_path):

@@ -118,7 +118,7 @@ def test_a_pass_changed_anywhere_is_refused():
 
 def test_what_a_key_signed_as_something_else_is_no_part_of_a_pass():
     grant, _, visited = shown().partition("~")
-    for domain in (b"", b"shoal shardcast manifest 4\n", guard_module.VISIT_DOMAIN):
+    for domain in (b"", b"shoal shardcast manifest 5\n", guard_module.VISIT_DOMAIN):
         text = base64.urlsafe_b64decode(grant.partition(".")[0] + "==")
         with pytest.raises(Refused, match="signature"):
             opens(f"{grant.partition('.')[0]}.{POOL.sign(domain + text).hex()}~{visited}")

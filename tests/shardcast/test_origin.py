@@ -4,13 +4,9 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from shoal.files import NewFile
 from shoal.shardcast import Manifest, ManifestError, Origin, delta
-from shoal.shardcast.files import read_layout
 from shoal.shardcast.origin import shard_bytes
 
 from .support import (
@@ -42,33 +38,6 @@ def test_publish_cuts_the_files_into_shards_and_lists_the_version(tmp_path):
     assert listing.pop("newest")["signature"]
     assert listing == {"versions": [7], "path": [source.store.id]}
     assert source.store.signed(7).open(PUBLIC_KEY) == manifest
-
-
-def test_the_manifest_lists_the_tensors_as_safetensors_has_them_in_the_files_order(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    tensors = {"b.weight": torch.ones(2, 3, dtype=torch.bfloat16), "a": torch.ones(()), "none": torch.ones(0, 4)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "broken.safetensors").write_bytes(b"not one")
-    (folder / "config.json").write_text("{}")
-    source = origin(tmp_path)
-    source.publish(folder, 7)
-    files = {file.path: file for file in source.store.signed(7).open(PUBLIC_KEY).files}
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        slices = {name: file.get_slice(name) for name in tensors}
-        read = {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
-    listed = files["model.safetensors"].tensors
-    assert {tensor.name: (tensor.dtype, tensor.shape) for tensor in listed} == read
-    assert [tensor.name for tensor in listed] == [t.name for t in read_layout(folder / "model.safetensors").tensors]
-    assert files["broken.safetensors"].tensors == files["config.json"].tensors == ()
-
-
-def test_a_file_whose_tensors_cannot_be_listed_is_refused_by_name(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"w" * 600: torch.ones(1)}, folder / "model.safetensors")
-    with pytest.raises(ManifestError, match="model.safetensors cannot be published"):
-        origin(tmp_path).publish(folder, 7)
 
 
 def test_a_whole_version_is_published_once_also_after_a_restart(tmp_path):

@@ -188,8 +188,8 @@ def test_a_version_with_the_same_files_is_fetched_by_its_digest_from_either_publ
 def test_a_store_of_an_older_format_is_named(tmp_path):
     published(tmp_path, 0)
     path = tmp_path / "origin" / "v000000" / "manifest.json"
-    path.write_text(path.read_text().replace('\\"format\\":4', '\\"format\\":3'))
-    with pytest.raises(ValueError, match="a manifest of format 3, and this version of Shoal reads 4"):
+    path.write_text(path.read_text().replace('\\"format\\":5', '\\"format\\":3'))
+    with pytest.raises(ValueError, match="a manifest of format 3, and this version of Shoal reads 5"):
         origin(tmp_path)
 
 

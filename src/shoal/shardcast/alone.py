@@ -137,9 +137,8 @@ async def serve_origin(
 
     def report(manifest: Manifest) -> None:
         sizes = {part: stream.size_bytes for part, stream in manifest.streams.items()}
-        tensors = sum(len(file.tensors) for file in manifest.files)
         facts = {"version": manifest.version, "digest": manifest.digest, "size_bytes": manifest.size_bytes}
-        say(facts | {"tensors": tensors} | sizes)
+        say(facts | sizes)
 
     await _serve(app(origin.store), address, {"key": public_key_hex(origin.key)}, live, say)
 

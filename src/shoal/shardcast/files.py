@@ -35,8 +35,6 @@ class LayoutError(ValueError):
 @dataclass(frozen=True)
 class StoredTensor:
     name: str
-    dtype: str  # as in the header
-    shape: tuple[int, ...]
     offset_bytes: int  # in the file
     words: int
     word_bytes: int
@@ -54,7 +52,7 @@ class Layout:
 
 def as_one_tensor(name: str, size_bytes: int) -> StoredTensor:
     """Any other file, as one tensor of bytes."""
-    return StoredTensor(name, "U8", (size_bytes,), 0, size_bytes, 1)
+    return StoredTensor(name, 0, size_bytes, 1)
 
 
 def read_layout(path: Path) -> Layout:
@@ -84,13 +82,12 @@ def _tensors(header: bytes, name: str) -> list[StoredTensor]:
 
 
 def _tensor(name: str, entry: dict[str, object], start_bytes: int) -> StoredTensor:
-    match entry["dtype"], entry["shape"], entry["data_offsets"]:
-        case str(dtype), [*sizes], [int(begin), int(end)] if 0 <= begin <= end:
-            shape = tuple(size for size in sizes if isinstance(size, int))
+    match entry["dtype"], entry["data_offsets"]:
+        case str(dtype), [int(begin), int(end)] if 0 <= begin <= end:
             word_bytes = WORD_BYTES.get(dtype, 1)
             words, rest = divmod(end - begin, word_bytes)
-            if not rest and len(shape) == len(sizes):
-                return StoredTensor(name, dtype, shape, start_bytes + begin, words, word_bytes)
+            if not rest:
+                return StoredTensor(name, start_bytes + begin, words, word_bytes)
     raise ValueError(f"tensor {name!r}")
 
 

@@ -1,6 +1,6 @@
 """What is signed: the manifest of each policy version, and the statement of the newest one; and the list of versions.
 
-The manifest names a version's files, tensors, shards and hashes. A publication is what an origin publishes from one store:
+The manifest names a version's files, shards and hashes. A publication is what an origin publishes from one store:
 its random id stands in each manifest and statement. An origin that starts over with an empty store begins another
 publication, and readers leave the one before.
 Invariant: a `Manifest` object is always well-formed: sizes add up, paths stay inside the folder, bounds hold. One that
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,26 +31,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shoal.errors import ShoalError
 
-FORMAT: Literal[4] = 4
+FORMAT: Literal[5] = 5
 MAX_SIZE_BYTES = 1 << 40  # 1 TiB
 MAX_SHARDS = 100_000
 MAX_FILES = 10_000
 MAX_PATH_CHARS = 512
-MAX_NAME_BYTES = 255  # of a file or folder: more than file systems take
-MAX_TENSORS = 100_000  # of one file
 MAX_VERSION = 10**9 - 1
-MAX_MANIFEST_BYTES = 16 << 20  # as it is sent: 35,000 tensors and 65,000 shards, twice
+MAX_MANIFEST_BYTES = 16 << 20  # as it is sent; MAX_SHARDS of content and of a delta take 14 MiB
 
 # Domain separation: nothing else that this key signs can be taken for a manifest.
-SIGNATURE_DOMAIN = b"shoal shardcast manifest 4\n"
+SIGNATURE_DOMAIN = b"shoal shardcast manifest 5\n"
 
 # How `SignedManifest.to_bytes` ends.
 _ENDING = re.compile(rb',"key":"([0-9a-f]{64})","signature":"([0-9a-f]{128})"}')
 _BEGINNING, _ENDING_BYTES = b'{"manifest":', 217
 
-# An allowlist: every file system takes these names literally. Beyond ASCII: what is printable.
-_ASCII = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 _.+=@,()-")
-PLAIN = "_ . + = @ , ( ) -"
+# An allowlist: every file system takes these names literally.
+_NAME = re.compile(r"[A-Za-z0-9_.+=@,()-][A-Za-z0-9 _.+=@,()-]{0,254}")
 _FORMAT = re.compile(r'"format":(\d{1,9})')
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -67,16 +63,9 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class TensorEntry(_Record):
-    name: str = Field(max_length=MAX_PATH_CHARS)
-    dtype: str = Field(pattern=r"^[A-Z0-9_]{1,16}$")  # as in safetensors: BF16, F32, ...
-    shape: tuple[Annotated[int, Field(ge=0, le=MAX_SIZE_BYTES)], ...] = Field(max_length=16)
-
-
 class FileEntry(_Record):
     path: str
     size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
-    tensors: tuple[TensorEntry, ...] = Field(default=(), max_length=MAX_TENSORS)  # of a safetensors file, in file order
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,7 @@ class Manifest(_Record):
     """One policy version. `content` is its files, concatenated in listed order. The content of an anchor can be fetched;
     any other version has only a delta."""
 
-    format: Literal[4] = FORMAT
+    format: Literal[5] = FORMAT
     run: str = Field(pattern=r"^[\x20-\x7e]{1,200}$")
     publication: Publication
     version: int = Field(ge=0, le=MAX_VERSION)
@@ -258,7 +247,7 @@ def check_paths(paths: Sequence[str]) -> None:
         if len(path) > MAX_PATH_CHARS or not all(map(_is_plain, parts)):
             raise ManifestError(
                 f"file path {path[:MAX_PATH_CHARS]!r} is not a plain relative path: at most {MAX_PATH_CHARS} characters and "
-                f"{MAX_NAME_BYTES} bytes for each name, of letters, digits, spaces and {PLAIN}; rename it"
+                "255 for each name, of A to Z, a to z, digits, spaces and _ . + = @ , ( ) -; rename it"
             )
         names = [_folded(part) for part in parts]
         if other := seen.get("/".join(names)):
@@ -273,17 +262,12 @@ def check_paths(paths: Sequence[str]) -> None:
 
 
 def _is_plain(name: str) -> bool:
-    if name in ("", ".", "..") or name.startswith(" "):
-        return False
-    plain = all(char in _ASCII or (not char.isascii() and char.isprintable()) for char in name)
-    return plain and len(name.encode()) <= MAX_NAME_BYTES
+    return name not in (".", "..") and _NAME.fullmatch(name) is not None
 
 
 def _folded(name: str) -> str:
-    """Equal for names that some file system takes for the same: it may ignore case, ways to compose characters, and spaces
-    and dots at the end."""
-    composed = unicodedata.normalize("NFC", name)
-    return unicodedata.normalize("NFC", composed.casefold()).rstrip(" .") or name
+    """Equal for names that some file system takes for the same: it may ignore case, and spaces and dots at the end."""
+    return name.lower().rstrip(" .") or name
 
 
 def first_problem(error: ValidationError) -> str:

@@ -4,15 +4,15 @@ Every `anchor_every`-th version is an anchor, which can be fetched in full. Each
 before. An anchor also has a delta, for readers of the version before. If a delta would save less than half, the version
 becomes an anchor.
 
-Invariant: no file that looks like a private key is published, not through a symbolic link either. A link is followed only
+Invariant: no file that begins like a private key in text, or has the name of one, is published, not through a symbolic link
+either. A link is followed only
 if it stays inside the folder, or inside the Hugging Face cache entry that the folder is a snapshot of. Files and folders
 whose names start with a dot stay unpublished.
 A version appears in versions.json only with a signed manifest, and each shard that the manifest names is on disk under its
 final name. After a crash at any moment, the next `publish` of the version redoes unfinished work and reproduces finished
 work identically.
 `server.app` serves the same store.
-Left out: deltas across more than one version (a client chains them); keys after the first `SCANNED_BYTES` of a file, and in
-formats other than PEM, OpenSSH, OpenPGP, PuTTY, DER and PKCS #12.
+Left out: deltas across more than one version (a client chains them); keys in binary formats, or after the first 64 KiB.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the checkpoint and announces it.
 """
 
@@ -27,18 +27,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import load_der_private_key
-from pydantic import ValidationError
 
 from shoal.errors import ShoalError
 from shoal.files import CHUNK_BYTES, NewFile, discard, new_file
 from shoal.shardcast import delta
 from shoal.shardcast.delta import DeltaError
-from shoal.shardcast.files import Cutter, LayoutError, StreamFiles, alongside, cut, read_layout
+from shoal.shardcast.files import Cutter, LayoutError, StreamFiles, alongside, cut
 from shoal.shardcast.manifest import (
     MAX_SHARDS,
     MAX_SIZE_BYTES,
@@ -51,9 +47,7 @@ from shoal.shardcast.manifest import (
     SignedManifest,
     SignedNewest,
     Stream,
-    TensorEntry,
     check_paths,
-    first_problem,
     parse_version,
     public_key_hex,
     version_name,
@@ -61,15 +55,9 @@ from shoal.shardcast.manifest import (
 from shoal.shardcast.store import Store
 
 ANCHOR_EVERY = 10  # versions from one that can be fetched in full to the next
-SCANNED_BYTES = 64 << 20
-PIECE_BYTES, OVERLAP_BYTES = 4 << 20, 256
-DER_BYTES = 64 << 10  # no private key is longer
 KEY_NAMES = {"identity.pem", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"}
-# PKCS #8, PKCS #1, SEC 1, OpenSSH, OpenPGP, PuTTY
-KEY_TEXT = re.compile(
-    rb"^[ \t]*(-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|PuTTY-User-Key-File-\d)", re.MULTILINE
-)
-PKCS12 = re.compile(rb"\x30(?:[\x00-\x7f]|\x80|\x81.|\x82..|\x83...)\x02\x01\x03\x30", re.DOTALL)  # version 3
+KEY_TEXT = re.compile(rb"^[ \t]*-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----", re.MULTILINE)
+SCANNED_BYTES = 64 << 10
 
 
 class PublishError(ShoalError, ValueError):
@@ -100,13 +88,12 @@ def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
 def _entry(path: Path, folder: Path) -> FileEntry:
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        _refuse_key(path, file, size_bytes)
+        if {path.name, path.resolve().name} & KEY_NAMES or KEY_TEXT.search(file.read(SCANNED_BYTES)):
+            raise PublishError(
+                f"{path} looks like a private key; move it out of the published folder, then publish again"
+            )
     _refuse_stray_link(path, folder)
-    name = path.relative_to(folder).as_posix()
-    try:
-        return FileEntry(path=name, size_bytes=size_bytes, tensors=_tensors(path))
-    except ValidationError as error:
-        raise ManifestError(f"{name} cannot be published: {first_problem(error)}") from error
+    return FileEntry(path=path.relative_to(folder).as_posix(), size_bytes=size_bytes)
 
 
 def file_times(folder: Path, files: Sequence[FileEntry]) -> list[int]:
@@ -148,49 +135,6 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
     blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
     if not any(target.is_relative_to(place) for place in [folder, *blobs]):
         raise PublishError(f"{path} is a link to {target}, outside of {folder}; put a copy in its place")
-
-
-def _refuse_key(path: Path, file: BinaryIO, size_bytes: int) -> None:
-    names = {path.name, path.resolve().name}
-    if names & KEY_NAMES or _holds_key(path, file, size_bytes):
-        raise PublishError(f"{path} looks like a private key; move it out of the published folder, then publish again")
-
-
-def _holds_key(path: Path, file: BinaryIO, size_bytes: int) -> bool:
-    if size_bytes <= DER_BYTES and _is_der_key(file.read(DER_BYTES)):
-        return True
-    if path.suffix == ".safetensors" and size_bytes > PIECE_BYTES:
-        return False  # the header says what every byte is
-    for start in range(0, min(size_bytes, SCANNED_BYTES), PIECE_BYTES):
-        file.seek(max(start - OVERLAP_BYTES, 0))
-        piece = file.read(PIECE_BYTES + OVERLAP_BYTES)
-        if (b"PRIVATE KEY" in piece or b"PuTTY-User-Key-File" in piece) and KEY_TEXT.search(piece):
-            return True
-    return False
-
-
-def _is_der_key(data: bytes) -> bool:
-    if not data.startswith(b"\x30"):
-        return False
-    if PKCS12.match(data):
-        return True
-    try:
-        load_der_private_key(data, password=None)
-    except TypeError:
-        return True  # encrypted
-    except (ValueError, UnsupportedAlgorithm):
-        return False
-    return True
-
-
-def _tensors(path: Path) -> tuple[TensorEntry, ...]:
-    if path.suffix != ".safetensors":
-        return ()
-    try:
-        layout = read_layout(path)
-    except LayoutError:
-        return ()  # published like any other file
-    return tuple(TensorEntry(name=found.name, dtype=found.dtype, shape=found.shape) for found in layout.tensors)
 
 
 STATE_S = 5.0  # between two statements that say the same

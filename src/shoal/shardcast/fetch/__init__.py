@@ -45,11 +45,9 @@ def first_error(errors: ExceptionGroup) -> Exception:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError, and a name that this machine cannot write, into a FetchError that names the folder."""
+    """Turn an OSError into a FetchError that names the folder."""
     try:
         yield
-    except UnicodeEncodeError as error:
-        raise FetchError(f"this machine cannot write the name {error.object!r}; set LC_ALL=C.UTF-8") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FetchError(
