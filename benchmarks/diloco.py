@@ -101,7 +101,7 @@ def sparse(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
         names = [f"site-{number}" for number in range(setting.sites)]
         sites = [Site(name, terms, Agreed.of(first.tensors, terms.shapes)) for name in names]
         for name in names:
-            meeting.join(name, Greeting(about={}, round=0, digest=agreed.digest))
+            meeting.join(name, Greeting(about={}, placed=True))
         for step in range(1, STEPS + 1):
             trainees.step(BEFORE + step - 1)
             if step % setting.inner_steps == 0:

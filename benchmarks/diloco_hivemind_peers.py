@@ -90,7 +90,7 @@ def site(where: str, peer: int, peers: int, count: int) -> None:
     remote = Remote(read_invite(str(folder / f"{peer}.invite")), folder / f"site-{peer}", terms, patience_s=60)
     tensors = {name: torch.zeros(shape) for name, shape in shapes(count).items()}
     own = Site(remote.name, terms, Agreed.of(tensors, terms.shapes))
-    remote.join(Greeting(about={}, round=0, digest=own.agreed.digest))
+    remote.join(Greeting(about={}, placed=True))
     tell(ready=True)
     for line in sys.stdin:
         change = changes(int(line), peer, count)

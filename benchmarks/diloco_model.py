@@ -21,7 +21,6 @@ from torch.func import functional_call, vmap
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.config.sites import PretrainSection
-from shoal.learner.pretrain.net import named
 from shoal.learner.pretrain.trainer import rate
 
 HELDOUT_BYTES, TOKENIZER_BYTES = 100_000, 300_000
@@ -91,7 +90,7 @@ class Trainee:
             steps=size.steps, lr=size.lr, warmup_steps=size.steps // 10, final_lr=size.lr / 10
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        self.tensors = named(self.model)
+        self.tensors = {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def step(self, step: int) -> None:
         ids_BT = torch.cat([self.window(step, number) for number in self.numbers])

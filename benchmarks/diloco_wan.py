@@ -148,7 +148,7 @@ def write_model() -> int:
     """A folder with a llama's config and the tokenizer of `bundled:tiny`. Returns the number of parameters."""
     from transformers import LlamaConfig
 
-    from shoal.model.load import load_tokenizer, plain_model
+    from shoal.model.load import load_model, load_tokenizer
     from shoal.model.sources import resolve
 
     tokenizer = load_tokenizer(resolve("bundled:tiny"))
@@ -164,7 +164,7 @@ def write_model() -> int:
         max_position_embeddings=TOKENS,
         tie_word_embeddings=True,
     ).save_pretrained(FOLDER / "model")
-    return sum(parameter.numel() for parameter in plain_model(FOLDER / "model", 0).parameters())
+    return sum(parameter.numel() for parameter in load_model(FOLDER / "model", seed=0).parameters())
 
 
 def write_config(folder: Path, settings: dict[str, Any]) -> Path:

@@ -73,6 +73,6 @@ def test_a_log_gets_a_table_a_round_until_the_last_one(monkeypatch: pytest.Monke
 
 def test_the_command_shows_a_real_meeting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(tmp_path, terms()) as host:
-        host.meeting.join("site-0", Greeting(about=ABOUT, round=None, digest="0" * 64))
+        host.meeting.join("site-0", Greeting(about=ABOUT, placed=False))
         assert main(["pool", "status", f"http://127.0.0.1:{host.port}"]) == 0
     assert "site-0" in capsys.readouterr().out

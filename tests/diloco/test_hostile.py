@@ -75,10 +75,10 @@ def test_one_of_two_sites_cannot_break_the_first_round(tmp_path: Path) -> None:
 def test_a_site_that_may_not_join_does_not_say_which_data_the_run_has(tmp_path: Path) -> None:
     meeting = found(tmp_path, terms(sites=2))
     with pytest.raises(MeetingError, match="b has another model"):
-        meeting.join("b", Greeting(about=ABOUT | {"model": "x", "data": "other"}, round=None, digest="0" * 64))
-    meeting.join("a", Greeting(about=ABOUT | {"data": "ours"}, round=None, digest="0" * 64))
+        meeting.join("b", Greeting(about=ABOUT | {"model": "x", "data": "other"}, placed=False))
+    meeting.join("a", Greeting(about=ABOUT | {"data": "ours"}, placed=False))
     with pytest.raises(MeetingError, match="b has another data: other, and the run has ours"):
-        meeting.join("b", Greeting(about=ABOUT | {"data": "other"}, round=None, digest="0" * 64))
+        meeting.join("b", Greeting(about=ABOUT | {"data": "other"}, placed=False))
 
 
 @pytest.mark.parametrize("returns", ["join", "heal"])
@@ -126,7 +126,7 @@ def test_why_a_site_heals_is_logged_once_a_round_and_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     meeting = found(tmp_path, terms())
-    together(meeting, "a")
+    meeting.join("a", Greeting(about=ABOUT, placed=True))
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
             meeting.heal("a", "x\n12:00:00 meet: round 7 is over\x1b[2J")
@@ -171,7 +171,7 @@ def test_a_request_to_join_that_was_overheard_is_not_served_again(tmp_path: Path
     """Again, as by a site without a checkpoint, it would cost the site its share of the data."""
     with served(tmp_path / "meet", terms()) as host:
         remote = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=5.0)
-        asks = JoinRequest(invite=remote.invite.signed, greeting=Greeting(about=ABOUT, round=None, digest="0" * 64))
+        asks = JoinRequest(invite=remote.invite.signed, greeting=Greeting(about=ABOUT, placed=False))
         url = f"http://127.0.0.1:{host.port}/v1/join"
         request = httpx.Request("POST", url, content=asks.model_dump_json().encode())
         signed = next(SignedAuth(remote.node.identity, RUN).auth_flow(request))
@@ -185,7 +185,7 @@ def test_a_request_to_join_that_was_overheard_is_not_served_again(tmp_path: Path
 def test_two_keys_that_bring_one_invite_at_once_do_not_both_get_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    greeting = Greeting(about=ABOUT, round=None, digest="0" * 64)
+    greeting = Greeting(about=ABOUT, placed=False)
     with served(tmp_path / "meet", terms()) as host:
         join = host.meeting.join
 
@@ -213,6 +213,6 @@ def test_a_disk_that_is_full_when_a_site_joins_ends_the_meeting(
         site = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=0.5)
         monkeypatch.setattr(serve, "write_file", full)
         with pytest.raises(Exception, match="did not answer"):
-            site.join(Greeting(about=ABOUT, round=None, digest="0" * 64))
+            site.join(Greeting(about=ABOUT, placed=False))
         host.thread.join(20)
     assert isinstance(ended[0], OSError) and ended[0].errno == 28

@@ -68,9 +68,8 @@ class Trainee:
         self.exchange = Direct(meeting, self.name)
 
     def join(self, about: dict[str, str] = ABOUT) -> None:
-        greeting = Greeting(about=about, round=self.site.round, digest=self.site.agreed.digest)
-        if not self.exchange.join(greeting).same:
-            self.heal("joins")
+        self.exchange.join(Greeting(about=about, placed=True))
+        self.heal("joins")
 
     def heal(self, why: str) -> None:
         self.site.adopt(self.tensors, *self.exchange.state(why))
@@ -439,9 +438,9 @@ def test_every_share_is_given_once_and_what_is_lost_is_counted(tmp_path: Path) -
     assert meeting.members.unfinished() == 0
     meeting.leave("a")
     assert meeting.members.unfinished() == 1  # unless it comes back with its place
-    meeting.join("a", Greeting(about=ABOUT, round=0, digest="0" * 64))
+    meeting.join("a", Greeting(about=ABOUT, placed=True))
     assert meeting.members.unfinished() == 0
-    meeting.join("b", Greeting(about=ABOUT, round=None, digest="0" * 64))  # its folder is gone
+    meeting.join("b", Greeting(about=ABOUT, placed=False))  # its folder is gone
     assert meeting.members.unfinished() == 1
 
 

@@ -19,7 +19,6 @@ from shoal.model.load import (
     load_model,
     load_tokenizer,
     load_weights_,
-    plain_model,
     save_model,
     stored_shapes,
     tied_names,
@@ -276,7 +275,6 @@ def test_loading_prints_no_progress_and_leaves_the_bars_of_others(
     transformers_logging.enable_progress_bar()
     try:
         load_model(tiny_folder, "float32")
-        plain_model(tiny_folder, seed=None)
         assert "Loading" not in capfd.readouterr().err
         assert transformers_logging.is_progress_bar_enabled()
     finally:

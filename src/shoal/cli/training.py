@@ -11,7 +11,7 @@ import argparse
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal import config as config_module
 from shoal.cli.arguments import (
@@ -30,8 +30,11 @@ from shoal.errors import ShoalError, UserError
 from shoal.protocol.invite import Invite, read_invite
 
 if TYPE_CHECKING:
-    from shoal.learner.pretrain.net import Net
-    from shoal.learner.pretrain.trainer import OuterSteps
+    from torch import Tensor
+
+    from shoal.learner.pretrain.trainer import Pretraining
+    from shoal.learner.ranks import Ranks
+    from shoal.model.dtype import DtypeName
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -121,8 +124,7 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
     from shoal.model.load import load_tokenizer
 
     ranks, config, picked = start_ranks(config)
-    out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    out = from_leader(ranks, lambda: out, lambda path: str(path).encode(), lambda told: Path(told.decode()))
+    out = _out(arguments, ranks)
     folder = model_folder(config.model.name)
     data = from_leader(ranks, lambda: load_data(load_tokenizer(folder), folder, config), Data.to_bytes, Data.from_bytes)
     policy = open_policy(folder, config, picked, ranks)
@@ -161,60 +163,58 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
     """Train and print the model's folder. Raises ShoalError after SIGINT or SIGTERM."""
     config = read_config(arguments)
     stop = process.begin("pretrain", threads=arguments.threads)
-    out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    net, config, folder = _net(config)
-    if not net.ranks.leads:
-        net.follow()
-    else:
-        try:
-            model = _train(net, config, folder, out, arguments.join, stop)
-        finally:
-            net.end()
-        if model is None:
-            raise ShoalError(f"stopped before the last step; add --out {out} to resume")
-        say(f"{model}")
-    net.ranks.stop()
-
-
-def _net(config: Config) -> tuple[Net, Config, Path]:
-    """The model on this rank, the leader's config, and the model's folder."""
-    from shoal.cli.launch.prepare import model_folder
-    from shoal.learner.pretrain.net import Net
     from shoal.learner.ranks import start_ranks
 
-    ranks, config, dtype = start_ranks(config)
-    folder, autocast = model_folder(config.model.name), dtype == "bfloat16"
-    net = Net(model_of(folder, config), config.pretrain, ranks, device=config.model.device, autocast=autocast)
-    return net, config, folder
+    ranks, config, picked = start_ranks(config)
+    out, invite = _out(arguments, ranks), read_invite(arguments.join) if arguments.join else None
+    model = _pretraining(config, ranks, picked, out, invite, stop).run(stop)
+    ranks.stop()
+    if not ranks.leads:
+        return
+    if model is None:
+        raise ShoalError(f"stopped before the last step; add --out {out} to resume")
+    say(f"{model}")
 
 
-def _train(net: Net, config: Config, folder: Path, out: Path, invite: str | None, stop: threading.Event) -> Path | None:
+def _out(arguments: argparse.Namespace, ranks: Ranks) -> Path:
+    """The folder to write to: the leader's, on every rank."""
+    from shoal.learner.ranks import from_leader
+
+    out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return from_leader(ranks, lambda: out, lambda path: str(path).encode(), lambda told: Path(told.decode()))
+
+
+def _pretraining(
+    config: Config, ranks: Ranks, dtype: DtypeName, out: Path, invite: Invite | None, stop: threading.Event
+) -> Pretraining:
+    """The leader reads the text, and talks to the sites' meeting."""
+    from shoal.cli.launch.prepare import model_folder
+    from shoal.diloco.agreed import Shapes
+    from shoal.diloco.messages import name_of
+    from shoal.diloco.remote import Remote
     from shoal.learner.pretrain.text import Corpus, TokenStream, heldout
-    from shoal.learner.pretrain.trainer import Pretraining, about
+    from shoal.learner.pretrain.trainer import Pretraining, TextSite, about, decode, encode, terms_of, text_policy
+    from shoal.learner.ranks import from_leader
     from shoal.model.load import load_tokenizer
 
-    settings = config.pretrain
-    corpus, tokenizer = Corpus(settings.data, settings.field), load_tokenizer(folder)
-    kept = heldout(corpus, tokenizer, settings.heldout, settings.tokens)
-    outer = _outer(config, net, out, read_invite(invite), stop) if invite else None
-    take = outer.link.take if outer else None
-    stream = TokenStream(corpus, tokenizer, first=settings.heldout, share=settings.share, take=take)
-    followed = about(config, folder, corpus, sites=outer is not None)
-    return Pretraining(net, tokenizer, stream, kept, config, out, followed, outer).run(stop)
+    settings, folder = config.pretrain, model_folder(config.model.name)
+    stream, followed = None, {}
 
+    def read() -> Tensor:
+        nonlocal stream, followed
+        corpus, tokenizer = Corpus(settings.data, settings.field), load_tokenizer(folder)
+        stream = TokenStream(corpus, tokenizer, first=settings.heldout, share=settings.share)
+        followed = about(config, folder, corpus, sites=invite is not None)
+        return heldout(corpus, tokenizer, settings.heldout, settings.tokens)
 
-def _outer(config: Config, net: Net, out: Path, invite: Invite, stop: threading.Event) -> OuterSteps:
-    from shoal.diloco.remote import Remote
-    from shoal.learner.pretrain.trainer import OuterSteps, terms_of
-
-    settings, tensors = config.sites, net.tensors
-    terms = terms_of(config, tensors)
-    remote = Remote(invite, out, terms, patience_s=settings.give_up_s, stop=stop)
-    return OuterSteps(remote.name, settings, terms, remote, tensors, out, stop.is_set)
-
-
-def model_of(folder: Path, config: Config) -> Any:
-    """The model to train, on the CPU."""
-    from shoal.model.load import plain_model
-
-    return plain_model(folder, config.run.seed if config.pretrain.init == "random" else None)
+    kept = from_leader(ranks, read, encode, lambda data: decode(data, settings.tokens))
+    policy = text_policy(folder, config, dtype, ranks)
+    site = None
+    if invite is not None:
+        terms = terms_of(config, Shapes.of(policy.masters))
+        remote = None
+        if stream is not None:
+            remote = Remote(invite, out, terms, patience_s=config.sites.give_up_s, stop=stop)
+            stream.take = remote.take
+        site = TextSite(name_of(invite), policy, terms, remote, config.sites, out, stop)
+    return Pretraining(policy, stream, kept, config, out, followed, site)

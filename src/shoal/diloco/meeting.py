@@ -108,8 +108,7 @@ class Meeting:
         self.about = wanted  # the meeting itself reads no data: the first site that may join says which
         member = self.members.join(name, greeting, self.round)
         self._save()
-        same = (greeting.round or 0) == self.round and greeting.digest == self.agreed.digest
-        return Welcome(round=self.round, same=same, accepted=member.accepted)
+        return Welcome(accepted=member.accepted)
 
     def take(self, name: str) -> int:
         """The next share of the data."""

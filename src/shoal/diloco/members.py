@@ -41,7 +41,7 @@ class SiteMembers:
         """A site comes, or comes back, while `round` is open. The next one waits for it."""
         member = self.named.setdefault(name, SiteMember())
         self.expect(name, round)
-        if greeting.round is None and member.share is not None:
+        if not greeting.placed and member.share is not None:
             log.warning("%s lost its place in the data: what was left of share %d is lost", name, member.share)
             self.lost_shares, member.share = self.lost_shares + 1, None
         return member

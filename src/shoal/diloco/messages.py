@@ -60,13 +60,10 @@ class Greeting(SiteMessage):
     """A site that comes or comes back."""
 
     about: dict[Annotated[str, Field(max_length=64)], Words] = Field(max_length=64)  # what must be equal at all sites
-    round: Annotated[int, Field(ge=0)] | None  # the next one by its checkpoint; None: it has none
-    digest: Digest  # of its copy of the agreed parameters
+    placed: bool  # it knows where it was in the data
 
 
 class Welcome(SiteMessage):
-    round: int  # the one that is open
-    same: bool  # the site's copy is that of the meeting
     accepted: int  # the last round to which this site's offer was accepted; −1: none
 
 

@@ -1,9 +1,9 @@
 """One site's side of the outer steps: its copy of what is agreed, what it gives in a round, what it does with the outcome.
 
     Site           state alone: `offer` after the inner steps, `apply` with the outcome, `adopt` to take over the meeting's
-    Participant    a site and its link: joins, exchanges once a round, heals
+    Participant    a site and its link: enters the meeting, and exchanges once a round
 
-A site heals by taking over the meeting's state: when it is new, was late, or holds other bits.
+A site takes over the meeting's state when it comes, was late, or holds other bits.
 Invariant: after `apply` or `adopt` the copy of what is agreed is the meeting's, bit for bit, or an error says so.
 """
 
@@ -25,7 +25,6 @@ from shoal.diloco.messages import (
     RoundClosedError,
     RoundOutcome,
     Terms,
-    Welcome,
 )
 from shoal.errors import ShoalError
 from shoal.protocol.calling import StoppedError
@@ -97,22 +96,23 @@ class Participant:
         self.link, self.give_up_s, self.spent = link, give_up_s, Spent()
         self.site = Site(name, terms, Agreed.of(tensors, terms.shapes))
 
-    def join(self, about: dict[str, str], *, placed: bool = True) -> Welcome:
-        """`placed`: this site knows where it was in the data. Raise MeetingError."""
-        round = self.site.round if placed else None
-        return self.link.join(Greeting(about=about, round=round, digest=self.site.agreed.digest))
+    def enter(
+        self, tensors: Mapping[str, Tensor], about: dict[str, str], why: str, *, placed: bool = True
+    ) -> tuple[int, int]:
+        """Join, or join again, and set `tensors` to what is agreed. `placed`: this site knows where it was in the data.
 
-    def heal(self, tensors: Mapping[str, Tensor], why: str) -> int:
-        """Take over what is agreed. Return the open round."""
+        Return the open round, and the last one that took this site's offer (-1: none). Raise MeetingError.
+        """
+        accepted = self.link.join(Greeting(about=about, placed=placed)).accepted
         round, data = self.link.state(why[:400])
         self.spent.received_bytes += len(data)
         self.site.adopt(tensors, round, data)
-        return round
+        return round, accepted
 
     def exchange(self, tensors: Mapping[str, Tensor], stopped: Callable[[], bool] = lambda: False) -> RoundOutcome:
         """Give what was learned in this round, and set `tensors` to what all agree on after it.
 
-        Raise RoundClosedError if this site has to `heal`, SilenceError after `give_up_s`, StoppedError.
+        Raise RoundClosedError if this site has to `enter` again, SilenceError after `give_up_s`, StoppedError.
         """
         digest, data = self.site.offer(tensors)
         self.spent.sent_bytes += len(data)

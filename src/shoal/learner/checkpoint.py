@@ -57,6 +57,7 @@ class LearnerProgress:
     skipped_in_row: int = 0  # steps whose batch held nothing to train on
     version_digest: str = ""  # BLAKE3 of that version's weights file; empty before it is published
     trained: list[str] = field(default_factory=list)  # submissions, in order: the position in the data
+    place: dict[str, int] | None = None  # of the next token of a text (`pretrain/text`)
 
     def advance(self, submissions: Iterable[str]) -> None:
         """One more step is done, trained on groups of `submissions`."""

@@ -55,14 +55,20 @@ class Policy:
         temperature: float,
         ranks: Ranks | None = None,
         numerics: Numerics = "fast",
+        *,
+        seed: int | None = None,
+        betas: tuple[float, float] = BETAS,
+        weight_decay: float = 0.0,
     ) -> None:
+        """`seed`: of random weights, in place of those in `folder`. `betas`, `weight_decay`: of AdamW."""
         self.config = config
         self.device = torch.device(device)
         self.compute = getattr(torch, dtype)
         self.temperature = temperature
         self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(folder)
-        self.sharded = in_shards(folder, device, numerics, self.ranks)
+        self.seed = seed
+        self.sharded = in_shards(folder, device, numerics, self.ranks) if seed is None else None
         self.model = self._model(folder, numerics, device)
         if config.lora is not None:
             attach_adapters_(self.model, config.lora)
@@ -80,14 +86,16 @@ class Policy:
             self.reference = Scorer(self._model(folder, numerics, device).requires_grad_(False))
             self._prepare(self.reference)
         self.optimizer = torch.optim.AdamW(
-            self.masters.values(), lr=config.lr, betas=BETAS, weight_decay=0.0, fused=True
+            self.masters.values(), lr=config.lr, betas=betas, weight_decay=weight_decay, fused=True
         )
         self.updates = 0  # optimizer steps so far
+        self.rate: Callable[[], float] = self._warmed_up  # the next update's learning rate
+        self.lowers = f"learner.row_tokens (now {config.row_tokens})"  # what to lower if a row takes too much memory
         self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint is written
 
     def _model(self, folder: Path, numerics: Numerics, device: str) -> Any:
         """The model in float32, or a skeleton that `_prepare` fills."""
-        return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", device, numerics)
+        return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", device, numerics, self.seed)
 
     def _prepare(self, scorer: Scorer) -> dict[str, Tensor]:
         return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored)
@@ -130,7 +138,7 @@ class Policy:
         """Add the gradients of `loss` over this rank's batches to the masters'. Return this rank's sum of losses."""
         total = 0.0
         for batch in own:
-            with explained(self.config):
+            with explained(self.config, self.lowers):
                 value = loss(batch)
                 value.backward()  # type: ignore[no-untyped-call]
             total += float(value.detach())
@@ -150,7 +158,7 @@ class Policy:
         scale = min(1.0, self.config.grad_clip / (norm + 1e-6)) / denominator
         for gradient in gradients:
             gradient.mul_(scale)
-        figures = result | {LOSS: total, "optim/grad_norm": norm, "optim/lr": self.lr}
+        figures = result | {LOSS: total, "optim/grad_norm": norm, "optim/lr": self.rate()}
         try:
             self._check_finite({"loss": total, "gradient norm": norm})
             self._update_masters()
@@ -163,7 +171,7 @@ class Policy:
             if not math.isfinite(value):
                 raise DivergedError(
                     f"update {self.updates}: the {name} is {value}, not a finite number; nothing was updated: "
-                    "lower learner.lr"
+                    "lower the learning rate"
                 )
 
     @property
@@ -171,16 +179,14 @@ class Policy:
         """How many parameters are trained, on all ranks together."""
         return sum(master.numel() for master in self.masters.values())
 
-    @property
-    def lr(self) -> float:
-        """The next update's learning rate."""
+    def _warmed_up(self) -> float:
         warm_up = self.config.warmup_steps
         return self.config.lr * ((self.updates + 1) / warm_up) if self.updates < warm_up else self.config.lr
 
     def _update_masters(self) -> None:
         self.before_update()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.rate()
         self.optimizer.step()
         self.round()
         self.updates += 1
@@ -220,7 +226,7 @@ class Policy:
     @torch.no_grad()
     def own_logprobs(self, micro: MicroBatch | None) -> Tensor:
         """This policy's logprobs of the row's targets, on the CPU. All ranks call it; those that idle with None."""
-        with explained(self.config):
+        with explained(self.config, self.lowers):
             return self.logprobs(IDLE if micro is None else micro.pack)[0].cpu()
 
     def _idle(self) -> Tensor:
@@ -295,7 +301,7 @@ class OutOfMemoryError(ShoalError):
 
 
 @contextmanager
-def explained(config: LearnerSection) -> Iterator[None]:
+def explained(config: LearnerSection, lowers: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -306,6 +312,5 @@ def explained(config: LearnerSection) -> Iterator[None]:
             raise
         hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
         raise OutOfMemoryError(
-            f"out of memory while computing a row: lower learner.row_tokens (now {config.row_tokens}){hint}; "
-            f"{first_line(error)}"
+            f"out of memory while computing a row: lower {lowers}{hint}; {first_line(error)}"
         ) from error

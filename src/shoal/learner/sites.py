@@ -62,18 +62,13 @@ class PolicySite:
         self.leader = Participant(name, terms, link, masters, give_up_s=give_up_s) if link else None
         self.spent = self.leader.spent if self.leader else Spent()
 
-    def enter(self, about: dict[str, str], why: str) -> int:
-        """Join, or join again, and take over what is agreed. Return the open round. Raise MeetingError."""
+    def enter(self, about: dict[str, str], why: str, *, placed: bool = True) -> tuple[int, int]:
+        """Join, or join again, and take over what is agreed, as `Participant.enter`. Raise MeetingError."""
         self.policy.before_update()  # a checkpoint that is being written holds the masters
         masters = self._gathered()
-
-        def adopt(leader: Participant) -> int:
-            leader.join(about)
-            return leader.heal(masters, why)
-
-        round: int = self.agree(adopt)
+        round, accepted = self.agree(lambda leader: leader.enter(masters, about, why, placed=placed))
         self._spread(masters)
-        return round
+        return round, accepted
 
     def deal(self, stop: threading.Event) -> list[str]:
         """The sites that share the open round, this one among them. Raise RoundClosedError if it came too late."""
@@ -192,7 +187,7 @@ class SiteLearner(Learner):
     def take_over(self, progress: LearnerProgress, why: str) -> None:
         """Go on from what is agreed: the weights of all sites, with this site's own moments."""
         log.warning("taking over what the sites agreed on: %s", why)
-        progress.step = self.place.enter(self.about, why)
+        progress.step, _ = self.place.enter(self.about, why)
         self.publish(progress)
         self.report_again(progress)
 

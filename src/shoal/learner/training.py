@@ -3,6 +3,7 @@
     run.json       what the training follows from, by name        metrics.jsonl    one line per step or measurement
     checkpoints/   to resume from                                  model/           the result
 
+Under torchrun every rank runs the loop, and the leader alone writes records and logs.
 Invariant: a folder holds one training, and what something else left there is never overwritten.
 """
 
@@ -15,21 +16,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.config import ConfigError
+from shoal.config import Config, ConfigError
+from shoal.config.recipe import LossSection
 from shoal.files import keep_lines, write_file
+from shoal.learner.checkpoint import Checkpoints
+from shoal.learner.policy import Policy
+from shoal.learner.ranks import Ranks, from_leader
+from shoal.model.dtype import DtypeName
 
 RUN, METRICS, CHECKPOINTS, MODEL = "run.json", "metrics.jsonl", "checkpoints", "model"
+GRAD_CLIP = 1.0  # largest gradient norm; larger gradients are scaled down
 LOG_EVERY_S = 1.0  # at most one training step per second is logged; metrics.jsonl has all
 
 log = logging.getLogger(__name__)
 
 
 class Training(ABC):
-    """`step` of `steps` steps are done. Only the rank that leads writes records and logs."""
+    """`step` of `steps` steps are done."""
 
-    def __init__(self, folder: Path, steps: int, *, leads: bool = True) -> None:
-        self.folder, self.steps, self.leads = folder, steps, leads
-        self.step = 0
+    def __init__(self, policy: Policy, folder: Path, steps: int) -> None:
+        self.policy, self.ranks, self.leads = policy, policy.ranks, policy.ranks.leads
+        self.folder, self.steps, self.step = folder, steps, 0
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, policy)
         self._logged_s = 0.0
 
     def run(self, stop: threading.Event) -> Path | None:
@@ -62,16 +70,21 @@ class Training(ABC):
     def pause(self) -> None:
         """Write a checkpoint of a training that is to go on later."""
 
-    @abstractmethod
     def end(self) -> None:
         """Wait for what is still being written."""
+        self.checkpoints.finish()
 
-    @abstractmethod
     def write_model(self, final: Path) -> None:
         """Write the model as a Hugging Face folder, in place of what is there."""
+        self.policy.write(final, replace=True)
 
     def stops(self, stop: threading.Event) -> bool:
-        return stop.is_set()
+        """Whether the leader was told to stop, on every rank."""
+        return bool(self.ranks.broadcast((b"stop" if stop.is_set() else b"") if self.leads else None))
+
+    def claim(self, about: Mapping[str, str], differs: str = "") -> None:
+        """Claim the folder, as `claim` does. Raise ConfigError, on the leader; LeaderError on the other ranks."""
+        from_leader(self.ranks, lambda: claim(self.folder, about, differs), lambda _: b"", lambda _: None)
 
     def record(self, **figures: Any) -> None:
         """Append one line to metrics.jsonl."""
@@ -84,6 +97,26 @@ class Training(ABC):
         if self.leads and not (often and time.monotonic() - self._logged_s <= LOG_EVERY_S):
             self._logged_s = time.monotonic() if often else self._logged_s
             log.info("step %d of %d: %s", self.step, self.steps, text)
+
+
+def plain_policy(
+    folder: Path,
+    config: Config,
+    dtype: DtypeName,
+    ranks: Ranks | None,
+    *,
+    lr: float,
+    warmup_steps: int,
+    lowers: str,
+    **changed: Any,
+) -> Policy:
+    """The model in `folder` with an optimizer for next-token training. `lowers`: see `Policy`; `changed`: its arguments."""
+    loss = LossSection(beta=0.0, entropy=0.0)
+    own = {"lr": lr, "warmup_steps": warmup_steps, "grad_clip": GRAD_CLIP, "lora": None, "loss": loss}
+    section = config.learner.model_copy(update=own)
+    policy = Policy(folder, section, dtype, config.model.device, 1.0, ranks, **changed)
+    policy.lowers = lowers
+    return policy
 
 
 def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:

@@ -31,31 +31,24 @@ T = TypeVar("T")
 OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file counts as memory until it is closed
 
 
-def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", numerics: Numerics = "fast") -> Any:
+def load_model(
+    folder: Path,
+    dtype: DtypeName = "float32",
+    device: str = "cpu",
+    numerics: Numerics = "fast",
+    seed: int | None = None,
+) -> Any:
     """The causal LM in `folder`, in eval mode. Return a transformers model (typed Any: transformers is untyped).
 
+    With `seed`, it has random weights in place of the folder's: the same for the same folder, seed and version of PyTorch.
     Raise UnsupportedModelError for a model whose logprobs in packed rows are not those of plain transformers.
     """
     config = load_config(folder)
     check_config(config, folder)
-    model = _load(folder, config, dtype, device, numerics)
+    model = _load(folder, config, dtype, device, numerics, seed)
     compare_(model, folder)
     give_back()  # the comparison's copies
     return model
-
-
-def plain_model(folder: Path, seed: int | None) -> Any:
-    """The causal LM of `folder` as plain transformers computes it, in float32 on the CPU, for training on plain text.
-
-    `seed` None: with the folder's weights. The same folder, seed and version of PyTorch give the same random weights.
-    """
-    if seed is None:
-        with quiet():
-            return AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
-            ).train()
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(load_config(folder), dtype=torch.float32).train()
 
 
 class Root(nn.Module):
@@ -69,10 +62,14 @@ class Root(nn.Module):
         return compute(self.model)
 
 
-def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics) -> Any:
+def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics, seed: int | None) -> Any:
     """The whole model, as `prepared_` makes it."""
 
     def build(name: str) -> Any:
+        if seed is not None:
+            torch.manual_seed(seed)
+            drawn = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+            return drawn.to(device, getattr(torch, dtype))
         with quiet(warnings=adapters.stored_in(config) is None):  # transformers does not know the adapters
             model = AutoModelForCausalLM.from_pretrained(
                 folder,

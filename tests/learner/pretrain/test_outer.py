@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from shoal.config import ConfigError, load, parse
-from shoal.diloco.agreed import Agreed
+from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.meeting import Meeting
-from shoal.learner.pretrain.trainer import CheckpointError, OuterSteps, Pretraining, Saved, read, terms_of, write
+from shoal.learner.checkpoint import LearnerProgress
+from shoal.learner.pretrain.trainer import Pretraining, TextSite, terms_of
+from shoal.learner.ranks import Ranks
 from tests.diloco.direct import Direct
 
 LOCK = threading.Lock()
@@ -47,29 +49,36 @@ def config(**sites: Any) -> Any:
 
 
 class Trainee:
+    """A site whose training is random numbers; `saved`: by step, what a checkpoint holds."""
+
     def __init__(self, name: str, meeting: Meeting, settings: Any, folder: Path) -> None:
         self.name, self.folder, self.tensors = name, folder / name, tensors()
         self.folder.mkdir(exist_ok=True)
-        terms = terms_of(settings, self.tensors)
-        self.outer = OuterSteps(
-            name, settings.sites, terms, Shared(meeting, name), self.tensors, self.folder, lambda: False
+        self.moments: dict[str, int] = {}
+        policy: Any = SimpleNamespace(
+            ranks=Ranks(),
+            masters=self.tensors,
+            before_update=lambda: None,
+            round=lambda: None,
+            optimizer=SimpleNamespace(state=self.moments),
         )
-        self.resets, self.records, self.place = 0, [], None  # type: ignore[var-annotated]
+        terms = terms_of(settings, Shapes.of(self.tensors))
+        link = Shared(meeting, name)
+        self.site = TextSite(name, policy, terms, link, settings.sites, self.folder, threading.Event())
+        self.records: list[dict[str, Any]] = []
+        self.place: dict[str, int] | None = None
         self.trainer: Any = SimpleNamespace(  # what of a `Pretraining` a round needs
-            net=SimpleNamespace(pull=lambda: None, push=lambda: None, reset=self._reset),
+            about=ABOUT,
             record=lambda **figures: self.records.append(figures),
             computed_s=0.0,
             started_s=0.0,
             _place=lambda: self.place,
         )
 
-    def begin(self) -> int:
-        found = read(self.folder)
-        progress = found or Saved()
-        for name, tensor in self.tensors.items() if found else ():
-            tensor.copy_(progress.tensors[f"model.{name}"])
-        progress = self.outer.begin(ABOUT, progress)
-        self.place = progress.place  # type: ignore[assignment]
+    def begin(self, saved: LearnerProgress | None = None) -> int:
+        progress = saved or LearnerProgress()
+        self.site.begin(ABOUT, progress)
+        self.place = progress.place
         return progress.step
 
     def train(self, step: int, until: int, *, spoil_at: int | None = None) -> int:
@@ -78,29 +87,28 @@ class Trainee:
             for tensor in self.tensors.values():
                 tensor += torch.randn(tensor.shape, generator=draw) * 0.01
             step += 1
+            self.moments["w"] = step
             if step == spoil_at:
                 self.tensors["embed"][0, 0] = float("nan")
-            self.place = {"share": step, "document": 0, "token": 0}  # type: ignore[assignment]
-            if step == self.outer.due:
+            self.place = {"share": step, "document": 0, "token": 0}
+            if step == self.site.due:
                 self.trainer.step = step
-                Pretraining.meet(self.trainer, self.outer)
+                Pretraining.meet(self.trainer, self.site, 1.0)
                 step = self.trainer.step
         return step
-
-    def keep(self, step: int) -> None:
-        held = {f"model.{name}": tensor for name, tensor in self.tensors.items()} | self.outer.state()
-        write(self.folder, Saved(step=step, place=self.place, round=self.outer.site.round, tensors=held))
 
     @property
     def digests(self) -> tuple[str, ...]:
         return tuple(each["digest"] for each in self.records)
 
-    def _reset(self) -> None:
-        self.resets += 1
+    @property
+    def agreed(self) -> str:
+        assert self.site.leader is not None
+        return self.site.leader.site.agreed.digest
 
 
 def meeting_of(folder: Path, settings: Any) -> Meeting:
-    terms = terms_of(settings, tensors())
+    terms = terms_of(settings, Shapes.of(tensors()))
     return Meeting(folder / "meet", terms, ABOUT, "run", lambda: Agreed.of(tensors(), terms.shapes))
 
 
@@ -131,56 +139,34 @@ def test_a_site_whose_parameters_broke_goes_on_with_new_moments(tmp_path: Path) 
     settings = config(sites=3)
     meeting = meeting_of(tmp_path, settings)
     trainees = [Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "abc"]
-    all_train(trainees, spoil={"site-c": 7})
-    assert [each.resets for each in trainees] == [0, 0, 1]
+    all_train(trainees, until=8, spoil={"site-c": 7})
+    assert [each.moments for each in trainees] == [{"w": 8}, {"w": 8}, {}]
     assert {each.digests for each in trainees} == {trainees[0].digests}
-    assert meeting.outcomes[5].kept == ["site-a", "site-b", "site-c"]
+    assert list(meeting.outcomes[1].left_out) == ["site-c"]
 
 
-def test_a_killed_site_comes_back_where_its_last_accepted_offer_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", [None, LearnerProgress(step=5, place={"share": 5})])
+def test_a_killed_site_comes_back_where_its_last_accepted_offer_ended(
+    saved: LearnerProgress | None, tmp_path: Path
+) -> None:
     settings = config(sites=1)
     meeting = meeting_of(tmp_path, settings)
     first = Trainee("site-a", meeting, settings, tmp_path)
-    assert first.train(first.begin(), 5) == 5
-    first.keep(5)  # in the middle of round 1
-    first.train(5, 10)  # round 1 is accepted, then it is killed
+    first.train(first.begin(), 10)  # round 1 is accepted, then it is killed
     again = Trainee("site-a", meeting, settings, tmp_path)
-    assert again.begin() == 8  # at the start of round 2
+    assert again.begin(saved) == 8  # at the start of round 2
     assert again.place == {"share": 8, "document": 0, "token": 0}  # what round 1 was trained on is not trained again
-    assert again.outer.site.agreed.digest == meeting.agreed.digest
+    assert again.agreed == meeting.agreed.digest and meeting.members.unfinished() == 0
     again.train(8, 24)
     assert meeting.over
 
 
-def test_a_site_that_returns_in_the_same_round_goes_on_exactly(tmp_path: Path) -> None:
-    results = []
-    for number, killed in enumerate((False, True)):
-        settings, folder = config(sites=1), tmp_path / str(number)
-        folder.mkdir()
-        meeting = meeting_of(folder, settings)
-        trainee = Trainee("site-a", meeting, settings, folder)
-        step = trainee.train(trainee.begin(), 6)
-        if killed:
-            trainee.keep(6)
-            trainee = Trainee("site-a", meeting, settings, folder)
-            step = trainee.begin()
-            assert step == 6 and trainee.place == {"share": 6, "document": 0, "token": 0}
-        trainee.train(step, 24)
-        results.append(meeting.agreed.digest)
-    assert results[0] == results[1]
-
-
-def test_a_site_that_returns_from_an_older_checkpoint_owes_nothing_for_the_offers_after_it(tmp_path: Path) -> None:
-    settings = config(sites=1, kind="int4")
+def test_a_site_whose_offers_did_not_count_goes_on_in_the_data_where_its_checkpoint_ended(tmp_path: Path) -> None:
+    settings = config(sites=1)
     meeting = meeting_of(tmp_path, settings)
-    first = Trainee("site-a", meeting, settings, tmp_path)
-    assert first.train(first.begin(), 5) == 5
-    first.keep(5)  # after one round
-    assert first.outer.site.feedback.left.any()
-    first.train(5, 8)  # another offer is accepted, then it is killed
-    again = Trainee("site-a", meeting, settings, tmp_path)
-    assert again.begin() == 8
-    assert not again.outer.site.feedback.left.any()
+    trainee = Trainee("site-a", meeting, settings, tmp_path)
+    assert trainee.begin(LearnerProgress(step=3, place={"share": 3})) == 0
+    assert trainee.place == {"share": 3}
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -193,20 +179,8 @@ def test_a_site_that_slept_through_rounds_is_healed_and_records_it(rounds: int, 
     a.train(0, 4 * rounds)
     assert b.train(0, 4) == 4 * rounds
     assert list(meeting.healed) == ["site-b"] and "round 0 is over" in meeting.healed["site-b"]
-    assert b.outer.site.agreed.digest == a.outer.site.agreed.digest
+    assert b.agreed == a.agreed
     assert [(each["round"], each["quorum"]) for each in b.records] == [(rounds, None)]
-
-
-def test_a_sites_checkpoint_with_one_flipped_bit_is_refused(tmp_path: Path) -> None:
-    held = tensors() | {"count": torch.tensor(3), "half": torch.ones(3, dtype=torch.bfloat16)}
-    path = write(tmp_path, Saved(step=5, updates=7, place={"share": 1}, tensors=held))
-    whole = path.read_bytes()
-    found = read(tmp_path)
-    assert found is not None and found.updates == 7 and torch.equal(found.tensors["embed"], held["embed"])
-    for at in (8, whole.index(b'"updates') + 12, whole.index(b"embed"), len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(CheckpointError, match=r"step-00000005\.safetensors is damaged .*go on from an older one"):
-            read(tmp_path)
 
 
 def test_the_config_has_the_outer_step_that_was_measured_as_best_for_its_rounds() -> None:
@@ -223,7 +197,7 @@ def test_the_config_has_the_outer_step_that_was_measured_as_best_for_its_rounds(
 
 def test_steps_that_would_reach_nobody_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"pretrain\.steps = 24 is not a multiple of sites\.inner_steps = 5"):
-        terms_of(config(inner_steps=5), tensors())
+        terms_of(config(inner_steps=5), Shapes.of(tensors()))
 
 
 def test_a_quorum_of_more_sites_than_there_are_is_refused() -> None:

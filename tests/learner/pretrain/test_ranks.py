@@ -1,35 +1,30 @@
 """Several ranks of one site train like one: processes over gloo, whose step has the same micro-batches as one rank's.
 
-Shards round the gradient's norm otherwise than one rank does, by about 1e-7 of it, and clipping scales the gradient by it.
-AdamW moves a weight by lr * m / sqrt(v), so a gradient that is only rounding may move its weight by up to lr either way: all
-weights must lie within 2 * lr * steps, and all but one in a thousand within 1e-5 of the largest weight.
+Shards round the gradient's norm otherwise than one rank does, and clipping scales the gradient by it. AdamW moves a weight
+by lr * m / sqrt(v), so a gradient that is only rounding may move its weight by up to lr either way.
 """
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from shoal.cli import training as pretrain
 from shoal.cli.main import DONE, FAILED, main
-from shoal.config import Config, ConfigError
-from shoal.config.sites import PretrainSection
+from shoal.diloco import messages, remote
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import Greeting, Welcome
-from shoal.learner.pretrain.net import Net
-from shoal.learner.pretrain.trainer import OuterSteps, terms_of
-from shoal.learner.ranks import Ranks
-from shoal.model.load import plain_model
+from shoal.diloco.messages import Greeting, Terms, Welcome
+from shoal.learner import ranks
+from shoal.model.load import load_model
 from tests.diloco.direct import Direct
 from tests.gloo import on_two_ranks
+from tests.learner.sft.test_ranks import check_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LR, STEPS = 3e-3, 4
+MOVED = 2 * LR * STEPS
 
 
 @pytest.fixture(scope="module")
@@ -49,93 +44,64 @@ def command(config: Path, out: Path, *overrides: str) -> list[str]:
     return ["pretrain", str(config), "--out", str(out), *(word for each in overrides for word in ("--set", each))]
 
 
-def one(config: Path, out: Path, *overrides: str) -> int:
-    return main(command(config, out, *overrides))
-
-
-def two(config: Path, out: Path, *overrides: str, join: bool = False) -> list[int]:
-    """The same on two ranks, as torchrun would start them. Returns their exit statuses."""
-    return on_two_ranks(command(config, out, *overrides) + (["--join", "invite"] if join else []), other_weights)
-
-
-def other_weights(rank: int) -> None:
-    if rank:  # the leader's count
-        pretrain.model_of = lambda folder, config: plain_model(folder, 7)
-
-
-def checkpoint(out: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = load_file(max((out / "checkpoints").glob("step-*.safetensors")))
-    return tensors
-
-
-def figures(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def check_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name in (name for name in one if name.startswith("model.")):
-        off = (one[name] - other[name]).abs()
-        assert float(off.max()) <= 2 * LR * STEPS, name
-        assert float((off > 1e-5 * float(one[name].abs().max())).float().mean()) <= 1e-3, name
+def figures(out: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
 
 
 @pytest.fixture(scope="module")
 def alone(config: Path, one_thread: None) -> Path:
-    assert one(config, config.parent / "one") == DONE
+    assert main(command(config, config.parent / "one")) == DONE
     return config.parent / "one"
 
 
-def test_shards_train_like_one_rank_and_any_number_of_ranks_resumes_them(
-    config: Path, alone: Path, tmp_path: Path
-) -> None:
-    assert two(config, tmp_path / "two") == [DONE, DONE]
-    check_close(checkpoint(alone), checkpoint(tmp_path / "two"))
-    held = [
-        [each["heldout_loss"] for each in figures(out) if "heldout_loss" in each] for out in (alone, tmp_path / "two")
-    ]
-    assert held[0] == pytest.approx(held[1], abs=1e-4)
-    (tmp_path / "two" / "checkpoints" / f"step-{STEPS:08d}.safetensors").unlink()
-    assert one(config, tmp_path / "two") == DONE  # from the checkpoint that two ranks wrote
-    check_close(checkpoint(alone), checkpoint(tmp_path / "two"))
-
-
-def test_what_a_meeting_agrees_on_reaches_every_rank(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretrain, "read_invite", lambda path: None)
-    monkeypatch.setattr(pretrain, "_outer", alone_in_a_meeting)
-    rounds = ("sites.sites=1", "sites.inner_steps=1")
-    assert main([*command(config, tmp_path / "one", *rounds), "--join", "invite"]) == DONE
-    assert two(config, tmp_path / "two", *rounds, join=True) == [DONE, DONE]
-    check_close(checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two"))
-    agreed = [[each["digest"] for each in figures(tmp_path / name) if "digest" in each] for name in ("one", "two")]
-    assert len(agreed[0]) == STEPS
-    assert len(agreed[1]) == STEPS
+def test_ranks_train_like_one_and_any_number_of_ranks_resumes_them(config: Path, alone: Path, tmp_path: Path) -> None:
+    """A step of one micro-batch leaves a rank idle."""
+    out = tmp_path / "two"
+    assert on_two_ranks(command(config, out)) == [DONE, DONE]
+    check_close(alone, out, MOVED)
+    assert figures(alone, "heldout_loss") == pytest.approx(figures(out, "heldout_loss"), abs=1e-3)
+    shutil.rmtree(out / "checkpoints" / f"step-{STEPS:06d}")
+    shutil.rmtree(out / "model")
+    assert main(command(config, out)) == DONE  # from the checkpoint that two ranks wrote
+    check_close(alone, out, MOVED)
+    assert on_two_ranks(command(config, tmp_path / "idle", "pretrain.micro_batch=4")) == [DONE, DONE]
+    check_close(alone, tmp_path / "idle", MOVED)
 
 
 class Alone(Direct):
     """A site in a meeting of its own."""
+
+    def __init__(self, invite: None, folder: Path, terms: Terms, **_: object) -> None:
+        model = load_model(self.model, seed=0)
+        tensors = {name: 0.5 * each.detach() for name, each in model.named_parameters()}  # others than the site's own
+        super().__init__(Meeting(folder / "meet", terms, {}, "run", lambda: Agreed.of(tensors, terms.shapes)), "site-0")
+
+    model: Path
 
     def join(self, greeting: Greeting) -> Welcome:
         self.meeting.about = dict(greeting.about)
         return super().join(greeting)
 
 
-def alone_in_a_meeting(config: Config, net: Net, out: Path, invite: None, stop: Any) -> OuterSteps:
-    terms = terms_of(config, net.tensors)
-    link = Alone(Meeting(out / "meet", terms, {}, "run", lambda: Agreed.of(net.tensors, terms.shapes)), "site-0")
-    return OuterSteps("site-0", config.sites, terms, link, net.tensors, out, stop.is_set)
+def test_what_a_meeting_agrees_on_reaches_every_rank(
+    config: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrain, "read_invite", lambda path: path)
+    monkeypatch.setattr(messages, "name_of", lambda invite: "site-0")
+    monkeypatch.setattr(Alone, "model", tiny_folder, raising=False)
+    monkeypatch.setattr(remote, "Remote", Alone)
+    words = ("sites.sites=1", "sites.inner_steps=1")
+    assert main([*command(config, tmp_path / "one", *words), "--join", "invite"]) == DONE
+    assert on_two_ranks([*command(config, tmp_path / "two", *words), "--join", "invite"]) == [DONE, DONE]
+    check_close(tmp_path / "one", tmp_path / "two", MOVED)
+    assert len(figures(tmp_path / "one", "digest")) == len(figures(tmp_path / "two", "digest")) == STEPS
 
 
 @pytest.mark.slow
 def test_what_breaks_the_training_ends_all_ranks(
-    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert two(config, tmp_path / "lr", "pretrain.lr=1e30") == [FAILED, DONE]
-    assert capfd.readouterr().err.count("lower pretrain.lr") == 1
-
-
-def test_micro_batches_that_ranks_cannot_share_are_refused(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="5 micro-batches of pretrain.micro_batch = 2, which 2 ranks cannot share"):
-        Net(torch.nn.Linear(1, 1), PretrainSection(batch=9, micro_batch=2), Ranks(0, 2))
+    monkeypatch.setattr(ranks, "RANKS_TIMEOUT_S", 60.0)
+    assert on_two_ranks(command(config, tmp_path / "lr", "pretrain.lr=1e30")) == [FAILED, FAILED]
+    assert "lower the learning rate" in capfd.readouterr().err

@@ -55,7 +55,9 @@ def train(config: str, out: Path, *overrides: str) -> int:
 
 
 def newest(out: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = load_file(max((out / "checkpoints").glob("step-*.safetensors")))
+    tensors: dict[str, torch.Tensor] = {}
+    for path in max((out / "checkpoints").glob("step-*")).glob("*.safetensors"):
+        tensors |= load_file(path)
     return tensors
 
 
@@ -87,7 +89,7 @@ def test_after_a_kill_it_goes_on_from_the_newest_whole_checkpoint(
     stop_after(5)
     assert train(config, tmp_path / "killed") == FAILED
     monkeypatch.undo()
-    (tmp_path / "killed" / "checkpoints" / ".step-00000006.safetensors.tmp").write_bytes(b"half")
+    (tmp_path / "killed" / "checkpoints" / ".step-000006").mkdir()
     monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: threading.Event())
     assert train(config, tmp_path / "killed") == DONE
     whole, killed = newest(tmp_path / "whole"), newest(tmp_path / "killed")
@@ -114,7 +116,7 @@ def test_the_rate_warms_up_and_follows_a_cosine() -> None:
         ("pretrain.data=nowhere.jsonl", USAGE, "no file matches 'nowhere.jsonl'"),
         ("pretrain.stepz=3", USAGE, "did you mean 'pretrain.steps'?"),
         ("pretrain.lr=inf", USAGE, "pretrain.lr"),
-        ("pretrain.lr=1e30", FAILED, "lower pretrain.lr"),
+        ("pretrain.lr=1e30", FAILED, "lower the learning rate"),
         ("model.device=cuda:99", USAGE, 'set model.device = "cpu"'),
     ],
 )
@@ -144,9 +146,9 @@ def test_a_folder_of_another_run_is_refused(
 def test_a_full_disk_is_one_line(
     config: str, tmp_path: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("shoal.learner.pretrain.trainer.write_file", full)
+    monkeypatch.setattr("shoal.learner.checkpoint.digests", full)
     assert train(config, tmp_path / "out") == FAILED
     assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]

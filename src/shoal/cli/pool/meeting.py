@@ -73,15 +73,15 @@ async def _meet(config: Config, folder: Path, name: str, stop: threading.Event) 
 
 def _pretraining_meeting(config: Config, folder: Path, run: str) -> Meeting:
     from shoal.cli.launch.prepare import model_folder
-    from shoal.cli.training import model_of
-    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.agreed import Agreed, Shapes
     from shoal.diloco.meeting import Meeting
-    from shoal.learner.pretrain.net import named
     from shoal.learner.pretrain.trainer import about, terms_of
+    from shoal.model.load import load_model
 
     where = model_folder(config.model.name)
-    tensors = named(model_of(where, config))
-    terms = terms_of(config, tensors)
+    seed = config.run.seed if config.pretrain.init == "random" else None
+    tensors = dict(load_model(where, seed=seed).named_parameters())
+    terms = terms_of(config, Shapes.of(tensors))
     wanted = about(config, where, None, sites=True)
     return Meeting(folder, terms, wanted, run, lambda: Agreed.of(tensors, terms.shapes))
 

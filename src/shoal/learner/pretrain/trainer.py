@@ -3,125 +3,118 @@
     loss   mean over the predicted tokens of a step's sequences     rate   linear warm-up, then a cosine to `final_lr`
     inner optimizer AdamW, gradients clipped by their norm: DiLoCo (arXiv 2311.08105), section 3 and table 5
 
+It uses the policy, the checkpoints and the sites of reinforcement learning.
 Invariant: a step's result is a function of the weights, moments and place in the data, all of which a checkpoint holds. So
-a resumed training equals the uninterrupted one, bit for bit on the CPU.
-On the leader of a site's ranks (`net`). A checkpoint is one safetensors file with the parameters, AdamW's moments, and what
-the sites agreed on; it appears whole or not at all, one whose bits changed since is refused, and nothing is unpickled.
-Left out: masks between documents; writing checkpoints while training goes on.
+a resumed training equals the uninterrupted one, bit for bit on the CPU. A site that comes back takes over what the sites
+agree on, with its own moments and its place in the data.
+Under torchrun every rank runs this loop. The leader alone reads the text, and tells the others a step's tokens.
+Left out: masks between documents.
 """
 
 import json
-import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from hashlib import sha256
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+import numpy as np
+import torch
 from torch import Tensor
 
 from shoal.config import Config, ConfigError
 from shoal.config.sites import PretrainSection, SitesSection
-from shoal.diloco.agreed import Agreed, Shapes, digest
+from shoal.diloco.agreed import Shapes
 from shoal.diloco.messages import MeetingLink, RoundClosedError, RoundOutcome, Terms, about_model
-from shoal.diloco.site import Participant
-from shoal.files import remove_leftovers, write_file
-from shoal.learner.checkpoint import CheckpointError
-from shoal.learner.policy import write_folder
-from shoal.learner.pretrain.net import Net
+from shoal.files import write_file
+from shoal.learner.checkpoint import LearnerProgress
+from shoal.learner.policy import Policy
 from shoal.learner.pretrain.text import Corpus, TextPlace, TokenStream
-from shoal.learner.training import CHECKPOINTS, METRICS, Training, claim, drop_after
-from shoal.model.load import stored_shapes
+from shoal.learner.ranks import Ranks, from_leader
+from shoal.learner.sites import PolicySite
+from shoal.learner.training import METRICS, Training, drop_after, plain_policy
+from shoal.model.dtype import DtypeName
+from shoal.model.tree import Pack, Tree, pack
 
 OWN = {  # what may differ from site to site, or between a stop and a resumption
     "pretrain": {"data", "micro_batch", "checkpoint_every"},
     "sites": {"wait_s", "give_up_s", "quorum", "sites", "host", "port", "url"},
 }
-KEPT = 2  # checkpoints
-
-log = logging.getLogger(__name__)
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # the decay is DiLoCo's (arXiv 2311.08105, table 5)
 
 
 class Pretraining(Training):
     def __init__(
         self,
-        net: Net,
-        tokenizer: Any,
-        stream: TokenStream,
+        policy: Policy,
+        stream: TokenStream | None,
         heldout_ST: Tensor,
         config: Config,
         folder: Path,
         about: dict[str, str],
-        outer: "OuterSteps | None" = None,
+        site: "TextSite | None" = None,
     ) -> None:
-        """`about`: what the training follows from, by name."""
-        self.net, self.tokenizer, self.stream, self.heldout_ST = net, tokenizer, stream, heldout_ST
+        """`about`: what the training follows from, by name. It and `stream` are the leader's alone."""
+        self.stream, self.heldout_ST, self.about, self.site = stream, heldout_ST, about, site
         self.settings: PretrainSection = config.pretrain
-        self.about, self.outer = about, outer
         self.kept = 0  # the step of the newest checkpoint
         self.started_s, self.computed_s = time.monotonic(), 0.0
-        super().__init__(folder, self.settings.steps)
+        super().__init__(policy, folder, self.settings.steps)
+        policy.rate = lambda: rate(self.step, self.settings)
 
     def begin(self) -> None:
         """Take up the newest checkpoint, and the place in the sites' meeting."""
-        claim(self.folder, self.about)
-        checkpoint = read(self.folder / CHECKPOINTS)
-        saved = checkpoint or Saved()
-        if checkpoint is not None:
-            self.net.restore(saved.tensors, updates=saved.updates)
-            self.net.pull()
-            log.info("going on after step %d of %d", saved.step, self.steps)
-        if self.outer is not None:
-            saved = self.outer.begin(self.about, saved)
-        self.net.push()
-        self.step = self.kept = saved.step
-        drop_after(self.folder / METRICS, self.step)
-        self.stream.move(TextPlace(**saved.place) if saved.place else None)
+        self.claim(self.about)
+        progress = self.checkpoints.restore()
+        if self.site is not None:
+            self.site.begin(self.about, progress)
+        self.step = self.kept = progress.step
+        if self.stream is not None:
+            drop_after(self.folder / METRICS, self.step)
+            self.stream.move(TextPlace(**progress.place) if progress.place else None)
+        if self.step:
+            self.log("going on after it")
         self.evaluate()
 
     def train(self) -> None:
         """One inner step; then, where a round is due, give to the other sites and take from them."""
         started_s = time.monotonic()
-        ids_BT = self.stream.sequences(self.settings.batch, self.settings.tokens)
-        lr = rate(self.step, self.settings)
-        loss, norm = self.net.step(ids_BT, lr=lr, number=self.step + 1)
+        ids_BT = self._sequences()
+        update = self.policy.step(self._mean_loss(ids_BT), self._micro_batches(ids_BT))
         self.step += 1
         seconds = time.monotonic() - started_s
         self.computed_s += seconds
-        speed = round(ids_BT.numel() / seconds)
-        self.record(loss=loss, lr=lr, grad_norm=norm, tokens=ids_BT.numel(), tokens_per_s=speed)
-        self.log(f"loss {loss:.3f}", often=True)
-        if self.outer is not None:
-            self.outer.spent.loss, self.outer.spent.computed_s = loss, self.computed_s
-            if self.step == self.outer.due:
-                self.meet(self.outer)
+        self.record(
+            loss=update["loss"],
+            lr=update["optim/lr"],
+            grad_norm=update["optim/grad_norm"],
+            tokens=ids_BT.numel(),
+            tokens_per_s=round(ids_BT.numel() / seconds),
+        )
+        self.log(f"loss {update['loss']:.3f}", often=True)
+        if self.site is not None and self.step == self.site.due:
+            self.meet(self.site, update["loss"])
 
-    def meet(self, outer: "OuterSteps") -> None:
+    def meet(self, site: "TextSite", loss: float) -> None:
         """Give to the other sites, and go on with what all agreed; or take over what they agreed if it came too late."""
-        self.net.pull()
-        outcome, before = None, outer.site.round
+        outcome, before = None, site.round
+        site.spent.computed_s = self.computed_s
         try:
-            outcome = outer.give(self._place())
-            if outer.site.name in outcome.left_out:
-                self.net.reset()  # what broke the parameters is in the moments too
+            outcome = site.give(loss, self._place())
         except RoundClosedError as error:
-            self.step = outer.take_over(str(error))
-        self.net.push()
-        if outer.site.round != before:  # applied, or healed after a round it was late for
+            self.step = site.take_over(self.about, str(error))
+        if site.round != before and site.leader is not None:  # applied, or healed after a round it was late for
             self.record(
-                round=outer.site.round,
+                round=site.round,
                 quorum=outcome.kept if outcome else None,
                 left_out=outcome.left_out if outcome else None,
                 missing=outcome.missing if outcome else None,
-                digest=outer.site.agreed.digest,
-                sent_bytes=outer.spent.sent_bytes,  # since the start, like the rest
-                received_bytes=outer.spent.received_bytes,
+                digest=site.leader.site.agreed.digest,
+                sent_bytes=site.spent.sent_bytes,  # since the start, like the rest
+                received_bytes=site.spent.received_bytes,
                 computed_s=round(self.computed_s, 3),
-                waited_s=round(outer.spent.synced_s, 3),
+                waited_s=round(site.spent.synced_s, 3),
                 elapsed_s=round(time.monotonic() - self.started_s, 3),
             )
 
@@ -133,14 +126,12 @@ class Pretraining(Training):
 
     def checkpoint(self) -> None:
         self.kept = self.step
-        round = self.outer.site.round if self.outer else 0
-        tensors = self.net.state() | (self.outer.state() if self.outer else {})
-        write(self.folder / CHECKPOINTS, Saved(self.step, self.net.updates, self._place(), round, tensors))
+        self.checkpoints.begin(LearnerProgress(step=self.step, place=self._place()))
 
     def evaluate(self) -> None:
         """Record the mean loss over the held-out sequences, in nats per token, and its perplexity."""
         if len(self.heldout_ST):
-            loss = self.net.evaluate(self.heldout_ST)
+            loss = self.policy.total(self._mean_loss(self.heldout_ST), self._micro_batches(self.heldout_ST))
             self.record(heldout_loss=loss, perplexity=round(math.exp(min(loss, 100)), 4))
             self.log(f"held-out loss {loss:.4f}")
 
@@ -149,17 +140,45 @@ class Pretraining(Training):
             self.checkpoint()
 
     def end(self) -> None:
-        if self.outer is not None:
-            self.outer.link.leave()
+        super().end()
+        if self.site is not None:
+            self.site.leave()
 
-    def write_model(self, final: Path) -> None:
-        self.net.pull()
-        tensors, shapes = self.net.model.state_dict() | self.net.tensors, stored_shapes(self.net.model)
-        named = ((name, tensors[name]) for name in shapes)
-        write_folder(self.net.model, self.tokenizer, final, named, shapes, replace=True)
+    def _sequences(self) -> Tensor:
+        """The step's tokens, on every rank."""
+        count, length = self.settings.batch, self.settings.tokens
+
+        def read() -> Tensor:
+            assert self.stream is not None
+            return self.stream.sequences(count, length)
+
+        return from_leader(self.ranks, read, encode, lambda data: decode(data, length))
+
+    def _mean_loss(self, ids_BT: Tensor) -> Callable[[Pack], Tensor]:
+        """The loss of one micro-batch of these sequences; over all of them it adds up to the mean, in nats per token."""
+        n_predicted = ids_BT[:, 1:].numel()
+
+        def loss(micro: Pack) -> Tensor:
+            return self.policy.summed(micro, lambda _, logp_C, __: -logp_C.sum() / n_predicted)
+
+        return loss
+
+    def _micro_batches(self, ids_BT: Tensor) -> list[Pack]:
+        parts = torch.split(ids_BT, self.settings.micro_batch)
+        return [pack([Tree(ids_T[:1], [ids_T[1:]]) for ids_T in part.numpy()]) for part in parts]
 
     def _place(self) -> dict[str, int] | None:
-        return self.stream.place.to_json() if self.stream.place else None
+        return self.stream.place.to_json() if self.stream and self.stream.place else None
+
+
+def encode(ids_BT: Tensor) -> bytes:
+    """Return token ids for `decode` on other ranks."""
+    return ids_BT.numpy().tobytes()
+
+
+def decode(data: bytes, length: int) -> Tensor:
+    """Return sequences of so many tokens."""
+    return torch.from_numpy(np.array(memoryview(data).cast("q"), np.int64)).view(-1, length)
 
 
 def rate(step: int, settings: PretrainSection) -> float:
@@ -168,6 +187,14 @@ def rate(step: int, settings: PretrainSection) -> float:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
     return settings.final_lr + (settings.lr - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def text_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
+    """The model in `folder` as `[pretrain]` begins with it."""
+    settings = config.pretrain
+    seed = config.run.seed if settings.init == "random" else None
+    lowers = f"pretrain.micro_batch (now {settings.micro_batch})"
+    return plain_policy(folder, config, dtype, ranks, lr=settings.lr, warmup_steps=0, lowers=lowers, seed=seed, **ADAMW)
 
 
 def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -> dict[str, str]:
@@ -181,11 +208,11 @@ def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -
     return result
 
 
-# --- several sites ------------------------------------------------------------------------------------------------------
+# --- several sites -------------------------------------------------------------------------------------------------------
 
 
-class OuterSteps(Participant):
-    """This site in the sites' meeting.
+class TextSite(PolicySite):
+    """A policy that is pretrained at one of several sites.
 
     No sequence is trained twice for an offer that was accepted: the place in the data after each offer is on disk before
     the offer leaves.
@@ -194,58 +221,49 @@ class OuterSteps(Participant):
     def __init__(
         self,
         name: str,
-        settings: SitesSection,
+        policy: Policy,
         terms: Terms,
-        link: MeetingLink,
-        tensors: Mapping[str, Tensor],
+        link: MeetingLink | None,
+        settings: SitesSection,
         folder: Path,
-        stopped: Callable[[], bool],
+        stop: threading.Event,
     ) -> None:
-        super().__init__(name, terms, link, tensors, give_up_s=settings.give_up_s)
-        self.inner_steps, self.tensors, self.stopped = settings.inner_steps, tensors, stopped
-        self.places = folder / "places.json"  # after the last offers, by round
+        super().__init__(name, policy, terms, link, give_up_s=settings.give_up_s)
+        self.inner_steps, self.stop, self.round = settings.inner_steps, stop, 0
+        self.places = folder / "places.json"  # the leader's: after its last offers, by round
 
     @property
     def due(self) -> int:
         """The number of inner steps after which the open round's offer leaves."""
-        return (self.site.round + 1) * self.inner_steps
+        return (self.round + 1) * self.inner_steps
 
-    def begin(self, about: dict[str, str], saved: "Saved") -> "Saved":
-        """Join the meeting. Return where to go on from a checkpoint, or from nothing. Raise MeetingError."""
-        if "rounding" in saved.tensors:
-            self.site.agreed = Agreed.take(saved.tensors, self.site.terms.shapes)
-            self.site.round, self.site.feedback.left = saved.round, saved.tensors["rounding"]
+    def begin(self, about: dict[str, str], progress: LearnerProgress) -> None:
+        """Enter the meeting with what a checkpoint holds. Set where to go on. Raise MeetingError."""
         places = self._held_places()
-        placed = saved.place is not None or bool(places)
-        welcome = self.join(about, placed=placed)
-        if str(welcome.accepted) in places and welcome.accepted >= self.site.round:
-            saved.place = places[str(welcome.accepted)]
-        if not welcome.same:
-            if welcome.accepted >= self.site.round:
-                self.site.forget()  # the checkpoint is older than this offer
-            saved.step = self.take_over("it comes back" if placed else "it joins")
-        return saved
+        placed = progress.place is not None or bool(places)
+        why = "it comes back" if placed else "it joins"
+        self.round, accepted = self.enter(about, why, placed=placed)
+        progress.step, progress.place = self.round * self.inner_steps, places.get(str(accepted), progress.place)
 
-    def give(self, place: dict[str, int] | None) -> RoundOutcome:
-        """Exchange, with `place` as the next token's. Raise RoundClosedError: `take_over`."""
-        held = {round: where for round, where in self._held_places().items() if int(round) >= self.site.round - 1}
-        write_file(self.places, json.dumps(held | {str(self.site.round): place}).encode())
-        return self.exchange(self.tensors, self.stopped)
+    def give(self, loss: float, place: dict[str, int] | None) -> RoundOutcome:
+        """Meet, with `place` as the next token's. Raise RoundClosedError: `take_over`."""
+        if self.leader is not None:
+            held = {round: where for round, where in self._held_places().items() if int(round) >= self.round - 1}
+            write_file(self.places, json.dumps(held | {str(self.round): place}).encode())
+        outcome = self.meet(loss, self.stop)
+        self.round = outcome.round + 1
+        return outcome
 
-    def take_over(self, why: str) -> int:
-        """Heal. Return the inner step that belongs to what is agreed."""
-        log.warning("taking over the state of the meeting: %s", why)
-        return self.heal(self.tensors, why) * self.inner_steps
-
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this site."""
-        return self.site.agreed.tensors() | {"rounding": self.site.feedback.left}
+    def take_over(self, about: dict[str, str], why: str) -> int:
+        """Enter again. Return the inner step that belongs to what is agreed."""
+        self.round, _ = self.enter(about, why)
+        return self.round * self.inner_steps
 
     def _held_places(self) -> dict[str, Any]:
-        return json.loads(self.places.read_text()) if self.places.exists() else {}
+        return json.loads(self.places.read_text()) if self.leader and self.places.exists() else {}
 
 
-def terms_of(config: Config, tensors: Mapping[str, Tensor]) -> Terms:
+def terms_of(config: Config, shapes: Shapes) -> Terms:
     """How the sites of this run meet. Raise ConfigError if the steps are no whole number of rounds."""
     settings, steps = config.sites, config.pretrain.steps
     if steps % settings.inner_steps:
@@ -253,55 +271,4 @@ def terms_of(config: Config, tensors: Mapping[str, Tensor]) -> Terms:
             f"pretrain.steps = {steps} is not a multiple of sites.inner_steps = {settings.inner_steps}: "
             "the last steps would reach no other site"
         )
-    return Terms(Shapes.of(tensors), rounds=steps // settings.inner_steps, **settings.terms)
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Saved:
-    """A checkpoint's content."""
-
-    step: int = 0  # inner steps done
-    updates: int = 0  # of AdamW since its moments were zero
-    place: dict[str, int] | None = None  # of the next token
-    round: int = 0  # of the sites' meeting, the next one
-    tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
-
-
-def write(folder: Path, saved: Saved) -> Path:
-    """Write a checkpoint, then remove older ones. Raise OSError if the disk refuses."""
-    held = json.dumps(asdict(replace(saved, tensors={})) | {"tensors": None})  # `asdict` would copy them
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in saved.tensors.items()}
-    path = folder / f"step-{saved.step:08d}.safetensors"
-    write_file(path, save(tensors, metadata={"progress": held, "sha256": _checksum(held, tensors)}))
-    for old in sorted(folder.glob("step-*.safetensors"))[:-KEPT]:
-        old.unlink()
-    return path
-
-
-def read(folder: Path) -> Saved | None:
-    """The newest checkpoint, None without one. Raise CheckpointError."""
-    remove_leftovers(folder)
-    result = sorted(folder.glob("step-*.safetensors"))
-    if not result:
-        return None
-    try:
-        with safe_open(result[-1], framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        if metadata["sha256"] != _checksum(metadata["progress"], tensors):
-            raise ValueError("its content is not what was written")
-        held = json.loads(metadata["progress"])
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{result[-1]} is damaged ({error}): remove it to go on from an older one") from error
-    return Saved(**held | {"tensors": tensors})
-
-
-def _checksum(held: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the progress and of every tensor, each with its name, type and shape."""
-    result = sha256(held.encode())
-    for name, tensor in sorted(tensors.items()):
-        result.update(f"\n{name} {tensor.dtype} {list(tensor.shape)} {digest(tensor.flatten())}".encode())
-    return result.hexdigest()
+    return Terms(shapes, rounds=steps // settings.inner_steps, **settings.terms)

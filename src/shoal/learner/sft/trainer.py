@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import random
-import threading
 import time
 from array import array
 from collections.abc import Sequence
@@ -25,19 +24,17 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, ConfigError
-from shoal.config.recipe import LossSection, SftSection
-from shoal.learner.checkpoint import Checkpoints, LearnerProgress
+from shoal.config.recipe import SftSection
+from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.policy import Policy
-from shoal.learner.ranks import Ranks, from_leader
+from shoal.learner.ranks import Ranks
 from shoal.learner.sft.conversations import ChatTemplate, ConversationError, Example, read
-from shoal.learner.training import CHECKPOINTS, METRICS, Training, claim, drop_after
+from shoal.learner.training import METRICS, Training, drop_after, plain_policy
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids
 from shoal.model.tree import Pack, assign_rows, pack
 
 DIFFERS = "another model, seed, batch or data (sft.max_tokens and sft.eval_frac change the data)"
-
-GRAD_CLIP = 1.0  # largest gradient norm; larger gradients are scaled down
 
 log = logging.getLogger(__name__)
 
@@ -146,17 +143,13 @@ def fingerprint(data: Data, config: Config) -> str:
 
 class Sft(Training):
     def __init__(self, policy: Policy, data: Data, config: Config, folder: Path) -> None:
-        self.policy, self.ranks = policy, policy.ranks
-        self.data = data
-        self.config = config
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, policy)
+        self.data, self.config = data, config
         self.plan = plan(len(data.train), config.sft, config.run.seed)
-        super().__init__(folder, len(self.plan), leads=self.ranks.leads)
+        super().__init__(policy, folder, len(self.plan))
 
     def begin(self) -> None:
         """Raise ConfigError if the folder holds another run; LeaderError on the other ranks."""
-        about = {"fingerprint": fingerprint(self.data, self.config)}
-        from_leader(self.ranks, lambda: claim(self.folder, about, DIFFERS), lambda _: b"", lambda _: None)
+        self.claim({"fingerprint": fingerprint(self.data, self.config)}, DIFFERS)
         self.step = self.checkpoints.restore().step
         if self.leads:
             drop_after(self.folder / METRICS, self.step)
@@ -203,17 +196,10 @@ class Sft(Training):
     def pause(self) -> None:
         self.keep(last=True)
 
-    def end(self) -> None:
-        self.checkpoints.finish()
-
     def write_model(self, final: Path) -> None:
         if self.leads:
             _declare_ends(self.policy.model, self.data.ends)
-        self.policy.write(final, replace=True)
-
-    def stops(self, stop: threading.Event) -> bool:
-        """Whether the leader was told to stop, on every rank."""
-        return bool(self.ranks.broadcast((b"stop" if stop.is_set() else b"") if self.ranks.leads else None))
+        super().write_model(final)
 
     def _mean_loss(self, examples: Sequence[Example]) -> Any:
         """The loss of one micro-batch of `examples`. Over all micro-batches it adds up to the mean, in nats per token."""
@@ -236,15 +222,15 @@ class Sft(Training):
 def open_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
     """The model in `folder` with the rate of `[sft]`."""
     settings = config.sft
-    section = config.learner.model_copy(
-        update={
-            "lr": settings.lr,
-            "warmup_steps": settings.warmup_steps,
-            "grad_clip": GRAD_CLIP,
-            "loss": LossSection(beta=0.0, entropy=0.0),
-        }
+    return plain_policy(
+        folder,
+        config,
+        dtype,
+        ranks,
+        lr=settings.lr,
+        warmup_steps=settings.warmup_steps,
+        lowers=f"sft.max_tokens (now {settings.max_tokens})",
     )
-    return Policy(folder, section, dtype, config.model.device, 1.0, ranks)
 
 
 def _declare_ends(model: Any, ends: set[int]) -> None:
