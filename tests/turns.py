@@ -34,14 +34,9 @@ class Echo(Environment):
         return str((seed + sum(map(len, turns)) + len(task.question)) % 1000)
 
 
-class Dice(Echo):
-    deterministic = False
-
-
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs may name `echo` and `dice`."""
+    """Configs may name `echo`."""
     monkeypatch.setitem(ENVIRONMENTS, "echo", lambda _: Echo())
-    monkeypatch.setitem(ENVIRONMENTS, "dice", lambda _: Dice())
 
 
 def config(environment: str = "echo", **sections: Any) -> Config:

@@ -24,5 +24,5 @@ train = tasks.load(settings).train
 draw = random.Random(0)
 for _ in range(N):
     task, asked, thought = draw.choice(train), draw.choice(ASKED), draw.choice(THOUGHT)
-    prompt = settings.prompt.replace("{question}", task.question) + f"\n{instruction(settings, asked)}"
+    prompt = settings.prompt.replace("{question}", task.question) + f"\n{instruction(asked)}"
     sys.stdout.write(json.dumps({"prompt": prompt, "completion": "~" * thought + task.answer}) + "\n")

@@ -11,7 +11,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from shoal import tasks
@@ -23,7 +22,6 @@ from shoal.evals import filter as filter_module
 from shoal.evals.filter import (
     FORMAT,
     MANIFEST,
-    RATES,
     RESULTS,
     Band,
     FilterError,
@@ -37,7 +35,7 @@ from shoal.protocol.messages import MILLION
 from ..rewards import Always
 
 BAND = Band.parse("0.25:0.5")
-FILES = (MANIFEST, RATES, RESULTS, "settings.json")
+FILES = (MANIFEST, RESULTS, "settings.json")
 
 
 @pytest.fixture(autouse=True)
@@ -134,9 +132,6 @@ def test_the_band_holds_its_ends_and_the_manifest_says_what_was_kept(tiny_folder
         },
     }
     assert {name: manifest[name] for name in expected} == expected
-    table = pq.read_table(tmp_path / RATES)
-    assert table.column("pass_rate").to_pylist() == [right / 4 for right in RIGHT]
-    assert table.column("task").to_pylist() == [one.task for one in results]
 
 
 def test_another_band_needs_no_new_completions(tiny_folder: Path, tmp_path: Path) -> None:
@@ -261,7 +256,6 @@ def test_a_band_without_tasks_is_refused_with_the_distribution(tiny_folder: Path
     with pytest.raises(FilterError, match=message):
         write_filter(tmp_path, results, Band.parse("0.3:0.4"), measured.settings)
     assert not (tmp_path / MANIFEST).exists(), "no config may use the one of another band"
-    assert (tmp_path / RATES).exists()
 
 
 @pytest.mark.parametrize("text", ["0.5", "0.5:0.1", "-0.1:0.5", "0:1.5", "a:b", "0:0.5:1", "1/0:1", "nan:1", ":"])
@@ -350,7 +344,7 @@ def test_an_environment_answers_and_the_last_turn_is_graded(tiny_folder: Path, t
         sampling={"max_tokens": 40, "max_turns": 2},
     )
     results = measure(measured, Asking(tiny_folder, [], []))
-    assert [one.pass_rate for one in results] == [1.0] * 4
+    assert [one.score for one in results] == [4 * MILLION] * 4
     assert {one.tokens for one in results} == {4 * (10 + 3)}  # what the calculator wrote is not counted
 
 

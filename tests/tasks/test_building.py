@@ -36,7 +36,7 @@ def test_a_pool_is_founded_with_its_tasks(tmp_path: Path) -> None:
         '[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n[evaluator]\nn = 8\n'
         "[tasks]\nheldout = 8\n"
         '[[tasks.sources]]\npath = "some.jsonl"\nfields = { question = "text", answer = "gold" }\n'
-        '[[tasks.sources]]\ngenerator = "arithmetic"\noptions = { operations = ["-", "+"], operand_max = 9 }\nweight = 3\n'
+        '[[tasks.sources]]\ngenerator = "arithmetic"\noptions = { operand_max = 9 }\nweight = 3\n'
     )
     assert main(["pool", "init", str(path), "--dir", str(tmp_path / "pool"), "--url", "http://127.0.0.1:8700"]) == DONE
     config = load(tmp_path / "pool" / "config.toml")

@@ -248,12 +248,6 @@ def test_environments_are_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_an_environment_that_is_not_deterministic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch)
-    with pytest.raises(ConfigError, match="'dice' is not deterministic"):
-        environments_of(config("dice"))
-
-
 def test_an_unknown_environment_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=f"'abacus'; choose one of {', '.join(sorted(ENVIRONMENTS))}"):
         environments_of(config("abacus"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal import tasks
-from shoal.config import ConfigError, parse
+from shoal.config import parse
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.errors import ShoalError
 from shoal.tasks.budget import reward
@@ -41,11 +41,6 @@ def test_train_and_heldout_are_all_sums_once() -> None:
     assert set(together) == {f"{a} + {b}" for a in range(30) for b in range(30)}
 
 
-def test_an_operation_given_twice_leaves_no_sum_on_both_sides() -> None:
-    found = tasks.load(sums(operations=["+", "+"], heldout=255))
-    assert not set(questions(found.train)) & set(questions(found.heldout))
-
-
 def test_the_first_tasks_are_these_on_every_machine() -> None:
     found = tasks.load(TaskSection())
     assert questions(found.heldout)[:4] == HELDOUT
@@ -64,30 +59,24 @@ def test_a_wider_range_keeps_the_order_of_the_narrower() -> None:
     assert [one for one in ordered_wide if one in set(ordered_narrow)] == ordered_narrow
 
 
-def test_differences_may_be_negative() -> None:
-    found = tasks.load(sums(operations=["-"]))
-    answers = {task.question: task.answer for task in [*found.train, *found.heldout]}
-    assert (answers["3 - 11"], answers["11 - 3"], answers["5 - 5"]) == ("-8", "8", "0")
-
-
 def test_too_few_tasks_are_refused_with_what_to_raise() -> None:
     with pytest.raises(ShoalError, match=r"15 tasks to train on and 10 held out; 16 and 10 are needed.*operand_max"):
         tasks.load(sums(operand_max=4, heldout=10))
     assert len(tasks.load(sums(operand_max=4, heldout=9)).train) == 16
 
 
-@pytest.mark.parametrize("options", [{"operand_max": "x"}, {"operands": 3}, {"operand_min": 30}, {"operations": ["*"]}])
+@pytest.mark.parametrize("options", [{"operand_max": "x"}, {"operands": 3}, {"operand_min": 30}])
 def test_impossible_options_are_refused_by_name(options: dict[str, Any]) -> None:
-    with pytest.raises(ShoalError, match=f"options of generator arithmetic: .*({next(iter(options))}|operand_max)"):
+    with pytest.raises(ShoalError, match=f"options of generator arithmetic are .*{next(iter(options))}.*: give"):
         tasks.load(sums(**options))
 
 
 def test_a_mixture_draws_each_source_by_its_weight() -> None:
     plus = SourceSection(name="plus", generator="arithmetic", weight=3)
-    minus = SourceSection(name="minus", generator="arithmetic", options={"operations": ["-"]})
-    found = tasks.load(TaskSection(sources=[plus, minus]))
+    more = SourceSection(name="more", generator="arithmetic", options={"operand_min": 30, "operand_max": 59})
+    found = tasks.load(TaskSection(sources=[plus, more]))
     drawn = [found.train[found.pick(hashlib.sha256(bytes([n % 256, n // 256])).digest())] for n in range(2000)]
-    assert {task.source for task in found.heldout} == {"plus", "minus"} and len(found.heldout) == 256
+    assert {task.source for task in found.heldout} == {"plus", "more"} and len(found.heldout) == 256
     assert 1400 < sum(task.source == "plus" for task in drawn) < 1600
 
 
@@ -245,44 +234,13 @@ def said(section: TaskSection, target: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("mode", "score", "length", "target", "expected"),
-    [
-        ("target", 1.0, 500, 0, 1.0),
-        ("target", 1.0, 500, 500, 1.0),
-        ("target", 1.0, 300, 500, 0.94),
-        ("target", 1.0, 700, 500, 0.94),
-        ("target", 0.0, 0, 1000, -0.3),
-        ("max", 1.0, 300, 500, 1.0),
-        ("max", 1.0, 500, 500, 1.0),
-        ("max", 1.0, 700, 500, 0.94),
-        ("max", 1.0, 700, 0, 1.0),
-        ("off", 1.0, 700, 500, 1.0),
-    ],
+    ("score", "length", "target", "expected"),
+    [(1.0, 500, 0, 1.0), (1.0, 500, 500, 1.0), (1.0, 300, 500, 0.94), (1.0, 700, 500, 0.94), (0.0, 0, 1000, -0.3)],
 )
-def test_a_reward_is_the_score_less_the_penalty_of_the_mode(
-    mode: Any, score: float, length: int, target: int, expected: float
-) -> None:
-    section = TaskSection(length_mode=mode, length_penalty=0.0003)
-    assert reward(score, length, target, section) == pytest.approx(expected)
+def test_a_reward_is_the_score_less_the_penalty(score: float, length: int, target: int, expected: float) -> None:
+    assert reward(score, length, target, TaskSection(length_penalty=0.0003)) == pytest.approx(expected)
 
 
 def test_the_prompt_states_the_target_in_the_papers_words() -> None:
     assert said(TaskSection(), 2000) == "2 + 3\nThink for 2000 tokens before giving the answer."
     assert said(TaskSection(), 0) == "2 + 3"
-
-
-def test_the_prompt_states_a_maximum_as_one_and_nothing_where_targets_are_off() -> None:
-    expected = "2 + 3\nThink for at most 2000 tokens before giving the answer."
-    assert said(TaskSection(length_mode="max"), 2000) == expected
-    assert said(TaskSection(length_mode="off"), 2000) == "2 + 3"
-
-
-def test_without_targets_or_with_mode_off_no_group_has_a_target() -> None:
-    assert TaskSection(length_targets=[10, 20]).targets == [10, 20]
-    assert TaskSection(length_targets=[10, 20], length_mode="max").targets == [10, 20]
-    assert TaskSection(length_targets=[10, 20], length_mode="off").targets == TaskSection().targets == []
-
-
-def test_another_mode_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.length_mode.*'target', 'max' or 'off'"):
-        parse({"tasks": {"length_mode": "min"}})

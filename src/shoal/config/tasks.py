@@ -1,7 +1,7 @@
 """The problems: where tasks come from, how they become prompts and rewards, and where model-written code runs."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -93,9 +93,6 @@ class TaskSection(Section):
     """System message; empty: none."""
     heldout: PositiveInt = 256
     """Tasks reserved for evaluation and never trained on."""
-    length_mode: Literal["target", "max", "off"] = "target"
-    """What a target length is; target: a completion loses reward for every token of distance; max: for every token
-    beyond it; off: targets are not used (INTELLECT-2)."""
     length_targets: Annotated[list[PositiveInt], Field(max_length=64)] = []
     """Target completion lengths in tokens, one drawn per group; empty: no length reward."""
     length_penalty: NonNegativeFloat = 0.0003
@@ -110,11 +107,6 @@ class TaskSection(Section):
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(f"two sources are named {twice[0]}; give one of them another name")
         return self
-
-    @property
-    def targets(self) -> list[int]:
-        """The target lengths that groups get."""
-        return [] if self.length_mode == "off" else self.length_targets
 
     def source(self, label: str) -> SourceSection:
         """The source of this name."""

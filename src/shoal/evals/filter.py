@@ -1,19 +1,17 @@
 """The offline filter: pass rates of training tasks under one model, and the tasks worth training on.
 
     results.jsonl       k sampled completions of each task, graded: one task a line, in the order of the task set
-    passrates.parquet   likewise, as a table
     manifest.json       the tasks whose pass rate lies in the band, ends included, without a grader error
 
 A batch of tasks is generated, graded, appended and synced. A config names the manifest as `keep` of a source.
 Invariants: whatever happens to the process, what was synced is not computed again, and the finished file is the same bytes
 as one that was never interrupted. So a file is continued only from the end of a whole batch, and only with settings
-(`settings.json`) under which it began. The other two files follow from the results and the band alone, so another band needs
+(`settings.json`) under which it began. The manifest follows from the results and the band alone, so another band needs
 no new completions.
 Paper: INTELLECT-2 (arXiv 2505.07291), offline filtering: pass@8 of 12.5 % to 50 %.
 """
 
 import fcntl
-import io
 import json
 import os
 import threading
@@ -26,8 +24,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from blake3 import blake3
 
 from shoal import tasks
@@ -46,7 +42,7 @@ RESULTS, SETTINGS = "results.jsonl", "settings.json"
 LEAST_GRADED = 64  # completions before grader errors are judged
 ROWS = 128  # completions decoded together: many, because decoding reads all weights once a step for however many rows
 FORMAT = "shoal-filter-1"
-RATES, MANIFEST = "passrates.parquet", "manifest.json"
+MANIFEST = "manifest.json"
 MOST_BINS = 16
 
 
@@ -66,10 +62,6 @@ class PassRate:
     graded: int
     wrong_format: int
     grader_error: int
-
-    @property
-    def pass_rate(self) -> float:
-        return self.score / MILLION / self.n
 
 
 class PassRates:
@@ -139,7 +131,7 @@ class PassRates:
             weights.update_mmap(path)
         texts = json.dumps(
             [self.config.tasks.system, self.config.tasks.prompt, self.config.sampling.max_turns]
-            + [self.config.tasks.length_mode, self.config.tasks.targets]
+            + [self.config.tasks.length_targets]
             + [[source.reward, source.environment] for source in self.config.tasks.sources]
         )
         return {
@@ -258,8 +250,7 @@ class Band:
 
 
 def write_filter(out: Path, results: Sequence[PassRate], band: Band, settings: Mapping[str, Any]) -> list[PassRate]:
-    """Write both files. Returns the results of the kept tasks. Raises FilterError if there are none, OSError."""
-    write_rates(out / RATES, results)
+    """Write the manifest. Returns the results of the kept tasks. Raises FilterError if there are none, OSError."""
     kept = [result for result in results if band.holds(result)]
     if not kept:
         (out / MANIFEST).unlink(missing_ok=True)  # of another band
@@ -304,23 +295,3 @@ def histogram(results: Sequence[PassRate]) -> dict[str, int]:
         return {f"{right}/{k}": found[right] for right in range(k + 1)}
     found = Counter(min(int(Fraction(one.score * 10, one.n * MILLION)), 9) for one in results)
     return {f"{low / 10:.1f} to {(low + 1) / 10:.1f}": found[low] for low in range(10)}
-
-
-def write_rates(path: Path, results: Sequence[PassRate]) -> None:
-    """One row per task. Raises OSError."""
-    table = pa.table(
-        {
-            "task": pa.array([one.task for one in results], pa.string()),
-            "source": pa.array([one.source for one in results], pa.string()),
-            "n": pa.array([one.n for one in results], pa.int32()),
-            "score_sum": pa.array([one.score / MILLION for one in results], pa.float64()),
-            "pass_rate": pa.array([one.pass_rate for one in results], pa.float64()),
-            "length_mean": pa.array([one.tokens / one.n for one in results], pa.float64()),
-            "graded": pa.array([one.graded for one in results], pa.int32()),
-            "wrong_format": pa.array([one.wrong_format for one in results], pa.int32()),
-            "grader_error": pa.array([one.grader_error for one in results], pa.int32()),
-        }
-    )
-    data = io.BytesIO()
-    pq.write_table(table, data)
-    write_file(path, data.getvalue())

@@ -80,7 +80,7 @@ def as_trained(config: Config, messages: Sequence[Message], target: int) -> list
         content = message["content"]
         if message["role"] == "user":
             content = section.prompt.replace("{question}", content)
-            if number == last and (asked := instruction(section, target)):
+            if number == last and (asked := instruction(target)):
                 content += f"\n{asked}"
         found.append({**message, "content": content})
     return found

@@ -36,7 +36,7 @@ def plan_submission(config: Config, run: str, assignment: Assignment, worker: st
         groups=assignment.groups,
         group_size=config.sampling.group_size,
         pick=tasks.pick,
-        length_targets=config.tasks.targets,
+        length_targets=config.tasks.length_targets,
     )
 
 

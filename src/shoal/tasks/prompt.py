@@ -31,7 +31,7 @@ class ChatTemplateError(UserError):
 def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
     """Return the token ids of the prompt: the model's chat template around the question. Raises ChatTemplateError."""
     content = config.prompt.replace("{question}", task.question)  # not str.format: other braces are literal
-    if asked := instruction(config, target_length):
+    if asked := instruction(target_length):
         content += f"\n{asked}"
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": content})

@@ -65,12 +65,10 @@ class Reward(Protocol):
 class Environment(Protocol):
     """What answers the model between its turns. An environment inherits from this; `respond` alone is needed.
 
-    It keeps no state between calls. Where it is `deterministic`, its answer follows from the task, the rollout's seed
-    and the model's turns alone: a validator computes it again from the model's own tokens and rejects another one. It
-    slashes the worker unless an honest machine may give that answer too, which `tolerated` says.
+    It keeps no state between calls. Its answer follows from the task, the rollout's seed and the model's turns alone: a
+    validator computes it again from the model's own tokens and rejects another one. It slashes the worker unless an honest
+    machine may give that answer too, which `tolerated` says.
     """
-
-    deterministic: bool = True
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         """Return the answer to the model's last turn; None: the conversation ends.

@@ -95,7 +95,7 @@ def mean_prompt(tokenizer: Any, config: Config, tasks: Iterable[Task]) -> int:
 
 def expected_length(config: Config) -> int:
     """Tokens of a completion: as many as are asked for, or allowed."""
-    targets, most = config.tasks.targets, config.sampling.max_tokens
+    targets, most = config.tasks.length_targets, config.sampling.max_tokens
     return min(round(statistics.fmean(targets)), most) if targets else most
 
 

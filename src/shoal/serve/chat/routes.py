@@ -231,8 +231,7 @@ class Chat:
                     {"id": offer.id, "version": offer.version, "loaded": self.versions.is_loaded(offer.id)}
                     for offer in self.versions.offers()[:200]
                 ],
-                "targets": sorted(set(section.targets)) if section else [],
-                "target_mode": section.length_mode if section and section.targets else "off",
+                "targets": sorted(set(section.length_targets)) if section else [],
                 "as_trained": section is not None,
                 "temperature": sampling.temperature if sampling else 1.0,
                 "max_tokens": sampling.max_tokens if sampling else None,

@@ -225,7 +225,7 @@ class OpenAI:
             return messages
         if self.config is None:
             raise RequestError("as_trained and target_length need a run; this server holds a model", param="as_trained")
-        if asked.target_length and not self.config.tasks.targets:
+        if asked.target_length and not self.config.tasks.length_targets:
             raise RequestError("this run was not trained with target lengths", param="target_length")
         return as_trained(self.config, messages, asked.target_length or 0)
 

@@ -4,7 +4,7 @@
 
 It ends when the environment says so, after `sampling.max_turns` turns of the model, at a token limit that leaves no room for
 the answer and one more token, or with a turn that is cut off.
-Invariants: `reply` depends on its arguments alone if the environment is deterministic. If an honest machine could have given
+Invariants: `reply` depends on its arguments alone if the environment's answers do. If an honest machine could have given
 an answer, `fault` does not call it a lie. Tokens in, tokens out: what the model wrote is decoded for the environment to
 read, and never tokenised again. Worker, validator and evaluator use this code.
 """

@@ -1,6 +1,6 @@
 """The generators `arithmetic` and `functions`: verifiable tasks for a small model and a short run.
 
-`arithmetic` makes small sums and differences. A sum's text does not depend on the other options, so a sum held out in
+`arithmetic` makes small sums. A sum's text does not depend on the other options, so a sum held out in
 one run (by a hash of its text) is held out in every run with as many held-out tasks.
 `functions` asks for small Python functions. A task's text and tests depend only on its kind and its constant, the tests
 are computed from the expression that the text describes, and no function that ignores its argument passes them.
@@ -8,54 +8,26 @@ are computed from the expression that the text describes, and no function that i
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing import Any
 
 from shoal.tasks.task import TasksNotFoundError
 
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def _read(generator: str, options: Mapping[str, Any], model: type[Model]) -> Model:
-    """Raises TasksNotFoundError for unknown or impossible options."""
-    try:
-        return model.model_validate(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = "".join(f"{part}: " for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise TasksNotFoundError(f"options of generator {generator}: {name}{message}") from error
-
-
-class ArithmeticOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    operand_min: int = 0
-    operand_max: int = 29
-    operations: list[Literal["+", "-"]] = ["+"]
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "ArithmeticOptions":
-        if not 0 <= self.operand_min <= self.operand_max:
-            raise ValueError("operand_min must be at least 0 and must not exceed operand_max")
-        return self
-
 
 def arithmetic(options: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return every sum of two operands. Raises TasksNotFoundError."""
-    asked = _read("arithmetic", options, ArithmeticOptions)
-    operands = range(asked.operand_min, asked.operand_max + 1)
-    return [
-        {"question": f"{a} {operation} {b}", "answer": str(a + b if operation == "+" else a - b), "reward": "number"}
-        for operation in dict.fromkeys(asked.operations)
-        for a in operands
-        for b in operands
-    ]
+    """Return every sum of two operands from `operand_min` (0) to `operand_max` (29). Raises TasksNotFoundError."""
+    given: dict[str, Any] = {"operand_min": 0, "operand_max": 29, **options}
+    low, high = given["operand_min"], given["operand_max"]
+    if len(given) != 2 or type(low) is not int or type(high) is not int or not 0 <= low <= high:
+        raise TasksNotFoundError(
+            f"options of generator arithmetic are {dict(options)}: give whole numbers, 0 <= operand_min <= operand_max"
+        )
+    operands = range(low, high + 1)
+    return [{"question": f"{a} + {b}", "answer": str(a + b), "reward": "number"} for a in operands for b in operands]
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
 
+LARGEST = 50  # constant in a task
 NUMBERS: list[Any] = [0, 1, 5, -3, 12]
 LISTS: list[Any] = [[4, 9, 2], [7, 7, 1, 12], [3], [-5, 10, 6, 0, 8]]
 WORDS: list[Any] = ["shoal", "a", "Reef", "tide pool"]
@@ -95,21 +67,11 @@ KINDS: dict[str, tuple[str, Callable[[Any, int], Any], list[Any]]] = {
 }
 
 
-class FunctionOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kinds: list[str] = list(KINDS)
-    largest: int = Field(default=50, ge=1, le=1000)  # constants are 1 to this
-
-
 def functions(options: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return a task for every kind and constant. Raises TasksNotFoundError."""
-    asked = _read("functions", options, FunctionOptions)
-    if unknown := sorted(set(asked.kinds) - set(KINDS)):
-        raise TasksNotFoundError(
-            f"options of generator functions: no kind {unknown[0]!r}; there are {', '.join(KINDS)}"
-        )
-    return [row for kind in asked.kinds for n in range(1, asked.largest + 1) if (row := _row(kind, n))]
+    """Return a task for every kind and constant up to `LARGEST`. Raises TasksNotFoundError."""
+    if options:
+        raise TasksNotFoundError(f"generator functions has no option {next(iter(options))}")
+    return [row for kind in KINDS for n in range(1, LARGEST + 1) if (row := _row(kind, n))]
 
 
 def _row(kind: str, n: int) -> dict[str, str] | None:

@@ -17,7 +17,7 @@ export function composer({ models, onsend, onstop }) {
   } }, icon("columns"), "Compare");
   second.hidden = true;
 
-  const budget = h("div.budgets", { role: "radiogroup", "aria-label": models.target_mode === "max" ? "Think for at most this many tokens" : "Think for this many tokens" });
+  const budget = h("div.budgets", { role: "radiogroup", "aria-label": "Think for this many tokens" });
   if (models.targets.length) {
     budget.append(h("span.label", { "aria-hidden": "true" }, "Think"));
     for (const target of [0, ...models.targets]) {
