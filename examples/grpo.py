@@ -39,7 +39,7 @@ def rollouts(step, weights):
         groups=config.coordinator.prompts_per_step,
         group_size=config.sampling.group_size,
         pick=task_set.pick,
-        length_targets=config.tasks.targets,
+        length_targets=config.tasks.length_targets,
     )
     chosen = [task_set.train[plan.task_index] for plan in plans]
     prompts = [prompt_tokens(policy.tokenizer, config.tasks, t, p.target_length) for t, p in zip(chosen, plans)]
