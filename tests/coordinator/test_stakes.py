@@ -28,8 +28,8 @@ def booked(pool: Pool) -> BookedStakes:
     return pool.members.stakes
 
 
-def book(harness: Harness, kind: str, amount: int = 0, key: str = ALICE, work: str = "") -> None:
-    booked(harness.pool).book(Booking(kind=kind, key=key, amount=amount, work=work, statement="ab" * 32))  # type: ignore[arg-type]
+def book(harness: Harness, kind: str, amount: int = 0) -> None:
+    booked(harness.pool).book(Booking(kind=kind, key=ALICE, amount=amount))  # type: ignore[arg-type]
 
 
 def test_a_deposit_lets_a_stranger_in_and_becomes_its_stake(harness: Harness) -> None:
@@ -61,7 +61,7 @@ def test_who_was_invited_needs_no_stake(harness: Harness) -> None:
     assert harness.beat(BOB).assignment is not None
 
 
-def test_a_slash_takes_the_stake_for_the_pool_and_an_appeal_can_give_it_back(harness: Harness) -> None:
+def test_a_slash_takes_the_stake_for_the_pool(harness: Harness) -> None:
     book(harness, "stake", 100)
     harness.pool.members.register(ALICE, strangers(), None)
     task = harness.task()
@@ -70,16 +70,13 @@ def test_a_slash_takes_the_stake_for_the_pool_and_an_appeal_can_give_it_back(har
     harness.pool.judgement.judge(VALIDATOR, verdict(task.id, Reason.PROOF, (), "1" * 64))
     accounts = booked(harness.pool).accounts
     assert (accounts.pool(), booked(harness.pool).at_risk(ALICE)) == (100, 0)
-    book(harness, "appeal", key=ALICE, work=task.id)
-    book(harness, "grant", work=task.id)
-    assert (accounts.pool(), booked(harness.pool).at_risk(ALICE)) == (0, 100)
 
 
 def test_what_the_accounts_forbid_is_refused_and_changes_nothing(harness: Harness) -> None:
     before = harness.pool.db.ledger.head()
-    for kind in ("unstake", "withdraw", "appeal", "grant"):
+    for kind in ("unstake", "withdraw"):
         with pytest.raises(PoolError):
-            book(harness, kind, 5, work="w-1")
+            book(harness, kind, 5)
     assert harness.pool.db.ledger.head() == before
 
 

@@ -58,8 +58,6 @@ def test_nobody_but_the_operator_and_the_payer_moves_anything() -> None:
         lambda: other.withdraw(A),
         lambda: other.credit(A, "w-2", 5),
         lambda: other.slash(A, "w-2", "cd" * 32),
-        lambda: other.appeal(A, "w-1", "cd" * 32),
-        lambda: other.decide("w-1", granted=True),
     ):
         with pytest.raises(LedgerError):
             act()

@@ -8,7 +8,7 @@ import pytest
 from shoal.ledger.chain import LedgerError
 from shoal.ledger.connection import SqliteConnection
 from shoal.ledger.evm import EvmStakes
-from shoal.ledger.stakes import APPEAL_S, UNSTAKE_S, Account, LedgerStakes
+from shoal.ledger.stakes import UNSTAKE_S, Account, LedgerStakes
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
@@ -101,39 +101,6 @@ def test_slashing_takes_what_is_staked_and_leaving_for_the_pool(backend: Backend
     assert stakes.pool() == 100, "there was nothing left"
 
 
-def test_a_granted_appeal_pays_back_from_the_pool(backend: Backend) -> None:
-    stakes, _ = backend
-    stakes.register(A, "worker")
-    stakes.stake(A, 100)
-    stakes.slash(A, "w-1", DIGEST)
-    with pytest.raises(LedgerError):
-        stakes.decide("w-1", granted=True)  # nobody appealed
-    with pytest.raises(LedgerError):
-        stakes.appeal(B, "w-1", DIGEST)
-    stakes.appeal(A, "w-1", DIGEST)
-    with pytest.raises(LedgerError):
-        stakes.appeal(A, "w-1", DIGEST)
-    stakes.decide("w-1", granted=True)
-    assert (known(stakes).stake, stakes.pool()) == (100, 0)
-    with pytest.raises(LedgerError):
-        stakes.decide("w-1", granted=True)
-
-
-def test_a_refused_or_late_appeal_pays_nothing(backend: Backend) -> None:
-    stakes, passes = backend
-    stakes.register(A, "worker")
-    stakes.stake(A, 100)
-    stakes.slash(A, "w-1", DIGEST)
-    stakes.appeal(A, "w-1", DIGEST)
-    stakes.decide("w-1", granted=False)
-    stakes.stake(A, 50)
-    stakes.slash(A, "w-2", DIGEST)
-    passes(APPEAL_S + 100)
-    with pytest.raises(LedgerError):
-        stakes.appeal(A, "w-2", DIGEST)
-    assert (known(stakes).stake, stakes.pool()) == (0, 150)
-
-
 @pytest.mark.parametrize("backend", ["pyrevm", "anvil"], indirect=True)
 def test_a_contracts_events_come_in_order(backend: Backend) -> None:
     stakes, passes = backend
@@ -145,8 +112,6 @@ def test_a_contracts_events_come_in_order(backend: Backend) -> None:
     passes(UNSTAKE_S + 100)
     stakes.withdraw(A)
     stakes.slash(A, "w-2", DIGEST)
-    stakes.appeal(A, "w-2", DIGEST)
-    stakes.decide("w-2", granted=True)
     found = list(stakes.events())
     assert [(event.kind, event.key, event.work, event.amount) for event in found] == [
         ("registered", A, "worker", 0),
@@ -155,8 +120,6 @@ def test_a_contracts_events_come_in_order(backend: Backend) -> None:
         ("credited", A, "w-1", 3),
         ("withdrawn", A, "", 4),
         ("slashed", A, "w-2", 6),
-        ("appealed", A, "w-2", 0),
-        ("decided", "", "w-2", 1),
     ]
     cursors = [event.cursor for event in found]
     assert cursors == sorted(set(cursors))

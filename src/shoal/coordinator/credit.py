@@ -129,7 +129,7 @@ class BookedStakes:
         return account.stake if account else 0
 
     def book(self, booking: Booking) -> None:
-        """What the operator was paid, pays back, or decides. Raises PoolError for what the accounts forbid."""
+        """What the operator was paid, or pays back. Raises PoolError for what the accounts forbid."""
         try:
             with self.db.transaction():
                 self._book(booking)
@@ -146,10 +146,6 @@ class BookedStakes:
                 accounts.unstake(key, booking.amount)
             case "withdraw":
                 (accounts.withdraw if joined else accounts.reclaim)(key)
-            case "appeal":
-                accounts.appeal(key, booking.work, booking.statement)
-            case "grant" | "refuse":
-                accounts.decide(booking.work, granted=booking.kind == "grant")
 
 
 class ChainStakes:

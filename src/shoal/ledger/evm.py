@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from shoal.ledger.chain import LedgerError
-from shoal.ledger.stakes import APPEAL_S, UNSTAKE_S, Account, Event
+from shoal.ledger.stakes import UNSTAKE_S, Account, Event
 
 ENTRY = ("uint256", "string", "bytes32", "string", "uint256", "bytes32")  # the fields of the contract's one event
 ACCOUNT = "(string,address,uint256,uint256,uint256,uint256)"
@@ -70,10 +70,10 @@ def artifact() -> dict[str, Any]:
     return found
 
 
-def deploy(chain: EvmChain, *, unstake_s: int = UNSTAKE_S, appeal_s: int = APPEAL_S) -> str:
+def deploy(chain: EvmChain, *, unstake_s: int = UNSTAKE_S) -> str:
     """A new contract whose operator is the chain's account. Returns its address."""
     code = bytes.fromhex(artifact()["bytecode"].removeprefix("0x"))
-    return chain.deploy(code + _encode(["uint256", "uint256"], [unstake_s, appeal_s]))
+    return chain.deploy(code + _encode(["uint256"], [unstake_s]))
 
 
 class EvmStakes:
@@ -111,12 +111,6 @@ class EvmStakes:
     def slash(self, key: str, work: str, evidence: str) -> None:
         self._send("slash(bytes32,string,bytes32)", _key(key), work, _key(evidence))
 
-    def appeal(self, key: str, work: str, statement: str) -> None:
-        self._send("appeal(bytes32,string,bytes32)", _key(key), work, _key(statement))
-
-    def decide(self, work: str, *, granted: bool) -> None:
-        self._send("decide(string,bool)", work, granted)
-
     def account(self, key: str) -> Account | None:
         [found] = self._ask("accounts(bytes32)", [ACCOUNT], _key(key))
         role, _, stake, leaving, leaves_s, credit = found
@@ -132,8 +126,8 @@ class EvmStakes:
 
     def is_slashed(self, work: str) -> bool:
         """Whether somebody was slashed for it."""
-        [found] = self._ask("slashes(string)", ["(bytes32,uint256,uint256,bool,bool)"], work)
-        return bool(found[0] != NOBODY)
+        [found] = self._ask("slashed(string)", ["bytes32"], work)
+        return bool(found != NOBODY)
 
     def operator(self) -> str:
         """The account that may register, credit, slash and decide. Raises LedgerError if the contract is another one."""
@@ -151,7 +145,7 @@ class EvmStakes:
     def events(self) -> Iterator[Event]:
         for data in self.chain.logs(self.address):
             seq, kind, key, work, amount, _ = _decode(ENTRY, data, "its events")
-            yield Event(seq, kind, "" if key == NOBODY else key.hex(), work, amount)
+            yield Event(seq, kind, key.hex(), work, amount)
 
     def _send(self, signature: str, *values: Any, value: int = 0) -> None:
         self.chain.transact(self.address, _call(signature, values), value)

@@ -1,14 +1,13 @@
-"""Accounts of a pool: who is registered, what is staked on whom, who earned what, who was slashed, and who appealed.
+"""Accounts of a pool: who is registered, what is staked on whom, who earned what, and who was slashed.
 
     deposit      before registration; not at risk, and can be reclaimed; registration makes it stake
     registered   once a key, with a role            credited    once a piece of work, in tokens as the validators counted
     stake        stays at risk; unstaked stake stays at risk too, for UNSTAKE_S, and can be withdrawn after that
     slash        takes all that is at risk, for one piece of work; it goes to the pool, never to whoever slashed
-    appeal       by the slashed, once, within APPEAL_S; the operator decides, and if it is granted the pool pays back
 
 Two backends keep this, and one conformance suite holds for both: `LedgerStakes` here, in the hash-chained signed ledger,
-and `EvmStakes`, a contract on an EVM chain (`evm`). Keys are public keys in hex, `work` names a submission, `evidence` and
-`statement` are digests in hex; `payer` is the account on a chain that pays stake in and out. What changes something returns
+and `EvmStakes`, a contract on an EVM chain (`evm`). Keys are public keys in hex, `work` names a submission, `evidence` is a
+digest in hex; `payer` is the account on a chain that pays stake in and out. What changes something returns
 once it is final.
 Invariant: what is staked, leaving, in the pool and withdrawn always adds up to what was paid in. The rules are in `Book`;
 the contract has the same ones. An action that they forbid changes nothing and raises LedgerError.
@@ -24,7 +23,6 @@ from shoal.ledger.chain import JSON, Entry, LedgerError
 from shoal.ledger.table import Ledger
 
 UNSTAKE_S = 7 * 86_400  # longer than a lie takes to be found
-APPEAL_S = 14 * 86_400
 EVENTS = (
     "deposited",
     "reclaimed",
@@ -34,8 +32,6 @@ EVENTS = (
     "withdrawn",
     "credited",
     "slashed",
-    "appealed",
-    "decided",
 )
 
 
@@ -49,21 +45,12 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Slash:
-    key: str
-    amount: int
-    time_s: int
-    appealed: bool = False
-    decided: bool = False
-
-
-@dataclass(frozen=True)
 class Event:
     cursor: int  # grows with every event
     kind: str  # one of EVENTS
     key: str
     work: str = ""  # a submission; of "registered": the role
-    amount: int = 0  # of stake, or tokens; of "decided": 1 if it was granted
+    amount: int = 0  # of stake, or tokens
     payer: str = ""  # of "registered" on a chain: the account that pays stake in and out
 
 
@@ -72,7 +59,7 @@ class Book:
     """The accounts after some events, and the rules for the next one."""
 
     accounts: dict[str, Account] = field(default_factory=dict)
-    slashes: dict[str, Slash] = field(default_factory=dict)  # by work
+    slashed: set[str] = field(default_factory=set)  # work
     paid: set[str] = field(default_factory=set)  # work
     deposits: dict[str, int] = field(default_factory=dict)
     pool: int = 0
@@ -126,27 +113,11 @@ class Book:
 
     def _slashed(self, event: Event, time_s: int) -> None:
         known = self._of(event.key)
-        if event.work in self.slashes or not event.work:
+        if event.work in self.slashed or not event.work:
             raise LedgerError(f"{event.work[:60]} was slashed for already")
-        amount = known.stake + known.leaving
-        self.slashes[event.work] = Slash(event.key, amount, time_s)
-        self.pool += amount
+        self.slashed.add(event.work)
+        self.pool += known.stake + known.leaving
         self._set(event.key, stake=0, leaving=0, leaves_s=0)
-
-    def _appealed(self, event: Event, time_s: int) -> None:
-        slash = self.slashes.get(event.work)
-        if slash is None or slash.key != event.key or slash.appealed or time_s > slash.time_s + APPEAL_S:
-            raise LedgerError(f"no slash of {event.key[:16]} for {event.work[:60]} that can be appealed")
-        self.slashes[event.work] = replace(slash, appealed=True)
-
-    def _decided(self, event: Event, time_s: int) -> None:
-        slash = self.slashes.get(event.work)
-        if slash is None or not slash.appealed or slash.decided:
-            raise LedgerError(f"no appeal about {event.work[:60]} is open")
-        self.slashes[event.work] = replace(slash, decided=True)
-        if event.amount:
-            self.pool -= slash.amount
-            self._set(slash.key, stake=self._of(slash.key).stake + slash.amount)
 
     def _of(self, key: str) -> Account:
         if key not in self.accounts:
@@ -191,12 +162,6 @@ class LedgerStakes:
     def slash(self, key: str, work: str, evidence: str) -> None:
         self._append("slashed", worker=key, submission=work, evidence=evidence)
 
-    def appeal(self, key: str, work: str, statement: str) -> None:
-        self._append("appealed", worker=key, submission=work, statement=statement)
-
-    def decide(self, work: str, *, granted: bool) -> None:
-        self._append("decided", submission=work, granted=granted)
-
     def account(self, key: str) -> Account | None:
         return self._book().accounts.get(key)
 
@@ -237,9 +202,7 @@ def _event(seq: int, kind: str, body: Mapping[str, Any]) -> Event:
         return Event(seq, kind, body["key"], body["role"], payer=body.get("payer", ""))
     if kind == "credited":
         return Event(seq, kind, body["worker"], " ".join(body["submissions"]), body["tokens"])
-    if kind == "decided":
-        return Event(seq, kind, "", body["submission"], int(body["granted"]))
-    if kind in ("slashed", "appealed"):
+    if kind == "slashed":
         return Event(seq, kind, body["worker"], body["submission"])
     return Event(seq, kind, body["key"], amount=body["amount"])
 

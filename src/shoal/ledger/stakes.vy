@@ -1,7 +1,7 @@
 # pragma version 0.4.3
 """
 The accounts of a pool on a chain: the rules of `shoal.ledger.stakes.Book`.
-The operator, which is the coordinator's account, registers, credits, slashes and decides appeals. What is slashed stays in
+The operator, which is the coordinator's account, registers, credits and slashes. What is slashed stays in
 the contract's pool: no function pays it to the operator. A key's stake is paid in and out by the account that the operator
 registered for it, so nobody can block another's key. Before that anyone may deposit on a key; what the registered account
 deposited becomes its stake, what others did they can take back.
@@ -15,13 +15,6 @@ struct Account:
     leaves_s: uint256
     credit: uint256
 
-struct Slash:
-    key: bytes32
-    amount: uint256
-    time_s: uint256
-    appealed: bool
-    decided: bool
-
 event Entry:
     seq: uint256
     kind: String[16]
@@ -32,19 +25,17 @@ event Entry:
 
 operator: public(address)
 unstake_s: public(uint256)
-appeal_s: public(uint256)
 accounts: public(HashMap[bytes32, Account])
 deposits: public(HashMap[bytes32, HashMap[address, uint256]])
-slashes: public(HashMap[String[64], Slash])
+slashed: public(HashMap[String[64], bytes32])  # the key that was slashed for it
 paid: public(HashMap[String[64], bool])
 pool: public(uint256)
 count: public(uint256)
 
 @deploy
-def __init__(unstake_s: uint256, appeal_s: uint256):
+def __init__(unstake_s: uint256):
     self.operator = msg.sender
     self.unstake_s = unstake_s
-    self.appeal_s = appeal_s
 
 @internal
 def _entry(kind: String[16], key: bytes32, work: String[64], amount: uint256, detail: bytes32):
@@ -135,32 +126,11 @@ def credit(key: bytes32, work: String[64], tokens: uint256):
 def slash(key: bytes32, work: String[64], evidence: bytes32):
     self._operator()
     self._known(key)
-    assert len(work) > 0 and self.slashes[work].key == empty(bytes32), "slashed for it already"
+    assert len(work) > 0 and self.slashed[work] == empty(bytes32), "slashed for it already"
     amount: uint256 = self.accounts[key].stake + self.accounts[key].leaving
     self.accounts[key].stake = 0
     self.accounts[key].leaving = 0
     self.accounts[key].leaves_s = 0
     self.pool += amount
-    self.slashes[work] = Slash(key=key, amount=amount, time_s=block.timestamp, appealed=False, decided=False)
+    self.slashed[work] = key
     self._entry("slashed", key, work, amount, evidence)
-
-@external
-def appeal(key: bytes32, work: String[64], statement: bytes32):
-    assert msg.sender == self.operator or msg.sender == self.accounts[key].payer, "operator or payer only"
-    assert self.slashes[work].key == key and key != empty(bytes32), "not slashed for it"
-    assert not self.slashes[work].appealed, "appealed already"
-    assert block.timestamp <= self.slashes[work].time_s + self.appeal_s, "too late"
-    self.slashes[work].appealed = True
-    self._entry("appealed", key, work, 0, statement)
-
-@external
-def decide(work: String[64], granted: bool):
-    self._operator()
-    assert self.slashes[work].appealed and not self.slashes[work].decided, "no open appeal"
-    self.slashes[work].decided = True
-    amount: uint256 = 0
-    if granted:
-        amount = 1
-        self.pool -= self.slashes[work].amount
-        self.accounts[self.slashes[work].key].stake += self.slashes[work].amount
-    self._entry("decided", empty(bytes32), work, amount, empty(bytes32))

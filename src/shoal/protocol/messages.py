@@ -123,13 +123,11 @@ class Registration(Message):
 
 
 class Booking(Message):
-    """What the operator was paid as stake, pays back, or decides, where no chain keeps stakes."""
+    """What the operator was paid as stake, or pays back, where no chain keeps stakes."""
 
-    kind: Literal["stake", "unstake", "withdraw", "appeal", "grant", "refuse"]
-    key: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    kind: Literal["stake", "unstake", "withdraw"]
+    key: str = Hex64
     amount: int = Field(default=0, ge=0, lt=1 << 62)
-    work: str = Field(default="", max_length=64, pattern="^[!-~]*$")
-    statement: str = Field(default="", pattern="^([0-9a-f]{64})?$")  # a digest
 
 
 class Registered(Message):

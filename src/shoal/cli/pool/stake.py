@@ -1,8 +1,8 @@
 """`shoal pool stake ACTION`: what members stake on a chain, what an operator books without one, and contracts.
 
-    deposit AMOUNT, unstake, withdraw, account, appeal    a member, on the pool's chain; --join and --dir as for its worker
-    book ACTION KEY|WORK [AMOUNT]                          the operator of a pool without a chain
-    deploy, settle, decide                                 the operator of a pool with one
+    deposit AMOUNT, unstake, withdraw, account    a member, on the pool's chain; --join and --dir as for its worker
+    book ACTION KEY [AMOUNT]                       the operator of a pool without a chain
+    deploy, settle                                 the operator of a pool with one
 
 Invariant: the contract that a member pays to is the one that the coordinator signed into the run's config.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shoal.ledger.evm import EvmStakes
 
 AMOUNT = whole(1, (1 << 62) - 1)
-BOOKINGS = ("stake", "unstake", "withdraw", "appeal", "grant", "refuse")
+BOOKINGS = ("stake", "unstake", "withdraw")
 
 
 def add_action(action: AddAction) -> None:
@@ -34,16 +34,11 @@ def add_action(action: AddAction) -> None:
     _takes_member(unstake).add_argument("amount", type=AMOUNT)
     _takes_member(actions.add_parser("withdraw", help="get back what was unstaked, or deposited and never used"))
     _takes_member(actions.add_parser("account", help="show what a worker has staked and earned"))
-    appeal = actions.add_parser("appeal", help="appeal against a slash, within 14 days, once")
-    _takes_member(appeal).add_argument("work", help="digest of the ledger's entry: `shoal pool stake account` shows it")
-    appeal.add_argument("--statement", type=Path, required=True, help="a file that says why; its digest is published")
-
-    book = actions.add_parser("book", help="operator, without a chain: book what was paid or decided")
+    book = actions.add_parser("book", help="operator, without a chain: book what was paid")
     takes_run(book, "dir")
     book.add_argument("booking", choices=BOOKINGS)
-    book.add_argument("subject", help="the worker's key; for grant and refuse: the submission that was slashed for")
+    book.add_argument("key", help="the worker's key")
     book.add_argument("amount", type=AMOUNT, nargs="?", default=0)
-    book.add_argument("--work", default="", help="for appeal: the submission that was slashed for")
 
     deploy = actions.add_parser("deploy", help="operator: put a new contract on a chain")
     _takes_chain(deploy)
@@ -51,10 +46,6 @@ def add_action(action: AddAction) -> None:
         "settle", help="operator: put on the chain what a stopped run's ledger has and it lacks"
     )
     takes_run(settle)
-    decide = actions.add_parser("decide", help="operator: decide an appeal on the chain")
-    takes_run(decide)
-    decide.add_argument("work")
-    decide.add_argument("verdict", choices=["grant", "refuse"])
 
 
 def _takes_chain(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -72,7 +63,7 @@ def _takes_member(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def stake(arguments: argparse.Namespace) -> None:
-    actions = {"book": _book, "deploy": _deploy, "settle": _settle, "decide": _decide}
+    actions = {"book": _book, "deploy": _deploy, "settle": _settle}
     actions.get(arguments.stake_action, _of_member)(arguments)
 
 
@@ -102,8 +93,6 @@ def _of_member(arguments: argparse.Namespace) -> None:
             stakes.unstake(key, arguments.amount)
         case "withdraw":
             (stakes.withdraw if account and account.leaving else stakes.reclaim)(key)
-        case "appeal":
-            stakes.appeal(key, arguments.work, _digest(arguments.statement))
     _show(stakes, key)
 
 
@@ -118,12 +107,6 @@ def _show(stakes: EvmStakes, key: str) -> None:
             say(f"slashed of {event.amount} for {event.work}")
 
 
-def _digest(path: Path) -> str:
-    from blake3 import blake3
-
-    return blake3(path.read_bytes()).hexdigest()
-
-
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
@@ -134,19 +117,13 @@ def _book(arguments: argparse.Namespace) -> None:
     from shoal.protocol.messages import Booking, Ok
     from shoal.protocol.node import Node
 
-    decides = arguments.booking in ("grant", "refuse")
     if bool(arguments.amount) != (arguments.booking in ("stake", "unstake")):
         raise UserError(f"{arguments.booking} takes {'no' if arguments.amount else 'an'} AMOUNT")
-    if not decides and len(arguments.subject) != 64:
+    if len(arguments.key) != 64:
         raise UserError(
-            f"{arguments.subject[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --export FILE`"
+            f"{arguments.key[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --export FILE`"
         )
-    booking = Booking(
-        kind=arguments.booking,
-        key="" if decides else arguments.subject,
-        amount=arguments.amount,
-        work=arguments.subject if decides else arguments.work,
-    )
+    booking = Booking(kind=arguments.booking, key=arguments.key, amount=arguments.amount)
     address = invite_from(arguments.dir, "worker", "operator", None, 1.0)  # where it listens, and its key
     Node.of(address, Identity.load(arguments.dir / KEY), patience_s=10.0).post("/v1/bookings", booking, Ok)
     say("booked")
@@ -168,11 +145,6 @@ def _settle(arguments: argparse.Namespace) -> None:
     waiting = unsettled(open_run(arguments.run).chain, contract)
     sent = sum(settle(entry, contract) for entry in waiting)
     say(f"{sent} entries settled")
-
-
-def _decide(arguments: argparse.Namespace) -> None:
-    _operated(arguments.run).decide(arguments.work, granted=arguments.verdict == "grant")
-    say(f"the appeal against the slash for {arguments.work} is decided")
 
 
 def _operated(run: Path) -> EvmStakes:
