@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.launch.children import ENVIRONMENT
 from shoal.cli.main import COMMANDS, FAILED, LASTING, main
 from shoal.errors import ShoalError
 from shoal.protocol.calling import NodeError
@@ -98,6 +99,31 @@ from shoal.cli.launch import process
 process.begin("child", threads=0)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "True\n"
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """The thresholds of a child: without the trim, what lies below a block in use stays."""
+    script = """
+import time
+from pathlib import Path
+from shoal.cli.launch import process
+process.TRIM_S = 0.1
+process.follow(lambda: True)
+kept = [bytearray(b"x" * 100_000) for _ in range(2000)]
+def resident_mb():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 10**6
+before = resident_mb()
+del kept[:-1]
+deadline_s = time.monotonic() + 60
+while resident_mb() > before - 150 and time.monotonic() < deadline_s:
+    time.sleep(0.1)
+print(before - resident_mb() >= 150)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300, check=True
+    )
     assert done.stdout == "True\n"
 
 

@@ -5,6 +5,7 @@ is killed -9.
 """
 
 import atexit
+import ctypes
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ from types import FrameType
 from shoal.errors import UserError, printable
 
 PARENT_POLL_S = 0.5
+TRIM_S = 5.0  # between two times that freed memory is given back to the system
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 # Idle threads of the arithmetic leave the core to other processes, but not between two operations of one model: waking them
 # takes longer than a small operation. So they look so many times first (docs/results.md, "Threads that wait").
@@ -105,8 +107,13 @@ def _share_cores(threads: int) -> None:
 
 
 def _end_with(alive: Callable[[], bool]) -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    trimmed_s = time.monotonic()
     while alive():
         time.sleep(PARENT_POLL_S)
+        if trim is not None and time.monotonic() - trimmed_s > TRIM_S:
+            trim(0)
+            trimmed_s = time.monotonic()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(5)
     os._exit(1)
