@@ -197,8 +197,6 @@ INVITE = ["pool", "invite", "x", "--role", "worker", "--name", "w"]
         ["worker", "--join", "x", "--dir", "y", "--threads", "1.5"],
         ["coordinator", "--dir", "x", "--port", "70000"],
         ["coordinator", "--dir", "x", "--port", "-1"],
-        ["pool", "init", "c.toml", "--dir", "x", "--url", "http://h:1", "--workers", "-1"],
-        ["pool", "init", "c.toml", "--dir", "x", "--url", "http://h:1", "--days", "-1"],
         ["pool"],
         ["calibrate", "c.toml", "--submissions", "0"],
         ["origin", "x", "--port", "70000"],

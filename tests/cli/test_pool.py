@@ -54,7 +54,7 @@ def invite_of(run: str, **fields: Any) -> Invite:
 
 
 def test_a_pool_is_made_with_an_invite_for_every_node(config: str, tmp_path: Path) -> None:
-    assert init(config, tmp_path / "pool", "--workers", "2", "--relays", "2") == DONE
+    assert init(config, tmp_path / "pool", "--set", "workers.count=2", "--set", "relays.count=2") == DONE
     made = invites(tmp_path / "pool")
     key = Identity.load(tmp_path / "pool" / "identity.pem").public
     roles = {}
@@ -62,6 +62,7 @@ def test_a_pool_is_made_with_an_invite_for_every_node(config: str, tmp_path: Pat
         payload = open_payload(invite.signed.model_dump_json(), key, f"sums-{key[:16]}")
         assert (invite.url, invite.run, payload.name) == (URL, f"sums-{key[:16]}", name)
         roles[name] = payload.role
+    assert Address.read(tmp_path / "pool") == Address(url=URL, run=founded(tmp_path, "sums"))
     assert roles == {
         "learner": "learner",
         "origin": "origin",
@@ -72,12 +73,6 @@ def test_a_pool_is_made_with_an_invite_for_every_node(config: str, tmp_path: Pat
         "worker-1": "worker",
         "evaluator": "evaluator",
     }
-
-
-def test_the_config_says_how_many_nodes_and_flags_override_it(config: str, tmp_path: Path) -> None:
-    assert init(config, tmp_path / "pool", "--no-evaluator", "--validators", "0", "--run", "mine") == DONE
-    assert set(invites(tmp_path / "pool")) == {"learner", "origin", "relay-0", "worker-0", "worker-1", "worker-2"}
-    assert Address.read(tmp_path / "pool") == Address(url=URL, run=founded(tmp_path, "mine"))
 
 
 def test_only_the_owner_reads_invites_and_key(config: str, tmp_path: Path) -> None:
@@ -136,7 +131,7 @@ def test_a_second_init_is_refused_and_changes_nothing(
     init(config, tmp_path / "pool")
     before = {path: path.read_bytes() for path in (tmp_path / "pool").rglob("*") if path.is_file()}
     capsys.readouterr()
-    assert init(config, tmp_path / "pool", "--workers", "9") == USAGE
+    assert init(config, tmp_path / "pool") == USAGE
     printed = capsys.readouterr()
     assert (
         "is not empty; choose another --dir" in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
@@ -153,6 +148,7 @@ def test_a_second_init_is_refused_and_changes_nothing(
         ("https://h", (), USAGE, "--set coordinator.port=PORT"),
         (URL, ("--set", "sampling.max_tokens=1024"), USAGE, "share its 1024 positions"),
         (URL, ("--set", "model.name=./nowhere"), USAGE, "no model at"),
+        (URL, ("--set", "relays.count=0"), USAGE, "relays.count"),
         (URL, ("--run", "two words"), USAGE, "'two words' cannot name a run: use 1 to 100 ASCII characters"),
     ],
 )
@@ -169,12 +165,6 @@ def test_a_pool_that_could_not_work_is_not_made(
     printed = capsys.readouterr().err
     assert words in printed and len(printed.splitlines()) == 1
     assert not (tmp_path / "pool").exists()
-
-
-def test_a_pool_without_a_relay_is_refused(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        init(config, tmp_path / "pool", "--relays", "0")
-    assert "--relays: '0' is not a whole number from 1" in capsys.readouterr().err
 
 
 # --- shoal coordinator, shoal pool status ----------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ Left out: backups (docs/operate.md copies a folder with SQLite's own tool).
 
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -33,24 +32,20 @@ from shoal.protocol.messages import Role
 from shoal.shardcast.fetch.reach import narrowest
 
 CONFIG, INVITES = "config.toml", "invites"
+INVITE_DAYS = 30.0  # until the invites of a new pool expire
 STEERED = {"ban": "evicted", "drain": "drained", "readmit": "readmitted"}
 
 
-@dataclass(frozen=True)
-class Invited:
-    """The nodes that get an invite, besides one learner and one origin."""
-
-    workers: int
-    relays: int
-    validators: int
-    evaluator: bool
-
-    def roles(self) -> dict[str, Role]:
-        """Every node's role by its name, in the order to start them."""
-        counted: dict[Role, int] = {"relay": self.relays, "validator": self.validators, "worker": self.workers}
-        named: dict[str, Role] = {"learner": "learner", "origin": "origin"}
-        named |= {f"{role}-{number}": role for role, count in counted.items() for number in range(count)}
-        return named | ({"evaluator": "evaluator"} if self.evaluator else {})
+def invited(config: Config) -> dict[str, Role]:
+    """Every node that gets an invite, by its name, in the order to start them."""
+    counted: dict[Role, int] = {
+        "relay": config.relays.count,
+        "validator": config.validator.count,
+        "worker": config.workers.count,
+    }
+    named: dict[str, Role] = {"learner": "learner", "origin": "origin"}
+    named |= {f"{role}-{number}": role for role, count in counted.items() for number in range(count)}
+    return named | {"evaluator": "evaluator"}
 
 
 def check_new(folder: Path) -> None:
@@ -61,16 +56,7 @@ def check_new(folder: Path) -> None:
         )
 
 
-def found_pool(
-    folder: Path,
-    config: Config,
-    run: str,
-    url: str,
-    invited: Invited,
-    *,
-    days: float,
-    task_data: Path | None = None,
-) -> list[str]:
+def found_pool(folder: Path, config: Config, run: str, url: str, *, task_data: Path | None = None) -> list[str]:
     """Make a pool's folder; `task_data`, a folder beside it, becomes its task set. Returns what to do next, line by line.
 
     Raises PoolFolderError, AddressError.
@@ -78,13 +64,13 @@ def found_pool(
     url = server_url(url)
     settings = _reachable(config, url)
     check_new(folder)
-    expires_s = int(time.time() + days * 86_400)
+    expires_s = int(time.time() + INVITE_DAYS * 86_400)
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)  # the key is in it
     (folder / INVITES).mkdir()
     identity = Identity.load_or_create(folder / KEY)
     address = Address(url=url, run=run_id(run, identity.public))
-    roles = invited.roles()
+    roles = invited(config)
     for name, role in roles.items():
         invite = make_invite(identity, url=address.url, run=address.run, role=role, name=name, expires_s=expires_s)
         invite.save(folder / INVITES / f"{name}.invite")

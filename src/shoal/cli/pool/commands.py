@@ -22,7 +22,6 @@ from shoal.cli.arguments import (
     takes_dashboard,
     takes_run,
     takes_threads,
-    whole,
 )
 from shoal.cli.nodes import ROLES, begin
 from shoal.cli.pool import stake
@@ -31,8 +30,6 @@ from shoal.errors import UserError
 if TYPE_CHECKING:
     from shoal.protocol.messages import Capability, RunOffer
 
-NODES = whole(0, 1000)
-RELAYS = whole(1, 1000)  # workers fetch weights from relays alone
 NAME_IT = "name it with --run NAME"
 
 
@@ -53,20 +50,13 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     init = action(
         "init",
         init_pool,
-        "make the coordinator's folder and an invite for every node",
+        "make the coordinator's folder and an invite for every node of its config",
         "quickstart --dir pool --url http://10.0.0.1:8700",
     )
     takes_config(init)
     init.add_argument("--dir", type=Path, required=True, help="the coordinator's new folder")
     init.add_argument("--url", required=True, help="how nodes reach it: http://HOST:PORT")
     init.add_argument("--run", default="", help="name of the run (default: the config's name)")
-    init.add_argument("--workers", type=NODES, help="invites for workers (default: workers.count)")
-    init.add_argument("--relays", type=RELAYS, help="invites for relays, at least one (default: relays.count)")
-    init.add_argument("--validators", type=NODES, help="invites for validators (default: validator.count)")
-    init.add_argument(
-        "--evaluator", action=argparse.BooleanOptionalAction, default=True, help="invite an evaluator (default: yes)"
-    )
-    init.add_argument("--days", type=days, default=30.0, help="until the invites expire (default: 30)")
 
     up = action("up", up_pool, "start every trusted role of a pool on this machine, on one screen", "pool")
     takes_run(up, "dir")
@@ -126,24 +116,16 @@ def pool(arguments: argparse.Namespace) -> int | None:
 def init_pool(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
     from shoal.cli.preflight.problems import check_length
-    from shoal.coordinator.operating import Invited, check_new, found_pool
+    from shoal.coordinator.operating import check_new, found_pool
     from shoal.tasks.compiling import build_tasks
 
     check_length(config)
     check_new(arguments.dir)
-    invited = Invited(
-        workers=config.workers.count if arguments.workers is None else arguments.workers,
-        relays=config.relays.count if arguments.relays is None else arguments.relays,
-        validators=config.validator.count if arguments.validators is None else arguments.validators,
-        evaluator=arguments.evaluator,
-    )
     name = run_name(arguments.run or arguments.config.stem, NAME_IT)
     arguments.dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.dir.parent, prefix=".tasks-") as built:
         config, notes = build_tasks(config, Path(built) / "tasks")
-        steps = found_pool(
-            arguments.dir, config, name, arguments.url, invited, days=arguments.days, task_data=Path(built) / "tasks"
-        )
+        steps = found_pool(arguments.dir, config, name, arguments.url, task_data=Path(built) / "tasks")
     say("\n".join([*(f"tasks: {note}" for note in notes), *steps]))
 
 
