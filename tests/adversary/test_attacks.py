@@ -101,20 +101,13 @@ def test_every_attack_claims_the_assigned_tasks(files: dict[str, bytes], name: s
     assert claims[0] == claims[1]
 
 
-@pytest.mark.parametrize("name", list(FOUND))
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in SUBTLE])
 def test_attacks_that_show_with_any_model_are_found(files: dict[str, bytes], judge: Judge, name: str) -> None:
     case = judge.open(ASKED, ALICE.public, files[name])
     assert isinstance(case, Case), case
     finding = judge.examine([case])[0].finding
-    assert (finding and finding.reason) == FOUND[name], finding
-
-
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in FOUND and name not in SUBTLE])
-def test_other_sampling_is_rejected(files: dict[str, bytes], judge: Judge, name: str) -> None:
-    case = judge.open(ASKED, ALICE.public, files[name])
-    assert isinstance(case, Case), case
-    finding = judge.examine([case])[0].finding
-    assert finding and finding.reason in {Reason.SAMPLING, Reason.TERMINATION}, finding
+    expected = [FOUND[name]] if name in FOUND else [Reason.SAMPLING, Reason.TERMINATION]  # other ways of sampling
+    assert (finding and finding.reason) in expected, finding
 
 
 def test_attackers_leave_the_engine_as_they_found_it(tiny_folders: tuple[Path, Path], files: dict[str, bytes]) -> None:

@@ -13,10 +13,9 @@ from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import exact as exact_attention
 from shoal.model.dtype import DtypeName
-from shoal.model.load import load_model
 from shoal.model.tree import Tree
 
-from ..model.exactness import ARCHITECTURES, DTYPES, EACH, exact_model, make, skip_unless_exact, states
+from ..model.exactness import DTYPES, EACH, exact_model, skip_unless_exact, states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 9, 33, 7], [12], list(range(2, 64)), [40, 41] * 33]
@@ -76,20 +75,6 @@ def test_given_tokens_change_no_bit(tmp_path: Path) -> None:
     groups = engine.generate(PROMPTS, SEEDS, SOME_END, respond)
     assert sum(len(c.turns) > 0 for group in groups for c in group) > 3
     assert_replayed(engine.model, PROMPTS, groups, SOME_END.temperature)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_changed_in_place_have_the_bits_of_a_full_load(
-    tiny_folders: tuple[Path, Path], dtype: DtypeName
-) -> None:
-    skip_unless_exact(dtype)
-    moved, fresh = TorchEngine(dtype, "cpu", "exact"), TorchEngine(dtype, "cpu", "exact")
-    moved.load(tiny_folders[0])
-    moved.generate(PROMPTS, SEEDS, SOME_END)
-    moved.load(tiny_folders[1])
-    fresh.load(tiny_folders[1])
-    groups = moved.generate(PROMPTS, SEEDS, SOME_END)
-    assert_replayed(fresh.model, PROMPTS, groups, SOME_END.temperature)
 
 
 def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
@@ -171,16 +156,6 @@ def test_a_decoding_that_sums_in_another_order_is_seen(
         assert_replayed(engine.model, PROMPTS, groups, 1.0)
 
 
-def test_fast_decoding_is_not_replayed_to_the_bit(tmp_path: Path) -> None:
-    make("wide", tmp_path)
-    skip_unless_exact("bfloat16")
-    engine = TorchEngine("bfloat16", "cpu", "fast")
-    engine.model = load_model(tmp_path, "bfloat16")
-    groups = engine.generate(PROMPTS, SEEDS, Sampling(temperature=1.0, max_tokens=20, eos_ids=()))
-    with pytest.raises(AssertionError):
-        assert_replayed(engine.model, PROMPTS, groups, 1.0)
-
-
 # ---- larger sweeps
 
 
@@ -200,23 +175,3 @@ def test_smollm2_decoding_has_the_bits_of_one_prefill(bundled: Path, dtype: Dtyp
         ends = tuple(torch.randint(vocabulary, (vocabulary // 60,), generator=draw).tolist())
         groups = engine.generate(prompts, seeds, Sampling(1.0, 100, ends))
         assert_replayed(engine.model, prompts, groups, 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_many_batches_have_the_bits_of_one_prefill(architecture: str, dtype: DtypeName, tmp_path: Path) -> None:
-    engine = engine_for(architecture, tmp_path, dtype)
-    draw = torch.Generator().manual_seed(0)
-    for round_ in range(6):
-        torch.set_num_threads(1 + round_ % 2)
-        groups = int(torch.randint(1, 7, (), generator=draw))
-        prompts = [
-            torch.randint(90, (int(n),), generator=draw).tolist()
-            for n in torch.randint(1, 400, (groups,), generator=draw)
-        ]
-        seeds = [
-            [100 * g + i for i in range(int(n))] for g, n in enumerate(torch.randint(1, 9, (groups,), generator=draw))
-        ]
-        sampling = Sampling(1.0, int(torch.randint(1, 300, (), generator=draw)), (1, 7))
-        assert_replayed(engine.model, prompts, engine.generate(prompts, seeds, sampling), 1.0)

@@ -1,4 +1,4 @@
-"""CachedRows that are filled again at once, within bounds, by whichever call comes next: nothing of it changes a bit."""
+"""Rows that are filled again at once, within bounds, by whichever call comes next: nothing of it changes a bit."""
 
 import threading
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ import torch
 
 from shoal.engine import batch
 from shoal.engine.protocol import Completion, Sampling
-from shoal.engine.rows import token_bytes
 from shoal.engine.scheduler import Scheduler, SchedulerLimits
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import numerics
@@ -97,20 +96,6 @@ def test_places_are_filled_again_at_once_and_no_bit_changes(exact: TorchEngine, 
     assert max(count for count, _ in counts) == 3
     assert {count for count, waiting in counts if waiting} == {3}, "no place is empty while somebody waits"
     assert len(counts) < sum(len(c.tokens) for group in alone for c in group) / 2
-
-
-def test_keys_and_values_stay_within_the_limit(exact: TorchEngine, alone: Groups) -> None:
-    limit = token_bytes(exact.model) * 3 * 240
-    engine, sizes = limited(exact, SchedulerLimits(cache_bytes=limit)), []
-
-    def measure(touched: Any) -> None:
-        buffers = [b for one in engine._scheduler.batches for b in one.rows.cache.buffers.values()]  # type: ignore[attr-defined]
-        sizes.append(sum(b.numel() * b.element_size() for b in buffers))
-
-    watch(engine, measure)
-    assert_same(engine.generate(PROMPTS, SEEDS, SOME_END), alone)
-    assert 0 < max(sizes) <= limit
-    assert not engine._scheduler.batches, "an idle engine holds no cache"
 
 
 def test_what_is_larger_than_the_cache_is_decoded_alone(exact: TorchEngine, alone: Groups) -> None:

@@ -13,6 +13,7 @@ from shoal.toploc.chunk import peaks
 from shoal.toploc.proof import injective_modulus
 
 PRIME = 65497
+EXACT = ChunkResult(0, 0.0, 0.0)
 
 
 def reference_polynomial(x: list[int], y: list[int]) -> list[int]:
@@ -87,29 +88,51 @@ def test_equals_the_reference_for_float16(tie_free: Callable[..., Tensor]) -> No
     assert build(hidden_TH) == reference_build(hidden_TH, 32, 128, float16_bits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("width", "at", "digest"),
+    ("width", "prefill_at", "decode_at", "digest"),
     [
-        (576, (), "102161115d8b0b31f1f2b7c76972566cc2ae546e2fad20682088709b1de7516b"),
-        (
+        (576, (), (5, 6), "d97772e1047edfb60777e7a18a1f7b3cb748efa73b60e946c7929507618102d6"),
+        (  # indices that collide under the prime, in prefill and decode: both moduli are 65495
             4096,
             (9, 9 + PRIME, 9 + PRIME - 1, 131071),
-            "fa901dee951b3cf6107dd0464e037288aae01487ecbeaf2b1f396a907d88c33e",
+            (9, 9 + PRIME, 9 + PRIME - 1, 131071),
+            "39a26a23a38add3496f5791df439b594f4cec7c3c5da9bb93f6315320bcedefe",
         ),
     ],
 )
 def test_equals_what_the_public_package_wrote(
-    tie_free: Callable[..., Tensor], width: int, at: tuple[int, ...], digest: str
+    tie_free: Callable[..., Tensor],
+    width: int,
+    prefill_at: tuple[int, ...],
+    decode_at: tuple[int, ...],
+    digest: str,
+    dtype: torch.dtype,
 ) -> None:
-    """Digests of the output of build_proofs_bytes of toploc 0.1.6 on the same hidden states."""
-    (proof,) = build(tie_free(32, width, at=at))
-    assert hashlib.sha256(proof).hexdigest() == digest
+    """build_proofs_bytes([prefill of 40 tokens, 37 single tokens], 32, 128) of toploc 0.1.6, the proofs joined.
+
+    The bytes know nothing of the dtype: bfloat16 and float16 of the same bits have one digest.
+    """
+    prefill, whole, rest = (
+        tie_free(40, width, prefill_at),
+        tie_free(32, width, decode_at),
+        tie_free(5, width, (1, 2, 3)),
+    )
+    hidden_TH = torch.cat([prefill, whole, rest]).view(torch.int16).view(dtype)
+    proofs = [*build(hidden_TH[:40], chunk_tokens=40), *build(hidden_TH[40:])]
+    assert hashlib.sha256(b"".join(proofs)).hexdigest() == digest
+    assert verify(hidden_TH[40:], proofs[1:]) == [EXACT] * 2
 
 
 def test_equals_the_public_packages_base64() -> None:
-    """build_proofs_base64 of toploc 0.1.6 on these sixteen values, top-k 4."""
-    hidden_TH = torch.tensor([[0.5, -3, 1.25, 0, 9, 0.125, -2, 0.75], [7, 1, -0.25, 4.5, 0, -6, 2.5, 0.625]])
-    assert to_base64(build(hidden_TH, top_k=4)[0]) == "/9nI5pdSYE1URg=="
+    """build_proofs_base64([two tokens, one token], 32, 4) of toploc 0.1.6 on these values."""
+    rows = [
+        [0.5, -3, 1.25, 0, 9, 0.125, -2, 0.75],
+        [7, 1, -0.25, 4.5, 0, -6, 2.5, 0.625],
+        [0.875, -5, 3.5, 0.375, 8, -10, 0.0625, 12],
+    ]
+    proofs = build(torch.tensor(rows), top_k=4, chunk_tokens=2)
+    assert [to_base64(proof) for proof in proofs] == ["/9nI5pdSYE1URg==", "/9mke/vcMeruEQ=="]
 
 
 def test_sizes_at_the_default_top_k(tie_free: Callable[..., Tensor]) -> None:
@@ -162,4 +185,4 @@ def test_either_choice_among_ties_verifies_under_the_other() -> None:
     assert BFLOAT16.passes(result)
     assert result.exponent_mismatches <= 8 and result.mantissa_error_median == 0
     assert reference_mismatches(build(hidden_TH)[0], other, other_bits) <= 8
-    assert verify(hidden_TH, build(hidden_TH)) == [ChunkResult(0, 0.0, 0.0)]
+    assert verify(hidden_TH, build(hidden_TH)) == [EXACT]

@@ -128,14 +128,6 @@ def test_it_does_not_work_with_other_weights_than_the_task_names(tiny_folder: Pa
     assert not node.uploads and "are not the pool's" in node.said[-1]
 
 
-def test_the_same_version_is_loaded_once(tiny_folder: Path) -> None:
-    node = ScriptedNode([running(task(0)), running(task(1)), FINISHED])
-    follower = FakeFollower()
-    follower.bring(tiny_folder, 0)
-    work(node, follower)
-    assert [line for line in node.said if line.startswith("loading")] == ["loading version 0"]
-
-
 class NotReady(Producer):
     def load(self, folder: Path, version: int) -> int | None:
         super().load(folder, version)
