@@ -14,7 +14,7 @@ from shoal.config.tasks import SourceSection, TaskSection
 from shoal.sandbox import Budget
 from shoal.tasks import Task
 from shoal.tasks.environments import Environment, close, environments_of, try_out
-from shoal.tasks.own import FAILED, LONGEST_ANSWER, check_environment
+from shoal.tasks.own import FAILED, LONGEST_ANSWER
 from shoal.tasks.task import TRUST
 
 from ..turns import config
@@ -143,6 +143,8 @@ def test_after_the_end_of_a_budget_it_is_not_asked(made: Any) -> None:
         ("import numpy", f"cannot run on this machine: ModuleNotFoundError: .* set {TRUST}=1"),
         ("Echo = 1 / 0", "ZeroDivisionError: division by zero .folder/mine.py, line 1."),
         ("def Echo(): pass", "it is not a class"),
+        ("class Other: pass", "has no attribute 'Echo'"),
+        ("class Echo(:", "SyntaxError"),
     ],
 )
 def test_a_file_that_does_not_load_is_known_at_the_start(made: Any, source: str, message: str) -> None:
@@ -153,22 +155,6 @@ def test_a_file_that_does_not_load_is_known_at_the_start(made: Any, source: str,
 def test_a_task_set_without_the_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"mine.py:Echo' .*: the task set does not hold mine.py; make it again"):
         environments_of(settings("Echo"), {})
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (b"class Other: pass", "mine.py has no class 'Echo' .it has Other."),
-        (b"def Echo(): pass", "has no class 'Echo' .it has none."),
-        (b"class Echo(:", "mine.py is not valid Python"),
-        (b"class Echo: pass", r"Echo has no method respond\(self, task, seed, turns\); add it"),
-        (b"class Echo:\n def respond(self, turns): pass", r"respond must take \(self, task, seed, turns\)"),
-    ],
-)
-def test_a_file_that_cannot_work_is_refused_before_the_run(source: bytes, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_environment("mine.py:Echo", source)
-    check_environment("mine.py:Silent", SOURCE.encode())
 
 
 def test_the_environment_on_the_page_on_tasks_travels_and_answers(

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.config import ConfigError
 from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
 from shoal.sandbox import SandboxError, best_tier
 from shoal.tasks import Grade, Graders, Task
-from shoal.tasks.own import AuthorCode, OwnReward, check_function
+from shoal.tasks.own import AuthorCode, OwnReward
 from shoal.tasks.task import TRUST, GradeError
 
 SOURCE = """
@@ -202,19 +201,17 @@ def test_weights_that_make_no_mean_are_refused(weights: dict[str, float]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("reward", "source", "message"),
+    ("source", "message"),
     [
-        ("mine.py:nope", b"def exact(task, completion): return 1", "has no function 'nope' .it has exact"),
-        ("mine.py:nope", b"nope = 1", "has no function 'nope' .it has none"),
-        ("mine.py:exact", b"def exact(:", "mine.py is not valid Python"),
-        ("mine.py:exact", b"\0", "mine.py is not valid Python"),
-        ("mine.py:exact", b"def exact(completion): return 1", "must take .task, completion"),
+        ("def other(task, completion): return 1", "has no attribute 'exact'"),
+        ("def exact(:", "SyntaxError: invalid syntax"),
+        ("def exact(completion): return 1", "takes 1 positional argument but 2 were given"),
     ],
 )
-def test_a_file_that_cannot_work_is_refused_before_the_run(reward: str, source: bytes, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_function(reward, source)
-    check_function("mine.py:exact", b"def exact(task, completion): return 1")
+def test_a_file_that_cannot_work_is_named_before_the_run(place: str, source: str, message: str) -> None:
+    section = TaskSection(sources=[SourceSection(name="s", generator="arithmetic", reward="mine.py:exact")])
+    with Graders(section, files={"mine.py": source.encode()}) as graded, pytest.raises(GradeError, match=message):
+        graded.try_out([TASK])
 
 
 def test_unknown_rewards_and_missing_files_are_named() -> None:

@@ -284,13 +284,13 @@ def test_a_manifest_has_bounds(changed: dict[str, Any]) -> None:
 def test_rows_that_differ_in_their_reward_alone_merge_alike_in_any_order(
     tmp_path: Path, order: tuple[str, ...]
 ) -> None:
-    spool = Spool(tmp_path / "rows", "s")
+    spool = Spool(tmp_path / "rows")
     for n, reward in enumerate(order):
-        spool.add(Fields("1+1?", "2", reward=reward))
-        spool.add(Fields(f"{n}?", "3"))
+        spool.add(0, "s", Fields("1+1?", "2", reward=reward))
+        spool.add(0, "s", Fields(f"{n}?", "3"))
     spool.finish()
     rows = [row for row in spool.table.take(spool.rows).to_pylist() if row["question"] == "1+1?"]
-    assert [row["reward"] for row in rows] == [""] and spool.merged == 2
+    assert [row["reward"] for row in rows] == [""] and list(spool.merged) == [2]
 
 
 def test_no_manifest_names_a_file_outside_of_the_tasks_folder(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from shoal.config import Config, ConfigError
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.files import write_file
-from shoal.tasks.own import check_environment, check_function, is_own
+from shoal.tasks.own import is_own
 from shoal.tasks.sources.reading import Reading
 from shoal.tasks.sources.rows import Fields
 from shoal.tasks.task import TasksNotFoundError
@@ -33,7 +34,6 @@ from shoal.tasks.taskset import (
     COLUMNS,
     FILE_BYTES,
     SCHEMA,
-    Chunk,
     Manifest,
     SourceTasks,
     Store,
@@ -46,23 +46,24 @@ BUILT = "built.json"
 
 
 class Spool:
-    """The rows in reading order, with the keys to sort them by in memory."""
+    """The rows of all sources in reading order on disk, and in memory what sorts and splits them."""
 
-    def __init__(self, path: Path, source: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.source = source
         self._writer = pa.ipc.new_file(str(path), SCHEMA)
         self._columns: dict[str, list[str]] = {name: [] for name in COLUMNS}
         self._held_bytes = 0
-        self._keys, self._ids, self._sizes = bytearray(), array("Q"), array("I")
+        self._keys, self._ids, self._sizes, self._parts = bytearray(), array("Q"), array("I"), array("I")
         self._rewards: dict[str, int] = {}  # by name, in reading order
         self._reward = array("I")  # of each row, as its number there
 
-    def add(self, fields: Fields) -> None:
+    def add(self, part: int, source: str, fields: Fields) -> None:
+        """`part` keeps the splits of sources apart: tasks are sorted and merged within one."""
         name = content_id(fields)
         self._keys += order_key(fields.question)
         self._ids.append(int(name, 16))
-        row = (f"{self.source}/{name}", fields.question, fields.answer, self.source, *astuple(fields)[2:])
+        self._parts.append(part)
+        row = (f"{source}/{name}", fields.question, fields.answer, source, *astuple(fields)[2:])
         for values, held in zip(self._columns.values(), row, strict=True):
             values.append(held)
         size = sum(map(len, row))
@@ -73,23 +74,38 @@ class Spool:
             self._flush()
 
     def finish(self) -> None:
-        """No more rows: sort the keys, map the file. Equal tasks are one; `merged` counts the others.
+        """No more rows: sort the keys, map the file. Equal tasks are one.
 
         Of tasks that differ in nothing but their reward, the one whose reward is first by name remains.
         """
         self._flush()
         self._writer.close()
         keys, ids = np.frombuffer(self._keys, f"S{KEY_BYTES}"), np.frombuffer(self._ids, "Q")
-        ranks = {name: rank for rank, name in enumerate(sorted(self._rewards))}
+        parts, ranks = np.frombuffer(self._parts, "I"), {name: rank for rank, name in enumerate(sorted(self._rewards))}
         by_name = np.array([ranks[name] for name in self._rewards], dtype=np.uint32)
-        order = np.lexsort((by_name[np.frombuffer(self._reward, dtype="I")], ids, keys))
+        order = np.lexsort((by_name[np.frombuffer(self._reward, "I")], ids, keys, parts))
         first = np.ones(len(order), dtype=bool)
-        first[1:] = (keys[order][1:] != keys[order][:-1]) | (ids[order][1:] != ids[order][:-1])
-        self.rows: Numbers = order[first]  # where to find the tasks, in the order of their questions' hash
-        self.keys, self.ids, self.sizes = keys[self.rows], ids[self.rows], np.frombuffer(self._sizes, "I")[self.rows]
-        self.merged = len(order) - len(self.rows)
-        self.ambiguous = int((self.keys[1:] == self.keys[:-1]).sum())  # tasks with the question of the one before
+        same = [held[order][1:] == held[order][:-1] for held in (parts, keys, ids)]
+        first[1:] = ~np.logical_and.reduce(same)
+        self.merged = np.bincount(parts[order[~first]], minlength=parts.max(initial=0) + 1)  # by part
+        self.rows: Numbers = order[
+            first
+        ]  # where to find the tasks: part by part, in the order of their questions' hash
+        self.keys, self.ids, self.parts = keys[self.rows], ids[self.rows], parts[self.rows]
+        self.sizes = np.frombuffer(self._sizes, "I")[self.rows]
         self.table = pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
+
+    def tables(self, chosen: Numbers) -> Iterator[pa.Table]:
+        """Yield tables of the chosen tasks: at most CHUNK_ROWS and, but for a single larger task, CHUNK_BYTES of text."""
+        start, size_bytes = 0, 0
+        for at, position in enumerate(chosen):
+            size = int(self.sizes[position])
+            if at > start and (at - start == CHUNK_ROWS or size_bytes + size > CHUNK_BYTES):
+                yield self.table.take(pa.array(self.rows[chosen[start:at]]))
+                start, size_bytes = at, 0
+            size_bytes += size
+        if start < len(chosen):
+            yield self.table.take(pa.array(self.rows[chosen[start:]]))
 
     def _flush(self) -> None:
         if self._columns["id"]:
@@ -126,14 +142,15 @@ class Built(BaseModel):
 
 @dataclass
 class Portion:
-    """One source while it is compiled: positions into its spools."""
+    """One source while it is compiled: positions into the spool."""
 
     source: SourceSection
-    reading: Reading
-    train_spool: Spool
-    heldout_spool: Spool
+    schemas: list[str]
+    left_out: Counter[str]
     train: Numbers
     heldout: Numbers
+    merged: int
+    ambiguous: int  # tasks with the question of another one
     dropped: int = 0  # training tasks whose question is held out
 
 
@@ -191,30 +208,33 @@ def read_built(folder: Path) -> Built | None:
 
 def _compile(section: TaskSection, store: Store) -> tuple[Manifest, list[str]]:
     with tempfile.TemporaryDirectory(dir=store.folder, prefix=".spool-") as scratch:
+        spool = Spool(Path(scratch) / "rows")
+        readings = [_read(spool, number, source) for number, source in enumerate(section.sources)]
+        spool.finish()
         shares = _shares([source.weight for source in section.sources], section.heldout)
-        portions = [
-            _read(source, share, Path(scratch) / str(number))
-            for number, (source, share) in enumerate(zip(section.sources, shares, strict=True))
-        ]
-        apart = np.concatenate([portion.heldout_spool.keys[portion.heldout] for portion in portions])
-        for portion, share in zip(portions, shares, strict=True):
-            held_out = np.isin(portion.train_spool.keys[portion.train], apart)  # in this source or another
+        portions = [_split(spool, number, readings[number], share) for number, share in enumerate(shares)]
+        heldout = np.sort(np.concatenate([portion.heldout for portion in portions]))
+        heldout = heldout[
+            np.argsort(spool.keys[heldout], kind="stable")
+        ]  # one order, so that the first are a mixture too
+        for number, (portion, share) in enumerate(zip(portions, shares, strict=True)):
+            held_out = np.isin(spool.keys[portion.train], spool.keys[heldout])  # in this source or another
             portion.train, portion.dropped = portion.train[~held_out], int(held_out.sum())
             _check_counts(portion, share)
             if portion.source.keep:
-                portion.train = _kept(portion)
+                portion.train = _kept(portion.source, spool.ids, portion.train, spool.parts // 2 == number)
         files = {name: store.put(data) for name, data in _own_files(section.sources).items()}
         manifest = Manifest(
             sources=[
                 SourceTasks(
                     name=portion.source.label,
-                    chunks=[store.write(table) for table in _slices(portion.train_spool, portion.train)],
+                    chunks=[store.write(table) for table in spool.tables(portion.train)],
                     train=len(portion.train),
                     heldout=len(portion.heldout),
                 )
                 for portion in portions
             ],
-            heldout=_write_heldout(portions, store),
+            heldout=[store.write(table) for table in spool.tables(heldout)],
             files=dict(sorted(files.items())),
         )
         return manifest, [_note(portion) for portion in portions]
@@ -223,29 +243,34 @@ def _compile(section: TaskSection, store: Store) -> tuple[Manifest, list[str]]:
 # --- read and split -------------------------------------------------------------------------------------------------
 
 
-def _read(source: SourceSection, share: int, scratch: Path) -> Portion:
-    reading = Reading(source, source.split)
-    train_spool = _spooled(reading, source.label, scratch.with_suffix(".train"))
-    everything = np.arange(len(train_spool.rows))
-    if not source.heldout_split:
-        return Portion(source, reading, train_spool, train_spool, everything[share:], everything[:share])
-    apart = Reading(source, source.heldout_split)
-    heldout_spool = _spooled(apart, source.label, scratch.with_suffix(".heldout"))
-    reading.left_out += apart.left_out
-    return Portion(source, reading, train_spool, heldout_spool, everything, np.arange(len(heldout_spool.rows))[:share])
+def _read(spool: Spool, number: int, source: SourceSection) -> list[Reading]:
+    """Read a source's splits into parts 2 * number and, of `heldout_split`, 2 * number + 1."""
+    readings = [Reading(source, split) for split in (source.split, source.heldout_split) if split]
+    for part, reading in enumerate(readings, start=2 * number):
+        for fields in reading:
+            spool.add(part, source.label, fields)
+    return readings
 
 
-def _spooled(reading: Reading, label: str, path: Path) -> Spool:
-    spool = Spool(path, label)
-    for fields in reading:
-        spool.add(fields)
-    spool.finish()
-    return spool
+def _split(spool: Spool, number: int, readings: Sequence[Reading], share: int) -> Portion:
+    first, *others = readings
+    start, middle, end = np.searchsorted(spool.parts, [2 * number, 2 * number + 1, 2 * number + 2])
+    train, apart = np.arange(start, middle), np.arange(middle, end)
+    keys = spool.keys[start:end]
+    same = (keys[1:] == keys[:-1]) & (spool.parts[start:end][1:] == spool.parts[start:end][:-1])
+    return Portion(
+        first.source,
+        first.schemas,
+        sum((other.left_out for other in others), first.left_out),
+        train if others else train[share:],
+        apart[:share] if others else train[:share],
+        merged=int(spool.merged[2 * number : 2 * number + 2].sum()),
+        ambiguous=int(same.sum()),
+    )
 
 
-def _kept(portion: Portion) -> Numbers:
-    """Return the training tasks that the manifest of `shoal filter` keeps."""
-    source, spool = portion.source, portion.train_spool
+def _kept(source: SourceSection, all_ids: Numbers, train: Numbers, own: Numbers) -> Numbers:
+    """Return the training tasks that the manifest of `shoal filter` keeps. `own`: which tasks are the source's."""
     try:
         listed = json.loads(Path(source.keep).expanduser().read_bytes())
         if listed["format"] != "shoal-filter-1":
@@ -256,13 +281,13 @@ def _kept(portion: Portion) -> Numbers:
         raise TasksNotFoundError(
             f"source {source.label}: keep = {source.keep!r} is not a manifest of `shoal filter` ({error})"
         ) from error
-    missing = np.setdiff1d(ids, spool.ids)
+    missing = np.setdiff1d(ids, all_ids[own])
     if len(missing):
         raise TasksNotFoundError(
             f"source {source.label}: {len(missing)} of {len(ids)} tasks in {source.keep} are not in the source (first "
             f"{source.label}/{int(missing[0]):016x}); its rows have changed: filter it again"
         )
-    train = portion.train[np.isin(spool.ids[portion.train], ids)]
+    train = train[np.isin(all_ids[train], ids)]
     if len(train) < MIN_TRAIN:
         raise TasksNotFoundError(
             f"source {source.label}: {source.keep} keeps {len(train)} training tasks, {MIN_TRAIN} are needed; widen the "
@@ -293,42 +318,7 @@ def _shares(weights: Sequence[float], total: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-# --- write ----------------------------------------------------------------------------------------------------------
-
-
-def _slices(spool: Spool, chosen: Numbers) -> Iterator[pa.Table]:
-    """Return tables of the chosen tasks: at most CHUNK_ROWS tasks and, but for a single larger task, CHUNK_BYTES of text."""
-    start, size_bytes = 0, 0
-    for at, position in enumerate(chosen):
-        size = int(spool.sizes[position])
-        if at > start and (at - start == CHUNK_ROWS or size_bytes + size > CHUNK_BYTES):
-            yield spool.table.take(pa.array(spool.rows[chosen[start:at]]))
-            start, size_bytes = at, 0
-        size_bytes += size
-    if start < len(chosen):
-        yield spool.table.take(pa.array(spool.rows[chosen[start:]]))
-
-
-def _write_heldout(portions: Sequence[Portion], store: Store) -> list[Chunk]:
-    """Return the held-out tasks of all sources in one order, so that the first n of them are a mixture too."""
-    places = [
-        (bytes(portion.heldout_spool.keys[at]), number, int(portion.heldout_spool.rows[at]))
-        for number, portion in enumerate(portions)
-        for at in portion.heldout
-    ]
-    chunks = []
-    ordered = sorted(places)
-    while ordered:
-        count, size_bytes = 0, 0
-        tables = []
-        while count < min(len(ordered), CHUNK_ROWS) and (not count or size_bytes <= CHUNK_BYTES):
-            _, number, row = ordered[count]
-            tables.append(portions[number].heldout_spool.table.slice(row, 1))
-            size_bytes += tables[-1].nbytes
-            count += 1
-        chunks.append(store.write(pa.concat_tables(tables)))
-        ordered = ordered[count:]
-    return chunks
+# --- files of one's own, and notes -----------------------------------------------------------------------------------
 
 
 def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
@@ -350,28 +340,23 @@ def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
                 ) from error
             if len(data) > FILE_BYTES:
                 raise TasksNotFoundError(f"{path} holds {len(data) / 1e6:.1f} MB; such a file holds at most 1 MB")
-            (check_function if kind == "reward" else check_environment)(name, data)
             if files.setdefault(path.name, data) != data:
                 raise TasksNotFoundError(f"two files of your own are named {path.name}; rename one of them")
     return files
 
 
-# --- for people -----------------------------------------------------------------------------------------------------
-
-
 def _note(portion: Portion) -> str:
     """One line that says what became of a source's rows."""
-    schemas = f" ({', '.join(portion.reading.schemas)})" if portion.reading.schemas else ""
+    schemas = f" ({', '.join(portion.schemas)})" if portion.schemas else ""
     counts = f"{len(portion.train):,} tasks to train on, {len(portion.heldout):,} held out"
     return f"{portion.source.label}{schemas}: {counts}{_aside(portion)}"
 
 
 def _aside(portion: Portion) -> str:
-    spools = {id(spool): spool for spool in (portion.train_spool, portion.heldout_spool)}.values()
     counted = {
-        "equal rows merged": sum(spool.merged for spool in spools),
-        "rows share their question with another row, but not the rest": sum(spool.ambiguous for spool in spools),
+        "equal rows merged": portion.merged,
+        "rows share their question with another row, but not the rest": portion.ambiguous,
         "training rows dropped because their question is held out": portion.dropped,
-        **{f"rows left out: {reason}": count for reason, count in sorted(portion.reading.left_out.items())},
+        **{f"rows left out: {reason}": count for reason, count in sorted(portion.left_out.items())},
     }
     return "".join(f"; {count:,} {what}" for what, count in counted.items() if count)

@@ -9,13 +9,11 @@ import what is installed there.
 Left out: other files of the author's; state of an environment between calls.
 """
 
-import ast
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from shoal.config import ConfigError
 from shoal.config.tasks import SandboxSection
 from shoal.sandbox import Budget, Call, Limits, SandboxError
 from shoal.tasks.inside import Grader, source
@@ -28,7 +26,6 @@ LONGEST_ANSWER = 10_000  # characters of an environment's answer; a longer one i
 FAILED = "error: the environment failed"
 
 log = logging.getLogger(__name__)
-Named = TypeVar("Named", ast.FunctionDef, ast.ClassDef)
 
 
 def is_own(name: str) -> bool:
@@ -155,42 +152,3 @@ class OwnEnvironment(Environment):
         if call.ending != "answered":
             raise GradeError(self.code.failure(call))
         return call.value
-
-
-# --- before a run: the code is parsed, never run, and only on the machine that compiles the task set ----------------
-
-
-def check_function(reward: str, source: bytes) -> None:
-    """Check that `source` defines the function that `reward`, "file.py:name", names. Raises ConfigError."""
-    function = _named(f"reward {reward!r}", reward, source, ast.FunctionDef, "function")
-    if len(_parameters(function)) < 2:
-        raise ConfigError(f"reward {reward!r}: {function.name} must take (task, completion); change its parameters")
-
-
-def check_environment(environment: str, source: bytes) -> None:
-    """Check that `source` defines the class that `environment`, "file.py:Name", names. Raises ConfigError."""
-    what = f"environment {environment!r}"
-    named = _named(what, environment, source, ast.ClassDef, "class")
-    methods = [node for node in named.body if isinstance(node, ast.FunctionDef) and node.name == "respond"]
-    if not named.bases and not methods:
-        raise ConfigError(f"{what}: {named.name} has no method respond(self, task, seed, turns); add it")
-    if methods and len(_parameters(methods[-1])) != 4:
-        raise ConfigError(f"{what}: respond must take (self, task, seed, turns); change its parameters")
-
-
-def _named(what: str, name: str, source: bytes, kind: type[Named], word: str) -> Named:
-    path, _, wanted = name.rpartition(":")
-    try:
-        body = ast.parse(source, path).body
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{what}: {path} is not valid Python ({error}); correct the file") from error
-    nodes = [node for node in body if isinstance(node, kind)]
-    named = next((node for node in nodes if node.name == wanted), None)
-    if named is None:
-        there = f"it has {', '.join(node.name for node in nodes)}" if nodes else "it has none"
-        raise ConfigError(f"{what}: {path} has no {word} {wanted!r} ({there}); correct the config or the file")
-    return named
-
-
-def _parameters(function: ast.FunctionDef) -> list[ast.arg]:
-    return function.args.posonlyargs + function.args.args

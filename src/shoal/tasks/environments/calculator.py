@@ -3,11 +3,14 @@
 Of several calls in a turn the last one counts. A turn without a complete call ends the conversation. Expressions have
 numbers, + - * / and parentheses. Results are exact: an integer, a decimal where that is exact, otherwise a fraction. What
 cannot be computed is answered with `error: ` and why, so that the model can try again.
-Invariant: parsed here, never evaluated as code; lengths, depth and digits are bounded, so that no input takes long.
+Invariant: read by Python's parser, of characters that make no names, and never run; lengths, depth and digits are bounded,
+so that no input takes long.
 """
 
+import ast
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from shoal.tasks.task import Environment, Task
@@ -15,10 +18,18 @@ from shoal.tasks.task import Environment, Task
 CALL = "calc("
 PARENTHESIS = re.compile(r"calc\(|[()]")
 MAX_CHARACTERS = 200  # of an expression
-MAX_DEPTH = 20  # of parentheses and signs
+MAX_DEPTH = 20  # of parentheses
 MAX_DIGITS = 30  # of a result's numerator or denominator
 MAX_DECIMALS = 12
-TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d*)?|\.\d+)|(\S))", flags=re.ASCII)
+UNEXPECTED = re.compile(r"[^0-9.+\-*/()\s]|\*\*|//")
+LEADING_ZEROS = re.compile(r"(?<![0-9.])0+(?=[0-9])")
+NOT_AN_EXPRESSION = "not numbers with + - * / and parentheses"
+SIGNS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 class CalculationError(Exception):
@@ -61,11 +72,19 @@ def value(expression: str) -> Fraction:
     """
     if len(expression) > MAX_CHARACTERS:
         raise CalculationError("too long")
-    tokens = [number or sign for number, sign in TOKEN.findall(expression)]
-    result, rest = _sum(tokens, 0)
-    if rest:
-        raise CalculationError(f"unexpected {rest[0]}")
-    return result
+    if unexpected := UNEXPECTED.search(expression):
+        raise CalculationError(f"unexpected {unexpected[0]}")
+    depth = deepest = 0
+    for character in expression:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise CalculationError("too many parentheses")
+    plain = LEADING_ZEROS.sub("", " ".join(expression.split()))  # Python refuses 007
+    try:
+        return _value(ast.parse(plain, mode="eval").body, plain)
+    except SyntaxError as error:
+        raise CalculationError(NOT_AN_EXPRESSION) from error
 
 
 def written(number: Fraction) -> str:
@@ -84,42 +103,16 @@ def written(number: Fraction) -> str:
     return f"{sign}{whole}.{part:0{MAX_DECIMALS}}".rstrip("0")
 
 
-def _sum(tokens: list[str], depth: int) -> tuple[Fraction, list[str]]:
-    """Return the value of the longest sum that the tokens begin with, and the tokens after it."""
-    result, tokens = _product(tokens, depth)
-    while tokens and tokens[0] in "+-":
-        term, rest = _product(tokens[1:], depth)
-        result = result + term if tokens[0] == "+" else result - term
-        tokens = rest
-    return result, tokens
-
-
-def _product(tokens: list[str], depth: int) -> tuple[Fraction, list[str]]:
-    result, tokens = _factor(tokens, depth)
-    while tokens and tokens[0] in "*/":
-        factor, rest = _factor(tokens[1:], depth)
-        if tokens[0] == "/" and factor == 0:
-            raise CalculationError("division by zero")
-        result = result * factor if tokens[0] == "*" else result / factor
-        tokens = rest
-    return result, tokens
-
-
-def _factor(tokens: list[str], depth: int) -> tuple[Fraction, list[str]]:
-    """Return a number, a sum in parentheses, or a factor behind a sign."""
-    if depth > MAX_DEPTH:
-        raise CalculationError("too many parentheses")
-    if not tokens:
-        raise CalculationError("a number is missing")
-    first, rest = tokens[0], tokens[1:]
-    if first in ("+", "-"):
-        number, rest = _factor(rest, depth + 1)
-        return (-number if first == "-" else number), rest
-    if first == "(":
-        number, rest = _sum(rest, depth + 1)
-        if rest[:1] != [")"]:
-            raise CalculationError("a closing parenthesis is missing")
-        return number, rest[1:]
-    if first == "." or first[0] not in ".0123456789":
-        raise CalculationError(f"unexpected {first}")
-    return Fraction(first), rest
+def _value(node: ast.expr, text: str) -> Fraction:
+    match node:
+        case ast.Constant():
+            return Fraction(ast.get_source_segment(text, node) or "")  # its digits: a float would round
+        case ast.UnaryOp(ast.USub() | ast.UAdd() as sign, operand):
+            number = _value(operand, text)
+            return -number if isinstance(sign, ast.USub) else number
+        case ast.BinOp(left, sign, right) if type(sign) in SIGNS:
+            first, second = _value(left, text), _value(right, text)
+            if isinstance(sign, ast.Div) and second == 0:
+                raise CalculationError("division by zero")
+            return SIGNS[type(sign)](first, second)
+    raise CalculationError(NOT_AN_EXPRESSION)
