@@ -17,16 +17,10 @@ def test_a_batch_is_ready_when_it_is_full_of_useful_groups_oldest_first(harness:
     first = harness.accepted(useful=(False, True))
     second = harness.accepted(BOB)
     filling = harness.pool.batches.of_step(0)
-    assert (filling.ready, filling.have, filling.need) == (False, 3, 4)
+    assert (filling.ready, filling.have, filling.need, filling.groups) == (False, 3, 4, [])
     third = harness.accepted()
     assert groups(harness, 0) == [(first.id, 1), (second.id, 0), (second.id, 1), (third.id, 0)]
     assert harness.pool.batches.of_step(1).have == 1, "what is left over waits for the next step"
-
-
-def test_the_open_batch_names_no_group(harness: Harness) -> None:
-    harness.accepted(useful=(False, True))
-    filling = harness.pool.batches.of_step(0)
-    assert (filling.ready, filling.have, filling.groups) == (False, 1, [])
 
 
 def test_a_full_batch_never_changes(harness: Harness) -> None:

@@ -214,14 +214,6 @@ def test_one_validator_alone_cannot_slash_what_another_accepts(harness: Harness)
     assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1
 
 
-def test_an_only_validator_slashes_as_ever() -> None:
-    harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,))
-    id = uploaded(harness)
-    assert claimable(harness, VALIDATOR) == [id]
-    harness.judge(id, Reason.PROOF, confirmed=False)
-    assert harness.kinds()[-1] == "slashed"
-
-
 # --- a first verdict that no second one follows ----------------------------------------------------------------------
 
 

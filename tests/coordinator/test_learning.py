@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from shoal.protocol.messages import Evaluation, StepReport
+from shoal.coordinator.database import PoolError
+from shoal.protocol.messages import Evaluation, Policy, StepReport
 
 from .support import CAROL, VALIDATOR, Harness, advance
 
@@ -23,6 +24,13 @@ def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(harness: Har
     }
     (entry,) = harness.pool.db.ledger.entries(kind="trained")
     assert json.loads(entry.body) == {"step": 0, "submissions": ["a", "b"], "record": ""}
+
+
+def test_a_version_keeps_the_digest_that_it_was_published_with(harness: Harness) -> None:
+    harness.publish(0)
+    assert harness.kinds().count("policy") == 1, "the same report again changes nothing"
+    with pytest.raises(PoolError, match="another digest"):
+        harness.pool.learning.published(Policy(version=0, digest="f" * 64, size_bytes=1))
 
 
 def evaluation(version: int, *, final: bool) -> Evaluation:

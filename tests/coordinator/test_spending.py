@@ -10,9 +10,9 @@ import pytest
 from shoal.config.checking import EngineLimits
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
-from shoal.protocol.messages import Reason, Replay, Spent
+from shoal.protocol.messages import Replay, Spent
 
-from .support import ALICE, BOB, VALIDATOR, Clock, Harness, config, open_pool, staffed_pool
+from .support import ALICE, BOB, Clock, Harness, config, open_pool, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
@@ -187,12 +187,6 @@ def test_missed_tasks_dismiss_nobody_since_whoever_cuts_a_connection_can_cause_t
     assert not {"dismissed", "slashed"} & set(harness.kinds())
 
 
-def test_spending_is_soft() -> None:
-    from shoal.protocol.messages import HARD
-
-    assert Reason.SPENDING not in HARD
-
-
 def test_bets_use_the_runs_own_bounds() -> None:
     settings = config()
     tighter = settings.model_copy(
@@ -200,4 +194,3 @@ def test_bets_use_the_runs_own_bounds() -> None:
     )
     used = spent()
     assert bets(used, tighter)["beyond 0 theta 1.5"] > bets(used, settings)["beyond 0 theta 1.5"] + 10
-    assert VALIDATOR

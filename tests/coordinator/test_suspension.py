@@ -50,13 +50,6 @@ def test_an_old_suspension_is_forgotten(harness: Harness) -> None:
     assert harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s, 60) == harness.clock.now_s + 60
 
 
-def test_a_shorter_suspension_does_not_end_a_longer_one(harness: Harness) -> None:
-    harness.pool.db.nodes.suspend(ALICE, "long", harness.clock.now_s, 500)
-    harness.pool.db.nodes.suspend(ALICE, "short", harness.clock.now_s, 5)
-    harness.clock.now_s += 499
-    assert harness.beat(ALICE).assignment is None
-
-
 def test_status_and_metrics_show_it_while_it_lasts(harness: Harness) -> None:
     harness.pool.db.nodes.suspend(ALICE, "3 tasks expired", harness.clock.now_s, 60)
     harness.clock.now_s += 20

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from shoal.protocol.identity import Identity
 from shoal.store.columns import content_digest, from_table
 from shoal.store.rollouts import (
-    ACCEPTED,
     PROOF_BYTES,
     SCHEMA_VERSION,
     SUBMISSION,
@@ -304,11 +303,6 @@ def test_other_columns_are_refused_even_if_signed(fault: str) -> None:
     assert not isinstance(refusal.value, BadSignatureError)
 
 
-def test_a_file_of_the_other_kind_is_refused() -> None:
-    with pytest.raises(RolloutFileError, match="columns or types"):
-        read_accepted(DATA, max_rows=8, max_tokens=16)
-
-
 def test_a_file_signed_as_the_other_kind_is_refused() -> None:
     with pytest.raises(BadSignatureError):
         read(signed(opened(DATA)[0], domain="accepted"))
@@ -449,10 +443,6 @@ def test_flipped_bits_before_the_footer_are_refused(bits: list[int]) -> None:
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(RolloutFileError):
         read(b"PAR1" + data + len(data).to_bytes(4, "little") + b"PAR1")
-
-
-def test_the_two_schemas_share_no_reading() -> None:
-    assert not SUBMISSION.equals(ACCEPTED)
 
 
 UNFIT = [[3], [0, 1], [-1, 2], [1, 6], [2**26, 1], [2**31 - 1, 2**31 - 1], [1] * 12]
