@@ -16,8 +16,9 @@ import pytest
 
 from shoal.serve import proof
 from shoal.serve.chat import routes as chat_routes
+from shoal.serve.errors import ReplyError, RequestError
 from shoal.serve.openai import routes, tools
-from shoal.serve.openai.requests import ChatRequest, RequestError, read
+from shoal.serve.openai.requests import ChatRequest, read
 from shoal.serve.openai.tools import Form, Reading
 from shoal.watch.page import guard
 
@@ -261,7 +262,7 @@ def test_a_caller_has_few_large_bodies_in_memory_and_small_ones_pass(page: Runni
     ],
 )
 def test_json_of_very_many_parts_is_not_parsed(data: bytes, ada: Person, page: Running) -> None:
-    with pytest.raises(proof.ReplyError, match="more than"):
+    with pytest.raises(ReplyError, match="more than"):
         proof.Reply.read(data)
     with page.api() as client:
         answer = client.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
@@ -274,7 +275,7 @@ def test_brackets_and_quotes_inside_of_texts_are_only_text() -> None:
 
 @pytest.mark.parametrize("field", ["tokens", "prompt", "proofs", "messages"])
 def test_a_million_wrong_values_are_one_error(field: str) -> None:
-    with pytest.raises(proof.ReplyError) as refused:
+    with pytest.raises(ReplyError) as refused:
         proof.Reply.read(b'{"%s":[' % field.encode() + b"-1," * 9_999 + b"-1]}")
     assert refused.value.__cause__.error_count() < 20  # type: ignore[union-attr]
     with pytest.raises(RequestError) as other:

@@ -10,8 +10,9 @@ import torch
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import numerics
+from shoal.serve.errors import BusyError, RequestError
 from shoal.serve.generation import Ask, Generation
-from shoal.serve.scheduler import BusyError, Limits, Scheduler, TooLargeError
+from shoal.serve.scheduler import Limits, Scheduler
 from shoal.serve.text import Text, replay
 from shoal.serve.versions import Held, Offer, load
 
@@ -95,7 +96,7 @@ def test_what_does_not_fit_the_cache_is_refused_and_what_fits_waits_for_room(tin
 
     async def main() -> int:
         scheduler = Scheduler(Limits(cache_bytes=of.token_bytes * 16 * 160))
-        with pytest.raises(TooLargeError, match="lower max_tokens"):
+        with pytest.raises(RequestError, match="lower max_tokens"):
             scheduler.submit([generation(of, range(5, 9), 1, 4000)])
         generations = [generation(of, range(5, 9), n, 24) for n in range(20)]  # 16 fit at a time
         scheduler.submit(generations)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.serve import proof
+from shoal.serve.errors import StoppedError
 from shoal.serve.generation import Ask, Generation
 from shoal.serve.prompt import encode
 from shoal.serve.scheduler import Limits, Scheduler
@@ -113,10 +114,10 @@ def test_the_version_of_a_file_is_checked_where_it_is_known(of: Held, reply: pro
 
 
 def test_a_verification_that_nobody_waits_for_ends(of: Held, reply: proof.Reply) -> None:
-    with pytest.raises(proof.StoppedError):
+    with pytest.raises(StoppedError):
         proof.verify(reply, of, unwanted=lambda: True)
     asked = iter([False] * 20 + [True])
-    with pytest.raises(proof.StoppedError):  # between two tokens
+    with pytest.raises(StoppedError):  # between two tokens
         proof.verify(reply, of, unwanted=lambda: next(asked))
 
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from shoal.serve.scheduler import BusyError
+from shoal.serve.errors import BusyError
 from shoal.serve.threads import WAITING, Places, Threads
 from shoal.serve.versions import Held
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from shoal.engine import batch
 from shoal.model.load import save_model
 from shoal.serve import proof
-from shoal.serve.openai.requests import RequestError
+from shoal.serve.errors import RequestError
 from shoal.serve.openai.tools import Call, Form, Reading, form_of
 from shoal.serve.text import Text, replay
 

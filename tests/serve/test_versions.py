@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shoal.files import copy_tree, discard
-from shoal.serve.versions import NoPlaceError, Source, UnknownVersionError, Versions, digest, label_of
+from shoal.serve.errors import NoPlaceError, UnknownVersionError
+from shoal.serve.versions import Source, Versions, digest, label_of
 
 from .support import engine
 

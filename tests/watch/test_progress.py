@@ -1,10 +1,12 @@
 """How far a command is: lines where there is no terminal, a bar with the time left where there is one."""
 
 import io
+import sys
 
+import pytest
 from rich.console import Console
 
-from shoal.watch.terminal.progress import Progress
+from shoal.watch.terminal.progress import FetchBar, Progress
 
 
 class Clock:
@@ -41,7 +43,17 @@ def test_the_time_left_counts_only_what_was_done_now() -> None:
     console, clock = Console(file=io.StringIO(), record=True), Clock()
     with Progress(console, "m [x]", 100, clock) as progress:
         progress(40)
-        for _ in range(10):
+        for done in range(41, 51):
             clock.now_s += 5
-            progress.add(1)
+            progress(done)
     assert console.export_text().splitlines()[-1] == "m [x]: 50 of 100, ETA 4m 10s"
+
+
+def test_what_is_printed_beside_the_bar_of_a_download_stays_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with FetchBar() as bar:
+        assert bar.bar.console.is_terminal
+        sys.stdout.write("weights/v000003\n")
+    assert capsys.readouterr().out == "weights/v000003\n"

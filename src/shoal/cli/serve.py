@@ -82,13 +82,14 @@ def audit_reply(data: bytes, model: str, threads: int) -> int:
     source = source_of(model)
     from shoal.model.dtype import compute_on
     from shoal.serve import proof
+    from shoal.serve.errors import ReplyError
     from shoal.serve.service import engine_of
     from shoal.serve.versions import load
 
     compute_on(threads)
     try:
         reply = proof.Reply.read(data)
-    except proof.ReplyError as error:
+    except ReplyError as error:
         say(f"unreadable: {error}")
         return USAGE
     offers = source.offers()

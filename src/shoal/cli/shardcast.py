@@ -99,7 +99,7 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 progress=bars.show,
             )
             for folder, _ in following:
-                bars.say(str(folder))
+                say(str(folder))
         else:
             folder, _ = fetch(
                 arguments.urls,
@@ -110,7 +110,7 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 timeout_s=arguments.timeout,
                 progress=bars.show,
             )
-            bars.say(str(folder))
+            say(str(folder))
 
 
 def _say(facts: dict[str, object]) -> None:

@@ -17,18 +17,14 @@ import torch
 from torch import Tensor
 
 from shoal.engine import batch
-from shoal.errors import ShoalError
 from shoal.model import logprobs
 from shoal.model.logprobs import likelihoods, token_logprobs
+from shoal.serve.errors import RequestError
 from shoal.serve.text import Finish, Text
 from shoal.serve.versions import Held
 
 # No more space than Python writes: a model may write spaces for ever.
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-class GrammarError(ShoalError):
-    """A schema that cannot be followed, or a server that cannot follow any."""
 
 
 class Grammar:
@@ -50,24 +46,27 @@ class Grammar:
 
 
 def compiled(schema: Mapping[str, Any], held: Held, count: int) -> list[Grammar]:
-    """A grammar for each of `count` completions. Takes up to seconds, the first time. Raises GrammarError."""
+    """A grammar for each of `count` completions. Takes up to seconds, the first time. Raises RequestError."""
     try:
         import llguidance
         import llguidance.hf
     except ImportError as error:
-        raise GrammarError(
-            "this server cannot force a reply's form: pip install 'shoal[guided]' there, or ask for JSON in the prompt"
+        raise RequestError(
+            "this server cannot force a reply's form: pip install 'shoal[guided]' there, or ask for JSON in the prompt",
+            param="response_format",
         ) from error
     vocabulary = held.engine.model.config.get_text_config(decoder=True).vocab_size
     if held.guide is None:
         try:
             held.guide = llguidance.hf.from_tokenizer(held.tokenizer, n_vocab=vocabulary, eos_token=list(held.eos_ids))
         except ValueError as error:
-            raise GrammarError(f"no reply's form can be forced with this model's tokenizer: {error}") from error
+            message = f"no reply's form can be forced with this model's tokenizer: {error}"
+            raise RequestError(message, param="response_format") from error
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES)
     matcher = llguidance.LLMatcher(held.guide, grammar, log_level=0)
     if matcher.is_error():
-        raise GrammarError(f"this schema cannot be followed: {matcher.get_error().splitlines()[0][:300]}")
+        message = f"this schema cannot be followed: {matcher.get_error().splitlines()[0][:300]}"
+        raise RequestError(message, param="response_format")
     return [Grammar(matcher.deep_copy(), vocabulary) for _ in range(count)]
 
 

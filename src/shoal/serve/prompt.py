@@ -7,19 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.config import Config
-from shoal.errors import ShoalError
+from shoal.serve.errors import PromptError
 from shoal.serve.versions import Held
 from shoal.tasks.budget import instruction
 
 Message = Mapping[str, Any]  # role, content; of tools also tool_calls, tool_call_id, name
-
-
-class PromptError(ShoalError):
-    """Messages that the model's template cannot write."""
-
-
-class TooLongError(PromptError):
-    """A prompt that exceeds the model's positions."""
 
 
 def encode(held: Held, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
@@ -35,11 +27,12 @@ def encode(held: Held, messages: Sequence[Message], tools: Sequence[Message] = (
 
 
 def check_length(held: Held, count: int) -> None:
-    """Raises TooLongError for a text of `count` characters that no tokens of this model could hold."""
+    """Raises PromptError for a text of `count` characters that no tokens of this model could hold."""
     if count > held.characters:
-        raise TooLongError(
+        raise PromptError(
             f"This model's maximum context length is {held.positions} tokens; the prompt has {count} characters, and "
-            f"{held.characters} are the most that could fit."
+            f"{held.characters} are the most that could fit.",
+            code="context_length_exceeded",
         )
 
 

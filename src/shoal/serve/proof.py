@@ -26,13 +26,13 @@ from typing_extensions import TypedDict
 
 from shoal import toploc
 from shoal.config import Config
-from shoal.errors import ShoalError
 from shoal.model import logprobs
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
+from shoal.serve.errors import PromptError, ReplyError, StoppedError
 from shoal.serve.generation import Generation
 from shoal.serve.openai.tools import shown_with
-from shoal.serve.prompt import PromptError, encode
+from shoal.serve.prompt import encode
 from shoal.serve.text import STOP_CHARACTERS, STOPS, Finish, Text, replay
 from shoal.serve.versions import Held
 from shoal.watch.page.guard import json_fault
@@ -61,14 +61,6 @@ ENDINGS = {
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 # Without `fail_fast` a list of a million wrong values makes a million errors.
 Tokens = Annotated[tuple[Token, ...], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
-
-
-class ReplyError(ShoalError):
-    """A file that is not a reply, or a generation that yields none."""
-
-
-class StoppedError(ShoalError):
-    """Whoever asked does not wait for the verdict any more."""
 
 
 class Said(TypedDict, total=False):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.engine import scheduler as engine
-from shoal.errors import ShoalError
+from shoal.serve.errors import BusyError, RequestError
 from shoal.serve.generation import Generation, Piece
 
 IDLE_S = 0.5
@@ -29,20 +29,6 @@ class Limits(engine.SchedulerLimits):
     cache_bytes: int = 4 << 30
     waiting: int = 128  # completions that wait for a row
     per_caller: int = 64  # completions of one caller, waiting or decoded
-
-
-class BusyError(ShoalError):
-    """There is no place for a request now. `retry_s`: when there may be one."""
-
-    restart_helps = True
-
-    def __init__(self, message: str, retry_s: int) -> None:
-        super().__init__(message)
-        self.retry_s = retry_s
-
-
-class TooLargeError(ShoalError):
-    """A request that does not fit the cache even alone."""
 
 
 @dataclass
@@ -94,7 +80,7 @@ class Scheduler:
         return self._engine.live
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue completions, all or none. Raises BusyError, TooLargeError."""
+        """Queue completions, all or none. Raises BusyError, RequestError."""
         for generation in generations:
             self._check_size(generation)
         with self._changed:
@@ -126,7 +112,7 @@ class Scheduler:
     def _check_size(self, generation: Generation) -> None:
         alone = engine.cache_bytes(generation.model, [generation])
         if alone > self.limits.cache_bytes:
-            raise TooLargeError(
+            raise RequestError(
                 f"{len(generation.ask.prompt)} prompt tokens and max_tokens {generation.ask.max_tokens} need "
                 f"{alone >> 20} MiB of cache, and this server has {self.limits.cache_bytes >> 20}; lower max_tokens"
             )

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from shoal.serve.scheduler import BusyError
+from shoal.serve.errors import BusyError
 from shoal.serve.versions import Held
 from shoal.watch.page.guard import json_body
 

@@ -27,10 +27,11 @@ from shoal import config as config_module
 from shoal.config import Config
 from shoal.engine.rows import token_bytes
 from shoal.engine.torch_engine import TorchEngine
-from shoal.errors import ShoalError, UserError
+from shoal.errors import UserError
 from shoal.model import sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
 from shoal.model.sources import positions, read_config
+from shoal.serve.errors import NoPlaceError, UnknownVersionError
 from shoal.shardcast.manifest import parse_version
 
 CONFIG = "config.toml"
@@ -120,16 +121,6 @@ POLL_S = 1.0
 PLACES = 3  # versions in memory
 WAITING = 8  # requests that may wait for versions to be loaded
 UNSTATED = 4096  # positions of a model that states none
-
-
-class UnknownVersionError(ShoalError):
-    """There is no such version here."""
-
-
-class NoPlaceError(ShoalError):
-    """All places for versions are in use."""
-
-    restart_helps = True
 
 
 @dataclass

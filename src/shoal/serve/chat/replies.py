@@ -12,30 +12,34 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.config import Config
 from shoal.serve import proof
-from shoal.serve.chat.conversations import Conversations, Stored
+from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, Stored
+from shoal.serve.errors import BusyError, ReplyError
 from shoal.serve.generation import Ask, Generation
 from shoal.serve.openai.routes import new_seed, tokens_left
 from shoal.serve.prompt import as_trained, encode
-from shoal.serve.scheduler import BusyError, Scheduler
+from shoal.serve.scheduler import Scheduler
 from shoal.serve.threads import Threads
 from shoal.serve.versions import Held, Versions
 from shoal.watch.page.guard import HttpError
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the page asks for; one reply for each of `models`, side by side."""
+class ReplyForm(BaseModel):
+    """What the page asks for: a new message (`content`) or another reply to `parent`; a reply for each of `models`."""
 
-    models: tuple[str, ...]
-    temperature: float
-    max_tokens: int | None
-    target: int = 0
+    model_config = ConfigDict(extra="forbid")
+    content: Annotated[str, Field(min_length=1, max_length=MESSAGE_CHARACTERS)] | None = None
+    parent: Annotated[str, Field(max_length=40)] | None = None
+    models: Annotated[list[Annotated[str, Field(max_length=300)]], Field(min_length=1, max_length=2)]
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    target: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     as_trained: bool = False
-    seed: int | None = None
 
 
 @dataclass
@@ -66,10 +70,10 @@ class Replies:
         self.conversations, self.stored, self.config = conversations, stored, config
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def write(self, user: int, id: str, parent: str, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
+    async def write(self, user: int, id: str, parent: str, wanted: ReplyForm) -> AsyncIterator[dict[str, Any]]:
         """Events for the page: `text` and `done` of each lane. Leaving early stops the replies and saves them.
 
-        Raises HttpError, RequestError, PromptError, BusyError, NoPlaceError, UnknownVersionError before the first one.
+        Raises HttpError before the first one.
         """
         self.conversations.check_space(user)
         said = await self.stored.run(user, lambda stored: stored.path(user, id, parent))
@@ -104,10 +108,10 @@ class Replies:
         """Wait until what is being written is saved; the scheduler has cancelled it."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _generation(self, user: int, held: Held, prompt: tuple[int, ...], wanted: Wanted) -> Generation:
+    def _generation(self, user: int, held: Held, prompt: tuple[int, ...], wanted: ReplyForm) -> Generation:
         ask = Ask(
             prompt=prompt,
-            seed=new_seed() if wanted.seed is None else wanted.seed,
+            seed=new_seed(),
             temperature=wanted.temperature,
             max_tokens=tokens_left(held, prompt, wanted.max_tokens),
             proof=True,
@@ -116,7 +120,7 @@ class Replies:
         return Generation(ask, held, asyncio.get_running_loop())
 
     async def _finish(
-        self, user: int, id: str, parent: str, wanted: Wanted, writings: Sequence[Writing], keep: AsyncExitStack
+        self, user: int, id: str, parent: str, wanted: ReplyForm, writings: Sequence[Writing], keep: AsyncExitStack
     ) -> None:
         """Relay all lanes to their ends, then save them in order."""
         news = writings[0].news
@@ -128,7 +132,7 @@ class Replies:
         finally:
             news.put_nowait(None)
 
-    async def _save(self, user: int, id: str, parent: str, wanted: Wanted, one: Writing) -> dict[str, Any]:
+    async def _save(self, user: int, id: str, parent: str, wanted: ReplyForm, one: Writing) -> dict[str, Any]:
         generation, text = one.generation, "".join(one.text)
         held, ask = generation.held, generation.ask
         facts: dict[str, Any] = {
@@ -151,7 +155,7 @@ class Replies:
                 file = await self.threads.run(
                     ask.caller, lambda: proof.build(generation, one.finish, text, one.messages).model_dump_json()
                 )
-            except (proof.ReplyError, BusyError) as error:
+            except (ReplyError, BusyError) as error:
                 facts["unproven"] = str(error)
         try:
             try:

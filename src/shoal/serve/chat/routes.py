@@ -18,12 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal.serve import proof
 from shoal.serve.chat.accounts import Accounts, Opened, Session, same
 from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, Stored
-from shoal.serve.chat.replies import Replies, Wanted
-from shoal.serve.openai.requests import RequestError
-from shoal.serve.prompt import PromptError
-from shoal.serve.scheduler import BusyError, TooLargeError
+from shoal.serve.chat.replies import Replies, ReplyForm
+from shoal.serve.errors import BusyError
 from shoal.serve.threads import Places, Threads, received
-from shoal.serve.versions import NoPlaceError, UnknownVersionError, Versions
+from shoal.serve.versions import Versions
 from shoal.shardcast.connections import network
 from shoal.watch.page.files import SHARED, Files
 from shoal.watch.page.guard import Allowance, HttpError, from_own_page, json_body
@@ -39,18 +37,6 @@ class Strict(BaseModel):
 class Credentials(Strict):
     name: Annotated[str, Field(max_length=200)]
     password: Annotated[str, Field(max_length=2000)]
-
-
-class Asked(Strict):
-    """A new message (`content`), or another reply to the message `parent`."""
-
-    content: Annotated[str, Field(min_length=1, max_length=MESSAGE_CHARACTERS)] | None = None
-    parent: Annotated[str, Field(max_length=40)] | None = None
-    models: Annotated[list[Annotated[str, Field(max_length=300)]], Field(min_length=1, max_length=2)]
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    target: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    as_trained: bool = False
 
 
 class Change(Strict):
@@ -139,16 +125,6 @@ class Chat:
                 return await route(request)
             except HttpError as error:
                 return _refusal(error.status, str(error), error.retry_s)
-            except RequestError as error:
-                return _refusal(error.status, str(error))
-            except (PromptError, TooLargeError, proof.ReplyError) as error:
-                return _refusal(400, str(error))
-            except UnknownVersionError as error:
-                return _refusal(404, str(error))
-            except BusyError as error:
-                return _refusal(429, f"{error}; try again in {error.retry_s} s", error.retry_s)
-            except NoPlaceError as error:
-                return _refusal(503, str(error), 2)
 
         return respond
 
@@ -266,7 +242,7 @@ class Chat:
     async def reply(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events until all lanes are done. Closing the connection stops and saves them."""
         async with received(self.bodies, request, _caller(request), LARGE_BYTES) as data:
-            asked = parsed(data, Asked)
+            asked = parsed(data, ReplyForm)
         user, id, parent = request[OWN].user, request.match_info["id"], asked.parent
         if asked.content is not None:
             if parent is not None:
@@ -274,8 +250,7 @@ class Chat:
             parent = self.conversations.add(user, id, parent, "user", asked.content, {"target": asked.target})
         if parent is None:
             raise HttpError(400, "there is no message to reply to")
-        wanted = Wanted(tuple(asked.models), asked.temperature, asked.max_tokens, asked.target, asked.as_trained)
-        events = self.replies.write(user, id, parent, wanted)
+        events = self.replies.write(user, id, parent, asked)
         try:
             first = await anext(events)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})

@@ -1,6 +1,6 @@
 """One request's completions on their way out: as JSON at the end, or as server-sent events while they come.
 
-    Answer   sends one request's completions     Frame, choice, usage, error   OpenAI's shapes, as dictionaries
+    Answer   sends one request's completions     Frame, choice, usage   OpenAI's shapes, as dictionaries
 
 Invariant: a client that leaves early frees its rows, and the streamed pieces add up to the whole answer.
 """
@@ -49,10 +49,6 @@ class Frame:
             "choices": list(choices),
             **more,
         }
-
-
-def error(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from shoal.errors import ShoalError
+from shoal.serve.errors import RequestError
 from shoal.serve.text import STOP_CHARACTERS, STOPS
 
 Words = Annotated[str, Field(max_length=400_000)]
@@ -42,14 +42,6 @@ ONLY = {
     "functions": "send tools in its place",
     "function_call": "send tool_choice in its place",
 }
-
-
-class RequestError(ShoalError):
-    """A request in a wrong shape. `param`: the field at fault."""
-
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
 
 
 class Fields(BaseModel):

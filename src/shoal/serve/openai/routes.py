@@ -22,15 +22,15 @@ from aiohttp import web
 from shoal.config import Config
 from shoal.errors import UserError
 from shoal.files import write_new_file
-from shoal.serve.generation import Ask, Generation, Grammar, GrammarError, compiled
+from shoal.serve.errors import RequestError, UnknownVersionError
+from shoal.serve.generation import Ask, Generation, Grammar, compiled
 from shoal.serve.openai.answers import Answer
-from shoal.serve.openai.answers import error as error_body
-from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, Kind, RequestError, read
+from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, Kind, read
 from shoal.serve.openai.tools import forced, form_of, offered
-from shoal.serve.prompt import PromptError, TooLongError, as_trained, check_length, encode
-from shoal.serve.scheduler import BusyError, Scheduler, TooLargeError
+from shoal.serve.prompt import as_trained, check_length, encode
+from shoal.serve.scheduler import Scheduler
 from shoal.serve.threads import SMALL_BYTES, Places, Threads, received
-from shoal.serve.versions import Held, NoPlaceError, UnknownVersionError, Versions
+from shoal.serve.versions import Held, Versions
 from shoal.shardcast.connections import network
 from shoal.watch.page.guard import HttpError
 
@@ -89,7 +89,6 @@ def _digest(key: str) -> bytes:
 BODY_BYTES = 4 << 20
 DEFAULT_TOKENS = 1024  # of a chat reply that states no limit; fewer where the model has no room
 MOST_LOGPROBS = 1 << 17  # in one answer that is not streamed: tens of MiB
-RETRY_S = 2
 SEEDS = 1 << 63  # negative ones count from the end
 CALLER = web.RequestKey("caller", str)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -140,26 +139,15 @@ class OpenAI:
         async def respond(request: web.Request) -> web.StreamResponse:
             caller = self.keys.caller(request)
             if caller is None:
-                return refusal(401, "Incorrect API key provided.", kind="authentication_error", code="invalid_api_key")
+                words, kind = "Incorrect API key provided.", "authentication_error"
+                return refusal(RequestError(words, status=401, kind=kind, code="invalid_api_key"))
             request[CALLER] = caller
             try:
                 return await route(request)
             except RequestError as error:
-                return refusal(error.status, str(error), param=error.param, code=error.code)
+                return refusal(error)
             except HttpError as error:
-                return refusal(error.status, str(error))
-            except UnknownVersionError as error:
-                return refusal(404, str(error), param="model", code="model_not_found")
-            except TooLongError as error:
-                return refusal(400, str(error), code="context_length_exceeded")
-            except GrammarError as error:
-                return refusal(400, str(error), param="response_format")
-            except (PromptError, TooLargeError) as error:
-                return refusal(400, str(error))
-            except BusyError as error:
-                return refusal(429, str(error), kind="rate_limit_error", code="busy", retry_s=error.retry_s)
-            except NoPlaceError as error:
-                return refusal(503, str(error), kind="server_error", retry_s=RETRY_S)
+                return refusal(RequestError(str(error), status=error.status))
 
         return respond
 
@@ -277,7 +265,7 @@ class OpenAI:
 
 
 def _prompts(asked: CompletionRequest, held: Held) -> list[tuple[int, ...]]:
-    """Every prompt as tokens. Raises RequestError, TooLongError."""
+    """Every prompt as tokens. Raises RequestError, PromptError."""
     given = asked.prompt
     many: Sequence[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     vocabulary = held.engine.model.config.vocab_size
@@ -296,33 +284,22 @@ def _prompts(asked: CompletionRequest, held: Held) -> list[tuple[int, ...]]:
 @web.middleware
 async def unknown(request: web.Request, handler: Route) -> web.StreamResponse:
     """Paths and methods that there are not, in OpenAI's shape."""
+    asked = f"{request.method[:20]} {request.path[:200]}"
     try:
         return await handler(request)
     except web.HTTPNotFound:
-        return refusal(
-            404,
-            f"Unknown request URL: {_asked_for(request)}; there are /v1/models, /v1/chat/completions, /v1/completions",
-            code="unknown_url",
-        )
+        words = f"Unknown request URL: {asked}; there are /v1/models, /v1/chat/completions, /v1/completions"
+        return refusal(RequestError(words, status=404, code="unknown_url"))
     except web.HTTPMethodNotAllowed as error:
         allowed = error.headers["Allow"]
-        answer = refusal(405, f"{_asked_for(request)} is not allowed; use {allowed}", code="method_not_allowed")
+        words = f"{asked} is not allowed; use {allowed}"
+        answer = refusal(RequestError(words, status=405, code="method_not_allowed"))
         answer.headers["Allow"] = allowed
         return answer
 
 
-def _asked_for(request: web.Request) -> str:
-    return f"{request.method[:20]} {request.path[:200]}"
-
-
-def refusal(
-    status: int,
-    message: str,
-    *,
-    kind: str = "invalid_request_error",
-    param: str | None = None,
-    code: str | None = None,
-    retry_s: int = 0,
-) -> web.Response:
-    headers = {"Retry-After": str(retry_s)} if retry_s else {}
-    return web.json_response(error_body(message, kind=kind, param=param, code=code), status=status, headers=headers)
+def refusal(error: RequestError) -> web.Response:
+    """In OpenAI's shape."""
+    body = {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+    headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
+    return web.json_response(body, status=error.status, headers=headers)

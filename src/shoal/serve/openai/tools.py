@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.serve.openai.requests import ChatRequest, NamedTool, RequestError
-from shoal.serve.prompt import PromptError, written
+from shoal.serve.errors import RequestError
+from shoal.serve.openai.requests import ChatRequest, NamedTool
+from shoal.serve.prompt import written
 
 SPACES = 1000  # that are held because a call may follow
 SPACED = re.compile(r"\s*")
@@ -124,7 +125,7 @@ def shown_with(tokenizer: Any, tools: Sequence[Any]) -> frozenset[int]:
     """The control tokens that are part of a reply's text where these tools were offered."""
     try:
         return form_of(tokenizer).shown if tools else frozenset()
-    except (RequestError, PromptError):  # they cannot have been
+    except RequestError:  # they cannot have been
         return frozenset()
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from shoal.errors import ShoalError
 from shoal.protocol.pace import Rates
 
 BODY_S = 10.0  # for a whole body to arrive
@@ -18,7 +19,7 @@ MOST_KEYS = 50_000
 STRINGS, CONTAINERS = 50_000, 20_000  # of one JSON document
 
 
-class HttpError(Exception):
+class HttpError(ShoalError):
     """`status` and a message for the client."""
 
     def __init__(self, status: int, message: str, retry_s: int = 0) -> None:

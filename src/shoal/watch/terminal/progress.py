@@ -4,7 +4,6 @@ Invariant: the time left counts only what this process did. The bar of `shoal fe
 versions go to standard output.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -24,7 +23,6 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 from shoal import shardcast
-from shoal.errors import printable
 from shoal.watch.figures import duration
 from shoal.watch.terminal.live import Terminal
 
@@ -32,7 +30,7 @@ EVERY_S = 10.0
 
 
 class Progress:
-    """Call it with how many are done, the first time with how many were done before; or `add` what is done."""
+    """Call it with how many are done, the first time with how many were done before."""
 
     def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.what, self.total, self.clock = console, what, total, clock
@@ -60,9 +58,6 @@ class Progress:
     ) -> None:
         self.bar.stop()
 
-    def add(self, n: int) -> None:
-        self(self.done + n)
-
     def __call__(self, done: int) -> None:
         now_s, self.done = self.clock(), done
         if self._begun is None:
@@ -83,19 +78,12 @@ class Progress:
 
 
 class FetchBar:
-    """Bytes, speed and senders of the running download."""
+    """Bytes and speed of the running download, on standard error: standard output is for paths."""
 
     def __init__(self) -> None:
-        self.bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[sources]}"),
-            console=Terminal(stderr=True),
-        )
-        self.task = self.bar.add_task("", total=None, sources="")
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self.bar = Bar(*columns, TimeRemainingColumn(), console=Terminal(stderr=True), redirect_stdout=False)
+        self.task = self.bar.add_task("", total=None)
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -105,17 +93,5 @@ class FetchBar:
         self.bar.stop()
 
     def show(self, progress: shardcast.Progress) -> None:
-        sources = sorted(progress.by_source.items(), key=lambda item: -item[1])
-        senders = ", ".join(f"{url} {size_bytes / 1e6:.1f} MB" for url, size_bytes in sources[:4])
-        self.bar.update(
-            self.task,
-            description=progress.doing,
-            total=progress.total_bytes or None,
-            completed=min(progress.transferred_bytes + progress.reused_bytes, progress.total_bytes or 0),
-            sources=senders,
-        )
-
-    def say(self, line: str) -> None:
-        self.bar.refresh()
-        sys.stdout.write(printable(line) + "\n")
-        sys.stdout.flush()
+        done, total = progress.transferred_bytes + progress.reused_bytes, progress.total_bytes
+        self.bar.update(self.task, description=progress.doing, total=total or None, completed=min(done, total or 0))
