@@ -8,7 +8,7 @@ import torch
 
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.model.turns import fit, model_positions, model_spans
+from shoal.model.turns import model_positions
 
 from .support import naive, with_prompts
 
@@ -61,16 +61,6 @@ def test_turns_equal_a_loop_of_single_turns(engine: TorchEngine, groups: list[li
             assert (completion.tokens, completion.turns) == by_turns(engine.model, g, number)
 
 
-def test_given_tokens_stand_where_the_turns_say(groups: list[list[Completion]]) -> None:
-    for g, group in enumerate(groups):
-        for number, c in enumerate(group):
-            assert fit(c.turns, len(c.tokens))
-            spans = model_spans(c.turns, len(c.tokens))
-            for turn, (_, end) in enumerate(spans[:-1]):
-                given = c.tokens[end : spans[turn + 1][0]]
-                assert given == respond(g, number, c.tokens[:end], c.turns[: 2 * turn])
-
-
 @torch.no_grad()
 def test_logprobs_and_states_are_those_of_sampled_tokens(engine: TorchEngine, groups: list[list[Completion]]) -> None:
     for prompt, c in flat(groups):
@@ -83,13 +73,6 @@ def test_logprobs_and_states_are_those_of_sampled_tokens(engine: TorchEngine, gr
             c.hidden_TH.float(), output.hidden_states[-1][0, before].bfloat16().float(), atol=0.05, rtol=0.02
         )
         assert c.hidden_TH.shape[0] == len(c.logprobs) == len(own)
-
-
-def test_a_conversation_does_not_depend_on_the_others_in_its_batch(
-    engine: TorchEngine, groups: list[list[Completion]]
-) -> None:
-    (alone,) = engine.generate(PROMPTS[:1], SEEDS[:1], SAMPLING, respond)
-    assert [(c.tokens, c.turns) for c in alone] == [(c.tokens, c.turns) for c in groups[0]]
 
 
 def test_where_nothing_is_answered_everything_is_as_without_an_environment(engine: TorchEngine) -> None:

@@ -55,27 +55,17 @@ def answers(engine: TorchEngine, chats: list[list[int]], bundled: Path) -> list[
     return [group[0].tokens for group in engine.generate(chats, [[0]] * len(chats), sampling)]
 
 
-@pytest.fixture(scope="module")
-def perplexities(bundled_model: Any, bundled_tokenizer: Any) -> tuple[float, float]:
-    """Of the paragraph, and of the same words in a random order."""
+@torch.no_grad()
+def test_plain_english_is_unsurprising_and_its_words_shuffled_are_not(
+    bundled_model: Any, bundled_tokenizer: Any
+) -> None:
     words = PARAGRAPH.split()
     random.Random(0).shuffle(words)
-
-    def perplexity(text: str) -> float:
+    perplexities = []
+    for text in (PARAGRAPH, " ".join(words)):
         ids = torch.tensor([bundled_tokenizer(text)["input_ids"]])
-        assert ids.shape[1] > 100
-        return math.exp(float(bundled_model(ids, labels=ids).loss))
-
-    with torch.no_grad():
-        return perplexity(PARAGRAPH), perplexity(" ".join(words))
-
-
-def test_plain_english_is_unsurprising(perplexities: tuple[float, float]) -> None:
-    assert 3 < perplexities[0] < 40
-
-
-def test_the_same_words_shuffled_are_far_more_surprising(perplexities: tuple[float, float]) -> None:
-    assert perplexities[1] > 5 * perplexities[0]
+        perplexities.append(math.exp(float(bundled_model(ids, labels=ids).loss)))
+    assert 3 < perplexities[0] < 40 and perplexities[1] > 5 * perplexities[0]
 
 
 @pytest.mark.parametrize(("index", "question"), list(enumerate(QUESTIONS)))
@@ -83,34 +73,7 @@ def test_a_trivial_question_is_answered_right(
     answers: list[list[int]], bundled_tokenizer: Any, index: int, question: str
 ) -> None:
     assert QUESTIONS[question] in bundled_tokenizer.decode(answers[index])
-
-
-def test_a_short_answer_ends_with_the_end_token(answers: list[list[int]], bundled_tokenizer: Any) -> None:
-    assert answers[0][-1] == bundled_tokenizer.eos_token_id
-
-
-def test_the_chat_template_marks_whose_turn_it_is(chats: list[list[int]], bundled_tokenizer: Any) -> None:
-    text = bundled_tokenizer.decode(chats[0])
-    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_digits_are_tokenised_one_by_one(bundled_tokenizer: Any) -> None:
-    pieces = [bundled_tokenizer.decode([token]) for token in bundled_tokenizer("2026 + 31415")["input_ids"]]
-    assert [piece for piece in pieces if piece.strip().isdigit()] == list("202631415")
-
-
-def test_text_survives_the_tokenizer(bundled_tokenizer: Any) -> None:
-    text = "  Ünïcode, 漢字\n\n\tand `code` <b>"
-    assert bundled_tokenizer.decode(bundled_tokenizer(text)["input_ids"]) == text
-
-
-@pytest.mark.parametrize("index", [0, 4])
-def test_greedy_answers_equal_transformers_own_generate(
-    answers: list[list[int]], chats: list[list[int]], bundled_model: Any, index: int
-) -> None:
-    prompt = torch.tensor([chats[index]])
-    theirs = bundled_model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
-    assert answers[index] == theirs[0, prompt.shape[1] :].tolist()
+    assert index or answers[index][-1] == bundled_tokenizer.eos_token_id, "a short answer ends"
 
 
 def test_the_converted_weights_are_stored_in_bfloat16_with_the_tied_head_once(bundled: Path) -> None:

@@ -89,22 +89,8 @@ def test_logits_are_computed_once_where_the_loss_is_known(monkeypatch: pytest.Mo
         assert not chosen_loss(*case(5), sum_of).requires_grad, "no graph is kept without gradient"
 
 
-def test_values_without_gradient_equal_those_with() -> None:
-    hidden_NH, head_VH, target_N = case(PRODUCT + 5)
-    with torch.no_grad():
-        quick_N, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N)
-    assert torch.equal(quick_N, chosen_logprobs(hidden_NH, head_VH, target_N)[0])
-    assert entropy_N is None, "it is left out unless asked for"
-
-
 def test_entropy_equals_its_definition() -> None:
     hidden_NH, head_VH, target_N = case(PRODUCT + 5)
     _, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N, temperature=0.6, with_entropy=True)
     p_NV = full_logprobs(hidden_NH, head_VH, 0.6).exp()
     torch.testing.assert_close(entropy_N, -(p_NV * p_NV.log()).sum(-1))
-
-
-def test_logprobs_from_bfloat16_hidden_states_are_float32_and_none_of_no_tokens() -> None:
-    hidden_NH, head_VH, target_N = case(5)
-    assert chosen_logprobs(hidden_NH.bfloat16(), head_VH.bfloat16(), target_N)[0].dtype == torch.float32
-    assert chosen_logprobs(*case(0))[0].shape == (0,)

@@ -285,15 +285,13 @@ def distribution(rules: Rules, case: Case) -> Outcome:
 def exact_tokens(rules: Rules, case: Case) -> Outcome:
     """Is every token the one its seed yields, with a margin of exactly 0?"""
     margins_N = case.computed().margins_N
-    differing = margins_N != 0
-    if not bool(differing.any()):
-        return PASSED
-    missed, first = int(differing.sum()), int(differing.nonzero()[0])
-    return rejected(
-        Reason.INEXACT,
-        f"{missed} of {len(margins_N)} tokens are not the argmax: {_place(case, first)} misses it by "
-        f"{float(margins_N[first]):.3g} nats, where a machine of this class misses by 0",
-        {"inexact_tokens": float(missed)},
+    return _unless_equal(
+        case,
+        "tokens",
+        margins_N != 0,
+        lambda n: (
+            f"the score misses the seed's by {float(margins_N[n]):.3g} nats, where a machine of this class misses by 0"
+        ),
     )
 
 
@@ -301,23 +299,18 @@ def exact_logprobs(rules: Rules, case: Case) -> Outcome:
     """Is every logprob, as the file holds it, equal to the recomputed one?"""
     claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs], dtype=torch.float32)
     own_N = case.computed().logprobs_N.to(torch.float32)
-    differing = claimed_N != own_N
-    if not bool(differing.any()):
-        return PASSED
-    differ, first = int(differing.sum()), int(differing.nonzero()[0])
-    return rejected(
-        Reason.INEXACT,
-        f"{differ} of {len(own_N)} logprobs differ: at {_place(case, first)} {float(claimed_N[first])!r} is claimed and "
-        f"{float(own_N[first])!r} is computed",
-        {"inexact_logprobs": float(differ)},
+    return _unless_equal(
+        case,
+        "logprobs",
+        claimed_N != own_N,
+        lambda n: f"{float(claimed_N[n])!r} is claimed and {float(own_N[n])!r} is computed",
     )
 
 
 def exact_proofs(rules: Rules, case: Case) -> Outcome:
     """Is every proof, byte for byte, the one that the recomputed hidden states yield?"""
     prefill = case.computed()
-    hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
-    own = toploc.build_many(hiddens, chunk_tokens=PROOF_CHUNK_TOKENS)
+    own = toploc.build_many(list(torch.split(prefill.hidden_NH, prefill.lengths)), chunk_tokens=PROOF_CHUNK_TOKENS)
     pairs = [
         (number, chunk, claimed == proof)
         for number, (row, proofs) in enumerate(zip(case.rows, own, strict=True))
@@ -327,11 +320,20 @@ def exact_proofs(rules: Rules, case: Case) -> Outcome:
     if not wrong:
         return PASSED
     number, chunk = wrong[0]
-    return rejected(
-        Reason.INEXACT,
-        f"{len(wrong)} of {len(pairs)} proofs differ, first proof {chunk} of rollout {number}",
-        {"inexact_proofs": float(len(wrong))},
-    )
+    detail = f"{len(wrong)} of {len(pairs)} proofs differ, first proof {chunk} of rollout {number}"
+    return rejected(Reason.INEXACT, detail, {"inexact_proofs": float(len(wrong))})
+
+
+def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callable[[int], str]) -> Outcome:
+    """A rejection that says at which sampled token the first of these differs, and how."""
+    if not bool(differing_N.any()):
+        return PASSED
+    count, first = int(differing_N.sum()), int(differing_N.nonzero()[0])
+    place, number = first, 0
+    while place >= case.computed().lengths[number]:
+        place, number = place - case.computed().lengths[number], number + 1
+    detail = f"{count} of {len(differing_N)} {what} differ: at sampled token {place} of rollout {number} {how(first)}"
+    return rejected(Reason.INEXACT, detail, {f"inexact_{what}": float(count)})
 
 
 def environment(rules: Rules, case: Case) -> Outcome:
@@ -402,12 +404,3 @@ def replay(case: Case) -> Replay:
     """How many tokens were compared without tolerance, and how many of them differ."""
     margins_N = case.computed().margins_N
     return Replay(tokens=len(margins_N), mismatched=int((margins_N != 0).sum()))
-
-
-def _place(case: Case, index: int) -> str:
-    """Where the sampled token is that has this index among all of the case's."""
-    for number, length in enumerate(case.computed().lengths):
-        if index < length:
-            return f"sampled token {index} of rollout {number}"
-        index -= length
-    raise IndexError("beyond the case's tokens")
