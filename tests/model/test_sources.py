@@ -121,7 +121,7 @@ def test_workers_and_validators_refuse_it_without_loading_the_weights(tiny_folde
     producer = Producer(config, "run-0", Identity.generate(), TorchEngine("float32"))
     with pytest.raises(ShoalError, match=MESSAGE):
         producer.load(tiny_folder, 0)
-    assert producer.engine.folder is None  # type: ignore[attr-defined]
+    assert producer.engine.model is None  # type: ignore[attr-defined]
     with Judge(config, "run-0", "float32") as judge, pytest.raises(ShoalError, match=MESSAGE):
         judge.load(tiny_folder)
     assert judge.model is None
