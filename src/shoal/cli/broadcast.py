@@ -55,16 +55,8 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
     check_apart(watched, folder)
     config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
-    store = Store(
-        folder / "store",
-        keep=config.relays.keep,
-        public=config.relays.public,
-    )
-    origin = Origin(
-        store,
-        identity.private_key,
-        run=invite.run,
-    )
+    store = Store(folder / "store", keep=config.relays.keep, public=config.relays.public)
+    origin = Origin(store, identity.private_key, run=invite.run)
 
     async def watch(node: Node) -> str:
         while not stop.is_set():
@@ -95,11 +87,7 @@ def _announce(node: Node, manifest: Manifest) -> None:
 def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Listen = HERE) -> str:
     """Mirror the origin and serve the run's nodes, until the run ends."""
     config = Node.read_config(invite, stop)
-    store = Store(
-        folder / "store",
-        keep=config.relays.keep,
-        public=config.relays.public,
-    )
+    store = Store(folder / "store", keep=config.relays.keep, public=config.relays.public)
 
     async def mirror(node: Node) -> str:
         publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
@@ -156,10 +144,7 @@ async def serve_store(
 ) -> str:
     """Serve the store to the pool's nodes, join with the address, and run `live`. `default`: the config's host, port."""
     host, port = listen.or_else(*default)
-    guard = Guard(
-        audience=invite.run,
-        pool_key=None if config.relays.public else invite.key,
-    )
+    guard = Guard(audience=invite.run, pool_key=None if config.relays.public else invite.key)
     runner, bound = await _bind(app(store, guard=guard), host, port, folder / "port")
     try:
         here = url_of(host, bound)
@@ -188,7 +173,7 @@ async def _ban(node: Node, guard: Guard) -> None:
 async def _bind(application: web.Application, host: str, port: int, last_port: Path) -> tuple[web.AppRunner, int]:
     """Listen on `port`. Port 0 means the port from before a restart, or a free one."""
     last = last_port.read_text() if port == 0 and last_port.exists() else ""
-    port = int(last) if last.isdecimal() else port  # an earlier version may have left an empty file
+    port = int(last) if last else port
     runner, bound = await serve(application, host, port)
     write_file(last_port, str(bound).encode())
     return runner, bound

@@ -74,13 +74,16 @@ def of_config(config: Config, folder: Path) -> Iterator[Finding]:
     from shoal.cli.preflight import disk, estimate
     from shoal.cli.preflight.cost import measure
     from shoal.cli.preflight.machine import fails, free_bytes, ok
-    from shoal.cli.preflight.problems import load_tasks, local_folder, problems
+    from shoal.cli.preflight.problems import check_length, load_tasks, local_folder
     from shoal.cli.preflight.work import SizesError, model_sizes
     from shoal.model import dtype
     from shoal.model.load import load_tokenizer
 
-    stops = list(problems(config))
-    held, prompt = local_folder(config.model.name), PROMPT
+    held, prompt, stops = local_folder(config.model.name), PROMPT, []
+    try:
+        check_length(config, fetch=True)
+    except UserError as error:
+        stops.append(str(error))
     try:
         loaded = load_tasks(config)
         yield from (ok("tasks", note) for note in loaded.notes)

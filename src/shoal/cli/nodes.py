@@ -19,7 +19,6 @@ from shoal.config import EngineName
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
-    from shoal.cli.broadcast import Listen
     from shoal.protocol.invite import Invite
     from shoal.protocol.messages import Role
 
@@ -119,39 +118,21 @@ def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
     return invite
 
 
-def _listen(arguments: argparse.Namespace) -> Listen:
-    from shoal.cli.broadcast import Listen
-
-    return Listen(arguments.host, arguments.port, arguments.url)
-
-
 def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threading.Event) -> str:
-    """Return how the run ended. Only the role's own modules are imported."""
-    folder: Path = arguments.dir
-    match role:
-        case "learner":
-            from shoal.cli.roles import run_learner
-            from shoal.protocol.invite import read_invite
+    """Return how the run ended."""
+    from shoal.cli import broadcast, roles
 
-            site = read_invite(arguments.site) if arguments.site else None
-            return run_learner(invite, folder, arguments.threads, stop, site)
-        case "origin":
-            from shoal.cli.broadcast import run_origin
+    folder, threads = arguments.dir, arguments.threads
+    if role in ("origin", "relay"):
+        listen = broadcast.Listen(arguments.host, arguments.port, arguments.url)
+        if role == "origin":
+            return broadcast.run_origin(invite, folder, arguments.watch, stop, listen)
+        return broadcast.run_relay(invite, folder, stop, listen)
+    if role == "learner":
+        from shoal.protocol.invite import read_invite
 
-            return run_origin(invite, folder, arguments.watch, stop, _listen(arguments))
-        case "relay":
-            from shoal.cli.broadcast import run_relay
-
-            return run_relay(invite, folder, stop, _listen(arguments))
-        case "worker":
-            from shoal.cli.roles import run_worker
-
-            return run_worker(invite, folder, arguments.threads, stop, engine=arguments.engine)
-        case "validator":
-            from shoal.cli.roles import run_validator
-
-            return run_validator(invite, folder, arguments.threads, stop)
-        case "evaluator":
-            from shoal.cli.roles import run_evaluator
-
-            return run_evaluator(invite, folder, arguments.threads, stop)
+        site = read_invite(arguments.site) if arguments.site else None
+        return roles.run_learner(invite, folder, threads, stop, site)
+    if role == "worker":
+        return roles.run_worker(invite, folder, threads, stop, engine=arguments.engine)
+    return (roles.run_validator if role == "validator" else roles.run_evaluator)(invite, folder, threads, stop)

@@ -1,27 +1,18 @@
-"""What can be known before a run starts: does its config fit the model, the tasks, the packages and the network ports?
+"""What can be known before a run starts: does its config fit the model, and can its tasks be read and graded?
 
 Invariant: nothing is started, and only what answers a question is fetched (a hub model's config.json, the hub's tasks).
-torch is not imported. The machine: `machine`. Time, memory and disk: `estimate`, `disk`.
+torch is not imported. A port in use and a package that is missing are named by the process that needs them.
 """
 
-import importlib.util
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 from shoal import tasks
 from shoal.config import Config, ConfigError
 from shoal.model import sources
-from shoal.model.sources import ModelNotFoundError, positions
+from shoal.model.sources import positions
 from shoal.tasks.environments import try_out
 from shoal.tasks.task import GradeError
 from shoal.tasks.taskset import TaskSet
-
-
-def problems(config: Config) -> Iterator[str]:
-    """What would stop a run of this config on this machine, one line each; the tasks are looked at by `load_tasks`."""
-    for check in (_model, _ports, _packages):
-        yield from check(config)
 
 
 def check_length(config: Config, *, fetch: bool = False) -> None:
@@ -48,47 +39,6 @@ def load_tasks(config: Config, folder: Path | None = None) -> TaskSet:
     except (ValueError, GradeError) as error:
         raise ConfigError(str(error)) from error
     return loaded
-
-
-def _model(config: Config) -> Iterator[str]:
-    try:
-        check_length(config, fetch=True)
-    except (ConfigError, ModelNotFoundError) as error:
-        yield str(error)
-
-
-def _ports(config: Config) -> Iterator[str]:
-    wanted = {
-        "coordinator.port": (config.coordinator.host, config.coordinator.port, 1),
-        "origin.port": (config.origin.host, config.origin.port, 1),
-        "relays.port": (config.relays.host, config.relays.port, config.relays.count),
-    }
-    taken: dict[tuple[str, int], str] = {}
-    for key, (host, port, count) in wanted.items():
-        if port and count > 1:
-            yield f"{key} = {port} cannot serve relays.count = {count} on one machine; set {key} = 0"
-        elif port and (host, port) in taken:
-            yield f"{key} = {port} is also {taken[host, port]}; choose another port, or 0 for a free one"
-        elif reason := _cannot_bind(host, port):
-            yield f"{key}: cannot listen on {host}:{port} ({reason}); choose another port, or 0 for a free one"
-        taken[host, port] = key
-
-
-def _cannot_bind(host: str, port: int) -> str:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just left is free
-            probe.bind(address)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _packages(config: Config) -> Iterator[str]:
-    tracker = config.run.tracker
-    if tracker != "none" and importlib.util.find_spec(tracker) is None:
-        yield f"run.tracker = \"{tracker}\" needs a package: pip install 'shoal[{tracker}]'"
 
 
 def local_folder(name: str) -> Path | None:
