@@ -26,7 +26,7 @@ from shoal.ledger.connection import SqliteConnection, open_sqlite
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 from shoal.watch.page.server import Dashboard
-from shoal.watch.record import Record, State
+from shoal.watch.record import RunRecord, RunState
 from shoal.watch.run import FolderRun
 
 ROOT = Path(__file__).parent.parent
@@ -94,13 +94,13 @@ def make(folder: Path, steps: int, nodes: int) -> None:
             db.nodes.add(key, f"{role}-{number}", role, None, str(number), start_s + steps * STEP_S)
         for step in range(steps):
             record_step(connection, db, draw, step, steps, keys, start_s + step * STEP_S)
-    record, journal = Record(folder, print), Journal(connection, [])
+    record, journal = RunRecord(folder, print), Journal(connection, [])
     while record.take(db.history.after(record.history.cursor)):
         pass
     while work := journal.new():
         record.add_work(work)
     status = read_status(db, config, "long", [])
-    record.write_state(State(status=status, config=config_text(config), under_way=[], ended=True))
+    record.write_state(RunState(status=status, config=config_text(config), under_way=[], ended=True))
 
 
 def record_step(

@@ -15,7 +15,7 @@ from argon2 import PasswordHasher
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.serve.service import Service, Settings
-from shoal.serve.versions import Source, source_of
+from shoal.serve.versions import ModelSource, source_of
 
 KEY = "sk-a-key-for-these-tests"
 DEADLINE_S = 60.0
@@ -42,7 +42,7 @@ def engine() -> TorchEngine:
 
 @contextmanager
 def serving(
-    source: Source | Path,
+    source: ModelSource | Path,
     folder: Path,
     *,
     ready: bool = True,
@@ -52,7 +52,7 @@ def serving(
     """The whole application at a free port; with `ready`, once its model is loaded."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "api.keys").write_text(f"tester {KEY}\n")
-    found = source if isinstance(source, Source) else source_of(str(source))
+    found = source if isinstance(source, ModelSource) else source_of(str(source))
     service = Service(found, Settings(folder=folder, **settings), new_engine)
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=0.1, access_log=None)

@@ -19,7 +19,7 @@ from shoal.serve.chat import routes as chat_routes
 from shoal.serve.errors import ReplyError, RequestError
 from shoal.serve.openai import routes, tools
 from shoal.serve.openai.requests import ChatRequest, read
-from shoal.serve.openai.tools import Form, Reading
+from shoal.serve.openai.tools import CallReader, Form
 from shoal.watch.page import guard
 
 from .people import PASSWORD, Person
@@ -286,7 +286,7 @@ def test_a_million_wrong_values_are_one_error(field: str) -> None:
 def test_a_streamed_call_is_parsed_once_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, own = [], tools._decoded
     monkeypatch.setattr(tools, "_decoded", lambda text: (parsed.append(len(text)), own(text))[1])
-    reading = Reading(Form("<call>", "</call>", "name", "arguments"), [{"function": {"name": "f"}}])
+    reading = CallReader(Form("<call>", "</call>", "name", "arguments"), [{"function": {"name": "f"}}])
     arguments = {"a": ['}]"\\', {"b": "x" * 3000}]}
     text = "<call>" + json.dumps({"name": "f", "arguments": arguments}) + " " * 100 + "</call>"
     parts = [part for character in text for part in reading.add(character)] + reading.end()
@@ -295,7 +295,7 @@ def test_a_streamed_call_is_parsed_once_however_long_it_is(monkeypatch: pytest.M
 
 
 def test_spaces_that_may_stand_before_a_call_are_not_held_for_ever() -> None:
-    reading = Reading(Form("<call>", "</call>", "name", "arguments"), [])
+    reading = CallReader(Form("<call>", "</call>", "name", "arguments"), [])
     given = "".join(str(part) for _ in range(100) for part in reading.add(" " * 100))
     assert len(given) + tools.SPACES >= 10_000
     assert given + "".join(map(str, reading.end())) == " " * 10_000

@@ -11,7 +11,7 @@ from shoal.config import Config
 from shoal.errors import UserError
 from shoal.files import copy_tree
 from shoal.serve import proof
-from shoal.serve.versions import Source
+from shoal.serve.versions import ModelSource
 
 from .people import PASSWORD, Person
 from .support import CHEAP, Running, serving, until
@@ -176,7 +176,7 @@ def test_a_source_names_what_it_offers(run_folder: Path) -> None:
     from shoal.serve.versions import source_of
 
     source = source_of(str(run_folder))
-    assert isinstance(source, Source) and isinstance(source.config, Config)
+    assert isinstance(source, ModelSource) and isinstance(source.config, Config)
     assert [offer.version for offer in source.offers()] == [3, 0]
     fetched = source_of(str(run_folder / "learner" / "versions"))
     assert [offer.id for offer in fetched.offers()] == ["versions@3"]

@@ -11,20 +11,20 @@ from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import numerics
 from shoal.serve.errors import BusyError, RequestError
-from shoal.serve.generation import Ask, Generation
-from shoal.serve.scheduler import Limits, Scheduler
+from shoal.serve.generation import Generation, ServeAsk
+from shoal.serve.scheduler import ServeLimits, ServeScheduler
 from shoal.serve.text import Text, replay
-from shoal.serve.versions import Held, Offer, load
+from shoal.serve.versions import LoadedModel, Offer, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def held(folder: Path, kind: Any = "fast") -> Held:
+def held(folder: Path, kind: Any = "fast") -> LoadedModel:
     return load(Offer("tiny", None, folder), TorchEngine("float32", "cpu", kind))
 
 
-def generation(of: Held, prompt: range, seed: int, max_tokens: int, **more: Any) -> Generation:
-    ask = Ask(tuple(prompt), seed, 1.0, max_tokens, **more)
+def generation(of: LoadedModel, prompt: range, seed: int, max_tokens: int, **more: Any) -> Generation:
+    ask = ServeAsk(tuple(prompt), seed, 1.0, max_tokens, **more)
     return Generation(ask, of, asyncio.get_running_loop())
 
 
@@ -34,11 +34,11 @@ async def finished(generations: list[Generation]) -> None:
             pass
 
 
-def decoded(of: Held, prompts: list[range], limits: Limits) -> list[Generation]:
+def decoded(of: LoadedModel, prompts: list[range], limits: ServeLimits) -> list[Generation]:
     """All of them, submitted one after the other while earlier ones are decoded."""
 
     async def main() -> list[Generation]:
-        scheduler = Scheduler(limits)
+        scheduler = ServeScheduler(limits)
         scheduler.start()
         generations = []
         for number, prompt in enumerate(prompts):
@@ -59,7 +59,7 @@ def test_rows_that_join_and_leave_get_what_the_engine_gives_them_alone(tiny_fold
     if why := numerics.refusal("float32"):
         pytest.skip(f"exact numerics cannot be had here: {why}")
     of = held(tiny_folder, "exact")
-    for one in decoded(of, PROMPTS, Limits(rows=4)):
+    for one in decoded(of, PROMPTS, ServeLimits(rows=4)):
         settings = Sampling(1.0, one.ask.max_tokens, of.eos_ids)
         [[alone]] = of.engine.generate([one.ask.prompt], [[one.ask.seed]], settings)
         assert one.tokens == alone.tokens
@@ -68,7 +68,7 @@ def test_rows_that_join_and_leave_get_what_the_engine_gives_them_alone(tiny_fold
 
 def test_fast_rows_compute_their_own_tokens(tiny_folder: Path) -> None:
     of = held(tiny_folder)
-    for one in decoded(of, PROMPTS, Limits(rows=4)):
+    for one in decoded(of, PROMPTS, ServeLimits(rows=4)):
         plain = of.engine.model.base_model(
             input_ids=torch.tensor([[*one.ask.prompt, *one.tokens]]), use_cache=False
         ).last_hidden_state[0, len(one.ask.prompt) - 1 : -1]
@@ -79,7 +79,7 @@ def test_a_queue_has_an_end_for_all_and_for_each(tiny_folder: Path) -> None:
     of = held(tiny_folder)
 
     async def main() -> None:
-        scheduler = Scheduler(Limits(rows=2, waiting=3, per_caller=4))  # not started: nothing leaves
+        scheduler = ServeScheduler(ServeLimits(rows=2, waiting=3, per_caller=4))  # not started: nothing leaves
         scheduler.submit([generation(of, range(5, 9), n, 4, caller="one") for n in range(4)])
         with pytest.raises(BusyError, match="one caller"):
             scheduler.submit([generation(of, range(5, 9), 9, 4, caller="one")])
@@ -95,7 +95,7 @@ def test_what_does_not_fit_the_cache_is_refused_and_what_fits_waits_for_room(tin
     of = held(tiny_folder)
 
     async def main() -> int:
-        scheduler = Scheduler(Limits(cache_bytes=of.token_bytes * 16 * 160))
+        scheduler = ServeScheduler(ServeLimits(cache_bytes=of.token_bytes * 16 * 160))
         with pytest.raises(RequestError, match="lower max_tokens"):
             scheduler.submit([generation(of, range(5, 9), 1, 4000)])
         generations = [generation(of, range(5, 9), n, 24) for n in range(20)]  # 16 fit at a time
@@ -121,9 +121,9 @@ def test_a_failure_of_the_engine_ends_every_row_and_is_kept(tiny_folder: Path) -
     of = held(tiny_folder)
 
     async def main() -> Exception | None:
-        scheduler = Scheduler(Limits())
+        scheduler = ServeScheduler(ServeLimits())
         broken = generation(of, range(5, 9), 1, 8)
-        broken.ask = Ask((10**6,), 1, 1.0, 8)  # no such token
+        broken.ask = ServeAsk((10**6,), 1, 1.0, 8)  # no such token
         scheduler.submit([broken])
         scheduler.start()
         await finished([broken])

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from shoal.serve import proof
-from shoal.serve.errors import StoppedError
-from shoal.serve.generation import Ask, Generation
+from shoal.serve.errors import UnwantedError
+from shoal.serve.generation import Generation, ServeAsk
 from shoal.serve.prompt import encode
-from shoal.serve.scheduler import Limits, Scheduler
+from shoal.serve.scheduler import ServeLimits, ServeScheduler
 from shoal.serve.text import HELD_TOKENS, Stop, Text, replay
-from shoal.serve.versions import Held
+from shoal.serve.versions import LoadedModel
 
 from .test_decoding import held
 
@@ -19,18 +19,18 @@ MESSAGES = [{"role": "user", "content": "one"}]
 
 
 @pytest.fixture(scope="module")
-def of(tiny_folder: Path) -> Held:
+def of(tiny_folder: Path) -> LoadedModel:
     return held(tiny_folder)
 
 
-def reply_of(of: Held, **asked: Any) -> proof.Reply:
+def reply_of(of: LoadedModel, **asked: Any) -> proof.Reply:
     """What the server gives out for these stops, this seed and this limit."""
     import asyncio
 
     async def main() -> proof.Reply:
-        scheduler = Scheduler(Limits())
+        scheduler = ServeScheduler(ServeLimits())
         scheduler.start()
-        ask = Ask(encode(of, MESSAGES), proof=True, **({"seed": 1, "temperature": 1.0, "max_tokens": 100} | asked))
+        ask = ServeAsk(encode(of, MESSAGES), proof=True, **({"seed": 1, "temperature": 1.0, "max_tokens": 100} | asked))
         one = Generation(ask, of, asyncio.get_running_loop())
         scheduler.submit([one])
         pieces = [piece async for piece in one.pieces()]
@@ -42,14 +42,14 @@ def reply_of(of: Held, **asked: Any) -> proof.Reply:
 
 
 @pytest.fixture(scope="module")
-def reply(of: Held) -> proof.Reply:
+def reply(of: LoadedModel) -> proof.Reply:
     """Longer than the one chunk that the lies below leave of it."""
     found = next(one for seed in range(100) if len((one := reply_of(of, seed=seed)).tokens) > 40)
     assert proof.verify(found, of).passed
     return found
 
 
-def cut(reply: proof.Reply, of: Held, **lies: Any) -> proof.Reply:
+def cut(reply: proof.Reply, of: LoadedModel, **lies: Any) -> proof.Reply:
     tokens = reply.tokens[:32]
     text = replay(Text(of.tokenizer, lies.get("stops", ()), of.eos_ids), tokens)
     return reply.model_copy(update={"tokens": tokens, "proofs": reply.proofs[:1], "text": text} | lies)
@@ -66,7 +66,9 @@ def cut(reply: proof.Reply, of: Held, **lies: Any) -> proof.Reply:
         {"finish": "length", "max_tokens": 31},
     ],
 )
-def test_a_cut_reply_does_not_pass_for_one_that_ended(of: Held, reply: proof.Reply, lies: dict[str, Any]) -> None:
+def test_a_cut_reply_does_not_pass_for_one_that_ended(
+    of: LoadedModel, reply: proof.Reply, lies: dict[str, Any]
+) -> None:
     verdict = proof.verify(cut(reply, of, **lies), of)
     assert not verdict.passed
     assert [one.question for one in verdict.findings if not one.passed] == ["Does it end where it says?"]
@@ -80,20 +82,20 @@ def test_a_cut_reply_does_not_pass_for_one_that_ended(of: Held, reply: proof.Rep
     ],
 )
 def test_a_cut_reply_that_says_so_passes_and_the_verdict_says_so_too(
-    of: Held, reply: proof.Reply, lies: dict[str, Any], says: str
+    of: LoadedModel, reply: proof.Reply, lies: dict[str, Any], says: str
 ) -> None:
     verdict = proof.verify(cut(reply, of, **lies), of)
     assert verdict.passed and says in verdict.sentence
 
 
-def test_tokens_behind_the_end_are_refused(of: Held, reply: proof.Reply) -> None:
+def test_tokens_behind_the_end_are_refused(of: LoadedModel, reply: proof.Reply) -> None:
     stop = reply.text[2:5]
     lie = reply.model_copy(update={"stops": (stop,), "finish": "stop", "text": reply.text[: reply.text.index(stop)]})
     verdict = proof.verify(lie, of)
     assert [one.question for one in verdict.findings if not one.passed] == ["Does it end where it says?"]
 
 
-def test_every_honest_ending_passes(of: Held, reply: proof.Reply) -> None:
+def test_every_honest_ending_passes(of: LoadedModel, reply: proof.Reply) -> None:
     seed = int(reply.seed)
     stop = reply.text[3:6]
     asked: list[dict[str, Any]] = [{"max_tokens": 20}, {"max_tokens": 33}, {"stops": (stop, "never so")}]
@@ -105,7 +107,7 @@ def test_every_honest_ending_passes(of: Held, reply: proof.Reply) -> None:
     assert "the model ended it" in proof.verify(ended, of).sentence
 
 
-def test_the_version_of_a_file_is_checked_where_it_is_known(of: Held, reply: proof.Reply) -> None:
+def test_the_version_of_a_file_is_checked_where_it_is_known(of: LoadedModel, reply: proof.Reply) -> None:
     from dataclasses import replace
 
     known = replace(of, offer=replace(of.offer, version=3))
@@ -113,16 +115,16 @@ def test_the_version_of_a_file_is_checked_where_it_is_known(of: Held, reply: pro
     assert not proof.verify(reply.model_copy(update={"version": 9}), known).passed
 
 
-def test_a_verification_that_nobody_waits_for_ends(of: Held, reply: proof.Reply) -> None:
-    with pytest.raises(StoppedError):
+def test_a_verification_that_nobody_waits_for_ends(of: LoadedModel, reply: proof.Reply) -> None:
+    with pytest.raises(UnwantedError):
         proof.verify(reply, of, unwanted=lambda: True)
     asked = iter([False] * 20 + [True])
-    with pytest.raises(StoppedError):  # between two tokens
+    with pytest.raises(UnwantedError):  # between two tokens
         proof.verify(reply, of, unwanted=lambda: next(asked))
 
 
 def test_what_is_refused_already_costs_no_forward_pass(
-    of: Held, reply: proof.Reply, monkeypatch: pytest.MonkeyPatch
+    of: LoadedModel, reply: proof.Reply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proof, "forward_hidden", None)
     assert not proof.verify(reply.model_copy(update={"text": "another"}), of).passed

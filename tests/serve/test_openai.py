@@ -12,7 +12,7 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.serve import proof
 from shoal.serve.generation import Likely
 from shoal.serve.openai.answers import text_logprobs
-from shoal.serve.scheduler import Limits
+from shoal.serve.scheduler import ServeLimits
 
 from .support import DEADLINE_S, KEY, Running, engine, serving, until
 
@@ -273,7 +273,7 @@ def test_health_is_503_until_the_model_is_loaded(tiny_folder: Path, tmp_path: Pa
 
 
 def test_beyond_rows_and_queue_a_request_is_told_when_to_come_back(tiny_folder: Path, tmp_path: Path) -> None:
-    with serving(tiny_folder, tmp_path, limits=Limits(rows=1, waiting=0)) as running:
+    with serving(tiny_folder, tmp_path, limits=ServeLimits(rows=1, waiting=0)) as running:
         response = chat(running, n=2)
         assert response.status_code == 429
         assert int(response.headers["Retry-After"]) >= 1
@@ -282,7 +282,7 @@ def test_beyond_rows_and_queue_a_request_is_told_when_to_come_back(tiny_folder: 
 
 
 def test_who_leaves_frees_the_row(tiny_folder: Path, tmp_path: Path) -> None:
-    with serving(tiny_folder, tmp_path, limits=Limits(rows=1)) as running, running.api() as client:
+    with serving(tiny_folder, tmp_path, limits=ServeLimits(rows=1)) as running, running.api() as client:
         body = {"model": running.model, "messages": ASKED, "max_tokens": 480, "stream": True, "n": 16}
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             next(response.iter_bytes())

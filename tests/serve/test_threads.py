@@ -9,7 +9,7 @@ import pytest
 
 from shoal.serve.errors import BusyError
 from shoal.serve.threads import WAITING, Places, Threads
-from shoal.serve.versions import Held
+from shoal.serve.versions import LoadedModel
 
 from .support import DEADLINE_S
 
@@ -88,7 +88,7 @@ def test_a_place_is_free_when_the_thread_ends_not_when_the_client_leaves() -> No
         return 5
 
     async def main() -> int:
-        threads, version = Threads("test", 1), cast(Held, SimpleNamespace(users=0))
+        threads, version = Threads("test", 1), cast(LoadedModel, SimpleNamespace(users=0))
         for _ in range(3):
             task = asyncio.create_task(threads.run("one", work, version))
             await until_idle()

@@ -14,7 +14,7 @@ from shoal.engine import batch
 from shoal.model.load import save_model
 from shoal.serve import proof
 from shoal.serve.errors import RequestError
-from shoal.serve.openai.tools import Call, Form, Reading, form_of
+from shoal.serve.openai.tools import CallReader, Form, WrittenCall, form_of
 from shoal.serve.text import Text, replay
 
 from .support import KEY, Running, serving
@@ -92,11 +92,11 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def parts(form: Form, pieces: list[str], tool: dict[str, Any] = WEATHER) -> list[Any]:
     """Texts as strings, put together, and calls as (name, arguments)."""
-    reading = Reading(form, [tool])
+    reading = CallReader(form, [tool])
     found = [part for piece in pieces for part in reading.add(piece)] + reading.end()
     told: list[Any] = []
     for part in found:
-        if isinstance(part, Call):
+        if isinstance(part, WrittenCall):
             told.append((part.name, json.loads(part.arguments)))
         elif told and isinstance(told[-1], str):
             told[-1] += part
@@ -137,9 +137,9 @@ def test_control_tokens_that_mark_calls_are_read_and_others_are_no_text() -> Non
 
 def test_one_call_is_given_where_they_must_not_be_parallel() -> None:
     text = f"<tool_call>{ROME}</tool_call><tool_call>[{OSLO}, {ROME}]</tool_call>"
-    reading = Reading(TAGGED, [WEATHER], parallel=False)
+    reading = CallReader(TAGGED, [WEATHER], parallel=False)
     found = reading.add(text) + reading.end()
-    assert [json.loads(part.arguments) for part in found if isinstance(part, Call)] == [{"city": "Rome"}]
+    assert [json.loads(part.arguments) for part in found if isinstance(part, WrittenCall)] == [{"city": "Rome"}]
 
 
 @pytest.mark.parametrize(

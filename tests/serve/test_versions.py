@@ -8,20 +8,20 @@ import torch
 
 from shoal.files import copy_tree, discard
 from shoal.serve.errors import NoPlaceError, UnknownVersionError
-from shoal.serve.versions import Source, Versions, digest, label_of
+from shoal.serve.versions import ModelSource, Versions, digest, label_of
 
 from .support import engine
 
 
 @pytest.fixture
-def source(tiny_folders: tuple[Path, Path], tmp_path: Path) -> Source:
+def source(tiny_folders: tuple[Path, Path], tmp_path: Path) -> ModelSource:
     assert (tmp_path / "versions").mkdir() is None
     for version in (1, 2):
         copy_tree(tiny_folders[version - 1], tmp_path / "versions" / f"v{version:06d}")
-    return Source("run", tmp_path / "versions", None)
+    return ModelSource("run", tmp_path / "versions", None)
 
 
-def test_a_version_in_use_stays_and_the_longest_unused_one_goes(source: Source, tiny_folder: Path) -> None:
+def test_a_version_in_use_stays_and_the_longest_unused_one_goes(source: ModelSource, tiny_folder: Path) -> None:
     assert source.folder is not None
     copy_tree(tiny_folder, source.folder / "v000003")
 
@@ -43,7 +43,7 @@ def test_a_version_in_use_stays_and_the_longest_unused_one_goes(source: Source, 
     asyncio.run(main())
 
 
-def test_a_version_that_vanished_is_an_error_of_its_request_alone(source: Source) -> None:
+def test_a_version_that_vanished_is_an_error_of_its_request_alone(source: ModelSource) -> None:
     async def main() -> None:
         versions = Versions(source, engine)
         await versions.poll()

@@ -1,7 +1,7 @@
 """Figures are short, and right."""
 
 from shoal.protocol.history import Exactness, NodeStatus, Status
-from shoal.watch.figures import Pace, clean, count, duration, eta_s, exactness, memory, sparkline, weights_tree
+from shoal.watch.figures import TokenPace, clean, count, duration, eta_s, exactness, memory, sparkline, weights_tree
 
 from .support import Seen, node, status, step
 
@@ -12,7 +12,7 @@ def test_a_nodes_pace_is_that_of_the_window_and_survives_a_restart() -> None:
             now_s=now_s, nodes=[node("w", stats={"tokens": tokens, "busy_s": 40.0, "waiting_s": 10.0})]
         ).status
 
-    pace = Pace(window_s=60)
+    pace = TokenPace(window_s=60)
     pace.add(at(0, 1000))
     assert pace.tokens_per_s(at(0, 1000).nodes[0]) == 20  # since the node's start
     for now_s in range(10, 210, 10):
@@ -21,7 +21,7 @@ def test_a_nodes_pace_is_that_of_the_window_and_survives_a_restart() -> None:
     pace.add(at(210, 10))
     pace.add(at(220, 310))
     assert pace.tokens_per_s(at(220, 310).nodes[0]) == 30
-    assert Pace().tokens_per_s(node("idle")) is None
+    assert TokenPace().tokens_per_s(node("idle")) is None
 
 
 def eta(seen: Seen) -> float | None:

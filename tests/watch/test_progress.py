@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from shoal.watch.terminal.progress import FetchBar, Progress
+from shoal.watch.terminal.progress import CommandProgress, FetchBar
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 
 def test_without_a_terminal_a_line_every_ten_seconds_with_the_time_left() -> None:
     console, clock = Console(file=io.StringIO(), record=True), Clock()
-    with Progress(console, "tasks", 100, clock) as progress:
+    with CommandProgress(console, "tasks", 100, clock) as progress:
         for now_s, done in ((0, 20), (4, 30), (10, 40), (12, 50), (30, 80), (31, 100)):
             clock.now_s = now_s
             progress(done)
@@ -32,7 +32,7 @@ def test_without_a_terminal_a_line_every_ten_seconds_with_the_time_left() -> Non
 
 def test_in_a_terminal_it_is_a_bar() -> None:
     file = io.StringIO()
-    with Progress(Console(file=file, force_terminal=True, width=80), "tasks", 10) as progress:
+    with CommandProgress(Console(file=file, force_terminal=True, width=80), "tasks", 10) as progress:
         progress(4)
         progress(10)
     text = file.getvalue()
@@ -41,7 +41,7 @@ def test_in_a_terminal_it_is_a_bar() -> None:
 
 def test_the_time_left_counts_only_what_was_done_now() -> None:
     console, clock = Console(file=io.StringIO(), record=True), Clock()
-    with Progress(console, "m [x]", 100, clock) as progress:
+    with CommandProgress(console, "m [x]", 100, clock) as progress:
         progress(40)
         for done in range(41, 51):
             clock.now_s += 5

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.protocol.history import MAX_SAMPLES, History, WorkerSample
 from shoal.protocol.messages import Evaluation
-from shoal.watch.record import Record
+from shoal.watch.record import RunRecord
 
 
 class Memory:
@@ -41,8 +41,8 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def record(tmp_path: Path, said: list[str]) -> Record:
-    return Record(tmp_path, said.append)
+def record(tmp_path: Path, said: list[str]) -> RunRecord:
+    return RunRecord(tmp_path, said.append)
 
 
 def steps(n: int) -> list[dict[str, float]]:
@@ -68,7 +68,7 @@ def news(cursor: int, **what: list[Any]) -> History:
     return History.model_validate({"cursor": cursor, "metrics": [], "evaluations": [], "samples": []} | what)
 
 
-def test_the_files_hold_the_whole_run_so_far(record: Record, tmp_path: Path) -> None:
+def test_the_files_hold_the_whole_run_so_far(record: RunRecord, tmp_path: Path) -> None:
     assert lines(tmp_path / "metrics.jsonl") == []
     assert record.take(news(2, metrics=steps(1), evaluations=[evaluation(0)]))
     assert record.take(news(5, metrics=steps(3)[1:], evaluations=[evaluation(3, final=True)]))
@@ -77,28 +77,28 @@ def test_the_files_hold_the_whole_run_so_far(record: Record, tmp_path: Path) -> 
     assert [found["version"] for found in lines(tmp_path / "evaluations.jsonl")] == [0, 3]
 
 
-def test_the_newest_sample_completions_are_kept(record: Record, tmp_path: Path) -> None:
+def test_the_newest_sample_completions_are_kept(record: RunRecord, tmp_path: Path) -> None:
     record.take(news(3, samples=[sample(n) for n in range(3)]))
     record.take(news(4, samples=[sample(n) for n in range(3, MAX_SAMPLES + 3)]))
     kept = [found["submission"][-6:] for found in lines(tmp_path / "rollouts.jsonl")]
     assert (len(kept), kept[0], kept[-1]) == (MAX_SAMPLES, "000003", f"{MAX_SAMPLES + 2:06d}")
 
 
-def test_the_tracker_gets_the_newest_samples(record: Record) -> None:
+def test_the_tracker_gets_the_newest_samples(record: RunRecord) -> None:
     record.tracker = memory = Memory()
     record.take(news(1, samples=[sample(n) for n in range(20)]))
     record.take(news(2, samples=[sample(20)]))
     assert [number for _, number in memory.samples] == [f"{n:06d}" for n in range(12, 21)]
 
 
-def test_a_step_that_is_reported_again_replaces_its_line(record: Record, tmp_path: Path) -> None:
+def test_a_step_that_is_reported_again_replaces_its_line(record: RunRecord, tmp_path: Path) -> None:
     record.take(news(2, metrics=steps(2)))
     changed = {"step": 1.0, "time_s": 20.0, "reward/mean": 0.9}
     record.take(news(3, metrics=[changed]))
     assert lines(tmp_path / "metrics.jsonl") == [steps(2)[0], changed]
 
 
-def test_the_tracker_gets_each_step_and_evaluation_once_at_its_version(record: Record) -> None:
+def test_the_tracker_gets_each_step_and_evaluation_once_at_its_version(record: RunRecord) -> None:
     record.tracker = memory = Memory()
     record.take(news(2, metrics=steps(1), evaluations=[evaluation(0)]))
     for cursor in (4, 6):
@@ -114,7 +114,7 @@ def test_the_tracker_gets_each_step_and_evaluation_once_at_its_version(record: R
 
 
 def test_a_tracker_that_fails_is_reported_once_and_the_files_are_complete(
-    record: Record, said: list[str], tmp_path: Path
+    record: RunRecord, said: list[str], tmp_path: Path
 ) -> None:
     record.tracker = Memory(good=1)
     for n in range(5):
@@ -125,7 +125,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_files_are_complete(
     assert lines(tmp_path / "metrics.jsonl") == steps(4)
 
 
-def test_a_tracker_that_does_not_close_is_told_of(record: Record, said: list[str]) -> None:
+def test_a_tracker_that_does_not_close_is_told_of(record: RunRecord, said: list[str]) -> None:
     record.tracker = Memory(good=0)
     record.close()
     assert "Memory did not close: ConnectionError" in said[0]

@@ -182,13 +182,13 @@ def run_filter(arguments: argparse.Namespace) -> None:
     from shoal.engine.torch_engine import TorchEngine
     from shoal.model import dtype
     from shoal.watch.terminal.live import Terminal
-    from shoal.watch.terminal.progress import Progress
+    from shoal.watch.terminal.progress import CommandProgress
 
     console = Terminal(stderr=True)
     folder = model_folder(config.model.name)
     rates = PassRates(config, folder, arguments.out, arguments.k, arguments.n)
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
-    with Progress(console, "tasks", rates.total) as progress:
+    with CommandProgress(console, "tasks", rates.total) as progress:
         results = rates.measure(TorchEngine(picked, config.model.device), stop, progress)
     if results is None:
         raise ShoalError(

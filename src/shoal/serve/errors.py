@@ -51,5 +51,5 @@ class BusyError(RequestError):
         super().__init__(words, status=429, kind="rate_limit_error", code="busy", retry_s=retry_s)
 
 
-class StoppedError(ShoalError):
+class UnwantedError(ShoalError):
     """Whoever asked does not wait for the answer any more."""

@@ -21,7 +21,7 @@ from shoal.model import logprobs
 from shoal.model.logprobs import likelihoods, token_logprobs
 from shoal.serve.errors import RequestError
 from shoal.serve.text import Finish, Text
-from shoal.serve.versions import Held
+from shoal.serve.versions import LoadedModel
 
 # No more space than Python writes: a model may write spaces for ever.
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -45,7 +45,7 @@ class Grammar:
         return "stop" if self._matcher.is_stopped() else None
 
 
-def compiled(schema: Mapping[str, Any], held: Held, count: int) -> list[Grammar]:
+def compiled(schema: Mapping[str, Any], held: LoadedModel, count: int) -> list[Grammar]:
     """A grammar for each of `count` completions. Takes up to seconds, the first time. Raises RequestError."""
     try:
         import llguidance
@@ -92,7 +92,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Ask(batch.DecodeRequest):
+class ServeAsk(batch.DecodeRequest):
     """What is asked of a version. `top`: how many of the likeliest tokens are wanted; None: no logprobs at all."""
 
     stops: tuple[str, ...] = ()
@@ -105,8 +105,8 @@ class Ask(batch.DecodeRequest):
 
 @dataclass
 class Generation:
-    ask: Ask
-    held: Held
+    ask: ServeAsk
+    held: LoadedModel
     loop: asyncio.AbstractEventLoop
     grammar: Grammar | None = None  # that the reply must fit
     text: Text = field(init=False)

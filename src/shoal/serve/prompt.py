@@ -8,13 +8,13 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.serve.errors import PromptError
-from shoal.serve.versions import Held
+from shoal.serve.versions import LoadedModel
 from shoal.tasks.budget import instruction
 
 Message = Mapping[str, Any]  # role, content; of tools also tool_calls, tool_call_id, name
 
 
-def encode(held: Held, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
+def encode(held: LoadedModel, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
     """The prompt's tokens, up to where the assistant begins. Raises PromptError.
 
     Seconds for a text of megabytes: not for the event loop. What cannot fit is refused before it is read.
@@ -26,7 +26,7 @@ def encode(held: Held, messages: Sequence[Message], tools: Sequence[Message] = (
     return tokens
 
 
-def check_length(held: Held, count: int) -> None:
+def check_length(held: LoadedModel, count: int) -> None:
     """Raises PromptError for a text of `count` characters that no tokens of this model could hold."""
     if count > held.characters:
         raise PromptError(

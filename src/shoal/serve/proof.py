@@ -29,12 +29,12 @@ from shoal.config import Config
 from shoal.model import logprobs
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
-from shoal.serve.errors import PromptError, ReplyError, StoppedError
+from shoal.serve.errors import PromptError, ReplyError, UnwantedError
 from shoal.serve.generation import Generation
 from shoal.serve.openai.tools import shown_with
 from shoal.serve.prompt import encode
 from shoal.serve.text import STOP_CHARACTERS, STOPS, Finish, Text, replay
-from shoal.serve.versions import Held
+from shoal.serve.versions import LoadedModel
 from shoal.watch.page.guard import json_fault
 
 CHUNK_TOKENS = 32
@@ -112,15 +112,15 @@ class Reply(BaseModel):
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReplyFinding:
     question: str
     passed: bool
     detail: str = ""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    findings: tuple[Finding, ...]
+class ReplyVerdict:
+    findings: tuple[ReplyFinding, ...]
     exact: bool  # everything is equal to the last bit
     ending: str = ""  # how the text ends, as its tokens show
 
@@ -171,40 +171,40 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
 
 
 def verify(
-    reply: Reply, held: Held, config: Config | None = None, unwanted: Callable[[], bool] = lambda: False
-) -> Verdict:
+    reply: Reply, held: LoadedModel, config: Config | None = None, unwanted: Callable[[], bool] = lambda: False
+) -> ReplyVerdict:
     """Recompute everything. Costs one forward pass over prompt and reply, and is not for the event loop.
 
-    `config`: of the run, for its limits. `unwanted`: whether nobody waits any more; it then raises StoppedError.
+    `config`: of the run, for its limits. `unwanted`: whether nobody waits any more; it then raises UnwantedError.
     """
 
     def check() -> None:
         if unwanted():
-            raise StoppedError("nobody waits for this verdict")
+            raise UnwantedError("nobody waits for this verdict")
 
     cheap = [_weights(reply, held), _bounds(reply, held)]
     if not all(finding.passed for finding in cheap):
-        return Verdict(tuple(cheap), exact=False)
+        return ReplyVerdict(tuple(cheap), exact=False)
     check()
     cheap.append(_prompt(reply, held))
     text, ending = _ending(reply, held, check)
     cheap += [text, ending]
     if not all(finding.passed for finding in cheap):  # no forward pass for what is refused already
-        return Verdict(tuple(cheap), exact=False)
+        return ReplyVerdict(tuple(cheap), exact=False)
     tokens, proofs, exact = _recomputed(reply, held, config or Config(), check)
-    return Verdict((*cheap, tokens, proofs), exact, ending.detail)
+    return ReplyVerdict((*cheap, tokens, proofs), exact, ending.detail)
 
 
-def _weights(reply: Reply, held: Held) -> Finding:
+def _weights(reply: Reply, held: LoadedModel) -> ReplyFinding:
     own, detail = held.offer.version, ""
     if reply.weights != held.digest:
         detail = f"the file names {reply.weights[:16]}, this machine holds {held.digest[:16]}"
     elif own is not None and reply.version != own:
         detail = f"the file names version {reply.version}, and these weights are version {own}"
-    return Finding("Are these the weights that the file names?", not detail, detail)
+    return ReplyFinding("Are these the weights that the file names?", not detail, detail)
 
 
-def _bounds(reply: Reply, held: Held) -> Finding:
+def _bounds(reply: Reply, held: LoadedModel) -> ReplyFinding:
     vocabulary = held.engine.model.config.vocab_size
     length = len(reply.prompt) + len(reply.tokens)
     expected = -(-len(reply.tokens) // CHUNK_TOKENS)
@@ -215,24 +215,24 @@ def _bounds(reply: Reply, held: Held) -> Finding:
         detail = "a token or seed is out of range"
     elif len(reply.proofs) != expected:
         detail = f"{len(reply.proofs)} proofs for {expected} chunks"
-    return Finding("Are all figures within the model's bounds?", not detail, detail)
+    return ReplyFinding("Are all figures within the model's bounds?", not detail, detail)
 
 
-def _prompt(reply: Reply, held: Held) -> Finding:
+def _prompt(reply: Reply, held: LoadedModel) -> ReplyFinding:
     try:
         same = encode(held, reply.messages, reply.tools) == reply.prompt
         detail = "" if same else "the messages give other tokens"
     except PromptError as error:
         same, detail = False, str(error)
-    return Finding("Do the messages give this prompt?", same, detail)
+    return ReplyFinding("Do the messages give this prompt?", same, detail)
 
 
-def _ending(reply: Reply, held: Held, check: Callable[[], None]) -> tuple[Finding, Finding]:
+def _ending(reply: Reply, held: LoadedModel, check: Callable[[], None]) -> tuple[ReplyFinding, ReplyFinding]:
     """The tokens are read as the server read them: they say what the text is, and where and why it ends."""
     shown = shown_with(held.tokenizer, reply.tools)
     row = Text(held.tokenizer, reply.stops, held.eos_ids, reply.max_tokens, shown)
     same = replay(row, reply.tokens, check) == reply.text
-    text = Finding("Do the tokens give this text?", same, "" if same else "the text was changed")
+    text = ReplyFinding("Do the tokens give this text?", same, "" if same else "the text was changed")
     finish = row.finish or "cancelled"
     fits = (finish, row.count) == (reply.finish, len(reply.tokens))
     detail = ENDINGS[finish].format(limit=reply.max_tokens)
@@ -240,11 +240,13 @@ def _ending(reply: Reply, held: Held, check: Callable[[], None]) -> tuple[Findin
         detail = f"it was cut before {row.stopped!r}, one of its stop strings"
     if not fits:
         detail = f"the file says {reply.finish!r} after {len(reply.tokens)} tokens; after {row.count}, {detail}"
-    return text, Finding("Does it end where it says?", fits, detail)
+    return text, ReplyFinding("Does it end where it says?", fits, detail)
 
 
 @torch.inference_mode()
-def _recomputed(reply: Reply, held: Held, config: Config, check: Callable[[], None]) -> tuple[Finding, Finding, bool]:
+def _recomputed(
+    reply: Reply, held: LoadedModel, config: Config, check: Callable[[], None]
+) -> tuple[ReplyFinding, ReplyFinding, bool]:
     check()
     model, limits = held.engine.model, config.validator
     packed = pack([Tree(reply.prompt, [reply.tokens])]).to(model.device)
@@ -268,22 +270,22 @@ def _recomputed(reply: Reply, held: Held, config: Config, check: Callable[[], No
     yielded = far == 0 and beyond <= limits.allowed_mismatches(len(margins_N)) and mean <= limits.sampling_margin_mean
     missed = int((margins_N != 0).sum())
     detail = f"{len(margins_N) - missed} of {len(margins_N)} are"
-    tokens = Finding("Are the tokens those that the seed yields?", yielded, detail)
+    tokens = ReplyFinding("Are the tokens those that the seed yields?", yielded, detail)
     proofs, equal = _proofs(reply, hidden_NH.to("cpu", torch.bfloat16), config)
     return tokens, proofs, missed == 0 and equal
 
 
-def _proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tuple[Finding, bool]:
+def _proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tuple[ReplyFinding, bool]:
     question = "Do the proofs match the recomputed hidden states?"
     limits = config.validator
     try:
         given = [toploc.from_base64(proof) for proof in reply.proofs]
         chunks = toploc.verify(hidden_NH, given, chunk_tokens=CHUNK_TOKENS)
     except toploc.ProofError as error:
-        return Finding(question, False, f"malformed: {error}"), False
+        return ReplyFinding(question, False, f"malformed: {error}"), False
     failed = sum(not toploc.BFLOAT16.passes(chunk) for chunk in chunks)
     exponents = sum(chunk.exponent_mismatches for chunk in chunks) / len(chunks)
     mantissas = sum(min(chunk.mantissa_error_mean, 127.0) for chunk in chunks) / len(chunks)
     passed = not failed and exponents <= limits.proof_exponent_mean and mantissas <= limits.proof_mantissa_mean
     equal = given == toploc.build(hidden_NH, chunk_tokens=CHUNK_TOKENS)
-    return Finding(question, passed, f"{len(chunks) - failed} of {len(chunks)} do"), equal
+    return ReplyFinding(question, passed, f"{len(chunks) - failed} of {len(chunks)} do"), equal

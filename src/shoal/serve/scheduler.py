@@ -24,7 +24,7 @@ LONGEST_RETRY_S = 60
 
 
 @dataclass(frozen=True)
-class Limits(engine.SchedulerLimits):
+class ServeLimits(engine.SchedulerLimits):
     rows: int = 64
     cache_bytes: int = 4 << 30
     waiting: int = 128  # completions that wait for a row
@@ -43,8 +43,8 @@ class Counts:
     refused: int = 0
 
 
-class Scheduler:
-    def __init__(self, limits: Limits, observe: Callable[[Generation, Piece], None] | None = None) -> None:
+class ServeScheduler:
+    def __init__(self, limits: ServeLimits, observe: Callable[[Generation, Piece], None] | None = None) -> None:
         """`observe` sees every piece in the scheduler's thread, before it is handed over."""
         self.limits = limits
         self._observe = observe or (lambda generation, piece: None)

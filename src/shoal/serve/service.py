@@ -24,14 +24,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import dtype, numerics
 from shoal.serve.chat.accounts import Accounts, connect
-from shoal.serve.chat.conversations import Conversations, Stored
+from shoal.serve.chat.conversations import Conversations, StoredConversations
 from shoal.serve.chat.replies import Replies
 from shoal.serve.chat.routes import Chat
 from shoal.serve.generation import Generation, Piece
 from shoal.serve.openai.routes import Keys, OpenAI, unknown
-from shoal.serve.scheduler import Limits, Scheduler
+from shoal.serve.scheduler import ServeLimits, ServeScheduler
 from shoal.serve.threads import Places, Threads
-from shoal.serve.versions import Source, Versions
+from shoal.serve.versions import ModelSource, Versions
 from shoal.shardcast.connections import LISTENER, Listener, Patience, started
 from shoal.watch.page.files import secure
 
@@ -66,7 +66,7 @@ class Metrics:
         else:
             self._first.observe(now_s - generation.asked_s)
 
-    def watch(self, scheduler: Scheduler, versions: Versions) -> None:
+    def watch(self, scheduler: ServeScheduler, versions: Versions) -> None:
         self.registry.register(Gauges(scheduler, versions))
 
     async def respond(self, request: web.Request) -> web.Response:
@@ -76,7 +76,7 @@ class Metrics:
 class Gauges:
     """What scheduler and versions hold at the moment of a request."""
 
-    def __init__(self, scheduler: Scheduler, versions: Versions) -> None:
+    def __init__(self, scheduler: ServeScheduler, versions: Versions) -> None:
         self.scheduler, self.versions = scheduler, versions
 
     def collect(self) -> Iterator[Metric]:
@@ -111,11 +111,11 @@ class Settings:
     registration: bool = True
     secure_cookies: bool = False  # the page is reached over HTTPS
     hosts: Collection[str] = ()  # names for this server; empty: any
-    limits: Limits = field(default_factory=Limits)
+    limits: ServeLimits = field(default_factory=ServeLimits)
     hasher: PasswordHasher | None = None  # of passwords; None: argon2's recommended cost
 
 
-def engine_of(source: Source) -> Callable[[], TorchEngine]:
+def engine_of(source: ModelSource) -> Callable[[], TorchEngine]:
     """Makes engines as the run computes, or as is best on this machine. Raises DeviceError, ShoalError."""
     section = source.config.model if source.config else None
     device = section.device if section else "cpu"
@@ -127,11 +127,11 @@ def engine_of(source: Source) -> Callable[[], TorchEngine]:
 class Service:
     """Everything behind the routes; `app` has them."""
 
-    def __init__(self, source: Source, settings: Settings, new_engine: Callable[[], TorchEngine]) -> None:
+    def __init__(self, source: ModelSource, settings: Settings, new_engine: Callable[[], TorchEngine]) -> None:
         self.source, self.settings = source, settings
         self.metrics = Metrics()
         self.versions = Versions(source, new_engine)
-        self.scheduler = Scheduler(settings.limits, self.metrics.observe)
+        self.scheduler = ServeScheduler(settings.limits, self.metrics.observe)
         self.metrics.watch(self.scheduler, self.versions)
         self.threads = Threads("prepare", 2)  # what tokenizes, renders and makes proofs
         self.bodies = Places(16, per_caller=2)  # large ones, at most 4 MiB or, of a reply file, 16
@@ -186,7 +186,7 @@ class Service:
         settings = self.settings
         path = settings.folder / "chat.sqlite"
         db = connect(path)
-        conversations, stored = Conversations(db), Stored(connect(path))
+        conversations, stored = Conversations(db), StoredConversations(connect(path))
         accounts = Accounts(db, hasher=settings.hasher)
         self.replies = Replies(self.versions, self.scheduler, conversations, stored, self.source.config, self.threads)
         chat = Chat(
@@ -213,7 +213,7 @@ async def _asked(request: web.Request, handler: Any) -> web.StreamResponse:
     return response
 
 
-def serve_forever(source: Source, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> bool:
+def serve_forever(source: ModelSource, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> bool:
     """Serve until `stop` is set. Raises what failed; OSError if the port is taken.
 
     Returns whether all its threads have ended. A forward pass cannot be interrupted; all that must last is stored then.

@@ -19,7 +19,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from shoal.serve.errors import BusyError
-from shoal.serve.versions import Held
+from shoal.serve.versions import LoadedModel
 from shoal.watch.page.guard import json_body
 
 WAIT_S = 30.0  # for a place
@@ -87,7 +87,7 @@ class Threads:
         self.places = Places(count)
         self._pool = ThreadPoolExecutor(count, name)
 
-    async def run(self, caller: str, call: Callable[[], Result], held: Held | None = None) -> Result:
+    async def run(self, caller: str, call: Callable[[], Result], held: LoadedModel | None = None) -> Result:
         """What `call` returns. `held`: a version that stays in memory until the call has ended. Raises BusyError."""
         await self.places.take(caller)
         future = asyncio.get_running_loop().run_in_executor(self._pool, call)

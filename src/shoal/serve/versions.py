@@ -49,7 +49,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """`name` is the newest version; `name@7` is version 7."""
 
     name: str
@@ -69,20 +69,20 @@ class Source:
         return [Offer(f"{self.name}@{version}", version, found[version]) for version in sorted(found, reverse=True)]
 
 
-def source_of(what: str) -> Source:
+def source_of(what: str) -> ModelSource:
     """The source that a person named: a run's folder, a folder of versions, or a model. Raises UserError,
     ModelNotFoundError, ConfigError."""
     path, name = Path(what).expanduser(), label_of(what, [what])
     if path.is_dir() and (path / CONFIG).is_file():
         config = config_module.load(path / CONFIG)
-        return Source(name, path / VERSIONS, _base(config.model.name), config)
+        return ModelSource(name, path / VERSIONS, _base(config.model.name), config)
     if path.is_dir() and not (path / "config.json").is_file():
         if any(parse_version(one.name) is not None for one in path.iterdir()):
-            return Source(name, path, None)
+            return ModelSource(name, path, None)
         raise UserError(
             f"{path} holds neither a run ({CONFIG}), a model (config.json) nor versions (v000001); name one of these"
         )
-    return Source(name.removeprefix("bundled:"), None, path if path.is_dir() else sources.resolve(what))
+    return ModelSource(name.removeprefix("bundled:"), None, path if path.is_dir() else sources.resolve(what))
 
 
 def _base(name: str) -> Path | None:
@@ -124,7 +124,7 @@ UNSTATED = 4096  # positions of a model that states none
 
 
 @dataclass
-class Held:
+class LoadedModel:
     """A version in memory."""
 
     offer: Offer
@@ -154,12 +154,12 @@ class Held:
 
 @dataclass
 class Versions:
-    source: Source
+    source: ModelSource
     new_engine: Callable[[], TorchEngine]
     places: int = PLACES
-    newest: Held | None = None
+    newest: LoadedModel | None = None
     failure: str = ""  # why the newest version could not be loaded
-    _held: dict[str, Held] = field(default_factory=dict)
+    _held: dict[str, LoadedModel] = field(default_factory=dict)
     _spare: list[TorchEngine] = field(default_factory=list)  # evicted engines, whose memory is used again
     _offers: list[Offer] = field(default_factory=list)
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -196,7 +196,7 @@ class Versions:
             self.failure = str(error)  # removed meanwhile; the next poll sees what is there
 
     @asynccontextmanager
-    async def take(self, id: str) -> AsyncIterator[Held]:
+    async def take(self, id: str) -> AsyncIterator[LoadedModel]:
         """The version called `id` (the source's name: the newest), loaded; it stays while it is used.
 
         Raises UnknownVersionError, NoPlaceError.
@@ -210,7 +210,7 @@ class Versions:
         finally:
             held.users -= 1
 
-    async def _find(self, id: str) -> Held:
+    async def _find(self, id: str) -> LoadedModel:
         if id == self.source.name and self.newest:
             return self.newest
         if id in self._held:
@@ -229,7 +229,7 @@ class Versions:
         finally:
             self._waiting -= 1
 
-    async def _load(self, offer: Offer) -> Held:
+    async def _load(self, offer: Offer) -> LoadedModel:
         self._make_place()
         spare = self._spare.pop() if self._spare else None
         loop = asyncio.get_running_loop()
@@ -255,12 +255,12 @@ class Versions:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def load(offer: Offer, engine: TorchEngine) -> Held:
+def load(offer: Offer, engine: TorchEngine) -> LoadedModel:
     """Read a version into an engine, all of it. Raises OSError."""
     engine.load(offer.folder)
     tokenizer = load_tokenizer(offer.folder)
     places = positions(read_config(str(offer.folder.resolve()), fetch=False)) or UNSTATED
-    return Held(
+    return LoadedModel(
         offer=offer,
         engine=engine,
         digest=digest(offer.folder),

@@ -227,7 +227,7 @@ def said(text: str) -> str:
     return LONG_HEX.sub("[key]", ADDRESS.sub("[address]", clean(text)))
 
 
-class Pace:
+class TokenPace:
     """Tokens per second of each node over the last `window_s`."""
 
     def __init__(self, window_s: float = 60.0) -> None:

@@ -31,7 +31,7 @@ NOT_TRACKED = ("step", "time_s")  # a tracker has its own
 Line = dict[str, Any]
 
 
-class State(BaseModel):
+class RunState(BaseModel):
     """`state.json`."""
 
     status: Status
@@ -77,7 +77,7 @@ def trained_steps(folder: Path) -> int:
     return len({line["step"] for line in Lines(folder / METRICS).read()})
 
 
-class Record:
+class RunRecord:
     """The files are in `folder`; `say` takes a line for the person who watches."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -90,7 +90,7 @@ class Record:
             if not (folder / name).exists():
                 self._write(name, [])
 
-    def keep(self, news: History, work: Sequence[Line], state: State | None) -> None:
+    def keep(self, news: History, work: Sequence[Line], state: RunState | None) -> None:
         """All that became known since the last call. Raises OSError if a file cannot be written."""
         self.take(news)
         self.add_work(work)
@@ -130,7 +130,7 @@ class Record:
             with (self.folder / WORK).open("a") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: RunState) -> None:
         path = self.folder / STATE
         new = path.with_suffix(".new")
         new.write_text(state.model_dump_json())  # not fsynced: it is written again within seconds

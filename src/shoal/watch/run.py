@@ -17,7 +17,7 @@ from shoal.errors import UserError
 from shoal.protocol.history import PoolWatch, RunHistory, Status, WorkerSample
 from shoal.protocol.invite import server_url
 from shoal.protocol.messages import Evaluation
-from shoal.watch.record import EVALUATIONS, METRICS, ROLLOUTS, STATE, WORK, Line, Lines, State
+from shoal.watch.record import EVALUATIONS, METRICS, ROLLOUTS, STATE, WORK, Line, Lines, RunState
 from shoal.watch.summary import read_summary, wall_s
 
 AWAY_S = 60.0  # a run whose coordinator has written nothing for this long has ended, finished or not
@@ -34,14 +34,14 @@ class FolderRun:
         self.path, self.clock = folder, clock
         self.history = RunHistory()
         self._files = {name: Lines(folder / name) for name in (METRICS, EVALUATIONS, ROLLOUTS, WORK)}
-        self._state: State | None = None
+        self._state: RunState | None = None
         self.name = self.look().run
         assert self._state is not None
         self.config: Config | None = parse(tomllib.loads(self._state.config), source=f"{folder / STATE}")
 
     def look(self) -> Status:
         try:
-            self._state = State.model_validate_json((self.path / STATE).read_bytes())
+            self._state = RunState.model_validate_json((self.path / STATE).read_bytes())
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path / STATE} is not of a run of this version: {error}") from error
         steps = {step["step"]: step for step in self._files[METRICS].read()}

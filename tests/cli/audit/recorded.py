@@ -57,7 +57,7 @@ from shoal.store.rollouts import (
     write_submission,
 )
 from shoal.tasks.compiling import build_tasks
-from shoal.watch.record import Record, State
+from shoal.watch.record import RunRecord, RunState
 
 STEPS, NEED, GROUPS, SIZE = 3, 3, 2, 2  # a batch needs NEED groups, a submission has GROUPS
 SPENT = Spent(
@@ -223,11 +223,11 @@ class Recorded:
         self.pool.judgement.checkers.fingerprints.ask(BOB.public)
         self.pool.judgement.checkers.replays.set_doubt("d" * 16 + "-000000", VALIDATOR.public, "inexact", "{}")
         (self.folder / "config.toml").write_text(config_module.dumps(self.config))
-        record = Record(self.folder, lambda line: None)
+        record = RunRecord(self.folder, lambda line: None)
         record.take(self.pool.db.history.after(0))
         record.add_work(Journal(self.pool.db.connection, []).new())
         status = read_status(self.pool.db, self.config, RUN, [])
-        record.write_state(State(status=status, config=config_text(self.config), under_way=[], ended=True))
+        record.write_state(RunState(status=status, config=config_text(self.config), under_way=[], ended=True))
         record.close()
         seal(self.pool.db, TABLE_NAMES)
         self.database.sqlite.close()

@@ -22,7 +22,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Address
 from shoal.protocol.server import listen
 from shoal.shardcast.server import url_of
-from shoal.watch.record import Record, State
+from shoal.watch.record import RunRecord, RunState
 from shoal.watch.summary import CURVE, SUMMARY, write_report
 from shoal.watch.trackers import open_tracker
 
@@ -53,7 +53,7 @@ class ServedRun:
         self.coordinator = Coordinator(config, run, identity, folder)
         self.coordinator.published_invite()
         self.reports = reports
-        self.record = Record(record_to or folder, self.coordinator.pool.notices.append)
+        self.record = RunRecord(record_to or folder, self.coordinator.pool.notices.append)
         self.record.tracker = open_tracker(record_to.name if record_to else run, self.record.folder, config)
         self.journal = Journal(self.coordinator.pool.db.connection, self.record.work())
         self._state_due_s = 0.0
@@ -118,9 +118,9 @@ class ServedRun:
         steps, place = summary["steps"], record.folder
         log.info("the run has finished its %d steps; %s and %s are in %s", steps, SUMMARY, CURVE, place)
 
-    def _state(self, *, ended: bool = False) -> State:
+    def _state(self, *, ended: bool = False) -> RunState:
         coordinator = self.coordinator
-        return State(
+        return RunState(
             status=coordinator.status(),
             config=config_text(coordinator.config),
             under_way=self.journal.under_way(),

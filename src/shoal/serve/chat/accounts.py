@@ -91,7 +91,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSession:
     """A new session's secrets, for the cookies."""
 
     token: str
@@ -117,7 +117,7 @@ class Accounts:
         self._of_device = Allowance(10, 600, monotonic)
         self._registered = Allowance(10, 3600, monotonic)
 
-    async def register(self, name: str, password: str, address: str) -> Opened:
+    async def register(self, name: str, password: str, address: str) -> OpenedSession:
         """Raises HttpError."""
         if not NAME.fullmatch(name):
             raise HttpError(400, "a name has 2 to 64 characters: letters, digits and . _ - + @")
@@ -134,7 +134,7 @@ class Accounts:
             raise HttpError(409, "this name is taken") from None
         return self._open(int(found.lastrowid or 0), name)
 
-    async def log_in(self, name: str, password: str, address: str, device: str = "", old: str = "") -> Opened:
+    async def log_in(self, name: str, password: str, address: str, device: str = "", old: str = "") -> OpenedSession:
         """`old`: the token of a session that this one replaces. Raises HttpError."""
         if len(password) > LONGEST or len(name) > 64:
             raise HttpError(401, WRONG)
@@ -184,7 +184,7 @@ class Accounts:
         """Whether nobody has registered."""
         return self.db.execute("SELECT 1 FROM user WHERE name != ? LIMIT 1", (LOCAL,)).fetchone() is None
 
-    def local(self) -> Opened:
+    def local(self) -> OpenedSession:
         """A session of the one user of `--open`."""
         self.db.execute("INSERT OR IGNORE INTO user(name, password, created_s) VALUES(?, '', ?)", (LOCAL, self.clock()))
         return self._open(self.db.execute("SELECT id FROM user WHERE name = ?", (LOCAL,)).fetchone()["id"], LOCAL)
@@ -197,7 +197,7 @@ class Accounts:
             raise HttpError(401, "the password is wrong")
         self.db.execute("DELETE FROM user WHERE id = ?", (session.user,))
 
-    def _open(self, user: int, name: str) -> Opened:
+    def _open(self, user: int, name: str) -> OpenedSession:
         token, device, csrf = (secrets.token_urlsafe(32) for _ in range(3))
         now_s = self.clock()
         self.db.execute("DELETE FROM session WHERE created_s < ?", (now_s - SESSION_S,))
@@ -209,7 +209,7 @@ class Accounts:
                 f"(SELECT token FROM {table} WHERE user = ?1 ORDER BY created_s DESC, rowid DESC LIMIT ?2)",
                 (user, BROWSERS),
             )
-        return Opened(token, device, Session(user, name, csrf))
+        return OpenedSession(token, device, Session(user, name, csrf))
 
     def _matches(self, hashed: str, password: str) -> bool:
         try:

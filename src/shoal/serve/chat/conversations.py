@@ -146,7 +146,7 @@ class Conversations:
         return row
 
 
-class Stored:
+class StoredConversations:
     """Conversations as a thread reads them, with a connection of its own: megabytes would stop the event loop."""
 
     def __init__(self, db: sqlite3.Connection) -> None:

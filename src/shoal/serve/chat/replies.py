@@ -18,14 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.config import Config
 from shoal.serve import proof
-from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, Stored
+from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, StoredConversations
 from shoal.serve.errors import BusyError, ReplyError
-from shoal.serve.generation import Ask, Generation
+from shoal.serve.generation import Generation, ServeAsk
 from shoal.serve.openai.routes import new_seed, tokens_left
 from shoal.serve.prompt import as_trained, encode
-from shoal.serve.scheduler import Scheduler
+from shoal.serve.scheduler import ServeScheduler
 from shoal.serve.threads import Threads
-from shoal.serve.versions import Held, Versions
+from shoal.serve.versions import LoadedModel, Versions
 from shoal.watch.page.guard import HttpError
 
 
@@ -60,9 +60,9 @@ class Replies:
     def __init__(
         self,
         versions: Versions,
-        scheduler: Scheduler,
+        scheduler: ServeScheduler,
         conversations: Conversations,
-        stored: Stored,
+        stored: StoredConversations,
         config: Config | None,
         threads: Threads,
     ) -> None:
@@ -108,8 +108,8 @@ class Replies:
         """Wait until what is being written is saved; the scheduler has cancelled it."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _generation(self, user: int, held: Held, prompt: tuple[int, ...], wanted: ReplyForm) -> Generation:
-        ask = Ask(
+    def _generation(self, user: int, held: LoadedModel, prompt: tuple[int, ...], wanted: ReplyForm) -> Generation:
+        ask = ServeAsk(
             prompt=prompt,
             seed=new_seed(),
             temperature=wanted.temperature,

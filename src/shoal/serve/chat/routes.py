@@ -16,8 +16,8 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.serve import proof
-from shoal.serve.chat.accounts import Accounts, Opened, Session, same
-from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, Stored
+from shoal.serve.chat.accounts import Accounts, OpenedSession, Session, same
+from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, StoredConversations
 from shoal.serve.chat.replies import Replies, ReplyForm
 from shoal.serve.errors import BusyError
 from shoal.serve.threads import Places, Threads, received
@@ -34,12 +34,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Credentials(Strict):
+class LoginForm(Strict):
     name: Annotated[str, Field(max_length=200)]
     password: Annotated[str, Field(max_length=2000)]
 
 
-class Change(Strict):
+class ConversationForm(Strict):
     title: Annotated[str, Field(max_length=200)] | None = None
     leaf: Annotated[str, Field(max_length=40)] | None = None
 
@@ -72,7 +72,7 @@ class Chat:
         self,
         accounts: Accounts,
         conversations: Conversations,
-        stored: Stored,
+        stored: StoredConversations,
         replies: Replies,
         versions: Versions,
         bodies: Places,
@@ -149,13 +149,13 @@ class Chat:
     # --- accounts ----------------------------------------------------------------------------------------------------
 
     async def register(self, request: web.Request) -> web.Response:
-        asked = await body(request, Credentials, SMALL_BYTES)
+        asked = await body(request, LoginForm, SMALL_BYTES)
         if self.is_open or not self.registration:
             raise HttpError(403, "nobody can register here")
         return self._welcome(request, await self.accounts.register(asked.name, asked.password, self._address(request)))
 
     async def login(self, request: web.Request) -> web.Response:
-        asked = await body(request, Credentials, SMALL_BYTES)
+        asked = await body(request, LoginForm, SMALL_BYTES)
         if self.is_open:
             raise HttpError(403, "this server needs no login")
         old, device = request.cookies.get(SESSION, ""), request.cookies.get(DEVICE, "")
@@ -169,7 +169,7 @@ class Chat:
         return response
 
     async def delete_account(self, request: web.Request) -> web.Response:
-        asked = await body(request, Credentials, SMALL_BYTES)
+        asked = await body(request, LoginForm, SMALL_BYTES)
         await self.accounts.delete(request[OWN], asked.password, self._address(request))
         return web.json_response({})
 
@@ -178,7 +178,7 @@ class Chat:
         forwarded = request.headers.get("X-Forwarded-For", "") if self.secure_cookies else ""
         return network(forwarded.rpartition(",")[2].strip() or request.remote or "")
 
-    def _welcome(self, request: web.Request, opened: Opened) -> web.Response:
+    def _welcome(self, request: web.Request, opened: OpenedSession) -> web.Response:
         response = web.json_response(
             {
                 "name": opened.session.name,
@@ -228,7 +228,7 @@ class Chat:
         return web.Response(text=text, content_type="application/json")
 
     async def change(self, request: web.Request) -> web.Response:
-        asked = await body(request, Change, SMALL_BYTES)
+        asked = await body(request, ConversationForm, SMALL_BYTES)
         id = request.match_info["id"]
         self.conversations.change(request[OWN].user, id, title=asked.title, leaf=asked.leaf)
         return web.json_response({})

@@ -20,16 +20,16 @@ from aiohttp import web
 from shoal.serve import proof
 from shoal.serve.generation import Generation, Likely, Piece
 from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest
-from shoal.serve.openai.tools import Call, Form, Reading
-from shoal.serve.scheduler import Scheduler
+from shoal.serve.openai.tools import CallReader, Form, WrittenCall
+from shoal.serve.scheduler import ServeScheduler
 from shoal.serve.threads import Threads
-from shoal.serve.versions import Held
+from shoal.serve.versions import LoadedModel
 
 TextOf = Callable[[int], str]  # of one token
 
 
 @dataclass(frozen=True)
-class Frame:
+class AnswerFrame:
     """What all chunks of an answer share."""
 
     id: str
@@ -62,7 +62,7 @@ def choice(
     finish: str | None,
     logprobs: Any,
     *,
-    calls: Sequence[Call] = (),
+    calls: Sequence[WrittenCall] = (),
     first: bool = False,
     chunk: bool = False,
 ) -> dict[str, Any]:
@@ -81,11 +81,11 @@ def choice(
     return body | {"delta" if chunk else "message": said}
 
 
-def tool_call(call: Call) -> dict[str, Any]:
+def tool_call(call: WrittenCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def call_chunk(index: int, number: int, call: Call) -> dict[str, Any]:
+def call_chunk(index: int, number: int, call: WrittenCall) -> dict[str, Any]:
     """A chunk of choice `index` with its call `number`, whole."""
     delta = {"tool_calls": [{"index": number, **tool_call(call)}]}
     return {"index": index, "finish_reason": None, "logprobs": None, "delta": delta}
@@ -141,7 +141,7 @@ class Answer:
     """One request's completions, on their way out."""
 
     asked: Common
-    held: Held
+    held: LoadedModel
     generations: list[Generation]
     chat: bool
     messages: Sequence[Any] = ()
@@ -151,9 +151,9 @@ class Answer:
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.chat else "cmpl"
-        self.frame = Frame(f"{prefix}-{secrets.token_hex(12)}", self.held.id, self.chat)
+        self.frame = AnswerFrame(f"{prefix}-{secrets.token_hex(12)}", self.held.id, self.chat)
 
-    async def respond(self, request: web.Request, scheduler: Scheduler, threads: Threads) -> web.StreamResponse:
+    async def respond(self, request: web.Request, scheduler: ServeScheduler, threads: Threads) -> web.StreamResponse:
         async with submitted(scheduler, self.generations):
             if self.asked.stream:
                 return await self._stream(request, threads)
@@ -170,7 +170,7 @@ class Answer:
             reading = self._reading()
             parts = [part for piece in own for part in _parts(reading, piece)]
             shown = self._prompt_text(generation) + "".join(part for part in parts if isinstance(part, str))
-            calls = [part for part in parts if isinstance(part, Call)]
+            calls = [part for part in parts if isinstance(part, WrittenCall)]
             reason = _reason(reading, own[-1])
             logprobs = self._logprobs(generation, likely)
             choices.append(choice(self.chat, index, shown, reason, logprobs, calls=calls))
@@ -216,13 +216,13 @@ class Answer:
         self,
         index: int,
         text: str,
-        parts: Sequence[str | Call],
+        parts: Sequence[str | WrittenCall],
         finish: str | None,
         logprobs: Any,
-        reading: Reading | None,
+        reading: CallReader | None,
     ) -> Iterator[dict[str, Any]]:
         """What a piece adds to a stream: its text, then its calls, then why the reply ends."""
-        calls = [part for part in parts if isinstance(part, Call)]
+        calls = [part for part in parts if isinstance(part, WrittenCall)]
         if text or logprobs is not None or (finish and not calls):
             yield choice(self.chat, index, text, None if calls else finish, logprobs, chunk=True)
         for number, call in enumerate(calls, len(reading.calls) - len(calls) if reading else 0):
@@ -230,11 +230,11 @@ class Answer:
         if calls and finish:
             yield choice(self.chat, index, None, finish, None, chunk=True)
 
-    def _reading(self) -> Reading | None:
+    def _reading(self) -> CallReader | None:
         if not self.form:
             return None
         parallel = not (isinstance(self.asked, ChatRequest) and self.asked.parallel_tool_calls is False)
-        return Reading(self.form, self.tools, parallel=parallel)
+        return CallReader(self.form, self.tools, parallel=parallel)
 
     def _prompt_text(self, generation: Generation) -> str:
         echoes = isinstance(self.asked, CompletionRequest) and self.asked.echo
@@ -261,7 +261,7 @@ class Answer:
 
 
 @asynccontextmanager
-async def submitted(scheduler: Scheduler, generations: Sequence[Generation]) -> AsyncIterator[None]:
+async def submitted(scheduler: ServeScheduler, generations: Sequence[Generation]) -> AsyncIterator[None]:
     """No row is left behind, however it ends. Raises BusyError, TooLargeError."""
     scheduler.submit(generations)
     try:
@@ -271,14 +271,14 @@ async def submitted(scheduler: Scheduler, generations: Sequence[Generation]) -> 
             generation.cancel()
 
 
-def _parts(reading: Reading | None, piece: Piece) -> Sequence[str | Call]:
+def _parts(reading: CallReader | None, piece: Piece) -> Sequence[str | WrittenCall]:
     """The text and the calls that became certain with this piece."""
     if reading is None:
         return [piece.text]
     return reading.add(piece.text) + (reading.end() if piece.finish else [])
 
 
-def _reason(reading: Reading | None, piece: Piece) -> str | None:
+def _reason(reading: CallReader | None, piece: Piece) -> str | None:
     return "tool_calls" if reading and reading.calls and piece.finish == "stop" else piece.finish
 
 

@@ -44,18 +44,18 @@ ONLY = {
 }
 
 
-class Fields(BaseModel):
+class RequestFields(BaseModel):
     """As OpenAPI says: no other fields, and no text in place of a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Part(Fields):
+class TextPart(RequestFields):
     type: Literal["text"]
     text: Words
 
 
-class Called(Fields):
+class Called(RequestFields):
     name: Annotated[str, Field(max_length=64)]
     arguments: Words
 
@@ -71,15 +71,15 @@ class Called(Fields):
         return text or "{}"
 
 
-class ToolCall(Fields):
+class ToolCall(RequestFields):
     id: Annotated[str, Field(max_length=100)]
     type: Literal["function"]
     function: Called
 
 
-class Message(Fields):
+class ChatMessage(RequestFields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Words | Annotated[list[Part], Field(max_length=256, fail_fast=True)] | None = None
+    content: Words | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)] | None = None
     name: str | None = Field(default=None, max_length=100)
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(default=None, max_length=100)
@@ -99,7 +99,7 @@ class Message(Fields):
         return content
 
     @model_validator(mode="after")
-    def _of_its_role(self) -> "Message":
+    def _of_its_role(self) -> "ChatMessage":
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are the assistant's")
         if (self.tool_call_id is not None) != (self.role == "tool"):
@@ -126,24 +126,24 @@ def _as_object(called: Called) -> dict[str, Any]:
     return {"name": called.name, "arguments": json.loads(called.arguments)}
 
 
-class Function(Fields):
+class ToolFunction(RequestFields):
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: Annotated[str, Field(max_length=10_000)] | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Fields):
+class Tool(RequestFields):
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
-class StreamOptions(Fields):
+class StreamOptions(RequestFields):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against observers of packet sizes; there is none
 
 
-class Common(Fields):
+class Common(RequestFields):
     """Both routes' parameters. The last ones have no effect here, whatever they are."""
 
     model: Annotated[str, Field(max_length=300)]
@@ -175,33 +175,33 @@ class Common(Fields):
         return tuple(stop for stop in given if stop)
 
 
-class ToolName(Fields):
+class ToolName(RequestFields):
     name: Annotated[str, Field(max_length=64)]
 
 
-class NamedTool(Fields):
+class NamedTool(RequestFields):
     type: Literal["function"]
     function: ToolName
 
 
-class PlainFormat(Fields):
+class PlainFormat(RequestFields):
     type: Literal["text", "json_object"]
 
 
-class Schema(Fields):
+class ReplySchema(RequestFields):
     name: Annotated[str, Field(max_length=100)]
     description: Annotated[str, Field(max_length=10_000)] | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None  # it is followed in any case
 
 
-class SchemaFormat(Fields):
+class SchemaFormat(RequestFields):
     type: Literal["json_schema"]
-    json_schema: Schema
+    json_schema: ReplySchema
 
 
 class ChatRequest(Common):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=2000, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2000, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None

@@ -23,14 +23,14 @@ from shoal.config import Config
 from shoal.errors import UserError
 from shoal.files import write_new_file
 from shoal.serve.errors import RequestError, UnknownVersionError
-from shoal.serve.generation import Ask, Generation, Grammar, compiled
+from shoal.serve.generation import Generation, Grammar, ServeAsk, compiled
 from shoal.serve.openai.answers import Answer
 from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, Kind, read
 from shoal.serve.openai.tools import forced, form_of, offered
 from shoal.serve.prompt import as_trained, check_length, encode
-from shoal.serve.scheduler import Scheduler
+from shoal.serve.scheduler import ServeScheduler
 from shoal.serve.threads import SMALL_BYTES, Places, Threads, received
-from shoal.serve.versions import Held, Versions
+from shoal.serve.versions import LoadedModel, Versions
 from shoal.shardcast.connections import network
 from shoal.watch.page.guard import HttpError
 
@@ -105,7 +105,7 @@ def new_seed() -> int:
     return secrets.randbits(48)
 
 
-def tokens_left(held: Held, prompt: Sequence[int], wanted: int | None) -> int:
+def tokens_left(held: LoadedModel, prompt: Sequence[int], wanted: int | None) -> int:
     """`max_tokens` for this prompt. Raises RequestError if prompt and reply exceed the model's positions."""
     room, least = held.positions - len(prompt), 1 if wanted is None else wanted
     if room < least:
@@ -121,7 +121,7 @@ def tokens_left(held: Held, prompt: Sequence[int], wanted: int | None) -> int:
 @dataclass
 class OpenAI:
     versions: Versions
-    scheduler: Scheduler
+    scheduler: ServeScheduler
     keys: Keys
     config: Config | None  # of the run that is served
     threads: Threads
@@ -220,7 +220,7 @@ class OpenAI:
     def _generations(
         self,
         request: web.Request,
-        held: Held,
+        held: LoadedModel,
         asked: Common,
         prompts: Sequence[tuple[int, ...]],
         top: int | None,
@@ -247,7 +247,7 @@ class OpenAI:
         for prompt, limit in zip(prompts, most_tokens, strict=True):
             seed = new_seed() if asked.seed is None else asked.seed % SEEDS
             for index in range(n):
-                ask = Ask(
+                ask = ServeAsk(
                     prompt=prompt,
                     seed=seed_of(seed, index),
                     temperature=1.0 if asked.temperature is None else asked.temperature,
@@ -264,7 +264,7 @@ class OpenAI:
         return found
 
 
-def _prompts(asked: CompletionRequest, held: Held) -> list[tuple[int, ...]]:
+def _prompts(asked: CompletionRequest, held: LoadedModel) -> list[tuple[int, ...]]:
     """Every prompt as tokens. Raises RequestError, PromptError."""
     given = asked.prompt
     many: Sequence[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given

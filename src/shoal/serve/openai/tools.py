@@ -56,7 +56,7 @@ CALLED = {"type": "function", "id": "probe0000", "function": {"name": NAME, "arg
 
 
 @dataclass(frozen=True)
-class Call:
+class WrittenCall:
     name: str
     arguments: str  # JSON
     id: str = field(
@@ -130,7 +130,7 @@ def shown_with(tokenizer: Any, tools: Sequence[Any]) -> frozenset[int]:
 
 
 def _reads(form: Form, call: str) -> bool:
-    reading = Reading(form, [PROBE])
+    reading = CallReader(form, [PROBE])
     reading.add(call)
     reading.end()
     return [(one.name, json.loads(one.arguments)) for one in reading.calls] == [(NAME, ARGUMENTS)]
@@ -146,20 +146,20 @@ def _in_json(text: str) -> Form | None:
             arguments = [key for key, one in value.items() if one == ARGUMENTS]
             if names and arguments:
                 before, after = text[:at].strip(), text[at + end :].strip()
-                if before.endswith("[") and after.startswith("]"):  # a list, which `Reading` takes as well
+                if before.endswith("[") and after.startswith("]"):  # a list, which `CallReader` takes as well
                     before, after = before[:-1].rstrip(), after[1:].lstrip()
                 return Form(before, after, names[0], arguments[0])
     return None
 
 
-class Reading:
+class CallReader:
     """One reply. Everything that `add` and `end` give, in order, is the reply's text and its calls."""
 
     def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
         """`parallel`: more than one call; otherwise those behind the first are left out."""
         self.form, self.parallel = form, parallel
         self.names = {tool["function"]["name"] for tool in tools}
-        self.calls: list[Call] = []
+        self.calls: list[WrittenCall] = []
         self._rest = ""  # not read yet
         self._inside = False  # behind `form.before`
         self._begun = False  # something was given
@@ -170,16 +170,16 @@ class Reading:
         self._bounds = Bounds()
         self._value: tuple[Any, int] | None = None  # the JSON and where it ends, once it is whole
 
-    def add(self, text: str) -> list[str | Call]:
+    def add(self, text: str) -> list[str | WrittenCall]:
         """What is certain now."""
         self._rest += text
         return list(self._read(last=False))
 
-    def end(self) -> list[str | Call]:
+    def end(self) -> list[str | WrittenCall]:
         """What is left, when no text follows."""
         return list(self._read(last=True))
 
-    def _read(self, *, last: bool) -> Iterator[str | Call]:
+    def _read(self, *, last: bool) -> Iterator[str | WrittenCall]:
         while True:
             if not self._inside:
                 text, self._inside = self._text(last)
@@ -220,7 +220,7 @@ class Reading:
         self._rest = rest[len(sure) :]
         return sure, False
 
-    def _calls(self, last: bool) -> list[Call] | str | None:
+    def _calls(self, last: bool) -> list[WrittenCall] | str | None:
         """The calls behind the mark, the mark itself as text if there are none, None if more has to come."""
         rest, mark, after = self._rest, self.form.before, self.form.after
         begin = SPACED.match(rest).end()  # type: ignore[union-attr]
@@ -245,7 +245,7 @@ class Reading:
         self._rest = tail[len(after) :] if closed else ""
         return calls
 
-    def _made(self, value: Any) -> list[Call] | None:
+    def _made(self, value: Any) -> list[WrittenCall] | None:
         """The calls in a JSON value; None if anything of it is not a call of an offered function."""
         found = []
         for one in value if isinstance(value, list) else [value]:
@@ -255,7 +255,7 @@ class Reading:
             if not isinstance(name, str) or name not in self.names or not isinstance(arguments, dict):
                 return None
             try:
-                found.append(Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
+                found.append(WrittenCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
             except ValueError:  # numbers that JSON lacks
                 return None
         return found or None

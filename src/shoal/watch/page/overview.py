@@ -17,8 +17,8 @@ from shoal.protocol.history import NodeStatus, RunHistory, Status
 from shoal.protocol.messages import Evaluation
 from shoal.watch.estimates import wilson
 from shoal.watch.figures import (
-    Pace,
     SiteRow,
+    TokenPace,
     busy_frac,
     clean,
     count,
@@ -250,7 +250,7 @@ def _ends(rewards: Sequence[float]) -> tuple[float, float, float]:
     return means[0], means[1], (sum(spread) / size) ** 0.5
 
 
-def node_table(run: Run, status: Status, pace: Pace, trust: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def node_table(run: Run, status: Status, pace: TokenPace, trust: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
     """One row per node, problems first. `trust`: by worker, full checks that it passed in a row, and all of them."""
     state = state_of(run, status)
     alpha = ALPHA if run.config else None  # evidence of 1 / alpha dismisses a worker
@@ -259,7 +259,12 @@ def node_table(run: Run, status: Status, pace: Pace, trust: Mapping[str, tuple[i
 
 
 def _row(
-    node: NodeStatus, status: Status, pace: Pace, trust: Mapping[str, tuple[int, int]], state: str, alpha: float | None
+    node: NodeStatus,
+    status: Status,
+    pace: TokenPace,
+    trust: Mapping[str, tuple[int, int]],
+    state: str,
+    alpha: float | None,
 ) -> dict[str, Any]:
     silent = is_silent(node, status, running=state == "running")
     condition, tone = "here", "good"

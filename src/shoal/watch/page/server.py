@@ -20,7 +20,7 @@ from aiohttp import web
 
 from shoal.errors import ShoalError
 from shoal.protocol.history import Status
-from shoal.watch.figures import Pace
+from shoal.watch.figures import TokenPace
 from shoal.watch.page.files import SHARED, File, Files, secure
 from shoal.watch.page.guard import HttpError
 from shoal.watch.page.overview import about, accuracy, broadcast, curves, node_table, overview, run_name
@@ -44,7 +44,7 @@ class Dashboard:
     def __init__(self, run: Run, others: Sequence[Run] = ()) -> None:
         """`others`: runs whose curves are drawn beside this one's, as they are now."""
         self.run, self.others = run, others
-        self.pace = Pace()
+        self.pace = TokenPace()
         self.problem = ""  # why the run could not be looked at
         self.files = Files([SHARED, STATIC])
         self._status: Status | None = None

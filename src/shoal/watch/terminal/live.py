@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shoal.errors import printable
 from shoal.protocol.history import RunHistory, Status, UnreachableError
-from shoal.watch.figures import Pace, clean
+from shoal.watch.figures import TokenPace, clean
 from shoal.watch.run import Run
 from shoal.watch.terminal.events import Events
 from shoal.watch.terminal.screen import Screen
@@ -38,7 +38,7 @@ class LiveView:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._pace = Pace()
+        self._pace = TokenPace()
         self._events = Events()
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 

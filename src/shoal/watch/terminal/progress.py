@@ -29,7 +29,7 @@ from shoal.watch.terminal.live import Terminal
 EVERY_S = 10.0
 
 
-class Progress:
+class CommandProgress:
     """Call it with how many are done, the first time with how many were done before."""
 
     def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -22,8 +22,8 @@ from shoal.protocol.messages import Evaluation, Role
 from shoal.watch.figures import (
     NONE,
     SILENT_S,
-    Pace,
     SiteRow,
+    TokenPace,
     busy_frac,
     by_name,
     clamp,
@@ -63,7 +63,7 @@ class Screen:
 
     status: Status
     history: RunHistory
-    pace: Pace = field(default_factory=Pace)
+    pace: TokenPace = field(default_factory=TokenPace)
     elapsed_s: float | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -227,7 +227,7 @@ def _batch(status: Status) -> Text:
     return text.append(f", {share}" if (share := useful_share(status.signal)) else "")
 
 
-def _nodes_panel(status: Status, pace: Pace, width: int, room: int) -> RenderableType:
+def _nodes_panel(status: Status, pace: TokenPace, width: int, room: int) -> RenderableType:
     """The nodes in at most `room` lines: a table, or one line that counts them. What has no row is counted as hidden."""
     nodes = sorted(status.nodes, key=lambda node: ORDER.index(node.role))
     if not nodes:
@@ -280,7 +280,7 @@ def sites_table(sites: Sequence[SiteRow], width: int) -> Table:
     return table
 
 
-def nodes_table(nodes: list[NodeStatus], status: Status, pace: Pace, width: int) -> RenderableType:
+def nodes_table(nodes: list[NodeStatus], status: Status, pace: TokenPace, width: int) -> RenderableType:
     wide, narrow = width >= WIDE, width < NARROW
     table = _table(width)
     _column(table, "name")
