@@ -23,7 +23,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,14 +104,10 @@ class Run:
     def rounds(self) -> list[dict[str, Any]]:
         return whole_lines(self.folder / "meet" / "rounds.jsonl")
 
-    def status(self) -> dict[str, Any]:
-        """What the meeting says; {} while it is away."""
-        try:
-            port = (self.folder / "meet" / "port").read_text()
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/status", timeout=5) as answer:  # noqa: S310
-                return dict(json.load(answer))
-        except OSError:
-            return {}
+    def offered(self) -> list[str]:
+        """The sites that have offered in the open round, by the meeting's log."""
+        log, number = (self.folder / "meet.log").read_text(errors="replace"), len(self.rounds())
+        return [name for name in self.sites if f"{name} offers for round {number}\n" in log]
 
     def look(self, name: str) -> tuple[int, int]:
         """Note a site's digests and held-out losses. Returns its inner steps since its last round, and their round."""
@@ -144,10 +139,11 @@ def at(run: Run, kind: str, site: str) -> None:
     """Wait for the moment that the fault is about, in a round in which the others count on `site`."""
 
     def now() -> bool:
-        found = run.status().get("sites", {}).get(site)
+        offered, rounds = run.offered(), run.rounds()
         if kind == "kill the meeting during a round":
-            return any(each["offered"] for each in run.status().get("sites", {}).values())
-        return bool(found and found["expected"] and found["offered"] == (kind == "kill a site that has offered"))
+            return bool(offered)
+        expected = bool(rounds) and site in rounds[-1]["kept"]
+        return expected and (site in offered) == (kind == "kill a site that has offered")
 
     if kind == "kill a site after the round":
         before = len(run.rounds())

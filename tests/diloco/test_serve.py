@@ -349,8 +349,6 @@ def test_a_strangers_connection_ends_with_its_answer_and_a_sites_stays(tmp_path:
         site.rounds(1)
         pool = site.remote.node.client._transport._pool  # type: ignore[attr-defined]
         assert any(connection.is_idle() for connection in pool.connections)
-        found = httpx.get(f"http://127.0.0.1:{host.port}/v1/status").json()
-        assert found["sites"]["site-a"]["accepted"] == 0 and found["round"] == 1
         with socket.create_connection(("127.0.0.1", host.port), timeout=20) as stranger:
             stranger.sendall(b"POST /v1/state HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
             answer = b""

@@ -5,14 +5,13 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from shoal.cli.pool.meeting import meeting_at
 from shoal.protocol import calling
 from shoal.protocol.calling import ASKING, LEAST_BPS, BodyError, NodeError, RefusedError, StoppedError, read_body
 from shoal.protocol.history import PoolWatch, UnreachableError
@@ -230,16 +229,9 @@ def watch(transport: httpx.MockTransport) -> None:
         PoolWatch(URL, httpx.Client(transport=transport)).look()
 
 
-def meeting(transport: httpx.MockTransport) -> None:
-    assert meeting_at(URL, httpx.Client(transport=transport)) is None
-
-
-@pytest.mark.parametrize("reader", [watch, meeting])
-def test_no_reader_of_an_open_route_reads_without_end_or_decompresses(
-    reader: Callable[[httpx.MockTransport], None],
-) -> None:
+def test_a_reader_of_open_routes_does_not_read_without_end_or_decompress() -> None:
     flood, packed = Endless(), Endless()
-    reader(httpx.MockTransport(lambda request: httpx.Response(200, stream=flood)))
+    watch(httpx.MockTransport(lambda request: httpx.Response(200, stream=flood)))
     assert flood.sent <= 20 << 20
     accepted: list[str] = []
 
@@ -247,7 +239,7 @@ def test_no_reader_of_an_open_route_reads_without_end_or_decompresses(
         accepted.append(request.headers["accept-encoding"])
         return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=packed)
 
-    reader(httpx.MockTransport(bomb))
+    watch(httpx.MockTransport(bomb))
     assert set(accepted) == {"identity"} and not packed.sent
 
 

@@ -78,10 +78,10 @@ class Archive:
         self._write("rounding", round, pieces({"left": feedback.left}))
         self._write("state", round, pieces(agreed.tensors()))
 
-    def describe(self, run: str, round: int) -> StateDescriptor:
+    def describe(self, round: int) -> StateDescriptor:
         """The size and hash of a round's state, as it was written."""
         path = self.path("state", round)
-        return StateDescriptor(run=run, round=round, sha256=self.sums[path.name], size_bytes=path.stat().st_size)
+        return StateDescriptor(round=round, sha256=self.sums[path.name], size_bytes=path.stat().st_size)
 
     def drop_old(self) -> None:
         for name in ("state", "rounding", "average"):

@@ -33,10 +33,8 @@ from shoal.diloco.messages import (
     Figures,
     ForgottenError,
     Greeting,
-    MeetingStatus,
     RoundClosedError,
     RoundOutcome,
-    SiteStatus,
     StateDescriptor,
     Terms,
     Welcome,
@@ -82,7 +80,6 @@ class Meeting:
         self.offers: dict[str, SiteOffer] = {}
         self.dealt: list[str] = []  # the sites that share the open round's work, once one has asked
         self.healed: dict[str, str] = {}
-        self.figures: dict[str, Figures] = {}  # the last of each site
         self.first_offer_s: float | None = None
         self.first_deal_s: float | None = None
         self.opened_s = clock()
@@ -165,6 +162,7 @@ class Meeting:
         except CodecError as error:
             raise BadOfferError(f"the offer of {name} for round {round} is malformed: {error}") from error
         self.offers[name] = SiteOffer(change, len(data), change.norm(), figures)
+        log.info("%s offers for round %d", name, round)
         member.expected = True
         if self.first_offer_s is None:
             self.first_offer_s = self.clock()
@@ -189,7 +187,7 @@ class Meeting:
 
     def state(self) -> tuple[StateDescriptor, Path]:
         """What is agreed before the open round: its descriptor, and the file."""
-        return self.archive.describe(self.run, self.round), self.archive.path("state", self.round)
+        return self.archive.describe(self.round), self.archive.path("state", self.round)
 
     def waiting_for(self) -> list[str]:
         here = self.members.expected()
@@ -236,26 +234,6 @@ class Meeting:
         self.publish(self.round, self.agreed)
         return outcome
 
-    def status(self) -> MeetingStatus:
-        """Who is here, and what they last said of themselves."""
-        return MeetingStatus(
-            run=self.run,
-            round=self.round,
-            rounds=self.terms.rounds,
-            waiting_for=self.waiting_for(),
-            sites={
-                name: SiteStatus(
-                    expected=each.expected,
-                    offered=name in self.offers,
-                    accepted=each.accepted,
-                    share=each.share,
-                    sent_bytes=each.sent_bytes,
-                    figures=self.figures.get(name),
-                )
-                for name, each in sorted(self.members.named.items())
-            },
-        )
-
     def _gathered(self) -> bool:
         return bool(self.round or self.dealt) or len(self.members.named) >= self.terms.sites
 
@@ -281,11 +259,9 @@ class Meeting:
             self.members[name].expected = False
         for name in {*outcome.missing, *outcome.dealt} - self.offers.keys():
             self.members.fail(name, outcome.round)
-        for name, offer in self.offers.items():
+        for name in self.offers:
             member = self.members[name]
             member.accepted, member.failed, member.since = outcome.round, 0, min(member.since, self.round + 1)
-            member.sent_bytes += offer.size_bytes
-            self.figures[name] = offer.figures
         self.norms = [*self.norms, *(self.offers[name].norm for name in outcome.kept)][-PAST:]
         self.outcomes = {round: each for round, each in self.outcomes.items() if round > outcome.round - KEPT}
         self.outcomes[outcome.round] = outcome

@@ -23,7 +23,6 @@ class SiteMember:
     failed: int = 0  # rounds in a row that waited for it in vain
     share: int | None = None  # of the data, which it reads
     accepted: int = -1  # the last round that took its offer
-    sent_bytes: int = 0  # of offers that were taken
 
 
 class SiteMembers:

@@ -1,5 +1,5 @@
-"""What sites and the meeting tell each other, the terms they meet on, what must be equal at all sites, and what the meeting
-signs: an invite for each site, and which bytes a state file has.
+"""What sites and the meeting tell each other, the terms they meet on, what must be equal at all sites, and the invite
+that the meeting signs for each site.
 
 Invariant: every field is bounded. Vectors travel beside these messages, as bytes of `codec`. Two sites whose `about` agree
 compute the same thing from the same data. Nothing is believed that the meeting's key, which is in the invite, did not sign.
@@ -106,31 +106,13 @@ class Dealt(SiteMessage):
     sites: list[str]  # empty: not all are here yet
 
 
-class SiteStatus(SiteMessage):
-    expected: bool  # rounds wait for it
-    offered: bool  # in the open round
-    accepted: int  # the last round that took its offer; −1: none
-    share: int | None
-    sent_bytes: int
-    figures: Figures | None  # with its last offer that was taken
-
-
-class MeetingStatus(SiteMessage):
-    run: str
-    round: int  # the open one
-    rounds: int
-    waiting_for: list[str]
-    sites: dict[str, SiteStatus]
-
-
 class Why(SiteMessage):
     why: Words
 
 
 class StateDescriptor(SiteMessage):
-    """What the meeting signs of a state file."""
+    """A state file: the meeting signs this, as it signs every answer."""
 
-    run: str
     round: int
     sha256: Digest
     size_bytes: int
@@ -222,7 +204,7 @@ def _short(text: str | None) -> str:
     return "none" if text is None else text[:60]
 
 
-DOMAIN, STATE_DOMAIN = "site-invite", "site-state"
+DOMAIN = "site-invite"
 
 
 class SiteInvite(BaseModel):
@@ -251,14 +233,3 @@ def name_of(invite: Invite) -> str:
         return SiteInvite.model_validate_json(invite.signed.open(invite.key, domain=DOMAIN)).name
     except (IdentityError, ValidationError) as error:
         raise MeetingError("this is not an invite for a site: `shoal pool meet` writes them to its folder") from error
-
-
-def open_descriptor(signed: Signed, key: str, run: str) -> StateDescriptor:
-    """What the meeting signed of a state file. Raise MeetingError."""
-    try:
-        described = StateDescriptor.model_validate_json(signed.open(key, domain=STATE_DOMAIN))
-    except (IdentityError, ValidationError) as error:
-        raise MeetingError(f"the state is not signed by this run's meeting: {error}") from error
-    if described.run != run:
-        raise MeetingError(f"the state is of run {described.run}, not {run}")
-    return described

@@ -1,7 +1,7 @@
 """A site's side of a meeting over HTTP: `MeetingLink` by signed requests, repeated while the meeting is away.
 
 Invariant: it believes only answers that the meeting's key, which is in the invite, signed for its own request, and a state
-only if its bytes are those of a signed descriptor. It opens no port.
+only if its bytes are those of such a descriptor. It opens no port.
 """
 
 import threading
@@ -29,10 +29,9 @@ from shoal.diloco.messages import (
     Welcome,
     Why,
     name_of,
-    open_descriptor,
 )
 from shoal.protocol.calling import NodeError, RefusedError
-from shoal.protocol.identity import Identity, Signed
+from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Ok
 from shoal.protocol.node import KEY, Node
@@ -102,8 +101,7 @@ class Remote:
 
     def state(self, why: str) -> tuple[int, bytes]:
         for _ in range(STATE_TRIES):
-            signed = self.node.post("/v1/state", Why(why=why), Signed)
-            described = open_descriptor(signed, self.invite.key, self.invite.run)
+            described = self.node.post("/v1/state", Why(why=why), StateDescriptor)
             try:
                 data = self._download(described)
             except RoundClosedError:

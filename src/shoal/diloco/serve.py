@@ -4,13 +4,12 @@
     PUT  /v1/rounds/{round}/{digest} a site's pseudo-gradient, from the parameters with this digest
     GET  /v1/rounds/{round}          how it ended; the answer waits up to POLL_S for that
     GET  /v1/rounds/{round}/average  the average that every site applies
-    POST /v1/state                   the signed descriptor of what is agreed
+    POST /v1/state                   the descriptor of what is agreed
     GET  /v1/state/{round}/{offset}  a piece of that file, of at most PIECE_BYTES
     POST /v1/shares, /v1/leave       the next share of the data; good-bye
     POST /v1/rounds/{round}/deal     the sites that share the work of a round
-    GET  /v1/status                  who is here, and what they last said of themselves; open to all
 
-Invariant: every request but the status is signed by a key that a valid invite brought, and every answer for the request that
+Invariant: every request is signed by a key that a valid invite brought, and every answer for the request that
 it answers (`protocol.server`). An invite works for one key. If the disk fails, the meeting ends; a restart goes on from the
 last round that was written.
 Left out: several meetings that share the work.
@@ -35,18 +34,16 @@ from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
     DOMAIN,
     PIECE_BYTES,
-    SILENT,
-    STATE_DOMAIN,
     Dealt,
     Figures,
     JoinRequest,
     MeetingError,
-    MeetingStatus,
     RoundClosedError,
     RoundOutcome,
     RoundProgress,
     Share,
     SiteInvite,
+    StateDescriptor,
     Welcome,
     Why,
 )
@@ -117,7 +114,6 @@ class MeetingServer:
                 web.post("/v1/shares", signed(self._share)),
                 web.post("/v1/leave", signed(self._leave, rare=True)),
                 web.post(r"/v1/rounds/{round:\d{1,9}}/deal", signed(self._deal)),
-                web.get("/v1/status", self.front.open_to_all(self._status)),
             ]
         )
         return application
@@ -158,7 +154,7 @@ class MeetingServer:
         if self.meeting.due() and self.failure is None:
             outcome = await self._alone(lambda: self.meeting.close() if self.meeting.due() else None)
             if outcome is not None:
-                log.info("%s", summary(outcome, self.meeting.status()))
+                log.info("%s", summary(outcome, self.meeting.terms.rounds))
                 self.ended.set()
                 self.ended = asyncio.Event()
 
@@ -210,11 +206,10 @@ class MeetingServer:
     async def _average(self, request: Request) -> bytes:
         return await self._alone(partial(self.meeting.average, int(request.match["round"])))
 
-    async def _describe(self, request: Request) -> Signed:
+    async def _describe(self, request: Request) -> StateDescriptor:
         why = Why.model_validate_json(request.body).why
         await self._alone(partial(self.meeting.heal, self.names[request.key], why))
-        described, _ = await self._alone(self.meeting.state)
-        return Signed.make(self.identity, described.model_dump_json(), domain=STATE_DOMAIN)
+        return (await self._alone(self.meeting.state))[0]
 
     async def _state(self, request: Request) -> bytes:
         described, path = await self._alone(self.meeting.state)
@@ -228,10 +223,6 @@ class MeetingServer:
     async def _deal(self, request: Request) -> Dealt:
         deal = partial(self.meeting.deal, self.names[request.key], int(request.match["round"]))
         return Dealt(sites=await self._alone(deal))
-
-    async def _status(self, request: web.Request) -> web.Response:
-        status = await self._alone(self.meeting.status)
-        return web.json_response(text=status.model_dump_json())
 
     async def _leave(self, request: Request) -> Ok:
         await self._alone(partial(self.meeting.leave, self.names[request.key]))
@@ -255,11 +246,11 @@ def _piece(path: Path, offset_bytes: int) -> bytes:
         return os.pread(file.fileno(), PIECE_BYTES, offset_bytes)
 
 
-def summary(outcome: RoundOutcome, status: MeetingStatus) -> str:
+def summary(outcome: RoundOutcome, rounds: int) -> str:
     """One line about a round that ended: who counted, with what loss, and how each spent its time."""
-    parts = [f"{name} {_time_spent(status.sites[name].figures or SILENT)}" for name in outcome.kept]
+    parts = [f"{name} {_time_spent(outcome.figures[name])}" for name in outcome.kept]
     parts += [f"{name} left out" for name in outcome.left_out] + [f"{name} missing" for name in outcome.missing]
-    return f"round {outcome.round + 1} of {status.rounds}: " + "; ".join(parts)
+    return f"round {outcome.round + 1} of {rounds}: " + "; ".join(parts)
 
 
 def _time_spent(figures: Figures) -> str:

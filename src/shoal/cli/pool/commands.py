@@ -232,7 +232,6 @@ def readmit(arguments: argparse.Namespace) -> None:
 def status(arguments: argparse.Namespace) -> None:
     import httpx
 
-    from shoal.cli.pool.meeting import meeting_at, screen, watch_meeting
     from shoal.protocol.history import UnreachableError
     from shoal.protocol.invite import find_coordinator
     from shoal.watch.run import PoolRun
@@ -241,12 +240,6 @@ def status(arguments: argparse.Namespace) -> None:
 
     with httpx.Client(timeout=5) as client:
         url = find_coordinator(arguments.pool)
-        if (meeting := meeting_at(url, client)) is not None:
-            if arguments.watch:
-                watch_meeting(url, meeting, client, Terminal())
-            else:
-                Terminal().print(screen(meeting, Terminal().width))
-            return
         look = watch if arguments.watch else show
         try:
             look(PoolRun(url, client, Path(arguments.pool)), Terminal())

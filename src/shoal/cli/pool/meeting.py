@@ -1,8 +1,7 @@
-"""Where the sites of one training meet: `shoal pool meet`, and what `shoal pool status` shows of a meeting.
+"""Where the sites of one training meet: `shoal pool meet`.
 
 `shoal pool meet` writes an invite for each site and serves until the last round is over and every site has left: with
-`learner.sites` those of a run's learner, else those that train on plain text. What a meeting answers is open to all, and
-only shown.
+`learner.sites` those of a run's learner, else those that train on plain text.
 """
 
 from __future__ import annotations
@@ -11,32 +10,19 @@ import argparse
 import asyncio
 import logging
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import httpx
-from pydantic import ValidationError
-from rich.console import Console, Group, RenderableType
-from rich.text import Text
 
 from shoal.cli.arguments import read_config
 from shoal.cli.launch import process
 from shoal.config import Config
-from shoal.protocol.calling import get
-from shoal.protocol.history import UnreachableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
-from shoal.watch.figures import SiteRow, clean
-from shoal.watch.terminal.screen import sites_table
 
 if TYPE_CHECKING:
     from shoal.diloco.meeting import Meeting
-    from shoal.diloco.messages import MeetingStatus, SiteStatus
 
 VERSIONS = "versions"  # in the meeting's folder; the origin watches it
-POLL_S = 1.0
-MOST_BYTES = 16 << 20  # of a state
 
 log = logging.getLogger(__name__)
 
@@ -107,53 +93,3 @@ def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
     publisher = Publisher(policy, terms.shapes, folder / VERSIONS, section.keep_versions)
     first = Agreed.of(policy.masters, terms.shapes)
     return Meeting(folder, terms, about_of(config.sites, policy), run, lambda: first, publish=publisher)
-
-
-# --- status ----------------------------------------------------------------------------------------------------------
-
-
-def meeting_at(url: str, client: httpx.Client) -> MeetingStatus | None:
-    """What the meeting at `url` says; None if no meeting answers there."""
-    try:
-        answer = get(client, f"{url}/v1/status", MOST_BYTES)
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return None
-    if answer.status_code != 200 or b'"rounds"' not in answer.content:
-        return None  # spares `shoal pool status` of a pool the import of torch
-    from shoal.diloco.messages import MeetingStatus
-
-    try:
-        return MeetingStatus.model_validate_json(answer.content)
-    except ValidationError:
-        return None
-
-
-def watch_meeting(url: str, status: MeetingStatus, client: httpx.Client, console: Console) -> None:
-    """Print a table a round until the last one is over. Raises UnreachableError."""
-    shown = -1
-    while True:
-        if status.round != shown:
-            console.print(screen(status, console.width))
-        shown = status.round
-        if status.round >= status.rounds:
-            return
-        time.sleep(POLL_S)
-        found = meeting_at(url, client)
-        if found is None:
-            raise UnreachableError(f"the meeting at {url} answers no more: see the log of `shoal pool meet`")
-        status = found
-
-
-def screen(status: MeetingStatus, width: int) -> RenderableType:
-    over = status.round >= status.rounds
-    missing = ", ".join(clean(name) for name in status.waiting_for)
-    done = f"{status.round} of {status.rounds} rounds" + (f", waiting for {missing}" if missing and not over else "")
-    rows = [_row(name, site) for name, site in status.sites.items()]
-    return Group(Text(f"{clean(status.run)}  {done}"), sites_table(rows, width) if rows else Text("no site yet"))
-
-
-def _row(name: str, site: SiteStatus) -> SiteRow:
-    last = f"last counted in round {site.accepted + 1}" if site.accepted >= 0 else "never counted"
-    state = "has offered" if site.offered else "training" if site.expected else f"away, {last}"
-    told = site.figures.model_dump(exclude_none=True) if site.figures else {}
-    return SiteRow(clean(name), state, site.expected, **told | {"sent_bytes": site.sent_bytes})
