@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from shoal.errors import UserError
 from shoal.learner.pretrain.text import PIECE_BYTES, Corpus, EndError, TextError, TextPlace, TokenStream, heldout
 from tests.conftest import tiny_tokenizer
 
@@ -62,17 +63,17 @@ def test_pieces_of_a_text_file_are_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not JSON"),
-        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl:2: it has no text in the field 'text'"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, row 2 is not readable as JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl, row 2: it has no text in 'text'; see pretrain.field"),
         ("a.jsonl.gz", b"not gzip", "not a whole gzip file"),
-        ("a.parquet", b"no parquet", "not a readable Parquet file"),
+        ("a.parquet", b"no parquet", "not readable as Parquet"),
         ("a.txt", b"\xff\xfe", "not UTF-8"),
         ("a.csv", b"", "ends in none of"),
     ],
 )
 def test_a_faulty_file_is_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(TextError, match=words):
+    with pytest.raises(UserError, match=words):
         texts(Corpus(str(tmp_path / name)))
 
 

@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from shoal.errors import UserError
 from shoal.learner.sft.conversations import ChatTemplate, ConversationError, Dialogue, Example, find, read
 from shoal.learner.sft.tiny import _tiny_tokenizer
 from shoal.model.load import eos_ids, load_tokenizer
@@ -24,8 +25,8 @@ def test_json_lines_and_parquet_hold_the_same(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     lines, rows = list(read(str(tmp_path / "a.jsonl"))), list(read(str(tmp_path / "a.parquet")))
     assert [c.messages for c in lines] == [c.messages for c in rows] == [row["messages"] for row in ROWS]
-    assert [c.where for c in lines] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/a.jsonl:3"]
-    assert [c.where for c in rows] == [f"{tmp_path}/a.parquet row 1", f"{tmp_path}/a.parquet row 2"]
+    assert [c.where for c in lines] == [f"{tmp_path}/a.jsonl, row 1", f"{tmp_path}/a.jsonl, row 3"]
+    assert [c.where for c in rows] == [f"{tmp_path}/a.parquet, row 1", f"{tmp_path}/a.parquet, row 2"]
 
 
 def test_a_prompt_and_its_completion_are_a_conversation(tmp_path: Path) -> None:
@@ -49,10 +50,8 @@ def test_the_example_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "not JSON"),
-        ("\\xff", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[1]", "needs `messages`"),
+        ("{", "not readable as JSON"),
+        ("[1]", "not an object"),
         ('{"text": "a"}', "needs `messages`"),
         ('{"prompt": "a"}', "needs `messages`"),
         ('{"messages": []}', "not a list of messages"),
@@ -66,32 +65,30 @@ def test_the_example_can_be_read() -> None:
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(
-        json.dumps(ROWS[0]).encode() + b"\n" + line.replace("\\xff", "\udcff").encode(errors="surrogateescape")
-    )
-    with pytest.raises(ConversationError) as raised:
+    path.write_text(json.dumps(ROWS[0]) + "\n" + line)
+    with pytest.raises(UserError) as raised:
         list(read(str(path)))
-    assert str(raised.value).startswith(f"{path}:2") and words in str(raised.value)
+    assert str(raised.value).startswith(f"{path}, row 2") and words in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
         ("a.jsonl", None, "no file at"),
-        ("a.csv", b"a,b", "neither .jsonl nor .parquet"),
-        ("a.parquet", b"PAR1", "not a readable Parquet file"),
+        ("a.csv", b"a,b", "ends in none of"),
+        ("a.parquet", b"PAR1", "not readable as Parquet"),
     ],
 )
 def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, data: bytes | None, words: str) -> None:
     if data is not None:
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(ConversationError, match=words):
+    with pytest.raises(UserError, match=words):
         list(read(str(tmp_path / name)))
 
 
 def test_parquet_without_a_known_column_is_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConversationError, match="it has no column messages or prompt or completion"):
+    with pytest.raises(ConversationError, match="row 1: needs `messages`"):
         list(read(str(tmp_path / "a.parquet")))
 
 

@@ -16,12 +16,9 @@ Left out: shuffling, masking between documents.
 """
 
 import glob
-import gzip
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -32,6 +29,7 @@ from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.model.sources import HubError, data_files
+from shoal.tasks.sources.rows import Rows
 
 PIECE_BYTES = 16 << 10
 HEAD_BYTES = 64 << 10  # of each file, for the fingerprint
@@ -41,7 +39,7 @@ SUFFIXES = (*JSON, ".parquet", ".txt")
 
 
 class TextError(UserError):
-    """Data that cannot be trained on. The message names the file and line."""
+    """Data that cannot be trained on. The message names the file."""
 
 
 class EndError(Exception):
@@ -72,9 +70,6 @@ class Document:
     ends: bool  # false for a piece of a file that goes on
 
 
-Item = Callable[[], Document]  # reads a document that may also be skipped
-
-
 class Corpus:
     def __init__(self, source: str, field: str = "text") -> None:
         """Raise TextError if `source` names no file of text."""
@@ -102,7 +97,7 @@ class Corpus:
             self._items, self._next = self._read(), 0
             raise EndError(sum(1 for _ in self._read()))
         self._next = number + 1
-        return item()
+        return item
 
     def fingerprint(self) -> str:
         """A hash of the files' sizes and beginnings: equal for sites with the same data."""
@@ -112,70 +107,25 @@ class Corpus:
                 result.update(f"{path.stat().st_size}\n".encode() + sha256(file.read(HEAD_BYTES)).digest())
         return result.hexdigest()
 
-    def _read(self) -> Iterator[Item]:
+    def _read(self) -> Iterator[Document]:
         for path in self.files:
-            if path.name.endswith(JSON):
-                yield from self._json(path)
-            elif path.suffix == ".parquet":
-                yield from self._parquet(path)
-            else:
-                yield from _pieces(path)
+            yield from _pieces(path) if path.suffix == ".txt" else self._rows(path)
 
-    def _json(self, path: Path) -> Iterator[Item]:
-        opener: Any = gzip.open if path.suffix == ".gz" else open
-        try:
-            with opener(path, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if not line.isspace():
-                        yield partial(self._parse, path, number, line)
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise TextError(f"{path}: not a whole gzip file ({error})") from error
-
-    def _parse(self, path: Path, number: int, line: bytes) -> Document:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise TextError(f"{path}:{number}: not JSON ({error})") from error
-        text = row.get(self.field) if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            raise TextError(f"{path}:{number}: it has no text in the field {self.field!r}; see pretrain.field")
-        return Document(text, ends=True)
-
-    def _parquet(self, path: Path) -> Iterator[Item]:
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                if self.field not in file.schema_arrow.names:
-                    raise TextError(f"{path}: it has no column {self.field!r}; see pretrain.field")
-                number = 0
-                for batch in file.iter_batches(batch_size=256, columns=[self.field]):
-                    for value in batch.column(0):
-                        number += 1
-                        yield partial(_row, path, number, value)
-        except pyarrow.ArrowException as error:
-            raise TextError(f"{path}: not a readable Parquet file ({error})") from error
+    def _rows(self, path: Path) -> Iterator[Document]:
+        for number, row in Rows(path).read([self.field]):
+            text = row.get(self.field)
+            if not isinstance(text, str):
+                raise TextError(f"{path}, row {number}: it has no text in {self.field!r}; see pretrain.field")
+            yield Document(text, ends=True)
 
 
-def _row(path: Path, number: int, value: Any) -> Document:
-    text = value.as_py()
-    if not isinstance(text, str):
-        raise TextError(f"{path} row {number}: it holds no text")
-    return Document(text, ends=True)
-
-
-def _piece(lines: list[str], ends: bool) -> Document:  # noqa: FBT001 - called through partial
-    return Document("".join(lines), ends)
-
-
-def _pieces(path: Path) -> Iterator[Item]:
+def _pieces(path: Path) -> Iterator[Document]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             lines = file.readlines(PIECE_BYTES)
             while lines:
                 following = file.readlines(PIECE_BYTES)
-                yield partial(_piece, lines, not following)
+                yield Document("".join(lines), ends=not following)
                 lines = following
     except UnicodeDecodeError as error:
         raise TextError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error

@@ -1,6 +1,6 @@
 """Conversations for supervised fine-tuning: read from files, and encoded. Tokens that the assistant wrote are trained.
 
-    examples/chat.jsonl, ./data/chat.parquet   a local file: its name ends in .jsonl or .parquet
+    examples/chat.jsonl, ./data/chat.parquet   a local file: its name ends in .jsonl, .jsonl.gz or .parquet
     org/name                                   the files of a hub data set whose names contain "train"
     org/name:data/train-*.parquet              those that match the pattern
 
@@ -14,7 +14,7 @@ found by applying the model's chat template to prefixes of the conversation:
     up to and including the turn              <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nYo<|im_end|>\\n
     trained                                                                                        Yo<|im_end|>
 
-Invariant: every row is a conversation, or an error that names its file and line. The tokens before a trained token are those
+Invariant: every row is a conversation, or an error that names its file and row. The tokens before a trained token are those
 that generation would see. If the tokens of one prefix are not a prefix of the next one's (the template rewrites earlier
 turns, or tokens merge across the boundary), that is an error, unless the template itself marks what the assistant writes
 ({% generation %}).
@@ -23,7 +23,6 @@ Left out: images and sound; other field names ("from" and "value"); text without
 
 from __future__ import annotations  # array[int] fails at run time before Python 3.12
 
-import json
 import re
 from array import array
 from collections.abc import Collection, Iterator
@@ -38,8 +37,8 @@ from torch import Tensor
 from shoal.errors import UserError
 from shoal.model.sources import HubError, ask, data_files
 from shoal.model.tree import Tree
+from shoal.tasks.sources.rows import SUFFIXES, Rows
 
-SUFFIXES = (".jsonl", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = ("messages", "prompt", "completion", "tools")
 
@@ -50,7 +49,7 @@ class ConversationError(UserError):
 
 @dataclass(frozen=True)
 class Dialogue:
-    where: str  # file and line, for error messages
+    where: str  # file and row, for error messages
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
 
@@ -58,9 +57,8 @@ class Dialogue:
 def read(source: str) -> Iterator[Dialogue]:
     """Every conversation of `source` in order. Raise ConversationError."""
     for path in find(source):
-        rows = _json_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
-        for where, row in rows:
-            yield _conversation(where, row)
+        for number, row in Rows(path).read(COLUMNS):
+            yield _conversation(f"{path}, row {number}", row)
 
 
 def find(source: str) -> list[Path]:
@@ -70,8 +68,8 @@ def find(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if not path.is_file():
         raise ConversationError(f"no file at {path.absolute()}; a hub data set is written as org/name:pattern")
-    if path.suffix not in SUFFIXES:
-        raise ConversationError(f"{path} is neither .jsonl nor .parquet")
+    if not path.name.endswith(SUFFIXES):
+        raise ConversationError(f"{path} ends in none of {', '.join(SUFFIXES)}")
     return [path]
 
 
@@ -86,7 +84,7 @@ def _from_hub(name: str, pattern: str = "") -> list[Path]:
             f"data set {name!r} could not be fetched from the Hugging Face hub ({error}); for a local file "
             f"write a path that ends in {' or '.join(SUFFIXES)}"
         ) from error
-    chosen = [path for path in result if path.suffix in SUFFIXES]
+    chosen = [path for path in result if path.name.endswith(SUFFIXES)]
     if not chosen:
         raise ConversationError(f"data set {name!r} has no {' or '.join(SUFFIXES)} file that matches {pattern!r}")
     return chosen
@@ -102,37 +100,8 @@ def _training_files(name: str, files: list[str]) -> list[str]:
     return chosen
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path}:{number}"
-            if line.strip():
-                try:
-                    yield where, json.loads(line)
-                except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-                    raise ConversationError(f"{where}: not JSON ({error})") from error
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [name for name in COLUMNS if name in file.schema_arrow.names]
-            if not columns:
-                raise ConversationError(f"{path}: it has no column {' or '.join(COLUMNS[:3])}")
-            number = 0
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path} row {number}", row
-    except pyarrow.ArrowException as error:
-        raise ConversationError(f"{path}: not a readable Parquet file ({error})") from error
-
-
-def _conversation(where: str, row: Any) -> Dialogue:
-    held = {name: row[name] for name in COLUMNS if row.get(name) is not None} if isinstance(row, dict) else {}
+def _conversation(where: str, row: dict[str, Any]) -> Dialogue:
+    held = {name: row[name] for name in COLUMNS if row.get(name) is not None}
     if "messages" in held:
         messages = held["messages"]
     elif isinstance(held.get("prompt"), str) and isinstance(held.get("completion"), str):
