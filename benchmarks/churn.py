@@ -136,8 +136,7 @@ CHOSEN = [
     "validator.count=2",
     "relays.count=2",
     "relays.reach=private",
-    f"coordinator.host={SUBNET}.2",  # the first name's address
-    f"coordinator.port={PORT}",
+    f"coordinator.listen={SUBNET}.2:{PORT}",  # the first name's address
 ]
 
 

@@ -91,7 +91,7 @@ def test_it_prints_the_commands_that_start_the_pool(
     assert "shoal worker --join worker-0.invite --dir worker-0\n" in printed
     assert "shoal origin --join origin.invite --dir origin --watch learner/versions\n" in printed
     assert f"shoal pool status {URL}\n" in printed
-    assert "origin.host and relays.host announce 127.0.0.1" in printed, "others could not fetch weights"
+    assert "origin.listen and relays.listen announce 127.0.0.1" in printed, "others could not fetch weights"
 
 
 def test_a_printed_command_can_be_pasted_even_if_the_folder_has_a_space(
@@ -111,8 +111,9 @@ def test_the_coordinator_listens_where_the_url_says(config: str, tmp_path: Path)
     ("url", "more", "host", "port"),
     [
         ("http://127.0.0.1:8700", (), "127.0.0.1", 8700),
-        (URL, ("--set", "coordinator.host=10.1.2.3", "--set", "coordinator.port=9"), "10.1.2.3", 9),
-        ("https://pool.example.org", ("--set", "coordinator.port=9"), "0.0.0.0", 9),
+        (URL, ("--set", "coordinator.listen=10.1.2.3:9"), "10.1.2.3", 9),
+        ("https://pool.example.org", ("--set", "coordinator.listen=0.0.0.0:9"), "0.0.0.0", 9),
+        ("http://[2001:db8::7]:8700", (), "::", 8700),
         ("http://pool.example.org", (), "0.0.0.0", 80),
     ],
 )
@@ -145,7 +146,7 @@ def test_a_second_init_is_refused_and_changes_nothing(
         ("10.1.2.3:8700", (), USAGE, "is not a coordinator's URL: write http://HOST:PORT"),
         ("http://10.1.2.3:99999", (), USAGE, "is not a coordinator's URL"),
         ("http://h:1/pool", (), USAGE, "is not a coordinator's URL"),
-        ("https://h", (), USAGE, "--set coordinator.port=PORT"),
+        ("https://h", (), USAGE, "--set coordinator.listen=HOST:PORT"),
         (URL, ("--set", "sampling.max_tokens=1024"), USAGE, "share its 1024 positions"),
         (URL, ("--set", "model.name=./nowhere"), USAGE, "no model at"),
         (URL, ("--set", "relays.count=0"), USAGE, "relays.count"),
@@ -173,9 +174,9 @@ def test_a_pool_that_could_not_work_is_not_made(
 @pytest.fixture
 def running(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A coordinator that was started from its folder alone; the folder's address says where it listens."""
-    init(config, tmp_path / "pool", "--set", "coordinator.port=0", url="http://127.0.0.1:1")
+    init(config, tmp_path / "pool", url="http://127.0.0.1:1")
     settings = tmp_path / "pool" / "config.toml"
-    settings.write_text(settings.read_text().replace("port = 1\n", "port = 0\n"))
+    settings.write_text(settings.read_text().replace('"127.0.0.1:1"', '"127.0.0.1:0"'))
     (tmp_path / "pool" / "coordinator.json").unlink()
     Address(url="", run="sums").write(tmp_path / "pool")  # as if no URL had been given: the bound port is found there
     stop = threading.Event()

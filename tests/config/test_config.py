@@ -137,7 +137,7 @@ def test_a_field_that_is_not_set_follows_the_one_that_is(
         ("learner.loss.normalize_std=true", "learner.loss.normalize_std", True),
         ("model.name=./folder", "model.name", "./folder"),
         ("model.dtype=float32", "model.dtype", "float32"),
-        ("coordinator.host=127.0.0.2", "coordinator.host", "127.0.0.2"),
+        ("coordinator.listen=127.0.0.2:80", "coordinator.listen", "127.0.0.2:80"),
         ('tasks.system="say = 3"', "tasks.system", "say = 3"),
         ("tasks.system=say = 3", "tasks.system", "say = 3"),
         ("tasks.length_targets=[100, 200]", "tasks.length_targets", [100, 200]),

@@ -69,7 +69,7 @@ def test_keys_and_addresses_of_evicted_nodes_are_not_announced(harness: Harness)
     ],
 )
 def test_a_relay_cannot_send_every_node_into_its_own_network(url: str) -> None:
-    harness = open_pool(host="0.0.0.0")
+    harness = open_pool(listen="0.0.0.0:0")
     with pytest.raises(PoolError, match="cannot announce") as caught:
         harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), url)
     assert caught.value.status == 400 and harness.pool.members.role("d" * 64) is None

@@ -10,10 +10,26 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Port = Annotated[int, Field(ge=0, le=65535)]
+PORTS = "0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
+Listen = Annotated[str, Field(pattern=rf"^([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):({PORTS})$")]  # HOST:PORT
 
 
 class Section(BaseModel):
     """Strict: unknown keys, infinities and later changes are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Listening(Section):
+    """A section of a server."""
+
+    listen: Listen = "127.0.0.1:0"
+
+    @property
+    def host(self) -> str:
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """0: a free one."""
+        return int(self.listen.rpartition(":")[2])

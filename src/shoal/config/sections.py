@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
-from shoal.config.section import Port, Section
+from shoal.config.section import Listen, Listening, Section
 
 EngineName = Literal["torch", "vllm"]
 TrackerName = Literal["none", "wandb", "tensorboard"]
@@ -26,13 +26,11 @@ class RunSection(Section):
     """Experiment tracker that also gets the metrics."""
 
 
-class CoordinatorSection(Section):
+class CoordinatorSection(Listening):
     """The pool's control plane."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0: all interfaces."""
-    port: Port = 0
-    """Port to listen on; 0: a free one."""
+    listen: Listen = "127.0.0.1:0"
+    """HOST:PORT to listen on; host 0.0.0.0: all interfaces; port 0: a free one."""
     async_level: NonNegativeInt = 2
     """How many policy versions old a rollout may be when it is trained on (INTELLECT-2)."""
     prompts_per_step: PositiveInt = 256
@@ -80,16 +78,14 @@ class LedgerSection(Section):
     signs with its own first account."""
 
 
-class OriginSection(Section):
+class OriginSection(Listening):
     """The server that publishes the learner's weights."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on and to announce to the pool."""
-    port: Port = 0
-    """Port to listen on; 0: a free one."""
+    listen: Listen = "127.0.0.1:0"
+    """HOST:PORT to listen on and to announce to the pool; port 0: a free one."""
 
 
-class RelaySection(Section):
+class RelaySection(Listening):
     """Mirrors of the origin. Who may read and `keep` also apply to the origin."""
 
     public: bool = False
@@ -99,10 +95,8 @@ class RelaySection(Section):
     internet's; auto: local if the coordinator listens on loopback, else public."""
     count: PositiveInt = 1
     """Relays that `shoal run` starts."""
-    host: str = "127.0.0.1"
-    """Address to listen on and to announce to the pool."""
-    port: Port = 0
-    """Port to listen on; 0: a free one."""
+    listen: Listen = "127.0.0.1:0"
+    """HOST:PORT to listen on and to announce to the pool; port 0: a free one."""
     keep: PositiveInt = 5
     """Newest versions that origin and relays hold, plus the versions their deltas need."""
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shoal.config.section import Fraction, Port, Section
+from shoal.config.section import Fraction, Listen, Listening, Section
 
 Numbers = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"]  # on the wire
 
@@ -41,7 +41,7 @@ class PretrainSection(Section):
     """Documents of a share, which one site reads."""
 
 
-class SitesSection(Section):
+class SitesSection(Listening):
     """Several sites that train one model: with [pretrain], or as a run's learner (`learner.sites`).
 
     They meet once in `inner_steps`; the learner's sites meet once a step. The outer step of the learner's sites follows
@@ -64,10 +64,8 @@ class SitesSection(Section):
     """Seconds from a round's first offer until it closes."""
     give_up_s: PositiveFloat = 900
     """Seconds a site waits for a round, or for a meeting that does not answer."""
-    host: str = "127.0.0.1"
-    """Address that the meeting listens on; 0.0.0.0: all."""
-    port: Port = 0
-    """Port that the meeting listens on; 0: a free one."""
+    listen: Listen = "127.0.0.1:0"
+    """HOST:PORT that the meeting listens on; host 0.0.0.0: all interfaces; port 0: a free one."""
     url: str = ""
     """Where sites reach the meeting, such as a proxy with TLS; empty: where it listens."""
 

@@ -138,18 +138,17 @@ def _reachable(config: Config, url: str) -> Config:
     Relays may be as near as the coordinator: one on a private network has relays there too.
     """
     parts, section = urlsplit(url), config.coordinator
-    changed: dict[str, int | str] = {}
-    if not section.port:
-        if parts.scheme == "https":
-            raise PoolFolderError(
-                f"{url} is a proxy's (the coordinator itself speaks http): add --set coordinator.port=PORT, where it listens"
-            )
-        changed["port"] = parts.port or 80
-    if "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
-        changed["host"] = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
+    host, port, outside = section.host, section.port or parts.port or 80, parts.hostname not in LOOPBACK
+    if not section.port and parts.scheme == "https":
+        raise PoolFolderError(
+            f"{url} is a proxy's (the coordinator itself speaks http): add --set coordinator.listen=HOST:PORT"
+        )
+    if "listen" not in section.model_fields_set and outside:
+        host = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
+    listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     reach = narrowest(parts.hostname or "") if config.relays.reach == "auto" else config.relays.reach
     relays = config.relays.model_copy(update={"reach": reach})
-    return config.model_copy(update={"coordinator": section.model_copy(update=changed), "relays": relays})
+    return config.model_copy(update={"coordinator": section.model_copy(update={"listen": listen}), "relays": relays})
 
 
 def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str, Role]) -> list[str]:
@@ -170,7 +169,7 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
     lines += ["", "from anywhere:", f"  shoal pool status {address.url}"]
     local = urlsplit(address.url).hostname in LOOPBACK
     unreachable = [
-        f"{key}.host"
+        f"{key}.listen"
         for key, section in (("origin", config.origin), ("relays", config.relays))
         if section.host in LOOPBACK and not local
     ]

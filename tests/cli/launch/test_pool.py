@@ -101,7 +101,7 @@ def test_a_folder_that_holds_no_pool_is_a_wrong_argument(tmp_path: Path, capsys:
     ],
 )
 def test_the_screen_asks_the_coordinator_here(host: str, url: str, local: str) -> None:
-    settings = parse({"coordinator": {"host": host, "port": 8700}})
+    settings = parse({"coordinator": {"listen": f"[{host}]:8700" if ":" in host else f"{host}:8700"}})
     assert local_url(settings, Address(url=url, run="sums")) == local
 
 

@@ -319,7 +319,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        more = ("--set", f"coordinator.port={port}", "--set", "model.dtype=float32")
+        more = ("--set", f"coordinator.listen=127.0.0.1:{port}", "--set", "model.dtype=float32")
         status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / "run", *more)
     assert status == 1
     assert "address already in use" in printed

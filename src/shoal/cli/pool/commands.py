@@ -102,7 +102,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     takes_config(coordinator_, required=False)
     coordinator_.add_argument("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
     coordinator_.add_argument("--run", default="", help="name of the run (default: the config's name)")
-    coordinator_.add_argument("--port", type=port, help="overrides coordinator.port")
+    coordinator_.add_argument("--port", type=port, help="overrides the port of coordinator.listen")
     coordinator_.add_argument("--record", type=Path, metavar="RUN", help="folder of the metrics (default: --dir)")
     coordinator_.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
     takes_threads(coordinator_)

@@ -39,7 +39,7 @@ from shoal.model.tree import Pack, Tree, pack
 
 OWN = {  # what may differ from site to site, or between a stop and a resumption
     "pretrain": {"data", "micro_batch", "checkpoint_every"},
-    "sites": {"wait_s", "give_up_s", "quorum", "sites", "host", "port", "url"},
+    "sites": {"wait_s", "give_up_s", "quorum", "sites", "listen", "url"},
 }
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # the decay is DiLoCo's (arXiv 2311.08105, table 5)
 

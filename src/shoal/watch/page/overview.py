@@ -48,7 +48,7 @@ KEY_PART = re.compile(r"-[0-9a-f]{16}$")
 MOST = 360  # points
 MOST_SAMPLES = 12
 AUDIT = "audit.txt"  # what `shoal audit` printed
-HIDDEN = ("database", "endpoint", "url", "host", "token")  # keys of the config that name places
+HIDDEN = ("database", "endpoint", "url", "listen", "token")  # keys of the config that name places
 NAMES = {  # of metrics.jsonl, by what the page calls them
     "reward": "reward/mean",
     "entropy": "policy/entropy",
