@@ -151,7 +151,9 @@ def test_the_kubernetes_pool_is_whole() -> None:
                 invites = [word.replace("$(POD)", f"{name}-{number}") for number in range(spec["replicas"])]
                 named |= {Path(one).stem for one in invites if one.endswith(".invite")}
     assert named == made
-    hosts = {match for word in init.overrides for match in re.findall(r"=([a-z]+)-0\.shoal:[0-9]+$", word)} | {"coordinator"}
+    hosts = {match for word in init.overrides for match in re.findall(r"=([a-z]+)-0\.shoal:[0-9]+$", word)} | {
+        "coordinator"
+    }
     assert hosts == {"learner", "relay", "coordinator"} and init.url == "http://coordinator-0.shoal:8700"
 
 

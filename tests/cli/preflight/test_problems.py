@@ -83,41 +83,6 @@ def test_what_became_of_the_rows_is_noted() -> None:
     assert load_tasks(parse(FITTING)).notes[0] == "arithmetic: 644 tasks to train on, 256 held out"
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize("section", ["coordinator", "origin", "relays"])
-def test_a_port_in_use_is_named(section: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        (line,) = found(**{section: {"listen": f"127.0.0.1:{port}"}})
-    assert f"{section}.listen: cannot listen on 127.0.0.1:{port}" in line
-    assert found(**{section: {"listen": f"127.0.0.1:{port}"}}) == [], "it is free again"
-
-
-def test_a_port_asked_for_twice_is_named() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (line,) = found(coordinator={"listen": f"127.0.0.1:{port}"}, origin={"listen": f"127.0.0.1:{port}"})
-    assert f"origin.listen = 127.0.0.1:{port} is also coordinator.listen" in line
-    (line,) = found(relays={"listen": f"127.0.0.1:{port}", "count": 2})
-    assert "cannot serve relays.count = 2" in line
-
-
-def test_an_address_that_is_not_this_machines_is_named() -> None:
-    (line,) = found(coordinator={"listen": "203.0.113.7:0"})
-    assert "coordinator.listen: cannot listen on 203.0.113.7:0" in line
-
-
-def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    lines = found(model={"name": "bundled:tiny"}, run={"tracker": "wandb"})
-    assert [line for line in lines if "pip install 'shoal[wandb]'" in line]
-
-
->>>>>>> d441b334 (One field, listen, where a server has host and port)
 def test_a_resolved_model_is_checked_as_it_is(tiny_folder: Path) -> None:
     assert resolve(str(tiny_folder)) == tiny_folder
     with pytest.raises(ConfigError, match="its 512 positions"):

@@ -41,50 +41,6 @@ def load_tasks(config: Config, folder: Path | None = None) -> TaskSet:
     return loaded
 
 
-<<<<<<< HEAD
-=======
-def _model(config: Config) -> Iterator[str]:
-    try:
-        check_length(config, fetch=True)
-    except (ConfigError, ModelNotFoundError) as error:
-        yield str(error)
-
-
-def _ports(config: Config) -> Iterator[str]:
-    wanted = {
-        "coordinator.listen": (config.coordinator.host, config.coordinator.port, 1),
-        "origin.listen": (config.origin.host, config.origin.port, 1),
-        "relays.listen": (config.relays.host, config.relays.port, config.relays.count),
-    }
-    taken: dict[tuple[str, int], str] = {}
-    for key, (host, port, count) in wanted.items():
-        if port and count > 1:
-            yield f"{key} has port {port}, which cannot serve relays.count = {count} on one machine; choose port 0"
-        elif port and (host, port) in taken:
-            yield f"{key} = {host}:{port} is also {taken[host, port]}; choose another port, or 0 for a free one"
-        elif reason := _cannot_bind(host, port):
-            yield f"{key}: cannot listen on {host}:{port} ({reason}); choose another port, or 0 for a free one"
-        taken[host, port] = key
-
-
-def _cannot_bind(host: str, port: int) -> str:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just left is free
-            probe.bind(address)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _packages(config: Config) -> Iterator[str]:
-    tracker = config.run.tracker
-    if tracker != "none" and importlib.util.find_spec(tracker) is None:
-        yield f"run.tracker = \"{tracker}\" needs a package: pip install 'shoal[{tracker}]'"
-
-
->>>>>>> d441b334 (One field, listen, where a server has host and port)
 def local_folder(name: str) -> Path | None:
     """The folder of a model that is on this machine for sure, without a look at the hub's cache; None for others."""
     if name in (sources.SMOLLM2, sources.TINY):
