@@ -14,7 +14,6 @@ from shoal.tasks.task import TRUST, Grade, Task, TasksNotFoundError
 
 HEAD = """
 import json, os, sys
-class RefusedError(Exception): pass
 """
 
 
@@ -57,7 +56,7 @@ def rows(options):
     [
         ("import made_up", "No module named 'made_up'.*pip install 'shoal\\[made-up\\]'"),
         ("import other_one", "made_up.*No module named 'other_one'"),
-        ("def rows(options): raise RefusedError('options.size is wrong')", "made_up: options.size is wrong$"),
+        ("def rows(options): raise ValueError('options.size is wrong')", "made_up: options.size is wrong$"),
         ("def rows(options): raise KeyError('x')", "generator made_up: KeyError: 'x'"),
         ("def rows(options): os._exit(3)", "its process ended .exited, exit code 3"),
         ("this is no Python", "SyntaxError"),

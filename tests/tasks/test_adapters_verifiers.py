@@ -125,16 +125,16 @@ def test_a_config_with_this_source_has_its_tasks_and_its_reward_and_an_edit_chan
 REFUSED = {
     "sandbox": (
         {"more": member("@vf.reward\nasync def passes(self, trace, runtime) -> float:\n    return 1.0")},
-        "more than questions with one reply each: a sandbox",
+        "more than a question with one reply: a sandbox",
     ),
-    "container": ({"more": "    NEEDS_CONTAINER = True"}, ": a container"),
+    "container": ({"more": "    NEEDS_CONTAINER = True"}, ": a sandbox"),
     "setup": (
         {"more": "    async def setup(self, trace, runtime):\n        pass"},
         ": a sandbox",
     ),
     "image": (
         {"made": PARTS["made"].replace("answer=", "image='python:3', answer=")},
-        ": a container",
+        ": a sandbox",
     ),
     "tools": (
         {
@@ -160,20 +160,16 @@ REFUSED = {
                 'prompt=f"{a} + {b}?"', 'prompt=[vf.UserMessage(content="Hi"), vf.AssistantMessage(content="Hi")]'
             )
         },
-        "its prompt is not one message of text .user, assistant",
+        "a prompt of one message",
     ),
-    "no_prompt": ({"made": PARTS["made"].replace('prompt=f"{a} + {b}?", ', "")}, "not one message of text .none"),
+    "no_prompt": ({"made": PARTS["made"].replace('prompt=f"{a} + {b}?", ', "")}, "a prompt of one message"),
     "no_reward": ({"reward": "    pass"}, ": a reward"),
     "more_than_data": (
         {
             "made": PARTS["made"].replace("return Sum(", "task = Sum(")
             + "\n        task.secret = 4\n        return task"
         },
-        "task 0 is more than its data",
-    ),
-    "endless": (
-        {"config": PARTS["config"], "set": PARTS["set"].replace("def load", "INFINITE = True\n    def load")},
-        "has tasks without end: give options.size",
+        "more than its data",
     ),
 }
 
@@ -195,7 +191,7 @@ spec.loader.exec_module(far)
 for options in json.load(sys.stdin):
     try:
         said = f"{len(list(far.rows(options)))} tasks"
-    except far.RefusedError as error:
+    except ValueError as error:
         said = str(error)
     print(json.dumps(said))
 """
@@ -223,7 +219,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_environment_that_needs_more_than_a_reply_is_refused(name: str, said: list[str]) -> None:
-    assert re.search(f"(?s)(environment sums_{name}.*)?{REFUSED[name][1]}", said[list(REFUSED).index(name)])
+    assert re.search(REFUSED[name][1], said[list(REFUSED).index(name)])
 
 
 @pytest.mark.parametrize("number", range(len(WRONG_OPTIONS)))

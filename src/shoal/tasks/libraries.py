@@ -7,7 +7,6 @@ and so in the digest of the task set. A completion is scored in a child under li
 score is the library's, or a grader error.
 verifiers may live in a Python of its own, which SHOAL_VERIFIERS_PYTHON names, and a machine loads only the environments that
 SHOAL_VERIFIERS_ENVIRONMENTS lists: no run's author may choose what a machine executes.
-Left out: isolation; a machine that installs a library trusts its code.
 """
 
 import json
@@ -52,7 +51,7 @@ def rows(library: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
     finally:
         grader.close()
     if call.ending != "answered":
-        raise TasksNotFoundError(f"generator {library}: {grader.failure(call).removeprefix('RefusedError: ')}")
+        raise TasksNotFoundError(f"generator {library}: {grader.failure(call).removeprefix('ValueError: ')}")
     return [{"reward": library} | row for row in call.value]
 
 

@@ -1,9 +1,8 @@
 """reasoning-gym's side of the adapter: lists the entries of a data set and scores answers with its `score_answer`.
 
-Invariants: an entry is known by its number, and drawn again where it is scored: of the run's author come only the data
-set's options, which hold nothing that could be a call. Nine data sets evaluate an answer as Python. Such an answer is
-scored only if it is made of the characters of literals or formulas, otherwise as an empty one. So neither a completion nor
-an option runs as code.
+Invariant: neither a completion nor an option runs as code. An entry is drawn again by its number where it is scored; options
+hold nothing that could be a call. Nine data sets evaluate an answer as Python: they get only what has the characters of
+literals or formulas.
 """
 
 import json
@@ -22,19 +21,13 @@ VERSION = version("reasoning_gym")
 # For eval(): no parenthesis, dot, brace or colon, so no call, attribute or lambda; no name in small letters.
 LITERAL = re.compile(r"[\dA-Z_\s\[\],'\"-]*", re.ASCII)
 # For sympy.parse_expr: no quote, no name but single letters and functions, no dot but in a number.
-FORMULA = re.compile(
-    r"(?:[\d\s+\-*/^%(),]|(?<=\d)\.|\.(?=\d)|\b(?:[A-Za-z]|pi|a?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|sqrt|Abs)\b)*",
-    re.ASCII,
-)
+WORD = r"\b(?:[A-Za-z]|pi|a?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|sqrt|Abs)\b"
+FORMULA = re.compile(rf"(?:[\d\s+\-*/^%(),]|(?<=\d)\.|\.(?=\d)|{WORD})*+", re.ASCII)
 EVALUATED = dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), LITERAL)
 EVALUATED |= dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), FORMULA)
 EVALUATED |= dict.fromkeys(("intermediate_integration", "simple_integration"), FORMULA)
 
 dataset: Any = None  # of the source, set by `prepare`
-
-
-class RefusedError(Exception):
-    """For the person who wrote the config; the message is shown as it is."""
 
 
 def rows(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -89,15 +82,15 @@ def open_dataset(setting: dict[str, Any]) -> Any:
     options = dict(setting)
     name = options.pop("dataset", None)
     if name not in DATASETS:
-        raise RefusedError(f"options.dataset is {name!r}; reasoning-gym {VERSION} has {', '.join(sorted(DATASETS))}")
+        raise ValueError(f"options.dataset is {name!r}; reasoning-gym {VERSION} has {', '.join(sorted(DATASETS))}")
     if not plain(options):
-        raise RefusedError("options are numbers, words and signs, and lists of these: data sets evaluate or open them")
+        raise ValueError("options are numbers, words and signs, and lists of these: data sets evaluate or open them")
     try:
         if name == "composite":
             options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}} | part) for part in options["datasets"]]
         return reasoning_gym.create_dataset(name, **options)
     except (AssertionError, ValueError, TypeError, KeyError) as error:
-        raise RefusedError(f"data set {name} refuses its options: {error}") from error
+        raise ValueError(f"data set {name} refuses its options: {error}") from error
 
 
 def plain(value: Any) -> bool:
