@@ -123,7 +123,7 @@ async def measure_readers(origin: Server, folder: Path, key: str, seconds: float
         urls = [f"http://127.0.0.1:{where}", *urls]
         await asyncio.sleep(1.0)
     command = ["relay", "--upstream", ",".join(urls), "--key", key, "--store", str(folder / f"relay {rogue}")]
-    command += ["--host", "127.0.0.1", "--port", str(free_port())]
+    command += ["--listen", f"127.0.0.1:{free_port()}"]
     answers_s, took_s, reader_bytes, relay_bytes, failed = [0.0], list[float](), 0, 0, 0
     try:
         with started("relay", command, folder / f"relay {rogue}.out", 0) as (relay, _):
@@ -203,12 +203,12 @@ async def main(arguments: argparse.Namespace) -> None:
         (folder / "model").mkdir()
         (folder / "model" / "weights").write_bytes(os.urandom(arguments.size_mb << 20))
 
-        command = ["origin", str(folder / "model"), "--store", str(folder / "origin"), "--host", "127.0.0.1"]
-        command += ["--key-file", str(folder / "key.pem"), "--port", str(free_port())]
+        command = ["origin", str(folder / "model"), "--store", str(folder / "origin")]
+        command += ["--key-file", str(folder / "key.pem"), "--listen", f"127.0.0.1:{free_port()}"]
         first, facts = stack.enter_context(started("origin", command, folder / "origin.out", 1))
         key = facts[0]["key"]
         command = ["relay", "--upstream", first.url, "--key", key, "--store", str(folder / "relay")]
-        command += ["--host", "127.0.0.1", "--port", str(free_port())]
+        command += ["--listen", f"127.0.0.1:{free_port()}"]
         second, _ = stack.enter_context(started("relay", command, folder / "relay.out", 1))
         for server in [first, second]:
             rows = {"quiet": await measure(server, folder, key, arguments.seconds)}

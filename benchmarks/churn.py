@@ -48,7 +48,7 @@ class InNamespaces(Children):
     network: Network
 
     def start(self, name: str, command: list[str], module: str = "shoal.cli") -> Child:
-        more = ["--host", self.network.address(name)] if name.startswith(("relay", "origin")) else []
+        more = ["--listen", f"{self.network.address(name)}:0"] if name.startswith(("relay", "origin")) else []
         return super().start(name, ["--namespace", name, module, *command, *more], "churning.node")
 
 

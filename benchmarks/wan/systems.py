@@ -9,8 +9,8 @@ from .nginx import Star, Tree
 from .stage import Stage, System
 
 SHOAL = {  # {relays} and {upstream} are URLs with commas between
-    "origin": "origin published --store store --host {address} --port 8000",
-    "relay": "relay --upstream {upstream} --key {key} --store store --host {address} --port 8000",
+    "origin": "origin published --store store --listen {address}:8000",
+    "relay": "relay --upstream {upstream} --key {key} --store store --listen {address}:8000",
     "fetch": "fetch {relays} --key {key} --out out --wait 600 | (read path && mv $path/given file && touch done)",
 }
 PEERS_PYTHON = FOLDER / "peers" / "bin" / "python"

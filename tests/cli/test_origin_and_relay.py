@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.cli.broadcast import WATCH_S, Listen, run_origin, run_relay
+from shoal.cli.broadcast import WATCH_S, run_origin, run_relay
 from shoal.config import parse
 from shoal.coordinator.http.reports import Costly
 from shoal.coordinator.http.serving import serve_forever
@@ -19,7 +19,7 @@ from shoal.coordinator.operating import invite_from
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import FILE as ADDRESS
-from shoal.protocol.invite import AddressError, Invite
+from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Evaluation, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Access, Client, FetchError, PublishError
@@ -154,10 +154,9 @@ def test_a_relay_finds_the_origin_though_the_status_is_a_moment_old(
 def test_a_relay_behind_a_proxy_announces_the_proxy_and_takes_passes_for_it_only(site: Site, tmp_path: Path) -> None:
     """Its nodes connect to the proxy, and show it passes that name the proxy. Any relay may be on a machine of its own."""
     proxy = "http://127.0.0.1:9"
-    listen = Listen(host="127.0.0.1", port=0, url=proxy)
 
     def run(invite: Invite, folder: Path, stop: threading.Event) -> str:
-        return run_relay(invite, folder, stop, listen)
+        return run_relay(invite, folder, stop, ("127.0.0.1", 0), proxy)
 
     origin, relay = site.origin(), InThread(run, site.invite("relay"), tmp_path / "relay")
     files = site.write(0)
@@ -173,11 +172,6 @@ def test_a_relay_behind_a_proxy_announces_the_proxy_and_takes_passes_for_it_only
     }
     assert (passes[proxy].status_code, passes[here].status_code) == (200, 401)
     assert files and origin.stopped() == relay.stopped() == "stopped"
-
-
-def test_a_url_to_announce_that_is_none_is_refused() -> None:
-    with pytest.raises(AddressError):
-        Listen(url="relay.example:8720")
 
 
 def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: Site, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -17,12 +16,14 @@ from shoal.config import Config
 from shoal.files import write_file
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite, server_url
+from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Ok, Policy
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
 from shoal.shardcast.origin import check_apart
 from shoal.shardcast.server import url_of
+
+Listen = tuple[str, int]  # host and port
 
 WATCH_S = 0.1
 LOOK_S = 2.0  # between two looks at where the origin is, while it is not reached
@@ -30,27 +31,9 @@ LOOK_S = 2.0  # between two looks at where the origin is, while it is not reache
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Listen:
-    """Where one origin or relay listens, and what it announces, in place of what the run's config says for all of them."""
-
-    host: str | None = None
-    port: int | None = None
-    url: str = ""  # a proxy's in front of it; "": where it listens
-
-    def __post_init__(self) -> None:
-        """Raises AddressError."""
-        if self.url:
-            server_url(self.url)
-
-    def or_else(self, host: str, port: int) -> tuple[str, int]:
-        return self.host or host, port if self.port is None else self.port
-
-
-HERE = Listen()
-
-
-def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Event, listen: Listen = HERE) -> str:
+def run_origin(
+    invite: Invite, folder: Path, watched: Path, stop: threading.Event, listen: Listen | None = None, url: str = ""
+) -> str:
     """Publish what the learner writes under `watched`, until the run ends."""
     check_apart(watched, folder)
     config = Node.read_config(invite, stop)
@@ -75,7 +58,7 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
         return "stopped"
 
     return asyncio.run(
-        serve_store(invite, config, folder, store, listen, (config.origin.host, config.origin.port), watch, stop)
+        serve_store(invite, config, folder, store, listen or (config.origin.host, config.origin.port), url, watch, stop)
     )
 
 
@@ -84,7 +67,7 @@ def _announce(node: Node, manifest: Manifest) -> None:
     node.post("/v1/policies", policy, Ok)
 
 
-def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Listen = HERE) -> str:
+def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Listen | None = None, url: str = "") -> str:
     """Mirror the origin and serve the run's nodes, until the run ends."""
     config = Node.read_config(invite, stop)
     store = Store(folder / "store", keep=config.relays.keep, public=config.relays.public)
@@ -122,7 +105,9 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
             task.cancel()
 
     return asyncio.run(
-        serve_store(invite, config, folder, store, listen, (config.relays.host, config.relays.port), mirror, stop)
+        serve_store(
+            invite, config, folder, store, listen or (config.relays.host, config.relays.port), url, mirror, stop
+        )
     )
 
 
@@ -138,17 +123,16 @@ async def serve_store(
     folder: Path,
     store: Store,
     listen: Listen,
-    default: tuple[str, int],
+    url: str,
     live: Callable[[Node], Awaitable[str]],
     stop: threading.Event,
 ) -> str:
-    """Serve the store to the pool's nodes, join with the address, and run `live`. `default`: the config's host, port."""
-    host, port = listen.or_else(*default)
+    """Serve the store to the pool's nodes, join with the address, and run `live`. `url`: a proxy's in front of it, or ""."""
     guard = Guard(audience=invite.run, pool_key=None if config.relays.public else invite.key)
-    runner, bound = await _bind(app(store, guard=guard), host, port, folder / "port")
+    runner, bound = await _bind(app(store, guard=guard), *listen, folder / "port")
     try:
-        here = url_of(host, bound)
-        url = listen.url or here
+        here = url_of(listen[0], bound)
+        url = url or here
         guard.servers = frozenset({url})
         log.info("listening at %s%s", here, f", announced as {url}" if url != here else "")
         node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)

@@ -124,10 +124,10 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
 
     folder, threads = arguments.dir, arguments.threads
     if role in ("origin", "relay"):
-        listen = broadcast.Listen(arguments.host, arguments.port, arguments.url)
+        listen, url = arguments.listen, arguments.url
         if role == "origin":
-            return broadcast.run_origin(invite, folder, arguments.watch, stop, listen)
-        return broadcast.run_relay(invite, folder, stop, listen)
+            return broadcast.run_origin(invite, folder, arguments.watch, stop, listen, url)
+        return broadcast.run_relay(invite, folder, stop, listen, url)
     if role == "learner":
         from shoal.protocol.invite import read_invite
 

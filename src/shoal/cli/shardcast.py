@@ -13,14 +13,15 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, add_command, port, real, say, whole
+from shoal.cli.arguments import Commands, add_command, real, say, whole
+from shoal.config.section import Listening
 from shoal.errors import UserError
 
 if TYPE_CHECKING:  # slow imports, not needed to parse a command line
     from shoal.shardcast import Store
-    from shoal.shardcast.alone import Address
 
 RUN_NAME = "shardcast"
+HERE = ("127.0.0.1", 0)
 PUBLIC_KEY = re.compile("[0-9a-f]{64}")
 
 
@@ -73,7 +74,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     check_apart(arguments.path, arguments.store, arguments.key_file)  # before a key is created
     store = _store(arguments)
     origin = Origin(store, Identity.load_or_create(arguments.key_file).private_key, run=RUN_NAME)
-    asyncio.run(serve_origin(arguments.path, origin, _address(arguments), stop, _say))
+    asyncio.run(serve_origin(arguments.path, origin, arguments.listen or HERE, stop, _say))
 
 
 def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
@@ -81,7 +82,7 @@ def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast.alone import serve_relay
 
     relay = Relay(arguments.upstream, _store(arguments), Access(_public_key(arguments), RUN_NAME))
-    asyncio.run(serve_relay(relay, _address(arguments), stop, _say))
+    asyncio.run(serve_relay(relay, arguments.listen or HERE, stop, _say))
 
 
 def run_fetch(arguments: argparse.Namespace) -> None:
@@ -122,13 +123,14 @@ def _store_arguments(parser: argparse.ArgumentParser) -> None:
         "--store", type=Path, default=Path("shardcast"), help="folder of published versions; must lie outside of PATH"
     )
     parser.add_argument(
-        "--host",
-        help="address to listen on and to announce (default: 127.0.0.1; with --join: as the run's config says)",
+        "--listen",
+        type=_listen,
+        metavar="HOST:PORT",
+        help="where to listen, and what to announce; port 0: a free one (default: 127.0.0.1:0, or as the run's config says)",
     )
     parser.add_argument(
-        "--port", type=port, help="port to listen on; 0: a free one (default: 0, or the run's config's)"
+        "--url", type=_url, default="", help="with --join: the URL to announce, if a proxy stands in front"
     )
-    parser.add_argument("--url", default="", help="with --join: the URL to announce, if a proxy stands in front")
     parser.add_argument(
         "--keep", type=whole(1, 1_000_000), default=5, help="newest versions to keep, with their parents"
     )
@@ -140,10 +142,23 @@ def _store(arguments: argparse.Namespace) -> Store:
     return Store(arguments.store, keep=arguments.keep)
 
 
-def _address(arguments: argparse.Namespace) -> Address:
-    from shoal.shardcast.alone import Address
+def _listen(text: str) -> tuple[str, int]:
+    try:
+        found = Listening(listen=text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:0") from error
+    return found.host, found.port
 
-    return Address(arguments.host or "127.0.0.1", arguments.port or 0)
+
+def _url(text: str) -> str:
+    from shoal.protocol.invite import AddressError, server_url
+
+    try:
+        if text:  # argparse passes the default, too
+            server_url(text)
+    except AddressError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _public_key(arguments: argparse.Namespace) -> str:

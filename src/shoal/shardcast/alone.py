@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -31,13 +30,6 @@ from shoal.shardcast.store import Store
 LOOK_AGAIN_S = 0.1
 IDLE_S = 0.5  # between two looks at whether to stop, where nothing is watched
 A_DAY_S = 24 * 3600.0
-
-
-class Address(NamedTuple):
-    """Where a server listens."""
-
-    host: str
-    port: int
 
 
 def publish(
@@ -114,7 +106,7 @@ def fetch_with(client: Client, version: int | None, progress: Callable[[Progress
 async def serve_origin(
     path: Path,
     origin: Origin,
-    address: Address,
+    listen: tuple[str, int],
     stop: threading.Event,
     say: Callable[[dict[str, object]], None],
 ) -> None:
@@ -140,11 +132,11 @@ async def serve_origin(
         facts = {"version": manifest.version, "digest": manifest.digest, "size_bytes": manifest.size_bytes}
         say(facts | sizes)
 
-    await _serve(app(origin.store), address, {"key": public_key_hex(origin.key)}, live, say)
+    await _serve(app(origin.store), listen, {"key": public_key_hex(origin.key)}, live, say)
 
 
 async def serve_relay(
-    relay: Relay, address: Address, stop: threading.Event, say: Callable[[dict[str, object]], None]
+    relay: Relay, listen: tuple[str, int], stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
     """Mirror and serves until `stop`. Reports each version that becomes complete, and each new error."""
 
@@ -168,19 +160,19 @@ async def serve_relay(
         finally:
             task.cancel()
 
-    await _serve(app(relay.store), address, {}, live, say)
+    await _serve(app(relay.store), listen, {}, live, say)
 
 
 async def _serve(
     application: web.Application,
-    address: Address,
+    listen: tuple[str, int],
     facts: dict[str, object],
     live: Callable[[], Awaitable[None]],
     say: Callable[[dict[str, object]], None],
 ) -> None:
-    runner, bound = await serve(application, address.host, address.port)
+    runner, bound = await serve(application, *listen)
     try:
-        say({"url": url_of(address.host, bound)} | facts)
+        say({"url": url_of(listen[0], bound)} | facts)
         await live()
     finally:
         await runner.cleanup()
