@@ -96,7 +96,7 @@ def database(name: str) -> Iterator[str]:
 
 
 async def measure(folder: Path, url: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    chosen = ["coordinator.connections=4096", f"coordinator.database={url}", "run.steps=100"]
+    chosen = [f"coordinator.database={url}", "run.steps=100"]
     config = config_module.load(HERE.parent / "configs" / "tiny.toml", chosen)
     (folder / "config.toml").write_text(config_module.dumps(config))
     coordinator = Identity.load_or_create(folder / "pool" / "identity.pem")

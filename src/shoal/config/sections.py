@@ -37,8 +37,6 @@ class CoordinatorSection(Listening):
     """Groups in a batch (INTELLECT-2)."""
     online_filter: bool = True
     """Leave groups with equal rewards out of batches: they teach nothing (INTELLECT-2)."""
-    connections: PositiveInt = 256
-    """Simultaneous connections from one address; behind a proxy, all come from its own."""
     database: str = ""
     """postgresql://USER@HOST/NAME, without a password (PGPASSWORD or ~/.pgpass has it); empty: SQLite."""
 

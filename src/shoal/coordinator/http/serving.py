@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from shoal.config import Config
+from shoal.config.config import LOOPBACK
 from shoal.coordinator.database import config_text, record_start, seal
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.journal import Journal
@@ -20,13 +21,14 @@ from shoal.coordinator.state import KEY
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Address
-from shoal.protocol.server import listen
+from shoal.protocol.server import MAX_CONNECTIONS, listen
 from shoal.shardcast.server import url_of
 from shoal.watch.record import RunRecord, RunState
 from shoal.watch.summary import CURVE, SUMMARY, write_report
 from shoal.watch.trackers import open_tracker
 
 POLL_S = 0.1
+CONNECTIONS = 256  # from one address
 RECORD_S = 2.0
 STATE_SHARE = 0.02  # largest share of the coordinator's time spent on the state file
 
@@ -159,7 +161,9 @@ def serve_forever(
 
 async def _serve(served: ServedRun, port: int, stop: threading.Event, url: str) -> None:
     coordinator, section = served.coordinator, served.coordinator.config.coordinator
-    runner, bound = await listen(coordinator.app(), section.host, port, per_address=section.connections)
+    # Whoever reaches a coordinator on loopback is on its machine, such as a proxy, from which all nodes' connections come.
+    per_address = MAX_CONNECTIONS if section.host in LOOPBACK else CONNECTIONS
+    runner, bound = await listen(coordinator.app(), section.host, port, per_address=per_address)
     try:
         address = Address(url=url or url_of(section.host, bound), run=coordinator.run)
         address.write(served.folder)
