@@ -319,8 +319,11 @@ def test_a_bucket_and_a_database_by_url() -> None:
 
 # --- limits of one engine on one kind of device, in place of those of all ------------------------------------------------
 
-OWN = {"engine": "vllm", "device": "cpu", "sampling_margin": 1.5}
-VALIDATOR = {"sampling_margin": 0.5, "logprob_error_mean": 0.07, "limits": [OWN]}
+VALIDATOR: dict[str, Any] = {
+    "sampling_margin": 0.5,
+    "logprob_error_mean": 0.07,
+    "limits": {"vllm/cpu": {"sampling_margin": 1.5}},
+}
 
 
 def test_limits_of_an_engine_replace_those_of_all() -> None:
@@ -331,8 +334,8 @@ def test_limits_of_an_engine_replace_those_of_all() -> None:
 
 
 def test_the_widest_limit_is_that_of_any_engine() -> None:
-    narrow = {"engine": "vllm", "device": "cuda", "sampling_margin": 0.2, "logprob_error_mean": 0.1}
-    section = parse({"validator": VALIDATOR | {"limits": [OWN, narrow]}}).validator
+    narrow = {"sampling_margin": 0.2, "logprob_error_mean": 0.1}
+    section = parse({"validator": VALIDATOR | {"limits": VALIDATOR["limits"] | {"vllm/cuda": narrow}}}).validator
     assert (section.widest("sampling_margin"), section.widest("logprob_error_mean")) == (1.5, 0.1)
     assert section.widest("proof_mantissa_mean") == section.proof_mantissa_mean
     assert parse({"validator": {"sampling_margin": 0.5}}).validator.widest("sampling_margin") == 0.5
@@ -340,8 +343,8 @@ def test_the_widest_limit_is_that_of_any_engine() -> None:
 
 def test_the_torch_engines_limits_are_the_sections_own() -> None:
     """Its workers name no engine, so an entry for it would be a liar's alone."""
-    with pytest.raises(ConfigError, match="limits.0.engine"):
-        parse({"validator": {"limits": [{"engine": "torch", "device": "cuda", "sampling_margin": 9.0}]}})
+    with pytest.raises(ConfigError, match="limits.torch/cuda"):
+        parse({"validator": {"limits": {"torch/cuda": {"sampling_margin": 9.0}}}})
 
 
 def test_workers_take_the_engines_in_turn() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.config.checking import EngineLimits
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
 from shoal.protocol.messages import Replay, Spent
@@ -96,9 +95,11 @@ def test_an_honest_worker_stays_however_long_it_works(harness: Harness) -> None:
 
 def test_an_honest_worker_of_an_engine_with_wider_limits_stays() -> None:
     """Its figures are at two thirds of its own limits, and beyond those of the other engines."""
-    own = EngineLimits(proof_exponent_mean=16.0, proof_mantissa_mean=3.8, logprob_error_mean=0.16)
+    own = {"proof_exponent_mean": 16.0, "proof_mantissa_mean": 3.8, "logprob_error_mean": 0.16}
     settings = config()
-    settings = settings.model_copy(update={"validator": settings.validator.model_copy(update={"limits": [own]})})
+    settings = settings.model_copy(
+        update={"validator": settings.validator.model_copy(update={"limits": {"vllm/cpu": own}})}
+    )
     used = spent(proof_exponent_mean=10.6, proof_mantissa_mean=2.53, logprob_error_mean=0.106)
     process = Process()
     for _ in range(3_000):

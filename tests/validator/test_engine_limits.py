@@ -16,7 +16,7 @@ from .support import ASKED, SETTINGS, case_of, config, make_producer, make_valid
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MARGIN = SETTINGS.validator.sampling_margin
-WIDE = {"engine": "vllm", "device": "cpu", "sampling_margin": 4 * MARGIN, "logprob_error_mean": 1.0}
+WIDE = {"sampling_margin": 4 * MARGIN, "logprob_error_mean": 1.0}
 FIGURES = dict.fromkeys(
     ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean", "distribution_evidence"), 0.0
 )
@@ -24,7 +24,7 @@ FIGURES = dict.fromkeys(
 
 @pytest.mark.parametrize(("kind", "found"), [("vllm/cpu", False), ("", True), ("vllm/cuda", True)])
 def test_each_engine_has_its_own_limits(tiny_folder: Path, kind: str, found: bool) -> None:
-    settings = config(validator={"limits": [WIDE], "sampling_margin_mean": 1e6})
+    settings = config(validator={"limits": {"vllm/cpu": WIDE}, "sampling_margin_mean": 1e6})
     judge = make_validator(tiny_folder, settings).judge
     worker: Any = make_producer(tiny_folder, settings)
     worker.kind = kind

@@ -9,7 +9,7 @@ nothing is tolerated. The self-test says, for each dtype, whether this machine m
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
     measured.json   every submission's figures, by condition; and by pair of dtypes what the bounds follow from
 
-Each engine of `workers.engines` is measured. vLLM's limits go to an entry of `[[validator.limits]]`, for its device.
+Each engine of `workers.engines` is measured. vLLM's limits go to `[validator.limits."vllm/DEVICE"]`.
 
 The bounds are for averages over all of a worker's submissions, so they are far below the limits. Each is the figure of the
 noisiest pair of dtypes. A worker that says it is of a quieter kind gets no tighter bounds. To let only such workers in, set
@@ -151,9 +151,7 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     }
     evidence = bounds(pairs)
     device = torch.device(config.model.device).type
-    validator = limits.pop("torch", {}) | {
-        "limits": [{"engine": engine, "device": device} | found for engine, found in limits.items()]
-    }
+    validator = limits.pop("torch", {}) | {"limits": {f"{engine}/{device}": found for engine, found in limits.items()}}
     out.mkdir(parents=True, exist_ok=True)
     (out / "measured.json").write_text(
         json.dumps({"machine": _machine(), "worst": worst, "pairs": pairs, "rows": measured}, indent=1) + "\n"

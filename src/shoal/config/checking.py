@@ -13,27 +13,12 @@ MISMATCH_SHARE = 0.001  # of a submission's tokens that may be mismatches, besid
 LEAST_ESCROW_CHECKS = 16
 
 
-class EngineLimits(Section):
-    """`[[validator.limits]]`: limits for the work of one engine on one kind of device. What is left out is as for all."""
-
-    engine: Literal["vllm"] = "vllm"
-    """The engine that a submission's signed header names; the torch engine's limits are those of [validator]."""
-    device: Annotated[str, Field(pattern="^[a-z0-9]+$")] = "cpu"
-    """Its device, such as cpu or cuda."""
-    proof_exponent_mean: PositiveFloat | None = None
-    """See [validator]; none: as there (measured by `shoal calibrate`)."""
-    proof_mantissa_mean: PositiveFloat | None = None
-    """See [validator]; none: as there (measured by `shoal calibrate`)."""
-    logprob_error_mean: PositiveFloat | None = None
-    """See [validator]; none: as there (measured by `shoal calibrate`)."""
-    sampling_margin: PositiveFloat | None = None
-    """See [validator]; none: as there (measured by `shoal calibrate`)."""
-    sampling_margin_mean: PositiveFloat | None = None
-    """See [validator]; none: as there (measured by `shoal calibrate`)."""
-
-    @property
-    def kind(self) -> str:
-        return f"{self.engine}/{self.device}"
+Limit = Literal[
+    "proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean", "sampling_margin", "sampling_margin_mean"
+]
+Kind = Annotated[
+    str, Field(pattern="^vllm/[a-z0-9]+$")
+]  # torch workers name no engine: an entry would be a liar's alone
 
 
 class ValidatorSection(Section):
@@ -41,8 +26,9 @@ class ValidatorSection(Section):
 
     count: PositiveInt = 1
     """Validators that `shoal run` starts."""
-    limits: list[EngineLimits] = []
-    """Limits of one engine on one kind of device."""
+    limits: dict[Kind, dict[Limit, PositiveFloat]] = {}
+    """Limits for the work of another engine on one kind of device, such as vllm/cpu, which a submission's signed header
+    names; what is left out is as for all (measured by `shoal calibrate`)."""
     proof_exponent_mean: PositiveFloat = 10.0
     """Largest mean number of differing exponents per proof, over a submission (measured by `shoal calibrate`)."""
     proof_mantissa_mean: PositiveFloat = 2.4
@@ -76,17 +62,12 @@ class ValidatorSection(Section):
 
     def of(self, engine: str) -> "ValidatorSection":
         """As for submissions of this ENGINE/DEVICE: its own limits, where it has some."""
-        own = next((one for one in self.limits if engine == one.kind), None)
-        if own is None:
-            return self
-        return self.model_copy(update=own.model_dump(exclude={"engine", "device"}, exclude_none=True))
+        return self.model_copy(update={**self.limits.get(engine, {})})
 
-    def widest(self, limit: str) -> float:
+    def widest(self, limit: Limit) -> float:
         """As for the engine for which this limit is widest; a worker can name any."""
-        every: list[float] = [
-            getattr(section, limit) for section in [self, *(self.of(one.kind) for one in self.limits)]
-        ]
-        return max(every)
+        own: float = getattr(self, limit)
+        return max([own, *(limits.get(limit, own) for limits in self.limits.values())])
 
 
 class EvidenceSection(Section):

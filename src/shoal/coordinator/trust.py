@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable
 
 from shoal.config import Config
+from shoal.config.checking import Limit
 from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import Submission
@@ -160,11 +161,12 @@ def bets(spent: Spent, config: Config) -> dict[str, float]:
         for number, (count, rate) in enumerate(zip(spent.beyond, config.evidence.rates, strict=True))
         for theta in THETAS
     }
-    for name in ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean"):
-        limit, honest = config.validator.widest(name), getattr(config.evidence, name)
+    averages: tuple[Limit, ...] = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")
+    for figure in averages:
+        limit, honest = config.validator.widest(figure), getattr(config.evidence, figure)
         mean = SURE if honest is None else min(honest / limit, 1.0)
         for stake in STAKES:
-            found[f"{name} stake {stake:g}"] = bet_share(min(getattr(spent, name) / limit, 1.0), mean, stake)
+            found[f"{figure} stake {stake:g}"] = bet_share(min(getattr(spent, figure) / limit, 1.0), mean, stake)
     for name in ("better", "worse", "easier", "harder", "distribution"):
         found[name] = getattr(spent, name)
     if config.evidence.regenerated:
