@@ -3,7 +3,7 @@
     python benchmarks/abuse_shardcast.py [--seconds 3] [--size-mb 8] [--only text] [--out FILE]
 
 Servers: `shoal origin` and `shoal relay`.
-Anyone may read from them, as with `relays.public = true`: an attacker needs no pass. Each attack lasts --seconds, with a
+Anyone may read from them, unlike in a pool: an attacker needs no pass. Each attack lasts --seconds, with a
 bounded rate and a bounded number of connections, from addresses of its own (127.0.0.2 and on). Meanwhile one honest client
 fetches the version over and over.
 Before the first attack and after the last, the same is measured in quiet.

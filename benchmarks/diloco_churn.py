@@ -53,10 +53,8 @@ steps = 10000000
 batch = 2
 tokens = 64
 lr = 1e-3
-final_lr = 1e-3
 warmup_steps = 20
 heldout = 2
-share = 2
 checkpoint_every = 20
 [sites]
 sites = {{sites}}
@@ -64,7 +62,6 @@ inner_steps = {INNER_STEPS}
 wait_s = {WAIT_S}
 momentum = 0.0
 lr = 1.0
-give_up_s = 300
 """
 
 

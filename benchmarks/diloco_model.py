@@ -86,9 +86,7 @@ class Trainee:
 
     def __init__(self, train_N: Tensor, seed: int, numbers: list[int], size: Size) -> None:
         self.model, self.train_N, self.seed, self.numbers, self.size = model(seed, size), train_N, seed, numbers, size
-        self.settings = PretrainSection(
-            steps=size.steps, lr=size.lr, warmup_steps=size.steps // 10, final_lr=size.lr / 10
-        )
+        self.settings = PretrainSection(steps=size.steps, lr=size.lr, warmup_steps=size.steps // 10)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self.tensors = {name: parameter.data for name, parameter in self.model.named_parameters()}
 

@@ -28,7 +28,7 @@ from shoal.watch.figures import weights_tree
 from shoal.worker.loop import follow
 
 RUN = "test-0"
-CONFIG = parse({"run": {"steps": 3}, "relays": {"keep": 4}, "evaluator": {"n": 4}})
+CONFIG = parse({"run": {"steps": 3}, "evaluator": {"n": 4}})
 
 
 class InThread:

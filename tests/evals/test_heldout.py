@@ -18,7 +18,7 @@ from shoal.shardcast import FetchError
 
 from ..turns import EOS, config
 
-CONFIG = parse({"run": {"steps": 9}, "relays": {"keep": 3}, "evaluator": {"n": 1, "every": 4}})
+CONFIG = parse({"run": {"steps": 9}, "evaluator": {"n": 1, "every": 4}})
 
 
 @dataclass
@@ -89,7 +89,7 @@ def test_a_late_evaluator_leaves_out_the_first_version_that_relays_no_longer_hol
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise it would never reach the last one, and the run never finish."""
-    site = Site([3, 9, 9], gone={0})
+    site = Site([6, 9, 9], gone={0})
     assert site.run(monkeypatch) == "finished"
     assert site.posted == [(9, True)]
 

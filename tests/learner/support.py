@@ -139,7 +139,7 @@ class Store:
 
 GROUPS, SIZE = 5, 4  # of a step's only file
 RUN = {
-    "sites": {"kind": "fp64", "wait_s": 10.0, "give_up_s": 60.0},  # where learner.sites says that there are several
+    "sites": {"kind": "fp64", "wait_s": 10.0},  # where learner.sites says that there are several
     "run": {"steps": 3},
     "coordinator": {"prompts_per_step": GROUPS, "async_level": 2},
     "workers": {"groups_per_submission": GROUPS},
@@ -228,7 +228,6 @@ def make_site_learner(
 ) -> SiteLearner:
     """The same at the site of this invite, whose meeting is reached over HTTP."""
     of = make_learner(model, out, pool, steps=steps, ranks=ranks, **changed)
-    read, settings = read_invite(str(invite)), of.config.sites
-    terms = learner_terms(of.config, of.policy)
-    way = Remote(read, out, terms, patience_s=settings.give_up_s) if ranks.leads else None
+    read, terms = read_invite(str(invite)), learner_terms(of.config, of.policy)
+    way = Remote(read, out, terms, patience_s=60.0) if ranks.leads else None
     return SiteLearner(of.node, of.config, of.policy, out, name_of(read), way)

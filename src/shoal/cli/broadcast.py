@@ -38,7 +38,7 @@ def run_origin(
     check_apart(watched, folder)
     config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
-    store = Store(folder / "store", keep=config.relays.keep, public=config.relays.public)
+    store = Store(folder / "store", public=False)
     origin = Origin(store, identity.private_key, run=invite.run)
 
     async def watch(node: Node) -> str:
@@ -70,7 +70,7 @@ def _announce(node: Node, manifest: Manifest) -> None:
 def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Listen | None = None, url: str = "") -> str:
     """Mirror the origin and serve the run's nodes, until the run ends."""
     config = Node.read_config(invite, stop)
-    store = Store(folder / "store", keep=config.relays.keep, public=config.relays.public)
+    store = Store(folder / "store", public=False)
 
     async def mirror(node: Node) -> str:
         publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
@@ -128,7 +128,7 @@ async def serve_store(
     stop: threading.Event,
 ) -> str:
     """Serve the store to the pool's nodes, join with the address, and run `live`. `url`: a proxy's in front of it, or ""."""
-    guard = Guard(audience=invite.run, pool_key=None if config.relays.public else invite.key)
+    guard = Guard(audience=invite.run, pool_key=invite.key)
     runner, bound = await _bind(app(store, guard=guard), *listen, folder / "port")
     try:
         here = url_of(listen[0], bound)

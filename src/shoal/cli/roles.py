@@ -246,12 +246,13 @@ def _at_site(
 ) -> Learner:
     from shoal.diloco.messages import name_of
     from shoal.diloco.remote import Remote
+    from shoal.diloco.site import GIVE_UP_S
     from shoal.learner.sites import SiteLearner, learner_terms
 
     if node is None:
         return SiteLearner(None, config, policy, folder, name_of(site), None)
     terms = learner_terms(config, policy)
-    remote = Remote(site, folder, terms, patience_s=config.sites.give_up_s, stop=stop)
+    remote = Remote(site, folder, terms, patience_s=GIVE_UP_S, stop=stop)
     return SiteLearner(node, config, policy, folder, remote.name, remote)
 
 

@@ -192,6 +192,7 @@ def _pretraining(
     from shoal.diloco.agreed import Shapes
     from shoal.diloco.messages import name_of
     from shoal.diloco.remote import Remote
+    from shoal.diloco.site import GIVE_UP_S
     from shoal.learner.pretrain.text import Corpus, TokenStream, heldout
     from shoal.learner.pretrain.trainer import Pretraining, TextSite, about, decode, encode, terms_of, text_policy
     from shoal.learner.ranks import from_leader
@@ -203,7 +204,7 @@ def _pretraining(
     def read() -> Tensor:
         nonlocal stream, followed
         corpus, tokenizer = Corpus(settings.data, settings.field), load_tokenizer(folder)
-        stream = TokenStream(corpus, tokenizer, first=settings.heldout, share=settings.share)
+        stream = TokenStream(corpus, tokenizer, first=settings.heldout)
         followed = about(config, folder, corpus, sites=invite is not None)
         return heldout(corpus, tokenizer, settings.heldout, settings.tokens)
 
@@ -214,7 +215,7 @@ def _pretraining(
         terms = terms_of(config, Shapes.of(policy.masters))
         remote = None
         if stream is not None:
-            remote = Remote(invite, out, terms, patience_s=config.sites.give_up_s, stop=stop)
+            remote = Remote(invite, out, terms, patience_s=GIVE_UP_S, stop=stop)
             stream.take = remote.take
         site = TextSite(name_of(invite), policy, terms, remote, config.sites, out, stop)
     return Pretraining(policy, stream, kept, config, out, followed, site)

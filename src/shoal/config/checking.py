@@ -1,7 +1,7 @@
 """What submissions, workers and machines must meet: limits, tests over many submissions, requirements."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -62,7 +62,8 @@ class ValidatorSection(Section):
 
     def of(self, engine: str) -> "ValidatorSection":
         """As for submissions of this ENGINE/DEVICE: its own limits, where it has some."""
-        return self.model_copy(update={**self.limits.get(engine, {})})
+        own: dict[str, Any] = {str(limit): value for limit, value in self.limits.get(engine, {}).items()}
+        return self.model_copy(update=own)
 
     def widest(self, limit: Limit) -> float:
         """As for the engine for which this limit is widest; a worker can name any."""

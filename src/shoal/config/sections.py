@@ -84,10 +84,8 @@ class OriginSection(Listening):
 
 
 class RelaySection(Listening):
-    """Mirrors of the origin. Who may read and `keep` also apply to the origin."""
+    """Mirrors of the origin."""
 
-    public: bool = False
-    """Serve weights to anyone; false: only to nodes of this run."""
     reach: Literal["auto", "local", "private", "public"] = "auto"
     """Addresses that relays may announce and nodes connect to: this machine's too, private networks' too, or only the
     internet's; auto: local if the coordinator listens on loopback, else public."""
@@ -95,8 +93,6 @@ class RelaySection(Listening):
     """Relays that `shoal run` starts."""
     listen: Listen = "127.0.0.1:0"
     """HOST:PORT to listen on and to announce to the pool; port 0: a free one."""
-    keep: PositiveInt = 5
-    """Newest versions that origin and relays hold, plus the versions their deltas need."""
 
 
 class WorkerSection(Section):

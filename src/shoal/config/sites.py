@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from shoal.config.section import Fraction, Listen, Listening, Section
 
@@ -29,16 +29,12 @@ class PretrainSection(Section):
     """Tokens of a sequence (DiLoCo)."""
     lr: PositiveFloat = 4e-4
     """Largest AdamW learning rate (DiLoCo)."""
-    final_lr: NonNegativeFloat = 0.0
-    """Learning rate at the last step, reached along a cosine."""
     warmup_steps: NonNegativeInt = 1000
     """Steps of linear warm-up (DiLoCo)."""
     heldout: NonNegativeInt = 64
     """Documents at the start of the data that are held out."""
     checkpoint_every: PositiveInt = 500
     """Steps between checkpoints, and between measurements of the held-out loss."""
-    share: PositiveInt = 256
-    """Documents of a share, which one site reads."""
 
 
 class SitesSection(Listening):
@@ -62,8 +58,6 @@ class SitesSection(Listening):
     """Fewest sites whose offers close a round."""
     wait_s: PositiveFloat = 60
     """Seconds from a round's first offer until it closes."""
-    give_up_s: PositiveFloat = 900
-    """Seconds a site waits for a round, or for a meeting that does not answer."""
     listen: Listen = "127.0.0.1:0"
     """HOST:PORT that the meeting listens on; host 0.0.0.0: all interfaces; port 0: a free one."""
     url: str = ""

@@ -23,6 +23,7 @@ from shoal.coordinator.submissions import UNSETTLED, Submission
 from shoal.coordinator.trust import Trust
 from shoal.protocol.history import WorkerSample
 from shoal.protocol.messages import HARD, LEASE_S, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
+from shoal.shardcast.store import KEEP
 
 # Soft reasons that rest on the file alone. What a program of the model's printed (`unrepeatable`) is nobody's fault.
 UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
@@ -76,7 +77,7 @@ class Judgement:
 
     def _close_gone(self, validator: str, now_s: float) -> list[str]:
         """Close what no validator can check any more. Returns what to log."""
-        oldest_held = self.db.policies.oldest_of_newest(self.config.relays.keep)
+        oldest_held = self.db.policies.oldest_of_newest(KEEP)
         lines: list[str] = []
         for submission in self.db.submissions.claimable(validator, now_s):
             if oldest_held is None or submission.version >= oldest_held or self._get(submission.id).state == "expired":

@@ -89,11 +89,12 @@ class Spent:
     received_bytes: int = 0
 
 
+GIVE_UP_S = 900.0  # that a site waits for a round, or for a meeting that does not answer
+
+
 class Participant:
-    def __init__(
-        self, name: str, terms: Terms, link: MeetingLink, tensors: Mapping[str, Tensor], *, give_up_s: float
-    ) -> None:
-        self.link, self.give_up_s, self.spent = link, give_up_s, Spent()
+    def __init__(self, name: str, terms: Terms, link: MeetingLink, tensors: Mapping[str, Tensor]) -> None:
+        self.link, self.spent = link, Spent()
         self.site = Site(name, terms, Agreed.of(tensors, terms.shapes))
 
     def enter(
@@ -112,14 +113,14 @@ class Participant:
     def exchange(self, tensors: Mapping[str, Tensor], stopped: Callable[[], bool] = lambda: False) -> RoundOutcome:
         """Give what was learned in this round, and set `tensors` to what all agree on after it.
 
-        Raise RoundClosedError if this site has to `enter` again, SilenceError after `give_up_s`, StoppedError.
+        Raise RoundClosedError if this site has to `enter` again, SilenceError after GIVE_UP_S, StoppedError.
         """
         digest, data = self.site.offer(tensors)
         self.spent.sent_bytes += len(data)
         started_s = time.monotonic()
         try:
             figures = Figures(**vars(self.spent))
-            outcome, average = meet(self.link, self.site.round, digest, data, figures, self.give_up_s, stopped)
+            outcome, average = meet(self.link, self.site.round, digest, data, figures, GIVE_UP_S, stopped)
         finally:
             self.spent.synced_s += time.monotonic() - started_s
         self.spent.received_bytes += len(average)

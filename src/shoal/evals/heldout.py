@@ -24,6 +24,7 @@ from shoal.protocol.messages import Evaluation, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
 from shoal.shardcast.fetch.client import fetch_published
+from shoal.shardcast.store import KEEP
 from shoal.tasks import TaskSet
 
 BETWEEN = 64  # held-out tasks, at most, of an evaluation between the first and the last
@@ -75,7 +76,7 @@ class Evaluator:
             try:
                 folder = self.fetch(version)
             except FetchError as error:
-                if version > (answer.newest_version or 0) - self.config.relays.keep:
+                if version > (answer.newest_version or 0) - KEEP:
                     raise  # relays hold it: they are down
                 log.warning("version %d is not evaluated, because relays no longer hold it: %s", version, error)
                 done.add(due)

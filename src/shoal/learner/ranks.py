@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, parse
+from shoal.diloco.site import GIVE_UP_S
 from shoal.errors import ShoalError
 from shoal.model import dtype
 from shoal.model.dtype import DtypeName
@@ -207,7 +208,7 @@ class LeaderError(ShoalError):
 
 def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:
     """The ranks that torchrun started, the leader's config, and the dtype that it computes in. Raise DeviceError."""
-    ranks = Ranks.start(RANKS_TIMEOUT_S, RANKS_TIMEOUT_S + config.sites.give_up_s)
+    ranks = Ranks.start(RANKS_TIMEOUT_S, RANKS_TIMEOUT_S + GIVE_UP_S)
 
     def decode(message: bytes) -> tuple[Config, DtypeName]:
         tables, picked = json.loads(message)

@@ -55,11 +55,11 @@ log = logging.getLogger(__name__)
 class PolicySite:
     """A policy that is trained at one of several sites. Every rank of the site calls the same methods."""
 
-    def __init__(self, name: str, policy: Policy, terms: Terms, link: MeetingLink | None, *, give_up_s: float) -> None:
+    def __init__(self, name: str, policy: Policy, terms: Terms, link: MeetingLink | None) -> None:
         """`link`: None on ranks that do not lead."""
         self.name, self.policy, self.ranks = name, policy, policy.ranks
         masters = self._gathered()
-        self.leader = Participant(name, terms, link, masters, give_up_s=give_up_s) if link else None
+        self.leader = Participant(name, terms, link, masters) if link else None
         self.spent = self.leader.spent if self.leader else Spent()
 
     def enter(self, about: dict[str, str], why: str, *, placed: bool = True) -> tuple[int, int]:
@@ -146,7 +146,7 @@ class SiteLearner(Learner):
         """`name`: of this site. `link`: its leader's way to the meeting; like `node`, None elsewhere."""
         super().__init__(node, config, policy, folder)
         settings, terms = config.sites, learner_terms(config, policy)
-        self.place = PolicySite(name, policy, terms, link, give_up_s=settings.give_up_s)
+        self.place = PolicySite(name, policy, terms, link)
         self.about = about_of(settings, policy) | ({"data": f"run {node.invite.run}"} if node else {})
         self.sharing = 1  # sites that shared the last batch
 

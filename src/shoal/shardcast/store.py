@@ -43,6 +43,7 @@ from shoal.shardcast.manifest import (
     version_name,
 )
 
+KEEP = 5  # newest versions, with the versions that their deltas need; as INTELLECT-2's relays
 FILE_MODE, FOLDER_MODE = 0o644, 0o755  # of a public store, so that another user's nginx can serve it
 _LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store; a forked child does not hold its parent's
 
@@ -56,7 +57,7 @@ class Store:
         self,
         path: Path,
         *,
-        keep: int = 5,
+        keep: int = KEEP,
         lease_s: float = 60.0,
         public: bool = True,
         clock: Callable[[], float] = time.monotonic,

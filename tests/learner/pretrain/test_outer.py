@@ -45,7 +45,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def config(**sites: Any) -> Any:
-    return parse({"pretrain": {"steps": 24}, "sites": {"inner_steps": 4, "give_up_s": 30.0, "wait_s": 20.0} | sites})
+    return parse({"pretrain": {"steps": 24}, "sites": {"inner_steps": 4, "wait_s": 20.0} | sites})
 
 
 class Trainee:

@@ -35,7 +35,7 @@ def config(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_text(
         f"[model]\nname = {json.dumps(str(tiny_folder))}\ndtype = 'float32'\n[pretrain]\ndata = {json.dumps(str(data))}\n"
         f"steps = {STEPS}\nbatch = 4\nmicro_batch = 2\ntokens = 32\nlr = {LR}\nwarmup_steps = 2\nheldout = 6\n"
-        f"checkpoint_every = 2\nshare = 5\n"
+        f"checkpoint_every = 2\n"
     )
     return path
 

@@ -23,8 +23,8 @@ def run(tmp_path: Path, tiny_folder: Path) -> Iterator[Run]:
     config.write_text(
         f"[model]\nname = {json.dumps(str(tiny_folder))}\ndtype = 'float32'\n[pretrain]\ndata = {json.dumps(str(data))}\n"
         "steps = 300\nbatch = 2\ntokens = 32\nlr = 1e-3\nwarmup_steps = 5\nheldout = 8\n"
-        f"checkpoint_every = 10\nshare = 5\n[sites]\nsites = 3\ninner_steps = 10\nwait_s = {WAIT_S}\n"
-        "momentum = 0.5\ngive_up_s = 300\n"
+        f"checkpoint_every = 10\n[sites]\nsites = 3\ninner_steps = 10\nwait_s = {WAIT_S}\n"
+        "momentum = 0.5\n"
     )
     found = Run(tmp_path, config, "pretrain")
     yield found

@@ -45,7 +45,7 @@ def config(tiny_folder: Path, tmp_path: Path) -> str:
     path.write_text(
         f"[model]\nname = {json.dumps(str(tiny_folder))}\ndtype = 'float32'\n[pretrain]\ndata = {json.dumps(str(data))}\n"
         "steps = 8\nbatch = 4\nmicro_batch = 3\ntokens = 32\nlr = 3e-3\nwarmup_steps = 2\nheldout = 4\n"
-        "checkpoint_every = 3\nshare = 5\n"
+        "checkpoint_every = 3\n"
     )
     return str(path)
 
@@ -104,10 +104,10 @@ def test_a_step_does_not_depend_on_micro_batches_but_for_rounding(config: str, t
 
 
 def test_the_rate_warms_up_and_follows_a_cosine() -> None:
-    settings = PretrainSection(lr=1.0, final_lr=0.1, warmup_steps=10, steps=110)
+    settings = PretrainSection(lr=1.0, warmup_steps=10, steps=110)
     assert [rate(step, settings) for step in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
-    assert rate(60, settings) == pytest.approx(0.55)
-    assert rate(110, settings) == pytest.approx(0.1)
+    assert rate(60, settings) == pytest.approx(0.5)
+    assert rate(110, settings) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from shoal.config import Config
 from shoal.config.recipe import CHECKPOINT_BYTES
 from shoal.errors import ShoalError, disk_is_full
 from shoal.shardcast.origin import ANCHOR_EVERY
+from shoal.shardcast.store import KEEP
 from shoal.watch.figures import memory as size
 
 ROUND_BYTES = (
@@ -22,7 +23,7 @@ ROUND_BYTES = (
 ROUNDS = 3  # of the sites' meeting: two are kept, beside the one that is written
 DELTA_FRAC = 0.15  # of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
 WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
-KEEP_LESS = "free space there, choose another folder with --out, or keep less (learner.keep_last, relays.keep)"
+KEEP_LESS = "free space there, choose another folder with --out, or keep less (learner.keep_last)"
 RESERVE_BYTES = 64 << 20  # a run stops while this much is left, so that it ends in order
 
 
@@ -51,10 +52,10 @@ def needs(config: Config, parameters: int) -> Needs:
     if learner.sites:
         meeting = ROUNDS * (version if learner.lora else ROUND_BYTES * parameters) + versions(learner.keep_versions)
     kept = sites * (checkpoint + versions(learner.keep_versions)) + version
-    kept += store(config.relays.keep) + meeting
+    kept += store(KEEP) + meeting
     caches = config.workers.count * versions(WORKER_KEEP) + versions(EVALUATOR_KEEP)
     caches += config.validator.count * versions(config.coordinator.async_level + 2)
-    caches += config.relays.count * store(config.relays.keep)
+    caches += config.relays.count * store(KEEP)
     peak = kept + caches + sites * min(learner.keep_last, written - 1) * checkpoint
     return Needs(peak_bytes=peak, kept_bytes=kept)
 

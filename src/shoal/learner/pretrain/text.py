@@ -7,7 +7,7 @@
 
 Files are taken in the order of their names, read forwards and never held whole. A document ends with the tokenizer's end
 token, and a sequence may hold parts of several documents, which see each other, as in the papers. Documents come in shares
-of `pretrain.share` documents; shares are numbered on through the epochs, and whoever gives numbers out (`take`) decides
+of SHARE documents; shares are numbered on through the epochs, and whoever gives numbers out (`take`) decides
 which site reads which. A site goes on with its next share where its last ended.
 Invariant: the same files give the same documents with the same numbers. The place says exactly which token is next: a stream
 that is opened there gives the tokens that the old one would have given. Within an epoch no two shares have a document in
@@ -32,6 +32,7 @@ from shoal.model.sources import HubError, data_files
 from shoal.tasks.sources.rows import Rows
 
 PIECE_BYTES = 16 << 10
+SHARE = 256  # documents that one site reads
 HEAD_BYTES = 64 << 10  # of each file, for the fingerprint
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # ORGANISATION/NAME:PATTERN
@@ -148,7 +149,7 @@ class TextPlace:
 
 class TokenStream:
     def __init__(
-        self, corpus: Corpus, tokenizer: Any, *, first: int, share: int, take: Callable[[], int] | None = None
+        self, corpus: Corpus, tokenizer: Any, *, first: int, share: int = SHARE, take: Callable[[], int] | None = None
     ) -> None:
         """`first`: the first document to train on. `share`: documents in a share. Without `take` all shares are ours."""
         if tokenizer.eos_token_id is None:

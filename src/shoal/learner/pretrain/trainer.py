@@ -1,6 +1,6 @@
 """Pretraining: next-token training on a stream of text, alone or as one of several sites.
 
-    loss   mean over the predicted tokens of a step's sequences     rate   linear warm-up, then a cosine to `final_lr`
+    loss   mean over the predicted tokens of a step's sequences     rate   linear warm-up, then a cosine to 0
     inner optimizer AdamW, gradients clipped by their norm: DiLoCo (arXiv 2311.08105), section 3 and table 5
 
 It uses the policy, the checkpoints and the sites of reinforcement learning.
@@ -39,7 +39,7 @@ from shoal.model.tree import Pack, Tree, pack
 
 OWN = {  # what may differ from site to site, or between a stop and a resumption
     "pretrain": {"data", "micro_batch", "checkpoint_every"},
-    "sites": {"wait_s", "give_up_s", "quorum", "sites", "listen", "url"},
+    "sites": {"wait_s", "quorum", "sites", "listen", "url"},
 }
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # the decay is DiLoCo's (arXiv 2311.08105, table 5)
 
@@ -182,11 +182,11 @@ def decode(data: bytes, length: int) -> Tensor:
 
 
 def rate(step: int, settings: PretrainSection) -> float:
-    """The learning rate of step `step`, from 0: linear warm-up, then half a cosine from `lr` to `final_lr`."""
+    """The learning rate of step `step`, from 0: linear warm-up, then half a cosine from `lr` to 0."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
-    return settings.final_lr + (settings.lr - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def text_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
@@ -228,7 +228,7 @@ class TextSite(PolicySite):
         folder: Path,
         stop: threading.Event,
     ) -> None:
-        super().__init__(name, policy, terms, link, give_up_s=settings.give_up_s)
+        super().__init__(name, policy, terms, link)
         self.inner_steps, self.stop, self.round = settings.inner_steps, stop, 0
         self.places = folder / "places.json"  # the leader's: after its last offers, by round
 
