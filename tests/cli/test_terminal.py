@@ -1,6 +1,5 @@
 """Nothing that another machine says moves the cursor of a terminal: commands, their errors, log lines, the live view."""
 
-import ast
 import io
 import logging
 import subprocess
@@ -8,13 +7,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from rich.text import Text
 
-import shoal.cli
-import shoal.watch.terminal
 from shoal.cli.arguments import say
 from shoal.cli.launch.process import log_lines
 from shoal.errors import printable
@@ -82,14 +78,3 @@ def test_a_log_line_and_its_traceback_are_printable(monkeypatch: pytest.MonkeyPa
         logging.getLogger("shoal.test").exception("a node says %s", ATTACK)
     assert "worker: a node says" in out.getvalue() and "ValueError" in out.getvalue()
     assert not CONTROLS & set(out.getvalue())
-
-
-@pytest.mark.parametrize("package", [shoal.cli, shoal.watch.terminal])
-def test_commands_print_by_one_function_and_one_console(package: object) -> None:
-    [folder] = package.__path__  # type: ignore[attr-defined]
-    for path in Path(folder).glob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        called = {ast.unparse(node.func) for node in calls}
-        assert not called & {"print", "Console", "sys.stderr.write", "sys.stderr.writelines"}, path.name
-        if path.name != "progress.py":
-            assert "sys.stdout.write" not in called, path.name

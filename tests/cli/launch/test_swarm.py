@@ -33,29 +33,6 @@ from shoal.protocol.identity import Identity
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-KEYS = {
-    "config",
-    "seed",
-    "steps",
-    "wall_s",
-    "heldout_before",
-    "heldout_after",
-    "reward_first",
-    "reward_last",
-    "accepted",
-    "rejected",
-    "reject_reasons",
-    "slashed",
-    "tokens_generated",
-    "exact",
-    "tokens_trained",
-    "learner_busy_frac",
-    "max_staleness",
-    "waste",
-    "restarts",
-    "peak_rss_bytes",
-    "peak_together_bytes",
-}
 EXPECTED = {
     "older_weights": "proof",
     "quantized_weights": "proof",
@@ -154,7 +131,6 @@ def test_a_swarm_learns(tmp_path: Path) -> None:
 
 def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None:
     summary = summary_of(finished[0])
-    assert set(summary) == KEYS
     assert summary["rejected"] == {"worker-0": 0, "worker-1": 0}
     exact = summary["exact"]  # in full where this machine passes the self-test, else not at all
     assert exact["tokens"] in (0, summary["tokens_generated"]) and exact["mismatched_tokens"] == 0
@@ -274,18 +250,6 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Pa
     assert summary["peak_together_bytes"] >= first["peak_together_bytes"]
 
 
-@pytest.mark.parametrize("arguments", [[], [CONFIGS / "tiny.toml", "--resume", "somewhere"]])
-def test_either_a_config_or_a_folder_to_resume_is_asked_for(arguments: list[object]) -> None:
-    status, printed = refused(*arguments)
-    assert status == 2 and "--resume RUN" in printed
-
-
-def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text((CONFIGS / "tiny.toml").read_text())
-    status, printed = refused("--resume", tmp_path)
-    assert status == 2 and f"{tmp_path} holds no run to resume" in printed
-
-
 def test_a_run_keeps_its_config_if_it_cannot_be_resumed_with_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,27 +291,19 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in printed
 
 
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / "run", "--set", "model.name=./nowhere")
-    assert status == 1
-    assert "no model at" in printed
-    assert "Traceback" not in printed
-
-
-def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("keep me")
-    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path)
-    assert status == 1
-    assert "not empty" in printed
-    assert (tmp_path / "mine.txt").read_text() == "keep me"
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / "file" / "run")
-    assert status == 1
-    assert "cannot write to" in printed
-    assert "Traceback" not in printed
+@pytest.mark.parametrize(
+    ("out", "more", "words"),
+    [
+        ("run", ["--set", "model.name=./nowhere"], "no model at"),
+        (".", [], "not empty"),
+        ("file/run", [], "cannot write to"),
+    ],
+)
+def test_a_run_that_cannot_start_is_refused_in_words(tmp_path: Path, out: str, more: list[str], words: str) -> None:
+    (tmp_path / "file").write_text("keep me")
+    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / out, *more)
+    assert status == 1 and words in printed and "Traceback" not in printed
+    assert (tmp_path / "file").read_text() == "keep me"
 
 
 @pytest.mark.slow
