@@ -42,8 +42,8 @@ def add_command(
     return commands.add_parser(name, help=what, description=what, epilog=f"example: {title} {name} {example}".rstrip())
 
 
-def takes_run(parser: argparse.ArgumentParser, name: str = "run") -> None:
-    parser.add_argument(name, type=Path, metavar="RUN", help="the folder of a run, or of its coordinator")
+def takes_pool(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", type=Path, metavar="POOL", help="the pool's folder, which is its coordinator's")
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

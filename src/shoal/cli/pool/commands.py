@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shoal.cli.arguments import (
     Action,
@@ -20,7 +20,7 @@ from shoal.cli.arguments import (
     say,
     takes_config,
     takes_dashboard,
-    takes_run,
+    takes_pool,
     takes_threads,
 )
 from shoal.cli.nodes import ROLES, begin
@@ -31,6 +31,18 @@ if TYPE_CHECKING:
     from shoal.protocol.messages import Capability, RunOffer
 
 NAME_IT = "name it with --run NAME"
+STEERING: dict[str, tuple[Literal["ban", "readmit"], str, str]] = {  # action -> event, help, what follows
+    "readmit": (
+        "readmit",
+        "give tasks again to a worker that was dismissed or has left",
+        "gets tasks again; if its process has ended, start it",
+    ),
+    "evict": (
+        "ban",
+        "remove a relay from a pool, for good",
+        "is evicted: nodes stop asking it within seconds",
+    ),
+}
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -59,7 +71,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     init.add_argument("--run", default="", help="name of the run (default: the config's name)")
 
     up = action("up", up_pool, "start every trusted role of a pool on this machine, on one screen", "pool")
-    takes_run(up, "dir")
+    takes_pool(up)
     takes_dashboard(up)
 
     status_ = action("status", status, "show the state of any pool", "http://10.0.0.1:8700 --watch")
@@ -68,7 +80,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
 
     invite_ = action("invite", invite, "make an invite for one node, or for strangers", "pool --role worker --name w-7")
-    takes_run(invite_, "dir")
+    takes_pool(invite_)
     invite_.add_argument("--role", required=True, choices=list(ROLES))
     invite_.add_argument("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
     invite_.add_argument("--url", help="how the node reaches the coordinator (default: the pool's URL)")
@@ -80,15 +92,12 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
 
     drain_ = action("drain", drain, "let a worker finish its task and leave, without penalty", "pool w-7")
-    drain_.add_argument("dir", type=Path, metavar="RUN", help="the coordinator's folder; with --join: the worker's own")
+    drain_.add_argument("dir", type=Path, metavar="POOL", help="the pool's folder; with --join: the worker's own")
     drain_.add_argument("name", nargs="?", help="the worker's name, as `shoal pool status` shows it")
     drain_.add_argument("--join", metavar="INVITE", help="on the worker's machine: the invite that it joined with")
-    for name, call, what in (
-        ("readmit", readmit, "give tasks again to a worker that was dismissed or has left"),
-        ("evict", evict, "remove a relay from a pool, for good"),
-    ):
-        parser = action(name, call, what, "pool w-7")
-        takes_run(parser, "dir")
+    for name, (event, what, then) in STEERING.items():
+        parser = action(name, partial(steer, event, then), what, "pool w-7")
+        takes_pool(parser)
         parser.add_argument("name", help="the node's name, as `shoal pool status` shows it")
 
     meet_ = action("meet", meet, "where the sites of one training meet", "configs/pretrain.toml --dir meet")
@@ -198,35 +207,27 @@ def invite(arguments: argparse.Namespace) -> None:
         say(made.encode())
 
 
-def evict(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import steer
+def steer(event: Literal["ban", "drain", "readmit"], then: str, arguments: argparse.Namespace) -> None:
+    from shoal.coordinator import operating
 
-    steer(arguments.dir, arguments.name, "ban")
-    say(f"{arguments.name} is evicted: nodes stop asking it within seconds")
+    operating.steer(arguments.dir, arguments.name, event)
+    say(f"{arguments.name} {then}")
 
 
 def drain(arguments: argparse.Namespace) -> None:
+    then = "gets no new tasks; its process ends once it has uploaded what it holds"
     if bool(arguments.name) == bool(arguments.join):
         raise UserError("give the worker's NAME and the coordinator's folder, or --join INVITE and the worker's folder")
-    if arguments.join:
-        from shoal.protocol.identity import Identity
-        from shoal.protocol.invite import read_invite
-        from shoal.protocol.messages import Ok
-        from shoal.protocol.node import KEY, Node
+    if arguments.name:
+        steer("drain", then, arguments)
+        return
+    from shoal.protocol.identity import Identity
+    from shoal.protocol.invite import read_invite
+    from shoal.protocol.messages import Ok
+    from shoal.protocol.node import KEY, Node
 
-        Node.of(read_invite(arguments.join), Identity.load(arguments.dir / KEY)).post("/v1/drain", None, Ok)
-    else:
-        from shoal.coordinator.operating import steer
-
-        steer(arguments.dir, arguments.name, "drain")
-    say(f"{arguments.name or 'this worker'} gets no new tasks; its process ends once it has uploaded what it holds")
-
-
-def readmit(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import steer
-
-    steer(arguments.dir, arguments.name, "readmit")
-    say(f"{arguments.name} gets tasks again; if its process has ended, start it")
+    Node.of(read_invite(arguments.join), Identity.load(arguments.dir / KEY)).post("/v1/drain", None, Ok)
+    say(f"this worker {then}")
 
 
 def status(arguments: argparse.Namespace) -> None:
@@ -265,7 +266,6 @@ def _add_discover(action: AddAction) -> None:
         "--key", default="", help="the coordinator's key, as its operator told you: no other is believed"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the run's open invite there")
-    parser.add_argument("--json", action="store_true", help="the offer as JSON")
 
 
 def discover(arguments: argparse.Namespace) -> None:
@@ -285,8 +285,6 @@ def discover(arguments: argparse.Namespace) -> None:
             f"{arguments.out} is an open invite to {clean(offer.run)}: stake on this machine's key, then "
             f"`shoal worker --join {arguments.out} --dir DIR`"
         )
-    elif arguments.json:
-        say(json.dumps(offer.model_dump(), indent=2))
     else:
         for line in _offer_lines(arguments.url, offer, capability()):
             say(clean(line))  # the offer is a stranger's: one line of it is one line here

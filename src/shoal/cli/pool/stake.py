@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import AddAction, say, takes_run, whole
+from shoal.cli.arguments import AddAction, say, takes_pool, whole
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_action(action: AddAction) -> None:
     _takes_member(actions.add_parser("withdraw", help="get back what was unstaked, or deposited and never used"))
     _takes_member(actions.add_parser("account", help="show what a worker has staked and earned"))
     book = actions.add_parser("book", help="operator, without a chain: book what was paid")
-    takes_run(book, "dir")
+    takes_pool(book)
     book.add_argument("booking", choices=BOOKINGS)
     book.add_argument("key", help="the worker's key")
     book.add_argument("amount", type=AMOUNT, nargs="?", default=0)
@@ -45,7 +45,7 @@ def add_action(action: AddAction) -> None:
     settle = actions.add_parser(
         "settle", help="operator: put on the chain what a stopped run's ledger has and it lacks"
     )
-    takes_run(settle)
+    settle.add_argument("run", type=Path, metavar="RUN", help="the folder of the run, or of its coordinator")
 
 
 def _takes_chain(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
