@@ -11,28 +11,16 @@ import pytest
 from rich.console import Console
 
 from shoal.config import Config
-from shoal.protocol.history import Exactness, NodeStatus, RunHistory, Status
-from shoal.protocol.messages import Evaluation, Stats
+from shoal.protocol.history import Exactness, RunHistory, Status
+from shoal.protocol.messages import Evaluation
 from shoal.watch.plot import draw_curve, smoothed
 from shoal.watch.summary import Leg, summary_table, write_report
+
+from .support import node
 
 CONFIG = Config.model_validate({"run": {"seed": 7}, "sampling": {"max_tokens": 64}})
 BLUE = (0x1F, 0x6F, 0xB4)
 RED = (0xD1, 0x49, 0x5B)
-
-
-def node(name: str, role: Any, accepted: int = 0, rejected: int = 0) -> NodeStatus:
-    return NodeStatus(
-        name=name,
-        role=role,
-        url=None,
-        policy_version=None,
-        seen_s=0.0,
-        evicted=False,
-        accepted=accepted,
-        rejected=rejected,
-        stats=Stats(),
-    )
 
 
 def evaluation(version: int, greedy: float | None, sampled: float | None, final: bool = False) -> Evaluation:
@@ -55,7 +43,7 @@ def status(**values: Any) -> tuple[Status, RunHistory]:
         "newest_version": 3,
         "started_s": 0.0,
         "now_s": 100.0,
-        "nodes": [node("learner", "learner"), node("worker-0", "worker", 40), node("liar", "worker", 1, 2)],
+        "nodes": [node("learner", "learner"), node("worker-0", accepted=40), node("liar", accepted=1, rejected=2)],
         "metrics": [step(0, 0.125, 0), step(1, 0.5, 2), step(2, 0.375, 1)],
         "evaluations": [
             evaluation(0, 0.1, 0.0625),
@@ -131,17 +119,12 @@ def test_the_summary_has_exactly_these_keys_and_values(tmp_path: Path) -> None:
     }
 
 
-def test_the_files_hold_the_summary_and_a_curve_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_the_files_hold_the_newest_summary_and_a_curve_and_nothing_else_is_left(tmp_path: Path) -> None:
+    report(tmp_path, status(slashed=[]))
     summary = report(tmp_path, status())
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert png_size(tmp_path / "reward.png") == (1200, 675)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reward.png", "summary.json"]
-
-
-def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
-    report(tmp_path, status())
-    report(tmp_path, status(slashed=[]))
-    assert json.loads((tmp_path / "summary.json").read_text())["slashed"] == []
 
 
 def test_a_run_that_knows_nothing_yet_reports_nulls(tmp_path: Path) -> None:
@@ -203,10 +186,5 @@ def test_a_pool_on_several_machines_is_reported_without_restarts_and_memory(tmp_
     assert summary["restarts"] is summary["peak_rss_bytes"] is summary["peak_together_bytes"] is None
     text = shown_text(summary, 80, tmp_path)
     assert "restarts" not in text and "memory" not in text and "held-out greedy" in text
-    assert (tmp_path / "reward.png").exists()
-
-
-def test_the_table_names_the_trained_model(tmp_path: Path) -> None:
-    summary = report(tmp_path, status())
     (tmp_path / "model").mkdir()
     assert "model/, summary.json, reward.png" in shown_text(summary, 200, tmp_path)

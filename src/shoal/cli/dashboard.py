@@ -25,13 +25,16 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="serve nothing; write a page that opens from disk, and the curves beside it as a PNG",
+        help="serve nothing; write a page that opens from disk",
     )
 
 
 def dashboard(arguments: argparse.Namespace) -> None:
     if arguments.out:
-        _write(arguments)
+        from shoal.watch.page.report import write_page
+
+        write_page(Path(arguments.run), [Path(other) for other in arguments.compare], arguments.out)
+        say(f"{arguments.out}: {arguments.out.stat().st_size / 1000:.0f} kB")
         return
     from shoal.cli.launch import process
 
@@ -48,11 +51,3 @@ def dashboard(arguments: argparse.Namespace) -> None:
     say(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)")
     hosts = () if arguments.public else (*LOOPBACK, arguments.host)
     asyncio.run(serve(page, listener, hosts, stop.is_set))
-
-
-def _write(arguments: argparse.Namespace) -> None:
-    from shoal.watch.page.report import write_page
-
-    folders = [Path(run) for run in (arguments.run, *arguments.compare)]
-    for path in write_page(folders, arguments.out):
-        say(f"{path}: {path.stat().st_size / 1000:.0f} kB")

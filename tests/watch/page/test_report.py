@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.image import imread
 
+from shoal.cli.main import USAGE, main
 from shoal.watch.page.report import answers, bundle, page, write_page
 from shoal.watch.run import FolderRun
 
@@ -83,18 +83,15 @@ def test_an_audit_beside_the_run_is_in_it(finished: Path) -> None:
         (finished / "audit.txt").unlink()
 
 
-def test_the_page_and_the_picture_of_several_runs_are_written(finished: Path, tmp_path: Path) -> None:
+def test_the_page_of_several_runs_is_written(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
-    assert write_page([finished, finished], out) == [out, tmp_path / "report.png"]
+    write_page(finished, [finished], out)
     assert len(json.loads(re.findall(r'id="answers">(.*?)</script>', out.read_text())[0])["/api/curves"]["others"]) == 1
-    assert imread(tmp_path / "report.png").shape[0] > 300
 
 
-def test_a_training_without_a_pool_has_a_picture(finished: Path, tmp_path: Path) -> None:
-    alone = tmp_path / "sft"
-    alone.mkdir()
-    (alone / "metrics.jsonl").write_text('{"step": 0, "time_s": 1.0, "loss": 2.0}\n')
-    assert write_page([alone], alone / "report.html") == [alone / "report.png"]
+def test_a_folder_that_is_no_run_is_one_line_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dashboard", str(tmp_path), "--out", str(tmp_path / "a.html")]) == USAGE
+    assert f"no state.json in {tmp_path}" in capsys.readouterr().err
 
 
 def test_no_import_and_no_export_is_left_in_its_script() -> None:
@@ -105,7 +102,7 @@ def test_no_import_and_no_export_is_left_in_its_script() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["overview", "timeline", "nodes", "validation", "about"])
 def test_it_opens_from_disk(chromium: Any, finished: Path, tmp_path: Path, view: str) -> None:
-    write_page([finished, finished], tmp_path / "report.html")
+    write_page(finished, [finished], tmp_path / "report.html")
     watched = Watched(chromium, f"file://{tmp_path / 'report.html'}")
     opened = watched.page
     opened.goto(f"{watched.url}#{view}")

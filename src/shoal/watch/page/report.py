@@ -1,4 +1,4 @@
-"""A whole run as one HTML file: the dashboard's own page with its data inside; and the curves of runs as a picture.
+"""A whole run as one HTML file: the dashboard's own page with its data inside.
 
 Invariant: the file opens from disk and asks nothing of any network; its policy allows the scripts and styles in it by their
 digests, and no others; every text of the run is data; no key, address or invite is in it.
@@ -17,8 +17,6 @@ from shoal.files import write_file
 from shoal.watch.page.files import SHARED
 from shoal.watch.page.server import STATIC, Dashboard
 from shoal.watch.page.work import submissions, timeline
-from shoal.watch.plot import plot
-from shoal.watch.record import STATE
 from shoal.watch.run import FolderRun, Run
 
 START, CHARSET = "main.js", '<meta charset="utf-8">'
@@ -27,18 +25,9 @@ EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.M
 BARS = 400  # newest submissions in a report's timeline
 
 
-def write_page(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Write the page of the first run, with the curves of the others in it, and all their curves as a PNG beside it.
-
-    A training without a pool has no page, only curves. Return what was written. Raise UserError, OSError.
-    """
-    picture = out.with_suffix(".png")
-    plot(folders, picture)
-    if not (folders[0] / STATE).is_file():
-        return [picture]
-    runs = [FolderRun(folder) for folder in folders if (folder / STATE).is_file()]
-    write_file(out, page(answers(runs[0], runs[1:])).encode())
-    return [out, picture]
+def write_page(folder: Path, others: Sequence[Path], out: Path) -> None:
+    """Write the page of the run in `folder`, with the curves of other runs in it. Raises UserError, OSError."""
+    write_file(out, page(answers(FolderRun(folder), [FolderRun(other) for other in others])).encode())
 
 
 def answers(run: FolderRun, others: Sequence[Run] = ()) -> dict[str, Any]:
