@@ -87,7 +87,7 @@ def test_another_users_conversation_is_as_absent_as_none(ada: Person, eve: Perso
         eve.get(f"conversations/{id}"),
         eve.get(f"conversations/{id}/messages/{message}/proof"),
         eve.post(f"conversations/{id}/messages/{message}/verify"),
-        eve.post(f"conversations/{id}", {"title": "mine"}),
+        eve.post(f"conversations/{id}", {"leaf": message}),
         eve.post(f"conversations/{id}/replies", {"content": "hi", "models": [eve.model]}),
         eve.http.request(
             "DELETE",

@@ -184,12 +184,11 @@ def run_filter(arguments: argparse.Namespace) -> None:
     from shoal.watch.terminal.live import Terminal
     from shoal.watch.terminal.progress import CommandProgress
 
-    console = Terminal(stderr=True)
     folder = model_folder(config.model.name)
     rates = PassRates(config, folder, arguments.out, arguments.k, arguments.n)
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
-    with CommandProgress(console, "tasks", rates.total) as progress:
-        results = rates.measure(TorchEngine(picked, config.model.device), stop, progress)
+    progress = CommandProgress(Terminal(stderr=True), "tasks", rates.total)
+    results = rates.measure(TorchEngine(picked, config.model.device), stop, progress)
     if results is None:
         raise ShoalError(
             f"stopped; to continue, repeat the command: the results so far are in {shlex.quote(str(arguments.out))}"

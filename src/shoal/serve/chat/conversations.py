@@ -115,14 +115,10 @@ class Conversations:
             )
         return new
 
-    def change(self, user: int, id: str, *, title: str | None = None, leaf: str | None = None) -> None:
-        """Raises HttpError."""
-        self._own(user, id)
-        if title is not None:
-            self.db.execute("UPDATE conversation SET title = ? WHERE id = ?", (title[:TITLE_CHARACTERS], id))
-        if leaf is not None:
-            self.check(user, id, leaf)
-            self.db.execute("UPDATE conversation SET leaf = ? WHERE id = ?", (leaf, id))
+    def show(self, user: int, id: str, leaf: str) -> None:
+        """Make this message the one that the page shows last. Raises HttpError."""
+        self.check(user, id, leaf)
+        self.db.execute("UPDATE conversation SET leaf = ? WHERE id = ?", (leaf, id))
 
     def proof(self, user: int, id: str, message: str) -> str:
         """A reply's file. Raises HttpError."""

@@ -40,8 +40,7 @@ class LoginForm(Strict):
 
 
 class ConversationForm(Strict):
-    title: Annotated[str, Field(max_length=200)] | None = None
-    leaf: Annotated[str, Field(max_length=40)] | None = None
+    leaf: Annotated[str, Field(max_length=40)]
 
 
 async def body(request: web.Request, kind: type[Kind], most_bytes: int) -> Kind:
@@ -229,8 +228,7 @@ class Chat:
 
     async def change(self, request: web.Request) -> web.Response:
         asked = await body(request, ConversationForm, SMALL_BYTES)
-        id = request.match_info["id"]
-        self.conversations.change(request[OWN].user, id, title=asked.title, leaf=asked.leaf)
+        self.conversations.show(request[OWN].user, request.match_info["id"], asked.leaf)
         return web.json_response({})
 
     async def delete(self, request: web.Request) -> web.Response:

@@ -22,17 +22,13 @@ One = Annotated[float, Field(ge=1, le=1)]
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-FULL = "replies are sampled from the full distribution, which a seed replays"
 # Parameters of which only the values that change nothing are supported.
-ONLY = {
-    "top_p": f"only 1 is supported: {FULL}",
-    "top_k": f"only -1 and 0, for all tokens, are supported: {FULL}",
-    "min_p": f"only 0 is supported: {FULL}",
-    "frequency_penalty": f"only 0 is supported: {FULL}",
-    "presence_penalty": f"only 0 is supported: {FULL}",
-    "repetition_penalty": f"only 1 is supported: {FULL}",
-    "logit_bias": f"only {{}} is supported: {FULL}",
-    "min_tokens": f"only 0 is supported: {FULL}",
+SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+ONLY = dict.fromkeys(
+    SAMPLING,
+    "only the value that changes nothing: replies are sampled from the full distribution, which a seed replays",
+) | {
+    "min_tokens": "only 0 is supported",
     "ignore_eos": "only false is supported: a reply ends where the model ends it",
     "best_of": "only 1 is supported; n asks for several completions",
     "suffix": "only an empty one is supported: models here continue a text, they fill no gap",

@@ -74,16 +74,13 @@ def validation(run: Run) -> dict[str, Any]:
         "states": states,
         "wait_s": {"median": _at(waits, 0.5), "p95": _at(waits, 0.95), "of": len(waits)},
         "queue": [_named(line) for line in under_way if line["state"] != "open"][:QUEUE],
-        "rejected": [_named(line) | why(line) for line in rejected],
+        "rejected": [_named(line) | _why(line) for line in rejected],
     }
 
 
-def why(line: Line) -> dict[str, Any]:
-    """The reason of a rejection in words, and the validator's detail; empty for what was not rejected."""
-    if not line["reason"]:
-        return {"reason": None, "hard": False, "words": "", "detail": ""}
-    reason = line["reason"]
-    detail = said(line.get("detail", ""))
+def _why(line: Line) -> dict[str, Any]:
+    """The reason of a rejection in words, and the validator's detail."""
+    reason, detail = line["reason"], said(line.get("detail", ""))
     return {"reason": reason, "hard": is_hard(reason), "words": reason_words(reason), "detail": detail}
 
 
