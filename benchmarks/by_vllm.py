@@ -32,12 +32,12 @@ class ByVllm(TorchEngine):
     def __init__(self, dtype: DtypeName, threads: int) -> None:
         super().__init__(dtype)
         self.vllm = VllmEngine(dtype, threads)
+        self.folder = Path()
         self.stale = True  # vLLM has other weights than the model
 
     def load(self, folder: Path) -> None:
-        self.forget()  # an attack may have changed the weights in memory
         super().load(folder)
-        self.stale = True
+        self.folder, self.stale = folder, True
 
     def generate(
         self,
@@ -47,7 +47,6 @@ class ByVllm(TorchEngine):
         respond: Respond | None = None,
     ) -> list[list[Completion]]:
         if self.stale:
-            assert self.folder is not None
             with tempfile.TemporaryDirectory() as name:
                 save_model(self.model, load_tokenizer(self.folder), Path(name) / "weights")
                 self.vllm.load(Path(name) / "weights")

@@ -47,7 +47,6 @@ class QuantizedWeights(Producer):
                 return super().load(rounded_copy(folder, Path(rounded)), version)
         super().load(folder, version)
         round_linears_(self.engine.model, round_to_4_bits_)
-        self.engine.folder = None  # so that the next version is loaded whole, not as a change of these weights
         return version
 
 

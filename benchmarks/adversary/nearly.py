@@ -41,13 +41,11 @@ class NearWeights(Attack):
 
     @torch.no_grad()
     def lean(self, direction: float, strength: float) -> None:
-        self.torch_engine.forget()
         self.torch_engine.load(self.folder)
         better = load_model(self.better, self.torch_engine.dtype, self.torch_engine.device)
         others = dict(better.named_parameters())
         for name, own in self.model.named_parameters():
             own.lerp_(others[name], direction * strength)
-        self.torch_engine.forget()  # so that the next version is loaded whole
 
 
 class NearLogprobs(Attack):

@@ -20,7 +20,6 @@ def measure(
     engine = TorchEngine(dtype)
     curve = []
     for version in range(0, len(steps) + 1, every):
-        engine.folder = None  # read all the weights, whichever system wrote them
         engine.load(versions / f"v{version:06d}" if version else model)
         point = {"version": version, "since_launch_s": steps[version - 1]["since_launch_s"] if version else 0.0}
         for name, temperature in (("greedy", 0.0), ("sampled", config.sampling.temperature)):

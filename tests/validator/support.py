@@ -93,8 +93,5 @@ class Edited:
     def load(self, folder: Path) -> None:
         self.engine.load(folder)
 
-    def forget(self) -> None:
-        self.engine.forget()
-
     def generate(self, *arguments: Any) -> list[list[Completion]]:
         return [[self.edit(completion) for completion in group] for group in self.engine.generate(*arguments)]
