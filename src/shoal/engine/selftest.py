@@ -27,6 +27,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from shoal import engine as engine_room
 from shoal import model as model_room
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
@@ -43,6 +44,7 @@ ALONE = 1  # the prompt whose completions are decoded without the others, too
 ALIKE, BEGINNING = slice(1, 3), 40  # prompts that begin with the same tokens, and their number
 SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # environment that changes kernels
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # numbers of threads, which results must not depend on
+CODE = [Path(room.__path__[0]) for room in (model_room, engine_room)]
 PROMPT, BRANCHES = 5, (67, 3)  # tokens; attention's tiles are powers of two
 
 
@@ -123,24 +125,23 @@ def _alike(ones: Sequence[Completion], others: Sequence[Completion]) -> bool:
 
 def _conditions(model: Any, dtype: DtypeName, device: str) -> str:
     """Digest of everything that the result may depend on."""
-    environment = {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS) and k not in THREADS}
-    device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu()
-    config = json.loads(model.config.to_json_string(use_diff=False), object_hook=_without_folders)
+    config: dict[str, Any] = json.loads(
+        model.config.to_json_string(use_diff=False),
+        object_hook=lambda fields: {name: of for name, of in fields.items() if not name.startswith("_")},  # folders
+    )
     conditions = {
         "config": config,
         "dtype": dtype,
-        "device": device_name,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "environment": environment,
-        "code": [_digest(path) for folder in (_folder(model_room), Path(__file__).parent) for path in _sources(folder)],
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu(),
+        "libraries": [torch.__version__, transformers.__version__],
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(SETTINGS) and name not in THREADS
+        },
+        "code": [
+            hashlib.sha256(path.read_bytes()).hexdigest() for folder in CODE for path in sorted(folder.glob("*.py"))
+        ],
     }
     return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
-
-
-def _without_folders(config: dict[str, Any]) -> dict[str, Any]:
-    """A config's fields without those that say where its model was read from."""
-    return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
 def _cpu() -> list[str]:
@@ -148,18 +149,6 @@ def _cpu() -> list[str]:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else [platform.platform(), platform.processor()]
     return sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))} or set(lines))
-
-
-def _folder(package: Any) -> Path:
-    return Path(package.__file__).parent
-
-
-def _sources(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.py"))
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # --- fingerprints ------------------------------------------------------------------------------------------------------
