@@ -27,13 +27,13 @@ from typing import Any
 from humaneval import read, task
 from machine import describe
 
-from shoal.sandbox import Limits, Program, Sandbox
+from shoal.sandbox import Program, ProgramLimits, Sandbox
 from shoal.tasks import Grade, Task
 from shoal.tasks.rewards.code import Code
 
 RESULTS = Path(__file__).parent / "results" / "code_repeatability.json"
 SHARES = (0.1, 0.3, 0.4, 0.45, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.2)
-LIMITS = Limits(cpu_s=1.0, wall_s=10.0)
+LIMITS = ProgramLimits(cpu_s=1.0, wall_s=10.0)
 LOOP = "def f(n):\n    x = 0\n    for i in range(n):\n        x = (x + i) % 1000003\n    return 1\n"
 SLOWER = 1.5
 
@@ -87,7 +87,7 @@ def functional(argument: int) -> str:
 def calibrate() -> float:
     """Turns of the loop in a second of CPU: the best of several, each in the sandbox."""
     turns = 3_000_000
-    with Sandbox(limits=Limits(cpu_s=60.0, wall_s=300.0)) as box:
+    with Sandbox(limits=ProgramLimits(cpu_s=60.0, wall_s=300.0)) as box:
         start = min(box.run(Program(LOOP)).cpu_s for _ in range(5))
         return max(turns / (box.run(Program(f"{LOOP}f({turns})")).cpu_s - start) for _ in range(7))
 

@@ -31,7 +31,7 @@ from typing import Any
 from machine import describe
 from sandbox_speed import all_cpu_s
 
-from shoal.sandbox import TIERS, Limits, interpreter, problem
+from shoal.sandbox import TIERS, ProgramLimits, interpreter, problem
 from shoal.tasks import Grade, Task
 from shoal.tasks.rewards.code import Code
 
@@ -140,7 +140,7 @@ def bare(source: str, row: dict[str, str], *flags: str) -> int | None:
 def verdicts(rows: list[dict[str, str]], mutants: list[tuple[str, str]], tier: str) -> dict[str, Any]:
     tasks = [task(row) for row in rows]
     whole = [f"```python\n{row['prompt']}{row['canonical_solution']}\n```" for row in rows]
-    code = Code(Limits(), tier)
+    code = Code(ProgramLimits(), tier)
     try:
         grades = {
             "canonical": code.grade(tasks, [row["canonical_solution"] for row in rows]),
@@ -166,7 +166,7 @@ def speed(rows: list[dict[str, str]], tiers: list[str], rounds: int) -> dict[str
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     tasks = [task(row) for row in rows]
     sources = [row["prompt"] + row["canonical_solution"] for row in rows]
-    pools = {tier: Code(Limits(), tier, size=1) for tier in tiers}
+    pools = {tier: Code(ProgramLimits(), tier, size=1) for tier in tiers}
     ways: dict[str, Callable[[], bool]] = {
         tier: lambda code=code: all(grade.score == 1.0 for grade in code.grade(tasks, sources))
         for tier, code in pools.items()

@@ -17,7 +17,7 @@ from typing import Any
 
 from machine import describe
 
-from shoal.sandbox import Call
+from shoal.sandbox import CallResult
 from shoal.tasks.rewards.math import CPU_S, Math, final_answer
 from shoal.tasks.task import Grade, Task
 
@@ -29,11 +29,11 @@ HERE = Path(__file__).parent
 SLACK_S = 0.1 * CPU_S
 
 
-def watch(reward: Math, ended: list[tuple[Any, Call]]) -> None:
+def watch(reward: Math, ended: list[tuple[Any, CallResult]]) -> None:
     """Remember how each comparison ended."""
     calls = reward.grader.calls
 
-    def watched(values: Sequence[Any]) -> list[Call]:
+    def watched(values: Sequence[Any]) -> list[CallResult]:
         found = calls(values)
         ended.extend(zip(values, found, strict=True))
         return found
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=1, help="processes that compare")
     arguments = parser.parse_args()
-    reward, ended = Math(size=arguments.size), list[tuple[Any, Call]]()
+    reward, ended = Math(size=arguments.size), list[tuple[Any, CallResult]]()
     watch(reward, ended)
     reward.grade([Task("warm", "", "1/2")], ["0.5"])
     ended.clear()

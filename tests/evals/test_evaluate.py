@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.errors import ShoalError, UserError
 from shoal.evals.evaluate import CONFIG, Contestant, Difference, Score, evaluate, sentence
-from shoal.evals.harness import Endpoint, EvalError, EvalUsageError, Suite, check_installed, find
+from shoal.evals.harness import Endpoint, Suite, check_installed, find
 from shoal.watch.estimates import Estimate
 
 from .support import install_lm_eval, lines, quiet
@@ -65,13 +66,13 @@ def test_a_difference_that_may_be_none_is_told() -> None:
 
 def test_a_finished_run_is_not_repeated_and_a_failed_one_is(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(EvalError, match="lm_eval failed for sums .*the server said 503"):
+    with pytest.raises(ShoalError, match="lm_eval failed for sums .*the server said 503"):
         run(out, "right-4", "broken")
     assert [call["model"] for call in calls(out)] == ["right-4", "broken"]
     first = run(out, "right-4")
     assert run(out, "right-4") == first
     assert len(calls(out)) == 2, "what ended well is kept"
-    with pytest.raises(EvalError, match="lm_eval failed"):
+    with pytest.raises(ShoalError, match="lm_eval failed"):
         run(out, "broken")
     assert len(calls(out)) == 3
 
@@ -110,20 +111,20 @@ def test_kill_9_leaves_no_child_behind(tmp_path: Path) -> None:
 )
 def test_other_settings_are_refused_and_named(tmp_path: Path, changed: dict[str, object], named: str) -> None:
     run(tmp_path / "out", "right-4")
-    with pytest.raises(EvalUsageError, match=f"made with {named} = .*another --out"):
+    with pytest.raises(UserError, match=f"made with {named} = .*another --out"):
         run(tmp_path / "out", "right-4", **changed)  # type: ignore[arg-type]
 
 
 def test_other_weights_under_the_same_name_are_refused_and_a_model_may_be_added(tmp_path: Path) -> None:
     run(tmp_path / "out", "right-4")
-    with pytest.raises(EvalUsageError, match="digest of right-4"):
+    with pytest.raises(UserError, match="digest of right-4"):
         evaluate([contestant("right-4", "other")], [SUMS], tmp_path / "out", quiet())
     run(tmp_path / "out", "right-4", "right-5")
     assert set(json.loads((tmp_path / "out" / CONFIG).read_text())["models"]) == {"right-4", "right-5"}
 
 
 def test_equal_greedy_completions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(EvalUsageError, match="--temperature"):
+    with pytest.raises(UserError, match="--temperature"):
         run(tmp_path / "out", "right-4", suite=replace(SUMS, k=2))
     assert not (tmp_path / "out").exists()
 
@@ -131,7 +132,7 @@ def test_equal_greedy_completions_are_refused(tmp_path: Path) -> None:
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_installed()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EvalUsageError, match=r"pip install 'shoal\[evals\]'"):
+    with pytest.raises(UserError, match=r"pip install 'shoal\[evals\]'"):
         check_installed()
 
 
@@ -139,5 +140,5 @@ def test_suites_are_found_by_name_and_other_names_are_tasks_of_lm_eval() -> None
     assert [suite.name for suite in find("gsm8k, MATH-500")] == ["GSM8K", "MATH-500"]
     [other] = find("drop")
     assert (other.task, other.k, other.temperature) == ("drop", 1, 0)
-    with pytest.raises(EvalError, match="each suite once"):
+    with pytest.raises(ShoalError, match="each suite once"):
         find("GSM8K,gsm8k")

@@ -18,13 +18,13 @@ from shoal.cli.main import USAGE, main
 from shoal.config import Config, dumps, parse
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
+from shoal.errors import ShoalError
 from shoal.evals import filter as filter_module
 from shoal.evals.filter import (
     FORMAT,
     MANIFEST,
     RESULTS,
     Band,
-    FilterError,
     PassRate,
     PassRates,
     histogram,
@@ -241,7 +241,7 @@ def test_results_of_other_settings_are_not_continued(
 ) -> None:
     first = rates(tiny_folder, tmp_path, 2)
     measure(first, scripted(tiny_folder, first))
-    with pytest.raises(FilterError, match=f"{named}.*choose another --out"):
+    with pytest.raises(ShoalError, match=f"{named}.*choose another --out"):
         measure(rates(tiny_folder, tmp_path, **changed), None)
 
 
@@ -253,7 +253,7 @@ def test_a_band_without_tasks_is_refused_with_the_distribution(tiny_folder: Path
         r"no task of 8 has a pass rate from 0\.3 to 0\.4; tasks by pass rate: 0/4: 2, 1/4: 2, 2/4: 2, 3/4: 1, 4/4: 1; "
         r"choose another --band"
     )
-    with pytest.raises(FilterError, match=message):
+    with pytest.raises(ShoalError, match=message):
         write_filter(tmp_path, results, Band.parse("0.3:0.4"), measured.settings)
     assert not (tmp_path / MANIFEST).exists(), "no config may use the one of another band"
 
@@ -276,7 +276,7 @@ def test_a_grader_that_fails_stops_the_filter_and_says_why(
     monkeypatch.setattr(tasks.Graders, "_reward", lambda *asked: Always(0.0, "grader_error", "no module named sympy"))
     measured = rates(tiny_folder, tmp_path, 40)
     engine = Scripted(tiny_folder, [0] * 40, ["1"] * 40)
-    with pytest.raises(FilterError, match=r"failed for 64 of 64 completions.*10%.*no module named sympy"):
+    with pytest.raises(ShoalError, match=r"failed for 64 of 64 completions.*10%.*no module named sympy"):
         measure(measured, engine)
 
 
@@ -298,7 +298,7 @@ def test_a_full_disk_is_named_and_the_command_can_be_repeated(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(filter_module, "append", full)
-    with pytest.raises(FilterError, match=f"the disk of {tmp_path} is full: free space there, then repeat"):
+    with pytest.raises(ShoalError, match=f"the disk of {tmp_path} is full: free space there, then repeat"):
         measure(measured, scripted(tiny_folder, measured))
     monkeypatch.setattr(filter_module, "append", append)
     assert [one.score // MILLION for one in measure(measured, scripted(tiny_folder, measured))] == RIGHT
@@ -306,7 +306,7 @@ def test_a_full_disk_is_named_and_the_command_can_be_repeated(
 
 def test_two_filters_do_not_share_a_folder(tiny_folder: Path, tmp_path: Path) -> None:
     measured = rates(tiny_folder, tmp_path)
-    with measured._opened(), pytest.raises(FilterError, match="another process fills"):
+    with measured._opened(), pytest.raises(ShoalError, match="another process fills"):
         measure(rates(tiny_folder, tmp_path), None)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.sandbox import PLAIN, Budget, Function, Limits, Sandbox, StartError
+from shoal.sandbox import PLAIN, Budget, ProgramLimits, RemoteFunction, Sandbox, StartError
 
 MODULE = """
 import os, signal, sys, time
@@ -48,21 +48,21 @@ def act(value):
         while True: pass
 """
 PROGRAM = "import channel, mine; channel.serve(mine.act)"
-LIMITS = Limits(cpu_s=0.3, wall_s=20.0, memory_bytes=256 << 20)
+LIMITS = ProgramLimits(cpu_s=0.3, wall_s=20.0, memory_bytes=256 << 20)
 
 
-def made(size: int = 1, limits: Limits = LIMITS, module: str = MODULE, **more: Any) -> Function:
-    return Function(Sandbox(PLAIN, limits, size, preloaded={"mine": module}, **more), PROGRAM)
+def made(size: int = 1, limits: ProgramLimits = LIMITS, module: str = MODULE, **more: Any) -> RemoteFunction:
+    return RemoteFunction(Sandbox(PLAIN, limits, size, preloaded={"mine": module}, **more), PROGRAM)
 
 
 @pytest.fixture(scope="module")
-def function() -> Iterator[Function]:
+def function() -> Iterator[RemoteFunction]:
     made_once = made()
     yield made_once
     made_once.close()
 
 
-def test_values_come_back_in_order(function: Function) -> None:
+def test_values_come_back_in_order(function: RemoteFunction) -> None:
     assert [call.value for call in function.calls([["add", n, 1] for n in range(20)])] == list(range(1, 21))
     assert function.calls([]) == []
     assert function.call(["dict"]).value == {"a": [1.5, None]}
@@ -85,16 +85,16 @@ def test_values_come_back_in_order(function: Function) -> None:
     ],
 )
 def test_every_ending_is_an_answer_and_the_next_value_meets_the_same_function(
-    function: Function, value: list[object], ending: str, detail: str
+    function: RemoteFunction, value: list[object], ending: str, detail: str
 ) -> None:
     bad, good = function.calls([value, ["add", 2, 3]])
     assert bad.ending == ending and detail in bad.detail and len(bad.detail) < 600
     assert (good.ending, good.value) == ("answered", 5)
 
 
-def test_the_clock_ends_what_waits_and_waiting_costs_no_cpu_time(function: Function) -> None:
-    with Sandbox(PLAIN, Limits(wall_s=0.5), preloaded={"mine": MODULE}) as box:
-        assert [call.ending for call in Function(box, PROGRAM).calls([["sleep", 60], ["add", 1]])] == [
+def test_the_clock_ends_what_waits_and_waiting_costs_no_cpu_time(function: RemoteFunction) -> None:
+    with Sandbox(PLAIN, ProgramLimits(wall_s=0.5), preloaded={"mine": MODULE}) as box:
+        assert [call.ending for call in RemoteFunction(box, PROGRAM).calls([["sleep", 60], ["add", 1]])] == [
             "timeout",
             "answered",
         ]
@@ -102,7 +102,7 @@ def test_the_clock_ends_what_waits_and_waiting_costs_no_cpu_time(function: Funct
     assert waited.ending == "answered" and waited.cpu_s < 0.3, "longer than the limit of CPU time, by the clock"
 
 
-def test_no_call_begins_after_the_end_of_the_budget(function: Function) -> None:
+def test_no_call_begins_after_the_end_of_the_budget(function: RemoteFunction) -> None:
     late = made(budget=(budget := Budget()))
     budget.start(0)
     assert [call.ending for call in late.calls([["add", 1], ["add", 2]])] == ["late", "late"]
@@ -111,7 +111,7 @@ def test_no_call_begins_after_the_end_of_the_budget(function: Function) -> None:
     late.close()
 
 
-def test_use_is_measured_and_more_than_half_of_a_limit_is_not_repeatable(function: Function) -> None:
+def test_use_is_measured_and_more_than_half_of_a_limit_is_not_repeatable(function: RemoteFunction) -> None:
     idle, large, huge = function.calls([["add", 1], ["memory", 100 << 20], ["memory", 150 << 20]])
     assert large.memory_bytes - idle.memory_bytes > 90 << 20
     assert idle.repeatable and not huge.repeatable
@@ -119,7 +119,7 @@ def test_use_is_measured_and_more_than_half_of_a_limit_is_not_repeatable(functio
     assert worked.cpu_s >= 0.2 > idle.cpu_s and not worked.repeatable
 
 
-def test_each_value_meets_the_same_state_and_hashes_are_the_same_everywhere(function: Function) -> None:
+def test_each_value_meets_the_same_state_and_hashes_are_the_same_everywhere(function: RemoteFunction) -> None:
     first, second = (call.value for call in function.calls([["state"], ["state"]]))
     assert first[:2] == second[:2] and first[0] == 1
     assert first[2] != second[2], "another child"
@@ -128,7 +128,7 @@ def test_each_value_meets_the_same_state_and_hashes_are_the_same_everywhere(func
     other.close()
 
 
-def test_what_a_function_prints_is_not_taken_for_an_answer(function: Function) -> None:
+def test_what_a_function_prints_is_not_taken_for_an_answer(function: RemoteFunction) -> None:
     assert [call.value for call in function.calls([["print"], ["add", 4]])] == [1, 4]
 
 
@@ -146,7 +146,7 @@ def test_a_killed_server_is_replaced_before_its_next_call() -> None:
     function.close()
 
 
-def test_it_runs_as_the_user_with_what_is_installed_and_leaves_nothing_behind(function: Function) -> None:
+def test_it_runs_as_the_user_with_what_is_installed_and_leaves_nothing_behind(function: RemoteFunction) -> None:
     assert function.call(["where"]).value == [str(Path.cwd()), os.environ.get("HOME"), sys.executable]
     assert not alive(function.call(["fork"]).value)
 
@@ -159,8 +159,8 @@ def test_the_processes_end_with_their_owner(busy: bool) -> None:
     script = f"""
         import os, signal, threading, time
         from shoal.sandbox import *
-        box = Sandbox("plain", Limits(cpu_s=60.0, wall_s=60.0), preloaded={{"mine": {MODULE!r}}})
-        function = Function(box, {PROGRAM!r})
+        box = Sandbox("plain", ProgramLimits(cpu_s=60.0, wall_s=60.0), preloaded={{"mine": {MODULE!r}}})
+        function = RemoteFunction(box, {PROGRAM!r})
         function.call(["add", 1])
         print(box._idle.queue[0]._process.pid, flush=True)
         if {busy}:
@@ -203,6 +203,6 @@ def test_an_interpreter_that_is_not_there_is_named() -> None:
 
 
 def test_limits_without_end_are_allowed() -> None:
-    function = made(limits=Limits(wall_s=math.inf, cpu_s=math.inf, memory_bytes=1 << 40))
+    function = made(limits=ProgramLimits(wall_s=math.inf, cpu_s=math.inf, memory_bytes=1 << 40))
     assert function.call(["add", 1, 2]).value == 3
     function.close()

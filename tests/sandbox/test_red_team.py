@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import TIERS, Limits, Program, Result, Sandbox, forkserver, problem
+from shoal.sandbox import TIERS, Program, ProgramLimits, Result, Sandbox, forkserver, problem
 from shoal.sandbox.limits import MIB
 
 ROOT = os.getuid() == 0
-ROOM = Limits(wall_s=60.0, cpu_s=20.0)
+ROOM = ProgramLimits(wall_s=60.0, cpu_s=20.0)
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the attack is written in x86_64 numbers")
 
 
@@ -32,7 +32,7 @@ def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
         yield sandbox
 
 
-def attack(box: Sandbox, source: str, limits: Limits = ROOM) -> Result:
+def attack(box: Sandbox, source: str, limits: ProgramLimits = ROOM) -> Result:
     result = box.run(Program(source), limits)
     assert b"ESCAPED" not in result.stdout, result
     assert_works(box)
@@ -77,7 +77,7 @@ def test_thread_bomb(box: Sandbox) -> None:
 
 
 def test_memory_bomb(box: Sandbox) -> None:
-    result = attack(box, "x = []\nwhile True: x.append(bytearray(1 << 20))", Limits(memory_bytes=128 * MIB))
+    result = attack(box, "x = []\nwhile True: x.append(bytearray(1 << 20))", ProgramLimits(memory_bytes=128 * MIB))
     assert result.outcome == "memory"
 
 
@@ -99,17 +99,19 @@ def test_disk_bomb_of_many_files(box: Sandbox) -> None:
 
 
 def test_disk_bomb_of_empty_files(box: Sandbox) -> None:
-    result = attack(box, "n = 0\nwhile True:\n    open(str(n), 'wb').close(); n += 1", Limits(wall_s=60.0, cpu_s=20.0))
+    result = attack(
+        box, "n = 0\nwhile True:\n    open(str(n), 'wb').close(); n += 1", ProgramLimits(wall_s=60.0, cpu_s=20.0)
+    )
     assert result.exit_code == 1 and b"No space left" in result.stderr
 
 
 def test_sleep(box: Sandbox) -> None:
-    assert attack(box, "import time; time.sleep(10**6)", Limits(wall_s=0.5)).outcome == "timeout"
+    assert attack(box, "import time; time.sleep(10**6)", ProgramLimits(wall_s=0.5)).outcome == "timeout"
 
 
 def test_stopping_itself(box: Sandbox) -> None:
     source = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    assert attack(box, source, Limits(wall_s=0.5)).outcome == "timeout"
+    assert attack(box, source, ProgramLimits(wall_s=0.5)).outcome == "timeout"
 
 
 def test_ignoring_every_signal_and_closing_all_output(box: Sandbox) -> None:
@@ -119,23 +121,23 @@ def test_ignoring_every_signal_and_closing_all_output(box: Sandbox) -> None:
         "os.closerange(0, 64)\n"
         "while True: pass"
     )
-    assert attack(box, source, Limits(wall_s=60.0, cpu_s=0.5)).outcome == "timeout"
+    assert attack(box, source, ProgramLimits(wall_s=60.0, cpu_s=0.5)).outcome == "timeout"
 
 
 def test_output_flood(box: Sandbox) -> None:
-    result = attack(box, "while True: print('x' * 10_000)", Limits(wall_s=60.0, output_bytes=50_000))
+    result = attack(box, "while True: print('x' * 10_000)", ProgramLimits(wall_s=60.0, output_bytes=50_000))
     assert (result.outcome, len(result.stdout)) == ("output", 50_000)
 
 
 def test_output_flood_on_stderr(box: Sandbox) -> None:
     source = "import os\nwhile True: os.write(2, b'x' * 10_000)"
-    result = attack(box, source, Limits(wall_s=60.0, output_bytes=50_000))
+    result = attack(box, source, ProgramLimits(wall_s=60.0, output_bytes=50_000))
     assert (result.outcome, len(result.stderr)) == ("output", 50_000)
 
 
 def test_filling_the_frame_pipe_without_reading(box: Sandbox) -> None:
     source = "import channel\nwhile True: channel.send(b'x' * 1000)"
-    with box.open(Program(source), Limits(wall_s=60.0, output_bytes=50_000)) as talk:
+    with box.open(Program(source), ProgramLimits(wall_s=60.0, output_bytes=50_000)) as talk:
         talk.send(b"y" * 10_000_000)  # never read: waits here, and blocks nobody
         while talk.receive() is not None:
             pass
@@ -593,7 +595,7 @@ def test_many_attackers_at_once(box: Sandbox) -> None:
         "import os; os.kill(os.getpid(), 9)", "while True: pass",
     ]  # fmt: skip
     outcomes: list[str] = []
-    with Sandbox(box.tier, Limits(wall_s=2.0, cpu_s=1.0), size=3) as pool:
+    with Sandbox(box.tier, ProgramLimits(wall_s=2.0, cpu_s=1.0), size=3) as pool:
 
         def work(source: str) -> None:
             outcomes.append(pool.run(Program(source)).outcome)
@@ -621,7 +623,7 @@ os.execv(python, [python, "-S", "-c", sys.stdin.read()])
 """
 PLAIN_USER = """
 import os
-from shoal.sandbox import Limits, Program, Sandbox, problem, SandboxError
+from shoal.sandbox import ProgramLimits, Program, Sandbox, problem, SandboxError
 assert os.getuid() == 65534
 for tier in ("bubblewrap", "kernel"):
     if problem(tier):
@@ -631,7 +633,7 @@ for tier in ("bubblewrap", "kernel"):
         fine = Program("print(input())", b"fine")
         assert box.run(fine).stdout == b"fine\\n"
         bomb = box.run(Program("import os\\nborn = 0\\nwhile True:\\n    if os.fork(): born += 1\\n    else: os.wait()"),
-                       Limits(wall_s=1.0))
+                       ProgramLimits(wall_s=1.0))
         source = "for path in '/etc/passwd', '/proc/1/environ':\\n  try: print(open(path))\\n  except OSError: pass"
         assert box.run(Program(source)).stdout == b""
         assert box.run(fine).stdout == b"fine\\n"

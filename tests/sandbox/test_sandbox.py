@@ -16,8 +16,8 @@ import pytest
 from shoal.sandbox import (
     TIERS,
     Budget,
-    Limits,
     Program,
+    ProgramLimits,
     Sandbox,
     SandboxError,
     Tier,
@@ -34,12 +34,12 @@ from shoal.sandbox.limits import MIB
 def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     if reason := problem(request.param):
         pytest.skip(reason)
-    with Sandbox(request.param, Limits(wall_s=60.0, cpu_s=20.0)) as sandbox:
+    with Sandbox(request.param, ProgramLimits(wall_s=60.0, cpu_s=20.0)) as sandbox:
         yield sandbox
 
 
 def out(box: Sandbox, source: str, stdin: bytes = b"", **limits: float) -> str:
-    result = box.run(Program(source, stdin), Limits(wall_s=60.0, cpu_s=20.0, **limits))  # type: ignore[arg-type]
+    result = box.run(Program(source, stdin), ProgramLimits(wall_s=60.0, cpu_s=20.0, **limits))  # type: ignore[arg-type]
     assert (result.outcome, result.exit_code) == ("exited", 0), result
     return result.stdout.decode()
 
@@ -55,7 +55,7 @@ def test_a_program_reads_its_input_and_the_result_names_the_tier(box: Sandbox) -
 
 def test_a_budget_stops_all_programs_at_its_end_and_none_after_it_is_stopped(box: Sandbox) -> None:
     endless = Program("import time\nprint(1, flush=True)\ntime.sleep(3600)")
-    with Sandbox(box.tier, Limits(wall_s=3600.0), budget=(budget := Budget())) as bounded:
+    with Sandbox(box.tier, ProgramLimits(wall_s=3600.0), budget=(budget := Budget())) as bounded:
         budget.start(0.5)
         assert [bounded.run(endless).outcome for _ in range(2)] == ["timeout", "timeout"], "also what begins after it"
         assert budget.over
@@ -128,26 +128,26 @@ def test_a_signal_shows_as_killed(box: Sandbox) -> None:
 
 
 def test_wall_time(box: Sandbox) -> None:
-    result = box.run(Program("print('early', flush=True)\nimport time; time.sleep(600)"), Limits(wall_s=2.0))
+    result = box.run(Program("print('early', flush=True)\nimport time; time.sleep(600)"), ProgramLimits(wall_s=2.0))
     assert (result.outcome, result.exit_code, result.stdout) == ("timeout", None, b"early\n")
     assert 2.0 <= result.wall_s < 60
 
 
 def test_cpu_time(box: Sandbox) -> None:
-    result = box.run(Program("while True: pass"), Limits(wall_s=60.0, cpu_s=1.0))
+    result = box.run(Program("while True: pass"), ProgramLimits(wall_s=60.0, cpu_s=1.0))
     assert result.outcome == "timeout"
     assert 0.9 <= result.cpu_s < 3
 
 
 def test_memory(box: Sandbox) -> None:
-    result = box.run(Program("x = bytearray(1 << 30)"), Limits(memory_bytes=256 * MIB))
+    result = box.run(Program("x = bytearray(1 << 30)"), ProgramLimits(memory_bytes=256 * MIB))
     assert result.outcome == "memory"
     assert b"MemoryError" in result.stderr
     assert out(box, "x = bytearray(100 << 20); print(len(x))", memory_bytes=256 * MIB) == f"{100 << 20}\n"
 
 
 def test_output(box: Sandbox) -> None:
-    result = box.run(Program("print('x' * 5000)"), Limits(output_bytes=1000))
+    result = box.run(Program("print('x' * 5000)"), ProgramLimits(output_bytes=1000))
     assert (result.outcome, result.stdout) == ("output", b"x" * 1000)
     assert out(box, "print('x' * 998)", output_bytes=999) == "x" * 998 + "\n"
 
@@ -163,7 +163,7 @@ def test_output(box: Sandbox) -> None:
 )
 def test_senseless_limits_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(SandboxError, match=next(iter(limits))):
-        Limits(**limits)  # type: ignore[arg-type]
+        ProgramLimits(**limits)  # type: ignore[arg-type]
 
 
 def test_a_conversation(box: Sandbox) -> None:
@@ -195,7 +195,7 @@ def test_a_conversation_ends_when_the_program_does(box: Sandbox) -> None:
 
 
 def test_a_program_that_does_not_answer_in_time_is_stopped(box: Sandbox) -> None:
-    with box.open(Program("import time; time.sleep(600)"), Limits(wall_s=0.3)) as talk:
+    with box.open(Program("import time; time.sleep(600)"), ProgramLimits(wall_s=0.3)) as talk:
         assert talk.receive() is None
         assert talk.close().outcome == "timeout"
     assert out(box, "print(1)") == "1\n"
@@ -203,7 +203,7 @@ def test_a_program_that_does_not_answer_in_time_is_stopped(box: Sandbox) -> None
 
 def test_a_frame_larger_than_the_output_limit_is_never_taken(box: Sandbox) -> None:
     with box.open(
-        Program("import os; os.write(4, b'\\xff\\xff\\xff\\xff'); os.read(3, 1)"), Limits(output_bytes=1000)
+        Program("import os; os.write(4, b'\\xff\\xff\\xff\\xff'); os.read(3, 1)"), ProgramLimits(output_bytes=1000)
     ) as talk:
         assert talk.receive() is None
         assert talk.close().outcome == "output"

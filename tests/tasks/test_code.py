@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.sandbox import Limits, best_tier
+from shoal.sandbox import ProgramLimits, best_tier
 from shoal.tasks import Grade, Task
 from shoal.tasks.rewards.code import Code, program_of
 from shoal.tasks.rewards.compare import Pairs, SetItems, same_output, same_value, shown
@@ -19,14 +19,14 @@ ECHO = {"kind": "stdin", "cases": [{"input": "3\n1 2 3\n", "output": "6\n"}, {"i
 
 @pytest.fixture(scope="module")
 def code() -> Iterator[Code]:
-    reward = Code(Limits(), best_tier(), size=2)
+    reward = Code(ProgramLimits(), best_tier(), size=2)
     yield reward
     reward.close()
 
 
 @contextmanager
 def limited(**limits: float) -> Iterator[Code]:
-    with closing(Code(Limits(**limits), best_tier(), size=1)) as reward:  # type: ignore[arg-type]
+    with closing(Code(ProgramLimits(**limits), best_tier(), size=1)) as reward:  # type: ignore[arg-type]
         yield reward
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from shoal.sandbox import TIERS, Limits, best_tier, problem
+from shoal.sandbox import TIERS, ProgramLimits, best_tier, problem
 from shoal.tasks.rewards.code import Code
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def expect(benchmark: ModuleType, rows: list[dict[str, str]], tier: str) -> None:
     mutants = [source for _, source in map(benchmark.mutant, rows)]
     tasks = [benchmark.task(row) for row in rows]
-    code = Code(Limits(), tier)
+    code = Code(ProgramLimits(), tier)
     try:
         right = code.grade(tasks, [row["canonical_solution"] for row in rows])
         wrong = code.grade(tasks, mutants)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import TIERS, Limits, best_tier, problem
+from shoal.sandbox import TIERS, ProgramLimits, best_tier, problem
 from shoal.tasks import Grade, Task
 from shoal.tasks.rewards.code import Code
 
@@ -239,7 +239,7 @@ def solve(x):
 def code(request: pytest.FixtureRequest) -> Iterator[Code]:
     if reason := problem(request.param):
         pytest.skip(reason)
-    reward = Code(Limits(cpu_s=1.0, wall_s=2.0), request.param, size=1)
+    reward = Code(ProgramLimits(cpu_s=1.0, wall_s=2.0), request.param, size=1)
     yield reward
     reward.close()
 
@@ -262,7 +262,7 @@ def expect_nothing(code: Code, tests: object, attack: str, solution: str = SOLUT
 
 @pytest.fixture(scope="module")
 def best() -> Iterator[Code]:
-    reward = Code(Limits(cpu_s=1.0, wall_s=2.0), best_tier(), size=1)
+    reward = Code(ProgramLimits(cpu_s=1.0, wall_s=2.0), best_tier(), size=1)
     yield reward
     reward.close()
 

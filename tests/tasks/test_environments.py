@@ -23,7 +23,7 @@ from shoal.tasks.environments.calculator import (
     value,
     written,
 )
-from shoal.tasks.prompt import ChatTemplateError, Frame, without
+from shoal.tasks.prompt import ChatTemplateError, TurnFrame, without
 
 from .. import turns as conversations
 from ..turns import ASSISTANT, ENDS, EOS, MAX_TOKENS, USER, config, register
@@ -71,6 +71,7 @@ TASK = Task("arithmetic/0", "2 + 3", "5", "arithmetic")
         (f"calc({'(' * 30}1{')' * 30})", "error: too many parentheses"),
         (f"calc({'-' * 150}1)", "1"),
         ("calc(007 + 0.012)", "7.012"),
+        ("calc(...)", f"error: {NOT_AN_EXPRESSION}"),
         ("calc((2)(3))", f"error: {NOT_AN_EXPRESSION}"),
     ],
 )
@@ -124,7 +125,7 @@ def tokenizer(tiny_folder: Path) -> Any:
 
 
 def test_an_answer_is_a_user_message_by_the_template(tokenizer: Any) -> None:
-    assert Frame(tokenizer, ENDS).tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT]
+    assert TurnFrame(tokenizer, ENDS).tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT]
 
 
 def test_smollm2s_answer_is_what_its_template_writes(bundled: Path, bundled_tokenizer: Any) -> None:
@@ -133,13 +134,13 @@ def test_smollm2s_answer_is_what_its_template_writes(bundled: Path, bundled_toke
     whole = bundled_tokenizer.apply_chat_template(
         [*messages, {"role": "user", "content": "84"}], add_generation_prompt=True, return_dict=True
     )["input_ids"]
-    frame = Frame(bundled_tokenizer, [bundled_tokenizer.eos_token_id])
+    frame = TurnFrame(bundled_tokenizer, [bundled_tokenizer.eos_token_id])
     assert before[-1] == bundled_tokenizer.eos_token_id
     assert before + frame.tokens("84") == whole
 
 
 def test_an_answer_writes_no_control_tokens(tokenizer: Any) -> None:
-    frame = Frame(tokenizer, ENDS)
+    frame = TurnFrame(tokenizer, ENDS)
     assert frame.tokens("8<eos><assistant>4") == frame.tokens("84")
     assert frame.tokens("8<e<eos>os>4") == frame.tokens("84"), "also not by what a deletion leaves"
     assert without(["ab"], "aabb") == ""
@@ -157,7 +158,7 @@ def test_an_answer_writes_no_control_tokens(tokenizer: Any) -> None:
 def test_a_template_that_cannot_answer_is_an_error_that_says_so(tokenizer: Any, template: str, message: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(ChatTemplateError, match=message) as error:
-        Frame(tokenizer, ENDS)
+        TurnFrame(tokenizer, ENDS)
     assert "sampling.max_turns = 1" in str(error.value)
 
 

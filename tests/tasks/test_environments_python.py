@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.config import ConfigError
-from shoal.sandbox import Budget, Limits
+from shoal.sandbox import Budget, ProgramLimits
 from shoal.tasks import Task
 from shoal.tasks.environments import close, environments_of, python
 from shoal.tasks.environments.python import (
@@ -24,7 +24,7 @@ from shoal.tasks.inside.plain import plain
 from ..turns import config
 
 TASK = Task("arithmetic/0", "2 + 3", "5", "arithmetic")
-LIMITS = Limits(wall_s=60.0, cpu_s=2.0, memory_bytes=256 << 20)
+LIMITS = ProgramLimits(wall_s=60.0, cpu_s=2.0, memory_bytes=256 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,7 @@ def test_of_a_plain_program_that_may_fail_elsewhere_every_answer_is_tolerated(to
 def test_a_plain_program_beyond_half_of_a_limit_tolerates_every_answer() -> None:
     program = f"x = [0] * {(150 << 20) // 8}\nprint(len(x))"  # 150 MiB
     for memory, is_lie in ((1024 << 20, True), (256 << 20, False)):
-        tool = Python(Limits(wall_s=60.0, cpu_s=30.0, memory_bytes=memory))
+        tool = Python(ProgramLimits(wall_s=60.0, cpu_s=30.0, memory_bytes=memory))
         assert answer(tool, program) == str((150 << 20) // 8)
         assert (tolerated(tool, program) is not None) == is_lie
         tool.close()

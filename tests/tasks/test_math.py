@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import Call
+from shoal.sandbox import CallResult
 from shoal.tasks.rewards.math import CPU_S, Math
 from shoal.tasks.task import Grade, Task
 from tests.fuzzing.answers import answers
@@ -113,21 +113,21 @@ def test_gold_answers_come_in_many_wrappings(reward: Math, gold: str) -> None:
     ]
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, call: Call) -> Grade:
+def ended(monkeypatch: pytest.MonkeyPatch, call: CallResult) -> Grade:
     reward = Math()
     monkeypatch.setattr(reward.grader, "calls", lambda values: [call] * len(values))
     return grade(reward, "1/2", "0.5")
 
 
 def test_how_a_comparison_ends_becomes_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ended(monkeypatch, Call("answered", (True, ""), repeatable=True)) == Grade(1.0)
-    assert ended(monkeypatch, Call("answered", (True, ""))) == Grade(1.0, repeatable=False)
-    raised = ended(monkeypatch, Call("raised", detail="TypeError: x", repeatable=True))
+    assert ended(monkeypatch, CallResult("answered", (True, ""), repeatable=True)) == Grade(1.0)
+    assert ended(monkeypatch, CallResult("answered", (True, ""))) == Grade(1.0, repeatable=False)
+    raised = ended(monkeypatch, CallResult("raised", detail="TypeError: x", repeatable=True))
     assert raised == Grade(0.0, "grader_error", "TypeError: x")
-    slow = ended(monkeypatch, Call("timeout", cpu_s=1.01))
+    slow = ended(monkeypatch, CallResult("timeout", cpu_s=1.01))
     assert slow == Grade(0.0, "grader_error", "the limit of 1 s of CPU time passed", repeatable=False)
-    assert ended(monkeypatch, Call("timeout", cpu_s=0.5)).detail == "the limit of 60 s passed"
-    for call in (Call("late"), Call("memory"), Call("output"), Call("died", detail="SIGSEGV")):
+    assert ended(monkeypatch, CallResult("timeout", cpu_s=0.5)).detail == "the limit of 60 s passed"
+    for call in (CallResult("late"), CallResult("memory"), CallResult("output"), CallResult("died", detail="SIGSEGV")):
         found = ended(monkeypatch, call)
         assert (found.score, found.outcome, found.repeatable) == (0, "grader_error", False)
 
@@ -162,7 +162,7 @@ def test_ten_megabytes_are_no_problem(reward: Math) -> None:
 
 
 def fuzz(count: int) -> None:
-    reward, ended, grades = Math(size=2), list[Call](), list[Grade]()
+    reward, ended, grades = Math(size=2), list[CallResult](), list[Grade]()
     calls = reward.grader.calls
     reward.grader.calls = lambda values: ended.extend(calls(values)) or ended[-len(values) :]  # type: ignore[method-assign]
     cases = list(answers(0, count))
@@ -176,7 +176,7 @@ def fuzz(count: int) -> None:
         "timeout",
         "raised",
     }
-    assert not [one.detail for one in grades if "Refused" in one.detail]
+    assert not [one.detail for one in grades if "ForbiddenError" in one.detail]
 
 
 def test_no_fuzzed_answer_outlasts_its_limit() -> None:

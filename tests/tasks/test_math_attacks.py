@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import PLAIN, Function, Sandbox
+from shoal.sandbox import PLAIN, RemoteFunction, Sandbox
 from shoal.tasks.inside import source as text_of
-from shoal.tasks.inside.equality import Refused, harmless, refuse
+from shoal.tasks.inside.equality import ForbiddenError, harmless, refuse
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.task import Task
 
@@ -94,7 +94,7 @@ def test_the_gold_answer_never_runs_either(reward: Math, tmp_path: Path) -> None
 def test_only_numbers_and_symbols_may_be_evaluated(source: str) -> None:
     assert not harmless(source)
     for given in (source, source.encode()):
-        with pytest.raises(Refused):
+        with pytest.raises(ForbiddenError):
             refuse("compile", (given, "<string>"))
 
 
@@ -113,9 +113,9 @@ def test_what_the_library_needs_may_be_evaluated() -> None:
     "event", ["os.system", "os.fork", "subprocess.Popen", "socket.__new__", "ctypes.dlopen", "os.remove", "os.exec"]
 )
 def test_no_process_socket_or_file_is_touched(event: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(ForbiddenError):
         refuse(event, ("true",))
-    with pytest.raises(Refused):
+    with pytest.raises(ForbiddenError):
         refuse("open", ("/tmp/x", "w", 0))
 
 
@@ -124,9 +124,9 @@ def test_the_guard_is_on_in_the_process_that_compares() -> None:
     attack = "\ndef attack(code):\n    judge(['1/2', '0.5'])\n    return repr(eval(code))\n"
     with Sandbox(PLAIN, preloaded={"equality": text_of("equality") + attack}) as box:
         codes = ["__import__('os').getpid()", "open('/dev/null', 'w')", "(1).__class__"]
-        calls = Function(box, "import channel, equality; channel.serve(equality.attack)").calls(codes)
+        calls = RemoteFunction(box, "import channel, equality; channel.serve(equality.attack)").calls(codes)
     assert [call.ending for call in calls] == ["raised"] * 3
-    assert all("Refused" in call.detail for call in calls)
+    assert all("ForbiddenError" in call.detail for call in calls)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import Call
+from shoal.sandbox import CallResult
 from shoal.tasks.inside import equality
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.task import Grade, Task
@@ -57,11 +57,11 @@ def grades(here: Math) -> dict[Case, Grade]:
     return dict(zip(CASES, graded(here, CASES), strict=True))
 
 
-def compared(gold: str, answer: str) -> Call:
+def compared(gold: str, answer: str) -> CallResult:
     try:
-        return Call("answered", equality.compare(gold, answer), repeatable=True)
+        return CallResult("answered", equality.compare(gold, answer), repeatable=True)
     except Exception as error:  # noqa: BLE001  what the library raises is a grader error
-        return Call("raised", detail=str(error), repeatable=True)
+        return CallResult("raised", detail=str(error), repeatable=True)
 
 
 def test_the_table_is_large_and_has_many_wrong_answers() -> None:

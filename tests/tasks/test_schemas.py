@@ -14,12 +14,12 @@ from pyarrow import parquet
 from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks.sources import schemas
-from shoal.tasks.sources.rows import Fields, LeftOutError, RowError
+from shoal.tasks.sources.rows import LeftOutError, RowError, TaskFields
 
 Row = dict[str, Any]
 
 
-def read(row: Row) -> tuple[str, Fields]:
+def read(row: Row) -> tuple[str, TaskFields]:
     schema = schemas.recognise(list(row), row)
     return schema.name, schema.read(row)
 

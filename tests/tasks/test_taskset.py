@@ -14,7 +14,7 @@ from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks import compiling, taskset
 from shoal.tasks.compiling import Spool, content_id
-from shoal.tasks.sources.rows import Fields
+from shoal.tasks.sources.rows import TaskFields
 from shoal.tasks.task import Task, TasksNotFoundError
 
 # Digests cover Arrow's bytes. If a new pyarrow writes others, this one changes: say so in the release notes, because
@@ -97,7 +97,7 @@ def test_a_given_digest_must_be_that_of_the_tasks(source: Path, tmp_path: Path) 
 
 
 def test_a_name_is_a_hash_of_question_answer_tests_and_metadata() -> None:
-    one = Fields("?", "5")
+    one = TaskFields("?", "5")
     assert content_id(one) == hashlib.sha256(b'{"answer": "5", "question": "?"}').hexdigest()[:16]
     assert content_id(replace(one, reward="math")) == content_id(one)
     others = [replace(one, answer="6"), replace(one, question="!"), replace(one, tests="5"), replace(one, metadata="5")]
@@ -258,7 +258,7 @@ def test_no_fetch_may_bring_more_than_the_manifest_says(source: Path, tmp_path: 
 
 
 def test_a_chunk_of_another_size_than_its_manifest_says_is_refused(tmp_path: Path) -> None:
-    store = taskset.Store(tmp_path)
+    store = taskset.TaskStore(tmp_path)
     texts = [pa.array(["text"]) for _ in taskset.COLUMNS]
     chunk = store.write(pa.table(texts, schema=taskset.SCHEMA))
     with pytest.raises(TasksNotFoundError, match="bytes, their manifest says"):
@@ -275,9 +275,9 @@ def test_a_chunk_of_another_size_than_its_manifest_says_is_refused(tmp_path: Pat
     ids=["chunk", "chunks", "files"],
 )
 def test_a_manifest_has_bounds(changed: dict[str, Any]) -> None:
-    taskset.Manifest.decode(manifest())
+    taskset.TaskManifest.decode(manifest())
     with pytest.raises(TasksNotFoundError, match="is not of this version"):
-        taskset.Manifest.decode(manifest(**changed))
+        taskset.TaskManifest.decode(manifest(**changed))
 
 
 @pytest.mark.parametrize("order", [("math", "number", ""), ("number", "", "math"), ("math", "", "number")])
@@ -286,8 +286,8 @@ def test_rows_that_differ_in_their_reward_alone_merge_alike_in_any_order(
 ) -> None:
     spool = Spool(tmp_path / "rows")
     for n, reward in enumerate(order):
-        spool.add(0, "s", Fields("1+1?", "2", reward=reward))
-        spool.add(0, "s", Fields(f"{n}?", "3"))
+        spool.add(0, "s", TaskFields("1+1?", "2", reward=reward))
+        spool.add(0, "s", TaskFields(f"{n}?", "3"))
     spool.finish()
     rows = [row for row in spool.table.take(spool.rows).to_pylist() if row["question"] == "1+1?"]
     assert [row["reward"] for row in rows] == [""] and list(spool.merged) == [2]
@@ -307,14 +307,14 @@ def test_no_manifest_names_a_file_outside_of_the_tasks_folder(tmp_path: Path) ->
 
 def test_a_chunk_whose_offsets_lead_out_of_its_text_is_refused(tmp_path: Path) -> None:
     """Arrow reads what they point at, which is this process's memory."""
-    store = taskset.Store(tmp_path)
+    store = taskset.TaskStore(tmp_path)
     texts = [pa.array(["some text"] * 2) for _ in taskset.COLUMNS]
     chunk = store.write(pa.table(texts, schema=taskset.SCHEMA))
     good = store.read(chunk.sha256, chunk.size_bytes)
     offsets = b"".join(n.to_bytes(4, "little") for n in (0, 9, 18))
     assert good.count(offsets) == len(taskset.COLUMNS)
     bad = good.replace(offsets, b"".join(n.to_bytes(4, "little") for n in (0, 9, 1 << 30)))
-    hostile = taskset.Chunk(sha256=store.put(bad), rows=2, size_bytes=len(bad))
+    hostile = taskset.TaskChunk(sha256=store.put(bad), rows=2, size_bytes=len(bad))
     with pytest.raises(TasksNotFoundError, match="not readable as task data"):
         store.batch(hostile)
 

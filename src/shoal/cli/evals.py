@@ -167,7 +167,7 @@ def _add_filter(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run_filter(arguments: argparse.Namespace) -> None:
-    """Print a table of pass rates and the path of the manifest. Raises FilterError, ShoalError."""
+    """Print a table of pass rates and the path of the manifest. Raises ShoalError."""
     from shoal.evals.filter import MANIFEST, Band, PassRates, histogram, write_filter
 
     config = read_config(arguments)

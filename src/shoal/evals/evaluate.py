@@ -15,7 +15,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.evals.harness import Endpoint, EvalUsageError, Suite, run
+from shoal.errors import UserError
+from shoal.evals.harness import Endpoint, Suite, run
 from shoal.files import write_file
 from shoal.watch.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k
 from shoal.watch.figures import clean, percent
@@ -59,11 +60,11 @@ def evaluate(
 ) -> tuple[list[Score], list[Difference]]:
     """Return the results in the order of suites, then models. `n`: tasks of each suite; 0: all.
 
-    Raises EvalUsageError, ShoalError.
+    Raises ShoalError.
     """
     for suite in suites:
         if suite.k > 1 and suite.temperature == 0:
-            raise EvalUsageError(
+            raise UserError(
                 f"{suite.k} greedy completions of {suite.name} would be equal: add --temperature 0.6, or --k 1"
             )
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ def evaluate(
 
 
 def scores(endpoint: Endpoint, suite: Suite, out: Path, seed: int, n: int) -> dict[str, float]:
-    """Return each task's score in one run, by the task's name. Raises EvalError."""
+    """Return each task's score in one run, by the task's name. Raises ShoalError."""
     samples = run(endpoint, suite, out, seed=seed, n=n)
     metric = suite.metric or samples[0]["metrics"][0]
     return {f"{one['file'].rpartition('_')[0]}/{one['doc_id']}": float(one[metric]) for one in samples}
@@ -124,7 +125,7 @@ def compare(results: Sequence[Score]) -> list[Difference]:
 def write_down(path: Path, contestants: Sequence[Contestant], suites: Sequence[Suite], n: int) -> None:
     """Record what is evaluated, or check that it is what the folder was made with. Models and suites may be added.
 
-    Raises EvalUsageError, naming the first difference.
+    Raises UserError, naming the first difference.
     """
     new: dict[str, Any] = {
         "models": {contestant.label: dict(contestant.facts) for contestant in contestants},
@@ -135,13 +136,13 @@ def write_down(path: Path, contestants: Sequence[Contestant], suites: Sequence[S
     except FileNotFoundError:
         old = {}
     except (OSError, ValueError) as error:
-        raise EvalUsageError(f"{path} is not readable ({error}); give another --out") from error
+        raise UserError(f"{path} is not readable ({error}); give another --out") from error
     for kind in new:
         held = old.get(kind, {})
         for name, facts in new[kind].items():
             for fact, value in facts.items():
                 if name in held and held[name].get(fact) != value:
-                    raise EvalUsageError(
+                    raise UserError(
                         f"{path} was made with {fact} of {name} = {held[name].get(fact)!r:.80}, and this is {value!r:.80}: "
                         "give the same to continue, or another --out for a new evaluation"
                     )

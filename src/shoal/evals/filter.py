@@ -46,10 +46,6 @@ MANIFEST = "manifest.json"
 MOST_BINS = 16
 
 
-class FilterError(ShoalError):
-    """Pass rates cannot be measured or used; the message says why and what to do."""
-
-
 @dataclass(frozen=True)
 class PassRate:
     """What the k completions of one task scored."""
@@ -80,7 +76,7 @@ class PassRates:
     def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[PassRate] | None:
         """Every task's result, or None if `stop` came first. `say` gets how many are done, at first and per batch.
 
-        Raises FilterError: other settings than those of the results in `out`, a grader that fails, a full disk.
+        Raises ShoalError: other settings than those of the results in `out`, a grader that fails, a full disk.
         """
         try:
             with self._opened() as file:
@@ -92,7 +88,7 @@ class PassRates:
         except OSError as error:
             if not disk_is_full(error):
                 raise
-            raise FilterError(
+            raise ShoalError(
                 f"the disk of {self.out} is full: free space there, then repeat the command: it continues where it was"
             ) from error
 
@@ -153,7 +149,7 @@ class PassRates:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise FilterError(f"another process fills {self.out}: wait for it, or choose another --out") from error
+                raise ShoalError(f"another process fills {self.out}: wait for it, or choose another --out") from error
             path = self.out / SETTINGS
             if path.exists():
                 self._check_settings(json.loads(path.read_text()))
@@ -166,7 +162,7 @@ class PassRates:
         if changed:
             name = changed[0]
             what = "the tasks (their digest)" if name == "digest" else name
-            raise FilterError(
+            raise ShoalError(
                 f"{self.out} holds results with another setting: {what} was {before.get(name)} and is now "
                 f"{self.settings[name]}; restore it to continue, or choose another --out"
             )
@@ -180,7 +176,7 @@ class PassRates:
         try:
             results = [PassRate(**json.loads(line)) for line in lines]
         except (ValueError, TypeError) as error:
-            raise FilterError(f"{self.out / RESULTS} is damaged ({error}): choose another --out") from error
+            raise ShoalError(f"{self.out / RESULTS} is damaged ({error}): choose another --out") from error
         if len(results) < self.total:
             file.truncate(sum(len(line) + 1 for line in lines))
         return results
@@ -188,7 +184,7 @@ class PassRates:
     def _check_grader(self, results: Sequence[PassRate]) -> None:
         errors, n = sum(one.grader_error for one in results), sum(one.n for one in results)
         if n >= LEAST_GRADED and errors > GRADER_ERRORS * n:
-            raise FilterError(
+            raise ShoalError(
                 f"the grader failed for {errors} of {n} completions, more than {GRADER_ERRORS:.0%} (last: "
                 f"{self.error[:200]}): fix the reward or the tasks, then choose another --out"
             )
@@ -250,12 +246,12 @@ class Band:
 
 
 def write_filter(out: Path, results: Sequence[PassRate], band: Band, settings: Mapping[str, Any]) -> list[PassRate]:
-    """Write the manifest. Returns the results of the kept tasks. Raises FilterError if there are none, OSError."""
+    """Write the manifest. Returns the results of the kept tasks. Raises ShoalError if there are none, OSError."""
     kept = [result for result in results if band.holds(result)]
     if not kept:
         (out / MANIFEST).unlink(missing_ok=True)  # of another band
         found = ", ".join(f"{label}: {count}" for label, count in histogram(results).items() if count)
-        raise FilterError(
+        raise ShoalError(
             f"no task of {len(results)} has a pass rate from {float(band.low):g} to {float(band.high):g}; tasks by pass "
             f"rate: {found}; choose another --band (the completions in {out} are kept), other tasks, or another model"
         )

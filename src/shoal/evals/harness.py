@@ -36,14 +36,6 @@ CONCURRENCY = 8  # requests at once
 LONG = 32_768
 
 
-class EvalError(ShoalError):
-    """An evaluation that cannot start or continue; the message names the next step."""
-
-
-class EvalUsageError(EvalError, UserError):
-    """What was asked for cannot be evaluated: a suite, a model, or a folder of another evaluation."""
-
-
 @dataclass(frozen=True)
 class Suite:
     """`task`, `metric` and `filter` (how answers are extracted) are lm_eval's."""
@@ -79,13 +71,11 @@ TABLE = [
 
 
 def find(names: str) -> list[Suite]:
-    """Return the suites of these names, in any case; any other name is lm_eval's. Raises EvalUsageError."""
+    """Return the suites of these names, in any case; any other name is lm_eval's. Raises UserError."""
     known = {suite.name.lower(): suite for suite in TABLE}
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted or len({name.lower() for name in wanted}) < len(wanted):
-        raise EvalUsageError(
-            f"name each suite once, out of {', '.join(suite.name for suite in TABLE)}, or lm_eval's tasks"
-        )
+        raise UserError(f"name each suite once, out of {', '.join(suite.name for suite in TABLE)}, or lm_eval's tasks")
     return [known.get(name.lower()) or Suite(name, "", name, metric="") for name in wanted]
 
 
@@ -96,14 +86,14 @@ class Endpoint:
 
 
 def check_installed() -> None:
-    """Raise EvalUsageError unless lm_eval and what its API models need are here."""
+    """Raise UserError unless lm_eval and what its API models need are here."""
     if not all(importlib.util.find_spec(name) for name in ("lm_eval", "tenacity", "datasets")):
-        raise EvalUsageError("evaluation needs lm-evaluation-harness: pip install 'shoal[evals]'")
+        raise UserError("evaluation needs lm-evaluation-harness: pip install 'shoal[evals]'")
 
 
 @contextmanager
 def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpoint]:
-    """Serve `model` of the run or model `what` by `shoal serve` on loopback, while the block lasts. Raises EvalError."""
+    """Serve `model` of the run or model `what` by `shoal serve` on loopback, while the block lasts. Raises ShoalError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,18 +133,18 @@ def _wait(child: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s:
         if child.poll() is not None:
-            raise EvalError(f"`shoal serve` ended with status {child.returncode}: {_end_of(log)}")
+            raise ShoalError(f"`shoal serve` ended with status {child.returncode}: {_end_of(log)}")
         try:
             if httpx.get(f"{url.removesuffix('/v1')}/health").status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.2)
-    raise EvalError(f"`shoal serve` has not loaded the model after {START_S:.0f} s; see {log}")
+    raise ShoalError(f"`shoal serve` has not loaded the model after {START_S:.0f} s; see {log}")
 
 
 def run(endpoint: Endpoint, suite: Suite, out: Path, *, seed: int, n: int) -> list[dict[str, Any]]:
-    """Return the samples of one run of a suite, as lm_eval writes them, in the order of its documents. Raises EvalError.
+    """Return the samples of one run of a suite, as lm_eval writes them, in the order of its documents. Raises ShoalError.
 
     `out`: the run's folder; if it is there, the run is not repeated. `n`: how many documents, from the first; 0: all.
     """
@@ -170,7 +160,7 @@ def run(endpoint: Endpoint, suite: Suite, out: Path, *, seed: int, n: int) -> li
         chosen = suite.filter or (lines[0]["filter"] if lines else "")
         samples += sorted((line for line in lines if line["filter"] == chosen), key=lambda line: int(line["doc_id"]))
     if not samples:
-        raise EvalError(
+        raise ShoalError(
             f"lm_eval wrote no samples of {suite.name} to {out}: remove that folder, then repeat the command"
         )
     return samples
@@ -199,7 +189,7 @@ def _run(endpoint: Endpoint, suite: Suite, out: Path, cache: Path, seed: int, n:
     with _child(command, log, {KEY_VARIABLE: "none"} | os.environ) as child:
         status = child.wait()
     if status:
-        raise EvalError(
+        raise ShoalError(
             f"lm_eval failed for {suite.task} at {endpoint.url} (status {status}; all of it in {log}): {_end_of(log)}"
         )
 

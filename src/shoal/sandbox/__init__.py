@@ -5,7 +5,7 @@ Imports nothing else of Shoal.
     pool                     warm servers, and the strongest tier here     limits     what goes in and comes out
     forkserver, launch       a server from outside; its namespaces, bubblewrap, uid
     server, program          the server from inside: it forks each program, which binds itself (kernel, seccomp) and runs
-    conversation, channel    talk to a running program                     function   call functions with plain data
+    session, channel         talk to a running program                     function   call functions with plain data
 
     with Sandbox() as box:
         result = box.run(Program("print(input()[::-1])", stdin=b"abc"))
@@ -34,31 +34,31 @@ kernels before 5.14, installed packages, GPUs; bugs of the kernel itself. aarch6
 run.
 """
 
-from shoal.sandbox.conversation import Conversation
 from shoal.sandbox.forkserver import interpreter
-from shoal.sandbox.function import Call, Function
+from shoal.sandbox.function import CallResult, RemoteFunction
 from shoal.sandbox.limits import (
     PLAIN,
     TIERS,
     Budget,
-    Limits,
     Outcome,
     Program,
+    ProgramLimits,
     Result,
     SandboxError,
     StartError,
     Tier,
 )
 from shoal.sandbox.pool import Sandbox, best_tier, problem
+from shoal.sandbox.session import Session
 
 __all__ = [
     "PLAIN",
     "TIERS",
     "Budget",
-    "Call",
-    "Conversation",
-    "Function",
-    "Limits",
+    "CallResult",
+    "Session",
+    "RemoteFunction",
+    "ProgramLimits",
     "Outcome",
     "Program",
     "Result",

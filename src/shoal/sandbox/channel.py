@@ -7,7 +7,7 @@ B bytes, L list, U tuple, E set, Z frozenset, M dict.
 Invariant: what comes out of `unpack` is made of builtins alone, so nothing that a program overrides is ever called outside;
 its size is bounded by the frame and its depth by DEPTH. This source runs on both sides, so it imports only what is warm.
 Left out: object identity, generators and objects of other classes. The outside reads frames with a limit
-(`conversation.py`).
+(`session.py`).
 """
 
 import os

@@ -4,7 +4,7 @@ Invariants: `kill` needs nobody's help: the kernel kills the server by its proce
 that is inside with it. A start that fails raises SandboxError with the reason. The files shown are the interpreter, its
 library, the system's shared libraries and four devices: nothing of a person's, of Shoal's or of /etc (but the loader's
 cache).
-Left out: reading the program's output, see `conversation.py`; installed packages.
+Left out: reading the program's output, see `session.py`; installed packages.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal.sandbox.limits import PLAIN, Limits, Program, StartError
+from shoal.sandbox.limits import PLAIN, Program, ProgramLimits, StartError
 from shoal.sandbox.server import DONE, READY
 
 START_S = 20.0
@@ -118,7 +118,7 @@ class ForkServer:
         self.python = message[len(READY) :].decode()
         return descriptors[0]
 
-    def start(self, program: Program, limits: Limits, ends: list[int]) -> None:
+    def start(self, program: Program, limits: ProgramLimits, ends: list[int]) -> None:
         """Hand over a program with its descriptors (stdout, stderr, leash and frames). The caller closes its copies."""
         request = asdict(limits) | {"source": program.source}
         payload, stdin = os.memfd_create("request"), os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)

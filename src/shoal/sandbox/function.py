@@ -1,8 +1,8 @@
-"""A function that runs in children of a sandbox and is called with plain data: `channel.serve` inside, `Function` outside.
+"""A function that runs in children of a sandbox: `channel.serve` inside, `RemoteFunction` outside, plain data between them.
 
     preloaded = {"adder": "def add(pair): return sum(pair)"}
-    with Sandbox("plain", Limits(cpu_s=1.0), preloaded=preloaded) as box:
-        Function(box, "import adder, channel; channel.serve(adder.add)").call([1, 2]).value      # 3
+    with Sandbox("plain", ProgramLimits(cpu_s=1.0), preloaded=preloaded) as box:
+        RemoteFunction(box, "import adder, channel; channel.serve(adder.add)").call([1, 2]).value      # 3
 
 Invariant: every call ends in time, with a value, with what the function raised, or at a limit; what comes back is made of
 builtins alone, without sets and, behind a wall, without dicts: building one of hostile items takes quadratic time.
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shoal.sandbox.channel import WireError, pack, unpack
-from shoal.sandbox.conversation import Conversation
 from shoal.sandbox.limits import PLAIN, Program, Result
 from shoal.sandbox.pool import Sandbox
+from shoal.sandbox.session import Session
 
 END_S = 0.5  # for a child to end after its answer
 
@@ -25,7 +25,7 @@ Ending = Literal["answered", "raised", "timeout", "memory", "output", "died", "l
 
 
 @dataclass(frozen=True)
-class Call:
+class CallResult:
     """How a call ended: with `value`, an exception, a limit of its child, the child's death; or too late to begin."""
 
     ending: Ending
@@ -36,21 +36,21 @@ class Call:
     memory_bytes: int = 0
 
 
-class Function:
+class RemoteFunction:
     """A `program` that serves calls, each in a fresh child. `setup` is a value that the child is called with before."""
 
     def __init__(self, sandbox: Sandbox, program: str, setup: Any = None) -> None:
         self.sandbox, self.program = sandbox, Program(program)
         self.setup = [] if setup is None else [pack(setup)]
 
-    def call(self, value: Any) -> Call:
+    def call(self, value: Any) -> CallResult:
         """Raises SandboxError if the sandbox itself fails."""
         try:
             frames = [*self.setup, pack(value)]
         except WireError as error:
-            return Call("raised", detail=f"it is called with something else than plain data ({error})")
+            return CallResult("raised", detail=f"it is called with something else than plain data ({error})")
         if self.sandbox.budget.over:
-            return Call("late")
+            return CallResult("late")
         with self.sandbox.open(self.program) as talk:
             for frame in frames:
                 talk.send(frame)
@@ -60,7 +60,7 @@ class Function:
             used = talk.close(END_S)
         return replace(call, repeatable=self._within_half(used), cpu_s=used.cpu_s, memory_bytes=used.memory_bytes)
 
-    def calls(self, values: Sequence[Any]) -> list[Call]:
+    def calls(self, values: Sequence[Any]) -> list[CallResult]:
         """Call it with each value, as many at once as the sandbox has servers. Raises what `call` raises."""
         with ThreadPoolExecutor(self.sandbox.size) as threads:
             return list(threads.map(self.call, values))
@@ -69,21 +69,21 @@ class Function:
         """End its children and the sandbox."""
         self.sandbox.close()
 
-    def _read(self, talk: Conversation, answer: bytes | None) -> Call:
+    def _read(self, talk: Session, answer: bytes | None) -> CallResult:
         if answer is None:
             result = talk.close()
             if result.outcome == "exited" or result.outcome == "killed":
-                return Call("died", detail=f"its process ended ({result.outcome}, exit code {result.exit_code})")
-            return Call(result.outcome)
+                return CallResult("died", detail=f"its process ended ({result.outcome}, exit code {result.exit_code})")
+            return CallResult(result.outcome)
         if answer[:1] == b"X":
-            return Call("raised", detail=answer[1:].decode(errors="replace"))
+            return CallResult("raised", detail=answer[1:].decode(errors="replace"))
         try:
             if answer[:1] != b"V":
                 raise WireError("neither a value nor an exception")
             make_dict = dict if self.sandbox.tier == PLAIN else _refuse
-            return Call("answered", unpack(answer[1:], _refuse, make_dict))
+            return CallResult("answered", unpack(answer[1:], _refuse, make_dict))
         except WireError as error:
-            return Call("died", detail=f"its process answers with something else than plain data ({error})")
+            return CallResult("died", detail=f"its process answers with something else than plain data ({error})")
 
     def _within_half(self, used: Result) -> bool:
         limits = self.sandbox.limits

@@ -28,7 +28,7 @@ class StartError(SandboxError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """What one program may use. The kernel or the process outside enforces each of them; the program cannot lift one.
 
     `memory_bytes` is address space, the interpreter included. `output_bytes` covers stdout, stderr and frames together. A

@@ -16,9 +16,9 @@ from functools import cache
 from types import TracebackType
 
 from shoal.sandbox import forkserver
-from shoal.sandbox.conversation import Conversation
 from shoal.sandbox.forkserver import ForkServer
-from shoal.sandbox.limits import PLAIN, TIERS, Budget, Limits, Program, Result, SandboxError, Tier
+from shoal.sandbox.limits import PLAIN, TIERS, Budget, Program, ProgramLimits, Result, SandboxError, Tier
+from shoal.sandbox.session import Session
 
 QUEUE_S = 300.0  # how long a caller waits for a free server
 MIN_WALL_S = 1e-3  # of a program that begins after the end of the budget
@@ -50,7 +50,7 @@ class Sandbox:
     def __init__(
         self,
         tier: str | None = None,
-        limits: Limits | None = None,
+        limits: ProgramLimits | None = None,
         size: int = 1,
         preloaded: Mapping[str, str] | None = None,
         budget: Budget | None = None,
@@ -59,7 +59,7 @@ class Sandbox:
         if size < 1:
             raise SandboxError(f"sandbox size is {size}: give 1 or more")
         self.tier: str = best_tier() if tier is None else check(tier)
-        self.limits = limits or Limits()
+        self.limits = limits or ProgramLimits()
         self.budget = budget or Budget()
         self.size, self._preloaded, self._python = size, preloaded, python
         self._lock = threading.Lock()
@@ -69,11 +69,11 @@ class Sandbox:
         for _ in range(size):
             self._idle.put(None)  # started at first use
 
-    def run(self, program: Program, limits: Limits | None = None) -> Result:
+    def run(self, program: Program, limits: ProgramLimits | None = None) -> Result:
         """Run a program to its end."""
         return self._begin(program, limits, frames=False).close()
 
-    def open(self, program: Program, limits: Limits | None = None) -> Conversation:
+    def open(self, program: Program, limits: ProgramLimits | None = None) -> Session:
         """Start a program that talks: it says `import channel` and calls `channel.receive()` and `channel.send(frame)`.
 
         Close the conversation; until then it holds one of the sandbox's servers.
@@ -103,13 +103,13 @@ class Sandbox:
     ) -> None:
         self.close()
 
-    def _begin(self, program: Program, limits: Limits | None, frames: bool) -> Conversation:
+    def _begin(self, program: Program, limits: ProgramLimits | None, frames: bool) -> Session:
         server = self._take()
         try:
             limits = limits or self.limits
             if limits.wall_s < math.inf:  # what has no end is its owner's to stop
                 limits = replace(limits, wall_s=max(min(limits.wall_s, self.budget.left_s), MIN_WALL_S))
-            return Conversation(server, program, limits, frames, lambda: self._give_back(server))
+            return Session(server, program, limits, frames, lambda: self._give_back(server))
         except BaseException:
             server.kill()
             self._give_back(server)
@@ -159,7 +159,9 @@ def problem(tier: Tier) -> str:
     try:
         server = ForkServer(tier)
         try:
-            result = Conversation(server, Program(PROBE), Limits(wall_s=20.0), frames=False, done=lambda: None).close()
+            result = Session(
+                server, Program(PROBE), ProgramLimits(wall_s=20.0), frames=False, done=lambda: None
+            ).close()
         finally:
             server.kill()
     except (SandboxError, OSError) as error:

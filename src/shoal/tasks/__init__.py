@@ -16,7 +16,7 @@ from shoal.model.sources import cache_dir
 from shoal.tasks.compiling import compile_tasks
 from shoal.tasks.rewards.graders import Graders, versions
 from shoal.tasks.task import Grade, GradeError, Task, TasksNotFoundError
-from shoal.tasks.taskset import Fetch, Store, TaskSet
+from shoal.tasks.taskset import Fetch, TaskSet, TaskStore
 
 __all__ = ["Grade", "GradeError", "Graders", "Task", "TaskSet", "TasksNotFoundError", "join", "load", "versions"]
 
@@ -28,11 +28,11 @@ def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
     """
     if folder is not None:
         built = compile_tasks(section, folder)
-        return TaskSet(section, built.digest, Store(folder), built.notes)
+        return TaskSet(section, built.digest, TaskStore(folder), built.notes)
     parent = cache_dir() / "tasks"
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=parent))
-    store = Store(folder)
+    store = TaskStore(folder)
     weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)  # every view of the tasks holds the store
     built = compile_tasks(section, folder)
     return TaskSet(section, built.digest, store, built.notes)
@@ -45,4 +45,4 @@ def join(section: TaskSection, folder: Path, fetch: Fetch) -> TaskSet:
     """
     if not section.digest:
         raise TasksNotFoundError("the run's config names no task set: start its coordinator with this version of Shoal")
-    return TaskSet(section, section.digest, Store(folder, fetch))
+    return TaskSet(section, section.digest, TaskStore(folder, fetch))

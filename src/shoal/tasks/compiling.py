@@ -25,8 +25,8 @@ from shoal.config import Config, ConfigError
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.files import write_file
 from shoal.tasks.own import is_own
-from shoal.tasks.sources.reading import Reading
-from shoal.tasks.sources.rows import Fields
+from shoal.tasks.sources.reading import SourceReading
+from shoal.tasks.sources.rows import TaskFields
 from shoal.tasks.task import TasksNotFoundError
 from shoal.tasks.taskset import (
     CHUNK_BYTES,
@@ -34,9 +34,9 @@ from shoal.tasks.taskset import (
     COLUMNS,
     FILE_BYTES,
     SCHEMA,
-    Manifest,
     SourceTasks,
-    Store,
+    TaskManifest,
+    TaskStore,
 )
 
 Numbers = np.ndarray
@@ -57,7 +57,7 @@ class Spool:
         self._rewards: dict[str, int] = {}  # by name, in reading order
         self._reward = array("I")  # of each row, as its number there
 
-    def add(self, part: int, source: str, fields: Fields) -> None:
+    def add(self, part: int, source: str, fields: TaskFields) -> None:
         """`part` keeps the splits of sources apart: tasks are sorted and merged within one."""
         name = content_id(fields)
         self._keys += order_key(fields.question)
@@ -122,7 +122,7 @@ def order_key(question: str) -> bytes:
     return hashlib.sha256(f"shoal/tasks/{words}".encode()).hexdigest()[:KEY_BYTES].encode()
 
 
-def content_id(fields: Fields) -> str:
+def content_id(fields: TaskFields) -> str:
     """Return a task's name: 16 hex digits of the hash of its content."""
     content = {"question": fields.question, "answer": fields.answer}
     content |= {name: held for name, held in (("tests", fields.tests), ("metadata", fields.metadata)) if held}
@@ -163,8 +163,8 @@ def compile_tasks(section: TaskSection, folder: Path) -> Built:
     built = read_built(folder)
     if built is None or built.asked != asked:
         folder.mkdir(parents=True, exist_ok=True)
-        manifest, notes = _compile(section, Store(folder))
-        built = Built(asked=asked, digest=Store(folder).put(manifest.encode()), notes=notes)
+        manifest, notes = _compile(section, TaskStore(folder))
+        built = Built(asked=asked, digest=TaskStore(folder).put(manifest.encode()), notes=notes)
         _check_digest(section, built)
         write_file(folder / BUILT, built.model_dump_json().encode())
     _check_digest(section, built)
@@ -206,7 +206,7 @@ def read_built(folder: Path) -> Built | None:
     return built if (folder / built.digest).exists() else None
 
 
-def _compile(section: TaskSection, store: Store) -> tuple[Manifest, list[str]]:
+def _compile(section: TaskSection, store: TaskStore) -> tuple[TaskManifest, list[str]]:
     with tempfile.TemporaryDirectory(dir=store.folder, prefix=".spool-") as scratch:
         spool = Spool(Path(scratch) / "rows")
         readings = [_read(spool, number, source) for number, source in enumerate(section.sources)]
@@ -224,7 +224,7 @@ def _compile(section: TaskSection, store: Store) -> tuple[Manifest, list[str]]:
             if portion.source.keep:
                 portion.train = _kept(portion.source, spool.ids, portion.train, spool.parts // 2 == number)
         files = {name: store.put(data) for name, data in _own_files(section.sources).items()}
-        manifest = Manifest(
+        manifest = TaskManifest(
             sources=[
                 SourceTasks(
                     name=portion.source.label,
@@ -243,16 +243,16 @@ def _compile(section: TaskSection, store: Store) -> tuple[Manifest, list[str]]:
 # --- read and split -------------------------------------------------------------------------------------------------
 
 
-def _read(spool: Spool, number: int, source: SourceSection) -> list[Reading]:
+def _read(spool: Spool, number: int, source: SourceSection) -> list[SourceReading]:
     """Read a source's splits into parts 2 * number and, of `heldout_split`, 2 * number + 1."""
-    readings = [Reading(source, split) for split in (source.split, source.heldout_split) if split]
+    readings = [SourceReading(source, split) for split in (source.split, source.heldout_split) if split]
     for part, reading in enumerate(readings, start=2 * number):
         for fields in reading:
             spool.add(part, source.label, fields)
     return readings
 
 
-def _split(spool: Spool, number: int, readings: Sequence[Reading], share: int) -> Portion:
+def _split(spool: Spool, number: int, readings: Sequence[SourceReading], share: int) -> Portion:
     first, *others = readings
     start, middle, end = np.searchsorted(spool.parts, [2 * number, 2 * number + 1, 2 * number + 2])
     train, apart = np.arange(start, middle), np.arange(middle, end)

@@ -15,13 +15,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.sandbox import Budget, Limits
+from shoal.sandbox import Budget, ProgramLimits
 from shoal.tasks.inside import Grader, source
 from shoal.tasks.task import TRUST, Grade, GradeError, Task, TasksNotFoundError, trusted
 
 FILES = {"reasoning_gym": source("gym"), "verifiers": source("tasksets")}  # by name of the generator and the reward
-LISTING = Limits(wall_s=1800.0, cpu_s=math.inf, memory_bytes=1 << 40, output_bytes=4 << 30)
-SCORING = Limits(wall_s=60.0, cpu_s=10.0, memory_bytes=1 << 30)  # the slowest known takes 3 s of CPU time
+LISTING = ProgramLimits(wall_s=1800.0, cpu_s=math.inf, memory_bytes=1 << 40, output_bytes=4 << 30)
+SCORING = ProgramLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=1 << 30)  # the slowest known takes 3 s of CPU time
 CONSIDERED = 20_000  # last characters of a completion
 PYTHON = "SHOAL_VERIFIERS_PYTHON"
 ENVIRONMENTS = "SHOAL_VERIFIERS_ENVIRONMENTS"  # names with commas between
@@ -91,7 +91,9 @@ class LibraryReward:
         return self.graders[setting]
 
 
-def _grader(library: str, function: str, limits: Limits, prepare: str = "", budget: Budget | None = None) -> Grader:
+def _grader(
+    library: str, function: str, limits: ProgramLimits, prepare: str = "", budget: Budget | None = None
+) -> Grader:
     python = os.environ.get(PYTHON) if library == "verifiers" else None
     grader = Grader(library, FILES[library], function, limits, prepare=prepare, python=python or None, budget=budget)
     if library == "verifiers":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.tasks import SandboxSection
-from shoal.sandbox import Budget, Call, Limits, SandboxError
+from shoal.sandbox import Budget, CallResult, ProgramLimits, SandboxError
 from shoal.tasks.inside import Grader, source
 from shoal.tasks.task import TRUST, Environment, Grade, GradeError, Task, trusted
 
@@ -37,8 +37,8 @@ def file_of(name: str) -> str:
     return Path(name.rpartition(":")[0]).name
 
 
-def limits_of(section: SandboxSection) -> Limits:
-    return Limits(wall_s=section.cpu_s + WAIT_S, cpu_s=section.cpu_s, memory_bytes=section.memory_bytes)
+def limits_of(section: SandboxSection) -> ProgramLimits:
+    return ProgramLimits(wall_s=section.cpu_s + WAIT_S, cpu_s=section.cpu_s, memory_bytes=section.memory_bytes)
 
 
 class AuthorCode(Grader):
@@ -69,7 +69,7 @@ class AuthorCode(Grader):
             super().__init__(name, text, "answer", limits, tier=None, size=size, setup=setup, budget=budget)
         self.tier = TRUSTED if kept else self.function.sandbox.tier
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: CallResult) -> str:
         imported = call.detail.startswith(("ModuleNotFoundError", "ImportError")) and self.tier != TRUSTED
         remedy = (
             "; the sandbox has Python's standard library alone: to import what else is installed, set "

@@ -53,7 +53,7 @@ def completion_text(tokenizer: Any, tokens: Sequence[int]) -> str:
 # --- answers of an environment ----------------------------------------------------------------------------------------
 
 
-class Frame:
+class TurnFrame:
     """What surrounds an answer. Raises ChatTemplateError if the tokenizer's template does not tell."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:

@@ -41,36 +41,36 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Field(ge=0, le=2**40)
 
 
-class Part(BaseModel):
+class TaskPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Chunk(Part):
+class TaskChunk(TaskPart):
     sha256: Sha256
     rows: int = Field(ge=1, le=CHUNK_ROWS)
     size_bytes: int = Field(ge=1, le=MAX_CHUNK_BYTES)
 
 
-class SourceTasks(Part):
+class SourceTasks(TaskPart):
     """The training tasks of one source."""
 
     name: str
-    chunks: list[Chunk] = Field(max_length=MAX_CHUNKS)
+    chunks: list[TaskChunk] = Field(max_length=MAX_CHUNKS)
     train: int = Count
     heldout: int = Count  # how many of the held-out tasks are its
 
 
-class Manifest(Part):
+class TaskManifest(TaskPart):
     format: str = Field(default=FORMAT, pattern=f"^{FORMAT}$")
     sources: list[SourceTasks] = Field(min_length=1, max_length=MAX_SOURCES)
-    heldout: list[Chunk] = Field(max_length=MAX_CHUNKS)  # of all sources
+    heldout: list[TaskChunk] = Field(max_length=MAX_CHUNKS)  # of all sources
     files: dict[str, Sha256] = Field(default={}, max_length=MAX_FILES)  # that travel with the tasks, by name
 
     def encode(self) -> bytes:
         return self.model_dump_json().encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> "Manifest":
+    def decode(cls, data: bytes) -> "TaskManifest":
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
@@ -79,7 +79,7 @@ class Manifest(Part):
             ) from error
 
 
-class Store:
+class TaskStore:
     """Files by their SHA-256 in a folder, which `fetch` fills on demand."""
 
     def __init__(self, folder: Path, fetch: Fetch | None = None) -> None:
@@ -121,7 +121,7 @@ class Store:
     def read(self, sha256: str, most_bytes: int) -> bytes:
         return self.path(sha256, most_bytes).read_bytes()
 
-    def batch(self, chunk: Chunk) -> pa.RecordBatch:
+    def batch(self, chunk: TaskChunk) -> pa.RecordBatch:
         """Return a chunk's tasks, mapped into memory. Raises TasksNotFoundError."""
         if chunk.sha256 in self.mapped:
             self.mapped.move_to_end(chunk.sha256)
@@ -139,20 +139,20 @@ class Store:
             self.mapped.popitem(last=False)
         return batch
 
-    def write(self, table: pa.Table) -> Chunk:
+    def write(self, table: pa.Table) -> TaskChunk:
         """Store a table of at most CHUNK_ROWS tasks as one chunk. Equal tasks give equal bytes."""
         [batch] = pa.table([column.combine_chunks() for column in table.columns], schema=SCHEMA).to_batches()
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression=None)) as writer:
             writer.write_batch(batch)
         data = sink.getvalue()
-        return Chunk(sha256=self.put(memoryview(data)), rows=batch.num_rows, size_bytes=data.size)
+        return TaskChunk(sha256=self.put(memoryview(data)), rows=batch.num_rows, size_bytes=data.size)
 
 
 class TaskView(Sequence[Task]):
     """Tasks of a list of chunks. A task is built when it is asked for; none is kept."""
 
-    def __init__(self, store: Store, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, store: TaskStore, chunks: Sequence[TaskChunk]) -> None:
         self.store = store
         self.chunks = chunks
         self.ends = list(itertools.accumulate(chunk.rows for chunk in chunks))
@@ -205,11 +205,11 @@ def _hash(path: Path) -> str:
 class TaskSet:
     """The set named `digest` in `store`. Raises TasksNotFoundError if it is not there or not of these sources."""
 
-    def __init__(self, section: TaskSection, digest: str, store: Store, notes: Sequence[str] = ()) -> None:
+    def __init__(self, section: TaskSection, digest: str, store: TaskStore, notes: Sequence[str] = ()) -> None:
         self.digest = digest
         self.store = store
         self.notes = notes  # for people: what became of each source's rows
-        self.manifest = Manifest.decode(store.read(digest, MANIFEST_BYTES))
+        self.manifest = TaskManifest.decode(store.read(digest, MANIFEST_BYTES))
         names = [source.name for source in self.manifest.sources]
         if names != [source.label for source in section.sources]:
             raise TasksNotFoundError(f"the task set {digest} is of the sources {', '.join(names)}, not of the config's")

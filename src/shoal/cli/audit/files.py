@@ -31,7 +31,7 @@ from shoal.shardcast.files import StreamFiles
 from shoal.shardcast.manifest import Manifest, parse_version
 from shoal.shardcast.store import Store
 from shoal.store.folder import HASH, Folder
-from shoal.tasks.taskset import Manifest as TaskManifest
+from shoal.tasks.taskset import TaskManifest
 
 WEIGHTS = "model.safetensors"
 

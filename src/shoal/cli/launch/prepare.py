@@ -20,7 +20,7 @@ from shoal.model import dtype, sources
 from shoal.model.dtype import compute_on
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.tasks.compiling import build_tasks
-from shoal.tasks.prompt import Frame
+from shoal.tasks.prompt import TurnFrame
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder)
     prompt = mean_prompt(tokenizer, config, loaded.heldout[:SAMPLE])
     if config.sampling.max_turns > 1:
-        Frame(tokenizer, eos_ids(folder))
+        TurnFrame(tokenizer, eos_ids(folder))
     machine = measure(picked, config.model.device)  # a second time, seconds later: other work may slow one of the two
     machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {

@@ -105,7 +105,7 @@ def written(number: Fraction) -> str:
 
 def _value(node: ast.expr, text: str) -> Fraction:
     match node:
-        case ast.Constant():
+        case ast.Constant(int() | float()):  # and not `...`
             return Fraction(ast.get_source_segment(text, node) or "")  # its digits: a float would round
         case ast.UnaryOp(ast.USub() | ast.UAdd() as sign, operand):
             number = _value(operand, text)

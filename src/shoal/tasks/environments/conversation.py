@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.model.turns import model_spans
-from shoal.tasks.prompt import Frame, completion_text
+from shoal.tasks.prompt import TurnFrame, completion_text
 from shoal.tasks.task import Environment, Task
 
 Reply = Callable[
@@ -51,7 +51,7 @@ class Conversation:
         self.environments = environments
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
-        self.frame = Frame(tokenizer, eos_ids) if self.possible else None
+        self.frame = TurnFrame(tokenizer, eos_ids) if self.possible else None
 
     @property
     def possible(self) -> bool:

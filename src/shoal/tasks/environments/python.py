@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.sandbox import Budget, Limits, Program, Result, Sandbox, SandboxError
+from shoal.sandbox import Budget, Program, ProgramLimits, Result, Sandbox, SandboxError
 from shoal.sandbox.limits import MIN_MEMORY_BYTES
 from shoal.tasks.inside import source
 from shoal.tasks.rewards.code import FENCE, PYTHON
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Python(Environment):
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ProgramLimits) -> None:
         """Raises SandboxError if there is no sandbox here."""
         self.sandbox = Sandbox(limits=replace(limits, output_bytes=OUTPUT_BYTES))
 
@@ -74,7 +74,7 @@ class Python(Environment):
     def close(self) -> None:
         self.sandbox.close()
 
-    def _run(self, program: Program, limits: Limits | None = None) -> Result | None:
+    def _run(self, program: Program, limits: ProgramLimits | None = None) -> Result | None:
         """None: the sandbox itself failed."""
         try:
             return self.sandbox.run(program, limits)
@@ -82,7 +82,7 @@ class Python(Environment):
             log.warning("a program of the model did not run: %s", error)
             return None
 
-    def _half(self) -> Limits:
+    def _half(self) -> ProgramLimits:
         limits = self.sandbox.limits
         memory_bytes = max(limits.memory_bytes // 2, MIN_MEMORY_BYTES)
         return replace(limits, wall_s=limits.wall_s / 2, cpu_s=limits.cpu_s / 2, memory_bytes=memory_bytes)

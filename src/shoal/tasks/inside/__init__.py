@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.sandbox import PLAIN, Budget, Call, Function, Limits, Sandbox, StartError
+from shoal.sandbox import PLAIN, Budget, CallResult, ProgramLimits, RemoteFunction, Sandbox, StartError
 from shoal.tasks.task import Grade, GradeError
 
 RUN = "import inside; inside.main()"  # the program of a file with a `main`
@@ -46,7 +46,7 @@ class Grader:
         name: str,
         text: str,
         function: str,
-        limits: Limits,
+        limits: ProgramLimits,
         *,
         tier: str | None = PLAIN,
         size: int = 1,
@@ -60,9 +60,9 @@ class Grader:
         sandbox = Sandbox(tier, limits, size, preloaded=preloaded, budget=budget, python=python)
         describe = 'getattr(grader, "described", channel.described)'
         program = f"import channel, grader; channel.serve(grader.{function}, {describe})"
-        self.function = Function(sandbox, program, setup)
+        self.function = RemoteFunction(sandbox, program, setup)
 
-    def calls(self, values: Sequence[Any]) -> list[Call]:
+    def calls(self, values: Sequence[Any]) -> list[CallResult]:
         """Return how each call ended, in order. Raises GradeError if it cannot start, SandboxError if this machine fails."""
         try:
             return self.function.calls(values)
@@ -75,7 +75,7 @@ class Grader:
         """Return a grade per value: `grade(answer)`, or a grader error where the call gave none."""
         return [self._graded(call, grade) for call in self.calls(values)]
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: CallResult) -> str:
         """Return why a call gave no answer."""
         limit = (
             f"{self.limits.cpu_s:g} s of CPU time" if call.cpu_s >= self.limits.cpu_s else f"{self.limits.wall_s:g} s"
@@ -93,7 +93,7 @@ class Grader:
     def close(self) -> None:
         self.function.close()
 
-    def _graded(self, call: Call, grade: Callable[[Any], Grade]) -> Grade:
+    def _graded(self, call: CallResult, grade: Callable[[Any], Grade]) -> Grade:
         if call.ending == "answered":
             found = grade(call.value)
             return replace(found, repeatable=found.repeatable and call.repeatable, tier=self.tier)

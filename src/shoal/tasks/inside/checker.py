@@ -24,7 +24,7 @@ class BadAnswerError(BaseException):
     """The candidate's answer was not plain data. No `except Exception` of the tests catches it."""
 
 
-class BadTestsError(BaseException):
+class UncallableError(BaseException):
     """The tests pass something that cannot cross to the candidate's process."""
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     try:
         check(before, code, entry)
         send(b"P")
-    except BadTestsError as error:
+    except UncallableError as error:
         send(b"T" + text(error))
     except BaseException as error:  # noqa: BLE001 - an assertion, or the tests met an unexpected answer
         send(b"F" + text(error))
@@ -60,7 +60,7 @@ def candidate(*args: Any, **kwargs: Any) -> Any:
     try:
         call = pack([list(args), kwargs], depth=-DEPTH)  # an argument may be an answer, of any depth
     except WireError as error:
-        raise BadTestsError(f"the tests call it with {error}") from None
+        raise UncallableError(f"the tests call it with {error}") from None
     send(b"C" + call)
     answer = receive()
     if not answer:

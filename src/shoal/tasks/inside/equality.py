@@ -143,7 +143,7 @@ def read(text: str) -> Basic | MatrixBase | None:
     for part in dict.fromkeys((latex, get_last_eq(latex))):  # of a = b = c the last, if the whole is not readable
         try:
             value = latex2sympy(part, is_real=not should_treat_as_complex(part), normalization_config=None)
-        except Refused:
+        except ForbiddenError:
             raise
         except Exception:  # noqa: BLE001  the library's parser raises any kind of Exception
             continue
@@ -285,7 +285,7 @@ def magnitude(exponent: Any) -> float:
     return 10.0**power if power < 300 else math.inf
 
 
-class Refused(BaseException):
+class ForbiddenError(BaseException):
     """Something other than arithmetic was tried. Not an Exception, so that no library can swallow it."""
 
 
@@ -305,11 +305,11 @@ def refuse(event: str, args: tuple[Any, ...]) -> None:
     if event == "compile" and isinstance(args[1], str) and args[1].startswith("<"):
         source = args[0].decode() if isinstance(args[0], bytes) else args[0]
         if source is None or not harmless(source):
-            raise Refused(f"the library would evaluate {source!r:.100}")
+            raise ForbiddenError(f"the library would evaluate {source!r:.100}")
     elif event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
-        raise Refused(f"the library would write {args[0]!r:.100}")
+        raise ForbiddenError(f"the library would write {args[0]!r:.100}")
     elif event.startswith(FORBIDDEN) and event not in ("os.listdir", "os.scandir"):
-        raise Refused(f"the library would do {event}")
+        raise ForbiddenError(f"the library would do {event}")
 
 
 WARM_UP = [

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from shoal.errors import ShoalError
-from shoal.sandbox import Budget, Conversation, Limits, Program, Result, Sandbox
+from shoal.sandbox import Budget, Program, ProgramLimits, Result, Sandbox, Session
 from shoal.sandbox.channel import WireError, pack, unpack
 from shoal.tasks.inside import RUN, source
 from shoal.tasks.rewards.compare import Pairs, SetItems, same_output, same_value, shown
@@ -46,7 +46,7 @@ class BadTestsError(ShoalError):
 
 
 class Candidate:
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Session) -> None:
         self.conversation = conversation
         self.ended_here = True  # False: it ended before it was asked to
 
@@ -94,7 +94,7 @@ class Candidate:
         return reasons[result.outcome] + (f": {last}" if last else "")
 
 
-def relay(checker: Conversation, candidate: Candidate, tests: str, prompt: str, entry: str) -> None:
+def relay(checker: Session, candidate: Candidate, tests: str, prompt: str, entry: str) -> None:
     """Let the tests in `checker` call the candidate until they pass. Raises FailedError or BadTestsError."""
     checker.send(pack([tests, prompt, entry]))
     answered = 0
@@ -128,7 +128,9 @@ def raised(packed: bytes) -> str:
 
 
 class Code:
-    def __init__(self, limits: Limits, tier: str | None = None, size: int = 0, budget: Budget | None = None) -> None:
+    def __init__(
+        self, limits: ProgramLimits, tier: str | None = None, size: int = 0, budget: Budget | None = None
+    ) -> None:
         """`tier` as in `Sandbox`. Raises SandboxError if it does not work here."""
         self.limits, self.budget = limits, budget or Budget()
         size = size or min(8, len(os.sched_getaffinity(0)))

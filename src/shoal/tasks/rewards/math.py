@@ -24,7 +24,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.sandbox import Budget, Limits
+from shoal.sandbox import Budget, ProgramLimits
 from shoal.tasks.inside import Grader, source
 from shoal.tasks.task import Grade, Task
 
@@ -61,7 +61,7 @@ class Math:
     """Its processes start with the first comparison that needs one. Use `close` at the end."""
 
     def __init__(self, budget: Budget | None = None, *, cpu_s: float = CPU_S, size: int = 1) -> None:
-        limits = Limits(WALL_S, cpu_s, MEMORY_BYTES)
+        limits = ProgramLimits(WALL_S, cpu_s, MEMORY_BYTES)
         self.grader = Grader("math", EQUALITY, "judge", limits, size=size, prepare="prepare()", budget=budget)
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:

@@ -17,8 +17,8 @@ from shoal.config.tasks import SourceSection
 from shoal.model.sources import HubError, ask
 from shoal.tasks import libraries
 from shoal.tasks.sources import generators, schemas
-from shoal.tasks.sources.rows import SUFFIXES, Fields, LeftOutError, Row, RowError, Rows, as_json, text, value
-from shoal.tasks.sources.schemas import Schema
+from shoal.tasks.sources.rows import SUFFIXES, LeftOutError, Row, RowError, Rows, TaskFields, as_json, text, value
+from shoal.tasks.sources.schemas import RowSchema
 from shoal.tasks.task import TasksNotFoundError
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ MAX_TEXT_BYTES = 1 << 20  # of a question, an answer, or metadata
 MAX_TESTS_BYTES = 64 << 20
 
 
-class Reading:
+class SourceReading:
     """One split of a source while it is read; afterwards it knows which schemas it met and what it left out."""
 
     def __init__(self, source: SourceSection, split: str) -> None:
@@ -45,19 +45,19 @@ class Reading:
         self.left_out: Counter[str] = Counter()
         self.where = ""  # of the newest row, for error messages
 
-    def __iter__(self) -> Iterator[Fields]:
+    def __iter__(self) -> Iterator[TaskFields]:
         """Return every row that is a task. Raises TasksNotFoundError."""
         return self._generated() if self.source.generator else self._from_files()
 
-    def _generated(self) -> Iterator[Fields]:
+    def _generated(self) -> Iterator[TaskFields]:
         name = self.source.generator
         if name not in GENERATORS:
             raise TasksNotFoundError(f"no generator {name!r}; there are {', '.join(GENERATORS)}")
         for number, row in enumerate(GENERATORS[name](self.source.options), start=1):
             self.where = f"source {self.source.label}, row {number}"
-            yield self._checked(Fields(**row))
+            yield self._checked(TaskFields(**row))
 
-    def _from_files(self) -> Iterator[Fields]:
+    def _from_files(self) -> Iterator[TaskFields]:
         for path in locate(self.source, self.split):
             rows = Rows(path)
             if rows.first is None:
@@ -74,7 +74,7 @@ class Reading:
                 except LeftOutError as reason:
                     self.left_out[str(reason)] += 1
 
-    def _schema(self, columns: list[str], first: Row) -> Schema:
+    def _schema(self, columns: list[str], first: Row) -> RowSchema:
         if not self.source.fields:
             return schemas.recognise(columns, first)
         return mapped(self.source.fields, columns)
@@ -90,7 +90,7 @@ class Reading:
                 f"{self.where} is not as its schema says ({type(error).__name__}: {error}); name its columns in `fields`"
             ) from error
 
-    def _checked(self, fields: Fields) -> Fields:
+    def _checked(self, fields: TaskFields) -> TaskFields:
         """Return the fields, if they can be a task."""
         if not fields.question.strip():
             raise TasksNotFoundError(f"{self.where}: the question is empty; remove the row")
@@ -114,7 +114,7 @@ class Reading:
         return fields
 
 
-def mapped(fields: dict[str, str], columns: list[str]) -> Schema:
+def mapped(fields: dict[str, str], columns: list[str]) -> RowSchema:
     """Return a schema that reads the columns named in the config. Raises RowError for unknown fields."""
     if unknown := sorted(set(fields) - set(FIELDS)):
         raise RowError(f"fields names {unknown[0]!r}; the fields are {', '.join(FIELDS)}")
@@ -132,8 +132,8 @@ def mapped(fields: dict[str, str], columns: list[str]) -> Schema:
         if top not in columns:
             raise RowError(f"no column {top}: there are {', '.join(columns)}; correct `fields`")
 
-    def read(row: Row) -> Fields:
-        return Fields(
+    def read(row: Row) -> TaskFields:
+        return TaskFields(
             text(row, wanted["question"]),
             text(row, wanted["answer"]) if "answer" in wanted else "",
             tests=as_json(value(row, wanted["tests"])) if "tests" in wanted else "",
@@ -141,7 +141,7 @@ def mapped(fields: dict[str, str], columns: list[str]) -> Schema:
             reward=_default_reward(row, wanted),
         )
 
-    return Schema("fields", tops, read)
+    return RowSchema("fields", tops, read)
 
 
 def _default_reward(row: Row, wanted: dict[str, str]) -> str:

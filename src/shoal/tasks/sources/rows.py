@@ -106,7 +106,7 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, batch_rows: int) ->
 
 
 @dataclass(frozen=True)
-class Fields:
+class TaskFields:
     """A task before it has a name."""
 
     question: str

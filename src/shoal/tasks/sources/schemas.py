@@ -14,52 +14,52 @@ from typing import Any
 from shoal.tasks.rewards.answers import last_number
 from shoal.tasks.rewards.math import braced
 from shoal.tasks.sources import code_tests
-from shoal.tasks.sources.rows import Fields, LeftOutError, Row, RowError, as_json, parsed, text, value
+from shoal.tasks.sources.rows import LeftOutError, Row, RowError, TaskFields, as_json, parsed, text, value
 
 
 @dataclass(frozen=True)
-class Schema:
+class RowSchema:
     name: str
     needs: tuple[str, ...]  # columns that it is recognised by
-    read: Callable[[Row], Fields]
+    read: Callable[[Row], TaskFields]
     reads: tuple[str, ...] = ()  # columns that it reads where they are there
     when: Callable[[Row], bool] = lambda row: True  # a look at the first row, where columns do not tell
 
 
-def gsm8k(row: Row) -> Fields:
+def gsm8k(row: Row) -> TaskFields:
     _, marker, answer = text(row, "answer").rpartition("####")
     number = last_number(answer)
     if not marker or number is None:
         raise RowError("column answer has no number after ####")
-    return Fields(text(row, "question"), number, reward="number")
+    return TaskFields(text(row, "question"), number, reward="number")
 
 
 # --- mathematics ----------------------------------------------------------------------------------------------------
 
 
-def problem(row: Row) -> Fields:
+def problem(row: Row) -> TaskFields:
     """Read a row of MATH-500, DeepScaleR, AIME and others of these columns."""
     answer = text(row, "answer").strip()
     if not answer:
         raise RowError("column answer is empty")
-    return Fields(text(row, "problem"), answer, reward="math")
+    return TaskFields(text(row, "problem"), answer, reward="math")
 
 
-def competition_math(row: Row) -> Fields:
+def competition_math(row: Row) -> TaskFields:
     answer = last_boxed(text(row, "solution"))
     if answer is None:
         raise LeftOutError("no boxed answer")
-    return Fields(text(row, "problem"), answer, reward="math")
+    return TaskFields(text(row, "problem"), answer, reward="math")
 
 
-def numina_1_5(row: Row) -> Fields:
+def numina_1_5(row: Row) -> TaskFields:
     for column in ("problem_is_valid", "solution_is_valid"):
         if row.get(column) not in (None, "Yes"):
             raise LeftOutError(f"{column} is not Yes")
     answer = str(row.get("answer") or "").strip()
     if row.get("question_type") == "proof" or answer.lower() in ("proof", "notfound", ""):
         raise LeftOutError("a proof, or no answer")
-    return Fields(text(row, "problem"), answer, reward="math")
+    return TaskFields(text(row, "problem"), answer, reward="math")
 
 
 def last_boxed(solution: str) -> str | None:
@@ -80,9 +80,9 @@ def last_boxed(solution: str) -> str | None:
 # --- code -----------------------------------------------------------------------------------------------------------
 
 
-def humaneval(row: Row) -> Fields:
+def humaneval(row: Row) -> TaskFields:
     prompt = text(row, "prompt")
-    return Fields(
+    return TaskFields(
         prompt,
         text(row, "canonical_solution"),
         tests=code_tests.asserts(text(row, "entry_point"), text(row, "test"), prompt),
@@ -90,13 +90,13 @@ def humaneval(row: Row) -> Fields:
     )
 
 
-def mbpp(row: Row) -> Fields:
+def mbpp(row: Row) -> TaskFields:
     """Read a row of the full set, which has its question in `text`, or of the sanitized one, which has it in `prompt`."""
     code, lines = text(row, "code"), [str(line) for line in value(row, "test_list")]
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
     tests = "\n".join([*([setup] if setup else []), *lines])
     asked = text(row, "text" if "text" in row else "prompt").strip()
-    return Fields(
+    return TaskFields(
         f"{asked}\nYour code should pass these tests:\n" + "\n".join(lines),
         code,
         tests=code_tests.asserts(code_tests.entry_of(code, tests), tests),
@@ -104,21 +104,21 @@ def mbpp(row: Row) -> Fields:
     )
 
 
-def apps(row: Row) -> Fields:
+def apps(row: Row) -> TaskFields:
     starter = str(row.get("starter_code") or "")
-    return Fields(
+    return TaskFields(
         _with_starter(text(row, "question"), starter),
         tests=code_tests.apps(row.get("input_output") or ""),
         reward="code",
     )
 
 
-def livecodebench(row: Row) -> Fields:
+def livecodebench(row: Row) -> TaskFields:
     """Read all tests, public and private; the private ones are left out of the question."""
     public = parsed(value(row, "public_test_cases"), "public_test_cases")
     private = code_tests.unpack_livecodebench(str(row.get("private_test_cases") or "[]"))
     known = parsed(row.get("metadata") or "{}", "metadata")
-    return Fields(
+    return TaskFields(
         _with_starter(text(row, "question_content"), str(row.get("starter_code") or "")),
         tests=code_tests.livecodebench([*public, *private], str(known.get("func_name") or "")),
         reward="code",
@@ -132,17 +132,17 @@ def _with_starter(question: str, starter: str) -> str:
 # --- mixed ----------------------------------------------------------------------------------------------------------
 
 
-def verification_info(row: Row) -> Fields:
+def verification_info(row: Row) -> TaskFields:
     """SYNTHETIC-1 and 2, INTELLECT-2: `task_type` says how a row is verified, `verification_info` holds what with."""
     info, kind = _info(value(row, "verification_info")), str(row.get("task_type") or "")
     if kind in ("verifiable_math", "") and info.get("ground_truth") is not None:
-        return Fields(text(row, "prompt"), text(info, "ground_truth"), reward="math")
+        return TaskFields(text(row, "prompt"), text(info, "ground_truth"), reward="math")
     if kind in ("verifiable_code", "prime_rl_code", "") and info.get("test_cases") is not None:
         if str(info.get("language") or "python").lower() not in ("python", "python3"):
             raise LeftOutError(f"code in {info['language']}")
         cases = parsed(info["test_cases"], "verification_info.test_cases")
         tests = code_tests.genesys(cases) if isinstance(cases, list) else code_tests.apps(cases)
-        return Fields(text(row, "prompt"), tests=tests, reward="code")
+        return TaskFields(text(row, "prompt"), tests=tests, reward="code")
     if kind in ("verifiable_math", "verifiable_code", "prime_rl_code", ""):
         raise RowError("column verification_info has neither ground_truth nor test_cases")
     raise LeftOutError(f"task type {kind}")
@@ -166,11 +166,11 @@ def _info(info: Any) -> Row:
 # --- other ----------------------------------------------------------------------------------------------------------
 
 
-def plain(row: Row) -> Fields:
+def plain(row: Row) -> TaskFields:
     """`question` and `answer`, and `tests` and `metadata` where they are there."""
     answer = text(row, "answer") if row.get("answer") is not None else ""
     tests, more = row.get("tests"), row.get("metadata")
-    return Fields(
+    return TaskFields(
         text(row, "question"),
         answer,
         tests=as_json(tests) if tests else "",
@@ -182,29 +182,29 @@ def plain(row: Row) -> Fields:
 NUMERIC = re.compile(r"[-\u2212]?\$?[\d,]*\.?\d+", flags=re.ASCII)
 
 SCHEMAS = [
-    Schema("GSM8K", ("question", "answer"), gsm8k, when=lambda row: "####" in str(row["answer"])),
-    Schema("HumanEval", ("prompt", "canonical_solution", "test", "entry_point"), humaneval),
-    Schema("MBPP", ("text", "code", "test_list"), mbpp, ("test_setup_code",)),
-    Schema("MBPP (sanitized)", ("prompt", "code", "test_list"), mbpp, ("test_imports",)),
-    Schema(
+    RowSchema("GSM8K", ("question", "answer"), gsm8k, when=lambda row: "####" in str(row["answer"])),
+    RowSchema("HumanEval", ("prompt", "canonical_solution", "test", "entry_point"), humaneval),
+    RowSchema("MBPP", ("text", "code", "test_list"), mbpp, ("test_setup_code",)),
+    RowSchema("MBPP (sanitized)", ("prompt", "code", "test_list"), mbpp, ("test_imports",)),
+    RowSchema(
         "LiveCodeBench",
         ("question_content", "public_test_cases"),
         livecodebench,
         ("private_test_cases", "metadata", "starter_code"),
     ),
-    Schema("APPS", ("question", "input_output"), apps, ("starter_code",)),
-    Schema("SYNTHETIC-1 and INTELLECT-2", ("prompt", "verification_info"), verification_info, ("task_type",)),
-    Schema(
+    RowSchema("APPS", ("question", "input_output"), apps, ("starter_code",)),
+    RowSchema("SYNTHETIC-1 and INTELLECT-2", ("prompt", "verification_info"), verification_info, ("task_type",)),
+    RowSchema(
         "NuminaMath-1.5", ("problem", "answer", "problem_is_valid", "solution_is_valid"), numina_1_5, ("question_type",)
     ),
-    Schema("problem and answer", ("problem", "answer"), problem),
-    Schema("MATH", ("problem", "solution"), competition_math),
-    Schema("question and answer", ("question", "answer"), plain, ("tests", "metadata")),
-    Schema("question and tests", ("question", "tests"), plain, ("metadata",)),
+    RowSchema("problem and answer", ("problem", "answer"), problem),
+    RowSchema("MATH", ("problem", "solution"), competition_math),
+    RowSchema("question and answer", ("question", "answer"), plain, ("tests", "metadata")),
+    RowSchema("question and tests", ("question", "tests"), plain, ("metadata",)),
 ]
 
 
-def recognise(columns: Iterable[str], first: Row) -> Schema:
+def recognise(columns: Iterable[str], first: Row) -> RowSchema:
     """Return the schema of a file with these columns and this first row. Raises RowError, which names the columns."""
     held = set(columns)
     for schema in SCHEMAS:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from shoal.sandbox.forkserver import ForkServer
-from shoal.sandbox.limits import Limits, Outcome, Program, Result, SandboxError
+from shoal.sandbox.limits import Outcome, Program, ProgramLimits, Result, SandboxError
 
 GRACE_S = 5.0  # for the keeper to kill and report after the leash was pulled; then the whole server is killed
 CHUNK = 1 << 16
@@ -25,10 +25,12 @@ OUT_OF_MEMORY = 10  # SIGUSR1, see program.py
 Stream = Literal["stdout", "stderr", "frames"]
 
 
-class Conversation:
+class Session:
     """A live program. `receive`, `send` and `close` are for one thread at a time."""
 
-    def __init__(self, server: ForkServer, program: Program, limits: Limits, frames: bool, done: Callable[[], None]):
+    def __init__(
+        self, server: ForkServer, program: Program, limits: ProgramLimits, frames: bool, done: Callable[[], None]
+    ):
         self._server, self._limits, self._done = server, limits, done
         self._started = time.monotonic()
         self._over = self._started + limits.wall_s
@@ -110,7 +112,7 @@ class Conversation:
                 self._done()
         return self._result
 
-    def __enter__(self) -> "Conversation":
+    def __enter__(self) -> "Session":
         return self
 
     def __exit__(self, *error: object) -> None:
