@@ -1,8 +1,10 @@
 import pytest
 
 from shoal.coordinator.database import PoolError
+from shoal.coordinator.nodes import Member
+from shoal.protocol.messages import Capability, InvitePayload
 
-from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, payload
+from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, payload, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
@@ -85,3 +87,119 @@ def test_in_a_pool_on_one_machine_relays_are_there_too() -> None:
     harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), "http://127.0.0.1:8710")
     with pytest.raises(PoolError, match="no server of a pool can be"):
         harness.pool.members.register("e" * 64, payload("relay-1", role="relay"), "http://169.254.169.254:80")
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_place() -> Harness:
+    """Alice has the one place."""
+    return staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), requirements={"places": 1})
+
+
+def is_full(one_place: Harness, key: str = BOB) -> bool:
+    try:
+        one_place.join(key)
+    except PoolError as error:
+        assert error.status == 403 and "this run is full: it has places for 1 workers" in str(error)
+        return True
+    return False
+
+
+def leaves(one_place: Harness, key: str) -> None:
+    one_place.pool.members.drain(key)
+    assert one_place.beat(key, wants=False).state == "left"
+
+
+def test_nobody_joins_a_full_run_but_who_is_in_it(one_place: Harness) -> None:
+    assert is_full(one_place) and one_place.pool.members.role(BOB) is None
+    assert not is_full(one_place, ALICE), "a restart"
+    one_place.join("d" * 64, "relay")
+
+
+def test_a_worker_that_leaves_makes_room_and_waits_for_it_when_it_returns(one_place: Harness) -> None:
+    leaves(one_place, ALICE)
+    assert not is_full(one_place, BOB) and is_full(one_place, ALICE)
+    leaves(one_place, BOB)
+    assert not is_full(one_place, ALICE)
+
+
+def test_a_silent_worker_makes_room_after_the_timeout(one_place: Harness) -> None:
+    one_place.beat(ALICE)
+    one_place.clock.now_s += 29
+    assert is_full(one_place)
+    one_place.clock.now_s += 2
+    assert not is_full(one_place)
+
+
+@pytest.mark.parametrize("event", ["dismiss", "ban"])
+def test_a_worker_that_may_not_work_any_more_makes_room(one_place: Harness, event: str) -> None:
+    node = one_place.pool.db.nodes.get(ALICE)
+    assert isinstance(node, Member)
+    one_place.pool.db.connection.change(
+        "UPDATE nodes SET state = ? WHERE key = ?", {"dismiss": "dismissed", "ban": "banned"}[event], ALICE
+    )
+    assert not is_full(one_place)
+
+
+# --- fitness ---------------------------------------------------------------------------------------------------------
+
+
+LAPTOP = Capability(device="cpu", engine="torch")
+
+
+def test_a_machine_that_lacks_something_is_told_what() -> None:
+    harness = open_pool(requirements={"engines": ["vllm"]})
+    with pytest.raises(PoolError, match=r"this run requires an engine of vllm \(it has torch\)") as caught:
+        harness.pool.members.register(ALICE, payload("alice"), None, LAPTOP)
+    assert caught.value.status == 403 and harness.pool.members.role(ALICE) is None
+    with pytest.raises(PoolError, match="requires"):
+        harness.pool.members.register(ALICE, payload("alice"), None)
+    harness.pool.members.register(VALIDATOR, payload("v", role="validator"), None)
+
+
+def test_a_machine_that_has_it_joins_and_its_report_is_shown() -> None:
+    harness = open_pool(requirements={"engines": ["torch"]})
+    harness.pool.members.register(ALICE, payload("alice"), None, LAPTOP)
+    assert harness.status().nodes[0].capability == LAPTOP
+
+
+# --- open mode -------------------------------------------------------------------------------------------------------
+
+
+def strangers() -> InvitePayload:
+    return payload("stranger").model_copy(update={"open": True})
+
+
+def test_an_open_invite_lets_in_every_key_with_stake_under_its_own_name() -> None:
+    harness = open_pool(requirements={"stake": 100})
+    for key, staked in ((ALICE, 100), (BOB, 250), ("c" * 64, 99)):
+        harness.pool.members.stakes.accounts.deposit(key, staked)  # type: ignore[attr-defined]
+    names = [harness.pool.members.register(key, strangers(), None).name for key in (ALICE, BOB)]
+    assert names == [f"stranger-{ALICE[:16]}", f"stranger-{BOB[:16]}"]
+    assert harness.pool.members.register(ALICE, strangers(), None).name == names[0], "a restart"
+    for poor in ("c" * 64, "d" * 64):
+        with pytest.raises(PoolError, match="an open invite needs 100") as caught:
+            harness.pool.members.register(poor, strangers(), None)
+        assert caught.value.status == 403 and harness.pool.members.role(poor) is None
+
+
+def test_nobody_takes_a_strangers_name_by_a_key_that_begins_like_its_key() -> None:
+    """32 bits of a key are found by trying; a stranger's key is known from its stake before it joins."""
+    harness, honest = open_pool(requirements={"stake": 100}), "7" * 64
+    liar = honest[:8] + "0" * 56
+    for key in (liar, honest):
+        harness.pool.members.stakes.accounts.deposit(key, 100)  # type: ignore[attr-defined]
+    taken = harness.pool.members.register(liar, strangers(), None).name
+    assert harness.pool.members.register(honest, strangers(), None).name != taken
+
+
+def test_no_stranger_joins_without_any_stake_even_where_the_run_requires_none() -> None:
+    with pytest.raises(PoolError, match="an open invite needs 1:"):
+        open_pool().pool.members.register(ALICE, strangers(), None)
+
+
+def test_an_open_invite_makes_workers_only() -> None:
+    with pytest.raises(ValueError, match="an open invite is for workers"):
+        InvitePayload(run="r", role="validator", name="v", nonce="0" * 32, expires_s=1, open=True)
