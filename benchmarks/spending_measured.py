@@ -19,7 +19,7 @@ from attacks import identity
 from machine import commit
 
 from shoal import config
-from shoal.cli.calibrate import Checking, Generation, _judge, _producer
+from shoal.cli.calibrate import Checking, Generating, _judge, _producer
 from shoal.config.checking import ROW_TOKENS
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
@@ -62,7 +62,7 @@ def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
     found, seeds, processes = empty() | {"workers": 1}, set[int](), dict.fromkeys(PAIRS, Process())
     for number, made in enumerate(DTYPES):
         key = identity(WORKER + worker * len(DTYPES) + number)
-        producer = _producer(settings, Generation(made, settings.workers.groups_per_submission, 1), key, folder)
+        producer = _producer(settings, Generating(made, settings.workers.groups_per_submission, 1), key, folder)
         for asked in (offline_assignment(settings, key.public, number) for number in range(submissions)):
             data = producer.submission(asked)
             for dtype, judge in judges.items():

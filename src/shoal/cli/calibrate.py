@@ -69,7 +69,7 @@ AVERAGES = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean") 
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generating:
     """How a worker computes."""
 
     dtype: DtypeName
@@ -87,7 +87,7 @@ class Checking:
     threads: int
 
 
-def conditions(config: Config, cores: int) -> tuple[list[Generation], list[Checking]]:
+def conditions(config: Config, cores: int) -> tuple[list[Generating], list[Checking]]:
     """The conditions to measure: both dtypes, small and large batches, tight and loose packing, one thread and all.
 
     If the config sets model.dtype, only that dtype is measured, which gives tighter limits. bf16 is skipped on machines
@@ -101,7 +101,7 @@ def conditions(config: Config, cores: int) -> tuple[list[Generation], list[Check
         dtypes.remove("bfloat16")
     return (
         [
-            Generation(dtype, *shape, engine)
+            Generating(dtype, *shape, engine)
             for engine in dict.fromkeys(config.workers.engines)
             for dtype in dtypes
             for shape in ((groups, 1), (1, cores))
@@ -259,7 +259,7 @@ def _judge(config: Config, checking: Checking) -> Judge:
     return Judge(config.model_copy(update={"model": model}), RUN, checking.dtype, row_tokens=checking.row_tokens)
 
 
-def _producer(config: Config, generation: Generation, identity: Identity, folder: Path) -> Producer:
+def _producer(config: Config, generation: Generating, identity: Identity, folder: Path) -> Producer:
     kind = ""
     engine: Engine = TorchEngine(generation.dtype, config.model.device)
     if generation.engine == "vllm":

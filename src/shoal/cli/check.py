@@ -18,7 +18,7 @@ from shoal.cli.arguments import Commands, add_command, read_config, say, takes_c
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
-    from shoal.cli.preflight.machine import Finding
+    from shoal.cli.preflight.machine import CheckLine
     from shoal.config import Config
 
 PROMPT = 64  # tokens, where the model's tokenizer is not on this machine
@@ -69,7 +69,7 @@ def check(arguments: argparse.Namespace) -> int:
     return int(any(one.level == "fails" for one in findings))
 
 
-def of_config(config: Config, folder: Path) -> Iterator[Finding]:
+def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     """What would stop a run of this config here; if nothing does, its time, memory and disk."""
     from shoal.cli.preflight import disk, estimate
     from shoal.cli.preflight.cost import measure

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cli.main import FAILED, main
 from shoal.cli.preflight import machine
-from shoal.cli.preflight.machine import GIB, Finding, examine, free_bytes, ok, warning
+from shoal.cli.preflight.machine import GIB, CheckLine, examine, free_bytes, ok, warning
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from shoal.cli.preflight.machine import GIB, Finding, examine, free_bytes, ok, w
         (machine.of_sandbox({"bubblewrap": "", "kernel": "no userns"}), "ok", "bubblewrap"),
     ],
 )
-def test_what_is_wrong_comes_with_a_remedy(finding: Finding, level: str, words: str) -> None:
+def test_what_is_wrong_comes_with_a_remedy(finding: CheckLine, level: str, words: str) -> None:
     assert finding.level == level and words in finding.line()
     assert (level == "ok") != bool(finding.remedy)
 

@@ -183,7 +183,7 @@ def _become(module: str, command: list[str], log: Path) -> None:
 
 
 @dataclass
-class Peaks:
+class MemoryPeaks:
     """How much memory processes hold, read from Linux's /proc; a peak never falls, even when its process has died.
 
     Without /proc every figure is 0. Left out: the process that children are forked from, which shares all but some 40 MB of

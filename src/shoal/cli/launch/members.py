@@ -27,23 +27,23 @@ LOCK = ".running"
 
 
 @dataclass(frozen=True)
-class Member:
+class RunProcess:
     name: str
     role: Role
 
 
-def members(config: Config) -> Iterator[Member]:
+def members(config: Config) -> Iterator[RunProcess]:
     """Every process except coordinator and meeting, in the order in which they start."""
     for i in range(max(1, config.learner.sites)):
-        yield Member(f"learner-{i}" if i else "learner", "learner")
-    yield Member("origin", "origin")
+        yield RunProcess(f"learner-{i}" if i else "learner", "learner")
+    yield RunProcess("origin", "origin")
     for i in range(config.relays.count):
-        yield Member(f"relay-{i}", "relay")
+        yield RunProcess(f"relay-{i}", "relay")
     for i in range(config.validator.count):
-        yield Member(f"validator-{i}" if config.validator.count > 1 else "validator", "validator")
+        yield RunProcess(f"validator-{i}" if config.validator.count > 1 else "validator", "validator")
     for i in range(config.workers.count):
-        yield Member(f"worker-{i}", "worker")
-    yield Member("evaluator", "evaluator")
+        yield RunProcess(f"worker-{i}", "worker")
+    yield RunProcess("evaluator", "evaluator")
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def site_invites(config: Config, out: Path) -> list[Path]:
     return [out / MEETING / "invites" / f"site-{i}.invite" for i in range(count)]
 
 
-def command(member: Member, config: Config, out: Path, cores: int) -> list[str]:
+def command(member: RunProcess, config: Config, out: Path, cores: int) -> list[str]:
     """The member's command line; its folder and invite exist."""
     folder = out / member.name
     threads = share_threads(config, cores).get(member.role, 1)
@@ -80,7 +80,7 @@ def command(member: Member, config: Config, out: Path, cores: int) -> list[str]:
     return [member.role, "--join", str(folder / "invite"), *more, *where]
 
 
-def invite(member: Member, coordinator: Identity, run: str, url: str, out: Path) -> None:
+def invite(member: RunProcess, coordinator: Identity, run: str, url: str, out: Path) -> None:
     """Make the member's folder and invite, unless it has them: the coordinator knows it by the first."""
     folder = out / member.name
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.cli.launch.members import Member
+from shoal.cli.launch.members import RunProcess
 from shoal.cli.launch.swarm import Swarm
 from shoal.config import Config
 from shoal.errors import UserError
@@ -52,10 +52,10 @@ class PoolSwarm(Swarm):
     def _coordinator_command(self) -> list[str]:
         return ["coordinator", "--dir", str(self.out), "--no-report", "--threads", "1"]
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[RunProcess]:
         return list(self.invites)
 
-    def _invite(self, member: Member) -> None:
+    def _invite(self, member: RunProcess) -> None:
         """Put the member's invite into its folder."""
         folder = self.out / member.name
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -88,14 +88,14 @@ def local_url(config: Config, address: Address) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def trusted_invites(folder: Path) -> dict[Member, Path]:
+def trusted_invites(folder: Path) -> dict[RunProcess, Path]:
     """The invite of each process, by the process, in the order to start them. Raises UserError, InviteError."""
-    found: dict[Member, Path] = {}
+    found: dict[RunProcess, Path] = {}
     for path in sorted(folder.glob("*.invite")):
         invite = read_invite(str(path))
         payload = open_payload(invite.signed.model_dump_json(), invite.key, invite.run)
         if payload.role in TRUSTED:
-            found[Member(payload.name, payload.role)] = path
+            found[RunProcess(payload.name, payload.role)] = path
     for role in NEEDED:
         if (count := sum(member.role == role for member in found)) != 1:
             raise UserError(

@@ -19,8 +19,8 @@ import httpx
 
 from shoal import config as config_module
 from shoal.cli.launch import members
-from shoal.cli.launch.children import Child, Children, Peaks
-from shoal.cli.launch.members import Member, locked, remove_caches
+from shoal.cli.launch.children import Child, Children, MemoryPeaks
+from shoal.cli.launch.members import RunProcess, locked, remove_caches
 from shoal.cli.launch.process import Interrupted, listen, signals_interrupt
 from shoal.cli.launch.watch import STALL_S, Watch
 from shoal.cli.preflight import disk
@@ -63,7 +63,7 @@ class Swarm:
         self.cores = available_cores()
         self.children = Children(self.out / "logs", config.model.device)
         self.pool = PoolWatch(address, httpx.Client(timeout=5))
-        self.peaks = Peaks()
+        self.peaks = MemoryPeaks()
         self.legs: list[Leg] = []
         self.dashboard = dashboard
         self.started_s = 0.0
@@ -197,11 +197,11 @@ class Swarm:
     def _identity(self) -> Identity:
         return Identity.load_or_create(self.coordinator / "identity.pem")
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[RunProcess]:
         """Every other process."""
         return list(members.members(self.config))
 
-    def _invite(self, member: Member) -> None:
+    def _invite(self, member: RunProcess) -> None:
         members.invite(member, self._identity(), self.run_name, self.url, self.out)
 
     def _wait_for_coordinator(self, coordinator: Child) -> None:

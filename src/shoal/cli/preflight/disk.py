@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cli.preflight.cost import VERSION_BYTES
-from shoal.cli.preflight.machine import Finding, fails, ok
+from shoal.cli.preflight.machine import CheckLine, fails, ok
 from shoal.config import Config
 from shoal.config.recipe import CHECKPOINT_BYTES
 from shoal.errors import ShoalError, disk_is_full
@@ -60,7 +60,7 @@ def needs(config: Config, parameters: int) -> Needs:
     return Needs(peak_bytes=peak, kept_bytes=kept)
 
 
-def finding(needs: Needs, free: int) -> Finding:
+def finding(needs: Needs, free: int) -> CheckLine:
     text = f"up to {size(needs.peak_bytes)} during the run, up to {size(needs.kept_bytes)} after it, {size(free)} free"
     return ok("disk", text) if free >= needs.peak_bytes + RESERVE_BYTES else fails("disk", text, KEEP_LESS)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.cli.preflight.cost import COMPUTE_BYTES, memory_of, rollouts_s, speed, step_seconds, together
-from shoal.cli.preflight.machine import Finding, fails, ok
+from shoal.cli.preflight.machine import CheckLine, fails, ok
 from shoal.cli.preflight.work import SizesError, Work, model_sizes, work_of
 from shoal.config import Config
 from shoal.config.sections import EVALUATED_AT_ONCE
@@ -77,7 +77,7 @@ def forecast(config: Config, measured: Mapping[str, Any], cores: int, *, trained
     )
 
 
-def findings(found: Forecast | str) -> Iterator[Finding]:
+def findings(found: Forecast | str) -> Iterator[CheckLine]:
     """What a forecast says of time and memory."""
     if isinstance(found, str):
         yield ok("time", found)

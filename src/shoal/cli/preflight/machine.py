@@ -25,7 +25,7 @@ Level = Literal["ok", "warning", "fails"]  # "fails" stops a run; "warning" cost
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckLine:
     """One line of the report: what was looked at, how it stands, and what to do about it."""
 
     name: str
@@ -41,19 +41,19 @@ class Finding:
         return "\n".join(wrapped)
 
 
-def ok(name: str, text: str) -> Finding:
-    return Finding(name, "ok", text)
+def ok(name: str, text: str) -> CheckLine:
+    return CheckLine(name, "ok", text)
 
 
-def warning(name: str, text: str, remedy: str) -> Finding:
-    return Finding(name, "warning", text, remedy)
+def warning(name: str, text: str, remedy: str) -> CheckLine:
+    return CheckLine(name, "warning", text, remedy)
 
 
-def fails(name: str, text: str, remedy: str) -> Finding:
-    return Finding(name, "fails", text, remedy)
+def fails(name: str, text: str, remedy: str) -> CheckLine:
+    return CheckLine(name, "fails", text, remedy)
 
 
-def examine(folder: Path, device: str = "cpu") -> Iterator[Finding]:
+def examine(folder: Path, device: str = "cpu") -> Iterator[CheckLine]:
     """Look at this machine, in the order in which to mend it. `folder`: where a run would be."""
     from shoal.sandbox import TIERS, problem
 
@@ -69,7 +69,7 @@ def examine(folder: Path, device: str = "cpu") -> Iterator[Finding]:
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-def _computing(device: str) -> Iterator[Finding]:
+def _computing(device: str) -> Iterator[CheckLine]:
     """What torch says and does, if it can be imported."""
     try:
         import torch
@@ -92,14 +92,14 @@ def _computing(device: str) -> Iterator[Finding]:
     yield of_numerics({name: refusal(name, device) or "" for name in ("float32", "bfloat16")})
 
 
-def of_device(device: str, accelerators: list[str]) -> Finding:
+def of_device(device: str, accelerators: list[str]) -> CheckLine:
     seen = f", {len(accelerators)} of {accelerators[0]}" if accelerators else ", no accelerator"
     if accelerators and device == "cpu":
         return warning("device", f"cpu{seen}", 'set model.device = "cuda" in the config')
     return ok("device", device + seen)
 
 
-def of_speed(gflops: Mapping[str, float], threads: int) -> Finding:
+def of_speed(gflops: Mapping[str, float], threads: int) -> CheckLine:
     speeds = ", ".join(f"{name} {speed:.0f}" for name, speed in gflops.items())
     text = f"{speeds} GFLOP/s on {threads} thread{'s' * (threads != 1)}"
     if max(gflops.values()) < SLOW_GFLOPS:
@@ -107,7 +107,7 @@ def of_speed(gflops: Mapping[str, float], threads: int) -> Finding:
     return ok("speed", text)
 
 
-def of_numerics(inexact: Mapping[str, str]) -> Finding:
+def of_numerics(inexact: Mapping[str, str]) -> CheckLine:
     """`inexact`: by dtype, why exact numerics cannot be had; "" if they can."""
     if exact := [name for name, why in inexact.items() if not why]:
         return ok("numerics", f"exact in {' and '.join(exact)}: work is checked to the last bit within a class")
@@ -120,7 +120,7 @@ def of_numerics(inexact: Mapping[str, str]) -> Finding:
 # --- memory, disk, sandbox -------------------------------------------------------------------------------------------
 
 
-def of_memory(total_bytes: int, unused_bytes: int) -> Finding:
+def of_memory(total_bytes: int, unused_bytes: int) -> CheckLine:
     text, least = f"{size(total_bytes)}, {size(unused_bytes)} free", size(LEAST_MEMORY_BYTES)
     if total_bytes < LEAST_MEMORY_BYTES:
         return fails("memory", text, f"a run takes {least} or more: use another machine")
@@ -129,7 +129,7 @@ def of_memory(total_bytes: int, unused_bytes: int) -> Finding:
     return ok("memory", text)
 
 
-def of_disk(folder: Path, unused_bytes: int) -> Finding:
+def of_disk(folder: Path, unused_bytes: int) -> CheckLine:
     there, text = _above(folder), f"{size(unused_bytes)} free in {folder}"
     if not there.is_dir():
         return fails("disk", f"{there} is not a folder", "choose another folder")
@@ -142,7 +142,7 @@ def of_disk(folder: Path, unused_bytes: int) -> Finding:
     return ok("disk", text)
 
 
-def of_sandbox(problems: Mapping[str, str]) -> Finding:
+def of_sandbox(problems: Mapping[str, str]) -> CheckLine:
     """`problems`: by tier, why it does not work; "" if it does."""
     if working := [tier for tier, why in problems.items() if not why]:
         return ok("sandbox", f"tiers that work: {', '.join(working)}")
