@@ -78,7 +78,7 @@ def site(where: str, peer: int, peers: int, count: int) -> None:
     import torch
 
     from shoal.diloco.agreed import Agreed
-    from shoal.diloco.codec import decode
+    from shoal.diloco.codec import Encoded, parts
     from shoal.diloco.messages import SILENT, Greeting
     from shoal.diloco.remote import Remote
     from shoal.diloco.site import Site, meet
@@ -101,7 +101,8 @@ def site(where: str, peer: int, peers: int, count: int) -> None:
         outcome, data = meet(remote, own.round, *offer, SILENT, give_up_s=60)
         own.apply(tensors, outcome, data)
         tell(done=True)
-        used = decode(data, terms.kind, len(change)).double()
+        encoded = Encoded.from_bytes(data, terms.kind, len(change))
+        used = torch.cat([encoded.get(part) for part in parts(len(change))]).double()
         tell(
             error=float((used - truth(int(line), peers, count)).abs().max()),
             digest=digest(terms.shapes.gather(tensors)),

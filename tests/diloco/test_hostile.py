@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from shoal.diloco import serve
-from shoal.diloco.codec import encode
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import BadOfferError, Figures, Greeting, JoinRequest, MeetingError
 from shoal.diloco.remote import Remote
@@ -22,6 +21,7 @@ from shoal.protocol import pace
 from shoal.protocol.pace import Refusal
 from shoal.protocol.signing import SignedAuth
 
+from .direct import encode
 from .test_meeting import ABOUT, Clock, found, rounds, terms, together
 from .test_serve import RUN, Trainee, at_once, served
 

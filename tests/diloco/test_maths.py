@@ -8,8 +8,9 @@ from torch import Tensor
 
 from shoal.diloco import codec
 from shoal.diloco.agreed import Agreed, Shapes, digest, outer_step, pseudo_gradient
-from shoal.diloco.codec import KINDS, CodecError, Encoded, ErrorFeedback, Kind, decode, encode, most_bytes
+from shoal.diloco.codec import KINDS, CodecError, Encoded, ErrorFeedback, Kind, most_bytes
 from shoal.diloco.meeting import refused
+from tests.diloco.direct import decode, encode
 
 ROUNDING = {"fp64": 0.0, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # relative, of a float
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.diloco import archive
 from shoal.diloco.agreed import Agreed, Shapes, StateError
-from shoal.diloco.codec import KINDS, Kind, encode
+from shoal.diloco.codec import KINDS, Kind
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
     BadOfferError,
@@ -29,7 +29,7 @@ from shoal.diloco.messages import (
 from shoal.diloco.serve import summary
 from shoal.diloco.site import SilenceError, Site, meet
 from shoal.files import write_pieces
-from tests.diloco.direct import Direct
+from tests.diloco.direct import Direct, encode
 
 SHAPES = {"model.layers.0.w": (20, 5), "model.layers.1.w": (20, 5), "embed": (30, 4)}
 ABOUT = {"model": "abc", "sites.inner_steps": "50"}

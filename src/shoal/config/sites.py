@@ -28,7 +28,7 @@ class PretrainSection(Section):
     tokens: Annotated[int, Field(ge=2)] = 1024
     """Tokens of a sequence (DiLoCo)."""
     lr: PositiveFloat = 4e-4
-    """Largest AdamW learning rate (DiLoCo)."""
+    """Largest AdamW learning rate, which falls to 0 along a cosine (DiLoCo)."""
     warmup_steps: NonNegativeInt = 1000
     """Steps of linear warm-up (DiLoCo)."""
     heldout: NonNegativeInt = 64

@@ -112,20 +112,6 @@ class Encoded:
         return math.sqrt(sum(float(self.get(part).double().square().sum()) for part in parts(self.length)))
 
 
-def encode(values: Tensor, kind: Kind) -> bytes:
-    """A vector as safetensors."""
-    encoded = Encoded.empty(kind, len(values))
-    for part in parts(len(values)):
-        encoded.put(part, values[part])
-    return encoded.to_bytes()
-
-
-def decode(data: bytes, kind: Kind, length: int) -> Tensor:
-    """The vector, in float64 for fp64 and else in float32. Raise CodecError for any other bytes."""
-    encoded = Encoded.from_bytes(data, kind, length)
-    return torch.cat([encoded.get(part) for part in parts(length)])
-
-
 def most_bytes(kind: Kind, length: int) -> int:
     """The size that no encoding of so many numbers exceeds."""
     return HEADER_BYTES + sum(shape[0] * dtype.itemsize for dtype, shape in _layout(kind, length).values())

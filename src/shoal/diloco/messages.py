@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -138,34 +138,6 @@ class ForgottenError(MeetingError):
 
 class BadOfferError(MeetingError):
     status = 422
-
-
-class MeetingLink(Protocol):
-    """A site's way to the meeting: over HTTP it is `remote.Remote`. All raise MeetingError."""
-
-    def join(self, greeting: Greeting) -> Welcome: ...
-
-    def take(self) -> int:
-        """The number of the next share of the data, which no other site gets."""
-        ...
-
-    def deal(self, round: int) -> list[str]:
-        """The sites that share the work of a round, in order; empty: not settled yet. Raise RoundClosedError."""
-        ...
-
-    def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
-        """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raise RoundClosedError."""
-        ...
-
-    def outcome(self, round: int) -> tuple[RoundOutcome, bytes] | list[str]:
-        """How it ended and the average, or the sites that are still waited for. Raise ForgottenError, RoundClosedError."""
-        ...
-
-    def state(self, why: str) -> tuple[int, bytes]:
-        """The open round and what is agreed before it, verified."""
-        ...
-
-    def leave(self) -> None: ...
 
 
 FILES = {

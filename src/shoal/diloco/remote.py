@@ -1,4 +1,4 @@
-"""A site's side of a meeting over HTTP: `MeetingLink` by signed requests, repeated while the meeting is away.
+"""A site's side of a meeting over HTTP: signed requests, repeated while the meeting is away.
 
 Invariant: it believes only answers that the meeting's key, which is in the invite, signed for its own request, and a state
 only if its bytes are those of such a descriptor. It opens no port.
@@ -42,6 +42,8 @@ STATE_TRIES = 3  # a round may end before the whole file has come
 
 
 class Remote:
+    """A site's way to the meeting. All but `leave` raise MeetingError."""
+
     def __init__(
         self,
         invite: Invite,
@@ -67,9 +69,11 @@ class Remote:
             raise _meant(error) from error
 
     def take(self) -> int:
+        """Return the number of the next share of the data, which no other site gets."""
         return self.node.post("/v1/shares", None, Share).number
 
     def deal(self, round: int) -> list[str]:
+        """Return the sites that share the work of a round, in order; empty: not settled yet. Raise RoundClosedError."""
         try:
             return self.node.post(f"/v1/rounds/{round}/deal", None, Dealt).sites
         except RefusedError as error:
@@ -82,12 +86,14 @@ class Remote:
             self.node.post("/v1/leave", None, Ok)
 
     def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
+        """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raise RoundClosedError."""
         try:
             self.node.put(f"/v1/rounds/{round}/{digest}?figures={quote(figures.model_dump_json())}", data, Ok)
         except RefusedError as error:
             raise _meant(error) from error
 
     def outcome(self, round: int) -> tuple[RoundOutcome, bytes] | list[str]:
+        """Return how it ended and the average, or the sites still waited for. Raise ForgottenError, RoundClosedError."""
         try:
             progress = self.node.get(f"/v1/rounds/{round}", RoundProgress)
             if progress.outcome is None:
@@ -100,6 +106,7 @@ class Remote:
             raise _meant(error) from error
 
     def state(self, why: str) -> tuple[int, bytes]:
+        """Return the open round and what is agreed before it, verified."""
         for _ in range(STATE_TRIES):
             described = self.node.post("/v1/state", Why(why=why), StateDescriptor)
             try:

@@ -21,11 +21,11 @@ from shoal.diloco.messages import (
     Figures,
     ForgottenError,
     Greeting,
-    MeetingLink,
     RoundClosedError,
     RoundOutcome,
     Terms,
 )
+from shoal.diloco.remote import Remote
 from shoal.errors import ShoalError
 from shoal.protocol.calling import StoppedError
 
@@ -93,7 +93,7 @@ GIVE_UP_S = 900.0  # that a site waits for a round, or for a meeting that does n
 
 
 class Participant:
-    def __init__(self, name: str, terms: Terms, link: MeetingLink, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, name: str, terms: Terms, link: Remote, tensors: Mapping[str, Tensor]) -> None:
         self.link, self.spent = link, Spent()
         self.site = Site(name, terms, Agreed.of(tensors, terms.shapes))
 
@@ -131,7 +131,7 @@ class Participant:
 
 
 def meet(
-    link: MeetingLink,
+    link: Remote,
     round: int,
     digest: str,
     data: bytes,

@@ -174,10 +174,7 @@ class Learner:
                 peak_gflops=self.peak_gflops,
             )
         figures |= report.memory_metrics(str(self.policy.device))
-        trained = [group.submission for group in fetched.groups]
-        record = report.signed_record(self.node, step, fetched, before, progress.version_digest, self.policy)
-        posted = StepReport(step=step, metrics=report.finite(figures), trained=trained, record=record)
-        self.node.post("/v1/steps", posted, Ok)
+        self.post(self.node, progress, before, fetched, figures)
         log.info(
             "step %d trained: %d groups, reward %.3f, busy %.1f s, waiting %.1f s",
             step + 1,
@@ -186,6 +183,15 @@ class Learner:
             busy_s,
             waiting_s,
         )
+
+    def post(
+        self, node: Node, progress: LearnerProgress, before: str, fetched: Fetched, figures: dict[str, float]
+    ) -> None:
+        """Post the last step's figures and its signed record."""
+        step, trained = progress.step - 1, [group.submission for group in fetched.groups]
+        record = report.signed_record(node, step, fetched, before, progress.version_digest, self.policy)
+        metrics = report.finite(figures)
+        node.post("/v1/steps", StepReport(step=step, metrics=metrics, trained=trained, record=record), Ok)
 
     def _flops(self, groups: list[Group]) -> float:
         settings = self.config.learner

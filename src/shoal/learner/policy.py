@@ -206,10 +206,18 @@ class Policy:
             yield name, torch.empty(0) if result is None else result
 
     def write(self, final: Path, *, replace: bool = False) -> None:
-        """Write the published model as a Hugging Face folder (`write_folder`). All ranks must call it."""
+        """Write the published model as a Hugging Face folder, which appears whole or not at all. All ranks must call it.
+
+        `replace`: in place of one that is there.
+        """
         tensors = self.published()
         if self.ranks.leads:
-            write_folder(self.model, self.tokenizer, final, tensors, self.stored, replace=replace)
+            temporary = final.with_name(f".{final.name}")
+            shutil.rmtree(temporary, ignore_errors=True)
+            save_model(self.model, self.tokenizer, temporary, tensors, self.stored)
+            if replace:
+                shutil.rmtree(final, ignore_errors=True)
+            commit_folder(temporary, final)
         for _ in tensors:  # the other ranks take part in gathering each tensor
             pass
 
@@ -266,24 +274,6 @@ class Policy:
         if settings.kind == "gspo":  # a token's gradient depends on all of its rollout
             return loss_of(slice(None), *self.logprobs(micro.pack, with_entropy=with_entropy)), sums
         return self.summed(micro.pack, loss_of, with_entropy=with_entropy), sums
-
-
-def write_folder(
-    model: Any,
-    tokenizer: Any,
-    final: Path,
-    tensors: Iterable[tuple[str, Tensor]],
-    stored: dict[str, tuple[int, ...]],
-    *,
-    replace: bool = False,
-) -> None:
-    """Write a model's folder, which appears whole or not at all. `replace`: in place of one that is there."""
-    temporary = final.with_name(f".{final.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    save_model(model, tokenizer, temporary, tensors, stored)
-    if replace:
-        shutil.rmtree(final, ignore_errors=True)
-    commit_folder(temporary, final)
 
 
 LOSS = "loss"

@@ -33,7 +33,8 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed, Shapes
-from shoal.diloco.messages import MeetingLink, RoundClosedError, RoundOutcome, Terms
+from shoal.diloco.messages import RoundClosedError, RoundOutcome, Terms
+from shoal.diloco.remote import Remote
 from shoal.diloco.site import Participant, Spent
 from shoal.learner import report
 from shoal.learner.checkpoint import LearnerProgress
@@ -44,7 +45,7 @@ from shoal.learner.ranks import from_leader
 from shoal.model.load import WEIGHTS
 from shoal.protocol.calling import StoppedError
 from shoal.protocol.history import Status
-from shoal.protocol.messages import Batch, BatchGroup, Ok, StepReport
+from shoal.protocol.messages import Batch, BatchGroup
 from shoal.protocol.node import Node
 from shoal.shardcast.manifest import version_name
 
@@ -55,7 +56,7 @@ log = logging.getLogger(__name__)
 class PolicySite:
     """A policy that is trained at one of several sites. Every rank of the site calls the same methods."""
 
-    def __init__(self, name: str, policy: Policy, terms: Terms, link: MeetingLink | None) -> None:
+    def __init__(self, name: str, policy: Policy, terms: Terms, link: Remote | None) -> None:
         """`link`: None on ranks that do not lead."""
         self.name, self.policy, self.ranks = name, policy, policy.ranks
         masters = self._gathered()
@@ -141,7 +142,7 @@ class SiteLearner(Learner):
         policy: Policy,
         folder: Path,
         name: str,
-        link: MeetingLink | None,
+        link: Remote | None,
     ) -> None:
         """`name`: of this site. `link`: its leader's way to the meeting; like `node`, None elsewhere."""
         super().__init__(node, config, policy, folder)
@@ -220,13 +221,7 @@ class SiteLearner(Learner):
         counted = counting(batch.groups, fetched, ended[0])
         figures = report.batch_metrics(counted, step, max_tokens=self.config.sampling.max_tokens)
         digest = blake3(max_threads=blake3.AUTO).update_mmap(before).hexdigest()
-        posted = StepReport(
-            step=step,
-            metrics=report.finite(figures | site_metrics(ended[0])),
-            trained=[group.submission for group in counted.groups],
-            record=report.signed_record(self.node, step, counted, digest, progress.version_digest, self.policy),
-        )
-        self.node.post("/v1/steps", posted, Ok)
+        self.post(self.node, progress, digest, counted, figures | site_metrics(ended[0]))
 
     def _flops(self, groups: list[Group]) -> float:
         return super()._flops(groups) / self.sharing  # of this site alone

@@ -122,7 +122,6 @@ def test_tokens_are_the_documents_end_to_end_and_every_epoch_has_all_of_them(tmp
     opened = stream(tmp_path)
     assert opened.sequences(1, len(wanted)).flatten().tolist() == wanted
     assert opened.sequences(1, 2 * len(wanted)).flatten().tolist() == 2 * wanted
-    assert opened.epoch() == 2
 
 
 @pytest.mark.parametrize("before", [1, 7, 40, 130])

@@ -171,9 +171,6 @@ class TokenStream:
         """Go on elsewhere."""
         self.place, self._tokens = place, None
 
-    def epoch(self) -> int:
-        return self.place.share // self.shares if self.place and self.shares else 0
-
     def _some(self, most: int) -> list[int]:
         """Tokens from the document at the place, and the place after them."""
         place = self.place or TextPlace(self.take())

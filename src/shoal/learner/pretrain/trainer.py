@@ -26,7 +26,8 @@ from torch import Tensor
 from shoal.config import Config, ConfigError
 from shoal.config.sites import PretrainSection, SitesSection
 from shoal.diloco.agreed import Shapes
-from shoal.diloco.messages import MeetingLink, RoundClosedError, RoundOutcome, Terms, about_model
+from shoal.diloco.messages import RoundClosedError, RoundOutcome, Terms, about_model
+from shoal.diloco.remote import Remote
 from shoal.files import write_file
 from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.policy import Policy
@@ -223,7 +224,7 @@ class TextSite(PolicySite):
         name: str,
         policy: Policy,
         terms: Terms,
-        link: MeetingLink | None,
+        link: Remote | None,
         settings: SitesSection,
         folder: Path,
         stop: threading.Event,
