@@ -125,6 +125,7 @@ def test_progress_holds_what_was_trained_and_the_versions_digest(straight: Path)
             "skipped_in_row": 0,
             "version_digest": blake3(weights).hexdigest(),
             "trained": [submission(number) for number in range(step)],
+            "place": None,
         }
 
 
