@@ -145,102 +145,63 @@ def test_a_forged_answer(worker: Producer, validator: Validator, honest: list[Ro
         assert f"rollout {turned}: after turn 1" in verdict.detail
 
 
-def test_a_claim_that_the_model_wrote_the_answer(
-    worker: Producer, validator: Validator, honest: list[Rollout], turned: int
-) -> None:
-    """With as many logprobs and proofs as that needs."""
-    row = honest[turned]
-    missing = len(row.tokens) - len(row.logprobs)
-    chunks = -(-len(row.tokens) // 32)
-    verdict = verdict_on(
-        validator,
-        worker,
-        honest,
-        turned,
-        turns=[],
-        logprobs=[*row.logprobs, *[-1.0] * missing],
-        proofs=[row.proofs[0]] * chunks,
-    )
-    assert verdict.reason is Reason.TERMINATION, "the end token of the first turn is within a turn now"
+def claims(row: Rollout, own: int, **changed: Any) -> dict[str, Any]:
+    """The change, with as many logprobs and proofs as `own` tokens of the model need."""
+    logprobs = [*row.logprobs, *[-1.0] * (own - len(row.logprobs))][:own]
+    return changed | {"logprobs": logprobs, "proofs": [row.proofs[0]] * -(-own // 32)}
+
+
+def all_its_own(row: Rollout) -> dict[str, Any]:
+    return claims(row, len(row.tokens), turns=[])
 
 
 def shifted(row: Rollout, by: int) -> dict[str, Any]:
-    """The first turn `by` tokens longer, with as many logprobs and proofs as that needs."""
-    own = len(row.logprobs) + by
-    return {
-        "turns": [row.turns[0] + by, row.turns[1] - by, *row.turns[2:]],
-        "logprobs": [*row.logprobs, *[-1.0] * by][:own],
-        "proofs": [row.proofs[0]] * -(-own // 32),
-    }
+    """The first turn is `by` tokens longer."""
+    return claims(row, len(row.logprobs) + by, turns=[row.turns[0] + by, row.turns[1] - by, *row.turns[2:]])
 
 
-@pytest.mark.parametrize(("by", "reason"), [(1, Reason.TERMINATION), (-1, Reason.TERMINATION)])
-def test_a_moved_border(worker: Producer, validator: Validator, honest: list[Rollout], by: int, reason: Reason) -> None:
-    number = next(n for n, row in enumerate(honest) if row.turns and row.turns[0] > 1)
-    assert verdict_on(validator, worker, honest, number, **shifted(honest[number], by)).reason is reason
+def handed_over(row: Rollout) -> dict[str, Any]:
+    """Everything between the first and the last turn is the environment's, so that nobody proves what stands there."""
+    (_, first), *_, (start, end) = model_spans(row.turns, len(row.tokens))
+    return claims(row, first + end - start, turns=[row.turns[0], sum(row.turns[1:])])
 
 
-def test_a_turn_of_the_model_handed_to_the_environment(
-    worker: Producer, validator: Validator, honest: list[Rollout]
+def cut_to_a_turn(row: Rollout) -> dict[str, Any]:
+    """It stops where the environment answers."""
+    return claims(row, row.turns[0], tokens=row.tokens[: row.turns[0]], turns=[])
+
+
+def goes_on(row: Rollout) -> dict[str, Any]:
+    """Where the environment is silent."""
+    turns = [*row.turns, len(row.tokens) - sum(row.turns), 4]
+    return claims(row, len(row.logprobs) + 1, tokens=[*row.tokens, USER, 10, EOS, 3, EOS], turns=turns)
+
+
+def ended(row: Rollout) -> bool:
+    return bool(row.turns) and row.tokens[-1] in ENDS
+
+
+def of_turns(row: Rollout) -> bool:
+    return bool(row.turns) and row.turns[0] > 1
+
+
+@pytest.mark.parametrize(
+    ("picked", "change", "full", "reason"),
+    [
+        (ended, all_its_own, True, Reason.TERMINATION),  # the end token of the first turn is within a turn now
+        (of_turns, lambda row: shifted(row, 1), True, Reason.TERMINATION),
+        (of_turns, lambda row: shifted(row, -1), True, Reason.TERMINATION),
+        (lambda row: len(row.turns) >= 4, handed_over, False, Reason.ENVIRONMENT),
+        (ended, cut_to_a_turn, False, Reason.ENVIRONMENT),
+        (lambda row: len(row.turns) <= 2 and len(row.tokens) < MAX_TOKENS - 6, goes_on, False, Reason.ENVIRONMENT),
+    ],
+    ids=["all its own", "border later", "border earlier", "handed over", "cut off", "goes on"],
+)
+def test_another_division_of_the_tokens_is_found(
+    worker: Producer, validator: Validator, honest: list[Rollout], picked: Any, change: Any, full: bool, reason: Reason
 ) -> None:
-    """So that nobody proves what stands there: everything between the first and the last turn is the environment's."""
-    number = next(n for n, row in enumerate(honest) if len(row.turns) >= 4)
-    row = honest[number]
-    spans = model_spans(row.turns, len(row.tokens))
-    own = spans[0][1] + spans[-1][1] - spans[-1][0]
-    verdict = verdict_on(
-        validator,
-        worker,
-        honest,
-        number,
-        full=False,
-        turns=[row.turns[0], sum(row.turns[1:])],
-        logprobs=row.logprobs[:own],
-        proofs=[row.proofs[0]] * -(-own // 32),
-    )
-    assert verdict.reason is Reason.ENVIRONMENT
-
-
-def cut_to_turn(row: Rollout, turns: int) -> dict[str, Any]:
-    end = model_spans(row.turns, len(row.tokens))[turns - 1][1]
-    left = row.turns[: 2 * (turns - 1)]
-    own = model_tokens(left, end)
-    return {
-        "tokens": row.tokens[:end],
-        "turns": left,
-        "logprobs": row.logprobs[:own],
-        "proofs": row.proofs[: -(-own // 32)],
-    }
-
-
-def test_a_conversation_that_stops_where_the_environment_answers(
-    worker: Producer, validator: Validator, honest: list[Rollout], turned: int
-) -> None:
-    verdict = verdict_on(validator, worker, honest, turned, full=False, **cut_to_turn(honest[turned], 1))
-    assert verdict.reason is Reason.ENVIRONMENT
-    assert "after turn 1 of 1 the environment writes" in verdict.detail
-
-
-def test_a_conversation_that_goes_on_where_the_environment_is_silent(
-    worker: Producer, validator: Validator, honest: list[Rollout]
-) -> None:
-    number, row = next(
-        (n, row) for n, row in enumerate(honest) if len(row.turns) <= 2 and len(row.tokens) < MAX_TOKENS - 6
-    )
-    last = len(row.tokens) - sum(row.turns)
-    own = len(row.logprobs) + 1
-    verdict = verdict_on(
-        validator,
-        worker,
-        honest,
-        number,
-        full=False,
-        tokens=[*row.tokens, USER, 10, EOS, 3, EOS],
-        turns=[*row.turns, last, 4],
-        logprobs=[*row.logprobs, -1.0],
-        proofs=[row.proofs[0]] * -(-own // 32),
-    )
-    assert verdict.reason is Reason.ENVIRONMENT
+    number, row = next((n, row) for n, row in enumerate(honest) if picked(row))
+    assert verdict_on(validator, worker, honest, number, full=full, **change(row)).reason is reason
 
 
 # --- hostile ---------------------------------------------------------------------------------------------------------
