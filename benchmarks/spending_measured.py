@@ -20,7 +20,7 @@ from machine import commit
 
 from shoal import config
 from shoal.cli.calibrate import Checking, Generating, _judge, _producer
-from shoal.config.checking import ROW_TOKENS
+from shoal.config.sections import ROW_TOKENS
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
 from shoal.model.dtype import DtypeName

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import DONE, FAILED, USAGE, main
-from shoal.config.checking import RequirementsSection
+from shoal.config.sections import RequirementsSection
 from shoal.coordinator.state import OPEN_INVITE
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Address, make_invite, open_payload, read_invite
@@ -21,7 +21,7 @@ URL = "http://10.1.2.3:8700"
 def offered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the run offers beside the usual."""
     changed: dict[str, Any] = {}
-    monkeypatch.setattr("shoal.protocol.discovery.find_run", lambda url, client, key: offer(**changed))
+    monkeypatch.setattr("shoal.protocol.history.find_run", lambda url, client, key: offer(**changed))
     monkeypatch.setattr("shoal.cli.roles.capability", lambda: Capability(device="cpu", engine="torch"))
     return changed
 

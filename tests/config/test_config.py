@@ -88,21 +88,6 @@ def test_every_fault_is_named_at_once() -> None:
         parse({"run": {"steps": 0}, "lerner": {}})
 
 
-def test_faults_of_values_and_between_sections_are_named_together() -> None:
-    values = {
-        "run": {"steps": 0},
-        "tasks": {"heldout": 8, "sources": [{}]},
-        "evaluator": {"n": 9},
-        "coordinator": {"prompts_per_step": 3},
-        "learner": {"optimizer_steps_per_step": 2, "loss": {"delta": 1.1}},
-    }
-    with pytest.raises(ConfigError) as refusal:
-        parse(values)
-    for fault in ("run.steps", "evaluator.n = 9 exceeds", "multiple of", "tasks.sources.0", "delta must exceed"):
-        assert str(refusal.value).count(fault) == 1, fault
-    assert values["run"] == {"steps": 0}, "what was given is left as it was"
-
-
 # --- fields that follow others -----------------------------------------------------------------------------
 
 
@@ -169,15 +154,6 @@ def test_a_wrong_override_is_named_with_its_value(tmp_path: Path) -> None:
 def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'lr' is a value, not a section"):
         load(written(tmp_path, "[learner]\nlr = 1e-5"), ["learner.lr.first=3"])
-
-
-def test_sections_are_checked_against_each_other_only_where_all_keys_are_known(tmp_path: Path) -> None:
-    text = "[learner]\nrow_tokens = 16\n"
-    with pytest.raises(ConfigError, match=r"row_tokens must exceed"):
-        load(written(tmp_path, text))
-    with pytest.raises(ConfigError) as error:
-        load(written(tmp_path, text + "[sampling]\nmax_tokenz = 4\n"))
-    assert "did you mean 'sampling.max_tokens'?" in str(error.value) and "row_tokens" not in str(error.value)
 
 
 def test_an_override_of_an_unknown_key_is_refused_like_one_in_the_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from shoal.config.checking import ValidatorSection
+from shoal.config.sections import ValidatorSection
 from shoal.coordinator.trust import share
 from shoal.validator.judge import SPOT_ROLLOUTS
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.config import checking
-from shoal.config.checking import ValidatorSection
+from shoal.config.sections import ValidatorSection
 from shoal.coordinator import trust
 from shoal.protocol.messages import GroupResult, Reason, StepReport
 

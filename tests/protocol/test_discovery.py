@@ -7,11 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.config.checking import RequirementsSection
-from shoal.protocol import discovery
-from shoal.protocol.discovery import DiscoveryError, find_run, open_invite
+from shoal.config.sections import RequirementsSection
+from shoal.errors import ShoalError
+from shoal.protocol import history
+from shoal.protocol.history import find_run, open_invite
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import InviteError, make_invite, run_id
+from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.messages import VERSION, RunOffer
 from shoal.protocol.signing import sign_answer
 
@@ -69,7 +70,7 @@ def test_an_offer_is_believed_with_its_coordinators_signature() -> None:
     ],
 )
 def test_what_is_not_believed(changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(DiscoveryError, match=words):
+    with pytest.raises(ShoalError, match=words):
         found(**changed)
 
 
@@ -81,9 +82,9 @@ def test_an_offer_that_somebody_changed_or_kept_is_not_believed() -> None:
         kept.append(real)
         return httpx.Response(200, headers=real.headers, content=real.content.replace(b'"step":3', b'"step":4'))
 
-    with pytest.raises(DiscoveryError, match="its body is not the one that was signed"):
+    with pytest.raises(ShoalError, match="its body is not the one that was signed"):
         find_run(URL, client(changing))
-    with pytest.raises(DiscoveryError, match="not over this answer to this request"):
+    with pytest.raises(ShoalError, match="not over this answer to this request"):
         find_run(URL, client(lambda request: httpx.Response(200, headers=kept[0].headers, content=kept[0].content)))
 
 
@@ -97,8 +98,8 @@ def test_an_offer_that_somebody_changed_or_kept_is_not_believed() -> None:
     ],
 )
 def test_what_is_no_offer(response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "MOST_BYTES", 100)
-    with pytest.raises(DiscoveryError, match=words):
+    monkeypatch.setattr(history, "OFFER_BYTES", 100)
+    with pytest.raises(ShoalError, match=words):
         find_run(URL, client(lambda request: response))
 
 
@@ -106,7 +107,7 @@ def test_a_coordinator_that_is_away_is_named() -> None:
     def away(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
 
-    with pytest.raises(DiscoveryError, match="nothing answers at http://h:1 .refused."):
+    with pytest.raises(ShoalError, match="nothing answers at http://h:1 .refused."):
         find_run(URL, client(away))
 
 
@@ -121,5 +122,5 @@ def test_only_an_open_invite_of_the_run_itself_is_taken() -> None:
         (foreign.model_copy(update={"key": OWNER.public}), OWNER, "not signed by this coordinator"),
         (make_invite(OWNER, **fields), OWNER, "for one node only"),
     ):
-        with pytest.raises((DiscoveryError, InviteError), match=words):
+        with pytest.raises(ShoalError, match=words):
             open_invite(offer(invite=made.encode() if made else "", key=key.public))

@@ -14,7 +14,7 @@ import torch
 from benchmarks.adversary.cheats import QuantizedWeights, WrongTemperature
 
 from shoal import toploc
-from shoal.config.checking import MISMATCH_SHARE
+from shoal.config.sections import MISMATCH_SHARE
 from shoal.engine.protocol import Completion, Sampling
 from shoal.model.load import load_model, save_model
 from shoal.protocol.messages import Reason, Verdict

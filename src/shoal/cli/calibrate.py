@@ -34,7 +34,7 @@ import tomli_w
 import torch
 
 from shoal.config import Config, EngineName
-from shoal.config.checking import ROW_TOKENS
+from shoal.config.sections import ROW_TOKENS
 from shoal.engine import selftest
 from shoal.engine.protocol import Completion, Engine
 from shoal.engine.torch_engine import TorchEngine

@@ -1,7 +1,7 @@
 """The configuration of a run. Only the coordinator reads the file; every other process gets the resolved config from it.
 
     config     `Config`: all sections, checked against each other
-    sections   the settings of each process               checking   what work and machines must meet
+    sections   the settings of each process, and what work and machines must meet
     tasks      problems, prompts, rewards, the sandbox     recipe     model, sampling, loss, optimizer, fine-tuning
     sites      pretraining, and several sites              section    what all sections share
     loading    TOML files and overrides to a `Config` and back; what each field means

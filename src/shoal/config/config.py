@@ -5,17 +5,19 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from shoal.config.checking import EvidenceSection, RequirementsSection, ValidatorSection
 from shoal.config.recipe import LearnerSection, ModelSection, SamplingSection, SftSection
 from shoal.config.section import Section
 from shoal.config.sections import (
     CoordinatorSection,
     EvaluatorSection,
+    EvidenceSection,
     LedgerSection,
     OriginSection,
     RelaySection,
+    RequirementsSection,
     RunSection,
     StoreSection,
+    ValidatorSection,
     WorkerSection,
 )
 from shoal.config.sites import PretrainSection, SitesSection

@@ -6,7 +6,6 @@ config of that name.
 Invariant: unknown keys are refused with the name that was probably meant, and a `ConfigError` names all faults at once.
 """
 
-import copy
 import difflib
 import json
 import tomllib
@@ -57,40 +56,13 @@ def find(path: Path) -> Path:
 def parse(values: dict[str, Any], source: str = "config") -> Config:
     """A Config from plain values. Raises ConfigError, which names every faulty key.
 
-    Where a key is unknown, sections are not checked against each other: the key that was meant has its default there.
+    Sections are checked against each other once each is right by itself.
     """
-    faults: list[str] = []
-    unknown = False
-    while True:
-        try:
-            config = Config.model_validate(values)
-        except ValidationError as error:
-            unknown |= any(fault["type"] == "extra_forbidden" for fault in error.errors())
-            faults += [_message(fault) for fault in error.errors() if fault["loc"] or not unknown]
-            values, seen = _without(values, [fault["loc"] for fault in error.errors()]), values
-            if values == seen:
-                break
-        else:
-            if not faults:
-                return config
-            break
-    raise ConfigError(f"{source}: " + "; ".join(dict.fromkeys(faults)))
-
-
-def _without(values: dict[str, Any], paths: list[tuple[int | str, ...]]) -> dict[str, Any]:
-    """Return `values` without what stands at `paths`, so that what is left can be checked against each other."""
-    left = copy.deepcopy(values)
-    for path in paths:
-        at: Any = left
-        *above, last = path or ("",)
-        for part in above:
-            inner = at.get(part) if isinstance(at, dict) else None
-            if not isinstance(inner, dict):  # a list goes as a whole
-                last = part
-                break
-            at = inner
-        at.pop(last, None)
-    return left
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        faults = dict.fromkeys(_message(fault) for fault in error.errors())
+        raise ConfigError(f"{source}: " + "; ".join(faults)) from None
 
 
 def dumps(config: Config) -> str:

@@ -1,6 +1,6 @@
 """The learning recipe: model, sampling, loss, optimizer, fine-tuning. The formulas are in docs/recipe.md.
 
-`tasks` holds the problems, `sections` and `checking` each process's own settings.
+`tasks` holds the problems, `sections` each process's own settings.
 """
 
 import math

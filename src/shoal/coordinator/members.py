@@ -18,7 +18,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shoal.config import Config
-from shoal.config.checking import RequirementsSection
+from shoal.config.sections import RequirementsSection
 from shoal.coordinator.assignment import Assignments
 from shoal.coordinator.checkers import Checkers
 from shoal.coordinator.credit import StakeView

@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable
 
 from shoal.config import Config
-from shoal.config.checking import Limit
+from shoal.config.sections import Limit
 from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import Submission

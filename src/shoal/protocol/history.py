@@ -1,20 +1,30 @@
-"""A run as anyone sees it: its state now and its history so far, fetched from the coordinator's open routes.
+"""A run as anyone sees it, from the coordinator's open routes: its state now, its history, and what it offers strangers.
+
+    offer = find_run(url, client)      GET /v1/offer, believed only with the coordinator's signature
+    invite = open_invite(offer)        checked like any other
 
 Invariants: the history is fetched by cursor, so every look costs only what is new; a step or evaluation that is reported
 again replaces the earlier report. A coordinator that asks to wait, because this address has read much, is asked again.
+An offer is the coordinator's own, of now: the answer is signed for this very request (`signing`). Who the key's owner is, no
+answer can prove: compare the key with the operator's, or name it.
 Left out: waiting and drawing, which the callers do.
 """
 
 import time
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Literal
 
 import httpx
 from pydantic import Field, ValidationError
 
+from shoal.config.sections import RequirementsSection
 from shoal.errors import ShoalError
-from shoal.protocol.calling import get
+from shoal.protocol.calling import BodyError, get
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite, open_payload, server_url
 from shoal.protocol.messages import (
+    VERSION,
     Capability,
     Count,
     Evaluation,
@@ -23,14 +33,17 @@ from shoal.protocol.messages import (
     NodeName,
     NodeState,
     Role,
+    RunOffer,
     Sample,
     Stats,
     SubmissionId,
 )
+from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer
 
 MAX_SAMPLES = 512  # the newest are kept
 BUSY = 429  # HTTP status
 PAUSE_S, PATIENCE_S = 0.5, 30.0  # between two attempts, and for all of them
+OFFER, OFFER_BYTES = "offer", 64 << 10  # the audience of who asks for an offer, and its size at most
 MOST_BYTES = 16 << 20  # of a state or a page of history
 MAX_PAGES = 1000  # of history in one look: a server that invents news for ever is left to the next look
 
@@ -186,3 +199,52 @@ class PoolWatch:
                 break
             time.sleep(PAUSE_S)
         return answer.raise_for_status().content
+
+
+# --- what it offers strangers -------------------------------------------------------------------------------------------
+
+
+def find_run(url: str, client: httpx.Client, key: str = "") -> RunOffer:
+    """What the run at `url` offers. `key`: its coordinator's, if it is known. Raises ShoalError, AddressError."""
+    url = server_url(url)
+    response = _ask(url, client)
+    try:
+        offer = RunOffer.model_validate_json(response.content)
+        digest, headers = sha256(response.content).digest(), response.request.headers
+        check_answer(key or offer.key, headers, response.headers, status=response.status_code, body_sha256=digest)
+        RequirementsSection.model_validate(offer.requirements)
+    except UnsignedAnswerError as error:
+        raise ShoalError(f"the offer of the run at {url} cannot be trusted: {error}") from error
+    except ValidationError as error:
+        raise ShoalError(f"what {url}/v1/offer answers is no offer of this version of Shoal") from error
+    if offer.protocol != VERSION:
+        raise ShoalError(f"{url} speaks protocol {offer.protocol}, this machine {VERSION}: install its version")
+    return offer
+
+
+def open_invite(offer: RunOffer) -> Invite:
+    """The open invite in an offer. Raises ShoalError; InviteError if it is not the run's."""
+    if not offer.invite:
+        raise ShoalError(f"{offer.run} takes only workers with an invite; ask its operator for one")
+    invite = Invite.decode(offer.invite)
+    if (invite.key, invite.run) != (offer.key, offer.run):
+        raise ShoalError(f"the invite that {offer.run} offers is of another run; tell its operator")
+    invite.check("worker", None)
+    if not open_payload(invite.signed.model_dump_json(), invite.key, invite.run).open:
+        raise ShoalError(f"the invite that {offer.run} offers is for one node only; tell its operator")
+    return invite
+
+
+def _ask(url: str, client: httpx.Client) -> httpx.Response:
+    """Ask with a key made for it: an answer to another request, or an old one, does not fit."""
+    try:
+        response = get(client, f"{url}/v1/offer", OFFER_BYTES, auth=SignedAuth(Identity.generate(), OFFER))
+    except BodyError as error:
+        raise ShoalError(f"the offer of the run at {url} is not read: {error}; tell its operator") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ShoalError(
+            f"nothing answers at {url} ({error or type(error).__name__}); is the URL right and reachable?"
+        ) from error
+    if response.status_code != 200:
+        raise ShoalError(f"{url}/v1/offer answers {response.status_code}: no Shoal coordinator of this version")
+    return response

@@ -30,7 +30,7 @@ import torch
 
 from shoal import toploc
 from shoal.config import Config
-from shoal.config.checking import ValidatorSection
+from shoal.config.sections import ValidatorSection
 from shoal.model.turns import model_spans, model_tokens
 from shoal.protocol.messages import Reason, Replay
 from shoal.sandbox import Budget

@@ -24,7 +24,7 @@ import torch
 
 from shoal import tasks
 from shoal.config import Config
-from shoal.config.checking import ROW_TOKENS
+from shoal.config.sections import ROW_TOKENS
 from shoal.engine.selftest import vocabulary_of
 from shoal.model import numerics
 from shoal.model.dtype import DtypeName

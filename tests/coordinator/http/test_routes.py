@@ -20,8 +20,8 @@ from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import ServedRun, serve_forever
 from shoal.coordinator.operating import invite_from
 from shoal.coordinator.state import OPEN_INVITE
-from shoal.protocol.discovery import DiscoveryError, find_run
-from shoal.protocol.history import Status
+from shoal.errors import ShoalError
+from shoal.protocol.history import Status, find_run
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import FILE as ADDRESS
 from shoal.protocol.invite import Address, InviteError, make_invite
@@ -131,7 +131,7 @@ def test_a_run_offers_itself_to_machines_that_look_for_one(site: Site) -> None:
     offer = find_run(site.url, ANYONE, site.identity.public)
     assert (offer.run, offer.state, offer.step, offer.steps) == (RUN, "running", 0, CONFIG.run.steps)
     assert offer.workers >= 1 and offer.places_free is None and offer.invite == ""
-    with pytest.raises(DiscoveryError, match="cannot be trusted"):
+    with pytest.raises(ShoalError, match="cannot be trusted"):
         find_run(site.url, ANYONE, Identity.generate().public)
 
 

@@ -274,7 +274,7 @@ def discover(arguments: argparse.Namespace) -> None:
     import httpx
 
     from shoal.cli.roles import capability
-    from shoal.protocol.discovery import find_run, open_invite
+    from shoal.protocol.history import find_run, open_invite
     from shoal.watch.figures import clean
 
     with httpx.Client(timeout=10) as client:
@@ -292,7 +292,7 @@ def discover(arguments: argparse.Namespace) -> None:
 
 def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
     """The run, what this machine lacks for it, and what only its work and its stake will show."""
-    from shoal.config.checking import RequirementsSection
+    from shoal.config.sections import RequirementsSection
     from shoal.coordinator.members import lacks
 
     wants = RequirementsSection.model_validate(offer.requirements)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.config import Config
-from shoal.config.checking import ROW_TOKENS
+from shoal.config.sections import ROW_TOKENS
 from shoal.errors import UserError
 from shoal.model import sources
 
