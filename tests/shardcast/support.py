@@ -24,8 +24,8 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.shardcast import Access, Client, Limits, Origin, Relay, Store, app, public_key_hex, serve
+from shoal.shardcast.fetch.download import Sources
 from shoal.shardcast.fetch.source import Incoming, Source, Standing
-from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.manifest import Part, ShardEntry
 
 from . import virtual

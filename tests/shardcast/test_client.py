@@ -109,12 +109,6 @@ def test_unknown_version(tmp_path):
     assert cached(tmp_path) == []
 
 
-def test_a_dead_relay_in_the_list_is_tolerated(tmp_path):
-    published(tmp_path, 7)
-    folder, _ = against(lambda url: client(tmp_path, dead_url(), url).fetch(7), tmp_path / "origin")
-    assert contents(folder) == contents(tmp_path / "model7")
-
-
 @pytest.mark.parametrize("harm", ["flip", "truncate", "lengthen", "delete"])
 def test_a_bad_shard_is_fetched_from_another_relay(tmp_path, harm):
     random.seed(1)  # the bad one is asked first
@@ -213,17 +207,6 @@ def test_newest_version_in_the_cache_is_not_fetched_again(tmp_path):
         return second.progress
 
     assert against(act, tmp_path / "origin").transferred_bytes < SMALL_BYTES
-
-
-def test_an_incomplete_folder_in_the_cache_is_fetched_again(tmp_path):
-    published(tmp_path, 7)
-
-    def act(url):
-        folder, _ = client(tmp_path, url).fetch(7)
-        (folder / "config.json").write_text("shorter")
-        return client(tmp_path, url).fetch(7)
-
-    assert contents(against(act, tmp_path / "origin")[0]) == contents(tmp_path / "model7")
 
 
 def test_only_the_demanded_digest_is_accepted(tmp_path):
@@ -344,36 +327,6 @@ def test_a_lock_that_is_never_freed_is_named_at_the_deadline(tmp_path):
     holder = client(tmp_path, "http://unused").cache
     with holder.locked(0), pytest.raises(FetchError, match=r"\.lock"):
         against(lambda url: client(tmp_path, url, timeout_s=0.3).fetch(7), tmp_path / "origin")
-
-
-@pytest.mark.parametrize("options", [{"timeout_s": 3}, {"limits": {"patience_s": 0.3}}])
-def test_a_dripping_relay_takes_little_of_the_time(tmp_path, options):
-    published(tmp_path, 7)
-
-    async def run():
-        async with serving(tmp_path / "origin") as good, between(good) as slow:
-            slow.rate_Bps = 100  # no idle timeout ever strikes
-            getter = client(tmp_path, slow.url, good, **options)
-            return await asyncio.to_thread(getter.fetch)
-
-    started_s = time.monotonic()
-    folder, _ = asyncio.run(run())
-    assert contents(folder) == contents(tmp_path / "model7")
-    assert time.monotonic() - started_s < 4
-
-
-def test_a_silent_relay_runs_into_the_deadline_and_is_named(tmp_path):
-    async def hang(request):
-        await asyncio.sleep(30)
-
-    async def run():
-        async with answering(hang) as url:
-            with pytest.raises(FetchError, match=url):
-                await asyncio.to_thread(client(tmp_path, url, timeout_s=0.5).latest)
-            with pytest.raises(FetchError, match=f"{url}: timed out while sending"):
-                await asyncio.to_thread(client(tmp_path, url, limits={"answer_timeout_s": 0.3}).latest)
-
-    asyncio.run(run())
 
 
 def test_a_redirect_is_not_followed(tmp_path):
@@ -603,17 +556,6 @@ def test_the_wait_for_a_parent_has_an_end_that_names_it(tmp_path):
     ):
         against(lambda url: client(tmp_path, url, wait_s=0.5).fetch(), tmp_path / "origin")
     assert 0.5 <= time.monotonic() - started_s < 5
-
-
-def test_a_cached_version_that_rotted_is_noticed_by_the_next_client(tmp_path):
-    published(tmp_path, 7)
-
-    def act(url):
-        folder, _ = client(tmp_path, url).fetch(7)
-        flip_bit(folder / "model.safetensors")
-        return client(tmp_path, url).fetch(7)
-
-    assert contents(against(act, tmp_path / "origin")[0]) == contents(tmp_path / "model7")
 
 
 @pytest.mark.parametrize("noticed", ["before", "after"])

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.fetch import BadData
-from shoal.shardcast.fetch.sources import Download
+from shoal.shardcast.fetch.download import Download
 
 from . import virtual
 from .support import (

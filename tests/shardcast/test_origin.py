@@ -50,26 +50,6 @@ def test_a_whole_version_is_published_once_also_after_a_restart(tmp_path):
     assert (tmp_path / "origin" / "versions.json").read_bytes() == listing
 
 
-def test_a_half_version_is_swept_at_restart_and_redone(tmp_path):
-    digest = published(tmp_path, 7).publish(tmp_path / "model7", 7).digest
-    folder = tmp_path / "origin" / "v000007"
-    (folder / "manifest.json").unlink()  # killed before the manifest
-    (folder / "full/00002.shard").rename(folder / "full/.00002.shard.tmp")
-    restarted = origin(tmp_path)
-    assert restarted.published() == []
-    assert not folder.exists()
-    assert restarted.publish(tmp_path / "model7", 7).digest == digest
-    assert restarted.published() == [7]
-    assert not list(folder.rglob(".*"))
-
-
-@pytest.mark.parametrize("listing", ['{"versions":[]}', "", "{"])
-def test_the_list_is_rebuilt_at_restart(tmp_path, listing):
-    published(tmp_path, 7)
-    (tmp_path / "origin" / "versions.json").write_text(listing)
-    assert origin(tmp_path).published() == [7]
-
-
 @pytest.mark.parametrize("harm", ["flip", "delete", "manifest"])
 def test_a_damaged_version_is_redone_with_the_same_digest(tmp_path, harm):
     source = published(tmp_path, 7)

@@ -8,8 +8,8 @@ import pytest
 
 from shoal.shardcast import Access
 from shoal.shardcast.fetch import reach as reach_module
+from shoal.shardcast.fetch.download import Sources
 from shoal.shardcast.fetch.reach import ORDER, OutOfReach, Resolver, check_host, narrowest
-from shoal.shardcast.fetch.sources import Sources
 
 from .support import PUBLIC_KEY
 

@@ -17,8 +17,8 @@ from shoal.shardcast import manifest as manifest_module
 from shoal.shardcast.fetch import BadData, SourceError
 from shoal.shardcast.fetch import client as client_module
 from shoal.shardcast.fetch import source as source_module
+from shoal.shardcast.fetch.download import Sources
 from shoal.shardcast.fetch.source import Incoming
-from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.manifest import MAX_LISTING_BYTES, Listing
 
 from .support import (

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.fetch import BadData, NotHeld, SourceError
+from shoal.shardcast.fetch.download import Sources
 from shoal.shardcast.fetch.source import Incoming, Standing
-from shoal.shardcast.fetch.sources import Sources
 
 from . import virtual
 from .support import (
@@ -25,7 +25,6 @@ from .support import (
     answering,
     between,
     choosing,
-    dead_url,
     flipped,
     published,
     serving,
@@ -78,13 +77,6 @@ def shares(*stubs: Stub, times: int = 2_000) -> list[float]:
 def test_a_source_is_chosen_in_proportion_to_throughput_and_success(standings, expected):
     stubs = [Stub(f"http://{n}", standing=Known(*standing)) for n, standing in enumerate(standings)]
     assert shares(*stubs) == pytest.approx(expected, abs=0.03)
-
-
-def test_the_order_of_the_list_says_nothing():
-    standings = [(300, 1.0), (100, 1.0)]
-    forth = shares(*(Stub(f"http://{n}", standing=Known(*standing)) for n, standing in enumerate(standings)))
-    back = shares(*(Stub(f"http://{n}", standing=Known(*standing)) for n, standing in enumerate(standings[::-1])))
-    assert forth == pytest.approx(back[::-1], abs=0.05)
 
 
 def test_an_order_names_all_who_may_be_asked():
@@ -483,19 +475,6 @@ def test_a_token_is_asked_for_with_each_request():
 
 
 # Sources that come and go
-
-
-def test_a_source_that_is_added_during_a_fetch_is_used(shelf):
-    async def run():
-        incoming, sink = shelf.incoming()
-        async with serving(shelf.store) as up, Sources.open(access(), [dead_url()]) as sources:
-            fetching = asyncio.create_task(sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10))
-            await asyncio.sleep(0.2)
-            sources.use([up])
-            await fetching
-        return bytes(sink.data)
-
-    assert asyncio.run(run()) == shelf.data
 
 
 def test_a_source_that_is_dropped_finishes_what_it_sends_and_is_asked_no_more(shelf):

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from shoal.shardcast.fetch import BadData, FetchError, NotHeld
+from shoal.shardcast.fetch.download import Download, Sources
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
-from shoal.shardcast.fetch.sources import Download, Sources
 from shoal.shardcast.manifest import (
     MAX_HOPS,
     Listing,

@@ -104,9 +104,9 @@ FRESH = {"Cache-Control": "no-cache"}
 FOREVER = {"Cache-Control": "max-age=31536000, immutable"}
 UNCHECKED = {"Cache-Control": "no-store"}  # the shard is not verified yet
 
-RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII | re.IGNORECASE)
+RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII | re.IGNORECASE)
 
-Asked = tuple[int | None, int | None] | None  # the first and the last byte in a Range header
+Asked = tuple[int, int | None] | None  # the first and the last byte in a Range header
 
 SHELF = web.AppKey("shelf", Shelf)
 GUARD = web.AppKey("guard", Guard)
@@ -174,11 +174,12 @@ async def _note_request(
 
 
 class _File(web.FileResponse):
+    """A list or a manifest, always whole."""
+
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        if "Range" in request.headers and _asked_range(request, "") is None:
-            request = request.clone(headers={name: text for name, text in request.headers.items() if name != "Range"})
+        request = request.clone(headers={name: text for name, text in request.headers.items() if name != "Range"})
         writer = await super().prepare(request)  # sends the file
-        if request.method == "GET" and self.status in (200, 206) and isinstance(request, web.Request):
+        if request.method == "GET" and self.status == 200 and isinstance(request, web.Request):
             request.app[SHELF].served_bytes += self.content_length or 0
         return writer
 
@@ -213,7 +214,7 @@ async def _shard(request: web.Request) -> web.StreamResponse:
     if not size_bytes:
         raise web.HTTPNotFound
     etag = held.shard_hash(part, index)
-    asked = _asked_range(request, etag)
+    asked = _asked_range(request)
     path = shelf.shard_path(version, part, index)
     deadline_s = time.monotonic() + shelf.wait_s
     while not (found := _open(path, asked, size_bytes)):
@@ -288,28 +289,21 @@ def _version(request: web.Request) -> tuple[int, Held]:
 
 def _range(asked: Asked, size_bytes: int) -> tuple[int, int]:
     """The first requested byte, and the one after the last. Raise HTTPRequestRangeNotSatisfiable."""
-    if asked is None:
-        return 0, size_bytes
-    first, last = asked
-    start = max(size_bytes - (last or 0), 0) if first is None else first
-    end = size_bytes if first is None or last is None else min(last + 1, size_bytes)
+    start, last = asked or (0, None)
+    end = size_bytes if last is None else min(last + 1, size_bytes)
     if start >= end:
         raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size_bytes}"})
     return start, end
 
 
-def _asked_range(request: web.BaseRequest, etag: str) -> Asked:
-    """The first and the last byte in the Range header. None, which means the whole body, where RFC 9110 (13.1.5, 14.2)
-    tells a server to ignore it: in another method than GET, for another content than If-Range names, if malformed. None
-    also for several ranges."""
-    condition = request.headers.get("If-Range")
-    if request.method != "GET" or (condition is not None and not (etag and condition.strip() == f'"{etag}"')):
-        return None
+def _asked_range(request: web.BaseRequest) -> Asked:
+    """The first and the last byte in the Range header. None, which means the whole body, for every other kind of range:
+    RFC 9110 (14.2) lets a server ignore it, and tells it to in another method than GET, or if malformed."""
     match = RANGE.fullmatch(request.headers.get("Range", "").strip())
-    if match is None or not (match[1] or match[2]):
+    if request.method != "GET" or "If-Range" in request.headers or match is None:
         return None
-    first, last = (int(number) if number else None for number in match.groups())
-    return None if first is not None and last is not None and last < first else (first, last)
+    first, last = int(match[1]), int(match[2]) if match[2] else None
+    return None if last is not None and last < first else (first, last)
 
 
 def _open(path: Path, asked: Asked, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:

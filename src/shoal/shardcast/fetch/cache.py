@@ -87,7 +87,7 @@ class Partial:
 
 
 class PartialShard:
-    """Stores one shard: see `sources.ShardSink`."""
+    """Stores one shard: see `download.ShardSink`."""
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
         self.partial, self._at_bytes = partial, shard.index * partial.shard_size_bytes

@@ -29,9 +29,9 @@ from shoal.shardcast import delta
 from shoal.shardcast.delta import DeltaError, Link
 from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, SourceError, disk_errors
 from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial
+from shoal.shardcast.fetch.download import Download, Sources
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
-from shoal.shardcast.fetch.sources import Download, Sources
 from shoal.shardcast.files import Cutter, LayoutError, alongside
 from shoal.shardcast.manifest import FileEntry, Manifest, Newest, Part, Stream, latest
 
