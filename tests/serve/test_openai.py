@@ -60,6 +60,15 @@ def test_a_stream_ends_with_its_reason_and_then_usage(api: Running) -> None:
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 0
 
 
+def test_the_pieces_of_several_streamed_choices_add_up_to_the_whole_answer(api: Running) -> None:
+    whole = [choice["message"]["content"] for choice in chat(api, n=3).json()["choices"]]
+    texts = ["", "", ""]
+    for chunk in streamed(chat(api, n=3, stream=True)):
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content") or ""
+    assert texts == whole and len(set(whole)) > 1
+
+
 def test_a_stop_string_ends_the_text_before_itself(api: Running) -> None:
     whole = chat(api, max_tokens=40, seed=11).json()["choices"][0]["message"]["content"]
     assert len(whole) > 8

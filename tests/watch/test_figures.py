@@ -1,27 +1,14 @@
 """Figures are short, and right."""
 
-from shoal.protocol.history import Exactness, NodeStatus, Status
-from shoal.watch.figures import TokenPace, clean, count, duration, eta_s, exactness, memory, sparkline, weights_tree
+from shoal.protocol.history import Exactness, NodeStatus
+from shoal.watch.figures import clean, count, duration, eta_s, exactness, memory, sparkline, tokens_per_s, weights_tree
 
 from .support import Seen, node, status, step
 
 
-def test_a_nodes_pace_is_that_of_the_window_and_survives_a_restart() -> None:
-    def at(now_s: float, tokens: int) -> Status:
-        return status(
-            now_s=now_s, nodes=[node("w", stats={"tokens": tokens, "busy_s": 40.0, "waiting_s": 10.0})]
-        ).status
-
-    pace = TokenPace(window_s=60)
-    pace.add(at(0, 1000))
-    assert pace.tokens_per_s(at(0, 1000).nodes[0]) == 20  # since the node's start
-    for now_s in range(10, 210, 10):
-        pace.add(at(now_s, 1000 + (0 if now_s <= 100 else 50 * (now_s - 100))))
-    assert pace.tokens_per_s(at(200, 6000).nodes[0]) == 50
-    pace.add(at(210, 10))
-    pace.add(at(220, 310))
-    assert pace.tokens_per_s(at(220, 310).nodes[0]) == 30
-    assert TokenPace().tokens_per_s(node("idle")) is None
+def test_a_nodes_speed_is_its_mean_since_it_started() -> None:
+    assert tokens_per_s(node("w", stats={"tokens": 1000, "busy_s": 40.0, "waiting_s": 10.0})) == 20
+    assert tokens_per_s(node("idle")) is None
 
 
 def eta(seen: Seen) -> float | None:

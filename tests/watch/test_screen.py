@@ -9,7 +9,6 @@ from rich.console import Console
 
 from shoal.protocol.history import Signal
 from shoal.protocol.messages import LARGEST
-from shoal.watch.figures import TokenPace
 from shoal.watch.terminal.screen import Screen
 
 from .support import Seen, finished, mid_run, node, status, step
@@ -17,9 +16,9 @@ from .support import Seen, finished, mid_run, node, status, step
 WIDTHS = [40, 70, 100, 160]
 
 
-def screen(shown: Seen, width: int, pace: TokenPace | None = None) -> str:
+def screen(shown: Seen, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(Screen(*shown, pace or TokenPace()))
+    console.print(Screen(*shown))
     return console.export_text()
 
 

@@ -117,7 +117,7 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)  # bfloat16: the hidden state that each token was sampled from
     echoed: list[Likely] = field(default_factory=list)  # the prompt's tokens from the second on
-    _pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
+    queue: "asyncio.Queue[tuple[Generation, Piece]]" = field(default_factory=asyncio.Queue)  # may be shared
 
     def __post_init__(self) -> None:
         self.text = Text(self.held.tokenizer, self.ask.stops, self.held.eos_ids, self.ask.max_tokens, self.ask.shown)
@@ -168,12 +168,12 @@ class Generation:
 
     def hand_over(self, piece: Piece) -> None:
         """In the event loop's thread."""
-        self._pieces.put_nowait(piece)
+        self.queue.put_nowait((self, piece))
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Every piece, as they come. One that leaves early must `cancel`."""
         while True:
-            piece = await self._pieces.get()
+            _, piece = await self.queue.get()
             yield piece
             if piece.finish:
                 return

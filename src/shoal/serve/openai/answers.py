@@ -154,6 +154,9 @@ class Answer:
         self.frame = AnswerFrame(f"{prefix}-{secrets.token_hex(12)}", self.held.id, self.chat)
 
     async def respond(self, request: web.Request, scheduler: ServeScheduler, threads: Threads) -> web.StreamResponse:
+        if self.asked.stream:
+            for one in self.generations:
+                one.queue = self.generations[0].queue
         async with submitted(scheduler, self.generations):
             if self.asked.stream:
                 return await self._stream(request, threads)
@@ -287,24 +290,9 @@ async def _all(generation: Generation) -> list[Piece]:
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of all, as they come, with the index of their generation."""
-    if len(generations) == 1:
-        async for piece in generations[0].pieces():
-            yield 0, piece
-        return
-    queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-
-    async def relay(index: int) -> None:
-        async for piece in generations[index].pieces():
-            queue.put_nowait((index, piece))
-
-    tasks = [asyncio.create_task(relay(index)) for index in range(len(generations))]
-    try:
-        left = len(generations)
-        while left:
-            index, piece = await queue.get()
-            left -= piece.finish is not None
-            yield index, piece
-    finally:
-        for task in tasks:
-            task.cancel()
+    """The pieces of all, as they come, with the index of their generation. They share a queue."""
+    index, left = {id(one): index for index, one in enumerate(generations)}, len(generations)
+    while left:
+        generation, piece = await generations[0].queue.get()
+        left -= piece.finish is not None
+        yield index[id(generation)], piece

@@ -18,7 +18,6 @@ from shoal.protocol.messages import Evaluation
 from shoal.watch.estimates import wilson
 from shoal.watch.figures import (
     SiteRow,
-    TokenPace,
     busy_frac,
     clean,
     count,
@@ -33,6 +32,7 @@ from shoal.watch.figures import (
     rejections,
     said,
     sites_of,
+    tokens_per_s,
     total,
     weights_tree,
 )
@@ -250,18 +250,17 @@ def _ends(rewards: Sequence[float]) -> tuple[float, float, float]:
     return means[0], means[1], (sum(spread) / size) ** 0.5
 
 
-def node_table(run: Run, status: Status, pace: TokenPace, trust: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def node_table(run: Run, status: Status, trust: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
     """One row per node, problems first. `trust`: by worker, full checks that it passed in a row, and all of them."""
     state = state_of(run, status)
     alpha = ALPHA if run.config else None  # evidence of 1 / alpha dismisses a worker
-    rows = [_row(node, status, pace, trust, state, alpha) for node in status.nodes]
+    rows = [_row(node, status, trust, state, alpha) for node in status.nodes]
     return sorted(rows, key=lambda row: (ORDER[row["tone"]], row["role"], row["name"]))
 
 
 def _row(
     node: NodeStatus,
     status: Status,
-    pace: TokenPace,
     trust: Mapping[str, tuple[int, int]],
     state: str,
     alpha: float | None,
@@ -279,7 +278,7 @@ def _row(
     elif node.state != "active":
         condition, tone = node.state, "warn"
     worked_s = node.stats.busy_s + node.stats.waiting_s
-    speed = pace.tokens_per_s(node)
+    speed = tokens_per_s(node)
     behind = None
     if node.policy_version is not None and status.newest_version is not None:
         behind = max(status.newest_version - node.policy_version, 0)

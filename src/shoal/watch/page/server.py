@@ -20,7 +20,6 @@ from aiohttp import web
 
 from shoal.errors import ShoalError
 from shoal.protocol.history import Status
-from shoal.watch.figures import TokenPace
 from shoal.watch.page.files import SHARED, File, Files, secure
 from shoal.watch.page.guard import HttpError
 from shoal.watch.page.overview import about, accuracy, broadcast, curves, node_table, overview, run_name
@@ -44,7 +43,6 @@ class Dashboard:
     def __init__(self, run: Run, others: Sequence[Run] = ()) -> None:
         """`others`: runs whose curves are drawn beside this one's, as they are now."""
         self.run, self.others = run, others
-        self.pace = TokenPace()
         self.problem = ""  # why the run could not be looked at
         self.files = Files([SHARED, STATIC])
         self._status: Status | None = None
@@ -97,7 +95,6 @@ class Dashboard:
                 if self._status is None:
                     raise
             self._looked_s = time.monotonic()
-            self.pace.add(self._status)
         return self._status
 
     def overview(self) -> Answer:
@@ -123,7 +120,7 @@ class Dashboard:
 
     def nodes(self) -> Answer:
         status = self.look()
-        rows = node_table(self.run, status, self.pace, trust(self.run.work()))
+        rows = node_table(self.run, status, trust(self.run.work()))
         return {"nodes": rows, "broadcast": broadcast(status)}
 
     def timeline(self, query: Query) -> Answer:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shoal.errors import printable
 from shoal.protocol.history import RunHistory, Status, UnreachableError
-from shoal.watch.figures import TokenPace, clean
+from shoal.watch.figures import clean
 from shoal.watch.run import Run
 from shoal.watch.terminal.events import Events
 from shoal.watch.terminal.screen import Screen
@@ -38,7 +38,6 @@ class LiveView:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._pace = TokenPace()
         self._events = Events()
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -55,9 +54,8 @@ class LiveView:
 
     def update(self, status: Status, history: RunHistory, wall_s: float | None = None) -> None:
         """`wall_s`: what the run has taken, if it was measured; else since its coordinator first started."""
-        self._pace.add(status)
         if self._live is not None:
-            self._live.update(Screen(status, history, self._pace, wall_s), refresh=True)
+            self._live.update(Screen(status, history, wall_s), refresh=True)
             return
         for line in self._events.new(status, history):
             self.log(line)

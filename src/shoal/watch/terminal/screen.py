@@ -7,7 +7,7 @@ that do not fit are counted; nodes with a problem are shown first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -23,7 +23,6 @@ from shoal.watch.figures import (
     NONE,
     SILENT_S,
     SiteRow,
-    TokenPace,
     busy_frac,
     by_name,
     clamp,
@@ -45,6 +44,7 @@ from shoal.watch.figures import (
     sites_of,
     sites_summary,
     sparkline,
+    tokens_per_s,
     total,
     useful_share,
 )
@@ -63,7 +63,6 @@ class Screen:
 
     status: Status
     history: RunHistory
-    pace: TokenPace = field(default_factory=TokenPace)
     elapsed_s: float | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -82,7 +81,7 @@ class Screen:
         sites = sites_of(history.metrics)
         table = [_panel("sites", sites_table(sites, width))] if sites else []
         table = table if room - sum(map(lines, table)) >= FRAME + FEW else []
-        nodes = _nodes_panel(status, self.pace, width, room - sum(map(lines, table)))
+        nodes = _nodes_panel(status, width, room - sum(map(lines, table)))
         yield from console.render(Group(header, training, *table, nodes, verdicts), options.update(width=width))
 
 
@@ -227,7 +226,7 @@ def _batch(status: Status) -> Text:
     return text.append(f", {share}" if (share := useful_share(status.signal)) else "")
 
 
-def _nodes_panel(status: Status, pace: TokenPace, width: int, room: int) -> RenderableType:
+def _nodes_panel(status: Status, width: int, room: int) -> RenderableType:
     """The nodes in at most `room` lines: a table, or one line that counts them. What has no row is counted as hidden."""
     nodes = sorted(status.nodes, key=lambda node: ORDER.index(node.role))
     if not nodes:
@@ -236,7 +235,7 @@ def _nodes_panel(status: Status, pace: TokenPace, width: int, room: int) -> Rend
     if room <= FRAME + 1:
         return Padding(Text(f"{title}  {more(len(nodes))}", style="dim"), (0, 2))
     shown = worth_showing(nodes, status, room - FRAME)
-    return _panel(title, nodes_table(shown, status, pace, width), more(len(nodes) - len(shown)))
+    return _panel(title, nodes_table(shown, status, width), more(len(nodes) - len(shown)))
 
 
 def _verdicts(status: Status, cells: int) -> Text:
@@ -280,7 +279,7 @@ def sites_table(sites: Sequence[SiteRow], width: int) -> Table:
     return table
 
 
-def nodes_table(nodes: list[NodeStatus], status: Status, pace: TokenPace, width: int) -> RenderableType:
+def nodes_table(nodes: list[NodeStatus], status: Status, width: int) -> RenderableType:
     wide, narrow = width >= WIDE, width < NARROW
     table = _table(width)
     _column(table, "name")
@@ -301,7 +300,7 @@ def nodes_table(nodes: list[NodeStatus], status: Status, pace: TokenPace, width:
             *([] if narrow else [node.role]),
             _version(node),
             _doing(node, status),
-            Text(NONE if node.evicted else count(pace.tokens_per_s(node))),
+            Text(NONE if node.evicted else count(tokens_per_s(node))),
             Text(str(node.accepted) if worker else ""),
             Text(str(node.rejected) if worker else "", style="red" if node.rejected else ""),
             *([] if narrow else [Text(memory(node.stats.rss_bytes, short=not wide))]),
