@@ -64,7 +64,7 @@ def meeting(where: str, peers: int, count: int) -> None:
         terms, identity = terms_of(peers, count), Identity.generate()
         first = {name: torch.zeros(shape) for name, shape in shapes(count).items()}
         server = MeetingServer(Meeting(folder, terms, {}, RUN, lambda: Agreed.of(first, terms.shapes)), identity)
-        _, port = await serve(server, "127.0.0.1", 0, None, folder / "port")
+        _, port = await serve(server, "127.0.0.1", 0, folder / "port")
         for peer in range(peers):
             invite = site_invite(identity, f"http://127.0.0.1:{port}", RUN, f"site-{peer}")
             invite.save(folder / f"{peer}.invite")

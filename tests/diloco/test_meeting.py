@@ -123,18 +123,6 @@ def test_after_every_round_all_sites_hold_the_same_bits(kind: Kind, tmp_path: Pa
     assert meeting.round == 4
 
 
-def test_a_round_moves_by_the_average(tmp_path: Path) -> None:
-    meeting = found(tmp_path, terms(kind="fp64", sites=2, lr=1.0, momentum=0.0))
-    trainees = together(meeting, "ab")
-    for each in trainees:
-        each.offer()
-    ends = [{name: tensor.clone() for name, tensor in each.tensors.items()} for each in trainees]
-    for each in trainees:
-        each.finish()
-    for name in SHAPES:
-        assert torch.allclose(trainees[0].tensors[name], (ends[0][name] + ends[1][name]) / 2, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("items", "weights"), [(4, (2, 1, 1)), (5, (2, 2, 1)), (6, (1, 1, 1)), (2, (1, 1, 0)), (0, (0, 0, 0))]
 )

@@ -1,5 +1,4 @@
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -47,16 +46,6 @@ def tiny(*, tied: bool, kv_heads: int = 2) -> LlamaForCausalLM:
     )
 
 
-def test_every_name_is_documented() -> None:
-    groups = [group([0.0, 1.0], [1, 2])]
-    figures = update_metrics([(3, {"optim/grad_norm": 1.0, "optim/lr": 1.0, "policy/kl": 0.0})])
-    figures |= reward_metrics(groups) | completion_metrics(groups, max_tokens=9) | age_metrics(groups, 0, refused=0)
-    figures |= speed_metrics(n_tokens=3, flops=1, train_s=1, busy_s=1, waiting_s=1, peak_gflops=1)
-    figures |= memory_metrics("cpu") | sync_metrics(Path(__file__).parent, 1.0)
-    rows = re.findall(r"^\| (`[^|]+) \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
-    assert set(figures) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-
-
 def test_the_shape_counts_matrices_once_and_embeddings_never() -> None:
     layer = 4 * 16 * 16 + 3 * 16 * 24
     expected = Shape(body=3 * layer, head=40 * 16, layers=3, width=16)
@@ -75,11 +64,6 @@ def test_flops_are_those_that_torch_counts(kv_heads: int) -> None:
     needed = (length + 1) * (length + 2) / 2
     waste = 3 * (4 * shape.layers * shape.width * (full - needed) + 2 * shape.head)
     assert 3 * forward_flops(shape, 1, [length]) + waste == counter.get_total_flops()
-
-
-def test_a_prompt_is_counted_once_however_many_completions_it_has() -> None:
-    shape = Shape(body=100, head=0, layers=0, width=0)
-    assert forward_flops(shape, 10, [3, 4]) == 200 * 17
 
 
 def test_each_completion_attends_to_its_prompt_and_to_itself() -> None:

@@ -37,7 +37,7 @@ def served(meeting: Meeting) -> Iterator[None]:
 
     async def live() -> None:
         server = MeetingServer(meeting, identity)
-        runner, port = await serve(server, "127.0.0.1", 0, None, meeting.folder / "port")
+        runner, port = await serve(server, "127.0.0.1", 0, meeting.folder / "port")
         for name in SITES:
             site_invite(identity, f"http://127.0.0.1:{port}", meeting.run, name).save(meeting.folder / f"{name}.invite")
         ready.set()

@@ -30,7 +30,7 @@ class Surrogate(NamedTuple):
     objective_N: Tensor
     low_N: Tensor  # A < 0 and the probability fell far enough: no gradient
     high_N: Tensor  # A > 0 and the probability rose far enough: no gradient
-    bounded_N: Tensor  # the ratio reached its upper bound (delta, or the kind's max_weight)
+    bounded_N: Tensor  # the ratio reached its upper bound (delta)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LossTerms:
     loss: Tensor
     clip_low: float  # tokens without gradient because of the kind's lower clip or mask (A < 0)
     clip_high: float  # tokens without gradient because of the kind's upper clip or mask (A > 0)
-    clip_delta: float  # tokens whose ratio is cut at delta (grpo, dr_grpo, gspo; A < 0) or max_weight (cispo, dppo)
+    clip_delta: float  # tokens whose ratio is cut at delta (grpo, dr_grpo, gspo: where A < 0)
     mismatch_kl: float  # sum of k3 from the behaviour policy to the current one
     entropy: float  # exact if it was computed; otherwise the unbiased estimate -logp of the sampled tokens
     kl: float
@@ -89,38 +89,17 @@ def policy_loss(
     weight_N = torch.ones_like(logp_N)
     match settings.kind:
         case "grpo" | "dr_grpo":
-            surrogate = grpo(
-                logp_N,
-                behaviour_N,
-                advantage_N,
-                epsilon=settings.epsilon,
-                epsilon_high=settings.epsilon_high,
-                delta=settings.delta,
-            )
+            surrogate = grpo(logp_N, behaviour_N, advantage_N, settings)
         case "gspo":
             if rollout_N is None:
                 raise ValueError('loss.kind = "gspo" needs rollout_N, the rollout of each token')
-            surrogate = gspo(
-                logp_N,
-                behaviour_N,
-                advantage_N,
-                rollout_N,
-                epsilon=settings.epsilon,
-                epsilon_high=settings.epsilon_high,
-                delta=settings.delta,
-            )
+            surrogate = gspo(logp_N, behaviour_N, advantage_N, rollout_N, settings)
             index_N, length_R = _rollouts(rollout_N)
             weight_N = (1 / length_R.to(logp_N.dtype))[index_N]
         case "cispo":
-            surrogate = cispo(logp_N, behaviour_N, advantage_N, max_weight=settings.delta)
+            surrogate = cispo(logp_N, behaviour_N, advantage_N, settings)
         case "dppo":
-            surrogate = dppo(
-                logp_N,
-                behaviour_N,
-                advantage_N,
-                threshold=settings.epsilon,
-                max_weight=settings.delta,
-            )
+            surrogate = dppo(logp_N, behaviour_N, advantage_N, settings)
         case _:
             assert_never(settings.kind)
     loss_N = -surrogate.objective_N
@@ -147,9 +126,7 @@ def policy_loss(
         )
 
 
-def grpo(
-    logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, *, epsilon: float, epsilon_high: float, delta: float
-) -> Surrogate:
+def grpo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: LossSection) -> Surrogate:
     """Two-sided clipping: J = min( min(r, delta) * A, clip(r, 1-epsilon, 1+epsilon_high) * A ).
 
     PPO's clip leaves one case unbounded: for A < 0 and a large r, J and its gradient grow with r. delta > 1 + epsilon_high
@@ -157,18 +134,11 @@ def grpo(
     2505.07291, section 3.4). dr_grpo (Dr. GRPO, arXiv 2503.20783) has the same J; it differs in `denominator` and in
     advantages without std.
     """
-    return _clipped(_ratio(logp_N - behaviour_N), advantage_N, 1 - epsilon, 1 + epsilon_high, delta)
+    return _clipped(_ratio(logp_N - behaviour_N), advantage_N, settings)
 
 
 def gspo(
-    logp_N: Tensor,
-    behaviour_N: Tensor,
-    advantage_N: Tensor,
-    rollout_N: Tensor,
-    *,
-    epsilon: float,
-    epsilon_high: float,
-    delta: float,
+    logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, rollout_N: Tensor, settings: LossSection
 ) -> Surrogate:
     """J = min( min(s, delta) * A, clip(s, 1-epsilon, 1+epsilon_high) * A ), s = exp(mean over the rollout of log r).
 
@@ -178,38 +148,38 @@ def gspo(
     index_N, length_R = _rollouts(rollout_N)
     drift_N = logp_N - behaviour_N
     drift_R = drift_N.new_zeros(len(length_R)).index_add(0, index_N, drift_N) / length_R.to(drift_N.dtype)
-    return _clipped(_ratio(drift_R)[index_N], advantage_N, 1 - epsilon, 1 + epsilon_high, delta)
+    return _clipped(_ratio(drift_R)[index_N], advantage_N, settings)
 
 
-def cispo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, *, max_weight: float) -> Surrogate:
-    """J = detached(min(r, max_weight)) * A * logp: the weight is clipped, and every token keeps its gradient.
+def cispo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: LossSection) -> Surrogate:
+    """J = detached(min(r, delta)) * A * logp: the weight is clipped, and every token keeps its gradient.
 
-    Source: MiniMax-M1 (arXiv 2506.13585, equations 4 and 5), without a lower bound, as there. max_weight is its
+    Source: MiniMax-M1 (arXiv 2506.13585, equations 4 and 5), without a lower bound, as there. delta is its
     1 + epsilon_high, for which it gives no value; ScaleRL (arXiv 2510.13786) finds 4 to 8 equally good. The weight is
-    bounded for both signs of A, so delta is not needed.
+    bounded for both signs of A.
     """
     ratio_N = _ratio(logp_N.detach() - behaviour_N)
     nowhere_N = torch.zeros_like(ratio_N, dtype=torch.bool)
-    objective_N = ratio_N.clamp(max=max_weight) * advantage_N * logp_N
-    return Surrogate(objective_N, nowhere_N, nowhere_N, ratio_N > max_weight)
+    objective_N = ratio_N.clamp(max=settings.delta) * advantage_N * logp_N
+    return Surrogate(objective_N, nowhere_N, nowhere_N, ratio_N > settings.delta)
 
 
-def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, *, threshold: float, max_weight: float) -> Surrogate:
-    """J = M * detached(min(r, max_weight)) * A * logp; pi, mu: the token's probability now and when it was sampled.
+def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: LossSection) -> Surrogate:
+    """J = M * detached(min(r, delta)) * A * logp; pi, mu: the token's probability now and when it was sampled.
 
-    M = 0 if A > 0 and pi - mu > threshold, or A < 0 and pi - mu < -threshold; otherwise 1. So a token is dropped once it
+    M = 0 if A > 0 and pi - mu > epsilon, or A < 0 and pi - mu < -epsilon; otherwise 1. So a token is dropped once it
     moved far enough in the direction of its advantage. |pi - mu| is the total variation between the two policies if all
     other tokens count as one ("binary TV"): a rare token may change by a large factor, a common one only a little.
-    Source: DPPO (arXiv 2602.04879, equations 11 to 13), which writes J = M * r * A: the same gradient up to max_weight.
-    The mask leaves a large r with A < 0 unbounded, as PPO's clip does; max_weight bounds it, as in the authors' code.
+    Source: DPPO (arXiv 2602.04879, equations 11 to 13), which writes J = M * r * A: the same gradient up to delta.
+    The mask leaves a large r with A < 0 unbounded, as PPO's clip does; delta bounds it, as in the authors' code.
     """
     ratio_N = _ratio(logp_N.detach() - behaviour_N)
     moved_N = torch.exp(logp_N.detach()) - torch.exp(behaviour_N)
-    low_N = (advantage_N < 0) & (moved_N < -threshold)
-    high_N = (advantage_N > 0) & (moved_N > threshold)
+    low_N = (advantage_N < 0) & (moved_N < -settings.epsilon)
+    high_N = (advantage_N > 0) & (moved_N > settings.epsilon)
     kept_N = ~(low_N | high_N)
-    objective_N = kept_N * ratio_N.clamp(max=max_weight) * advantage_N * logp_N
-    return Surrogate(objective_N, low_N, high_N, kept_N & (ratio_N > max_weight))
+    objective_N = kept_N * ratio_N.clamp(max=settings.delta) * advantage_N * logp_N
+    return Surrogate(objective_N, low_N, high_N, kept_N & (ratio_N > settings.delta))
 
 
 def k3(logp_N: Tensor, reference_N: Tensor) -> Tensor:
@@ -224,7 +194,8 @@ def k3(logp_N: Tensor, reference_N: Tensor) -> Tensor:
     return torch.exp(d_N - beyond_N) * (1 + beyond_N) - d_N - 1
 
 
-def _clipped(ratio_N: Tensor, advantage_N: Tensor, low: float, high: float, delta: float) -> Surrogate:
+def _clipped(ratio_N: Tensor, advantage_N: Tensor, settings: LossSection) -> Surrogate:
+    low, high, delta = 1 - settings.epsilon, 1 + settings.epsilon_high, settings.delta
     bounded_N = ratio_N.clamp(max=delta) * advantage_N
     clipped_N = ratio_N.clamp(low, high) * advantage_N
     return Surrogate(
