@@ -12,7 +12,6 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,6 @@ from shoal.cli.arguments import Commands, add_command, read_config, real, say, t
 from shoal.errors import ShoalError, UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from shoal.evals.evaluate import Contestant
     from shoal.evals.harness import Suite
 
@@ -146,9 +143,6 @@ def _served(arguments: argparse.Namespace) -> list[Contestant]:
     ]
 
 
-WIDTH = 40  # cells of the longest bar
-
-
 def _add_filter(commands: Commands[argparse.ArgumentParser]) -> None:
     filter_ = add_command(
         commands, "filter", "measure pass rates of tasks and keep those in a band", "quickstart --out runs/rates"
@@ -194,22 +188,8 @@ def run_filter(arguments: argparse.Namespace) -> None:
             f"stopped; to continue, repeat the command: the results so far are in {shlex.quote(str(arguments.out))}"
         )
     kept = write_filter(arguments.out, results, band, rates.settings)
-    Terminal().print(_table(histogram(results)))
+    say("\n".join(["pass rate  tasks", *(f"{label:>9}  {count:5}" for label, count in histogram(results).items())]))
     say(
         f"kept {len(kept)} of {len(results)} tasks with a pass rate from {float(band.low):g} to {float(band.high):g}\n"
         f'{arguments.out / MANIFEST}\nto train on them: keep = "{arguments.out / MANIFEST}" in [[tasks.sources]]'
     )
-
-
-def _table(found: Mapping[str, int]) -> Table:
-    """Tasks by pass rate."""
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column()
-    table.add_row("pass rate", "tasks", "", style="dim")
-    for label, count in found.items():
-        table.add_row(label, str(count), "█" * -(-count * WIDTH // max(found.values())) if count else "")
-    return table

@@ -9,7 +9,7 @@ Invariants: what is judged again is judged whole, by a validator's own code and 
 ledger. A hard rejection holds if this machine's validator would slash for that file, too, for whichever reason. Only a
 machine that computes alike (`record.computed`) can say that bits are wrong. Another one says so, and compares nothing.
 Left out: the validator's exactness class, so a file is judged by the limits alone, which are wider; a learner of several
-ranks; one at several sites, for the reason that `obstacle` gives.
+ranks; one at several sites, whose moments and rounding no checkpoint that its record names holds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -67,18 +67,6 @@ def states(run: Opened, found: Found) -> list[int]:
     kept = {0, *(int(path.name.removeprefix("step-")) for path in folders)}
     trained = [step for step in sorted(kept) if step < len(found.records) and not found.configs[step].learner.sites]
     return [step for step in trained if found.records[step].computed.ranks == 1]
-
-
-def obstacle(found: Found) -> str:
-    """Why none of the steps can be run again."""
-    if found.records and all(config.learner.sites for config in found.configs):
-        return (
-            "they were trained at several sites, and a record says how one of them computed; the moments of the others, and "
-            "what rounding left over at each, are in no checkpoint that it names"
-        )
-    if found.records and all(record.computed.ranks > 1 for record in found.records):
-        return "several ranks trained them, and one process sums in another order"
-    return "no state before a step is at hand"
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def audit(
 
 def _again(run: Opened, found: Found, steps: int, proofs: int, random: Random, say: Say) -> None:
     """Judge hard rejections. Run drawn steps again, and judge a sample of the submissions of the version each began with."""
-    from shoal.cli.audit.again import judge_again, judge_rejections, obstacle, rerun, states
+    from shoal.cli.audit.again import judge_again, judge_rejections, rerun, states
 
     if line := judge_rejections(run, found, limit=proofs):
         say(line)
@@ -104,7 +104,7 @@ def _again(run: Opened, found: Found, steps: int, proofs: int, random: Random, s
             judge_again(run, sample, again.before, again.there.dtype)
             say(f"proofs: {len(sample)} of {len(of_version)} submissions of version {step} judged again, all accepted")
     if not possible:
-        say(f"steps: none can be run again: {obstacle(found)}")
+        say("steps: none can be run again: no state before one is at hand, or several ranks or sites trained them")
 
 
 def _differs(again: object, name: str) -> bool:
