@@ -300,7 +300,7 @@ HELP = "import contextlib, shoal.cli\nwith contextlib.suppress(SystemExit):\n   
         HELP.format(["pool", "status", "http://127.0.0.1:9"]),
         HELP.format(["worker", "--join", "missing.file", "--dir", "w"]),
         "import shoal.cli, shoal.cli.launch.swarm, shoal.watch.summary, shoal.watch.terminal.live",
-        "import shoal.cli.broadcast, shoal.cli.broadcast, shoal.protocol.node",
+        "import shoal.cli.origin_and_relay, shoal.protocol.node",
         "import shoal.coordinator.http.routes, shoal.coordinator.http.serving",
         "from shoal import tasks\ntasks.load(tasks.TaskSection()).train[0]",
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.cli.broadcast import WATCH_S, run_origin, run_relay
+from shoal.cli.origin_and_relay import WATCH_S, run_origin, run_relay
 from shoal.config import parse
 from shoal.coordinator.http.reports import Costly
 from shoal.coordinator.http.serving import serve_forever

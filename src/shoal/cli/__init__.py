@@ -1,7 +1,7 @@
 """The command line: arguments in, exit status out. `main` maps each command's name to its module.
 
 training, nodes, dashboard, serve, evals, check, shardcast   the commands; pool/ and audit/ are groups of their own
-roles, broadcast   how the processes of a pool start: those that compute; origin and relay, which watch and serve
+roles, origin_and_relay   how the processes of a pool start: those that compute; those that watch and serve
 launch/            `shoal run`: every role on one machine      preflight/   will it run here, how long
 """
 

@@ -120,14 +120,14 @@ def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
 
 def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threading.Event) -> str:
     """Return how the run ended."""
-    from shoal.cli import broadcast, roles
+    from shoal.cli import origin_and_relay, roles
 
     folder, threads = arguments.dir, arguments.threads
     if role in ("origin", "relay"):
         listen, url = arguments.listen, arguments.url
         if role == "origin":
-            return broadcast.run_origin(invite, folder, arguments.watch, stop, listen, url)
-        return broadcast.run_relay(invite, folder, stop, listen, url)
+            return origin_and_relay.run_origin(invite, folder, arguments.watch, stop, listen, url)
+        return origin_and_relay.run_relay(invite, folder, stop, listen, url)
     if role == "learner":
         from shoal.protocol.invite import read_invite
 

@@ -1,7 +1,7 @@
 """How each role that computes starts: check the device, join the pool, get config and tasks, build the process, run it.
 
 Invariant: each `run_*` returns how the run ended. torch is imported only by the functions that compute, so that the commands
-which import this module answer at once. Origin and relay are in `broadcast`.
+which import this module answer at once. Origin and relay: `origin_and_relay`.
 """
 
 from __future__ import annotations

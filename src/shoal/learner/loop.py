@@ -1,7 +1,7 @@
 """The learner's loop: wait for a batch, train, publish, checkpoint, report. It never waits for one worker or relay.
 
-Publishing writes `versions/vN`. The origin (`cli/broadcast`) watches that folder and publishes it, and workers follow the
-relays (`worker/loop`). Meanwhile they continue with the version they have.
+Publishing writes `versions/vN`. The origin (`cli/origin_and_relay`) watches that folder and publishes it, and workers
+follow the relays (`worker/loop`). Meanwhile they continue with the version they have.
 Invariant: policy version v is the state after steps 0..v-1, and a published version never changes.
 Under torchrun every rank runs this loop, and only the leader talks to the pool.
 Paper: PRIME-RL in INTELLECT-2 (arXiv 2505.07291, section 2).

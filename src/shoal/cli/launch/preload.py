@@ -11,7 +11,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)  # `shoal run` handles Ctrl-C and s
 
 for module in (
     "shoal.cli",
-    "shoal.cli.broadcast",
+    "shoal.cli.origin_and_relay",
     "shoal.cli.roles",
     "shoal.evals.heldout",
     "shoal.learner.loop",
