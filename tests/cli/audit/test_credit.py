@@ -9,7 +9,7 @@ import pytest
 
 from shoal.cli.audit.pay import Accepted
 from shoal.cli.audit.work import Walk
-from shoal.config import Config, checking
+from shoal.config import Config, sections
 
 from ...coordinator.support import ALICE, VALIDATOR, open_pool
 
@@ -18,7 +18,7 @@ CHECKS = 2
 
 @pytest.fixture(autouse=True)
 def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "LEAST_ESCROW_CHECKS", CHECKS)
+    monkeypatch.setattr(sections, "LEAST_ESCROW_CHECKS", CHECKS)
 
 
 ONE = Accepted(
