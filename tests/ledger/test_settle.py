@@ -4,8 +4,7 @@ import pytest
 
 from shoal.ledger.chain import Entry, LedgerError
 from shoal.ledger.connection import open_sqlite
-from shoal.ledger.evm import EvmStakes, deploy
-from shoal.ledger.settle import NO_PAYER, not_on_chain, settle, unsettled
+from shoal.ledger.evm import NO_PAYER, EvmStakes, deploy, not_on_chain, settle, unsettled
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 

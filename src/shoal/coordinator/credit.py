@@ -29,7 +29,7 @@ from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.nodes import TIMEOUT_S
 from shoal.ledger.chain import Entry, LedgerError
-from shoal.ledger.settle import KINDS, settle, unsettled
+from shoal.ledger.evm import KINDS, settle, unsettled
 from shoal.ledger.stakes import LedgerStakes
 from shoal.protocol.messages import Booking
 

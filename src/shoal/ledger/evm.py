@@ -1,4 +1,4 @@
-"""The accounts of a pool on an EVM chain: a contract in Vyper, calls that are encoded here, and a chain behind JSON-RPC.
+"""The accounts of a pool on an EVM chain: a contract in Vyper, a chain behind JSON-RPC, and how a ledger is settled there.
 
     stakes.vy      the contract        stakes.json   what the compiler made of it; a test compiles it again and compares
     EvmStakes      the accounts of `shoal.ledger.stakes` in a contract, over any `EvmChain`
@@ -8,12 +8,23 @@ Invariants: the contract decides. A refused transaction changes nothing and is a
 events are read from the chain's logs, in the order of the contract's own count. A transaction counts once it is in a block
 and succeeded. Whatever a node does or answers, a LedgerError comes of it; an answer that is none of the contract's is a
 ChainLostError. A private key that others may read is not used. Importing this needs no extra; opening a chain needs `evm`.
-Left out: reorganisations (wait for more blocks where the chain has them), and fees that rise while a transaction waits.
+
+Settling repeats in the contract what a pool's ledger says about accounts, entry by entry:
+
+    registered   register(key, role, payer)                      a key is registered once, whichever run was first
+    credited     credit(worker, the entry's digest, tokens)      a digest is credited once
+    slashed      slash(worker, the entry's digest, the hash of the rejected file)
+
+The contract itself refuses an entry the second time, and is asked before. So whoever settles may die, repeat itself or lose
+an answer, and nothing is counted twice; entries are settled in order, so none is left out. The contract names digests: a
+ledger that lacks one of them, or says otherwise there, is not the one that was settled.
+Left out: several entries in one transaction; reorganisations (wait for more blocks where the chain has them); fees that rise
+while a transaction waits.
 """
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
@@ -22,7 +33,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from shoal.ledger.chain import LedgerError
+from shoal.ledger.chain import Entry, LedgerError
 from shoal.ledger.stakes import UNSTAKE_S, Account, Event
 
 ENTRY = ("uint256", "string", "bytes32", "string", "uint256", "bytes32")  # the fields of the contract's one event
@@ -32,6 +43,8 @@ KEY = re.compile("[0-9a-fA-F]{64}")
 ANSWER_S = 10.0
 WAIT_S = 120.0
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)  # of a wrong answer
+KINDS = ("registered", "credited", "slashed")
+NO_PAYER = "0x" + "00" * 20  # of a member that named none: nobody stakes on it
 
 
 class ChainLostError(LedgerError):
@@ -297,3 +310,65 @@ def _encode(types: Sequence[str], values: Sequence[Any]) -> bytes:
 
 def _key(key: str) -> bytes:
     return bytes.fromhex(key)
+
+
+# --- settling --------------------------------------------------------------------------------------------------------
+
+
+def unsettled(entries: Iterable[Entry], contract: EvmStakes) -> list[Entry]:
+    """Those that are to be settled, from the first on that may not be; asks about a few of them only."""
+    found = [entry for entry in entries if entry.kind in KINDS]
+    works = [number for number, entry in enumerate(found) if entry.kind != "registered"]
+    low, high = 0, len(works)  # those before `low` are settled, those from `high` on are not
+    while low < high:
+        middle = (low + high) // 2
+        if is_settled(found[works[middle]], contract):
+            low = middle + 1
+        else:
+            high = middle
+    return found[works[low - 1] + 1 if low else 0 :]
+
+
+def settle(entry: Entry, contract: EvmStakes) -> bool:
+    """Returns whether it had to be sent. Raises LedgerError; then send it again later."""
+    if is_settled(entry, contract):
+        return False
+    try:
+        _send(entry, contract)
+    except LedgerError:
+        if is_settled(entry, contract):  # an earlier transaction was only slow
+            return False
+        raise
+    return True
+
+
+def is_settled(entry: Entry, contract: EvmStakes) -> bool:
+    body = loads(entry.body)
+    if entry.kind == "registered":
+        return contract.account(body["key"]) is not None
+    return contract.is_paid(entry.digest) if entry.kind == "credited" else contract.is_slashed(entry.digest)
+
+
+def not_on_chain(entries: Sequence[Entry], known: set[tuple[str, str, str, int]], contract: EvmStakes) -> list[Entry]:
+    """The entries that a contract does not hold as the ledger says them. `known`: its events, as kind, key, work, tokens."""
+    return [
+        entry
+        for entry in entries
+        if entry.kind in KINDS
+        and (not is_settled(entry, contract) if entry.kind == "registered" else _settled_event(entry) not in known)
+    ]
+
+
+def _settled_event(entry: Entry) -> tuple[str, str, str, int]:
+    body = loads(entry.body)
+    return entry.kind, body["worker"], entry.digest, body["tokens"] if entry.kind == "credited" else 0
+
+
+def _send(entry: Entry, contract: EvmStakes) -> None:
+    body: dict[str, Any] = loads(entry.body)
+    if entry.kind == "registered":
+        contract.register(body["key"], body["role"], body.get("payer") or NO_PAYER)
+    elif entry.kind == "credited":
+        contract.credit(body["worker"], entry.digest, body["tokens"])
+    else:
+        contract.slash(body["worker"], entry.digest, body["file"])

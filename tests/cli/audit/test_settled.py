@@ -13,8 +13,7 @@ from shoal.config import dumps
 from shoal.config.sections import LedgerSection
 from shoal.ledger import evm
 from shoal.ledger.connection import open_sqlite
-from shoal.ledger.evm import EvmStakes, deploy
-from shoal.ledger.settle import settle
+from shoal.ledger.evm import EvmStakes, deploy, settle
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 

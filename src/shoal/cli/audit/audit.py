@@ -25,7 +25,7 @@ from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
 from shoal.ledger.connection import Connection
-from shoal.ledger.settle import KINDS, not_on_chain
+from shoal.ledger.evm import KINDS, not_on_chain
 from shoal.protocol.messages import Reason, Spent
 
 Say = Callable[[str], None]

@@ -139,7 +139,7 @@ def _deploy(arguments: argparse.Namespace) -> None:
 
 def _settle(arguments: argparse.Namespace) -> None:
     from shoal.cli.audit.opened import open_run
-    from shoal.ledger.settle import settle, unsettled
+    from shoal.ledger.evm import settle, unsettled
 
     contract = _operated(arguments.run)
     waiting = unsettled(open_run(arguments.run).chain, contract)
