@@ -42,7 +42,7 @@ from shoal.coordinator.nodes import Nodes
 from shoal.coordinator.state import open_tables
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite, run_id
-from shoal.protocol.messages import VERSION, Policy, Role
+from shoal.protocol.messages import VERSION, PolicyVersion, Role
 
 HERE = Path(__file__).parent
 START_S = 60.0
@@ -143,7 +143,7 @@ class Pool:
     async def begin(self) -> None:
         """An origin joins and publishes version 0, so that workers can be given tasks."""
         (origin,) = identities(1)
-        policy = Policy(version=0, digest="0" * 64, size_bytes=1000).model_dump()
+        policy = PolicyVersion(version=0, digest="0" * 64, size_bytes=1000).model_dump()
         for path, body in (("/v1/register", self._joining("origin", "origin")), ("/v1/policies", body_of(policy))):
             sent = await send(self.url, [self._signed(origin, path, body)], connections=1, per_s=None)
             if set(sent.statuses) != {"200"}:

@@ -24,7 +24,7 @@ from machine import commit
 from shoal import config
 from shoal.coordinator.trust import bets
 from shoal.evidence import ALPHA, REWARD_TILT, TASK_TILT, Process, allocation
-from shoal.protocol.messages import BEYOND, Spent
+from shoal.protocol.messages import BEYOND, ToleranceSpent
 from shoal.validator.checks import DISTRIBUTION_EVIDENCE
 from shoal.validator.spending import STAKE
 
@@ -100,7 +100,9 @@ def honest_rates(model: Model) -> np.ndarray:
     return np.array(found["beyond"][model.pair]) / found["total_exposure"]
 
 
-def submission(model: Model, plan: Strategy, settings: Any, up: bool, rng: np.random.Generator) -> tuple[Spent, float]:
+def submission(
+    model: Model, plan: Strategy, settings: Any, up: bool, rng: np.random.Generator
+) -> tuple[ToleranceSpent, float]:
     """One submission: what it used, and how much the mean reward of its rollouts changed as wished."""
     size = settings.sampling.group_size
     shape = (model.groups, size)
@@ -144,7 +146,7 @@ def submission(model: Model, plan: Strategy, settings: Any, up: bool, rng: np.ra
         return allocation(counts.sum(1).tolist(), exposed.sum(1).tolist(), means, TASK_TILT, STAKE)
 
     figures = settings.validator
-    used = Spent(
+    used = ToleranceSpent(
         exposure=float(exposed.sum()),
         beyond=(beyond[0], beyond[1], beyond[2], beyond[3]),
         better=within(1),
@@ -159,7 +161,9 @@ def submission(model: Model, plan: Strategy, settings: Any, up: bool, rng: np.ra
     return used, float(moved.mean())
 
 
-def lasted(draw: Callable[[], tuple[Spent, float]], settings: Any, most: int) -> tuple[int | None, float, float]:
+def lasted(
+    draw: Callable[[], tuple[ToleranceSpent, float]], settings: Any, most: int
+) -> tuple[int | None, float, float]:
     """Submissions until one worker is dismissed (None: not within `most`), its mean gain, the highest evidence in nats."""
     process, gains, highest = Process(), [], 0.0
     for number in range(1, most + 1):

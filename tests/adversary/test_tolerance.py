@@ -16,7 +16,7 @@ from benchmarks.adversary.tolerance import FAR, PLANS, SPENT, Plan, SpendsTolera
 
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
-from shoal.protocol.messages import Spent
+from shoal.protocol.messages import ToleranceSpent
 from shoal.store.rollouts import read_submission
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
@@ -57,7 +57,7 @@ def attacker(kind: type[Attack], folder: Path, engine: TorchEngine) -> Attack:
     return made
 
 
-def judged(judge: Judge, made: Attack, number: int) -> tuple[Spent, float]:
+def judged(judge: Judge, made: Attack, number: int) -> tuple[ToleranceSpent, float]:
     """What an accepted submission used, and its mean reward."""
     asked = offline_assignment(SETTINGS, ALICE.public, number)
     case = judge.open(asked, ALICE.public, made.submission(asked))
@@ -75,7 +75,7 @@ def pool() -> Harness:
     return harness
 
 
-def uploaded(harness: Harness, used: Spent) -> str:
+def uploaded(harness: Harness, used: ToleranceSpent) -> str:
     """The state of one more submission that used this much."""
     task = harness.upload(KEY)
     assert harness.claim() is not None

@@ -27,10 +27,10 @@ from shoal.protocol.messages import (
     Heartbeat,
     HeartbeatAnswer,
     InvitePayload,
-    Policy,
+    PolicyVersion,
     Reason,
     Replay,
-    Spent,
+    ToleranceSpent,
     Verdict,
 )
 
@@ -60,7 +60,7 @@ class Harness:
 
     def publish(self, *versions: int) -> None:
         for version in versions:
-            self.pool.learning.published(Policy(version=version, digest=f"{version:064x}", size_bytes=1))
+            self.pool.learning.published(PolicyVersion(version=version, digest=f"{version:064x}", size_bytes=1))
 
     def beat(
         self,
@@ -112,7 +112,7 @@ class Harness:
         *,
         confirmed: bool = True,
         replay: Replay | None = None,
-        spent: Spent | None = None,
+        spent: ToleranceSpent | None = None,
     ) -> None:
         """One verdict; and a second validator's, the same, if it waits for one (unless not `confirmed`)."""
         self.contents += 1

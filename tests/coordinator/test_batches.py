@@ -3,7 +3,7 @@ import json
 import pytest
 
 from shoal.coordinator.database import PoolError
-from shoal.protocol.messages import Evaluation, Policy, StepReport
+from shoal.protocol.messages import Evaluation, PolicyVersion, StepReport
 
 from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, advance, open_pool, staffed_pool
 
@@ -112,7 +112,7 @@ def test_a_version_keeps_the_digest_that_it_was_published_with(harness: Harness)
     harness.publish(0)
     assert harness.kinds().count("policy") == 1, "the same report again changes nothing"
     with pytest.raises(PoolError, match="another digest"):
-        harness.pool.learning.published(Policy(version=0, digest="f" * 64, size_bytes=1))
+        harness.pool.learning.published(PolicyVersion(version=0, digest="f" * 64, size_bytes=1))
 
 
 def evaluation(version: int, *, final: bool) -> Evaluation:

@@ -20,7 +20,7 @@ from shoal.protocol.calling import RefusedError
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
-from shoal.protocol.messages import Batch, ClaimRequest, Claims, Ok, Policy
+from shoal.protocol.messages import Batch, ClaimRequest, Claims, Ok, PolicyVersion
 from shoal.protocol.node import Node
 from shoal.protocol.signing import SignedAuth
 
@@ -101,7 +101,7 @@ def test_a_coordinator_on_another_machine_goes_on_where_the_first_was_killed(set
     try:
         assert listens(url)
         worker, validator, origin, learner = (join(role, role) for role in ("worker", "validator", "origin", "learner"))
-        origin.post("/v1/policies", Policy(version=0, digest="d" * 64, size_bytes=1), Ok)
+        origin.post("/v1/policies", PolicyVersion(version=0, digest="d" * 64, size_bytes=1), Ok)
         worker.policy_version = 0
         tasks = []
         for number in range(2):

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
-from shoal.protocol.messages import Replay, Spent
+from shoal.protocol.messages import Replay, ToleranceSpent
 
 from .support import ALICE, BOB, Clock, Harness, config, open_pool, staffed_pool
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("every_database_slow")
 USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 
-def spent(**figures: Any) -> Spent:
+def spent(**figures: Any) -> ToleranceSpent:
     """Of an honest submission of 1,000 tokens: at the honest rates, and with figures at half of their limits."""
     honest: dict[str, Any] = {
         "exposure": 400.0,
@@ -32,7 +32,7 @@ def spent(**figures: Any) -> Spent:
         "logprob_error_mean": 0.05,
         "distribution": -20.0,
     }
-    return Spent(**(honest | figures))
+    return ToleranceSpent(**(honest | figures))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def harness() -> Harness:
     return staffed_pool(validators=())
 
 
-def submitted(harness: Harness, used: Spent | None, key: str = ALICE, **given: Any) -> str:
+def submitted(harness: Harness, used: ToleranceSpent | None, key: str = ALICE, **given: Any) -> str:
     """One submission that all checks accept. Its state afterwards."""
     task = harness.upload(key)
     claim = harness.claim()

@@ -16,7 +16,8 @@ from shoal.store.folder import Folder, Store, StoreError
 from ..servers import S3_KEY, S3_SECRET, s3_server
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
-from shoal.store.bucket import Bucket, UploadGrant, credentials_from
+from shoal.protocol.messages import UploadGrant
+from shoal.store.bucket import Bucket, credentials_from
 
 ID, DATA = "0123456789abcdef-000001", b"rows of a submission" * 100
 KEYS = S3Credentials(S3_KEY, S3_SECRET)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.config import parse
-from shoal.protocol.messages import Spent
+from shoal.protocol.messages import ToleranceSpent
 from shoal.store.rollouts import Header
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.case import Case, Prefill
@@ -38,7 +38,7 @@ def case(margins: list[list[float]], rewards: list[float], group_size: int = 4) 
     return empty
 
 
-def found(margins: list[list[float]], rewards: list[float]) -> Spent:
+def found(margins: list[list[float]], rewards: list[float]) -> ToleranceSpent:
     return spent(case(margins, rewards), CONFIG, EVIDENCE)
 
 

@@ -17,7 +17,7 @@ from shoal.files import write_file
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
-from shoal.protocol.messages import Ok, Policy
+from shoal.protocol.messages import Ok, PolicyVersion
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
 from shoal.shardcast.origin import check_apart
@@ -63,7 +63,7 @@ def run_origin(
 
 
 def _announce(node: Node, manifest: Manifest) -> None:
-    policy = Policy(version=manifest.version, digest=manifest.digest, size_bytes=manifest.size_bytes)
+    policy = PolicyVersion(version=manifest.version, digest=manifest.digest, size_bytes=manifest.size_bytes)
     node.post("/v1/policies", policy, Ok)
 
 

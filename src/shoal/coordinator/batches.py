@@ -20,7 +20,7 @@ from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.groups import Scored
 from shoal.coordinator.trust import most_unchecked
 from shoal.ledger.chain import JSON
-from shoal.protocol.messages import Batch, BatchGroup, Evaluation, GroupResult, Policy, StepReport
+from shoal.protocol.messages import Batch, BatchGroup, Evaluation, GroupResult, PolicyVersion, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Learning:
         self.config = config
         self._close = close
 
-    def published(self, policy: Policy) -> None:
+    def published(self, policy: PolicyVersion) -> None:
         """Record a published version. Raises PoolError if it was published with another digest."""
         with self.db.transaction():
             digest = self.db.policies.digest(policy.version)

@@ -36,7 +36,7 @@ from shoal.coordinator.submissions import Submission
 from shoal.evidence import ALPHA, REWARD_TILT, Process, frequency
 from shoal.evidence import share as bet_share
 from shoal.ledger.connection import Connection
-from shoal.protocol.messages import Spent, Verdict
+from shoal.protocol.messages import ToleranceSpent, Verdict
 
 SCHEMA = [
     """CREATE TABLE IF NOT EXISTS evidence (
@@ -154,7 +154,7 @@ class Trust:
         return True
 
 
-def bets(spent: Spent, config: Config) -> dict[str, float]:
+def bets(spent: ToleranceSpent, config: Config) -> dict[str, float]:
     """ln of each bet's e-value for one submission, by name. Their capital is held by `shoal.evidence`."""
     found = {
         f"beyond {number} theta {theta:g}": frequency(count, spent.exposure, rate, theta)

@@ -17,7 +17,7 @@ Nothing else of Shoal is imported here.
     validator     GET  /v1/contents/{digest}            -> ContentOwner (the accepted submission with these rollouts)
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
-    origin        POST /v1/policies                     Policy -> Ok
+    origin        POST /v1/policies                     PolicyVersion -> Ok
     every node    GET  /v1/ledger/{after}               -> the ledger's entries after this one, as JSON lines
     validator     POST /v1/heads                        Signed[Head] -> Ok (an entry that it saw, co-signed)
     learner       GET  /v1/batches/{step}               -> Batch
@@ -228,7 +228,7 @@ class UploadGrant(Message):
     headers: dict[str, str]
 
 
-class Download(Message):
+class FileLink(Message):
     """Where to GET a file of the pool's bucket, and its BLAKE3."""
 
     url: str
@@ -247,7 +247,7 @@ class Ok(Message):
 # --- versions, batches, steps, accuracies ----------------------------------------------------------------------------
 
 
-class Policy(Message):
+class PolicyVersion(Message):
     version: int = Field(ge=0, le=LARGEST)
     digest: str = Hex64
     size_bytes: int = Field(ge=0, le=LARGEST)
@@ -436,7 +436,7 @@ AtLeast0 = Annotated[float, Field(ge=0, le=1e12)]
 BEYOND = (0.0, 1 / 8, 1 / 2, 1.0)  # margins, in units of `validator.sampling_margin`, whose excess is counted
 
 
-class Spent(Message):
+class ToleranceSpent(Message):
     """What one submission used of the tolerance that its checks leave. The coordinator adds it up over a worker's work.
 
     The four e-values have a mean of at most 1 for any honest worker (`shoal.evidence`).
@@ -456,7 +456,7 @@ class Spent(Message):
     spoiled: Count = 0  # worse
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Spent":
+    def _consistent(self) -> "ToleranceSpent":
         if list(self.beyond) != sorted(self.beyond, reverse=True):
             raise ValueError("beyond must not grow with the margin")
         return self
@@ -471,4 +471,6 @@ class Verdict(Message):
     accepted_hash: str | None = None
     groups: list[GroupResult] = []
     replay: Replay | None = None  # None: judged within the limits, or without a prefill
-    spent: Spent | None = None  # of an accepted submission that was prefilled whole and judged within the limits
+    spent: ToleranceSpent | None = (
+        None  # of an accepted submission that was prefilled whole and judged within the limits
+    )

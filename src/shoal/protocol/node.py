@@ -43,7 +43,7 @@ from shoal.protocol.messages import (
     VERSION,
     Announced,
     Capability,
-    Download,
+    FileLink,
     Fingerprint,
     Finished,
     Heartbeat,
@@ -220,7 +220,7 @@ class Node(Caller):
             return self.get_bytes(path, most_bytes=most_bytes)
 
         def fetch() -> bytes:
-            link = self.get(f"{path}/link", Download)
+            link = self.get(f"{path}/link", FileLink)
             with httpx.stream("GET", link.url, headers=PLAIN, timeout=BUCKET_S) as answer:
                 if answer.status_code != 200:
                     raise AgainError(f"it answered with status {answer.status_code}")

@@ -31,6 +31,7 @@ from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import S3Store
 
 from shoal.errors import first_line
+from shoal.protocol.messages import UploadGrant
 from shoal.store.folder import HASH, StoreError
 
 if TYPE_CHECKING:
@@ -39,14 +40,6 @@ if TYPE_CHECKING:
 ALGORITHM = "AWS4-HMAC-SHA256"
 GRANT_S = 600
 ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
-
-
-@dataclass(frozen=True)
-class UploadGrant:
-    """A PUT of exactly this file, with exactly these headers."""
-
-    url: str
-    headers: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,7 @@ class Bucket:
             "if-none-match": "*",
             "x-amz-checksum-sha256": base64.b64encode(bytes.fromhex(sha256)).decode(),
         }
-        return UploadGrant(self._signed("PUT", self._incoming(kind, id, sha256), headers), headers)
+        return UploadGrant(url=self._signed("PUT", self._incoming(kind, id, sha256), headers), headers=headers)
 
     def check(self, kind: str, id: str, size_bytes: int, sha256: str) -> str:
         """Returns the hash of the file that was sent by this grant. Raises StoreError if it is another one."""

@@ -27,7 +27,7 @@ from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.evidence import REWARD_TILT, TASK_TILT, allocation
 from shoal.model import numerics
-from shoal.protocol.messages import BEYOND, Spent
+from shoal.protocol.messages import BEYOND, ToleranceSpent
 from shoal.tasks.budget import EPSILON
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
@@ -36,7 +36,7 @@ STAKE = 0.5  # of the capital that an allocation bet can lose on one token
 MOST = 1e6  # nats; a message holds no more
 
 
-def spent(case: Case, config: Config, evidence: dict[str, float]) -> Spent:
+def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSpent:
     """Of a case that was prefilled whole, graded and accepted; `evidence`: what its checks measured."""
     prefill, rewards = case.computed(), case.graded()
     margins_N = prefill.margins_N
@@ -63,7 +63,7 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> Spent:
 
     limit = config.validator.of(case.header.engine).sampling_margin
     first, second, third, fourth = (int((margins_N > part * limit).sum()) for part in BEYOND)
-    return Spent(
+    return ToleranceSpent(
         exposure=float(exposure_N.sum()),
         beyond=(first, second, third, fourth),
         better=_bounded(within(1)),

@@ -38,11 +38,11 @@ from shoal.protocol.messages import (
     Heartbeat,
     InvitePayload,
     Outcomes,
-    Policy,
+    PolicyVersion,
     Reason,
     Sample,
-    Spent,
     StepReport,
+    ToleranceSpent,
     Verdict,
 )
 from shoal.shardcast.origin import Origin
@@ -60,7 +60,7 @@ from shoal.tasks.compiling import build_tasks
 from shoal.watch.record import RunRecord, RunState
 
 STEPS, NEED, GROUPS, SIZE = 3, 3, 2, 2  # a batch needs NEED groups, a submission has GROUPS
-SPENT = Spent(
+SPENT = ToleranceSpent(
     exposure=3.0,
     beyond=(0, 0, 0, 0),
     better=0.0,
@@ -138,7 +138,9 @@ class Recorded:
         save_file({"w": weights}, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
         manifest = self.origin.publish(folder, version)
-        self.pool.learning.published(Policy(version=version, digest=manifest.digest, size_bytes=manifest.size_bytes))
+        self.pool.learning.published(
+            PolicyVersion(version=version, digest=manifest.digest, size_bytes=manifest.size_bytes)
+        )
         return digest_of(folder / "model.safetensors")
 
     def submit(self, key: Identity, version: int, reason: Reason | None = None, *, prefilled: bool = True) -> None:

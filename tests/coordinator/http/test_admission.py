@@ -14,7 +14,7 @@ from aiohttp.test_utils import make_mocked_request
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.routes import Coordinator
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment, Heartbeat, Policy, Stored
+from shoal.protocol.messages import Assignment, Heartbeat, PolicyVersion, Stored
 from shoal.protocol.server import SLOT
 from shoal.protocol.signing import SignatureError, sign_request
 from shoal.store.folder import IncomingFile
@@ -39,7 +39,7 @@ PIECE = bytes(64 << 10)
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Coordinator:
     found = Coordinator(config(prompts_per_step=1_000), RUN, Identity.generate(), tmp_path)
-    found.pool.learning.published(Policy(version=0, digest="d" * 64, size_bytes=1))
+    found.pool.learning.published(PolicyVersion(version=0, digest="d" * 64, size_bytes=1))
     return found
 
 

@@ -15,7 +15,7 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import BucketFiles
 from shoal.ledger.connection import DatabaseFullError
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Announced, Finished, Heartbeat, Policy
+from shoal.protocol.messages import Announced, Finished, Heartbeat, PolicyVersion
 from shoal.store.folder import IncomingFile, StoreError
 
 from .test_admission import coordinator, pieces, upload, worker_with_task
@@ -202,7 +202,7 @@ class FakeBucket:
 
 
 def test_in_a_bucket_too_only_the_announced_file_gets_a_name(coordinator: Any) -> None:
-    coordinator.pool.learning.published(Policy(version=0, digest="d" * 64, size_bytes=1))
+    coordinator.pool.learning.published(PolicyVersion(version=0, digest="d" * 64, size_bytes=1))
     bucket = FakeBucket()
     transfers, kind = BucketFiles(bucket, 1 << 20), coordinator.files.submissions  # type: ignore[arg-type]
     worker, task = worker_with_task(coordinator)

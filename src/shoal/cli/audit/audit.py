@@ -26,7 +26,7 @@ from shoal.coordinator.trust import bets
 from shoal.evidence import Process
 from shoal.ledger.connection import Connection
 from shoal.ledger.evm import KINDS, not_on_chain
-from shoal.protocol.messages import Reason, Spent
+from shoal.protocol.messages import Reason, ToleranceSpent
 
 Say = Callable[[str], None]
 
@@ -159,12 +159,12 @@ def _check_silent(run: Opened, node: Member) -> None:
             raise BrokenError(f"ledger entry {entry.seq}", f"judged by {node.name}, which had left")
 
 
-def _spent(connection: Connection, id: str) -> Spent | None:
+def _spent(connection: Connection, id: str) -> ToleranceSpent | None:
     """Return the tolerance that a verdict reports as used; None if the verdict does not measure it."""
     told = json.loads(connection.value("SELECT verdict FROM submissions WHERE id = ?", id) or "{}")
     if told.get("spent") is None or told.get("replay") is not None:
         return None
-    return Spent.model_validate_json(json.dumps(told["spent"]))
+    return ToleranceSpent.model_validate_json(json.dumps(told["spent"]))
 
 
 # --- the contract on a chain -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from aiohttp import web
 from shoal.config import Config
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
-from shoal.protocol.messages import Announced, Download, Role, Stored, UploadGrant
+from shoal.protocol.messages import Announced, FileLink, Role, Stored, UploadGrant
 from shoal.protocol.server import Admission, Answer, Request, body_pieces
 from shoal.store.folder import Folder, StoreError
 
@@ -71,8 +71,7 @@ class BucketFiles:
         if len(announced | {file.sha256}) > MOST_FILES:
             raise PoolError(f"{MOST_FILES} other files were announced for {id}; take a new task")
         announced.add(file.sha256)
-        made = self.bucket.grant(kind.name, id, file.size_bytes, file.sha256)
-        return UploadGrant(url=made.url, headers=made.headers)
+        return self.bucket.grant(kind.name, id, file.size_bytes, file.sha256)
 
     async def stored(self, key: str, kind: FileKind, id: str, file: Announced) -> Stored:
         kind.may_store(key, id, "")
@@ -98,11 +97,11 @@ class BucketFiles:
             raise
         await asyncio.to_thread(self.bucket.keep, kind.name, id, file.sha256, content_hash)
 
-    def link(self, kind: FileKind, id: str) -> Download:
+    def link(self, kind: FileKind, id: str) -> FileLink:
         content_hash = kind.hash_of(id)
         if not content_hash:
             raise PoolError(f"there is no {kind.name} file of {id}", 404)
-        return Download(url=self.bucket.link(kind.name, content_hash), hash=content_hash)
+        return FileLink(url=self.bucket.link(kind.name, content_hash), hash=content_hash)
 
 
 class FileRoutes:
