@@ -37,6 +37,7 @@ def test_plain_mode_prints_each_event_exactly_once() -> None:
         "slashed: worker-liar",
     ]
     assert sum(line.startswith("joined: ") for line in lines) == 8
+    assert not [line for line in plain_lines(finished()) if line.startswith("silent")], "it has finished"
 
 
 def test_a_plain_line_of_a_step_is_not_wrapped() -> None:
@@ -95,10 +96,6 @@ def test_a_worker_that_drained_is_told_to_have_left_and_not_to_be_silent() -> No
     assert lines == ["joined: w (worker)", "left: w (worker), it asked to leave"]
 
 
-def test_a_finished_run_calls_nobody_silent() -> None:
-    assert not [line for line in plain_lines(finished()) if line.startswith("silent")]
-
-
 def test_in_a_terminal_the_screen_is_redrawn_and_lines_go_above_it() -> None:
     out = io.StringIO()
     with LiveView(Console(file=out, width=100, height=60, force_terminal=True)) as view:
@@ -144,9 +141,6 @@ def test_a_line_a_minute_says_how_far_the_step_is() -> None:
         "progress: step 4 of 30: 4 of 16 groups accepted, 50 % of 8 useful, expected in 6m 00s",
         "progress: step 4 of 30: 8 of 16 groups accepted, 50 % of 16 useful, expected in 2m 41s",
     ]
-
-
-def test_before_the_first_group_the_line_says_so() -> None:
     lines = plain_lines(status(now_s=100), status(now_s=160))
     assert lines == ["progress: step 1 of 30: 0 of 16 groups accepted, no group accepted yet, expected in –"]
 
