@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from large_versions import write_versions
 from machine import commit
 
-from shoal.shardcast import Origin, Store, app, public_key_hex, serve
+from shoal.shardcast import Origin, ShardStore, app, public_key_hex, serve
 from shoal.shardcast.alone import fetch
 
 TARGET_S = 0.3
@@ -54,7 +54,7 @@ def measure(folder: Path, rounds: int, size_bytes: int) -> dict[str, list[float]
     versions = [folder / "model0", folder / "model1"]
     write_versions(versions, size_bytes)
     key = Ed25519PrivateKey.generate()
-    origin = Origin(Store(folder / "store"), key, run="hanging", anchor_every=100)
+    origin = Origin(ShardStore(folder / "store"), key, run="hanging", anchor_every=100)
     for version, model in enumerate(versions):
         origin.publish(model, version)
     command = [sys.executable, __file__, "--serve", str(folder / "store")]

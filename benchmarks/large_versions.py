@@ -33,7 +33,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import commit
 
-from shoal.shardcast import Origin, Store, public_key_hex
+from shoal.shardcast import Origin, ShardStore, public_key_hex
 from shoal.shardcast.alone import fetch
 
 HERE = Path(__file__).parent
@@ -67,7 +67,7 @@ def measure(folder: Path, size_bytes: int, port: int) -> dict[str, Any]:
     versions = [folder / f"model{version}" for version in range(VERSIONS)]
     size_bytes = write_versions(versions, size_bytes)
     key = Ed25519PrivateKey.generate()
-    origin = Origin(Store(folder / "store", keep=VERSIONS), key, run="large", anchor_every=100)
+    origin = Origin(ShardStore(folder / "store", keep=VERSIONS), key, run="large", anchor_every=100)
     origin.publish(versions[0], 0)
     published = [taken(lambda v=v: origin.publish(versions[v], v), size_bytes) for v in range(1, VERSIONS)]  # type: ignore[misc]
     steps = {"publish": {name: statistics.median(step[name] for step in published) for name in published[0]}}

@@ -24,7 +24,7 @@ from shoal.model.logprobs import logits, token_logprobs
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.protocol.identity import Identity
-from shoal.shardcast import SignedManifest, Store, public_key_hex
+from shoal.shardcast import ShardStore, SignedManifest, public_key_hex
 from shoal.shardcast.alone import publish
 from shoal.shardcast.delta import Link, apply
 from shoal.shardcast.files import StreamFiles
@@ -41,7 +41,7 @@ task_set = tasks.load(config.tasks)
 
 policy = Policy(tiny(), config.learner, "float32", "cpu", config.sampling.temperature)
 policy.write(folder / "v0")
-store, learner_key = Store(folder / "store"), public_key_hex(learner.private_key)
+store, learner_key = ShardStore(folder / "store"), public_key_hex(learner.private_key)
 first = publish(folder / "v0", store, learner.private_key, run="example")
 
 # --- the coordinator assigns work; tasks and seeds follow from the assignment, so a worker chooses neither ---------------

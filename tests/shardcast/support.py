@@ -23,7 +23,7 @@ from aiohttp import web
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.shardcast import Access, Client, Limits, Origin, Relay, Store, app, public_key_hex, serve
+from shoal.shardcast import Access, Client, Limits, Origin, Relay, ShardStore, app, public_key_hex, serve
 from shoal.shardcast.fetch.download import Sources
 from shoal.shardcast.fetch.source import Incoming, Source, Standing
 from shoal.shardcast.manifest import Part, ShardEntry
@@ -68,7 +68,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def origin(tmp_path: Path, *, keep: int = 5, **options: Any) -> Origin:
-    store = Store(tmp_path / "origin", keep=keep, lease_s=0)
+    store = ShardStore(tmp_path / "origin", keep=keep, lease_s=0)
     settings = {"shard_size_bytes": SHARD_BYTES, "anchor_every": 1, "clock": lambda: 1.5, **options}
     source = Origin(store, KEY, run=RUN, **settings)
     store.unlock()  # tests hand a store from one process to another
@@ -103,7 +103,7 @@ def relay(
     limits: dict[str, float] | None = None,
     **options: Any,
 ) -> Relay:
-    store = Store(tmp_path / name, keep=keep, lease_s=0)
+    store = ShardStore(tmp_path / name, keep=keep, lease_s=0)
     mirror = Relay(upstream, store, access(**limits or {}), **{"poll_s": 0.02, "longest_pause_s": 0.2, **options})
     store.unlock()
     return mirror
@@ -146,7 +146,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Iterator[N
 
 
 @asynccontextmanager
-async def serving(store: Store | Path, wait_s: float = 2.0, port: int = 0) -> AsyncIterator[str]:
+async def serving(store: ShardStore | Path, wait_s: float = 2.0, port: int = 0) -> AsyncIterator[str]:
     runner, bound = await serve(app(store, wait_s=wait_s), port=port, shutdown_s=0.05)
     try:
         yield f"http://127.0.0.1:{bound}"
@@ -154,7 +154,7 @@ async def serving(store: Store | Path, wait_s: float = 2.0, port: int = 0) -> As
         await runner.cleanup()
 
 
-def quickly(store: Store | Path) -> AbstractAsyncContextManager[str]:
+def quickly(store: ShardStore | Path) -> AbstractAsyncContextManager[str]:
     """A server that waits for nothing."""
     return serving(store, wait_s=0.1)
 

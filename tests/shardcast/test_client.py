@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from shoal.shardcast import Client, FetchError, Origin, SignedManifest, Store
+from shoal.shardcast import Client, FetchError, Origin, ShardStore, SignedManifest
 from shoal.shardcast.fetch import cache as cache_module
 from shoal.shardcast.fetch.cache import PartialShard
 from shoal.shardcast.fetch.source import Standing
@@ -522,17 +522,17 @@ def test_a_newcomer_waits_for_what_the_newest_version_is_a_delta_of(tmp_path, co
     source = stepped(tmp_path, 0, 1)
     shutil.copytree(source.store.path, tmp_path / "fresh")
     shutil.copytree(source.store.path, tmp_path / "other")
-    Store(tmp_path / "fresh").discard(0)
+    ShardStore(tmp_path / "fresh").discard(0)
     for version in (0, 1):
-        Store(tmp_path / "other").discard(version)
+        ShardStore(tmp_path / "other").discard(version)
 
     def arrive():
         if comes == "anchor":
             signed = stepped(tmp_path, 2, anchor_every=1).store.signed(2)
             shutil.copytree(source.store.folder(2) / "full", tmp_path / "other" / "v000002" / "full")
-            Store(tmp_path / "other").add_manifest(2, signed)
+            ShardStore(tmp_path / "other").add_manifest(2, signed)
         else:
-            to = Store(tmp_path / ("fresh" if comes == "parent" else "other"))
+            to = ShardStore(tmp_path / ("fresh" if comes == "parent" else "other"))
             shutil.copytree(source.store.folder(0) / "full", to.folder(0) / "full")
             to.add_manifest(0, source.store.signed(0))
 

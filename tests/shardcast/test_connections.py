@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from shoal.shardcast import connections
-from shoal.shardcast.connections import PATIENCE, Connection, Listener, Patience
+from shoal.shardcast.connections import PATIENCE, ClientConnection, Listener, Patience
 
 
 class Door:
@@ -26,11 +26,11 @@ class Door:
         self.listener.listen()
         self.strangers: list[socket.socket] = []
 
-    def connect(self) -> Connection:
+    def connect(self) -> ClientConnection:
         """Raises ConnectionAbortedError if the listener refuses."""
         self.strangers.append(socket.create_connection(self.listener.getsockname(), timeout=10))
         connection, _ = self.listener.accept()
-        assert isinstance(connection, Connection)
+        assert isinstance(connection, ClientConnection)
         return connection
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.fetch import BadData
-from shoal.shardcast.fetch.download import Download
+from shoal.shardcast.fetch.download import StreamDownload
 
 from . import virtual
 from .support import (
@@ -30,7 +30,7 @@ class Run:
 
     def all(self, count: int, timeout_s: float = 100.0) -> float:
         """Fetches `count` shards. Returns how long it took."""
-        download = Download(
+        download = StreamDownload(
             self.sources,
             7,
             "full",

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from shoal.files import temporary
-from shoal.shardcast import Store
+from shoal.shardcast import ShardStore
 
 from .support import client, contents, free_port, published, serving
 
@@ -56,7 +56,7 @@ def nginx(store: Path, server: str) -> Iterator[int]:
             process.wait(10)
 
 
-def through_nginx(store: Store, act):
+def through_nginx(store: ShardStore, act):
     async def answers(url: str) -> bool:
         try:
             return (await asked(f"{url}/healthz"))[0] == 200

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from shoal.files import temporary
-from shoal.shardcast import Access, Relay, Store
+from shoal.shardcast import Access, Relay, ShardStore
 from shoal.shardcast.relay import by_choice, owners_of
 
 from .support import (
@@ -286,7 +286,7 @@ def test_siblings_take_each_shard_from_the_origin_about_once(tmp_path):
     sent_bytes = asyncio.run(run())
     assert LARGE_BYTES <= sent_bytes < 1.3 * LARGE_BYTES
     for name in "abc":
-        store = Store(tmp_path / name)
+        store = ShardStore(tmp_path / name)
         assert store.missing(store.signed(7).open(PUBLIC_KEY)) == []
 
 

@@ -25,7 +25,7 @@ from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Patience, netwo
 from shoal.shardcast.guard import Guard
 from shoal.shardcast.manifest import Delta, FileEntry, Manifest, SignedManifest, Stream
 from shoal.shardcast.server import app, serve
-from shoal.shardcast.store import Store
+from shoal.shardcast.store import ShardStore
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 SHARD_BYTES = 10_000
@@ -47,7 +47,7 @@ def stream(data: bytes, shard_bytes: int) -> Stream:
     return Stream(size_bytes=len(data), shard_size_bytes=shard_bytes, shards=shards)
 
 
-def announce(store: Store, version: int, data: bytes, shard_bytes: int = SHARD_BYTES) -> None:
+def announce(store: ShardStore, version: int, data: bytes, shard_bytes: int = SHARD_BYTES) -> None:
     """The manifest of an anchor with a delta; no shards."""
     manifest = Manifest(
         run="test",
@@ -69,9 +69,9 @@ def put(path: Path, data: bytes) -> None:
     file.close()
 
 
-def whole(folder: Path, version: int = 7, data: bytes | None = None, shard_bytes: int = SHARD_BYTES) -> Store:
+def whole(folder: Path, version: int = 7, data: bytes | None = None, shard_bytes: int = SHARD_BYTES) -> ShardStore:
     """A store that holds all of one version."""
-    store, data = Store(folder), content() if data is None else data
+    store, data = ShardStore(folder), content() if data is None else data
     announce(store, version, data, shard_bytes)
     for index, shard in enumerate(cut(data, shard_bytes)):
         put(store.shard_path(version, "full", index), shard)
@@ -81,7 +81,7 @@ def whole(folder: Path, version: int = 7, data: bytes | None = None, shard_bytes
 
 
 @asynccontextmanager
-async def serving(store: Store | Path, *, wait_s=2.0, guard=None, patience=PATIENCE):
+async def serving(store: ShardStore | Path, *, wait_s=2.0, guard=None, patience=PATIENCE):
     runner, port = await serve(app(store, wait_s=wait_s, guard=guard), patience=patience, shutdown_s=0.05)
     try:
         yield f"http://127.0.0.1:{port}"
@@ -261,7 +261,7 @@ def test_everything_else_is_not_found(tmp_path, path):
 
 
 def test_a_part_that_the_version_lacks_is_not_found(tmp_path):
-    store = Store(tmp_path)
+    store = ShardStore(tmp_path)
     manifest = Manifest(
         run="test",
         publication=PUBLICATION,
@@ -350,7 +350,7 @@ def test_a_named_shard_that_has_not_begun_is_waited_for_then_503(tmp_path):
 
 
 def test_a_shard_is_sent_as_soon_as_it_has_its_name(tmp_path):
-    store = Store(tmp_path)
+    store = ShardStore(tmp_path)
     announce(store, 7, content())
 
     async def ask():
@@ -365,7 +365,7 @@ def test_a_shard_is_sent_as_soon_as_it_has_its_name(tmp_path):
 
 
 def test_twenty_readers_get_the_bytes_of_a_shard_before_it_is_whole(tmp_path):
-    store, data = Store(tmp_path), content(900_000)
+    store, data = ShardStore(tmp_path), content(900_000)
     announce(store, 7, data, shard_bytes=len(data))
     offsets = [0, 1, 499_999, *range(10, 27)]
 
@@ -403,7 +403,7 @@ def test_twenty_readers_get_the_bytes_of_a_shard_before_it_is_whole(tmp_path):
 
 def ends(tmp_path, what, *, wait_s=5.0) -> tuple[int, float]:
     """How many bytes of a shard a reader gets, and for how long it reads, when `what(store, file)` befalls it."""
-    store, data = Store(tmp_path), content(50_000)
+    store, data = ShardStore(tmp_path), content(50_000)
     announce(store, 7, data, shard_bytes=len(data))
     file = NewFile(store.shard_path(7, "full", 0))
     file.write(0, data[:20_000])
@@ -452,7 +452,7 @@ def test_a_shard_that_stops_growing_ends_short_after_wait_s(tmp_path):
 
 
 def test_a_whole_shard_is_sent_on_though_its_version_is_dropped(tmp_path):
-    store, data = Store(tmp_path), content(20_000_000)
+    store, data = ShardStore(tmp_path), content(20_000_000)
     announce(store, 7, data, shard_bytes=len(data))
     temporary(store.shard_path(7, "full", 0)).parent.mkdir()
     temporary(store.shard_path(7, "full", 0)).write_bytes(data)
@@ -471,7 +471,7 @@ def test_a_whole_shard_is_sent_on_though_its_version_is_dropped(tmp_path):
 
 
 def test_readers_may_leave_before_a_shard_has_arrived(tmp_path, caplog):
-    store, data = Store(tmp_path), content(50_000)
+    store, data = ShardStore(tmp_path), content(50_000)
     announce(store, 7, data, shard_bytes=len(data))
     file = NewFile(store.shard_path(7, "full", 0))
     file.write(0, data[:20_000])
@@ -509,7 +509,7 @@ def test_readers_may_leave_before_a_shard_has_begun(tmp_path, caplog):
 
 
 def test_the_head_of_an_arriving_shard(tmp_path):
-    store = Store(tmp_path)
+    store = ShardStore(tmp_path)
     announce(store, 7, content())
     NewFile(store.shard_path(7, "full", 0)).write(0, b"some")
     status, headers, body = get(store, "/v000007/full/00000.shard", method="HEAD")
@@ -565,7 +565,7 @@ def test_a_reader_that_leaves_is_not_logged_and_a_fault_is(caplog, error, logged
     assert len(caplog.records) == logged
 
 
-def endless(tmp_path) -> Store:
+def endless(tmp_path) -> ShardStore:
     """One shard of 64 MB, more than kernels hold for a reader."""
     return whole(tmp_path, data=bytes(64 << 20), shard_bytes=64 << 20)
 
@@ -604,7 +604,11 @@ def watched(monkeypatch, taken_bytes, until_s: int = 10) -> int | None:
     patience = Patience(stall_s=2.0, slowest_Bps=1_000)
     listener = connections.Listener("127.0.0.1", 0, patience, per_address=1, total=1)
     ours, theirs = socket.socketpair()
-    with closing(listener), closing(theirs), closing(connections.Connection(listener, ("", 0), ours.detach())) as held:
+    with (
+        closing(listener),
+        closing(theirs),
+        closing(connections.ClientConnection(listener, ("", 0), ours.detach())) as held,
+    ):
         held.asked, held.moved_s, held.since_s = True, 0.0, 0.0
         for second in range(1, until_s + 1):
             monkeypatch.setattr(connections, "_progress", lambda _, at=second: taken_bytes(at))

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from shoal.files import NewFile, temporary
-from shoal.shardcast import Origin, Store
+from shoal.shardcast import Origin, ShardStore
 from shoal.shardcast.manifest import MAX_VERSIONS, Delta, FileEntry, Manifest, Stream
 from shoal.shardcast.store import chain
 
@@ -44,9 +44,9 @@ def stream(size_bytes: int) -> Stream:
     return Stream(size_bytes=size_bytes, shard_size_bytes=1_000, shards=(HASH,) * -(-size_bytes // 1_000))
 
 
-def holding(path, *manifests: Manifest, **options) -> tuple[Store, dict[int, Manifest]]:
+def holding(path, *manifests: Manifest, **options) -> tuple[ShardStore, dict[int, Manifest]]:
     """A store of manifests without shards."""
-    origin = Origin(Store(path, **{"lease_s": 0, **options}), KEY, run=RUN)
+    origin = Origin(ShardStore(path, **{"lease_s": 0, **options}), KEY, run=RUN)
     for manifest in manifests:
         origin.store.folder(manifest.version).mkdir()
         origin.store.manifest_path(manifest.version).write_text("{}")
@@ -54,7 +54,7 @@ def holding(path, *manifests: Manifest, **options) -> tuple[Store, dict[int, Man
     return origin.store, {manifest.version: manifest for manifest in manifests}
 
 
-def kept(store: Store) -> list[int]:
+def kept(store: ShardStore) -> list[int]:
     folders = sorted((int(path.name[1:]) for path in store.path.glob("v*[0-9]")), reverse=True)
     assert folders == store.versions()
     return folders
@@ -143,7 +143,7 @@ def test_half_a_version_and_half_a_shard_are_swept(tmp_path):
         path.write_text("half")
     (store.path / ".v000006.gone" / "full").mkdir(parents=True)
     (store.path / "v000008" / "full").mkdir(parents=True)
-    again = Store(tmp_path / "origin")
+    again = ShardStore(tmp_path / "origin")
     again.recover()
     assert again.versions() == [7]
     assert sorted(path.name for path in again.path.rglob(".*")) == [".latest", ".lock"]
@@ -151,9 +151,9 @@ def test_half_a_version_and_half_a_shard_are_swept(tmp_path):
 
 
 def test_a_store_keeps_its_name_and_tells_how_it_was_reached(tmp_path):
-    store = Store(tmp_path / "store")
+    store = ShardStore(tmp_path / "store")
     store.recover()
-    assert Store(tmp_path / "store").id == store.id
+    assert ShardStore(tmp_path / "store").id == store.id
     assert b'"path":[]' in (store.path / "versions.json").read_bytes()  # not known yet
     store.reached_via(["a" * 16])
     assert f'"path":["{"a" * 16}","{store.id}"]'.encode() in (store.path / "versions.json").read_bytes()
@@ -176,6 +176,6 @@ def test_more_versions_than_a_list_holds_are_not_listed(tmp_path):
     for number in range(MAX_VERSIONS + 2):
         (tmp_path / f"v{number:06d}").mkdir()
         (tmp_path / f"v{number:06d}" / "manifest.json").touch()
-    store = Store(tmp_path)
+    store = ShardStore(tmp_path)
     store.recover()
     assert store.versions() == list(range(MAX_VERSIONS + 1, 1, -1))

@@ -19,7 +19,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Ok, PolicyVersion
 from shoal.protocol.node import Node
-from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
+from shoal.shardcast import Guard, Manifest, Origin, Relay, ShardStore, app, serve
 from shoal.shardcast.origin import check_apart
 from shoal.shardcast.server import url_of
 
@@ -38,7 +38,7 @@ def run_origin(
     check_apart(watched, folder)
     config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
-    store = Store(folder / "store", public=False)
+    store = ShardStore(folder / "store", public=False)
     origin = Origin(store, identity.private_key, run=invite.run)
 
     async def watch(node: Node) -> str:
@@ -70,7 +70,7 @@ def _announce(node: Node, manifest: Manifest) -> None:
 def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Listen | None = None, url: str = "") -> str:
     """Mirror the origin and serve the run's nodes, until the run ends."""
     config = Node.read_config(invite, stop)
-    store = Store(folder / "store", public=False)
+    store = ShardStore(folder / "store", public=False)
 
     async def mirror(node: Node) -> str:
         publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
@@ -121,7 +121,7 @@ async def serve_store(
     invite: Invite,
     config: Config,
     folder: Path,
-    store: Store,
+    store: ShardStore,
     listen: Listen,
     url: str,
     live: Callable[[Node], Awaitable[str]],

@@ -18,7 +18,7 @@ from shoal.config.section import Listening
 from shoal.errors import UserError
 
 if TYPE_CHECKING:  # slow imports, not needed to parse a command line
-    from shoal.shardcast import Store
+    from shoal.shardcast import ShardStore
 
 RUN_NAME = "shardcast"
 HERE = ("127.0.0.1", 0)
@@ -136,10 +136,10 @@ def _store_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _store(arguments: argparse.Namespace) -> Store:
-    from shoal.shardcast import Store
+def _store(arguments: argparse.Namespace) -> ShardStore:
+    from shoal.shardcast import ShardStore
 
-    return Store(arguments.store, keep=arguments.keep)
+    return ShardStore(arguments.store, keep=arguments.keep)
 
 
 def _listen(text: str) -> tuple[str, int]:

@@ -20,7 +20,7 @@ from shoal.shardcast.manifest import Manifest, ManifestError, SignedManifest, pu
 from shoal.shardcast.origin import Origin, PublishError
 from shoal.shardcast.relay import Relay, RelayStatus
 from shoal.shardcast.server import app, serve
-from shoal.shardcast.store import Store
+from shoal.shardcast.store import ShardStore
 
 __all__ = [
     "Access",
@@ -37,7 +37,7 @@ __all__ = [
     "Relay",
     "RelayStatus",
     "SignedManifest",
-    "Store",
+    "ShardStore",
     "app",
     "public_key_hex",
     "serve",

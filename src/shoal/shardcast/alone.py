@@ -25,7 +25,7 @@ from shoal.shardcast.manifest import Manifest, parse_version, public_key_hex
 from shoal.shardcast.origin import Origin, check_apart
 from shoal.shardcast.relay import Relay
 from shoal.shardcast.server import app, serve, url_of
-from shoal.shardcast.store import Store
+from shoal.shardcast.store import ShardStore
 
 LOOK_AGAIN_S = 0.1
 IDLE_S = 0.5  # between two looks at whether to stop, where nothing is watched
@@ -33,7 +33,7 @@ A_DAY_S = 24 * 3600.0
 
 
 def publish(
-    path: Path, store: Path | Store, key: Ed25519PrivateKey, *, run: str = "shardcast", version: int | None = None
+    path: Path, store: Path | ShardStore, key: Ed25519PrivateKey, *, run: str = "shardcast", version: int | None = None
 ) -> Manifest:
     """Publish a file or a folder as `version` (default: the next one). Raise what `Origin.publish` raises."""
     origin = Origin(store, key, run=run)

@@ -96,7 +96,7 @@ class Patience:
 PATIENCE = Patience()
 
 
-class Connection(socket.socket):
+class ClientConnection(socket.socket):
     """An accepted socket. Closing it removes it from the listener's table."""
 
     def __init__(self, listener: Listener, peer: tuple[str, int], fd: int) -> None:
@@ -150,8 +150,8 @@ class Listener(socket.socket):
         family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)  # IPv4 if it has both
         super().__init__(family, kind, proto)
         self.patience, self.per_address, self.total = patience, per_address, affordable(total)
-        self.open: dict[tuple[str, int], Connection] = {}  # by the peer's address and port
-        self._silent: dict[Connection, None] = {}  # those that asked nothing yet, oldest first
+        self.open: dict[tuple[str, int], ClientConnection] = {}  # by the peer's address and port
+        self._silent: dict[ClientConnection, None] = {}  # those that asked nothing yet, oldest first
         self.refused = self.cut = 0
         self._of_address: Counter[str] = Counter()
         try:
@@ -174,7 +174,7 @@ class Listener(socket.socket):
             self.refused += 1
             accepted.close()
             raise ConnectionAbortedError("too many connections")  # asyncio ignores it, as if the client had left
-        connection = Connection(self, peer, accepted.detach())
+        connection = ClientConnection(self, peer, accepted.detach())
         prefer_bbr(connection)  # a route's setting would override the inherited one
         if earlier := self.open.get(peer):
             self.forget(earlier)
@@ -192,7 +192,7 @@ class Listener(socket.socket):
             oldest.cut()  # it counts until it is closed, so the process never has more files open than it may
         return False
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         self._silent.pop(connection, None)
         if self.open.get(connection.peer) is connection:
             del self.open[connection.peer]
@@ -238,7 +238,7 @@ class Listener(socket.socket):
                 elif connection.useless(now_s, self.patience):
                     self._cut(connection)
 
-    def _cut(self, connection: Connection) -> None:
+    def _cut(self, connection: ClientConnection) -> None:
         self.forget(connection)
         self.cut += 1
         connection.cut()

@@ -52,7 +52,7 @@ from shoal.shardcast.manifest import (
     public_key_hex,
     version_name,
 )
-from shoal.shardcast.store import Store
+from shoal.shardcast.store import ShardStore
 
 ANCHOR_EVERY = 10  # versions from one that can be fetched in full to the next
 KEY_NAMES = {"identity.pem", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"}
@@ -141,7 +141,7 @@ STATE_S = 5.0  # between two statements that say the same
 
 
 class Statement:
-    def __init__(self, store: Store, key: Ed25519PrivateKey, run: str, clock: Callable[[], float]) -> None:
+    def __init__(self, store: ShardStore, key: Ed25519PrivateKey, run: str, clock: Callable[[], float]) -> None:
         self.store, self.key, self.run, self.clock = store, key, run, clock
         signed = store.newest
         self._said = signed.open(public_key_hex(key), run=run) if signed else None
@@ -216,7 +216,7 @@ class Origin:
 
     def __init__(
         self,
-        store: Store | Path,
+        store: ShardStore | Path,
         key: Ed25519PrivateKey,
         *,
         run: str,
@@ -225,7 +225,7 @@ class Origin:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`shard_size_bytes` None: a size that makes about 256 shards of a version."""
-        self.store = store if isinstance(store, Store) else Store(store)
+        self.store = store if isinstance(store, ShardStore) else ShardStore(store)
         self.key = key
         self.run = run
         self.shard_size_bytes = shard_size_bytes

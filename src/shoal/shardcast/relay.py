@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from shoal.shardcast.fetch import BadData, FetchError, NotHeld
-from shoal.shardcast.fetch.download import Download, Sources
+from shoal.shardcast.fetch.download import Sources, StreamDownload
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
 from shoal.shardcast.manifest import (
@@ -44,7 +44,7 @@ from shoal.shardcast.manifest import (
     SignedNewest,
     latest,
 )
-from shoal.shardcast.store import Store
+from shoal.shardcast.store import ShardStore
 
 SLOW = 0.25  # siblings below this share of the best one's speed are skipped
 
@@ -113,7 +113,7 @@ def by_choice(own: str, sources: Sequence[Source]) -> list[Source]:
 class ShardFile:
     """Stores one shard; readers may have it while it arrives."""
 
-    def __init__(self, store: Store, version: int, part: Part, shard: ShardEntry) -> None:
+    def __init__(self, store: ShardStore, version: int, part: Part, shard: ShardEntry) -> None:
         self.file = store.new_shard(version, part, shard.index)
         self.write, self.restart = self.file.write, self.file.truncate
 
@@ -145,7 +145,7 @@ class Relay:
     def __init__(
         self,
         upstream: Sequence[str] | Callable[[], Sequence[str]],
-        store: Store,
+        store: ShardStore,
         access: Access,
         *,
         parallel: int = 2,
@@ -333,7 +333,7 @@ class Relay:
         missing = self._missing[version]
         ids = [self.store.id, *self.place.siblings]
         entries = [entry for entry in self._held[version].streams[part].entries() if (part, entry) in missing]
-        await Download(
+        await StreamDownload(
             sources,
             version,
             part,

@@ -32,7 +32,7 @@ from shoal.files import temporary
 from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, Patience, started
 from shoal.shardcast.guard import Guard
 from shoal.shardcast.manifest import VERSION_PATTERN, ManifestError, Part, Stream, parse_version
-from shoal.shardcast.store import Store
+from shoal.shardcast.store import ShardStore
 
 MAX_PARSED = 64
 MAX_PATHS = 4096
@@ -61,7 +61,7 @@ class Held:
 class Shelf:
     """A store with its parsed manifests and a count of sent bytes."""
 
-    def __init__(self, store: Store, wait_s: float) -> None:
+    def __init__(self, store: ShardStore, wait_s: float) -> None:
         self.store, self.wait_s = store, wait_s
         # Cached, because every request needs one.
         self.manifest_path = lru_cache(MAX_PARSED)(store.manifest_path)
@@ -85,7 +85,7 @@ class Shelf:
             return None
 
 
-def _parse(store: Store, version: int) -> Held:
+def _parse(store: ShardStore, version: int) -> Held:
     """Raise FileNotFoundError, ManifestError. The store's writer has verified the signature."""
     signed = store.signed(version)
     if signed is None:
@@ -112,10 +112,10 @@ SHELF = web.AppKey("shelf", Shelf)
 GUARD = web.AppKey("guard", Guard)
 
 
-def app(store: Store | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
+def app(store: ShardStore | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
     """`wait_s` must stay below the idle timeout of clients (30 s by default). Without a guard anyone may read."""
     application = web.Application(middlewares=[_note_request])
-    application[SHELF] = Shelf(store if isinstance(store, Store) else Store(store), wait_s)
+    application[SHELF] = Shelf(store if isinstance(store, ShardStore) else ShardStore(store), wait_s)
     version = f"/{{version:{VERSION_PATTERN}}}"
     application.add_routes(
         [

@@ -48,11 +48,7 @@ FILE_MODE, FOLDER_MODE = 0o644, 0o755  # of a public store, so that another user
 _LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store; a forked child does not hold its parent's
 
 
-class StoreLockedError(ShoalError):
-    """Another process writes this store."""
-
-
-class Store:
+class ShardStore:
     def __init__(
         self,
         path: Path,
@@ -72,7 +68,7 @@ class Store:
         self._newest: SignedNewest | None = None
 
     def lock(self) -> None:
-        """Make this process the store's only writer, until `unlock` or its end. Raise StoreLockedError."""
+        """Make this process the store's only writer, until `unlock` or its end. Raise ShoalError."""
         self._make_folder(self.path)
         place = os.getpid(), self.path.resolve()
         if place in _LOCKS:
@@ -81,7 +77,7 @@ class Store:
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise StoreLockedError(
+            raise ShoalError(
                 f"another origin or relay writes {self.path}; stop it, or give this one its own store"
             ) from error
         _LOCKS[place] = lock

@@ -29,7 +29,7 @@ from shoal.protocol.identity import Signed
 from shoal.protocol.messages import CheckpointRecord
 from shoal.shardcast.files import StreamFiles
 from shoal.shardcast.manifest import Manifest, parse_version
-from shoal.shardcast.store import Store
+from shoal.shardcast.store import ShardStore
 from shoal.store.folder import HASH, Folder
 from shoal.tasks.taskset import TaskManifest
 
@@ -123,7 +123,7 @@ def _origin(run: Opened, found: Found) -> dict[int, Manifest]:
     root = run.folder / "origin" / "store"
     if not root.is_dir():
         return {}
-    store = Store(root)
+    store = ShardStore(root)
     with naming("origin/store/versions.json"):
         listed = store.versions()
     there = {version for path in root.iterdir() if (version := parse_version(path.name)) is not None}

@@ -29,7 +29,7 @@ from shoal.shardcast import delta
 from shoal.shardcast.delta import DeltaError, Link
 from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, SourceError, disk_errors
 from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial
-from shoal.shardcast.fetch.download import Download, Sources
+from shoal.shardcast.fetch.download import Sources, StreamDownload
 from shoal.shardcast.fetch.reach import split_server
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
 from shoal.shardcast.files import Cutter, LayoutError, alongside
@@ -247,7 +247,7 @@ class Client:
             begun = self.cache.temporary(offer[1].version, part)
             partial = Partial(begun, files, stream)
             self.progress.reused_bytes += stream.size_bytes - sum(shard.size_bytes for shard in partial.missing)
-            await Download(
+            await StreamDownload(
                 sources,
                 offer[1].version,
                 part,

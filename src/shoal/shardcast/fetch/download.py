@@ -333,7 +333,7 @@ LEAST_BPS = 1024  # below that a download does not move
 TIMES = 4  # the bytes of a shard that count as movement, as a multiple of its size: it may come again and again
 
 
-class Download:
+class StreamDownload:
     """The shards of one stream, several at a time."""
 
     def __init__(
