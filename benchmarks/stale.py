@@ -29,9 +29,10 @@ from shoal.config import load
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
+from shoal.errors import ShoalError
 from shoal.learner.batch import group_advantages
 from shoal.learner.loss import denominator, policy_loss
-from shoal.learner.policy import DivergedError, Policy
+from shoal.learner.policy import Policy
 from shoal.model.sampling import rollout_seed
 from shoal.model.sources import TINY, resolve
 from shoal.model.tree import Tree, pack
@@ -106,7 +107,7 @@ def run(seed: int, delta: float, age: int, lr: float, n_updates: int) -> list[di
         old = waiting.popleft() if len(waiting) > age or not len(fresh.behaviour_N) else waiting[0]
         try:
             updates.append({"update": update, "reward": fresh.reward} | train(policy, old, loss))
-        except DivergedError:
+        except ShoalError:
             return updates
     return updates
 

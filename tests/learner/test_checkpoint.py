@@ -14,8 +14,9 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import hf_storage
 
 from shoal.config.recipe import LearnerSection
+from shoal.errors import ShoalError
 from shoal.learner.batch import micro_batches
-from shoal.learner.checkpoint import CheckpointError, Checkpoints, LearnerProgress
+from shoal.learner.checkpoint import Checkpoints, LearnerProgress
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 
@@ -180,11 +181,11 @@ def test_a_checkpoint_with_one_flipped_bit_is_refused_and_an_older_one_is_resume
     for path in newest.iterdir():
         whole = path.read_bytes()
         path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-        with pytest.raises(CheckpointError, match=rf"damaged: remove {newest} to go on from an older checkpoint"):
+        with pytest.raises(ShoalError, match=rf"damaged: remove {newest} to go on from an older checkpoint"):
             Checkpoints(tmp_path, fresh(tiny_folder)).restore()
         path.write_bytes(whole)
     path.unlink()
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with pytest.raises(ShoalError, match="is damaged"):
         Checkpoints(tmp_path, fresh(tiny_folder)).restore()
     shutil.rmtree(newest)
     assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1

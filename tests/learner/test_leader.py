@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.learner.groups import IncomingBatches
-from shoal.learner.ranks import LeaderError, Ranks, from_leader
+from shoal.learner.ranks import Ranks, from_leader
 
 from .support import Pool, run_config, step_file, submission
 
@@ -151,7 +151,7 @@ def test_an_error_of_the_leader_ends_the_others_with_its_message() -> None:
     wire: list[bytes] = []
     with pytest.raises(ShoalError, match="^no such file"):
         told(Rank(wire, leads=True), refuse)
-    with pytest.raises(LeaderError, match="rank 0 ended: no such file"):
+    with pytest.raises(ShoalError, match="rank 0 ended: no such file"):
         told(Rank(wire, leads=False), never)
 
 

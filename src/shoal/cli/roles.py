@@ -195,7 +195,7 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
 def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Event, site: Invite | None = None) -> str:
     """Load the policy and train; under torchrun, on every rank. `site`: the invite of one of several sites.
 
-    Raises NodeError, DivergedError, OutOfMemoryError.
+    Raises ShoalError.
     """
     import torch
 

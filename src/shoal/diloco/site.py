@@ -78,7 +78,7 @@ class Site:
 
 
 @dataclass
-class Spent:
+class Tally:
     """What a site says of itself with each offer: seconds and bytes since it started (`Figures`)."""
 
     loss: float | None = None  # of its last inner step
@@ -94,7 +94,7 @@ GIVE_UP_S = 900.0  # that a site waits for a round, or for a meeting that does n
 
 class Participant:
     def __init__(self, name: str, terms: Terms, link: Remote, tensors: Mapping[str, Tensor]) -> None:
-        self.link, self.spent = link, Spent()
+        self.link, self.spent = link, Tally()
         self.site = Site(name, terms, Agreed.of(tensors, terms.shapes))
 
     def enter(

@@ -44,10 +44,6 @@ log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
 
-class CheckpointError(ShoalError):
-    """A checkpoint that cannot be read."""
-
-
 @dataclass
 class LearnerProgress:
     """How far training is. `step` steps are done, so the policy is version `step`."""
@@ -145,7 +141,7 @@ class Checkpoints:
     def restore(self) -> LearnerProgress:
         """Load the newest whole checkpoint into the policy and return its progress, or a new Progress without one.
 
-        Raise CheckpointError if it is damaged, on the leader; LeaderError on the other ranks.
+        Raise ShoalError on every rank if it is damaged.
         """
         complete = self._complete()
         for half in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
@@ -202,7 +198,7 @@ class Checkpoints:
 
 
 def _check(folder: Path) -> None:
-    """Raise CheckpointError unless the files are those that were written."""
+    """Raise ShoalError unless the files are those that were written."""
     present = digests(folder)
     try:
         changed = [
@@ -211,7 +207,7 @@ def _check(folder: Path) -> None:
     except (OSError, ValueError):
         changed = [FILES]
     if changed:
-        raise CheckpointError(f"{folder / changed[0]} is damaged: remove {folder} to go on from an older checkpoint")
+        raise ShoalError(f"{folder / changed[0]} is damaged: remove {folder} to go on from an older checkpoint")
 
 
 def _name(step: int) -> str:

@@ -39,10 +39,6 @@ ADAPTER = "adapter"  # folder of its adapters alone, for peft
 log = logging.getLogger(__name__)
 
 
-class EmptyBatchError(ShoalError):
-    """Several batches in a row held nothing to train on."""
-
-
 class Learner:
     """`node` is the leader's connection to the pool, and None on the other ranks."""
 
@@ -93,11 +89,11 @@ class Learner:
     def skip(self, progress: LearnerProgress, fetched: Fetched) -> dict[str, float]:
         """Pass over a step whose batch holds nothing to train on: the next version has the same weights.
 
-        Raise EmptyBatchError once MAX_SKIPS steps in a row were skipped.
+        Raise ShoalError once MAX_SKIPS steps in a row were skipped.
         """
         if progress.skipped_in_row >= MAX_SKIPS:
             self.checkpoints.finish()  # a restart stops here, too
-            raise EmptyBatchError(
+            raise ShoalError(
                 f"step {progress.step}: no group is left to train on; {fetched.left_out} (see the log). The "
                 f"{progress.skipped_in_row} steps before it were skipped, as many as may be: look for a broken "
                 "validator or coordinator"

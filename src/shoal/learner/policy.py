@@ -41,10 +41,6 @@ BETAS = (0.9, 0.99)
 log = logging.getLogger(__name__)
 
 
-class DivergedError(ShoalError):
-    """A loss or gradient norm is not finite. Nothing was updated."""
-
-
 class Policy:
     def __init__(
         self,
@@ -103,7 +99,7 @@ class Policy:
     def update(self, own: Iterable[MicroBatch | None], denominator: float) -> dict[str, float]:
         """One optimizer step of the RL loss. `own`: this rank's micro-batches, in turns with other ranks'; None: it idles.
 
-        Return all ranks' sums and the norms. Raise DivergedError before any change.
+        Return all ranks' sums and the norms. Raise ShoalError before any change.
         """
         return self.apply(self.accumulate(own), denominator)
 
@@ -122,7 +118,7 @@ class Policy:
         return {LOSS: self._backward(loss, own)} | sums
 
     def step(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> dict[str, float]:
-        """One optimizer step on the sum of `loss` over `batches`. Raise DivergedError before any change."""
+        """One optimizer step on the sum of `loss` over `batches`. Raise ShoalError before any change."""
         own = self.ranks.scatter(batches)
         return self.apply({LOSS: self._backward(lambda one: self._idle() if one is None else loss(one), own)}, 1.0)
 
@@ -149,7 +145,7 @@ class Policy:
     def apply(self, sums: Mapping[str, float], denominator: float) -> dict[str, float]:
         """Divide loss and gradients by `denominator`, clip, and update. Return all ranks' `sums` and the norms.
 
-        Raise DivergedError before any change.
+        Raise ShoalError before any change.
         """
         result = self.ranks.sum(sums)
         total = result[LOSS] / denominator
@@ -169,7 +165,7 @@ class Policy:
     def _check_finite(self, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
             if not math.isfinite(value):
-                raise DivergedError(
+                raise ShoalError(
                     f"update {self.updates}: the {name} is {value}, not a finite number; nothing was updated: "
                     "lower the learning rate"
                 )

@@ -202,10 +202,6 @@ def whole(tensor: Tensor) -> Tensor:
 RANKS_TIMEOUT_S = 1800.0  # that a rank waits for another in a collective: longer than any step or checkpoint takes
 
 
-class LeaderError(ShoalError):
-    """The leader ended; the message is its own."""
-
-
 def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:
     """The ranks that torchrun started, the leader's config, and the dtype that it computes in. Raise DeviceError."""
     ranks = Ranks.start(RANKS_TIMEOUT_S, RANKS_TIMEOUT_S + GIVE_UP_S)
@@ -228,14 +224,14 @@ def from_leader(
 ) -> Found:
     """Return what `read` returns on the leader, on every rank.
 
-    If it raises a ShoalError there, the others raise LeaderError; if it was stopped, StoppedError like the leader.
+    If it raises a ShoalError there, so do the others; if it was stopped, StoppedError like the leader.
     """
     if not ranks.leads:
         message = ranks.broadcast(None)
         if message[:1] == b".":
             raise StoppedError(message[1:].decode())
         if message[:1] == b"!":
-            raise LeaderError(f"rank 0 ended: {message[1:].decode()}")
+            raise ShoalError(f"rank 0 ended: {message[1:].decode()}")
         return decode(message[1:])
     try:
         result = read()

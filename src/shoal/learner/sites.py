@@ -35,7 +35,7 @@ from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.messages import RoundClosedError, RoundOutcome, Terms
 from shoal.diloco.remote import Remote
-from shoal.diloco.site import Participant, Spent
+from shoal.diloco.site import Participant, Tally
 from shoal.learner import report
 from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.groups import Fetched, Group, StepBatch, gathering, validators
@@ -61,7 +61,7 @@ class PolicySite:
         self.name, self.policy, self.ranks = name, policy, policy.ranks
         masters = self._gathered()
         self.leader = Participant(name, terms, link, masters) if link else None
-        self.spent = self.leader.spent if self.leader else Spent()
+        self.spent = self.leader.spent if self.leader else Tally()
 
     def enter(self, about: dict[str, str], why: str, *, placed: bool = True) -> tuple[int, int]:
         """Join, or join again, and take over what is agreed, as `Participant.enter`. Raise MeetingError."""

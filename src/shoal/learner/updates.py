@@ -51,7 +51,7 @@ class UpdateRows:
 
 
 def train(policy: Policy, groups: Sequence[Known], config: Config) -> dict[str, float]:
-    """Make the step's optimizer updates. Return the metrics of training. Raise DivergedError, OutOfMemoryError."""
+    """Make the step's optimizer updates. Return the metrics of training. Raise ShoalError, OutOfMemoryError."""
     settings = config.learner
     n_updates = min(settings.optimizer_steps_per_step, len(groups))
     shares = [share_of(policy, groups[number::n_updates], config) for number in range(n_updates)]

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from shoal.errors import UserError
-from shoal.learner.pretrain.text import PIECE_BYTES, Corpus, EndError, TextError, TextPlace, TokenStream, heldout
+from shoal.learner.pretrain.text import PIECE_BYTES, Corpus, EndError, TextPlace, TokenStream, heldout
 from tests.conftest import tiny_tokenizer
 
 TEXTS = [f"{i}:" + "ab" * (i % 5) for i in range(11)]
@@ -78,9 +78,9 @@ def test_a_faulty_file_is_named(name: str, content: bytes, words: str, tmp_path:
 
 
 def test_no_file_is_an_error_with_the_next_step(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="no file matches"):
+    with pytest.raises(UserError, match="no file matches"):
         Corpus(f"{tmp_path}/*.jsonl")
-    with pytest.raises(TextError, match=r"pretrain\.data is empty"):
+    with pytest.raises(UserError, match=r"pretrain\.data is empty"):
         Corpus("")
 
 
@@ -103,7 +103,7 @@ def test_files_of_a_data_set_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(TextError, match=r"allenai/c4 could not be fetched .*no route to host.*hf download allenai/c4"):
+    with pytest.raises(UserError, match=r"allenai/c4 could not be fetched .*no route to host.*hf download allenai/c4"):
         Corpus("allenai/c4:en/*.txt")
 
 
@@ -154,9 +154,9 @@ def test_held_out_documents_are_whole_sequences(tmp_path: Path) -> None:
     assert heldout(corpus, tiny_tokenizer(), 2, 3).tolist() == [
         tiny_tokenizer()("0:<eos>1:ab<eos>")["input_ids"][:3]
     ] + [tiny_tokenizer()("0:<eos>1:ab<eos>")["input_ids"][3:6]]
-    with pytest.raises(TextError, match="there are 11 documents"):
+    with pytest.raises(UserError, match="there are 11 documents"):
         heldout(corpus, tiny_tokenizer(), 12, 3)
-    with pytest.raises(TextError, match=r"raise pretrain\.heldout"):
+    with pytest.raises(UserError, match=r"raise pretrain\.heldout"):
         heldout(corpus, tiny_tokenizer(), 1, 100)
-    with pytest.raises(TextError, match="none is left to train on"):
+    with pytest.raises(UserError, match="none is left to train on"):
         stream(tmp_path, first=11).sequences(1, 1)

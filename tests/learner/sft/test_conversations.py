@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from shoal.errors import UserError
-from shoal.learner.sft.conversations import ChatTemplate, ConversationError, Dialogue, Example, find, read
+from shoal.learner.sft.conversations import ChatTemplate, Dialogue, Example, find, read
 from shoal.learner.sft.tiny import _tiny_tokenizer
 from shoal.model.load import eos_ids, load_tokenizer
 
@@ -88,7 +88,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, data: bytes |
 
 def test_parquet_without_a_known_column_is_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConversationError, match="row 1: needs `messages`"):
+    with pytest.raises(UserError, match="row 1: needs `messages`"):
         list(read(str(tmp_path / "a.parquet")))
 
 
@@ -128,10 +128,10 @@ def test_of_a_hub_data_set_the_training_files_are_fetched(make_hub: Any) -> None
 
 def test_a_pattern_chooses_among_several_sets(make_hub: Any) -> None:
     hub = make_hub("all/train-0.parquet", "short/train-0.parquet")
-    with pytest.raises(ConversationError, match="org/name:PATTERN; it has all/train-0.parquet, short"):
+    with pytest.raises(UserError, match="org/name:PATTERN; it has all/train-0.parquet, short"):
         find("org/name")
     assert find("org/name:short/*.parquet") == [hub.folder / "short/train-0.parquet"]
-    with pytest.raises(ConversationError, match="that matches 'long"):
+    with pytest.raises(UserError, match="that matches 'long"):
         find("org/name:long/*")
 
 
@@ -141,7 +141,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error(make_hub: Any, monkeypatch: py
 
     make_hub()
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(ConversationError, match="'org/name' could not be fetched .* .no route."):
+    with pytest.raises(UserError, match="'org/name' could not be fetched .* .no route."):
         find("org/name:*.jsonl")
 
 
@@ -208,7 +208,7 @@ def test_where_a_template_ends_no_turn_eos_is_set_behind_the_last() -> None:
 
 def test_a_turn_in_the_middle_that_nothing_ends_is_refused() -> None:
     turns = conversation(("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4"))
-    with pytest.raises(ConversationError, match=r"^chat.jsonl:7: the chat template writes no token that ends"):
+    with pytest.raises(UserError, match=r"^chat.jsonl:7: the chat template writes no token that ends"):
         ChatTemplate(_tiny_tokenizer(), [2]).example(turns)
 
 
@@ -223,7 +223,7 @@ def test_the_marks_of_a_template_are_used(tiny_folder: Path) -> None:
     assert trained_text(template.tokenizer, template.example(turns)) == ["2<eos>", "think 4<eos>"]
 
     unmarked = forgets.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(ConversationError, match="chat.jsonl:7: the chat template changes message 1 or earlier ones"):
+    with pytest.raises(UserError, match="chat.jsonl:7: the chat template changes message 1 or earlier ones"):
         other_template(tiny_folder, unmarked).example(turns)
 
 
@@ -246,16 +246,16 @@ def test_an_end_that_the_model_does_not_declare_is_collected(tiny_folder: Path) 
 )
 def test_a_conversation_without_an_answer_is_refused(tiny_folder: Path, turns: list[Any], words: str) -> None:
     template = ChatTemplate(load_tokenizer(tiny_folder), eos_ids(tiny_folder))
-    with pytest.raises(ConversationError, match=f"^chat.jsonl:7: {words}"):
+    with pytest.raises(UserError, match=f"^chat.jsonl:7: {words}"):
         template.example(conversation(*turns))
 
 
 def test_what_the_template_itself_refuses_names_the_conversation(tiny_folder: Path) -> None:
     template = other_template(tiny_folder, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ConversationError, match="chat.jsonl:7: the chat template rejects it .roles must alternate"):
+    with pytest.raises(UserError, match="chat.jsonl:7: the chat template rejects it .roles must alternate"):
         template.example(conversation(("user", "a"), ("assistant", "b")))
 
 
 def test_a_tokenizer_without_a_template_is_refused(tiny_folder: Path) -> None:
-    with pytest.raises(ConversationError, match="no chat template"):
+    with pytest.raises(UserError, match="no chat template"):
         other_template(tiny_folder, "")

@@ -12,7 +12,8 @@ import torch
 
 from shoal.config import Config, ConfigError, parse
 from shoal.config.recipe import SftSection
-from shoal.learner.sft.conversations import ChatTemplate, ConversationError, Dialogue
+from shoal.errors import UserError
+from shoal.learner.sft.conversations import ChatTemplate, Dialogue
 from shoal.learner.sft.trainer import Data, Sft, load_data, micro_batches, open_policy, plan
 from shoal.model.load import eos_ids, load_model, load_tokenizer
 
@@ -180,7 +181,7 @@ def test_what_is_held_out_is_not_trained_on(tiny_folder: Path, rows: Path) -> No
     ("changed", "error", "words"),
     [
         ({"data": ""}, ConfigError, "sft.data is empty"),
-        ({"max_tokens": 2}, ConversationError, "of 20 conversations, 0 fit sft.max_tokens = 2"),
+        ({"max_tokens": 2}, UserError, "of 20 conversations, 0 fit sft.max_tokens = 2"),
     ],
 )
 def test_data_that_leaves_nothing_to_train_on_is_refused(

@@ -39,10 +39,6 @@ HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # ORGANISATION/NAME:PATTERN
 SUFFIXES = (*JSON, ".parquet", ".txt")
 
 
-class TextError(UserError):
-    """Data that cannot be trained on. The message names the file."""
-
-
 class EndError(Exception):
     """There is no document of this number. `count`: how many there are."""
 
@@ -52,13 +48,13 @@ class EndError(Exception):
 
 
 def find(source: str) -> list[Path]:
-    """The files that a path, a pattern or a data set on the hub names, in the order of their names. Raise TextError."""
+    """The files that a path, a pattern or a data set on the hub names, in the order of their names. Raise UserError."""
     if not (hub := HUB.fullmatch(source)):
         return sorted(Path(name) for name in glob.glob(str(Path(source).expanduser()), recursive=True))  # noqa: PTH207 - a pattern may be absolute
     try:
         return data_files(hub[1], [hub[2]])
     except HubError as error:
-        raise TextError(
+        raise UserError(
             f"data set {hub[1]} could not be fetched from the Hugging Face hub ({error}); without a connection, download "
             f"it elsewhere (hf download {hub[1]} --repo-type dataset --local-dir FOLDER) and set pretrain.data to "
             f"FOLDER/{hub[2]}"
@@ -73,23 +69,23 @@ class Document:
 
 class Corpus:
     def __init__(self, source: str, field: str = "text") -> None:
-        """Raise TextError if `source` names no file of text."""
+        """Raise UserError if `source` names no file of text."""
         if not source:
-            raise TextError(f"pretrain.data is empty: set it to files that end in {', '.join(SUFFIXES)}")
+            raise UserError(f"pretrain.data is empty: set it to files that end in {', '.join(SUFFIXES)}")
         self.files = find(source)
         if not self.files:
-            raise TextError(
+            raise UserError(
                 f"no file matches {source!r}; write a path or a pattern such as data/*.jsonl, or ORGANISATION/NAME:PATTERN "
                 "for a data set on the Hugging Face hub"
             )
         for path in self.files:
             if not path.name.endswith(SUFFIXES):
-                raise TextError(f"{path}: its name ends in none of {', '.join(SUFFIXES)}")
+                raise UserError(f"{path}: its name ends in none of {', '.join(SUFFIXES)}")
         self.field = field
         self._items, self._next = self._read(), 0
 
     def document(self, number: int) -> Document:
-        """Document `number`, from 0. Raise EndError after the last one, TextError for a faulty one."""
+        """Document `number`, from 0. Raise EndError after the last one, UserError for a faulty one."""
         if number < self._next:
             self._items, self._next = self._read(), 0
         skipped = number - self._next
@@ -116,7 +112,7 @@ class Corpus:
         for number, row in Rows(path).read([self.field]):
             text = row.get(self.field)
             if not isinstance(text, str):
-                raise TextError(f"{path}, row {number}: it has no text in {self.field!r}; see pretrain.field")
+                raise UserError(f"{path}, row {number}: it has no text in {self.field!r}; see pretrain.field")
             yield Document(text, ends=True)
 
 
@@ -129,7 +125,7 @@ def _pieces(path: Path) -> Iterator[Document]:
                 yield Document("".join(lines), ends=not following)
                 lines = following
     except UnicodeDecodeError as error:
-        raise TextError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+        raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
 
 
 # --- as tokens -----------------------------------------------------------------------------------------------------------
@@ -153,7 +149,7 @@ class TokenStream:
     ) -> None:
         """`first`: the first document to train on. `share`: documents in a share. Without `take` all shares are ours."""
         if tokenizer.eos_token_id is None:
-            raise TextError("the tokenizer has no end token, which separates documents; set eos_token in its config")
+            raise UserError("the tokenizer has no end token, which separates documents; set eos_token in its config")
         self.corpus, self.tokenizer, self.take = corpus, tokenizer, take or self._following
         self.first, self.share = first, share
         self.place: TextPlace | None = None  # None: at the start of a share that is not taken yet
@@ -195,7 +191,7 @@ class TokenStream:
             if self.shares is None:
                 self.shares = -(-max(0, end.count - self.first) // self.share)
                 if not self.shares:
-                    raise TextError(
+                    raise UserError(
                         f"{end.count} documents, of which pretrain.heldout = {self.first} are held out: "
                         "none is left to train on"
                     ) from end
@@ -223,11 +219,11 @@ def heldout(corpus: Corpus, tokenizer: Any, count: int, length: int) -> Tensor:
         try:
             document = corpus.document(number)
         except EndError as end:
-            raise TextError(f"pretrain.heldout = {count}, and there are {end.count} documents: lower it") from end
+            raise UserError(f"pretrain.heldout = {count}, and there are {end.count} documents: lower it") from end
         tokens += encoded(tokenizer, document.text, ends=document.ends)
     whole = len(tokens) // length
     if count and not whole:
-        raise TextError(
+        raise UserError(
             f"the {count} held-out documents have {len(tokens)} tokens, fewer than one sequence of {length}: "
             "raise pretrain.heldout"
         )

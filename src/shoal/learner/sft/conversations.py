@@ -43,10 +43,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = ("messages", "prompt", "completion", "tools")
 
 
-class ConversationError(UserError):
-    """Data that cannot be trained on. The message names the file and line, or the data set."""
-
-
 @dataclass(frozen=True)
 class Dialogue:
     where: str  # file and row, for error messages
@@ -55,21 +51,21 @@ class Dialogue:
 
 
 def read(source: str) -> Iterator[Dialogue]:
-    """Every conversation of `source` in order. Raise ConversationError."""
+    """Every conversation of `source` in order. Raise UserError."""
     for path in find(source):
         for number, row in Rows(path).read(COLUMNS):
             yield _conversation(f"{path}, row {number}", row)
 
 
 def find(source: str) -> list[Path]:
-    """The files that `source` names, downloaded if they are on the hub. Raise ConversationError."""
+    """The files that `source` names, downloaded if they are on the hub. Raise UserError."""
     if ":" in source or not (source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)):
         return _from_hub(*source.split(":", 1))
     path = Path(source).expanduser()
     if not path.is_file():
-        raise ConversationError(f"no file at {path.absolute()}; a hub data set is written as org/name:pattern")
+        raise UserError(f"no file at {path.absolute()}; a hub data set is written as org/name:pattern")
     if not path.name.endswith(SUFFIXES):
-        raise ConversationError(f"{path} ends in none of {', '.join(SUFFIXES)}")
+        raise UserError(f"{path} ends in none of {', '.join(SUFFIXES)}")
     return [path]
 
 
@@ -80,13 +76,13 @@ def _from_hub(name: str, pattern: str = "") -> list[Path]:
         listed = [] if pattern else ask(lambda: HfApi().list_repo_files(name, repo_type="dataset"))
         result = data_files(name, [pattern] if pattern else _training_files(name, listed))
     except HubError as error:
-        raise ConversationError(
+        raise UserError(
             f"data set {name!r} could not be fetched from the Hugging Face hub ({error}); for a local file "
             f"write a path that ends in {' or '.join(SUFFIXES)}"
         ) from error
     chosen = [path for path in result if path.name.endswith(SUFFIXES)]
     if not chosen:
-        raise ConversationError(f"data set {name!r} has no {' or '.join(SUFFIXES)} file that matches {pattern!r}")
+        raise UserError(f"data set {name!r} has no {' or '.join(SUFFIXES)} file that matches {pattern!r}")
     return chosen
 
 
@@ -94,7 +90,7 @@ def _training_files(name: str, files: list[str]) -> list[str]:
     known = [file for file in files if file.endswith(SUFFIXES)]
     chosen = [file for file in known if "train" in PurePosixPath(file).name]
     if len({PurePosixPath(file).parent for file in chosen}) != 1:  # several sets in one repository, or none
-        raise ConversationError(
+        raise UserError(
             f"data set {name!r}: choose the files to train on with {name}:PATTERN; it has {', '.join(known[:12])}"
         )
     return chosen
@@ -110,26 +106,26 @@ def _conversation(where: str, row: dict[str, Any]) -> Dialogue:
             {"role": "assistant", "content": held["completion"]},
         ]
     else:
-        raise ConversationError(f"{where}: needs `messages`, a list, or `prompt` and `completion`, two strings")
+        raise UserError(f"{where}: needs `messages`, a list, or `prompt` and `completion`, two strings")
     if not isinstance(messages, list) or not messages:
-        raise ConversationError(f"{where}: `messages` is not a list of messages")
+        raise UserError(f"{where}: `messages` is not a list of messages")
     tools = held.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise ConversationError(f"{where}: `tools` is not a list")
+        raise UserError(f"{where}: `tools` is not a list")
     return Dialogue(where, [_message(f"{where}, message {i}", m) for i, m in enumerate(messages)], tools or None)
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ConversationError(f"{where}: it is not an object with `role` and `content`")
+        raise UserError(f"{where}: it is not an object with `role` and `content`")
     held = {
         str(name): value for name, value in message.items() if value is not None
     }  # Parquet stores absent fields as null
     if held.get("role") not in ROLES:
-        raise ConversationError(f"{where}: `role` is {held.get('role')!r}, not one of {', '.join(ROLES)}")
+        raise UserError(f"{where}: `role` is {held.get('role')!r}, not one of {', '.join(ROLES)}")
     calls = held["role"] == "assistant" and bool(held.get("tool_calls"))
     if not isinstance(held.get("content"), str) and not (calls and "content" not in held):
-        raise ConversationError(f"{where}: `content` is not a string")
+        raise UserError(f"{where}: `content` is not a string")
     return held
 
 
@@ -170,7 +166,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, eos: Collection[int]) -> None:
         """`eos`: the tokens that the model declares as ends of a completion."""
         if not tokenizer.chat_template:
-            raise ConversationError(
+            raise UserError(
                 "the model's tokenizer has no chat template; choose a model that has one (often named `-Instruct`)"
             )
         self.tokenizer = tokenizer
@@ -185,13 +181,13 @@ class ChatTemplate:
         return last > 0 and len(self._tokens(conversation, messages[:last], prompt=True)) > most_tokens
 
     def example(self, conversation: Dialogue) -> Example:
-        """Raise ConversationError, naming the conversation, if the template does not determine the spans."""
+        """Raise UserError, naming the conversation, if the template does not determine the spans."""
         where, messages = conversation.where, conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise ConversationError(f"{where}: it has no assistant message, so there is nothing to train on")
+            raise UserError(f"{where}: it has no assistant message, so there is nothing to train on")
         if turns[0] == 0:
-            raise ConversationError(f"{where}: it begins with an assistant message, so there is no prompt")
+            raise UserError(f"{where}: it begins with an assistant message, so there is no prompt")
         until = messages[: turns[-1] + 1]
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
         if MARKED.search(template):
@@ -211,7 +207,7 @@ class ChatTemplate:
             before = self._tokens(conversation, until[:turn], prompt=True)
             after = self._tokens(conversation, until[: turn + 1])
             if whole[: len(before)] != before or whole[: len(after)] != after or len(after) <= len(before):
-                raise ConversationError(
+                raise UserError(
                     f"{conversation.where}: the chat template changes message {turn} or earlier ones when more messages"
                     " follow, so the assistant's tokens cannot be located; make one conversation for each assistant turn, or"
                     " mark the turns in the template with {% generation %}"
@@ -225,9 +221,7 @@ class ChatTemplate:
         starts = [i for i in range(len(mask) - 1) if mask[i] < mask[i + 1]]
         stops = [i for i in range(len(mask) - 1) if mask[i] > mask[i + 1]]
         if not starts or starts[0] == 0:
-            raise ConversationError(
-                f"{conversation.where}: the chat template marks nothing as generated after a prompt"
-            )
+            raise UserError(f"{conversation.where}: the chat template marks nothing as generated after a prompt")
         return array("i", encoded["input_ids"]), list(zip(starts, stops, strict=True))
 
     def _end(self, where: str, tokens: array[int], start: int, stop: int, *, last: bool) -> int:
@@ -247,7 +241,7 @@ class ChatTemplate:
                 self.ends.add(tokens[end])
                 return end + 1
         if not last or self.tokenizer.eos_token_id is None:
-            raise ConversationError(
+            raise UserError(
                 f"{where}: the chat template writes no token that ends the assistant's turn, so the model could not learn to"
                 " stop there; use conversations with one assistant message, or another template"
             )
@@ -264,4 +258,4 @@ class ChatTemplate:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=conversation.tools, return_dict=True, **options)
         except (jinja2.TemplateError, TypeError) as error:
-            raise ConversationError(f"{conversation.where}: the chat template rejects it ({error})") from error
+            raise UserError(f"{conversation.where}: the chat template rejects it ({error})") from error

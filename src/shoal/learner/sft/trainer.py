@@ -25,10 +25,11 @@ from torch import Tensor
 
 from shoal.config import Config, ConfigError
 from shoal.config.recipe import SftSection
+from shoal.errors import UserError
 from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
-from shoal.learner.sft.conversations import ChatTemplate, ConversationError, Example, read
+from shoal.learner.sft.conversations import ChatTemplate, Example, read
 from shoal.learner.training import METRICS, Training, drop_after, plain_policy
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids
@@ -70,7 +71,7 @@ class Data:
 
 
 def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
-    """Read, encode and split the conversations of `sft.data`. `folder` is the model's. Raise ConversationError."""
+    """Read, encode and split the conversations of `sft.data`. `folder` is the model's. Raise UserError."""
     settings = config.sft
     if not settings.data:
         raise ConfigError(
@@ -94,7 +95,7 @@ def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
     order = random.Random(f"{config.run.seed}:heldout").sample(range(len(fitting)), len(fitting))
     kept = max(1, round(settings.eval_frac * len(fitting))) if settings.eval_frac else 0
     if len(fitting) <= kept:
-        raise ConversationError(
+        raise UserError(
             f"{settings.data}: of {count} conversations, {len(fitting)} fit sft.max_tokens = "
             f"{settings.max_tokens} and {kept} are held out, so none is left to train on; add data or raise sft.max_tokens"
         )
@@ -148,7 +149,7 @@ class Sft(Training):
         super().__init__(policy, folder, len(self.plan))
 
     def begin(self) -> None:
-        """Raise ConfigError if the folder holds another run; LeaderError on the other ranks."""
+        """Raise ConfigError if the folder holds another run; ShoalError on the other ranks."""
         self.claim({"fingerprint": fingerprint(self.data, self.config)}, DIFFERS)
         self.step = self.checkpoints.restore().step
         if self.leads:
