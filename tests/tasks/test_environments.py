@@ -189,13 +189,15 @@ def test_the_answer_follows_from_task_seed_and_turns(conversation: Conversation)
     assert conversation.reply(TASK, 7, second, turns) != conversation.reply(TASK, 7, second, [])
 
 
-def test_what_ends_a_conversation(conversation: Conversation) -> None:
+def test_what_ends_a_conversation(conversation: Conversation, caplog: pytest.LogCaptureFixture) -> None:
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     assert conversation.reply(TASK, 7, [30, 31], []) is None, "the turn is cut off"
     assert conversation.reply(TASK, 7, [30] * 5 + [EOS], []) is None, "the environment is silent"
     room = MAX_TOKENS - len(answer)
     assert conversation.reply(TASK, 7, [0] * (room - 2) + [EOS], []) is not None
-    assert conversation.reply(TASK, 7, [0] * (room - 1) + [EOS], []) is None, "no room for another token"
+    for _ in range(2):
+        assert conversation.reply(TASK, 7, [0] * (room - 1) + [EOS], []) is None, "no room for another token"
+    assert [f"does not fit into sampling.max_tokens = {MAX_TOKENS}" in one.message for one in caplog.records] == [True]
     turns = [3, 1, 3, 1]
     assert conversation.reply(TASK, 7, FIRST * 4, turns) is not None
     assert conversation.reply(TASK, 7, FIRST * 5, [*turns, 2, 1]) is None, "the fourth turn is the last"

@@ -9,6 +9,7 @@ an answer, `fault` does not call it a lie. Tokens in, tokens out: what the model
 read, and never tokenised again. Worker, validator and evaluator use this code.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from shoal.model.turns import model_spans
 from shoal.tasks.prompt import TurnFrame, completion_text
 from shoal.tasks.task import Environment, Task
 
+log = logging.getLogger(__name__)
 Reply = Callable[
     [int, int, Sequence[int], Sequence[int]], list[int] | None
 ]  # what an engine asks, see `engine/protocol`
@@ -51,6 +53,7 @@ class Conversation:
         self.environments = environments
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
+        self.told = False  # that an answer did not fit
         self.frame = TurnFrame(tokenizer, eos_ids) if self.possible else None
 
     @property
@@ -68,7 +71,17 @@ class Conversation:
             return None
         environment, texts = asked
         text = environment.respond(task, seed, texts)
-        return (self._tokens(text, len(tokens)) or None) if text is not None else None
+        if text is None:
+            return None
+        answer = self._tokens(text, len(tokens))
+        if not answer and not self.told:
+            self.told = True
+            log.warning(
+                "an answer to a model's call does not fit into sampling.max_tokens = %d, so the completion ends with the "
+                "call; if this is so for most, raise it",
+                self.max_tokens,
+            )
+        return answer or None
 
     def fault(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> Fault | None:
         """Return the first difference between a finished completion and the environment's answers; lies come first.
