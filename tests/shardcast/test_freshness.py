@@ -142,7 +142,7 @@ def test_a_relay_passes_the_statement_on(tmp_path):
 
 
 def test_a_store_has_one_writer(tmp_path):
-    code = "import sys, pathlib; from shoal.shardcast import Store; ShardStore(pathlib.Path(sys.argv[1])).lock()"
+    code = "import sys, pathlib; from shoal.shardcast import ShardStore; ShardStore(pathlib.Path(sys.argv[1])).lock()"
     store = ShardStore(tmp_path / "store")
     store.lock()
     other = [sys.executable, "-c", code, str(store.path)]
@@ -155,7 +155,7 @@ def test_a_store_has_one_writer(tmp_path):
 
 def test_publishing_once_leaves_the_store_to_others(tmp_path):
     publish(model_folder(tmp_path / "model"), tmp_path / "store", KEY)
-    code = "import sys, pathlib; from shoal.shardcast import Store; ShardStore(pathlib.Path(sys.argv[1])).lock()"
+    code = "import sys, pathlib; from shoal.shardcast import ShardStore; ShardStore(pathlib.Path(sys.argv[1])).lock()"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")]).returncode == 0
 
 
