@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 
 from shoal.store.bucket import S3Credentials, presigned
-from shoal.store.folder import Folder, Store, StoreError
+from shoal.store.folder import FileStore, Folder, StoreError
 
 from ..servers import S3_KEY, S3_SECRET, s3_server
 
@@ -52,7 +52,7 @@ def bucket(kind: str, servers: Callable[[str], str], request: pytest.FixtureRequ
 
 
 @pytest.fixture(params=["folder", "rclone", "moto"])
-def store(request: pytest.FixtureRequest, servers: Callable[[str], str], tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, servers: Callable[[str], str], tmp_path: Path) -> FileStore:
     return Folder(tmp_path) if request.param == "folder" else prefixed(servers(request.param), request.node.name)
 
 
@@ -74,20 +74,20 @@ def kept(bucket: Bucket, data: bytes = DATA, kind: str = "submissions", id: str 
 # --- every store -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_put_is_got_under_its_hash(store: Store) -> None:
+def test_what_is_put_is_got_under_its_hash(store: FileStore) -> None:
     name = store.put("accepted", DATA)
     assert name == blake3(DATA).hexdigest() and store.get("accepted", name) == DATA
     assert store.put("accepted", DATA) == name
 
 
-def test_kinds_are_apart_and_a_missing_file_is_named(store: Store) -> None:
+def test_kinds_are_apart_and_a_missing_file_is_named(store: FileStore) -> None:
     name = store.put("accepted", DATA)
     with pytest.raises(StoreError, match=f"cannot read submissions file {name[:16]}"):
         store.get("submissions", name)
 
 
 @pytest.mark.parametrize("name", ["", "../" + "a" * 61, "A" * 64])
-def test_a_name_that_is_no_hash_is_refused(store: Store, name: str) -> None:
+def test_a_name_that_is_no_hash_is_refused(store: FileStore, name: str) -> None:
     with pytest.raises(StoreError, match="is not a content hash"):
         store.get("accepted", name)
 

@@ -25,7 +25,7 @@ class StoreError(ShoalError):
     """A file that cannot be stored or found; the message names it and the next step."""
 
 
-class Store(Protocol):
+class FileStore(Protocol):
     """What a folder and a bucket both do. A folder is sent files in pieces (`receive`), a bucket by grants (`bucket`)."""
 
     def put(self, kind: str, data: bytes) -> str:

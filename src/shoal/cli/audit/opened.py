@@ -27,7 +27,7 @@ from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Signed
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Role
-from shoal.store.folder import Folder, Store
+from shoal.store.folder import FileStore, Folder
 
 DATABASE = "pool.sqlite"
 
@@ -50,7 +50,7 @@ class Opened:
     key: str
     run: str
     config: Config
-    store: Store
+    store: FileStore
     connection: Connection | None  # None: the ledger came as an export
     keys: dict[Role, set[str]] = field(default_factory=dict)  # of all that ever registered
 
@@ -166,7 +166,7 @@ def _open_sqlite(path: Path) -> Connection:
         return connection
 
 
-def _bucket(section: StoreSection) -> Store:
+def _bucket(section: StoreSection) -> FileStore:
     from shoal.store.bucket import Bucket  # needs the extra `s3`
 
     with naming("store"):
