@@ -280,17 +280,17 @@ def test_a_database_is_postgresql_and_its_password_is_not_in_the_config(url: str
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["https://bucket/run", "s3://", "s3://key:secret@bucket", "s3://bucket?x=1"])
-def test_a_store_is_a_bucket_and_a_prefix(url: str) -> None:
-    with pytest.raises(ConfigError, match="store.url"):
-        parse({"store": {"url": url}})
-
-
-def test_a_bucket_and_a_database_by_url() -> None:
+def test_a_bucket_and_a_database_are_named_by_url() -> None:
     found = parse(
         {"store": {"url": "s3://pool/run-1"}, "coordinator": {"database": "postgresql://shoal@db:5432/shoal"}}
     )
     assert (found.store.url, found.coordinator.database) == ("s3://pool/run-1", "postgresql://shoal@db:5432/shoal")
+
+
+@pytest.mark.parametrize("url", ["https://bucket/run", "s3://", "s3://key:secret@bucket", "s3://bucket?x=1"])
+def test_a_store_is_a_bucket_and_a_prefix(url: str) -> None:
+    with pytest.raises(ConfigError, match="store.url"):
+        parse({"store": {"url": url}})
 
 
 # --- limits of one engine on one kind of device, in place of those of all ------------------------------------------------

@@ -2,6 +2,7 @@ import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
@@ -105,51 +106,41 @@ def test_save_refuses_to_overwrite(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["key.pem"]
 
 
-def test_load_names_the_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(IdentityError, match="no key file at .*key.pem"):
-        Identity.load(tmp_path / "key.pem")
+def pem(key: Any, encryption: Any = None) -> bytes:
+    made: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption())
+    return made
 
 
-def test_load_refuses_what_it_cannot_read(tmp_path: Path) -> None:
-    with pytest.raises(IdentityError, match="cannot read the key file"):
-        Identity.load(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"hello", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
-def test_load_refuses_a_corrupt_file(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is not a PEM private key: restore it"),
+        (b"hello", "is not a PEM private key: restore it"),
+        (b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "is not a PEM private key: restore it"),
+        (pem(generate_private_key(SECP256R1())), "a key that is not ed25519"),
+        (pem(ALICE.private_key, BestAvailableEncryption(b"secret")), "is encrypted"),
+    ],
+    ids=["empty", "text", "cut", "another kind", "encrypted"],
+)
+def test_what_is_no_key_file_is_named_and_never_replaced(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "key.pem"
     path.write_bytes(content)
-    with pytest.raises(IdentityError, match=r"key.pem is not a PEM private key: restore it"):
-        Identity.load(path)
+    for load in (Identity.load, Identity.load_or_create):
+        with pytest.raises(IdentityError, match=f"key.pem.* {words}"):
+            load(path)
+    assert path.read_bytes() == content
 
 
-def test_load_refuses_another_kind_of_key(tmp_path: Path) -> None:
-    path = tmp_path / "key.pem"
-    other = generate_private_key(SECP256R1())
-    path.write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    with pytest.raises(IdentityError, match="a key that is not ed25519"):
-        Identity.load(path)
-
-
-def test_load_refuses_an_encrypted_key(tmp_path: Path) -> None:
-    path = tmp_path / "key.pem"
-    encryption = BestAvailableEncryption(b"secret")
-    path.write_bytes(ALICE.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
-    with pytest.raises(IdentityError, match="is encrypted"):
-        Identity.load(path)
+def test_load_names_what_is_missing_or_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(IdentityError, match="no key file at .*key.pem"):
+        Identity.load(tmp_path / "key.pem")
+    with pytest.raises(IdentityError, match="cannot read the key file"):
+        Identity.load(tmp_path)
 
 
 def test_load_or_create_makes_a_key_once(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "key.pem"
     assert Identity.load_or_create(path).public == Identity.load_or_create(path).public
-
-
-def test_load_or_create_never_replaces_a_corrupt_key(tmp_path: Path) -> None:
-    path = tmp_path / "key.pem"
-    path.write_bytes(b"torn")
-    with pytest.raises(IdentityError):
-        Identity.load_or_create(path)
-    assert path.read_bytes() == b"torn"
 
 
 def test_processes_that_start_at_once_agree_on_one_key(tmp_path: Path) -> None:
@@ -167,21 +158,15 @@ def test_signed_round_trip_through_json() -> None:
     assert Signed.model_validate_json(text).open(ALICE.public, domain="manifest") == "fünf"
 
 
-@pytest.mark.parametrize("changed", [{"payload": "x"}, {"signature": "0" * 128}, {"signature": "x"}])
-def test_signed_refuses_a_change(changed: dict[str, str]) -> None:
-    signed = Signed.make(ALICE, "payload", domain="manifest").model_copy(update=changed)
-    with pytest.raises(IdentityError, match="does not match"):
-        signed.open(ALICE.public, domain="manifest")
-
-
-def test_signed_refuses_another_signer() -> None:
+def test_signed_refuses_a_change_another_signer_and_another_purpose() -> None:
+    signed = Signed.make(ALICE, "payload", domain="manifest")
+    for changed in ({"payload": "x"}, {"signature": "0" * 128}, {"signature": "x"}):
+        with pytest.raises(IdentityError, match="does not match"):
+            signed.model_copy(update=changed).open(ALICE.public, domain="manifest")
     with pytest.raises(IdentityError, match="expected"):
-        Signed.make(Identity.generate(), "payload", domain="manifest").open(ALICE.public, domain="manifest")
-
-
-def test_signed_refuses_another_purpose() -> None:
+        signed.open(Identity.generate().public, domain="manifest")
     with pytest.raises(IdentityError, match="domain ledger"):
-        Signed.make(ALICE, "payload", domain="manifest").open(ALICE.public, domain="ledger")
+        signed.open(ALICE.public, domain="ledger")
 
 
 @pytest.mark.parametrize("text", ['{"payload": "a", "key": "b"}', '{"payload": "\\ud800", "key": "", "signature": ""}'])
