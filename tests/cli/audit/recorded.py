@@ -7,6 +7,7 @@ weights are a few numbers. No model is loaded.
 import json
 import shutil
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import save_file
 
 from shoal import config as config_module
+from shoal.cli.audit.audit import audit
 from shoal.config import Config, parse
 from shoal.coordinator.database import config_text, record_start, seal
 from shoal.coordinator.http.reports import read_status
@@ -277,3 +279,10 @@ def digest_of(path: Path) -> str:
 
 def copy_of(run: Path, folder: Path) -> Path:
     return Path(shutil.copytree(run, folder))
+
+
+def check(folder: Path) -> list[str]:
+    """What an audit of the ledger and the files says. Raises BrokenError."""
+    lines: list[str] = []
+    audit(folder, lines.append, Random(0), rerun=0, proofs=0)
+    return lines

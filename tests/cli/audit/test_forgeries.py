@@ -4,26 +4,13 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import pytest
 
-from shoal.cli.audit.audit import audit
 from shoal.cli.audit.opened import BrokenError
 
 from .forgeries import FORGERIES, Ledger, dismissal, forging, reject
-from .recorded import BOB, copy_of, record_run
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_run(tmp_path_factory.mktemp("finished"))
-
-
-def check(folder: Path) -> list[str]:
-    lines: list[str] = []
-    audit(folder, lines.append, Random(0), rerun=0, proofs=0)
-    return lines
+from .recorded import BOB, check, copy_of
 
 
 def test_a_ledger_that_is_signed_again_unchanged_passes(finished: Path, tmp_path: Path) -> None:

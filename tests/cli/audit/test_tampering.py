@@ -8,19 +8,8 @@ from shoal.cli.audit.opened import BrokenError
 from shoal.coordinator import trust
 from shoal.coordinator.database import record_start
 
-from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, copy_of, record_run
+from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, check, copy_of
 from .tampering import tamperings
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_run(tmp_path_factory.mktemp("finished"))
-
-
-def check(folder: Path) -> list[str]:
-    lines: list[str] = []
-    audit(folder, lines.append, Random(0), rerun=0, proofs=0)
-    return lines
 
 
 def caught(folder: Path) -> BrokenError:

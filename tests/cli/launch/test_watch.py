@@ -85,28 +85,21 @@ def test_a_run_whose_groups_teach_nothing_is_stopped(tmp_path: Path, monkeypatch
         site.at(1, signal=signal | {"flat": 39})
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "last"),
+    [(39, 77, 78), (20, 0, 39)],
+    ids=["flat groups of the leg before", "a useful group ends their count"],
+)
 def test_a_resumed_run_is_not_stopped_by_the_groups_of_the_leg_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, later: int, last: int
 ) -> None:
     monkeypatch.setattr(watch, "NO_SIGNAL_GROUPS", 39)
     site = Site(tmp_path)
-    signal = {"groups": 40, "useful": 0, "flat": 39, "lowest": 0.0, "highest": 0.0}
-    site.at(0, signal=signal)
-    site.at(1, signal=signal | {"flat": 77})
-    with pytest.raises(ShoalError, match="78 of the newest 78 groups"):
-        site.at(2, signal=signal | {"flat": 78})
-
-
-def test_a_useful_group_ends_the_count_of_those_before_the_first_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch, "NO_SIGNAL_GROUPS", 39)
-    site = Site(tmp_path)
-    signal = {"groups": 40, "useful": 0, "flat": 20, "lowest": 0.0, "highest": 0.0}
-    site.at(0, signal=signal)
-    site.at(1, signal=signal | {"flat": 0})
-    with pytest.raises(ShoalError):
-        site.at(2, signal=signal | {"flat": 39})
+    signal = {"groups": 40, "useful": 0, "lowest": 0.0, "highest": 0.0}
+    site.at(0, signal=signal | {"flat": first})
+    site.at(1, signal=signal | {"flat": later})
+    with pytest.raises(ShoalError, match=f"{last} of the newest {last} groups"):
+        site.at(2, signal=signal | {"flat": last})
 
 
 def test_a_full_disk_stops_the_run_and_names_the_file_system(tmp_path: Path) -> None:
