@@ -97,6 +97,7 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
     """The end of a run in a dozen lines. `folder`: where its files are."""
     before, after = summary["heldout_before"] or {}, summary["heldout_after"] or {}
     made, trained = count(summary["tokens_generated"]), count(summary["tokens_trained"])
+    reasons = counted(summary["reject_reasons"])
     rows = {
         "held-out greedy": _heldout_change(before, after, "greedy"),
         "held-out sampled": _heldout_change(before, after, "sampled"),
@@ -107,7 +108,7 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
         f"{number(summary['max_staleness'], 0)} versions old",
         "waste": _wasted(summary["waste"]),
         "accepted": _counts(summary["accepted"]),
-        "rejected": _counts(summary["rejected"]) + _reasons(summary["reject_reasons"]),
+        "rejected": _counts(summary["rejected"]) + (f": {reasons}" if reasons else ""),
         "exact": _exact(summary["exact"]),
         "slashed": ", ".join(map(clean, summary["slashed"])) or "none",
     }
@@ -169,10 +170,6 @@ def _counts(counts: dict[str, int]) -> str:
     """`worker-0 40, worker-1 38 (78 in all)`."""
     names = ", ".join(f"{clean(name)} {n}" for name, n in sorted(counts.items()) if n)
     return f"{names} ({sum(counts.values())} in all)" if names else "none"
-
-
-def _reasons(reasons: dict[str, int]) -> str:
-    return f": {counted(reasons)}" if reasons else ""
 
 
 def read_legs(folder: Path) -> list[Leg]:

@@ -1,6 +1,6 @@
 """One request's completions on their way out: as JSON at the end, or as server-sent events while they come.
 
-    Answer   sends one request's completions     Frame, choice, usage   OpenAI's shapes, as dictionaries
+    Answer   sends one request's completions     Frame, choice   OpenAI's shapes, as dictionaries
 
 Invariant: a client that leaves early frees its rows, and the streamed pieces add up to the whole answer.
 """
@@ -49,10 +49,6 @@ class AnswerFrame:
             "choices": list(choices),
             **more,
         }
-
-
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def choice(
@@ -260,7 +256,8 @@ class Answer:
 
     def _usage(self) -> dict[str, int]:
         prompts = {id(one.ask.prompt): len(one.ask.prompt) for one in self.generations}
-        return usage(sum(prompts.values()), sum(len(one.tokens) for one in self.generations))
+        asked, made = sum(prompts.values()), sum(len(one.tokens) for one in self.generations)
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
 
 @asynccontextmanager

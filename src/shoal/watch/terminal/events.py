@@ -107,13 +107,14 @@ class Events:
         for index in range(self._steps, len(history.metrics)):
             self._progress_s = status.now_s
             step = history.metrics[index]
-            reward = step.get("reward/mean")
+            reward, lost = step.get("reward/mean"), step.get("length_penalty/mean")
+            penalty = "" if lost is None else f"length penalty {number(lost)}, "
             since = ""
             if index and reward is not None and first is not None:
                 since = f" ({reward - first:+.3f} since step 1)"
             yield (
                 f"step {index + 1} of {status.steps}: reward {number(reward)}{since}, "
-                f"{count(step.get('perf/tokens'))} tokens, {_length(step)}"
+                f"{count(step.get('perf/tokens'))} tokens, {penalty}"
                 f"rollout age mean {number(step.get('async/staleness_mean'), 1)} "
                 f"max {number(step.get('async/staleness_max'), 0)}, "
                 f"entropy {number(step.get('policy/entropy'))}, busy {number(step.get('perf/busy_s'), 1)} s, "
@@ -177,12 +178,6 @@ def _heldout(found: Evaluation) -> str:
         f"held-out at v{found.version}{' (final)' if found.final else ''}: "
         f"greedy {percent(found.greedy)}, sampled {percent(found.sampled)}, n {found.n}"
     )
-
-
-def _length(step: dict[str, float]) -> str:
-    """What missing the target lengths cost; empty without targets."""
-    lost = step.get("length_penalty/mean")
-    return "" if lost is None else f"length penalty {number(lost)}, "
 
 
 def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:

@@ -8,7 +8,6 @@ that do not fit are counted; nodes with a problem are shown first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -204,19 +203,14 @@ def _learner(history: RunHistory, cells: int) -> Text:
     if not history.metrics:
         return Text(NONE)
     busy, last = busy_frac(history.metrics), history.metrics[-1]
+    has_kl = any(step.get("policy/kl") for step in history.metrics)  # it is 0 in every step if learner.loss.beta is 0
     items = [
         Text(f"busy {percent(busy, 0)}, waiting {percent(None if busy is None else 1 - busy, 0)}"),
         Text(f"entropy {number(last.get('policy/entropy'))}"),
-        *([Text(f"KL {number(last['policy/kl'], 4)}")] if _has_kl(history) else []),
+        *([Text(f"KL {number(last['policy/kl'], 4)}")] if has_kl and "policy/kl" in last else []),
         Text(f"grad norm {number(last.get('optim/grad_norm'))}"),
     ]
     return _flow(items, cells)
-
-
-def _has_kl(history: RunHistory) -> bool:
-    """Whether the KL term is computed: it is reported as 0 in every step if learner.loss.beta is 0."""
-    values = [step.get("policy/kl", 0.0) for step in history.metrics]
-    return isfinite(values[-1]) and "policy/kl" in history.metrics[-1] and any(values)
 
 
 def _batch(status: Status) -> Text:
