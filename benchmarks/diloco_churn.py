@@ -183,7 +183,7 @@ def verdict(run: Run, faults: list[dict[str, Any]]) -> dict[str, Any]:
     if [each["round"] for each in rounds] != list(range(len(rounds))):
         wrong.append("a round is missing or out of order")
     for name, seen in run.seen.items():
-        wrong += [f"{name} differs after round {at}" for at, found in seen.items() if found != [rounds[at]["digest"]]]
+        wrong += [f"{name} differs after round {at}" for at, found in seen.items() if found != rounds[at]["digest"]]
     killed = [(name, *at) for each in faults for name, at in each.get("killed", {}).items()]
     lost = [0 if steps == INNER_STEPS and name in rounds[at]["kept"] else steps for name, steps, at in killed]
     wrong += [f"{steps} inner steps of a site are lost" for steps in lost if steps > INNER_STEPS]
