@@ -40,12 +40,13 @@ class CommandProgress:
 
 
 class FetchBar:
-    """Bytes and speed of the running download, on standard error: standard output is for paths."""
+    """Bytes, speed and senders of the running download, on standard error: standard output is for paths."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self.bar = Bar(*columns, TimeRemainingColumn(), console=Terminal(stderr=True), redirect_stdout=False)
-        self.task = self.bar.add_task("", total=None)
+        ends = (TimeRemainingColumn(), TextColumn("{task.fields[senders]}"))
+        self.bar = Bar(*columns, *ends, console=Terminal(stderr=True), redirect_stdout=False)
+        self.task = self.bar.add_task("", total=None, senders="")
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -56,4 +57,6 @@ class FetchBar:
 
     def show(self, progress: shardcast.Progress) -> None:
         done, total = progress.transferred_bytes + progress.reused_bytes, progress.total_bytes
-        self.bar.update(self.task, description=progress.doing, total=total or None, completed=min(done, total or 0))
+        senders = ", ".join(f"{url} {sent / 1e6:.1f} MB" for url, sent in list(progress.by_source.items())[:4])
+        done = min(done, total or 0)
+        self.bar.update(self.task, description=progress.doing, total=total or None, completed=done, senders=senders)
