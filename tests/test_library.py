@@ -1,4 +1,4 @@
-"""Every block of docs/library.md, run as a reader would paste it: alone, in a folder that holds its model or its run."""
+"""Every block of docs/library.md, run as a reader would paste it: alone, in a folder that holds its model."""
 
 import re
 from pathlib import Path
@@ -6,35 +6,22 @@ from types import ModuleType
 
 import pytest
 
-from .cli.audit.recorded import record_run
-
 PAGE = Path(__file__).parent.parent / "docs" / "library.md"
 SECTIONS = re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-NEEDS_A_MODEL, NEEDS_A_RUN = "The engine", "The audit"
+NEEDS_A_MODEL = "The engine"
 
 
 def test_every_part_that_stands_alone_has_a_block() -> None:
-    assert [title for title, _ in SECTIONS] == [
-        *("TOPLOC proofs", "Losses", "Seeded sampling", "Rewards and the sandbox", "SHARDCAST"),
-        *(NEEDS_A_MODEL, NEEDS_A_RUN),
-    ]
+    titles = ["TOPLOC proofs", "Losses", "Seeded sampling", "Rewards and the sandbox", "SHARDCAST", NEEDS_A_MODEL]
+    assert [title for title, _ in SECTIONS] == titles
     assert len(re.findall(r"^```python", PAGE.read_text(), re.MULTILINE)) == len(SECTIONS)
 
 
 @pytest.mark.parametrize(("title", "block"), SECTIONS, ids=[title for title, _ in SECTIONS])
 def test_a_block_runs_as_it_stands(
-    title: str,
-    block: str,
-    tmp_path: Path,
-    tiny_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    title: str, block: str, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if title == NEEDS_A_MODEL:
         (tmp_path / "model").symlink_to(tiny_folder)
-    if title == NEEDS_A_RUN:
-        record_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     exec(compile(block, f"{PAGE.name}: {title}", "exec"), ModuleType("block").__dict__)  # noqa: S102
-    if title == NEEDS_A_RUN:
-        assert re.search(r"^\d+ submissions accepted, 3 steps trained$", capsys.readouterr().out, re.MULTILINE)
