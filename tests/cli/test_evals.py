@@ -9,7 +9,8 @@ import pytest
 
 from shoal.cli import main
 from shoal.cli.main import DONE, USAGE
-from shoal.evals.harness import TABLE, Endpoint
+from shoal.evals.harness import Endpoint
+from shoal.evals.suites import TABLE
 from tests.evals.support import install_lm_eval
 
 

@@ -13,7 +13,7 @@ LM_EVAL = """
 import argparse, json, pathlib, sys
 parser = argparse.ArgumentParser()
 parser.add_argument("run")
-for name in ("model", "tasks", "model_args", "gen_kwargs", "output_path", "use_cache", "limit"):
+for name in ("model", "tasks", "model_args", "gen_kwargs", "output_path", "use_cache", "limit", "include_path"):
     parser.add_argument(f"--{name}")
 parser.add_argument("--apply_chat_template", action="store_true")
 parser.add_argument("--log_samples", action="store_true")
@@ -27,7 +27,11 @@ if model["model"] == "broken":
 out = pathlib.Path(asked.output_path) / model["model"]
 out.mkdir()
 lines = []
-for number in range(int(asked.limit or 10)):
+if asked.include_path:  # a task that is written there: the model's name is its answer to everything
+    rows = (pathlib.Path(asked.include_path) / f"{asked.tasks}.jsonl").read_text().splitlines()
+    answer = model["model"].partition("-")[2]
+    lines = [{"doc_id": number, "resps": [[answer]], "metrics": ["bypass"], "filter": "none"} for number in range(len(rows))]
+for number in [] if asked.include_path else range(int(asked.limit or 10)):
     score = float(number < int(model["model"].partition("-")[2]))
     common = {"doc_id": number, "resps": [["text"]], "metrics": ["exact_match"]}
     lines += [common | {"filter": "strict", "exact_match": 0.0}, common | {"filter": "flexible", "exact_match": score}]

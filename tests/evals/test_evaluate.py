@@ -13,7 +13,8 @@ import pytest
 
 from shoal.errors import ShoalError, UserError
 from shoal.evals.evaluate import CONFIG, Contestant, Difference, Score, evaluate, sentence
-from shoal.evals.harness import Endpoint, Suite, check_installed, find
+from shoal.evals.harness import Endpoint, check_installed
+from shoal.evals.suites import TABLE, Suite, find, read_tasks
 from shoal.watch.estimates import Estimate
 
 from .support import install_lm_eval, lines, quiet
@@ -142,3 +143,51 @@ def test_suites_are_found_by_name_and_other_names_are_tasks_of_lm_eval() -> None
     assert (other.task, other.k, other.temperature) == ("drop", 1, 0)
     with pytest.raises(ShoalError, match="each suite once"):
         find("GSM8K,gsm8k")
+
+
+# --- suites of code ---------------------------------------------------------------------------------------------------
+
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": "def double(x):\n",
+    "canonical_solution": "    return 2 * x\n",
+    "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+    "entry_point": "double",
+}
+MBPP = {
+    "task_id": 11,
+    "text": "Write a function to double a number.",
+    "code": "def double(x):\n    return 2 * x",
+    "test_list": ["assert double(2) == 4"],
+    "test_setup_code": "",
+    "challenge_test_list": [],
+}
+
+
+def code_suite(name: str, folder: Path, *rows: dict[str, object]) -> Suite:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return replace(find(name)[0], path=str(path))
+
+
+@pytest.mark.parametrize(("name", "row"), [("HumanEval", HUMANEVAL), ("MBPP", MBPP)])
+def test_programs_of_a_code_suite_run_in_the_sandbox(name: str, row: dict[str, object], tmp_path: Path) -> None:
+    suite = code_suite(name, tmp_path, row)
+    right, wrong = (f"say-def double(x): return {body}" for body in ("x + x", "x"))
+    models = [contestant(right), contestant(wrong)]
+    results, _ = evaluate(models, [suite], tmp_path / "out", quiet())
+    assert [(result.avg.mean, len(result.values)) for result in results] == [(1, 1), (0, 1)]
+    [message] = lines(tmp_path / "out" / right / "tasks" / f"{suite.task}.jsonl")
+    assert "{question}" not in str(message)
+
+
+def test_part_of_a_code_suite_is_the_same_in_any_order_of_rows(tmp_path: Path) -> None:
+    rows = [MBPP | {"text": f"Double it ({number})."} for number in range(20)]
+    some = read_tasks(code_suite("MBPP", tmp_path, *rows), 5)
+    assert read_tasks(code_suite("MBPP", tmp_path, *rows[::-1], rows[0]), 0)[:5] == some
+    with pytest.raises(UserError, match="20 tasks, fewer than --n 21"):
+        read_tasks(code_suite("MBPP", tmp_path, *rows), 21)
+
+
+def test_lm_eval_runs_no_program_of_a_code_suite() -> None:
+    assert {suite.name for suite in TABLE if suite.prompt} == {"HumanEval", "MBPP", "LiveCodeBench"}

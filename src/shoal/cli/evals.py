@@ -22,7 +22,7 @@ from shoal.errors import ShoalError, UserError
 
 if TYPE_CHECKING:
     from shoal.evals.evaluate import Contestant
-    from shoal.evals.harness import Suite
+    from shoal.evals.suites import Suite
 
 
 MAX_K = 10_000
@@ -53,6 +53,7 @@ def _add_evals(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--served-name", action="append", default=[], dest="served", metavar="NAME", help="with --url: its model"
     )
+    parser.add_argument("--path", help="a code suite's rows: a file or a folder (default: from the hub)")
     parser.add_argument("--n", type=whole(1, 10**9), default=0, help="evaluate n tasks of each suite only")
     parser.add_argument("--k", type=whole(1, MAX_K), help="completions per task (default: the suite's)")
     parser.add_argument("--temperature", type=real(0, 10), help="0: greedy (default: the suite's)")
@@ -62,7 +63,7 @@ def _add_evals(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run_eval(arguments: argparse.Namespace) -> None:
-    from shoal.evals.harness import TABLE
+    from shoal.evals.suites import TABLE
 
     if arguments.list:
         say("\n".join(f"{s.name:14} k {s.k:2}, T {s.temperature:g}  {s.task}: {s.about}" for s in TABLE))
@@ -101,11 +102,16 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _suites(arguments: argparse.Namespace) -> list[Suite]:
-    from shoal.evals.harness import find
+    from shoal.evals.suites import find
 
     asked = {"k": arguments.k, "temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     changed = {name: value for name, value in asked.items() if value is not None}
-    return [replace(suite, **changed) for suite in find(arguments.suites)]
+    suites = [replace(suite, **changed) for suite in find(arguments.suites)]
+    if arguments.path is None:
+        return suites
+    if len(suites) > 1 or not suites[0].prompt:
+        raise UserError("--path holds the rows of one code suite: HumanEval, MBPP or LiveCodeBench")
+    return [replace(suites[0], path=arguments.path)]
 
 
 def _local(arguments: argparse.Namespace, out: Path) -> list[Contestant]:

@@ -15,8 +15,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.errors import UserError
-from shoal.evals.harness import Endpoint, Suite, run
+from shoal.errors import ShoalError, UserError
+from shoal.evals.harness import Endpoint, run
+from shoal.evals.suites import Suite, grade, read_tasks, write_task
 from shoal.files import write_file
 from shoal.watch.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k
 from shoal.watch.figures import clean, percent
@@ -80,7 +81,8 @@ def evaluate(
                     if not out.is_dir():
                         endpoint = endpoint or open_one.enter_context(contestant.open())
                     console.print(f"{contestant.label}, {suite.name}: run {number + 1} of {suite.k}", markup=False)
-                    runs.append(scores(endpoint or Endpoint("", ""), suite, out, number, n))
+                    measure = code_scores if suite.prompt else scores
+                    runs.append(measure(endpoint or Endpoint("", ""), suite, out, number, n))
                 results.append(summarise(contestant.label, suite.name, runs))
     order = [suite.name for suite in suites]
     results.sort(key=lambda result: order.index(result.suite))
@@ -92,6 +94,24 @@ def scores(endpoint: Endpoint, suite: Suite, out: Path, seed: int, n: int) -> di
     samples = run(endpoint, suite, out, seed=seed, n=n)
     metric = suite.metric or samples[0]["metrics"][0]
     return {f"{one['file'].rpartition('_')[0]}/{one['doc_id']}": float(one[metric]) for one in samples}
+
+
+def code_scores(endpoint: Endpoint, suite: Suite, out: Path, seed: int, n: int) -> dict[str, float]:
+    """Return the same of a code suite, whose programs run in the sandbox. Raises ShoalError.
+
+    A program that this machine cannot grade would count as a wrong one, so it ends the evaluation.
+    """
+    tasks, written = read_tasks(suite, n), out.parent / "tasks"
+    write_task(suite, tasks, written)
+    samples = run(endpoint, suite, out, seed=seed, n=0, tasks=written)
+    asked = [tasks[int(one["doc_id"])] for one in samples]
+    grades = grade(suite, asked, [str(one["resps"][0][0] or "") for one in samples])
+    if failed := [(task, one) for task, one in zip(asked, grades, strict=True) if one.outcome == "grader_error"]:
+        task, first = failed[0]
+        raise ShoalError(
+            f"{len(failed)} programs of {suite.name} cannot be graded; the first, of {task.id}: {first.detail}"
+        )
+    return {task.id: one.score for task, one in zip(asked, grades, strict=True)}
 
 
 def summarise(model: str, suite: str, runs: Sequence[Mapping[str, float]]) -> Score:

@@ -1,11 +1,8 @@
-"""The suites of `shoal eval`, and lm-evaluation-harness as a child process, which asks an OpenAI-compatible endpoint.
+"""lm-evaluation-harness as a child process, which asks an OpenAI-compatible endpoint.
 
 Invariant: a run of one suite counts only if it ended well: its folder gets its name then. A run that was killed or failed is
 repeated; completions that it made are in lm_eval's cache, and are not made again.
-Sampling: temperature 0.6 and 32,768 tokens are DeepSeek-R1's (arXiv 2501.12948, section 3), whose top-p of 0.95 is left out:
-engines here sample from the full distribution. Suites that are usually reported greedily have k = 1 and temperature 0.
-Left out: suites that need logprobs of given continuations, which chat routes do not serve; suites of code, whose programs
-lm_eval would run without walls.
+Left out: suites that need logprobs of given continuations, which chat routes do not serve.
 """
 
 import importlib.util
@@ -26,6 +23,7 @@ from typing import Any
 import httpx
 
 from shoal.errors import ShoalError, UserError
+from shoal.evals.suites import Suite
 from shoal.sandbox import kernel
 
 START_S = 900.0  # until a served model answers
@@ -33,50 +31,6 @@ END_S = 10.0
 LOG_CHARACTERS = 600  # of a log in an error
 KEY_VARIABLE = "OPENAI_API_KEY"
 CONCURRENCY = 8  # requests at once
-LONG = 32_768
-
-
-@dataclass(frozen=True)
-class Suite:
-    """`task`, `metric` and `filter` (how answers are extracted) are lm_eval's."""
-
-    name: str
-    about: str  # size and paper
-    task: str
-    k: int = 1
-    temperature: float = 0.0
-    max_tokens: int = 2_048
-    metric: str = "exact_match"
-    filter: str = ""  # "": the only one
-
-
-FLEXIBLE = "flexible-extract"
-TABLE = [
-    Suite("AIME24", "30 problems, MAA 2024", "aime24", 16, 0.6, LONG),
-    Suite("AIME25", "30 problems, MAA 2025", "aime25", 16, 0.6, LONG),
-    Suite("MATH-500", "500 problems, Lightman et al. 2023 (arXiv 2305.20050)", "hendrycks_math500", 4, 0.6, LONG),
-    Suite("GSM8K", "1,319 problems, Cobbe et al. 2021 (arXiv 2110.14168)", "gsm8k_cot_zeroshot", filter=FLEXIBLE),
-    Suite(
-        "GPQA-diamond",
-        "198 questions, Rein et al. 2023 (arXiv 2311.12022); access must be asked for on the hub",
-        "gpqa_diamond_cot_zeroshot",
-        4,
-        0.6,
-        LONG,
-        filter=FLEXIBLE,
-    ),
-    Suite("MMLU-Pro", "12,032 questions, Wang et al. 2024 (arXiv 2406.01574)", "mmlu_pro"),
-    Suite("IFEval", "541 prompts, Zhou et al. 2023 (arXiv 2311.07911)", "ifeval", metric="prompt_level_strict_acc"),
-]
-
-
-def find(names: str) -> list[Suite]:
-    """Return the suites of these names, in any case; any other name is lm_eval's. Raises UserError."""
-    known = {suite.name.lower(): suite for suite in TABLE}
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted or len({name.lower() for name in wanted}) < len(wanted):
-        raise UserError(f"name each suite once, out of {', '.join(suite.name for suite in TABLE)}, or lm_eval's tasks")
-    return [known.get(name.lower()) or Suite(name, "", name, metric="") for name in wanted]
 
 
 @dataclass(frozen=True)
@@ -143,16 +97,19 @@ def _wait(child: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     raise ShoalError(f"`shoal serve` has not loaded the model after {START_S:.0f} s; see {log}")
 
 
-def run(endpoint: Endpoint, suite: Suite, out: Path, *, seed: int, n: int) -> list[dict[str, Any]]:
+def run(
+    endpoint: Endpoint, suite: Suite, out: Path, *, seed: int, n: int, tasks: Path | None = None
+) -> list[dict[str, Any]]:
     """Return the samples of one run of a suite, as lm_eval writes them, in the order of its documents. Raises ShoalError.
 
     `out`: the run's folder; if it is there, the run is not repeated. `n`: how many documents, from the first; 0: all.
+    `tasks`: a folder of tasks that lm_eval does not know.
     """
     if not out.is_dir():
         part = out.with_name(f"{out.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # the cache stands beside it
         part.mkdir(parents=True)
-        _run(endpoint, suite, part, out.with_name(f"{out.name}.cache"), seed, n)
+        _run(endpoint, suite, part, out.with_name(f"{out.name}.cache"), seed, n, tasks)
         part.rename(out)
     samples = []
     for path in sorted(out.rglob("samples_*.jsonl")):
@@ -166,7 +123,7 @@ def run(endpoint: Endpoint, suite: Suite, out: Path, *, seed: int, n: int) -> li
     return samples
 
 
-def _run(endpoint: Endpoint, suite: Suite, out: Path, cache: Path, seed: int, n: int) -> None:
+def _run(endpoint: Endpoint, suite: Suite, out: Path, cache: Path, seed: int, n: int, tasks: Path | None) -> None:
     kwargs = {
         "temperature": suite.temperature,
         "do_sample": suite.temperature > 0,
@@ -185,6 +142,7 @@ def _run(endpoint: Endpoint, suite: Suite, out: Path, cache: Path, seed: int, n:
     command += ["--gen_kwargs", ",".join(f"{name}={value}" for name, value in kwargs.items())]
     command += ["--apply_chat_template", "--log_samples", "--output_path", str(out)]
     command += ["--use_cache", str(cache), *(["--limit", str(n)] if n else [])]
+    command += ["--include_path", str(tasks)] if tasks else []
     log = out / "lm_eval.log"
     with _child(command, log, {KEY_VARIABLE: "none"} | os.environ) as child:
         status = child.wait()
