@@ -38,7 +38,7 @@ import torch.distributed as dist
 from learner_memory import MODELS
 from machine import describe
 
-from shoal.cli.preflight.work import sizes_of
+from shoal.cli.preflight.estimate import sizes_of
 from shoal.config import parse
 from shoal.learner.batch import Row
 from shoal.learner.batch import plan as rows_of

@@ -48,8 +48,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import Qwen2Config
 
-from shoal.cli.preflight.cost import LOGITS_BYTES, MASTER_BYTES, activation_bytes
-from shoal.cli.preflight.work import Sizes, Work, sizes_of
+from shoal.cli.preflight.estimate import LOGITS_BYTES, MASTER_BYTES, Sizes, Work, activation_bytes, sizes_of
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner import masters
 from shoal.learner import policy as policy_module
@@ -354,8 +353,8 @@ def case(name: str, ranks: int) -> dict[str, Any]:
 def arithmetic(sizes: Sizes, work: Work, ranks: int) -> float:
     """Bytes of a learner in bf16, on each of its devices; no reference model.
 
-    state       as in `cli/preflight/cost`. FSDP2 spreads it over the devices (master 4, moments 8, gradient 4, which is the
-                sum of several rows')
+    state       as in `cli/preflight/estimate`. FSDP2 spreads it over the devices (master 4, moments 8, gradient 4, which is
+                the sum of several rows')
     gathered    in bf16: what is outside of the blocks, and three blocks, of which one is computed, one comes next and one is
                 being copied; a block's gradient, in it and in float32 to be reduced; the head's gradient in float32
     """

@@ -5,7 +5,7 @@
     python benchmarks/plan.py                                 the comparison, into results/plan.json; runs nothing
 
 Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
-(`DEVICES`; sources: cli/preflight/cost.py). Seconds a step come from runs on quiet machines; memory also
+(`DEVICES`; sources: cli/preflight/estimate.py). Seconds a step come from runs on quiet machines; memory also
 from recorded ones, which other work hardly changes. Recorded runs are compared with the estimate for their machine,
 whose peak it measures just before. Of `SAID`, what `shoal run` said before it started is compared with the whole run.
 tests/cli/preflight/test_measured.py computes the ratios again.
@@ -22,9 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.preflight.cost import Speed, measure, memory_of, speed, step_seconds, together
-from shoal.cli.preflight.estimate import processes
-from shoal.cli.preflight.work import BUNDLED, Work, work_of
+from shoal.cli.preflight.estimate import (
+    BUNDLED,
+    Speed,
+    Work,
+    measure,
+    memory_of,
+    processes,
+    speed,
+    step_seconds,
+    together,
+    work_of,
+)
 from shoal.config import Config, load
 from shoal.model.dtype import pick
 

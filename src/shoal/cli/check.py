@@ -7,8 +7,6 @@ Invariant: it starts and changes nothing. Exit status 0: nothing fails, 1: somet
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,22 +62,19 @@ def check(arguments: argparse.Namespace) -> int:
     if config and not any(one.level == "fails" for one in findings):
         general = "disk"  # what a run of this config needs takes its place
         findings = [one for one in findings if one.name != general] + list(of_config(config, arguments.dir))
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    say("\n".join(one.line(width) for one in findings))
+    say("\n".join(one.line() for one in findings))
     return int(any(one.level == "fails" for one in findings))
 
 
 def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     """What would stop a run of this config here; if nothing does, its time, memory and disk."""
+    from shoal.cli.launch.prepare import check_length, load_tasks
     from shoal.cli.preflight import disk, estimate
-    from shoal.cli.preflight.cost import measure
     from shoal.cli.preflight.machine import fails, free_bytes, ok
-    from shoal.cli.preflight.problems import check_length, load_tasks, local_folder
-    from shoal.cli.preflight.work import SizesError, model_sizes
-    from shoal.model import dtype
+    from shoal.model import dtype, sources
     from shoal.model.load import load_tokenizer
 
-    held, prompt, stops = local_folder(config.model.name), PROMPT, []
+    name, prompt, stops = config.model.name, PROMPT, []
     try:
         check_length(config, fetch=True)
     except UserError as error:
@@ -88,6 +83,9 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
         loaded = load_tasks(config)
         yield from (ok("tasks", note) for note in loaded.notes)
         yield ok("tasks", f"rewards and environments answered a trial; tasks.digest = {loaded.digest}")
+        # without a look at the hub's cache
+        own = {sources.SMOLLM2: sources.smollm2_dir, sources.TINY: sources.tiny_dir}
+        held = own[name]() if name in own else sources.resolve(name) if name.startswith((".", "/", "~")) else None
         if held is not None and (held / "config.json").is_file():
             prompt = estimate.mean_prompt(load_tokenizer(held), config, loaded.heldout[: estimate.SAMPLE])
     except UserError as error:
@@ -98,11 +96,11 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     if stops:
         return
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
-    measured = {"dtype": picked, "prompt_tokens": prompt, "machine": measure(picked, config.model.device)}
+    measured = {"dtype": picked, "prompt_tokens": prompt, "machine": estimate.measure(picked, config.model.device)}
     yield from estimate.findings(estimate.forecast(config, measured, estimate.available_cores()))
     try:
-        needs = disk.needs(config, model_sizes(config.model.name).parameters)
-    except SizesError:
+        needs = disk.needs(config, estimate.model_sizes(name).parameters)
+    except estimate.SizesError:
         return  # the line about time says so
     yield disk.finding(needs, free_bytes(folder))
 
@@ -119,7 +117,7 @@ def config(arguments: argparse.Namespace) -> None:
 def calibrate(arguments: argparse.Namespace) -> None:
     settings = read_config(arguments)
     from shoal.cli.calibrate import calibrate as measure
-    from shoal.cli.preflight.problems import check_length
+    from shoal.cli.launch.prepare import check_length
 
     check_length(settings)
     measure(settings, arguments.out, arguments.submissions, arguments.weights, say)

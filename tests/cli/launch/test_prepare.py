@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from shoal import config as config_module
-from shoal.cli.launch.prepare import count_parameters, prepare
+from shoal.cli.launch.prepare import prepare
 from shoal.config import Config
 from shoal.errors import restart_helps
 from shoal.model.dtype import DeviceError
@@ -44,11 +44,6 @@ def test_a_model_that_no_environment_can_answer_is_named(tmp_path: Path, tiny_fo
         prepare(tiny(f"model.name={folder}", "tasks.sources.0.environment=calculator"))
 
 
-def test_the_size_of_the_model_is_read_from_its_files(tiny_folder: Path) -> None:
-    weights = load_file(tiny_folder / "model.safetensors")
-    assert count_parameters(tiny_folder) == sum(tensor.numel() for tensor in weights.values())
-
-
 @pytest.mark.parametrize(("early", "late", "counts"), [(400.0, 2e11, 4e11), (100.0, 2e11, 2e11)])
 def test_of_two_measurements_of_the_machine_the_faster_counts(
     early: float, late: float, counts: float, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,4 +51,7 @@ def test_of_two_measurements_of_the_machine_the_faster_counts(
     monkeypatch.setattr("shoal.model.dtype.pick", lambda *_: ("float32", {"float32": early}))
     measured = {"flops": late, "bandwidth_Bps": 1e10, "memory_bytes": 1e9}
     monkeypatch.setattr("shoal.cli.launch.prepare.measure", lambda *_: dict(measured))
-    assert prepare(tiny(f"model.name={tiny_folder}"))["machine"] == measured | {"flops": counts}
+    prepared = prepare(tiny(f"model.name={tiny_folder}"))
+    assert prepared["machine"] == measured | {"flops": counts}
+    weights = load_file(tiny_folder / "model.safetensors")
+    assert prepared["parameters"] == sum(tensor.numel() for tensor in weights.values())

@@ -4,23 +4,29 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cli.preflight.cost import (
+from shoal.cli.preflight.estimate import (
     BASE_BYTES,
     COORDINATION_S,
     LOCAL_BPS,
     SHARED_BYTES,
     SPARE,
     WRITE_BPS,
+    Sizes,
+    SizesError,
     Speed,
+    Work,
     activation_bytes,
+    attention_flops,
+    dense_flops,
     learner_s,
     memory_of,
     rollouts_s,
+    sizes_of,
     speed,
     step_seconds,
     together,
+    work_of,
 )
-from shoal.cli.preflight.work import Sizes, SizesError, Work, attention_flops, dense_flops, sizes_of, work_of
 from shoal.config import parse
 
 SIZES = Sizes(hidden=4, intermediate=8, layers=2, width=4, kv_width=2, vocab=10, tied=True)

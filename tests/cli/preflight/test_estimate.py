@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import DONE, FAILED, main
-from shoal.cli.preflight.cost import memory_of, rollouts_s, speed, step_seconds
 from shoal.cli.preflight.estimate import (
+    BUNDLED,
     START_S,
     USEFUL,
     Forecast,
@@ -17,9 +17,13 @@ from shoal.cli.preflight.estimate import (
     expected_length,
     findings,
     forecast,
+    memory_of,
+    rollouts_s,
     share_threads,
+    speed,
+    step_seconds,
+    work_of,
 )
-from shoal.cli.preflight.work import BUNDLED, work_of
 from shoal.config import Config, parse
 from shoal.watch.figures import duration, memory
 

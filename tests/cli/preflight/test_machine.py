@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cli.main import FAILED, main
 from shoal.cli.preflight import machine
-from shoal.cli.preflight.machine import GIB, CheckLine, examine, free_bytes, ok, warning
+from shoal.cli.preflight.machine import GIB, CheckLine, examine, free_bytes
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,6 @@ from shoal.cli.preflight.machine import GIB, CheckLine, examine, free_bytes, ok,
 def test_what_is_wrong_comes_with_a_remedy(finding: CheckLine, level: str, words: str) -> None:
     assert finding.level == level and words in finding.line()
     assert (level == "ok") != bool(finding.remedy)
-
-
-def test_a_line_goes_on_below_where_the_terminal_ends() -> None:
-    long = warning("numerics", "fast only: " + "why " * 30, "calibrate")
-    first, *below = long.line(80).splitlines()
-    assert first.startswith("warning  numerics") and below and all(one.startswith(" " * 19) for one in below)
-    assert max(map(len, [first, *below])) <= 80
-    assert " ".join(long.line(80).split()) == " ".join(long.line().split())
-    assert ok("disk", "5 GiB").line(80) == "ok       disk      5 GiB"
 
 
 def test_this_machine_is_measured_and_nothing_is_made(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.preflight.work import BUNDLED, attention_flops, dense_flops, sizes_of, work_of
+from shoal.cli.preflight.estimate import BUNDLED, attention_flops, dense_flops, sizes_of, work_of
 from shoal.config import load
 from shoal.learner import report
 

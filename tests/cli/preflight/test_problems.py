@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from shoal.cli.preflight.problems import check_length, load_tasks
+from shoal.cli.launch.prepare import check_length, load_tasks
 from shoal.config import Config, ConfigError, parse
 from shoal.errors import UserError
 from shoal.model.sources import BUNDLED_POSITIONS, SMOLLM2, read_config, resolve

@@ -1,6 +1,7 @@
 """What a run needs before it starts: the model in the cache, tasks, a chat template, a device, a dtype for this machine.
 
-Invariant: what can be found wrong without starting the pool is found wrong here, with one clear error.
+Invariant: what can be found wrong without starting the pool is found wrong here, with one clear error. Only the functions
+that compute import torch.
 `main` is what `shoal run` runs as a child process: it never imports torch itself. It prints what `prepare` returns as JSON.
 """
 
@@ -10,17 +11,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+from shoal import tasks
 from shoal.cli.arguments import Parser, read_config, say, takes_config, takes_threads
 from shoal.cli.main import answer
-from shoal.cli.preflight.cost import measure
-from shoal.cli.preflight.estimate import SAMPLE, mean_prompt
-from shoal.cli.preflight.problems import check_length, load_tasks
-from shoal.config import Config
-from shoal.model import dtype, sources
-from shoal.model.dtype import compute_on
-from shoal.model.load import eos_ids, load_tokenizer
+from shoal.cli.preflight.estimate import SAMPLE, mean_prompt, measure
+from shoal.config import Config, ConfigError
+from shoal.model import sources
 from shoal.tasks.compiling import build_tasks
+from shoal.tasks.environments import try_out
 from shoal.tasks.prompt import TurnFrame
+from shoal.tasks.task import GradeError
+from shoal.tasks.taskset import TaskSet
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
@@ -30,6 +31,9 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     the task set's digest and what is in it. The set is kept in `task_folder`, if one is given. Raises ConfigError,
     DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
     """
+    from shoal.model import dtype
+    from shoal.model.load import eos_ids, load_tokenizer
+
     dtype.check_device(config.model.device)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
     if task_folder is not None:
@@ -45,7 +49,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {
         "folder": str(folder),
-        "parameters": count_parameters(folder),
+        "parameters": sum(_parameters_in(file) for file in folder.glob("*.safetensors")),
         "dtype": picked,
         "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
         "prompt_tokens": prompt,
@@ -62,11 +66,39 @@ def main(argv: list[str]) -> int:
     parser.set_defaults(command_name="prepare")
 
     def call(arguments: argparse.Namespace) -> None:
+        from shoal.model.dtype import compute_on
+
         config = read_config(arguments)
         compute_on(arguments.threads)
         say(json.dumps(prepare(config, arguments.tasks)))
 
     return answer(call, parser.parse_args(argv))
+
+
+def check_length(config: Config, *, fetch: bool = False) -> None:
+    """Raise ConfigError if completions of `sampling.max_tokens` exceed the model's positions.
+
+    Nothing is checked if the model is not on this machine (unless `fetch`: a hub model's config.json is downloaded).
+    Raises ModelNotFoundError.
+    """
+    most = sources.positions(sources.read_config(config.model.name, fetch=fetch))
+    if most is not None and config.sampling.max_tokens >= most:
+        raise ConfigError(
+            f"sampling.max_tokens = {config.sampling.max_tokens} does not fit {config.model.name}: prompt and completion "
+            f"share its {most} positions; lower sampling.max_tokens"
+        )
+
+
+def load_tasks(config: Config, folder: Path | None = None) -> TaskSet:
+    """Return the task set, kept in `folder`, once its rewards and environments were tried. Raises ConfigError."""
+    try:
+        loaded = tasks.load(config.tasks, folder)
+        with tasks.Graders(config.tasks, files=loaded.files) as graders:
+            graders.try_out(loaded.samples)
+        try_out(config, loaded)
+    except (ValueError, GradeError) as error:
+        raise ConfigError(str(error)) from error
+    return loaded
 
 
 def model_folder(name: str) -> Path:
@@ -78,13 +110,8 @@ def model_folder(name: str) -> Path:
     return sources.resolve(name)
 
 
-def count_parameters(folder: Path) -> int:
-    """Parameters in the folder's safetensors files, read from their headers."""
-    return sum(_parameters_in(file) for file in folder.glob("*.safetensors"))
-
-
 def _parameters_in(file: Path) -> int:
-    """The format's header: its length as 8 bytes, then JSON with the shape of each tensor."""
+    """Parameters in a safetensors file, by its header: its length as 8 bytes, then JSON with the shape of each tensor."""
     with file.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

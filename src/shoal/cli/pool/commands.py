@@ -124,7 +124,7 @@ def pool(arguments: argparse.Namespace) -> int | None:
 
 def init_pool(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
-    from shoal.cli.preflight.problems import check_length
+    from shoal.cli.launch.prepare import check_length
     from shoal.coordinator.operating import check_new, found_pool
     from shoal.tasks.compiling import build_tasks
 
@@ -148,7 +148,7 @@ def up_pool(arguments: argparse.Namespace) -> int:
 
 def coordinator(arguments: argparse.Namespace) -> None:
     stop = begin("coordinator", arguments)
-    from shoal.cli.preflight.problems import check_length
+    from shoal.cli.launch.prepare import check_length
     from shoal.coordinator.http.serving import serve_forever
     from shoal.coordinator.operating import CONFIG, open_pool
     from shoal.coordinator.state import KEY, PoolFolderError

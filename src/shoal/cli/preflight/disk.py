@@ -8,8 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cli.preflight.cost import VERSION_BYTES
-from shoal.cli.preflight.machine import CheckLine, fails, ok
+from shoal.cli.preflight.machine import VERSION_BYTES, CheckLine, fails, ok
 from shoal.config import Config
 from shoal.config.recipe import CHECKPOINT_BYTES
 from shoal.errors import ShoalError, disk_is_full

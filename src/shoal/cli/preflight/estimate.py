@@ -1,33 +1,346 @@
-"""How long a whole `shoal run` takes on this machine, and how much memory, from what its cores were measured to do.
+"""How long a whole `shoal run` takes on this machine, and how much memory: a model's sizes, a step's work, measured speeds.
 
-    run = start + steps + two evaluations, of which each decodes n completions greedily and n sampled ones
+A group is a tree: one prompt of P tokens, G completions of L. With S = P + G L positions, and pairs of positions that
+attention computes K = P(P+1)/2 + G (L P + L(L+1)/2), as in `learner/report`, after PaLM (arXiv 2204.02311, appendix B):
 
-Invariant: `forecast` is a pure function of numbers. Completions are taken to be as long as the config lets them be, unless
-it sets targets. Left out: the first use of a model on a machine, evaluations between the first and the last, tasks' rewards,
-other devices than CPUs.
+    forward(group)  = 2 body S + 2 head G L + 4 layers width K; the last, attention's share, is kept apart: it is slower
+    learner         = (3 + extra) forward x trained groups; extra: 1 to recompute activations, 1 for a reference model;
+                      + updates x 28 and rows x 14 bytes a parameter: AdamW reads and writes its state, each row's
+                      gradients are added to those before; + the version's bytes / WRITE_BPS
+    rollouts        rounds of `at_once` completions: weights are read until the longest has ended; each token reads its cache
+                    and computes 2 FLOPs a parameter. Both add up, as on a CPU. Plus prompts' prefill.
+    validation      forward x generated groups; broadcast: the version's bytes / LOCAL_BPS
+    run             start + steps + two evaluations, each of which decodes n completions greedily and n sampled ones
+
+A CPU's matrix product and memory are measured (`measure`); how much of its peak each kind of work gets follows from
+committed measurements of SmolLM2 on two-core machines, X with Intel's AMX and E from AMD:
+
+    dense       0.40 X (`exact_speed.json`, 16 tokens), 0.47 E (`learner_alone.json`, 512 against 4,096 tokens): products at
+                0.9 of the peak, plus what is around them, which takes the same time whatever the peak
+    attention   at 200 tokens 0.045 X (`exact_speed.json`) and 0.05 E (`trl-completions.json`): float32 scores, and a
+                backward pass that is slow over short segments
+    decode      0.09 X (`exact_speed.json`, two threads), 0.34 E (`validation_speed.json`, one thread, of its peak): mostly
+                the vocabulary's noise and logprobs, which gain nothing from faster products
+
+All roles share the cores of one machine, which their work keeps busy, so a step takes the sum of it.
+Memory of a role is BASE_BYTES, what a process with torch holds before any model (`tiny-exact.json`), and
+
+    learner     16 bytes a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32; 4 more
+                if an update has several rows, for the sum of their gradients; a reference model 2 or 4; activations
+                (`layer_bytes`: the residual, twice normalised, attention's output; queries, heads' outputs; keys and values;
+                gate, up, their product); logits: 2 x 128 MiB of float32 at a time, value and gradient (`model/logprobs`)
+    worker      weights, keys and values of the completions decoded together, all as long as the longest and up to SPARE
+                positions, float32 logits of one position
+    validator   weights, one layer's activations, logits as above
+
+Invariant: pure functions of numbers, except for `measure`. `generated` counts groups that the online filter drops too;
+completions are as long as the config lets them be, unless it sets targets. A model that is no dense decoder is refused, not
+guessed. Left out: biases and norms (under 0.1 %), stragglers, tasks' rewards, the first use of a model, evaluations between
+the first and the last, GPUs, several devices, fragmentation.
 """
 
+import math
 import os
 import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.cli.preflight.cost import COMPUTE_BYTES, memory_of, rollouts_s, speed, step_seconds, together
-from shoal.cli.preflight.machine import CheckLine, fails, ok
-from shoal.cli.preflight.work import SizesError, Work, model_sizes, work_of
+from shoal.cli.preflight.machine import VERSION_BYTES, CheckLine, fails, memory_bytes, ok
 from shoal.config import Config
-from shoal.config.sections import EVALUATED_AT_ONCE
+from shoal.config.sections import EVALUATED_AT_ONCE, ROW_TOKENS
+from shoal.errors import UserError
+from shoal.model import sources
 from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.task import Task
 from shoal.watch.figures import duration, memory
 
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+PRODUCTS = 0.9  # share of peak of a CPU's products in training and prefill
+AROUND = 475e9  # FLOP/s of products that would take as long as what is around them does on one core
+ATTENTION, DECODE = 27e9, 85e9  # FLOP/s of one core
+READING = 0.7  # of the measured bandwidth, in decoding and in the optimizer
+ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
+ROW_BYTES = 14  # per parameter: reads a bf16 gradient, 2, writes it as float32, 4, reads and writes the sum, 8
+WRITE_BPS = 0.55e9  # a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
+LOCAL_BPS = 0.4e9  # from origin over relay to client, as a delta, on a busy machine: `plan.json`, 1.5 and 1.8 s
+COORDINATION_S = 0.85  # what remains of a step with hardly any products (runs of tiny, `plan.json`)
+MEASURE_S = 1.0
+MEASURED_BYTES = 1 << 28
+COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
+
+MB = 10**6
+BASE_BYTES = {  # of a process, without its model
+    "coordinator": 325 * MB,
+    "origin": 345 * MB,
+    "relay": 330 * MB,
+    "learner": 760 * MB,
+    "worker": 520 * MB,
+    "validator": 580 * MB,
+    "evaluator": 430 * MB,
+}
+SHARED_BYTES = 320 * MB  # of these, in every child that `shoal run` forks
+LOGITS_BYTES = 2 * (128 << 20)
+MASTER_BYTES = 12  # fp32 master and two moments
+SUM_BYTES = 4  # fp32 sum of the gradients of several rows
+SPARE = 128  # positions by which the engine's buffers grow (`engine/rows`)
 START_S = 40.0  # imports, processes, joining, loading the model: what whole runs took beyond the rest of the arithmetic
 USEFUL = 0.55  # share of groups that teach, over a run that begins with few: 0.54 in the quickstart
 TOO_LARGE = (
     "lower learner.row_tokens, set learner.activation_checkpointing = true or [learner.lora], or use a smaller model"
 )
 SAMPLE = 64  # prompts whose length is measured
+
+
+# --- a model's sizes, and the work of a step --------------------------------------------------------------------------
+
+
+class SizesError(UserError):
+    """A config.json whose sizes are not those of a dense decoder."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int
+    intermediate: int
+    layers: int
+    width: int  # of attention: heads x head size
+    kv_width: int  # of keys, and of values
+    vocab: int
+    tied: bool
+
+    @property
+    def body(self) -> int:
+        """Parameters of the matrices that every position goes through."""
+        attention = self.hidden * (self.width + 2 * self.kv_width) + self.width * self.hidden
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.body + self.head * (1 if self.tied else 2)
+
+
+BUNDLED = {  # known before they are made on this machine; a test compares them with the models
+    "bundled:smollm2-135m-instruct": Sizes(576, 1536, 30, 576, 192, 49152, True),
+    "bundled:tiny": Sizes(256, 704, 4, 256, 128, 128, True),
+}
+
+
+def model_sizes(name: str) -> Sizes:
+    """Return the sizes of a model; config.json of the hub's is fetched. Raises SizesError, ModelNotFoundError."""
+    return BUNDLED[name] if name in BUNDLED else sizes_of(sources.read_config(name, fetch=True), name)
+
+
+def sizes_of(config: Mapping[str, Any], name: str = "config.json") -> Sizes:
+    """Return the sizes by a config.json; `name`: where they are from, for errors. Raises SizesError."""
+    if missing := [field for field in NEEDED if not isinstance(config.get(field), int) or config[field] < 1]:
+        raise SizesError(f"{name} lacks {', '.join(missing)}, which this arithmetic needs")
+    if experts := next((key for key in EXPERTS if config.get(key)), None):
+        raise SizesError(f"{name}: {experts} makes it a mixture of experts, which this arithmetic does not cover")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    return Sizes(
+        hidden=hidden,
+        intermediate=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        width=heads * head_dim,
+        kv_width=(config.get("num_key_value_heads") or heads) * head_dim,
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of a config."""
+
+    trained: int  # groups in a step's batch
+    generated: int  # groups that workers must generate for it
+    completions: int  # of a group
+    prompt: int  # tokens
+    length: int  # tokens of a completion, mean
+    longest: int  # tokens of the longest completion that is decoded together with others
+    updates: int  # of the optimizer in a step
+    reference: bool  # the learner computes a reference model's logprobs
+    recomputes: bool  # the learner computes activations twice
+    row_tokens: int  # in one forward of the learner, at most
+    rows: int  # of an update
+    at_once: int  # completions that a worker decodes together
+    validator_tokens: int  # in one forward of the validator
+
+    @property
+    def passes(self) -> int:
+        """Of the learner, in forwards: a backward pass has two products for each of the forward's."""
+        return 3 + self.recomputes + self.reference
+
+
+def work_of(config: Config, *, prompt: int, length: int, useful: float = 1.0) -> Work:
+    """Return the work of a step of this config, if this share of groups is useful."""
+    trained = config.coordinator.prompts_per_step
+    useful = useful if config.coordinator.online_filter else 1.0
+    learner, completions = config.learner, config.sampling.group_size
+    update_tokens = math.ceil(trained / learner.optimizer_steps_per_step) * (prompt + completions * length)
+    return Work(
+        trained=trained,
+        generated=math.ceil(trained / useful),
+        completions=completions,
+        prompt=prompt,
+        length=length,
+        longest=max(length, config.sampling.max_tokens),
+        updates=learner.optimizer_steps_per_step,
+        reference=learner.loss.beta > 0,
+        recomputes=learner.activation_checkpointing,
+        row_tokens=min(learner.row_tokens, update_tokens),
+        rows=math.ceil(update_tokens / learner.row_tokens),
+        at_once=config.workers.groups_per_submission * completions,
+        validator_tokens=ROW_TOKENS,
+    )
+
+
+def dense_flops(sizes: Sizes, work: Work) -> float:
+    """Of one group's forward: products with the weights."""
+    generated = work.completions * work.length
+    return 2.0 * (sizes.body * (work.prompt + generated) + sizes.head * generated)
+
+
+def attention_flops(sizes: Sizes, work: Work) -> float:
+    """Of one group's forward: scores, and values weighted by them."""
+    prompt, length = work.prompt, work.length
+    pairs = prompt * (prompt + 1) / 2 + work.completions * (length * prompt + length * (length + 1) / 2)
+    return 4.0 * sizes.layers * sizes.width * pairs
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of all cores together: floating-point operations a second of each kind of work, and bytes a second."""
+
+    dense: float  # training and prefill, without attention
+    attention: float
+    decode: float
+    bandwidth_Bps: float
+
+
+def speed(flops: float, bandwidth_Bps: float, cores: int) -> Speed:
+    """Return the speed by what all cores together measure. `flops` differ more between CPUs than the work around them."""
+    dense = flops / (1 / PRODUCTS + flops / (AROUND * cores))
+    return Speed(dense, ATTENTION * cores, DECODE * cores, bandwidth_Bps * READING)
+
+
+def measure(dtype: str, device: str = "cpu") -> dict[str, float]:
+    """Measure this machine's matrix product in `dtype`, its reading of memory (for `speed`), and how much memory it has.
+
+    The best of MEASURE_S seconds, since other processes only slow it.
+    """
+    import torch
+
+    from shoal.model.dtype import measure_gflops
+
+    data = torch.ones(MEASURED_BYTES // 4, device=device)
+    gflops, best_s, ends_s = 0.0, float("inf"), time.perf_counter() + MEASURE_S
+    while time.perf_counter() < ends_s:
+        gflops = max(gflops, measure_gflops(getattr(torch, dtype), device))
+        start_s = time.perf_counter()
+        data.sum().item()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return {"flops": gflops * 1e9, "bandwidth_Bps": MEASURED_BYTES / best_s, "memory_bytes": float(memory_bytes())}
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def step_seconds(sizes: Sizes, work: Work, compute_bytes: int, machine: Speed) -> dict[str, float]:
+    """Return the seconds that one step takes of each role's work, with all cores."""
+    return {
+        "learner": learner_s(sizes, work, machine),
+        "rollouts": rollouts_s(sizes, work, compute_bytes, machine),
+        "validation": work.generated * forward_s(sizes, work, machine),
+        "broadcast": VERSION_BYTES * sizes.parameters / LOCAL_BPS,
+        "coordination": COORDINATION_S,
+    }
+
+
+def forward_s(sizes: Sizes, work: Work, machine: Speed) -> float:
+    """Of one group."""
+    return dense_flops(sizes, work) / machine.dense + attention_flops(sizes, work) / machine.attention
+
+
+def learner_s(sizes: Sizes, work: Work, machine: Speed) -> float:
+    moved = work.updates * (ADAMW_BYTES + work.rows * ROW_BYTES) * sizes.parameters
+    computing_s = work.passes * work.trained * forward_s(sizes, work, machine)
+    return computing_s + moved / machine.bandwidth_Bps + VERSION_BYTES * sizes.parameters / WRITE_BPS
+
+
+def rollouts_s(sizes: Sizes, work: Work, compute_bytes: int, machine: Speed) -> float:
+    completions = work.generated * work.completions
+    middle = work.prompt + work.length / 2  # tokens in the cache, on the average
+    weights = completions / work.at_once * work.longest * compute_bytes * sizes.parameters
+    caches = completions * work.length * middle * cache_bytes_per_token(sizes, compute_bytes)
+    computing_s = 2.0 * sizes.parameters * completions * work.length / machine.decode
+    prompts_s = 2.0 * sizes.body * work.prompt * work.generated / machine.dense
+    return (weights + caches) / machine.bandwidth_Bps + computing_s + prompts_s
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_of(sizes: Sizes, work: Work, compute_bytes: int) -> dict[str, float]:
+    """Return the bytes that one process of each role holds at its peak."""
+    weights = compute_bytes * sizes.parameters
+    state = 2 * weights + MASTER_BYTES * sizes.parameters
+    state += SUM_BYTES * sizes.parameters if work.rows > 1 else 0
+    state += weights if work.reference else 0
+    cache = work.at_once * (work.prompt + work.longest + SPARE) * cache_bytes_per_token(sizes, compute_bytes)
+    decoding = weights + cache + 2 * 4 * work.at_once * sizes.vocab
+    checking = (
+        weights + layer_bytes(sizes, compute_bytes) * work.validator_tokens + _logits(sizes, work.validator_tokens)
+    )
+    models = {
+        "learner": state + activation_bytes(sizes, work, compute_bytes) + _logits(sizes, work.row_tokens),
+        "worker": decoding,
+        "validator": checking,
+        "evaluator": decoding,
+    }
+    return {role: base + models.get(role, 0.0) for role, base in BASE_BYTES.items()}
+
+
+def together(roles: Mapping[str, float], counts: Mapping[str, int]) -> float:
+    """Return what all processes of `shoal run` hold, shared pages counted once."""
+    return sum(roles[role] * count for role, count in counts.items()) - (sum(counts.values()) - 1) * SHARED_BYTES
+
+
+def _logits(sizes: Sizes, tokens: int) -> int:
+    return min(LOGITS_BYTES, 2 * 4 * sizes.vocab * tokens)
+
+
+def cache_bytes_per_token(sizes: Sizes, compute_bytes: int) -> int:
+    """Keys and values of one token, in all layers."""
+    return 2 * sizes.layers * sizes.kv_width * compute_bytes
+
+
+def layer_bytes(sizes: Sizes, compute_bytes: int) -> int:
+    """What one layer saves of a token for the backward pass."""
+    elements = 4 * sizes.hidden + 2 * sizes.width + 2 * sizes.kv_width + 3 * sizes.intermediate
+    return elements * compute_bytes
+
+
+def activation_bytes(sizes: Sizes, work: Work, compute_bytes: int) -> int:
+    each = layer_bytes(sizes, compute_bytes)
+    if work.recomputes:
+        gradients = 3 * sizes.intermediate  # of gate, up and their product
+        return work.row_tokens * (compute_bytes * (sizes.layers * sizes.hidden + gradients) + each)
+    return work.row_tokens * sizes.layers * each
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ of torch. Left out: the speed of a disk and of the network, which a run shows be
 import os
 import platform
 import shutil
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from shoal.watch.figures import memory as size
 GIB = 1 << 30
 LEAST_MEMORY_BYTES = 4 * GIB  # for all of `shoal run` with a small model
 LEAST_DISK_BYTES, SCARCE_DISK_BYTES = GIB, 10 * GIB
+VERSION_BYTES = 2  # per parameter: versions are published in bf16
 SLOW_GFLOPS = 20.0  # below it, even the smallest model trains for hours
 
 Level = Literal["ok", "warning", "fails"]  # "fails" stops a run; "warning" costs speed, trust or comfort
@@ -33,12 +33,8 @@ class CheckLine:
     text: str
     remedy: str = ""
 
-    def line(self, width: int = 0) -> str:
-        """Wrapped and indented at `width` columns; in one line if `width` is 0."""
-        line = f"{self.level:7}  {self.name:8}  {self.text}" + (f"; {self.remedy}" if self.remedy else "")
-        below = " " * (7 + 2 + 8 + 2)
-        wrapped = textwrap.wrap(line, width, subsequent_indent=below, break_long_words=False) if width else [line]
-        return "\n".join(wrapped)
+    def line(self) -> str:
+        return f"{self.level:7}  {self.name:8}  {self.text}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 def ok(name: str, text: str) -> CheckLine:
