@@ -3,7 +3,7 @@
     cd benchmarks; python -m simulate [--sizes 10 100 1000 10000] [--names "same batch"] [--run RUN_FOLDER]
 
 `--run` compares with a run's folder. What is not asked for stays in the results file as it is.
-Writes results/simulate.json, docs/images/simulate.png, and prints the tables of docs/outgrown.md.
+Writes results/simulate.json, docs/images/simulate.png, and prints tables.
 """
 
 import argparse

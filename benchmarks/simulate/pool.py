@@ -8,7 +8,7 @@ The rules are the coordinator's (`coordinator/assignment`): no more is handed ou
 share of useful groups; a version older than the async level allows is neither worked with nor trained on; a worker changes
 version between two submissions. Time is in seconds.
 Invariant: the same setting and seed give the same result. Left out: lies, failures, the coordinator's own time (see
-docs/outgrown.md for what one answers), and a task's fit to its worker's speed.
+docs/operate.md for what one answers), and a task's fit to its worker's speed.
 """
 
 import heapq

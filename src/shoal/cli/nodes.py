@@ -54,7 +54,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
             )
         elif role == "worker":
             parser.add_argument(
-                "--engine", choices=get_args(EngineName), default="torch", help="what generates (vllm: docs/vllm.md)"
+                "--engine", choices=get_args(EngineName), default="torch", help="what generates (vllm: docs/operate.md)"
             )
         elif role == "origin":
             parser.add_argument("--watch", type=Path, help="with --join: the learner's folder of versions")

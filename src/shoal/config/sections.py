@@ -103,7 +103,7 @@ class WorkerSection(Section):
     """Workers that `shoal run` starts."""
     engines: Annotated[list[EngineName], Field(min_length=1)] = ["torch"]
     """What they generate with, in turn, and what `shoal calibrate` measures; vllm needs an environment of its own
-    (docs/vllm.md)."""
+    (docs/operate.md)."""
     groups_per_submission: PositiveInt = 4
     """Groups in one submission of a newcomer, and of a worker as fast as most."""
     in_flight: Annotated[int, Field(ge=1, le=16)] = 1

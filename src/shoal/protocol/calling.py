@@ -34,7 +34,7 @@ MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its cal
 PLAIN = {"accept-encoding": "identity"}  # of a request
 LEAST_BPS, GRACE_S = 1024, 30.0  # how fast a body comes at least, and after how long that is looked at
 # HTTP statuses. 425: signed before the coordinator started, which cannot tell whether it served the request then. 503:
-# another coordinator is taking over.
+# what it needs, such as a chain, does not answer.
 BUSY = (425, 429, 503)
 
 M = TypeVar("M", bound=BaseModel)

@@ -4,7 +4,7 @@ Requests are counted, and the bytes of their answers, which stand for what makin
 Invariant: what a member may ask does not depend on what others ask, nor on its address: several nodes may share one with an
 attacker. Only requests that nobody registered signed are counted by address, for all runs of a listener together. Answers
 that their readers do not take hold a bounded part of the memory.
-Left out: the bandwidth of rollout files, and a crowd of addresses; a proxy in front has limits for them, see docs/deploy.md.
+Left out: the bandwidth of rollout files, and a crowd of addresses; a proxy in front limits them, see docs/operate.md.
 """
 
 import time

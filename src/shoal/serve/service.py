@@ -4,7 +4,7 @@
 
 Invariant: it listens before the model is loaded and answers 503 until then. If the scheduler or the loader fails, the
 process ends with that error; it never answers from a broken state.
-Left out: TLS (put a proxy in front, see docs/deploy.md), several processes.
+Left out: TLS (put a proxy in front, see docs/operate.md), several processes.
 """
 
 import asyncio

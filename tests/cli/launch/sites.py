@@ -1,4 +1,4 @@
-"""Runs docs/elsewhere.md as it stands: each block on its site, sites as network namespaces. Prints what came of it as JSON.
+"""Runs docs/operate.md as it stands: each block on its site, sites as network namespaces. Prints what came of it as JSON.
 
     internet (this program's own namespace) routes between the sites' public addresses
     trusted, relays        one public address each
@@ -20,7 +20,7 @@ from pathlib import Path
 
 INSIDE = "--inside"
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "elsewhere.md"
+PAGE = ROOT / "docs" / "operate.md"
 BLOCK = re.compile(r"^```sh\n# on (\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVES = re.compile(r"^(nginx|shoal (coordinator|learner|origin|relay|validator|worker|evaluator)) ")
 PROGRAMS = ("ip", "unshare", "setpriv", "nsenter", "nft", "nginx", "openssl")

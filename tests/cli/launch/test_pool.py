@@ -1,4 +1,4 @@
-"""`shoal pool up`: which processes it starts for which invites; and a pool by the commands of docs/deploy.md."""
+"""`shoal pool up`: which processes it starts for which invites; and a pool by the commands of docs/operate.md."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from shoal.protocol.invite import Address
 
 from ...watch.support import node, status
 
-PAGE = Path(__file__).parents[3] / "docs" / "deploy.md"
+PAGE = Path(__file__).parents[3] / "docs" / "operate.md"
 DEADLINE_S = 3600.0  # on a very busy machine; a quiet one takes some two minutes
 
 

@@ -16,7 +16,7 @@ from shoal.engine.vllm.client import PYTHON
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NEEDS_VLLM = pytest.mark.skipif(
-    not os.environ.get(PYTHON), reason=f"{PYTHON} names no environment with vLLM (docs/vllm.md)"
+    not os.environ.get(PYTHON), reason=f"{PYTHON} names no environment with vLLM (docs/operate.md)"
 )
 ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=NEEDS_VLLM)])
 

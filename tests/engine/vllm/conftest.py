@@ -10,5 +10,5 @@ from shoal.engine.vllm.client import PYTHON
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
     if not os.environ.get(PYTHON):
-        pytest.skip(f"{PYTHON} names no environment with vLLM (docs/vllm.md)")
+        pytest.skip(f"{PYTHON} names no environment with vLLM (docs/operate.md)")
     return os.environ[PYTHON]

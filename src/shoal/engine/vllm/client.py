@@ -1,7 +1,7 @@
 """The vLLM engine as a worker sees it: `Engine`'s methods, over a socket to a child process in vLLM's own environment.
 
 vLLM's pins differ from Shoal's, so it gets an environment of its own, whose Python `SHOAL_VLLM_PYTHON` names
-(docs/vllm.md). The child imports a few of Shoal's modules, none of which needs more than that environment has.
+(docs/operate.md). The child imports a few of Shoal's modules, none of which needs more than that environment has.
 All groups of all calls are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. After
 an environment's answer, the next turn is a new request, which joins while the others continue. Calls from several threads
 share the socket: one of them reads for all.
@@ -108,7 +108,7 @@ class VllmEngine:
         python = python or os.environ.get(PYTHON, "")
         if not python or shutil.which(python) is None:
             raise ShoalError(
-                f"{PYTHON} names {python or 'nothing'}: set it to the Python of an environment with vLLM (docs/vllm.md)"
+                f"{PYTHON} names {python or 'nothing'}: set it to the Python of an environment with vLLM (docs/operate.md)"
             )
         self.dtype = dtype
         self.numbers = itertools.count()

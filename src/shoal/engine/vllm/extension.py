@@ -10,7 +10,7 @@ of a prompt is always computed.
 Invariant: each drawn token is recorded under its request and position, with its logprob and its hidden state, or the
 process ends with an error.
 Left out: vLLM's second model runner, which has another interface (`client` turns it off).
-Imported by vLLM in its own environment, in one process (docs/vllm.md).
+Imported by vLLM in its own environment, in one process (docs/operate.md).
 """
 
 from collections.abc import Iterator

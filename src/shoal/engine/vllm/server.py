@@ -51,7 +51,7 @@ def installed() -> Frame:
     if version is None or version.partition("+")[0] != VERSION:
         raise UnfitError(
             f"{sys.prefix} has {f'vLLM {version}' if version else 'no vLLM'}, and Shoal drives vLLM {VERSION}: install "
-            "that release there, or name another environment's Python in SHOAL_VLLM_PYTHON (docs/vllm.md)"
+            "that release there, or name another environment's Python in SHOAL_VLLM_PYTHON (docs/operate.md)"
         )
     return {"vllm": version, "torch": importlib.metadata.version("torch")}
 
