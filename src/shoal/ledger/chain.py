@@ -45,7 +45,7 @@ class Entry(BaseModel):
 
     seq: int  # from 1, without gaps
     time_s: int  # the coordinator's clock; may step back
-    kind: str  # docs/audit.md lists them
+    kind: str  # docs/trust.md lists them
     body: str  # canonical JSON text of an object
     previous: str  # digest of entry seq - 1; GENESIS for the first
     digest: str  # entry_digest of all fields above, 64 hex characters
