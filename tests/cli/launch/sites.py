@@ -1,4 +1,4 @@
-"""Runs docs/operate.md as it stands: each block on its site, sites as network namespaces. Prints what came of it as JSON.
+"""Runs the blocks of docs/operate.md that name a site, as they stand, in network namespaces. Prints what came of it as JSON.
 
     internet (this program's own namespace) routes between the sites' public addresses
     trusted, relays        one public address each
@@ -89,7 +89,6 @@ class Sites:
         self.serving: dict[str, subprocess.Popen[bytes]] = {}
         for site in ("trusted", "relays", "home"):
             (out / site).mkdir()
-            (out / site / "configs").symlink_to(ROOT / "configs")
             self.environments[site] = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def do(self, site: str, command: str) -> None:
