@@ -1,4 +1,4 @@
-"""Tiny models of transformers' architectures with random weights, and whether Shoal computes each (docs/learner.md).
+"""Tiny models of transformers' architectures with random weights, and whether Shoal computes each (docs/recipe.md).
 
 Sizes are set by field names, because architectures share them; `EXTRA` holds what one needs besides.
 """

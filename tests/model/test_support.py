@@ -135,7 +135,7 @@ def test_an_architecture_that_packed_rows_would_compute_wrongly_is_refused(tmp_p
 
 
 def test_the_page_names_every_architecture_of_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs/learner.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/recipe.md").read_text()
     for name in (*architectures.PACKED, *architectures.REFUSED):
         assert f"`{name}`" in page, name
 

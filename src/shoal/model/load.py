@@ -100,7 +100,7 @@ def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics) -> A
         if name not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{config.model_type}: its attention cannot be replaced by Shoal's; choose another model (docs/learner.md)"
+            f"{config.model_type}: its attention cannot be replaced by Shoal's; choose another model (docs/recipe.md)"
         ) from error
     if numerics == "exact":
         repeatable_(model)

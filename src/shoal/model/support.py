@@ -77,7 +77,7 @@ def check_config(config: Any, folder: Path) -> None:
     if field := acts_on_long(config):
         raise UnsupportedModelError(
             f"{_name(config, folder)} limits or bends attention over long sequences ({field}), which Shoal's does not; "
-            "choose another model (docs/learner.md)"
+            "choose another model (docs/recipe.md)"
         )
 
 
@@ -102,7 +102,7 @@ def compare_(model: Any, folder: Path) -> None:
     if not differs <= TOLERANCE:
         raise UnsupportedModelError(
             f"{name}: logprobs in packed rows differ from plain transformers by {differs:.2g} nats per token "
-            f"({TOLERANCE:g} is allowed); choose another model (docs/learner.md)"
+            f"({TOLERANCE:g} is allowed); choose another model (docs/recipe.md)"
         )
 
 
