@@ -65,7 +65,7 @@ def swarm(config: str) -> Callable[[Path, int], Figures]:
     def run(tree: Path, seed: int) -> Figures:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "run"
-            argv = ["run", str(tree / "configs" / f"{config}.toml"), "--seed", str(seed), "--out", str(out)]
+            argv = ["run", str(tree / "configs" / f"{config}.toml"), "--set", f"run.seed={seed}", "--out", str(out)]
             _shoal(tree, *argv)
             summary = json.loads((out / "summary.json").read_text())
             disk = sum(path.stat().st_blocks * 512 for path in out.rglob("*") if path.is_file())

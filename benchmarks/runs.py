@@ -64,7 +64,7 @@ def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         argv = [sys.executable, "-m", "shoal", "run", str(HERE.parent / "configs" / f"{config}.toml")]
-        argv += ["--seed", str(seed), "--out", str(out), *more]
+        argv += ["--set", f"run.seed={seed}", "--out", str(out), *more]
         run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         with liars(run, out, [cheat] if cheat else []):
             printed, _ = run.communicate()

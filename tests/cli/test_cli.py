@@ -14,7 +14,7 @@ import pytest
 
 from shoal import __version__
 from shoal.cli.arguments import run_name
-from shoal.cli.main import COMMANDS, DONE, FAILED, GROUPS, INTERRUPTED, USAGE, command_line, main
+from shoal.cli.main import DONE, FAILED, GROUPS, INTERRUPTED, USAGE, command_line, main
 from shoal.cli.nodes import ROLES
 from shoal.config import load
 from shoal.protocol.messages import Role
@@ -56,7 +56,7 @@ def test_overlays_are_applied_in_order(small: str, tmp_path: Path, capsys: pytes
         (["run", "{small}", "--set", "learner.lrr=1"], USAGE, "did you mean 'learner.lr'?"),
         (["run", "nowhere.toml"], USAGE, "no config at nowhere.toml"),
         (["run"], USAGE, "shoal run --resume RUN"),
-        (["run", "{small}", "--seed", "-1"], USAGE, "run.seed: "),
+        (["run", "{small}", "--set", "run.seed=-1"], USAGE, "run.seed: "),
         (["run", "--resume", "{small}.d", "--out", "x"], USAGE, "leave --out out"),
         (["run", "--resume", "nowhere"], USAGE, "nowhere is not the folder of a run: no config.toml there"),
         (["coordinator", "{small}", "--dir", "x", "--run", "two words"], USAGE, "'two words' cannot name a run"),
@@ -111,7 +111,7 @@ WRONG = {  # an argument of each command that names what is not there, or is not
 }
 
 
-@pytest.mark.parametrize("command", list(COMMANDS))
+@pytest.mark.parametrize("command", list(WRONG))
 def test_a_wrong_argument_of_any_command_is_one_line_and_exits_with_2(
     command: str, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,10 +128,10 @@ def test_a_file_that_a_command_itself_misses_is_no_wrong_argument(
     def reads(path: Path) -> Callable[[object], int]:
         return lambda arguments: len(path.read_bytes())
 
-    monkeypatch.setitem(COMMANDS, "dashboard", reads(tmp_path / "lost"))
+    monkeypatch.setattr("shoal.cli.serve.dashboard", reads(tmp_path / "lost"))
     assert main(["dashboard", str(tmp_path)]) == FAILED
     assert main(["dashboard", str(tmp_path / "lost")]) == USAGE
-    monkeypatch.setitem(COMMANDS, "dashboard", reads(tmp_path / "nowhere" / "lost"))
+    monkeypatch.setattr("shoal.cli.serve.dashboard", reads(tmp_path / "nowhere" / "lost"))
     assert main(["dashboard", str(tmp_path / "nowhere")]) == USAGE
 
 
@@ -240,12 +240,12 @@ def test_ctrl_c_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(COMMANDS, "dashboard", interrupt)
+    monkeypatch.setattr("shoal.cli.serve.dashboard", interrupt)
     assert main(["dashboard", "x"]) == INTERRUPTED
 
 
 def test_every_role_of_the_protocol_has_a_command() -> None:
-    assert set(ROLES) == set(get_args(Role)) <= set(COMMANDS)
+    assert set(ROLES) == set(get_args(Role)) <= set(WRONG)
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -262,21 +262,21 @@ def test_help_shows_every_command_in_a_group_with_what_it_does(capsys: pytest.Ca
         main(["--help"])
     listed = capsys.readouterr().out
     assert end.value.code == DONE
-    assert {name for names in GROUPS.values() for name in names} == set(COMMANDS)
+    assert {name for names in GROUPS.values() for name in names} == set(WRONG)
     for group, names in GROUPS.items():
         assert f"\n{group}:\n  {names[0]} " in listed
-    assert [name for name in COMMANDS if not re.search(rf"\n  {name} +[a-z]", listed)] == []
+    assert [name for name in WRONG if not re.search(rf"\n  {name} +[a-z]", listed)] == []
 
 
 def test_the_example_in_the_help_of_a_command_is_one() -> None:
     examples = [parser.epilog.removeprefix("example: shoal ") for parser in parsers(command_line()) if parser.epilog]
-    assert len(examples) > len(COMMANDS) == 20
+    assert len(examples) > len(WRONG) == 20
     for example in examples:
         command_line().parse_args(shlex.split(example))
 
 
 def test_an_unexpected_error_keeps_its_traceback(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "config", lambda arguments: 1 // 0)
+    monkeypatch.setattr("shoal.cli.check.config", lambda arguments: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         main(["config", small])
 

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.cli.main import LASTING, command_line
-from shoal.cli.shardcast import run_fetch, run_origin, run_relay
+from shoal.cli.nodes import run_fetch, run_origin, run_relay
 from shoal.errors import UserError
 from shoal.shardcast import PublishError
 from shoal.shardcast import origin as origin_module

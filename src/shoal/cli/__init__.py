@@ -1,6 +1,6 @@
 """The command line: arguments in, exit status out. `main` maps each command's name to its module.
 
-training, nodes, dashboard, serve, evals, check, shardcast   the commands; pool/ and audit/ are groups of their own
+training, nodes, serve, evals, check   the commands; pool/ and audit/ are groups of their own
 roles, origin_and_relay   how the processes of a pool start: those that compute; those that watch and serve
 launch/            `shoal run`: every role on one machine      preflight/   will it run here, how long
 """

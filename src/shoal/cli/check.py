@@ -22,36 +22,26 @@ if TYPE_CHECKING:
 PROMPT = 64  # tokens, where the model's tokenizer is not on this machine
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = add_command(
-        commands, "check", "will a run work here, how long, how much memory and disk, what to do?", "quickstart"
-    )
+def add_commands(commands: Commands) -> None:
+    what = "will a run work here, how long, how much memory and disk, what to do?"
+    parser = add_command(commands, "check", check, what, "quickstart")
     takes_config(parser, required=False)
     parser.add_argument("--dir", type=Path, default=Path(), help="where the run's folder will be (default: here)")
 
-    config_ = add_command(
-        commands, "config", "print the resolved values of a config, or explain its fields", "--explain learner.lr"
-    )
-    takes_config(config_, required=False)
-    config_.add_argument(
-        "--explain", nargs="?", const="", metavar="KEY", help="describe every field, those of a section, or one field"
-    )
+    what = "print the resolved values of a config, or explain its fields"
+    parser = add_command(commands, "config", config, what, "--explain learner.lr")
+    takes_config(parser, required=False)
+    explained = "describe every field, those of a section, or one field"
+    parser.add_argument("--explain", nargs="?", const="", metavar="KEY", help=explained)
 
-    calibrate_ = add_command(
-        commands, "calibrate", "measure honest work and write the validator's limits", "quickstart --out calibration"
-    )
-    takes_config(calibrate_)
-    calibrate_.add_argument(
-        "--out", type=Path, default=Path("calibration"), help="folder of limits.toml and measured.json"
-    )
-    calibrate_.add_argument("--submissions", type=whole(1, 100_000), default=8, help="per condition (default: 8)")
-    calibrate_.add_argument(
-        "--weights",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="policy versions to measure on (default: the config's model)",
-    )
+    what = "measure honest work and write the validator's limits"
+    parser = add_command(commands, "calibrate", calibrate, what, "quickstart --out calibration")
+    takes_config(parser)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("calibration"), help="folder of limits.toml and measured.json")
+    add("--submissions", type=whole(1, 100_000), default=8, help="per condition (default: 8)")
+    versions = "policy versions to measure on (default: the config's model)"
+    add("--weights", type=Path, nargs="+", default=[], help=versions)
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,10 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,57 +24,57 @@ from shoal.errors import ShoalError, UserError
 
 if TYPE_CHECKING:
     from shoal.evals.evaluate import Contestant
-    from shoal.evals.suites import Suite
-
 
 MAX_K = 10_000
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    _add_evals(commands)
-    _add_filter(commands)
+def add_commands(commands: Commands) -> None:
+    what = "measure models on public benchmarks"
+    parser = add_command(commands, "eval", run_eval, what, "gsm8k --model runs/quickstart --n 100")
+    add = parser.add_argument
+    add("suites", nargs="?", default="", metavar="SUITE[,SUITE...]", help="see --list; or tasks of lm_eval")
+    add("--list", action="store_true", help="list the suites with their defaults")
+    models = "a model's name, its folder, or a run's; more than one are compared with the first"
+    add("--model", action="append", default=[], dest="models", metavar="MODEL", help=models)
+    add("--url", help="an OpenAI-compatible server, up to and with /v1; its key: OPENAI_API_KEY")
+    served = "with --url: its model"
+    add("--served-name", action="append", default=[], dest="served", metavar="NAME", help=served)
+    add("--n", type=whole(1, 10**9), default=0, help="evaluate n tasks of each suite only")
+    add("--k", type=whole(1, MAX_K), help="completions per task (default: the suite's)")
+    add("--temperature", type=real(0, 10), help="0: greedy (default: the suite's)")
+    add("--max-tokens", type=whole(1, 10**7), help="longest completion (default: the suite's)")
+    add("--out", type=Path, help="folder of completions and results; an existing one is continued")
+    takes_threads(parser)
 
-
-def _add_evals(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = add_command(
-        commands, "eval", "measure models on public benchmarks", "gsm8k --model runs/quickstart --n 100"
-    )
-    parser.add_argument(
-        "suites", nargs="?", default="", metavar="SUITE[,SUITE...]", help="see --list; or tasks of lm_eval"
-    )
-    parser.add_argument("--list", action="store_true", help="list the suites with their defaults")
-    parser.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        dest="models",
-        metavar="MODEL",
-        help="a model's name, its folder, or a run's; more than one are compared with the first",
-    )
-    parser.add_argument("--url", help="an OpenAI-compatible server, up to and with /v1; its key: OPENAI_API_KEY")
-    parser.add_argument(
-        "--served-name", action="append", default=[], dest="served", metavar="NAME", help="with --url: its model"
-    )
-    parser.add_argument("--path", help="a code suite's rows: a file or a folder (default: from the hub)")
-    parser.add_argument("--n", type=whole(1, 10**9), default=0, help="evaluate n tasks of each suite only")
-    parser.add_argument("--k", type=whole(1, MAX_K), help="completions per task (default: the suite's)")
-    parser.add_argument("--temperature", type=real(0, 10), help="0: greedy (default: the suite's)")
-    parser.add_argument("--max-tokens", type=whole(1, 10**7), help="longest completion (default: the suite's)")
-    parser.add_argument("--out", type=Path, help="folder of completions and results; an existing one is continued")
+    what = "measure pass rates of tasks and keep those in a band"
+    parser = add_command(commands, "filter", run_filter, what, "quickstart --out runs/rates")
+    takes_config(parser)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the results; an existing one is resumed")
+    add("--k", type=whole(1, 1024), default=8, help="completions per task (default: 8)")
+    band = "pass rates to keep, both ends included (default: 0.125:0.5, INTELLECT-2's)"
+    add("--band", default="0.125:0.5", metavar="LOW:HIGH", help=band)
+    add("--n", type=whole(1, 10**9), help="only the first N training tasks (default: all)")
     takes_threads(parser)
 
 
 def run_eval(arguments: argparse.Namespace) -> None:
-    from shoal.evals.suites import TABLE
+    from shoal.evals.harness import check_installed
+    from shoal.evals.suites import TABLE, find
 
     if arguments.list:
         say("\n".join(f"{s.name:14} k {s.k:2}, T {s.temperature:g}  {s.task}: {s.about}" for s in TABLE))
         return
-    _check(arguments)
-    from shoal.evals.harness import check_installed
-
+    if not arguments.suites:
+        raise UserError("name a suite, or --list to see them")
+    if bool(arguments.url) != bool(arguments.served):
+        raise UserError("--url and --served-name go together: the server's address and the model it should use")
+    if not arguments.models and not arguments.url:
+        raise UserError("name a model: --model MODEL, or --url http://HOST:PORT/v1 --served-name NAME")
     check_installed()
-    suites = _suites(arguments)
+    asked = {"k": arguments.k, "temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
+    changed = {name: value for name, value in asked.items() if value is not None}
+    suites = [replace(suite, **changed) for suite in find(arguments.suites)]
     out: Path = arguments.out or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
     from shoal.evals.evaluate import RESULTS, evaluate, table, write_results
     from shoal.watch.terminal.live import Terminal
@@ -81,7 +83,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     progress.print(
         f"writing to {out}; to continue after a stop, repeat the command with --out {out}", soft_wrap=True, markup=False
     )
-    contestants = [*_local(arguments, out), *_served(arguments)]
+    contestants = list(_contestants(arguments, out))
     labels = [contestant.label for contestant in contestants]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(f"two models are called {twice}; give different ones")
@@ -92,78 +94,24 @@ def run_eval(arguments: argparse.Namespace) -> None:
     console.print(f"written: {out / RESULTS}", soft_wrap=True, markup=False)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    if not arguments.suites:
-        raise UserError("name a suite, or --list to see them")
-    if bool(arguments.url) != bool(arguments.served):
-        raise UserError("--url and --served-name go together: the server's address and the model it should use")
-    if not arguments.models and not arguments.url:
-        raise UserError("name a model: --model MODEL, or --url http://HOST:PORT/v1 --served-name NAME")
-
-
-def _suites(arguments: argparse.Namespace) -> list[Suite]:
-    from shoal.evals.suites import find
-
-    asked = {"k": arguments.k, "temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
-    changed = {name: value for name, value in asked.items() if value is not None}
-    suites = [replace(suite, **changed) for suite in find(arguments.suites)]
-    if arguments.path is None:
-        return suites
-    if len(suites) > 1 or not suites[0].prompt:
-        raise UserError("--path holds the rows of one code suite: HumanEval, MBPP or LiveCodeBench")
-    return [replace(suites[0], path=arguments.path)]
-
-
-def _local(arguments: argparse.Namespace, out: Path) -> list[Contestant]:
-    """Models on this machine: the newest version where a run is named."""
+def _contestants(arguments: argparse.Namespace, out: Path) -> Iterator[Contestant]:
+    """Models on this machine, the newest version where a run is named; then those behind a URL, whose weights none knows."""
     from shoal.evals.evaluate import Contestant
-    from shoal.evals.harness import serving
+    from shoal.evals.harness import Endpoint, serving
     from shoal.serve.versions import digest, label_of, source_of
 
-    found = []
     for name in arguments.models:
         offers = source_of(name).offers()
         if not offers:
             raise UserError(f"{name} holds no version yet; name a run that has published one")
         label = label_of(name, arguments.models)
-        found.append(
-            Contestant(
-                label,
-                {"digest": digest(offers[0].folder)},
-                lambda name=name, id=offers[0].id, label=label: serving(  # type: ignore[misc]
-                    name, id, out / "serve" / label.replace("/", "_"), arguments.threads
-                ),
-            )
+        folder = out / "serve" / label.replace("/", "_")
+        yield Contestant(
+            label, {"digest": digest(offers[0].folder)}, partial(serving, name, offers[0].id, folder, arguments.threads)
         )
-    return found
-
-
-def _served(arguments: argparse.Namespace) -> list[Contestant]:
-    """Models behind a URL. What weights a server holds under a name is not known here."""
-    from shoal.evals.evaluate import Contestant
-    from shoal.evals.harness import Endpoint
-
-    return [
-        Contestant(name, {"url": arguments.url}, lambda name=name: nullcontext(Endpoint(arguments.url, name)))  # type: ignore[misc]
-        for name in arguments.served
-    ]
-
-
-def _add_filter(commands: Commands[argparse.ArgumentParser]) -> None:
-    filter_ = add_command(
-        commands, "filter", "measure pass rates of tasks and keep those in a band", "quickstart --out runs/rates"
-    )
-    takes_config(filter_)
-    filter_.add_argument("--out", type=Path, required=True, help="folder of the results; an existing one is resumed")
-    filter_.add_argument("--k", type=whole(1, 1024), default=8, help="completions per task (default: 8)")
-    filter_.add_argument(
-        "--band",
-        default="0.125:0.5",
-        metavar="LOW:HIGH",
-        help="pass rates to keep, both ends included (default: 0.125:0.5, INTELLECT-2's)",
-    )
-    filter_.add_argument("--n", type=whole(1, 10**9), help="only the first N training tasks (default: all)")
-    takes_threads(filter_)
+    for name in arguments.served:
+        served = nullcontext(Endpoint(arguments.url, name))
+        yield Contestant(name, {"url": arguments.url}, lambda served=served: served)  # type: ignore[misc]
 
 
 def run_filter(arguments: argparse.Namespace) -> None:

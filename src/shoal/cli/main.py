@@ -13,15 +13,7 @@ import sys
 from pathlib import Path
 
 from shoal import __version__
-from shoal.cli import (
-    check,
-    dashboard,
-    evals,
-    nodes,
-    serve,
-    shardcast,
-    training,
-)
+from shoal.cli import check, evals, nodes, serve, training
 from shoal.cli.arguments import USAGE, Action, Parser, say
 from shoal.cli.audit import commands as audit
 from shoal.cli.nodes import EVICTED, ROLES
@@ -29,27 +21,8 @@ from shoal.cli.pool import commands as pool
 from shoal.errors import ShoalError, UserError, restart_helps
 
 DONE, FAILED, LASTING, INTERRUPTED = 0, 1, 4, 130
-__all__ = ["COMMANDS", "DONE", "EVICTED", "FAILED", "INTERRUPTED", "LASTING", "USAGE", "main"]
+__all__ = ["DONE", "EVICTED", "FAILED", "INTERRUPTED", "LASTING", "USAGE", "main"]
 
-COMMANDS: dict[str, Action] = {
-    "run": training.run,
-    "pool": pool.pool,
-    "coordinator": pool.coordinator,
-    **dict.fromkeys(ROLES, nodes.node),
-    "origin": nodes.origin,
-    "relay": nodes.relay,
-    "sft": training.run_sft,
-    "pretrain": training.run_pretrain,
-    "dashboard": dashboard.dashboard,
-    "serve": serve.serve,
-    "check": check.check,
-    "config": check.config,
-    "calibrate": check.calibrate,
-    "audit": audit.audit,
-    "filter": evals.run_filter,
-    "eval": evals.run_eval,
-    "fetch": shardcast.run_fetch,
-}
 GROUPS = {  # as `shoal --help` shows them
     "Start": ["run", "sft", "pretrain"],
     "Look": ["dashboard", "serve"],
@@ -61,7 +34,7 @@ GROUPS = {  # as `shoal --help` shows them
 
 def main(argv: list[str] | None = None) -> int:
     arguments = command_line().parse_args(argv)
-    return answer(COMMANDS[arguments.command_name], arguments)
+    return answer(arguments.call, arguments)
 
 
 def answer(call: Action, arguments: argparse.Namespace) -> int:
@@ -80,7 +53,7 @@ def answer(call: Action, arguments: argparse.Namespace) -> int:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of `shoal`; it stores the command's name as `command_name`."""
+    """The parser of `shoal`; it stores the command's name as `command_name`, and what it calls as `call`."""
     parser = Parser(
         prog="shoal",
         usage="shoal COMMAND ...",
@@ -91,7 +64,7 @@ def command_line() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command_name", required=True, metavar="COMMAND", prog="shoal", help=argparse.SUPPRESS
     )
-    for family in (training, dashboard, serve, pool, nodes, check, audit, evals, shardcast):
+    for family in (training, serve, pool, nodes, check, audit, evals):
         family.add_commands(commands)
     groups = [
         "\n".join([f"{group}:", *(f"  {name:12} {commands.choices[name].description}" for name in names)])

@@ -1,26 +1,32 @@
-"""The six node commands: `shoal learner`, `origin`, `relay`, `worker`, `validator`, `evaluator`, each with an invite.
+"""The six node commands, each with an invite; and SHARDCAST without a pool.
 
-Invariant: the invite is checked before anything heavy is imported. Origin and relay also run without a pool (`shardcast`).
+`shoal learner`, `origin`, `relay`, `worker`, `validator`, `evaluator` join a pool. `shoal origin PATH`, `shoal relay
+--upstream URL` and `shoal fetch URL` need none: servers print JSON lines, first their URL and public key, then each version
+that they publish or mirror. Invariant: the invite is checked before anything heavy is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import logging
 import os
+import re
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from shoal.cli import shardcast
-from shoal.cli.arguments import Commands, add_command, need, takes_threads
+from shoal.cli.arguments import Commands, add_command, real, say, takes_threads, whole
 from shoal.config import EngineName
+from shoal.config.section import Listening
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
     from shoal.protocol.invite import Invite
     from shoal.protocol.messages import Role
+    from shoal.shardcast import ShardStore
 
 EVICTED = 3
 ROLES: dict[Role, str] = {
@@ -31,42 +37,72 @@ ROLES: dict[Role, str] = {
     "validator": "checks submissions",
     "evaluator": "measures held-out accuracy",
 }
+SHARDCAST = "shardcast"  # the run of files that are shared without a pool
+HERE = ("127.0.0.1", 0)
+PUBLIC_KEY = re.compile("[0-9a-f]{64}")
+KEEP = whole(1, 1_000_000)
 
 
-EXAMPLES = {
-    "origin": "--join origin.invite --dir origin --watch learner/versions",
-    "learner": "--join learner.invite --dir learner",
-}
-
-
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_commands(commands: Commands) -> None:
     for role, what in ROLES.items():
-        parser = add_command(commands, role, what, EXAMPLES.get(role, f"--join {role}.invite --dir {role}"))
         alone = role in ("origin", "relay")
-        parser.add_argument("--join", required=not alone, metavar="INVITE", help="an invite, or a file that holds one")
-        parser.add_argument("--dir", type=Path, required=not alone, help="this node's own folder: key, cache, state")
+        example = f"--join {role}.invite --dir {role}" + " --watch learner/versions" * (role == "origin")
+        parser = add_command(commands, role, serve_or_join if alone else join, what, example)
+        add = parser.add_argument
+        add("--join", required=not alone, metavar="INVITE", help="an invite, or a file that holds one")
+        add("--dir", type=Path, required=not alone, help="this node's own folder: key, cache, state")
         takes_threads(parser)
         if role == "learner":
-            parser.add_argument(
-                "--site",
-                metavar="INVITE",
-                help="this site's invite of `shoal pool meet`, if the config sets learner.sites",
-            )
-        elif role == "worker":
-            parser.add_argument(
-                "--engine", choices=get_args(EngineName), default="torch", help="what generates (vllm: docs/operate.md)"
-            )
-        elif role == "origin":
-            parser.add_argument("--watch", type=Path, help="with --join: the learner's folder of versions")
-            shardcast.origin_arguments(parser)
-        elif role == "relay":
-            shardcast.relay_arguments(parser)
+            site = "this site's invite of `shoal pool meet`, if the config sets learner.sites"
+            add("--site", metavar="INVITE", help=site)
+        if role == "worker":
+            generates = "what generates (vllm: docs/operate.md)"
+            add("--engine", choices=get_args(EngineName), default="torch", help=generates)
+        if role == "origin":
+            add("path", type=Path, nargs="?", help="a file, a folder, or a folder of versions v000000, ...")
+            add("--watch", type=Path, help="with --join: the learner's folder of versions")
+            key = "private key, created if absent; must lie outside of PATH"
+            add("--key-file", type=Path, default=Path("origin.pem"), help=key)
+        if role == "relay":
+            add("--upstream", type=_urls, default=[], help="origins and relays, separated by commas")
+            add("--key", help="the origin's public key")
+        if alone:
+            store = "folder of published versions; must lie outside of PATH"
+            add("--store", type=Path, default=Path("shardcast"), help=store)
+            listen = "where to listen and what to announce; port 0: a free one (default: 127.0.0.1:0, or the config's)"
+            add("--listen", type=_listen, metavar="HOST:PORT", help=listen)
+            url = "with --join: the URL to announce, if a proxy stands in front"
+            add("--url", type=_url, default="", help=url)
+            add("--keep", type=KEEP, default=5, help="newest versions to keep, with their parents")
+    example = f"http://10.0.0.2:8720 --key {'0' * 64} --out versions"
+    add = add_command(commands, "fetch", run_fetch, "download published versions to a folder", example).add_argument
+    add("urls", type=_urls, help="relays or the origin, separated by commas")
+    add("--key", required=True, help="the origin's public key, which the origin prints")
+    add("--out", type=Path, required=True, help="writes OUT/v000007/; reuses earlier versions there")
+    add("--version", type=whole(0, 1 << 40), help="default: the newest")
+    add("--follow", action="store_true", help="keep fetching new versions")
+    add("--wait", type=real(0, 1e6), default=0.0, metavar="S", help="wait for a relay or a first version")
+    given_up = "give up a version that is not complete after this long (default: a day)"
+    add("--timeout", type=real(0, 1e6), default=24 * 3600.0, metavar="S", help=given_up)
 
 
-def node(arguments: argparse.Namespace) -> int:
+def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
+    """Set this process up as a server; returns the event that a signal sets."""
+    from shoal.cli.launch import process
+    from shoal.shardcast.connections import raise_limit
+
+    os.umask(0o077)
+    raise_limit()
+    return process.begin(name, threads=arguments.threads)
+
+
+# --- in a pool -------------------------------------------------------------------------------------------------------
+
+
+def join(arguments: argparse.Namespace) -> int:
     """Join a pool and do the role's work until the run ends."""
     role: Role = arguments.command_name
-    need(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
+    _need(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
     invite = _checked_invite(role, arguments)
     stop = begin(role, arguments)
     from shoal.protocol.calling import StoppedError
@@ -79,30 +115,10 @@ def node(arguments: argparse.Namespace) -> int:
     return EVICTED if ended == "evicted" else 0
 
 
-def origin(arguments: argparse.Namespace) -> int:
-    if arguments.join:
-        return node(arguments)
-    need(arguments, ["path"], "no --join")
-    shardcast.run_origin(arguments, begin("origin", arguments))
-    return 0
-
-
-def relay(arguments: argparse.Namespace) -> int:
-    if arguments.join:
-        return node(arguments)
-    need(arguments, ["upstream", "key"], "no --join")
-    shardcast.run_relay(arguments, begin("relay", arguments))
-    return 0
-
-
-def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
-    """Set this process up as a server; returns the event that a signal sets."""
-    from shoal.cli.launch import process
-    from shoal.shardcast.connections import raise_limit
-
-    os.umask(0o077)
-    raise_limit()
-    return process.begin(name, threads=arguments.threads)
+def _need(arguments: argparse.Namespace, names: list[str], given: str) -> None:
+    """Raise UserError unless all of these were given."""
+    if missing := [name for name in names if not getattr(arguments, name)]:
+        raise UserError(f"with {given}, {arguments.command_name} also needs {' and '.join(missing)}")
 
 
 def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
@@ -123,16 +139,118 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
     from shoal.cli import origin_and_relay, roles
 
     folder, threads = arguments.dir, arguments.threads
-    if role in ("origin", "relay"):
-        listen, url = arguments.listen, arguments.url
-        if role == "origin":
-            return origin_and_relay.run_origin(invite, folder, arguments.watch, stop, listen, url)
-        return origin_and_relay.run_relay(invite, folder, stop, listen, url)
-    if role == "learner":
-        from shoal.protocol.invite import read_invite
+    match role:
+        case "origin":
+            return origin_and_relay.run_origin(invite, folder, arguments.watch, stop, arguments.listen, arguments.url)
+        case "relay":
+            return origin_and_relay.run_relay(invite, folder, stop, arguments.listen, arguments.url)
+        case "learner":
+            from shoal.protocol.invite import read_invite
 
-        site = read_invite(arguments.site) if arguments.site else None
-        return roles.run_learner(invite, folder, threads, stop, site)
-    if role == "worker":
-        return roles.run_worker(invite, folder, threads, stop, engine=arguments.engine)
-    return (roles.run_validator if role == "validator" else roles.run_evaluator)(invite, folder, threads, stop)
+            site = read_invite(arguments.site) if arguments.site else None
+            return roles.run_learner(invite, folder, threads, stop, site)
+        case "worker":
+            return roles.run_worker(invite, folder, threads, stop, engine=arguments.engine)
+        case "validator":
+            return roles.run_validator(invite, folder, threads, stop)
+        case "evaluator":
+            return roles.run_evaluator(invite, folder, threads, stop)
+
+
+# --- without a pool --------------------------------------------------------------------------------------------------
+
+
+def serve_or_join(arguments: argparse.Namespace) -> int:
+    """An origin or a relay: with --join in a pool, else alone."""
+    if arguments.join:
+        return join(arguments)
+    name = arguments.command_name
+    _need(arguments, ["path"] if name == "origin" else ["upstream", "key"], "no --join")
+    (run_origin if name == "origin" else run_relay)(arguments, begin(name, arguments))
+    return 0
+
+
+def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
+    from shoal.protocol.identity import Identity
+    from shoal.shardcast import Origin
+    from shoal.shardcast.alone import serve_origin
+    from shoal.shardcast.origin import check_apart
+
+    if not arguments.path.exists():
+        raise UserError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
+    check_apart(arguments.path, arguments.store, arguments.key_file)  # before a key is created
+    store = _store(arguments)
+    origin = Origin(store, Identity.load_or_create(arguments.key_file).private_key, run=SHARDCAST)
+    asyncio.run(serve_origin(arguments.path, origin, arguments.listen or HERE, stop, _say))
+
+
+def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
+    from shoal.shardcast import Access, Relay
+    from shoal.shardcast.alone import serve_relay
+
+    relay = Relay(arguments.upstream, _store(arguments), Access(_public_key(arguments), SHARDCAST))
+    asyncio.run(serve_relay(relay, arguments.listen or HERE, stop, _say))
+
+
+def run_fetch(arguments: argparse.Namespace) -> None:
+    from shoal.shardcast import alone
+    from shoal.watch.terminal.progress import FetchBar
+
+    what = arguments.urls, arguments.out, _public_key(arguments)
+    with FetchBar() as bars:
+        if arguments.follow:
+            for folder, _ in alone.watch(*what, timeout_s=arguments.timeout, progress=bars.show):
+                say(str(folder))
+            return
+        folder, _ = alone.fetch(
+            *what,
+            version=arguments.version,
+            wait_s=arguments.wait,
+            timeout_s=arguments.timeout,
+            progress=bars.show,
+        )
+        say(str(folder))
+
+
+def _say(facts: dict[str, object]) -> None:
+    say(json.dumps(facts))
+
+
+def _store(arguments: argparse.Namespace) -> ShardStore:
+    from shoal.shardcast import ShardStore
+
+    return ShardStore(arguments.store, keep=arguments.keep)
+
+
+def _public_key(arguments: argparse.Namespace) -> str:
+    """The origin's. Raises UserError."""
+    key: str = arguments.key
+    if not PUBLIC_KEY.fullmatch(key):
+        raise UserError(f"--key {key[:80]!r} is not a public key: 64 hex digits, which the origin prints")
+    return key
+
+
+# --- types for argparse ----------------------------------------------------------------------------------------------
+
+
+def _listen(text: str) -> tuple[str, int]:
+    try:
+        found = Listening(listen=text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:0") from error
+    return found.host, found.port
+
+
+def _url(text: str) -> str:
+    from shoal.protocol.invite import AddressError, server_url
+
+    try:
+        if text:  # argparse passes the default, too
+            server_url(text)
+    except AddressError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _urls(text: str) -> list[str]:
+    return [url for url in text.split(",") if url]

@@ -1,8 +1,11 @@
-"""`shoal serve RUN|MODEL`: the OpenAI-compatible endpoint and the chat page, and what `shoal audit` asks of a reply."""
+"""Pages and endpoints: `shoal dashboard RUN`, a run in a browser or in one HTML file; `shoal serve RUN|MODEL`, the
+OpenAI-compatible endpoint and the chat page; and what `shoal audit` asks of a reply.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -11,38 +14,57 @@ from shoal.cli.arguments import USAGE, Commands, add_command, port, say, takes_t
 from shoal.errors import UserError
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    serve_ = add_command(
-        commands,
-        "serve",
-        "an OpenAI-compatible endpoint and a chat page for a run or a model",
-        "runs/quickstart --open",
-    )
-    serve_.add_argument(
-        "what",
-        metavar="RUN|MODEL",
-        help="a run's folder (live or finished), fetched versions, a model's name or folder",
-    )
-    serve_.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    serve_.add_argument("--port", type=port, default=8000, help="0: a free one (default: 8000)")
-    serve_.add_argument(
-        "--dir", type=Path, help="folder of API keys and conversations (default: RUN/serve, or runs/serve)"
-    )
-    serve_.add_argument("--open", action="store_true", help="one user on this machine: no login and no keys")
-    serve_.add_argument("--api-only", action="store_true", help="no chat page")
-    serve_.add_argument("--no-registration", action="store_true", help="nobody new may register on the page")
-    serve_.add_argument(
-        "--https", action="store_true", help="a proxy in front speaks HTTPS: cookies travel over it only"
-    )
-    serve_.add_argument(
-        "--name",
-        action="append",
-        default=[],
-        dest="names",
-        metavar="HOST",
-        help="answer only requests for this host name",
-    )
-    takes_threads(serve_)
+def add_commands(commands: Commands) -> None:
+    what = "watch a live or finished run in a browser, or write it as one HTML file"
+    add = add_command(commands, "dashboard", dashboard, what, "runs/quickstart").add_argument
+    add("run", metavar="RUN|URL", help="the folder of a run or coordinator, or a coordinator's URL")
+    compare = "draw this run's curves too; may be repeated"
+    add("--compare", action="append", default=[], metavar="RUN", help=compare)
+    add("--host", default="127.0.0.1", help="where to listen (default: this machine only)")
+    add("--port", type=port, default=8600, help="default: 8600; 0: any that is free")
+    add("--public", action="store_true", help="answer under any host name, for a proxy in front of it")
+    add("--out", type=Path, metavar="FILE", help="serve nothing; write a page that opens from disk")
+
+    what = "an OpenAI-compatible endpoint and a chat page for a run or a model"
+    parser = add_command(commands, "serve", serve, what, "runs/quickstart --open")
+    add = parser.add_argument
+    weights = "a run's folder (live or finished), fetched versions, a model's name or folder"
+    add("what", metavar="RUN|MODEL", help=weights)
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=port, default=8000, help="0: a free one (default: 8000)")
+    add("--dir", type=Path, help="folder of API keys and conversations (default: RUN/serve, or runs/serve)")
+    add("--open", action="store_true", help="one user on this machine: no login and no keys")
+    add("--api-only", action="store_true", help="no chat page")
+    add("--no-registration", action="store_true", help="nobody new may register on the page")
+    add("--https", action="store_true", help="a proxy in front speaks HTTPS: cookies travel over it only")
+    named = "answer only requests for this host name"
+    add("--name", action="append", default=[], dest="names", metavar="HOST", help=named)
+    takes_threads(parser)
+
+
+def dashboard(arguments: argparse.Namespace) -> None:
+    if arguments.out:
+        from shoal.watch.page.report import write_page
+
+        write_page(Path(arguments.run), [Path(other) for other in arguments.compare], arguments.out)
+        say(f"{arguments.out}: {arguments.out.stat().st_size / 1000:.0f} kB")
+        return
+    from shoal.cli.launch import process
+
+    stop = process.begin("dashboard", threads=1)
+    from shoal.watch.page.server import LOOPBACK, Dashboard
+    from shoal.watch.page.server import serve as serve_page
+    from shoal.watch.run import open_run
+
+    others = [open_run(other) for other in arguments.compare]
+    for other in others:
+        other.look()
+    page = Dashboard(open_run(arguments.run), others)
+    listener = process.listen(arguments.host, arguments.port, "the dashboard")
+    host, taken = listener.getsockname()[:2]
+    say(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)")
+    hosts = () if arguments.public else (*LOOPBACK, arguments.host)
+    asyncio.run(serve_page(page, listener, hosts, stop.is_set))
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -53,9 +75,8 @@ def serve(arguments: argparse.Namespace) -> None:
         raise UserError("--open has no login, so it serves this machine only; leave --host out, or --open")
     stop = process.begin("serve", threads=arguments.threads)
     source = source_of(arguments.what)
-    process.listen(
-        arguments.host, arguments.port, "the endpoint"
-    ).close()  # one that is taken costs no loading of weights
+    # a port that is taken costs no loading of weights
+    process.listen(arguments.host, arguments.port, "the endpoint").close()
     from shoal.model.dtype import compute_on
     from shoal.serve.service import Settings, serve_forever
 

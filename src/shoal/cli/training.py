@@ -37,19 +37,29 @@ if TYPE_CHECKING:
     from shoal.model.dtype import DtypeName
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    _add_run(commands)
-    _add_sft(commands)
-    _add_pretrain(commands)
+def add_commands(commands: Commands) -> None:
+    what = "run everything on this machine"
+    parser = add_command(commands, "run", run, what, "quickstart --set run.steps=20")
+    takes_config(parser, required=False)
+    resumed = "resume the run in this folder (instead of a config)"
+    parser.add_argument("--resume", type=Path, metavar="RUN", help=resumed)
+    parser.add_argument("--out", type=Path, metavar="RUN", help="folder of this run (default: runs/CONFIG-TIME)")
+    takes_dashboard(parser)
 
+    out = "folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
+    what = "fine-tune on conversations; without a config: make bundled:tiny"
+    parser = add_command(commands, "sft", run_sft, what, "configs/sft.toml --out runs/sft")
+    takes_config(parser, required=False)
+    takes_threads(parser)
+    parser.add_argument("--out", type=Path, help=out)
 
-def _add_run(commands: Commands[argparse.ArgumentParser]) -> None:
-    run_ = add_command(commands, "run", "run everything on this machine", "quickstart --set run.steps=20")
-    takes_config(run_, required=False)
-    run_.add_argument("--resume", type=Path, metavar="RUN", help="resume the run in this folder (instead of a config)")
-    run_.add_argument("--seed", type=int, help="overrides run.seed")
-    run_.add_argument("--out", type=Path, metavar="RUN", help="folder of this run (default: runs/CONFIG-TIME)")
-    takes_dashboard(run_)
+    what = "train on plain text, alone or as one of several sites"
+    parser = add_command(commands, "pretrain", run_pretrain, what, "configs/pretrain.toml --out runs/text")
+    takes_config(parser)
+    takes_threads(parser)
+    parser.add_argument("--out", type=Path, help=out)
+    joins = "train as one of several sites: an invite of `shoal pool meet`"
+    parser.add_argument("--join", metavar="INVITE", help=joins)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,15 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.config = arguments.resume / "config.toml"
         if not arguments.config.is_file():
             raise UserError(f"{arguments.resume} is not the folder of a run: no config.toml there")
-    if arguments.seed is not None:
-        arguments.overrides.append(f"run.seed={arguments.seed}")
     config = read_config(arguments)
-    if arguments.resume:
-        _check_model(config, arguments.resume)
     from shoal.cli.launch.members import stopped_run
     from shoal.cli.launch.swarm import Swarm
 
     if arguments.resume:
+        held = config_module.load(arguments.config).model.name  # its checkpoints fit no other
+        if config.model.name != held:
+            raise UserError(
+                f"the run in {arguments.resume} trains {held}, not {config.model.name}: start a new run for that model"
+            )
         name, address = stopped_run(arguments.resume)
         return Swarm(config, name, arguments.resume, address, dashboard=arguments.dashboard).run()
     stem = arguments.config.stem
@@ -78,44 +89,14 @@ def run(arguments: argparse.Namespace) -> int:
     return Swarm(config, name, out, dashboard=arguments.dashboard).run()
 
 
-def _check_model(config: Config, folder: Path) -> None:
-    """Raise UserError if the run in this folder trains another model: its checkpoints fit no other."""
-    held = config_module.load(folder / "config.toml").model.name
-    if config.model.name != held:
-        raise UserError(f"the run in {folder} trains {held}, not {config.model.name}: start a new run for that model")
-
-
-def _add_sft(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = add_command(
-        commands,
-        "sft",
-        "fine-tune on conversations; without a config: make bundled:tiny",
-        "configs/sft.toml --out runs/sft",
-    )
-    takes_config(parser, required=False)
-    takes_threads(parser)
-    parser.add_argument(
-        "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
-    )
-
-
 def run_sft(arguments: argparse.Namespace) -> None:
     """Train and print the model's folder. Raises ShoalError after SIGINT or SIGTERM."""
-    model = _tiny() if arguments.config is None else _finetune(arguments)
-    if model is not None:
-        say(f"{model}")
+    if arguments.config is None:
+        from shoal.learner.sft.tiny import tiny
 
-
-def _tiny() -> Path:
-    from shoal.cli.launch.prepare import model_folder
-    from shoal.model.sources import TINY
-
-    process.log_lines("sft")
-    return model_folder(TINY)
-
-
-def _finetune(arguments: argparse.Namespace) -> Path | None:
-    """Return the model's folder; None on a rank that does not lead."""
+        process.log_lines("sft")
+        say(f"{tiny()}")
+        return
     config = read_config(arguments)
     stop = process.begin("sft", threads=arguments.threads)
     from shoal.cli.launch.prepare import model_folder
@@ -131,7 +112,7 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
     model = Sft(policy, data, config, out).run(stop)
     ranks.stop()
     if not ranks.leads:
-        return None
+        return
     if model is None:
         next_step = (
             f"add --out {out} to resume"
@@ -139,24 +120,7 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
             else "no checkpoint was written: set sft.checkpoint_every above 0 and run it again"
         )
         raise ShoalError(f"stopped before the end of the last epoch; {next_step}")
-    return model
-
-
-def _add_pretrain(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = add_command(
-        commands,
-        "pretrain",
-        "train on plain text, alone or as one of several sites",
-        "configs/pretrain.toml --out runs/text",
-    )
-    takes_config(parser)
-    takes_threads(parser)
-    parser.add_argument(
-        "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
-    )
-    parser.add_argument(
-        "--join", metavar="INVITE", help="train as one of several sites: an invite of `shoal pool meet`"
-    )
+    say(f"{model}")
 
 
 def run_pretrain(arguments: argparse.Namespace) -> None:

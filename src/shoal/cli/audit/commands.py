@@ -11,45 +11,32 @@ from shoal.cli.arguments import Commands, add_command, say, takes_threads, whole
 from shoal.cli.serve import audit_reply
 from shoal.errors import UserError
 
-MOST = whole(0, 1_000_000)
+COUNT = whole(0, 1_000_000)
 PARQUET = b"PAR1"  # the first bytes of such a file
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    audit_ = add_command(
-        commands, "audit", "check a stopped run, a submission or a reply again, from its files alone", "runs/quickstart"
-    )
-    audit_.add_argument(
-        "what",
-        type=Path,
-        metavar="RUN|FILE|REPLY",
-        help="the folder of a run or of its coordinator, a submission (Parquet), or a reply of `shoal serve` (JSON)",
-    )
-    takes_threads(audit_)
-    run_ = audit_.add_argument_group("of a run")
-    run_.add_argument("--key", default="", help="the coordinator's key, if you know it (default: as the ledger says)")
-    run_.add_argument("--ledger", type=Path, metavar="FILE", help="read the ledger from this export")
-    run_.add_argument("--head", action="append", default=[], metavar="SEQ:DIGEST", help="a head that you know")
-    run_.add_argument(
-        "--unsealed", action="store_true", help="accept a run that is still going, or whose coordinator was killed"
-    )
-    run_.add_argument("--rerun", type=MOST, default=1, metavar="N", help="steps to train again (default: 1)")
-    run_.add_argument(
-        "--proofs", type=MOST, default=4, metavar="N", help="submissions of each to judge again (default: 4)"
-    )
-    run_.add_argument(
-        "--rpc",
-        default="",
-        metavar="URL",
-        help="a node of the chain that holds the run's contract (default: the run's)",
-    )
-    run_.add_argument("--seed", type=int, help="draw the steps and submissions by this number (default: by chance)")
-    run_.add_argument("--export", type=Path, metavar="FILE", help="only verify the ledger, and write it as JSON lines")
-    file_ = audit_.add_argument_group("of a submission")
-    file_.add_argument("--run", type=Path, metavar="RUN", help="folder of the run or pool that it is of")
-    file_.add_argument("--weights", type=Path, help="the policy version that the file names (default: in --run)")
-    reply_ = audit_.add_argument_group("of a reply")
-    reply_.add_argument("--model", metavar="RUN|MODEL", help="the weights to recompute with, which you trust")
+def add_commands(commands: Commands) -> None:
+    what = "check a stopped run, a submission or a reply again, from its files alone"
+    parser = add_command(commands, "audit", audit, what, "runs/quickstart")
+    kinds = "the folder of a run or of its coordinator, a submission (Parquet), or a reply of `shoal serve` (JSON)"
+    parser.add_argument("what", type=Path, metavar="RUN|FILE|REPLY", help=kinds)
+    takes_threads(parser)
+    add = parser.add_argument_group("of a run").add_argument
+    add("--key", default="", help="the coordinator's key, if you know it (default: as the ledger says)")
+    add("--ledger", type=Path, metavar="FILE", help="read the ledger from this export")
+    add("--head", action="append", default=[], metavar="SEQ:DIGEST", help="a head that you know")
+    add("--unsealed", action="store_true", help="accept a run that is still going, or whose coordinator was killed")
+    add("--rerun", type=COUNT, default=1, metavar="N", help="steps to train again (default: 1)")
+    add("--proofs", type=COUNT, default=4, metavar="N", help="submissions of each to judge again (default: 4)")
+    node = "a node of the chain that holds the run's contract (default: the run's)"
+    add("--rpc", default="", metavar="URL", help=node)
+    add("--seed", type=int, help="draw the steps and submissions by this number (default: by chance)")
+    add("--export", type=Path, metavar="FILE", help="only verify the ledger, and write it as JSON lines")
+    add = parser.add_argument_group("of a submission").add_argument
+    add("--run", type=Path, metavar="RUN", help="folder of the run or pool that it is of")
+    add("--weights", type=Path, help="the policy version that the file names (default: in --run)")
+    reply = parser.add_argument_group("of a reply")
+    reply.add_argument("--model", metavar="RUN|MODEL", help="the weights to recompute with, which you trust")
 
 
 def audit(arguments: argparse.Namespace) -> int:

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal.cli.arguments import (
-    Action,
-    AddAction,
     Commands,
     add_command,
-    days,
     port,
     read_config,
+    real,
     run_name,
     say,
     takes_config,
@@ -31,95 +29,83 @@ if TYPE_CHECKING:
     from shoal.protocol.messages import Capability, RunOffer
 
 NAME_IT = "name it with --run NAME"
+DRAINED = "gets no new tasks; its process ends once it has uploaded what it holds"
 STEERING: dict[str, tuple[Literal["ban", "readmit"], str, str]] = {  # action -> event, help, what follows
     "readmit": (
         "readmit",
         "give tasks again to a worker that was dismissed or has left",
         "gets tasks again; if its process has ended, start it",
     ),
-    "evict": (
-        "ban",
-        "remove a relay from a pool, for good",
-        "is evicted: nodes stop asking it within seconds",
-    ),
+    "evict": ("ban", "remove a relay from a pool, for good", "is evicted: nodes stop asking it within seconds"),
 }
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    pool = add_command(
-        commands,
-        "pool",
-        "set up and operate a pool of several machines",
-        "init quickstart --dir pool --url http://10.0.0.1:8700",
-    )
+def add_commands(commands: Commands) -> None:
+    new = "quickstart --dir pool --url http://10.0.0.1:8700"
+    pool = add_command(commands, "pool", None, "set up and operate a pool of several machines", f"init {new}")
     actions = pool.add_subparsers(required=True, metavar="ACTION")
+    action = partial(add_command, actions, title="shoal pool")
 
-    def action(name: str, call: Action, what: str, example: str) -> argparse.ArgumentParser:
-        parser = add_command(actions, name, what, example, "shoal pool")
-        parser.set_defaults(action=call)
-        return parser
+    what = "make the coordinator's folder and an invite for every node of its config"
+    parser = action("init", init_pool, what, new)
+    takes_config(parser)
+    add = parser.add_argument
+    add("--dir", type=Path, required=True, help="the coordinator's new folder")
+    add("--url", required=True, help="how nodes reach it: http://HOST:PORT")
+    add("--run", default="", help="name of the run (default: the config's name)")
 
-    init = action(
-        "init",
-        init_pool,
-        "make the coordinator's folder and an invite for every node of its config",
-        "quickstart --dir pool --url http://10.0.0.1:8700",
-    )
-    takes_config(init)
-    init.add_argument("--dir", type=Path, required=True, help="the coordinator's new folder")
-    init.add_argument("--url", required=True, help="how nodes reach it: http://HOST:PORT")
-    init.add_argument("--run", default="", help="name of the run (default: the config's name)")
+    parser = action("up", up_pool, "start every trusted role of a pool on this machine, on one screen", "pool")
+    takes_pool(parser)
+    takes_dashboard(parser)
 
-    up = action("up", up_pool, "start every trusted role of a pool on this machine, on one screen", "pool")
-    takes_pool(up)
-    takes_dashboard(up)
-
-    status_ = action("status", status, "show the state of any pool", "http://10.0.0.1:8700 --watch")
+    add = action("status", status, "show the state of any pool", "http://10.0.0.1:8700 --watch").add_argument
     watched = "the URL of a coordinator or of a sites' meeting, or the folder of a run or coordinator"
-    status_.add_argument("pool", metavar="RUN|URL", help=watched)
-    status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
+    add("pool", metavar="RUN|URL", help=watched)
+    add("--watch", action="store_true", help="keep showing it until the run ends")
 
-    invite_ = action("invite", invite, "make an invite for one node, or for strangers", "pool --role worker --name w-7")
-    takes_pool(invite_)
-    invite_.add_argument("--role", required=True, choices=list(ROLES))
-    invite_.add_argument("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
-    invite_.add_argument("--url", help="how the node reaches the coordinator (default: the pool's URL)")
-    invite_.add_argument("--open", action="store_true", help="for any worker that has staked what the run requires")
-    invite_.add_argument("--publish", action="store_true", help="with --open: list it for `shoal pool discover`")
-    invite_.add_argument("--days", type=days, default=7.0, help="until the invite expires (default: 7)")
-    invite_.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)"
-    )
+    parser = action("invite", invite, "make an invite for one node, or for strangers", "pool --role worker --name w-7")
+    takes_pool(parser)
+    add = parser.add_argument
+    add("--role", required=True, choices=list(ROLES))
+    add("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
+    add("--url", help="how the node reaches the coordinator (default: the pool's URL)")
+    add("--open", action="store_true", help="for any worker that has staked what the run requires")
+    add("--publish", action="store_true", help="with --open: list it for `shoal pool discover`")
+    add("--days", type=real(0.01, 3650), default=7.0, help="until the invite expires (default: 7)")
+    add("--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)")
 
-    drain_ = action("drain", drain, "let a worker finish its task and leave, without penalty", "pool w-7")
-    drain_.add_argument("dir", type=Path, metavar="POOL", help="the pool's folder; with --join: the worker's own")
-    drain_.add_argument("name", nargs="?", help="the worker's name, as `shoal pool status` shows it")
-    drain_.add_argument("--join", metavar="INVITE", help="on the worker's machine: the invite that it joined with")
+    add = action("drain", drain, "let a worker finish its task and leave, without penalty", "pool w-7").add_argument
+    add("dir", type=Path, metavar="POOL", help="the pool's folder; with --join: the worker's own")
+    add("name", nargs="?", help="the worker's name, as `shoal pool status` shows it")
+    add("--join", metavar="INVITE", help="on the worker's machine: the invite that it joined with")
     for name, (event, what, then) in STEERING.items():
         parser = action(name, partial(steer, event, then), what, "pool w-7")
         takes_pool(parser)
         parser.add_argument("name", help="the node's name, as `shoal pool status` shows it")
 
-    meet_ = action("meet", meet, "where the sites of one training meet", "configs/pretrain.toml --dir meet")
-    takes_config(meet_)
-    takes_threads(meet_)
-    meet_.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
+    parser = action("meet", meet, "where the sites of one training meet", "configs/pretrain.toml --dir meet")
+    takes_config(parser)
+    takes_threads(parser)
+    parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
 
-    _add_discover(action)
-    stake.add_action(action)
-    coordinator_ = add_command(commands, "coordinator", "the control plane of a pool", "--dir pool")
-    takes_config(coordinator_, required=False)
-    coordinator_.add_argument("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
-    coordinator_.add_argument("--run", default="", help="name of the run (default: the config's name)")
-    coordinator_.add_argument("--port", type=port, help="overrides the port of coordinator.listen")
-    coordinator_.add_argument("--record", type=Path, metavar="RUN", help="folder of the metrics (default: --dir)")
-    coordinator_.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
-    takes_threads(coordinator_)
+    what = "which run is at this address, and may this machine join it?"
+    add = action("discover", discover, what, "http://pool.example:8700").add_argument
+    add("url", metavar="URL", help="of a coordinator")
+    add("--key", default="", help="the coordinator's key, as its operator told you: no other is believed")
+    add("--out", type=Path, metavar="FILE", help="write the run's open invite there")
 
+    what = "stake on a worker; for operators: book stakes, or put them on a chain"
+    stake.add_actions(action("stake", stake.stake, what, "book pool stake KEY 1000"))
 
-def pool(arguments: argparse.Namespace) -> int | None:
-    status: int | None = arguments.action(arguments)
-    return status
+    parser = add_command(commands, "coordinator", coordinator, "the control plane of a pool", "--dir pool")
+    takes_config(parser, required=False)
+    add = parser.add_argument
+    add("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
+    add("--run", default="", help="name of the run (default: the config's name)")
+    add("--port", type=port, help="overrides the port of coordinator.listen")
+    add("--record", type=Path, metavar="RUN", help="folder of the metrics (default: --dir)")
+    add("--no-report", action="store_true", help="write no summary and picture at the end")
+    takes_threads(parser)
 
 
 def init_pool(arguments: argparse.Namespace) -> None:
@@ -215,11 +201,10 @@ def steer(event: Literal["ban", "drain", "readmit"], then: str, arguments: argpa
 
 
 def drain(arguments: argparse.Namespace) -> None:
-    then = "gets no new tasks; its process ends once it has uploaded what it holds"
     if bool(arguments.name) == bool(arguments.join):
         raise UserError("give the worker's NAME and the coordinator's folder, or --join INVITE and the worker's folder")
     if arguments.name:
-        steer("drain", then, arguments)
+        steer("drain", DRAINED, arguments)
         return
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import read_invite
@@ -227,7 +212,7 @@ def drain(arguments: argparse.Namespace) -> None:
     from shoal.protocol.node import KEY, Node
 
     Node.of(read_invite(arguments.join), Identity.load(arguments.dir / KEY)).post("/v1/drain", None, Ok)
-    say(f"this worker {then}")
+    say(f"this worker {DRAINED}")
 
 
 def status(arguments: argparse.Namespace) -> None:
@@ -256,16 +241,6 @@ def meet(arguments: argparse.Namespace) -> None:
     from shoal.cli.pool.meeting import meet as serve_meeting
 
     serve_meeting(arguments)
-
-
-def _add_discover(action: AddAction) -> None:
-    what = "which run is at this address, and may this machine join it?"
-    parser = action("discover", discover, what, "http://pool.example:8700")
-    parser.add_argument("url", metavar="URL", help="of a coordinator")
-    parser.add_argument(
-        "--key", default="", help="the coordinator's key, as its operator told you: no other is believed"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the run's open invite there")
 
 
 def discover(arguments: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import AddAction, say, takes_pool, whole
+from shoal.cli.arguments import say, takes_pool, whole
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,10 +23,8 @@ AMOUNT = whole(1, (1 << 62) - 1)
 BOOKINGS = ("stake", "unstake", "withdraw")
 
 
-def add_action(action: AddAction) -> None:
-    what = "stake on a worker; for operators: book stakes, or put them on a chain"
-    stake_ = action("stake", stake, what, "book pool stake KEY 1000")
-    actions = stake_.add_subparsers(dest="stake_action", required=True, metavar="ACTION")
+def add_actions(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="stake_action", required=True, metavar="ACTION")
 
     deposit = actions.add_parser("deposit", help="put stake on a worker, before it joins or after")
     _takes_member(deposit).add_argument("amount", type=AMOUNT, help="in the chain's smallest unit (wei)")
