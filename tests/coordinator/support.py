@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.config import Config, parse
 from shoal.coordinator.http.reports import read_metrics, read_status
+from shoal.coordinator.nodes import Member
 from shoal.coordinator.pool import Pool
 from shoal.ledger.connection import Connection, SqliteConnection
 from shoal.ledger.table import Ledger
@@ -30,6 +31,7 @@ from shoal.protocol.messages import (
     PolicyVersion,
     Reason,
     Replay,
+    StepReport,
     ToleranceSpent,
     Verdict,
 )
@@ -141,6 +143,20 @@ class Harness:
     def metrics(self) -> str:
         return read_metrics(self.pool.db)
 
+    def node(self, key: str = ALICE) -> Member:
+        found = self.pool.db.nodes.get(key)
+        assert found is not None
+        return found
+
+    def claimed(self) -> Claim:
+        found = self.claim()
+        assert found is not None
+        return found
+
+    def end(self) -> None:
+        """The last step is trained on."""
+        self.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+
     def state(self, id: str) -> str:
         found = self.pool.db.submissions.get(id)
         assert found is not None
@@ -160,6 +176,10 @@ class Harness:
 
 def payload(name: str, *, role: Any = "worker", nonce: str = "0" * 32, expires_s: int = 2_000) -> InvitePayload:
     return InvitePayload(run="r", role=role, name=name, nonce=nonce, expires_s=expires_s)
+
+
+def strangers() -> InvitePayload:
+    return payload("stranger").model_copy(update={"open": True})
 
 
 def verdict(

@@ -8,7 +8,7 @@ from shoal.coordinator import arrivals
 from shoal.coordinator.pool import Pool
 
 from . import simulation
-from .simulation import Member, Simulation, silent, workers
+from .simulation import Simulation, silent, workers
 from .support import ALICE, BOB, CAROL, Harness, staffed_pool
 
 DAVE, ERIN = "d" * 64, "1" * 64
@@ -27,22 +27,6 @@ def test_silent_keys_of_eight_hardly_slow_the_run(held_by: int) -> None:
     assert sum(pool.run() for pool in pools) <= (1 + SLOWER_BY[held_by]) * honest
     for pool in pools:
         assert pool.open_step() == simulation.STEPS
-
-
-def test_silent_keys_are_suspended_and_for_longer_each_time() -> None:
-    [held] = members = silent(1)
-    pool = Simulation(members + workers(3), 0, deadline_s=5.0)
-    steps = simulation.STEPS
-    for version in range(1, 4):
-        pool.run(most_s=400.0 * version)
-    node = pool.harness.pool.db.nodes.get(held.key)
-    assert node is not None and pool.open_step() == steps
-    for _ in range(
-        4_000
-    ):  # the run's batches are full: from here on only the silent key asks, for a task it never gets
-        pool.clock.now_s += 1.0
-        pool.harness.beat(held.key, pool.published)
-    assert len({task.id for task in held.tasks}) <= 4, "it rests longer after each"
 
 
 @pytest.mark.parametrize("settings", [{}, {"in_flight": 4, "prompts_per_step": 40}], ids=["one", "four in flight"])
@@ -72,17 +56,6 @@ def restart(harness: Harness) -> None:
     """kill -9 of the coordinator: only the database is left."""
     old = harness.pool
     harness.pool = Pool(old.db.connection, old.db.ledger, old.config, old.run, harness.clock, secret=b"secret")
-
-
-def test_a_worker_ten_times_slower_still_gets_credit_and_its_time_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "STEPS", 6)
-    slow = Member(ALICE, 0.0, group_s=10.0)
-    pool = Simulation([slow, *workers(7)], 0, settings={"prompts_per_step": 64}, deadline_s=10.0)
-    pool.run()
-    db = pool.harness.pool.db
-    node = db.nodes.get(ALICE)
-    assert node is not None and db.submissions.count_by_worker_and_state()[ALICE, "accepted"] >= 2
-    assert 8 < node.took_s < 26 and node.missed_in_a_row == 0 and not node.suspensions
 
 
 # --- one by one ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.coordinator.checkers import MISMATCHES, WINDOW_S
 from shoal.coordinator.database import PoolError
-from shoal.protocol.messages import Reason, Replay, StepReport
+from shoal.protocol.messages import Reason, Replay
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
 
@@ -273,7 +273,7 @@ def test_at_the_runs_end_the_first_verdict_counts_before_anyone_is_paid(harness:
     id = doubted(harness)
     if claimed:
         assert claimable(harness, OTHER_VALIDATOR) == [id]
-    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    harness.end()
     slashed_by_the_first(harness, id)
     assert harness.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "forfeited"): 20}
     with pytest.raises(PoolError, match="rejected and not claimed"):
@@ -288,7 +288,7 @@ def claimed_of(harness: Harness, id: str) -> str:
 
 def test_after_the_runs_end_a_verdict_waits_for_no_other(harness: Harness) -> None:
     id = claimed_of(harness, uploaded(harness))
-    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    harness.end()
     harness.judge(id, Reason.PROOF, confirmed=False)
     slashed_by_the_first(harness, id)
 

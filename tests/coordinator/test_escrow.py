@@ -81,7 +81,7 @@ def test_work_accepted_after_the_last_step_is_paid_at_once(harness: Harness) -> 
     earlier, late = harness.upload(), harness.upload(BOB)
     harness.claims(VALIDATOR, 2)
     harness.judge(earlier.id, None, USELESS)
-    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    harness.end()
     harness.judge(late.id, None, USELESS)
     assert credit(harness) == credit(harness, BOB) == (0, 20, 0)
     assert [entry["worker"] for entry in entries(harness, "credited")] == [ALICE, BOB]
@@ -94,12 +94,9 @@ def test_lies_do_not_outrun_the_escrow_whatever_share_is_checked() -> None:
 def test_a_batch_takes_few_unchecked_groups_and_then_all_are_checked(harness: Harness) -> None:
     """Batches are of four groups, half of which may be unchecked; a draw of 0.9 means: not to be checked."""
     harness.pool.judgement.trust.random = lambda: 0.9
-    first = harness.accepted(useful=(True, False))
-    assert harness.pool.db.submissions.get(first.id).full_check, "of a newcomer all is"  # type: ignore[union-attr]
-    unchecked = harness.accepted(useful=(True, True))
-    assert not harness.pool.db.submissions.get(unchecked.id).full_check  # type: ignore[union-attr]
-    third = harness.accepted(useful=(True, False))
-    assert harness.pool.db.submissions.get(third.id).full_check, "two unchecked groups wait: no more are taken"  # type: ignore[union-attr]
+    ids = [harness.accepted(useful=useful).id for useful in ((True, False), (True, True), (True, False))]
+    full = [found.full_check for id in ids if (found := harness.pool.db.submissions.get(id))]
+    assert full == [True, False, True], "of a newcomer all is; and where two unchecked groups wait, no more are taken"
     assert harness.pool.batches.of_step(0).ready
     rows = harness.pool.db.connection.rows("SELECT checked FROM groups WHERE batch = 0 ORDER BY seq")
     assert [bool(checked) for (checked,) in rows] == [True, False, False, True]
@@ -108,11 +105,7 @@ def test_a_batch_takes_few_unchecked_groups_and_then_all_are_checked(harness: Ha
 def test_unchecked_groups_beyond_the_share_wait_for_the_next_batch(harness: Harness) -> None:
     groups = harness.pool.db.groups
     for number, checked in enumerate([False] * 5 + [True]):
-        result = harness_group()
+        result = GroupResult(reward_mean=0.5, useful=True, tokens=10)
         groups.add(f"s{number}", 0, result, version=0, useful=True, checked=checked, accepted_during=0)
     assert groups.count_waiting(most_unchecked=2) == 3
     assert [id for id, *_ in groups.oldest_waiting(4, most_unchecked=2)] == [1, 2, 6]
-
-
-def harness_group() -> Any:
-    return GroupResult(reward_mean=0.5, useful=True, tokens=10)

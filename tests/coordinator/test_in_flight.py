@@ -58,7 +58,7 @@ def test_what_was_announced_and_never_came_is_missed(proven: Harness) -> None:
     assert (proven.state(first.id), proven.state(second.id)) == ("expired", "open")
     answer = beat(proven, second.id)
     assert f"its upload of {second.id}" in answer.waiting_for, "who lost one uploads before it gets another"
-    assert {node.name: node.missed for node in proven.status().nodes}["worker-a"] == 1
+    assert missed(proven) == 1
 
 
 def test_who_is_restarted_during_an_upload_gets_the_same_task_again(proven: Harness) -> None:
@@ -66,8 +66,7 @@ def test_who_is_restarted_during_an_upload_gets_the_same_task_again(proven: Harn
     first = alone(proven)
     assert proven.task() == first
     proven.pool.assignments.uploaded(ALICE, first.id, "8" * 64)
-    node = proven.pool.db.nodes.get(ALICE)
-    assert node is not None and not node.missed_in_a_row
+    assert not missed(proven)
 
 
 def alone(harness: Harness) -> Assignment:
@@ -85,8 +84,7 @@ def test_an_upload_that_takes_too_long_is_no_offence_if_there_was_no_later_task(
     for _ in range(2):
         proven.accepted("b" * 64, 2)
     beat(proven, first.id, version=2)
-    node = proven.pool.db.nodes.get(ALICE)
-    assert proven.state(first.id) == "stale" and node is not None and not node.missed_in_a_row
+    assert proven.state(first.id) == "stale" and not missed(proven)
 
 
 def test_another_workers_task_cannot_be_announced(proven: Harness) -> None:
@@ -105,8 +103,7 @@ def test_a_worker_that_drains_finishes_what_it_holds_and_leaves_without_penalty(
     proven.pool.assignments.uploaded(ALICE, second.id, FILE)
     assert proven.beat(ALICE).state == "left"
     assert (proven.beat(ALICE).state, proven.beat(ALICE).assignment) == ("left", None)
-    node = proven.pool.db.nodes.get(ALICE)
-    assert node is not None and not node.missed_in_a_row and not node.suspensions
+    assert not missed(proven) and not proven.node().suspensions
     proven.claim()
     proven.judge(first.id)
     assert proven.state(first.id) == "accepted", "what it left is judged and paid"
@@ -156,9 +153,7 @@ def outrun(harness: Harness, *versions: int) -> None:
 
 
 def missed(harness: Harness, key: str = ALICE) -> int:
-    node = harness.pool.db.nodes.get(key)
-    assert node is not None
-    return node.missed_in_a_row
+    return harness.node(key).missed_in_a_row
 
 
 def test_it_holds_so_many_and_one_more_while_it_uploads(several: Harness) -> None:
@@ -196,9 +191,12 @@ def test_who_is_restarted_gets_all_of_them_again_in_order(several: Harness) -> N
     assert [one.id if one else "" for one in again] == held and not missed(several)
 
 
-def test_what_a_worker_lost_at_once_counts_once(several: Harness) -> None:
-    """It died while it worked on them, and came back with newer weights."""
+@pytest.mark.parametrize("uploads", [False, True], ids=["tasks", "an upload with the tasks behind it"])
+def test_what_a_worker_lost_at_once_counts_once(several: Harness, uploads: bool) -> None:
+    """It died while it worked on them, or during an upload, and came back with newer weights."""
     held = take(several, 3)
+    if uploads:
+        beat(several, *held)
     several.publish(1)
     beat(several, "", version=1)
     assert [several.state(id) for id in held] == ["expired"] * 3
@@ -244,12 +242,3 @@ def test_a_finished_file_may_arrive_after_its_deadline(several: Harness) -> None
     beat(several, first, second)
     assert several.state(first) == "open" and not missed(several)
     several.pool.assignments.uploaded(ALICE, first, FILE)
-
-
-def test_a_file_that_was_lost_with_the_tasks_behind_it_counts_once(several: Harness) -> None:
-    """The worker died during an upload, and came back with newer weights."""
-    first, second = take(several, 2)
-    beat(several, first, second)
-    several.publish(1)
-    beat(several, "", version=1)
-    assert several.state(first) == several.state(second) == "expired" and missed(several) == 1

@@ -47,10 +47,13 @@ def serve(folder: Path, *, reports: bool, until: Path) -> None:
     thread.join(60)
 
 
-def test_a_finished_pool_leaves_summary_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "RECORD_S", 0.01)
+@pytest.mark.parametrize("record_s, until", [(0.01, "reward.png"), (1e9, "coordinator.json")], ids=["later", "at once"])
+def test_a_finished_pool_leaves_summary_and_picture_whenever_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_s: float, until: str
+) -> None:
+    monkeypatch.setattr(serving, "RECORD_S", record_s)
     finish(tmp_path)
-    serve(tmp_path, reports=True, until=tmp_path / "reward.png")
+    serve(tmp_path, reports=True, until=tmp_path / until)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["steps"], summary["tokens_trained"], summary["heldout_after"]["greedy"]) == (6, 60, 0.6)
     assert summary["restarts"] is None
@@ -62,12 +65,3 @@ def test_a_coordinator_of_shoal_run_leaves_the_report_to_it(tmp_path: Path, monk
     finish(tmp_path)
     serve(tmp_path, reports=False, until=tmp_path / "evaluations.jsonl")
     assert not (tmp_path / "summary.json").exists()
-
-
-def test_a_pool_that_is_stopped_right_after_its_end_leaves_them_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "RECORD_S", 1e9)
-    finish(tmp_path)
-    serve(tmp_path, reports=True, until=tmp_path / "coordinator.json")
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 6

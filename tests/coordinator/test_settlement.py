@@ -15,7 +15,7 @@ from shoal.ledger.chain import LedgerError
 from shoal.ledger.evm import ChainLostError, EvmStakes, deploy, read_key
 
 from ..ledger.stakes_support import ACCOUNT, RevmChain
-from .support import ALICE, BOB, Harness, open_pool, payload
+from .support import ALICE, BOB, Harness, open_pool, strangers
 
 pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
 pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
@@ -97,11 +97,10 @@ async def until(is_so, *, of: Settlement) -> None:  # type: ignore[no-untyped-de
 def test_what_a_pool_writes_is_settled_and_stakes_come_back(scene: Scene) -> None:
     settling = scene.settlement()
     scene.contract.deposit(ALICE, 150)
-    invite = payload("stranger").model_copy(update={"open": True})
     with pytest.raises(PoolError, match="has staked 0"):
-        scene.harness.pool.members.register(ALICE, invite, None)
+        scene.harness.pool.members.register(ALICE, strangers(), None)
     asyncio.run(settling.look(ALICE, ACCOUNT))
-    scene.harness.pool.members.register(ALICE, invite, None, payer=ACCOUNT)
+    scene.harness.pool.members.register(ALICE, strangers(), None, payer=ACCOUNT)
     scene.harness.join(BOB)
     scene.credit(ALICE, "a-1", 30)
     asyncio.run(until(lambda: scene.stakes.at_risk(ALICE) == 150 and not settling.waiting, of=settling))
@@ -115,18 +114,6 @@ def test_what_a_pool_writes_is_settled_and_stakes_come_back(scene: Scene) -> Non
     asyncio.run(until(lambda: staked(nodes, ALICE) == 0, of=settling))
     settling.finish()
     assert scene.contract.pool() == 150 and not scene.notices
-
-
-def test_a_stake_is_written_when_it_changes_and_not_at_every_look(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settling, nodes = scene.settlement(), scene.harness.pool.db.nodes
-    written: list[int] = []
-    monkeypatch.setattr(nodes, "set", lambda key, staked: written.append(staked))
-    for before, now in (({}, 150), ({ALICE: 150}, 150), ({ALICE: 150}, 0)):
-        scene.stakes.members = {ALICE: now}
-        settling._keep(before)
-    assert written == [150, 0]
 
 
 def test_a_chain_that_is_away_is_told_and_loses_nothing(scene: Scene) -> None:

@@ -65,8 +65,9 @@ def test_one_worker_ten_times_slower_delays_no_step_and_is_credited(monkeypatch:
     two = mixed(0)
     two.members.pop()
     assert with_slow_s <= 1.05 * two.run(), "it helps, or at least nobody waits for it"
-    sizes = [pool.harness.pool.db.nodes.get(member.key).size for member in pool.members]  # type: ignore[union-attr]
-    assert sizes[2] <= sizes[0] / 4
+    nodes = [pool.harness.node(member.key) for member in pool.members]
+    assert nodes[2].size <= nodes[0].size / 4
+    assert nodes[2].missed_in_a_row == 0 and not nodes[2].suspensions and 0.9 < nodes[2].took_s < 1.6
 
 
 def test_a_laptop_and_a_large_node_finish_their_tasks_in_about_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

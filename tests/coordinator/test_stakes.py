@@ -6,16 +6,12 @@ from shoal.coordinator.credit import BookedStakes, ChainStakes
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
 from shoal.ledger.stakes import UNSTAKE_S
-from shoal.protocol.messages import Booking, InvitePayload, Reason
+from shoal.protocol.messages import Booking, Reason
 
-from .support import ALICE, BOB, VALIDATOR, Harness, payload, staffed_pool, verdict
+from .support import ALICE, BOB, VALIDATOR, Harness, staffed_pool, strangers, verdict
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 LEAST = 100
-
-
-def strangers() -> InvitePayload:
-    return payload("stranger").model_copy(update={"open": True})
 
 
 @pytest.fixture
@@ -34,11 +30,13 @@ def book(harness: Harness, kind: str, amount: int = 0) -> None:
 
 def test_a_deposit_lets_a_stranger_in_and_becomes_its_stake(harness: Harness) -> None:
     book(harness, "stake", 60)
-    with pytest.raises(PoolError, match="has staked 60, an open invite needs 100"):
+    with pytest.raises(PoolError, match="has staked 60, an open invite needs 100") as caught:
         harness.pool.members.register(ALICE, strangers(), None)
+    assert caught.value.status == 403 and harness.pool.members.role(ALICE) is None
     book(harness, "stake", 40)
-    harness.pool.members.register(ALICE, strangers(), None)
-    assert booked(harness.pool).at_risk(ALICE) == 100
+    for _ in range(2):  # the second time it is a restart
+        answer = harness.pool.members.register(ALICE, strangers(), None)
+        assert answer.name == f"stranger-{ALICE[:16]}" and booked(harness.pool).at_risk(ALICE) == 100
     assert harness.beat().assignment is not None
 
 

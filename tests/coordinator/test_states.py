@@ -1,50 +1,73 @@
-"""Node states under any sequence of events: `banned` is the only end, and nothing shortens a suspension."""
+"""Node and submission states under any sequence of events: only the tables move them, and an end stays the end."""
 
 import sqlite3
+from collections.abc import Sequence
 from typing import get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.coordinator.nodes import SCHEMA, TABLE, Event, Nodes
-from shoal.ledger.connection import SqliteConnection
+from shoal.coordinator import nodes as nodes_module
+from shoal.coordinator import submissions as submissions_module
+from shoal.coordinator.nodes import Nodes
+from shoal.coordinator.submissions import UNSETTLED, Submission, Submissions
+from shoal.ledger.connection import Connection, SqliteConnection
 from shoal.protocol.messages import NodeState
 
-EVENTS: tuple[Event, ...] = get_args(Event)
-STATES: tuple[NodeState, ...] = get_args(NodeState)
-happenings = st.lists(st.tuples(st.sampled_from(EVENTS), st.floats(0, 100)), max_size=40)
+NODE_EVENTS: tuple[nodes_module.Event, ...] = get_args(nodes_module.Event)
+SUBMISSION_EVENTS: tuple[submissions_module.Event, ...] = get_args(submissions_module.Event)
+happenings = st.lists(st.tuples(st.sampled_from(NODE_EVENTS), st.floats(0, 100)), max_size=40)
 
 
-def table() -> Nodes:
-    nodes = Nodes(SqliteConnection(sqlite3.connect(":memory:", isolation_level=None)))
-    for statement in SCHEMA:
-        nodes.connection.create(statement)
+def tables(schema: Sequence[str]) -> Connection:
+    connection = SqliteConnection(sqlite3.connect(":memory:", isolation_level=None))
+    for statement in schema:
+        connection.create(statement)
+    return connection
+
+
+@pytest.mark.parametrize(
+    "table, states, events",
+    [
+        (nodes_module.TABLE, get_args(NodeState), NODE_EVENTS),
+        (submissions_module.TABLE, get_args(submissions_module.State), SUBMISSION_EVENTS),
+    ],
+    ids=["nodes", "submissions"],
+)
+def test_every_state_and_event_is_used(table: dict[tuple[str, str], str], states: object, events: object) -> None:
+    assert {state for (before, _), after in table.items() for state in (before, after)} == set(states)  # type: ignore[call-overload]
+    assert {event for _, event in table} == set(events)  # type: ignore[call-overload]
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def members() -> Nodes:
+    nodes = Nodes(tables(nodes_module.SCHEMA))
     nodes.add("key", "name", "worker", None, "invite", 0.0)
     return nodes
 
 
 def reachable(start: NodeState) -> set[NodeState]:
     found = {start}
-    while more := {after for (before, _), after in TABLE.items() if before in found} - found:
+    while more := {after for (before, _), after in nodes_module.TABLE.items() if before in found} - found:
         found |= more
     return found
 
 
 def test_banned_is_the_only_state_without_a_way_back_to_work() -> None:
-    for state in STATES:
+    for state in get_args(NodeState):
         assert ("active" in reachable(state)) == (state != "banned"), state
         assert "banned" in reachable(state), f"a liar that is {state} must be stoppable"
-    assert not [event for (before, event) in TABLE if before == "banned"]
-
-
-def test_every_state_and_event_is_used() -> None:
-    assert {state for (before, _), after in TABLE.items() for state in (before, after)} == set(STATES)
-    assert {event for _, event in TABLE} == set(EVENTS)
+    assert not [event for (before, event) in nodes_module.TABLE if before == "banned"]
 
 
 @given(happenings)
-def test_any_sequence_follows_the_table_and_keeps_bans_and_suspensions(sequence: list[tuple[Event, float]]) -> None:
-    nodes, now_s, was_banned = table(), 0.0, False
+def test_any_sequence_follows_the_table_and_keeps_bans_and_suspensions(
+    sequence: list[tuple[nodes_module.Event, float]],
+) -> None:
+    nodes, now_s, was_banned = members(), 0.0, False
     for event, length_s in sequence:
         before = nodes.get("key")
         assert before is not None
@@ -53,7 +76,7 @@ def test_any_sequence_follows_the_table_and_keeps_bans_and_suspensions(sequence:
         moved = nodes.move("key", event, f"because of {event}", now_s)
         node = nodes.get("key")
         assert node is not None
-        assert moved == ((before.state, event) in TABLE)
+        assert moved == ((before.state, event) in nodes_module.TABLE)
         assert node.reason == (f"because of {event}" if moved else before.reason)
         was_banned |= event == "ban"
         assert node.evicted == was_banned
@@ -64,8 +87,10 @@ def test_any_sequence_follows_the_table_and_keeps_bans_and_suspensions(sequence:
 
 
 @given(happenings)
-def test_after_anything_but_a_ban_a_worker_can_be_brought_back(sequence: list[tuple[Event, float]]) -> None:
-    nodes = table()
+def test_after_anything_but_a_ban_a_worker_can_be_brought_back(
+    sequence: list[tuple[nodes_module.Event, float]],
+) -> None:
+    nodes = members()
     for event, _ in sequence:
         if event != "ban":
             nodes.move("key", event, "", 0.0)
@@ -89,7 +114,7 @@ class Overtaken(Nodes):
 
 
 def test_a_decision_on_an_old_state_is_made_again_on_the_new_one() -> None:
-    nodes = Overtaken(table().connection)
+    nodes = Overtaken(members().connection)
     nodes.first = "banned"
     assert not nodes.move("key", "drain", "", 0.0)
     assert nodes.get("key").state == "banned"
@@ -100,13 +125,75 @@ def test_a_decision_on_an_old_state_is_made_again_on_the_new_one() -> None:
 
 
 def test_who_is_no_member_has_no_state() -> None:
-    assert not table().move("stranger", "ban", "", 0.0)
+    assert not members().move("stranger", "ban", "", 0.0)
 
 
 def test_a_suspension_outlives_leaving_and_returning() -> None:
-    nodes = table()
+    nodes = members()
     nodes.suspend_until("key", 100.0)
     for event, now_s in (("suspend", 0.0), ("drain", 1.0), ("emptied", 2.0), ("return", 3.0)):
         assert nodes.move("key", event, "", now_s)
     found = nodes.get("key")
     assert found is not None and found.state == "suspended"
+
+
+# --- submissions -------------------------------------------------------------------------------------------------------
+
+
+def added(table: Submissions, number: int = 0) -> Submission:
+    made = {"step": 0, "version": 0, "digest": "d", "groups": 2, "nonce": "n", "assigned_s": 0.0, "deadline_s": 1.0}
+    table.add(Submission(id=f"w-{number}", worker="w", number=number, **made))  # type: ignore[arg-type]
+    return now(table, f"w-{number}")
+
+
+def now(table: Submissions, id: str = "w-0") -> Submission:
+    found = table.get(id)
+    assert found is not None
+    return found
+
+
+def test_what_is_settled_stays_so() -> None:
+    assert {before for before, _ in submissions_module.TABLE} == set(UNSETTLED)
+
+
+@given(st.lists(st.sampled_from(SUBMISSION_EVENTS), max_size=12))
+def test_a_submission_follows_the_table(sequence: list[submissions_module.Event]) -> None:
+    submissions = Submissions(tables(submissions_module.SCHEMA))
+    added(submissions)
+    for number, event in enumerate(sequence):
+        before = now(submissions)
+        moved = submissions.move(before, event, validator=f"v-{number}")
+        expected = submissions_module.TABLE.get((before.state, event))
+        assert moved == (expected is not None)
+        after = now(submissions)
+        assert (after.state, after.validator) == (
+            (expected, f"v-{number}") if moved else (before.state, before.validator)
+        )
+
+
+def test_a_decision_on_an_old_state_changes_nothing() -> None:
+    submissions = Submissions(tables(submissions_module.SCHEMA))
+    old = added(submissions)
+    assert submissions.move(old, "miss")
+    assert not submissions.move(old, "upload", file_hash="f" * 64)
+    assert (now(submissions).state, now(submissions).file_hash) == ("expired", None)
+
+
+def test_an_event_brings_no_column_but_its_own() -> None:
+    submissions = Submissions(tables(submissions_module.SCHEMA))
+    found = added(submissions)
+    for column in ("state", "worker", "credit", "tokens"):
+        with pytest.raises(AssertionError):
+            submissions.move(found, "upload", **{column: "x"})
+
+
+def test_what_a_worker_has_is_dropped_by_its_state() -> None:
+    submissions = Submissions(tables(submissions_module.SCHEMA))
+    held, uploaded, judged = (added(submissions, number) for number in range(3))
+    assert submissions.move(uploaded, "upload")
+    assert submissions.move(judged, "upload") and submissions.move(now(submissions, "w-2"), "accept")
+    submissions.drop_of("w")
+    assert [now(submissions, f"w-{n}").state for n in range(3)] == ["expired", "uploaded", "accepted"]
+    submissions.drop_of("w", UNSETTLED)
+    assert [now(submissions, f"w-{n}").state for n in range(3)] == ["expired", "expired", "accepted"]
+    assert held.state == "open"
