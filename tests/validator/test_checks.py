@@ -1,14 +1,11 @@
 """One test per lie, each with the reason that must be found first; and honest work, which no check may touch."""
 
-import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from benchmarks.adversary.cheats import QuantizedWeights, WrongTemperature
@@ -30,9 +27,11 @@ from shoal.validator.checks import (
     FAR,
     FILE,
     OUTLIERS,
+    Rules,
     derived_tasks,
     distribution,
     endings,
+    logprobs,
     replayed,
     run,
     sampling,
@@ -40,6 +39,7 @@ from shoal.validator.checks import (
     termination,
 )
 from shoal.validator.service import Validator
+from shoal.validator.spending import spent
 from shoal.worker.produce import Producer
 
 from ..workers import ALICE, BOB, produced, signed
@@ -85,6 +85,12 @@ def edited(tiny_folder: Path) -> Callable[[Callable[[Completion], Completion]], 
         return judged(validator, ASKED, liar.submission(ASKED))
 
     return judge
+
+
+@pytest.fixture
+def rules(validator: Validator) -> Rules:
+    assert validator.judge.rules is not None
+    return validator.judge.rules
 
 
 def with_row(rows: list[Rollout], number: int, **changed: Any) -> list[Rollout]:
@@ -178,9 +184,10 @@ def sharpened(folder: Path, to: Path, factor: float) -> Path:
     return to
 
 
-def test_a_check_that_needs_the_prefill_says_so(validator: Validator, worker: Producer, honest: list[Rollout]) -> None:
-    case, rules = case_of(validator.judge, ASKED, signed(worker, ASKED, honest)), validator.judge.rules
-    assert rules is not None
+def test_a_check_that_needs_the_prefill_says_so(
+    validator: Validator, rules: Rules, worker: Producer, honest: list[Rollout]
+) -> None:
+    case = case_of(validator.judge, ASKED, signed(worker, ASKED, honest))
     for check in EXPENSIVE:
         with pytest.raises(RuntimeError, match="prefill must run"):
             check(rules, case)
@@ -263,43 +270,28 @@ def test_rewards_of_other_versions_are_not_compared(
     assert judged(validator, ASKED, data).reason is None
 
 
+def first_is(name: str, value: float) -> Callable[[Rollout], dict[str, Any]]:
+    return lambda row: {name: [value, *getattr(row, name)[1:]]}
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        *({"logprobs": [value]} for value in (float("nan"), float("inf"), float("-inf"), 0.5, -1e5)),
-        *({"tokens": [value]} for value in (64, -1, 2**31 - 1, -(2**31))),
+        *(first_is("logprobs", value) for value in (float("nan"), float("inf"), float("-inf"), 0.5, -1e5)),
+        *(first_is("tokens", value) for value in (64, -1, 2**31 - 1, -(2**31))),
+        lambda row: {"tokens": [], "logprobs": [], "proofs": []},
+        lambda row: {"logprobs": row.logprobs[:-1]},
+        lambda row: {"proofs": row.proofs[:-1]},
+        lambda row: {"proofs": [*row.proofs, row.proofs[0]]},
+        lambda row: {"proofs": []},
     ],
 )
-def test_a_figure_or_token_out_of_range(
-    honest: list[Rollout], refused: Callable[..., Verdict], change: dict[str, list[Any]]
-) -> None:
-    """In the place of the first one."""
-    [(name, first)] = change.items()
-    verdict = refused(with_row(honest, 2, **{name: [*first, *getattr(honest[2], name)[1:]]}))
-    assert verdict.reason is Reason.BOUNDS
-
-
-def test_a_rollout_without_tokens_or_with_fewer_logprobs(
-    honest: list[Rollout], refused: Callable[[list[Rollout]], Verdict]
-) -> None:
-    for changed in ({"tokens": [], "logprobs": [], "proofs": []}, {"logprobs": honest[2].logprobs[:-1]}):
-        assert refused(with_row(honest, 2, **changed)).reason is Reason.BOUNDS
-
-
-@pytest.mark.parametrize("change", [lambda p: p[:-1], lambda p: [*p, p[0]], lambda p: []])
-def test_a_wrong_number_of_proofs(
-    honest: list[Rollout], refused: Callable[..., Verdict], change: Callable[[list[bytes]], list[bytes]]
+def test_a_figure_token_or_number_of_them_out_of_range(
+    honest: list[Rollout], refused: Callable[..., Verdict], change: Callable[[Rollout], dict[str, Any]]
 ) -> None:
     fewer = with_row(honest, 1, proofs=[])  # so that one more is not too many for the file, which would not be decoded
-    verdict = refused(with_row(fewer, 0, proofs=change(honest[0].proofs)))
-    assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0:")
-
-
-def test_more_proofs_than_the_longest_rollouts_have_are_not_even_decoded(
-    honest: list[Rollout], refused: Callable[..., Verdict]
-) -> None:
-    verdict = refused(with_row(honest, 0, proofs=honest[0].proofs * 150))
-    assert verdict.reason is Reason.UNREADABLE and "column proofs holds more than 128 values" in verdict.detail
+    verdict = refused(with_row(fewer, 0, **change(honest[0])))
+    assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0")
 
 
 @pytest.mark.parametrize(
@@ -458,11 +450,10 @@ def ending(case: Case, token: int, rollouts: int = OUTLIERS + 1) -> Case:
 
 
 @pytest.mark.parametrize("token", [20, USER, EOS])
-def test_a_token_near_the_margin_is_numerics_whatever_it_means(validator: Validator, case: Case, token: int) -> None:
+def test_a_token_near_the_margin_is_numerics_whatever_it_means(rules: Rules, case: Case, token: int) -> None:
     """A worker is slashed for each of these checks, so none may be narrower than numerics are."""
-    assert validator.judge.rules is not None
     changed = at(ending(case, token, 1), logprobs_N=-9.0, margins_N=1.5 * SETTINGS.validator.sampling_margin)
-    assert run([sampling, termination, special_tokens], validator.judge.rules, changed).finding is None
+    assert run([sampling, termination, special_tokens], rules, changed).finding is None
 
 
 @pytest.mark.parametrize(
@@ -477,13 +468,12 @@ def test_a_token_near_the_margin_is_numerics_whatever_it_means(validator: Valida
     ids=["two", "three", "one that is far off", "two of few", "many that are near"],
 )
 def test_outliers_are_let_pass_while_they_are_few_and_near(
-    validator: Validator, case: Case, margins: list[float], tokens: int, found: bool
+    rules: Rules, case: Case, margins: list[float], tokens: int, found: bool
 ) -> None:
     margins_N = torch.zeros(tokens)
     margins_N[: len(margins)] = torch.tensor(margins) * SETTINGS.validator.sampling_margin
-    assert validator.judge.rules is not None
     changed = replace(case, prefill=replace(case.computed(), margins_N=margins_N))
-    finding = sampling(validator.judge.rules, changed).finding
+    finding = sampling(rules, changed).finding
     assert (finding is not None) == found
 
 
@@ -499,35 +489,32 @@ def test_outliers_are_let_pass_while_they_are_few_and_near(
     ],
 )
 def test_an_end_is_likely_or_yielded(
-    validator: Validator, case: Case, token: int, logprob: float, margin: float, found: bool
+    rules: Rules, case: Case, token: int, logprob: float, margin: float, found: bool
 ) -> None:
-    assert validator.judge.rules is not None
-    assert termination(validator.judge.rules, case).finding is None
+    assert termination(rules, case).finding is None
     for rollouts in (OUTLIERS, OUTLIERS + 1):
         changed = at(ending(case, token), rollouts, logprobs_N=logprob, margins_N=margin)
-        finding = termination(validator.judge.rules, changed).finding
+        finding = termination(rules, changed).finding
         assert (finding is not None) == (found and rollouts > OUTLIERS), "numerics may move a few"
 
 
 @pytest.mark.parametrize(
     ("token", "margin", "found"), [(USER, 0.0, False), (USER, 0.7, False), (USER, 0.8, True), (EOS, 0.8, False)]
 )
-def test_a_special_token_is_yielded(validator: Validator, case: Case, token: int, margin: float, found: bool) -> None:
-    assert validator.judge.rules is not None
-    assert special_tokens(validator.judge.rules, case).finding is None
+def test_a_special_token_is_yielded(rules: Rules, case: Case, token: int, margin: float, found: bool) -> None:
+    assert special_tokens(rules, case).finding is None
     for rollouts in (OUTLIERS, OUTLIERS + 1):
-        finding = special_tokens(validator.judge.rules, at(ending(case, token), rollouts, margins_N=margin)).finding
+        finding = special_tokens(rules, at(ending(case, token), rollouts, margins_N=margin)).finding
         assert (finding is not None) == (found and rollouts > OUTLIERS), "numerics may move a few"
 
 
 def test_tokens_that_are_likelier_than_samples_are_found_though_they_are_what_seeds_yield(
-    validator: Validator, case: Case
+    rules: Rules, case: Case
 ) -> None:
-    assert validator.judge.rules is not None
     prefill = case.computed()
-    assert distribution(validator.judge.rules, case).finding is None
+    assert distribution(rules, case).finding is None
     truncated = replace(prefill, evidence_NA=prefill.evidence_NA + torch.tensor([0.0, 0.0, 1.0, 0.0]))
-    outcome = distribution(validator.judge.rules, replace(case, prefill=truncated))
+    outcome = distribution(rules, replace(case, prefill=truncated))
     finding = outcome.finding
     assert finding is not None and finding.reason is Reason.DISTRIBUTION and "truncated" in finding.detail
     assert outcome.evidence["distribution_evidence"] > DISTRIBUTION_EVIDENCE
@@ -544,22 +531,15 @@ def test_tokens_that_are_likelier_than_samples_are_found_though_they_are_what_se
     ],
 )
 def test_a_completion_runs_to_its_end_and_no_further(
-    validator: Validator, case: Case, change: Callable[[list[int]], list[int]], words: str
+    rules: Rules, case: Case, change: Callable[[list[int]], list[int]], words: str
 ) -> None:
-    assert validator.judge.rules is not None
     full = next(i for i, row in enumerate(case.rows) if len(row.tokens) == MAX_TOKENS)
     rows = with_row(case.rows, full, tokens=change(case.rows[full].tokens))
-    finding = endings(validator.judge.rules, replace(case, rows=rows, prefill=None)).finding
+    finding = endings(rules, replace(case, rows=rows, prefill=None)).finding
     assert words in finding.detail if finding else words == ""
 
 
 # --- whose file, for what --------------------------------------------------------------------------------------------
-
-
-def test_a_file_made_for_another_task(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
-    later = assignment(1)
-    verdict = judged(validator, later, signed(worker, ASKED, honest))
-    assert verdict.reason is Reason.CONTEXT and "made for task 0" in verdict.detail
 
 
 def test_the_same_rollouts_signed_again_for_another_task(
@@ -592,9 +572,8 @@ def test_rollouts_that_another_submitted_first_or_for_the_same_task_are_no_repla
         assert judged(validator, ASKED, signed(worker, ASKED, honest)).reason is None
 
 
-def test_a_workers_own_rollouts_count_once(validator: Validator, case: Case) -> None:
-    assert validator.judge.rules is not None
-    outcome = replayed(validator.judge.rules, replace(case, content_owner=assignment(1).id))
+def test_a_workers_own_rollouts_count_once(rules: Rules, case: Case) -> None:
+    outcome = replayed(rules, replace(case, content_owner=assignment(1).id))
     assert outcome.finding is not None and outcome.finding.reason is Reason.REPLAYED
 
 
@@ -604,28 +583,26 @@ def test_someone_elses_file(worker: Producer, validator: Validator, honest: list
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "words"),
     [
-        {"step": 4},
-        {"policy_version": 1},
-        {"policy_digest": "e" * 64},
-        {"step": 4, "policy_version": 3},
-        {"nonce": "e" * 32},
-        {"groups": ASKED.groups + 1},
+        ({"number": 1}, "made for task 1"),
+        ({"step": 4}, "its header names"),
+        ({"policy_version": 1}, "its header names"),
+        ({"policy_digest": "e" * 64}, "its header names"),
+        ({"step": 4, "policy_version": 3}, "its header names"),
+        ({"nonce": "e" * 32}, "its header names"),
+        ({"groups": ASKED.groups + 1}, "its header names"),
+        ({"run": "other-0"}, "other-0"),
     ],
 )
-def test_another_assignment_in_the_header(
-    worker: Producer, validator: Validator, honest: list[Rollout], said: dict[str, Any]
+def test_another_assignment_or_run_in_the_header(
+    tiny_folder: Path, validator: Validator, honest: list[Rollout], said: dict[str, Any], words: str
 ) -> None:
-    prompts = [worker.prompt(plan) for plan in worker.plan(ASKED)]
-    verdict = judged(validator, ASKED, worker.sign(ASKED.model_copy(update=said), prompts, honest))
-    assert verdict.reason is Reason.CONTEXT and "its header names" in verdict.detail
-
-
-def test_another_run_in_the_header(tiny_folder: Path, validator: Validator, honest: list[Rollout]) -> None:
     liar = make_producer(tiny_folder, SETTINGS)
-    liar.run = "other-0"
-    assert judged(validator, ASKED, signed(liar, ASKED, honest)).reason is Reason.CONTEXT
+    prompts = [liar.prompt(plan) for plan in liar.plan(ASKED)]
+    liar.run = said.get("run", liar.run)
+    verdict = judged(validator, ASKED, liar.sign(ASKED.model_copy(update=said), prompts, honest))
+    assert verdict.reason is Reason.CONTEXT and words in verdict.detail
 
 
 def test_a_file_signed_for_other_prompts(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
@@ -634,21 +611,6 @@ def test_a_file_signed_for_other_prompts(worker: Producer, validator: Validator,
         verdict = judged(validator, ASKED, worker.sign(ASKED, other, honest))
         assert verdict.reason is Reason.CONTEXT and "other prompts" in verdict.detail
     assert judged(validator, ASKED, worker.sign(ASKED, prompts, honest)).reason is None
-
-
-def test_tokens_changed_after_signing(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
-    data = signed(worker, ASKED, honest)
-    changed = with_row(honest, 0, tokens=[honest[0].tokens[0] ^ 1, *honest[0].tokens[1:]])
-    table = pa.Table.from_pylist([vars(row) for row in changed], schema=rollout_file.SUBMISSION)
-    metadata = pq.ParquetFile(io.BytesIO(data)).metadata.metadata
-    buffer = io.BytesIO()
-    with pq.ParquetWriter(
-        buffer, table.schema, compression="zstd", use_dictionary=False, write_statistics=False, store_schema=False
-    ) as writer:
-        writer.write_table(table)
-        writer.add_key_value_metadata(metadata)
-    verdict = judged(validator, ASKED, buffer.getvalue())
-    assert verdict.reason is Reason.SIGNATURE and "not those that were signed" in verdict.detail
 
 
 @pytest.mark.parametrize("honestly", [False, True])
@@ -666,3 +628,33 @@ def test_a_file_that_another_signed_for_the_worker(
     signer = BOB if honestly else Impostor(BOB.private_key)
     verdict = judged(validator, ASKED, rollout_file.write_submission(header, honest, signer))
     assert verdict.reason is Reason.SIGNATURE and (BOB.public[:16] in verdict.detail) == honestly
+
+
+# --- limits of the engine and device that the signed header names ----------------------------------------------------
+
+
+MARGIN = SETTINGS.validator.sampling_margin
+WIDE = {"sampling_margin": 4 * MARGIN, "logprob_error_mean": 1.0}
+FIGURES = dict.fromkeys(
+    ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean", "distribution_evidence"), 0.0
+)
+
+
+@pytest.mark.parametrize(("kind", "found"), [("vllm/cpu", False), ("", True), ("vllm/cuda", True)])
+def test_each_engine_has_its_own_limits(tiny_folder: Path, kind: str, found: bool) -> None:
+    settings = config(validator={"limits": {"vllm/cpu": WIDE}, "sampling_margin_mean": 1e6})
+    judge = make_validator(tiny_folder, settings).judge
+    worker: Any = make_producer(tiny_folder, settings)
+    worker.kind = kind
+    data = Producer.sign(worker, ASKED, [worker.prompt(plan) for plan in worker.plan(ASKED)], produced(worker, ASKED))
+    case = judge.prefill([case_of(judge, ASKED, data)])[0]
+    assert case.header.engine == kind
+    prefill = case.computed()
+    off = replace(prefill, margins_N=prefill.margins_N + 2 * MARGIN, logprobs_N=prefill.logprobs_N - 0.5)
+    case = replace(case, prefill=off)
+    assert judge.rules is not None
+    for check in (sampling, logprobs):
+        assert (check(judge.rules, case).finding is not None) == found, check.__name__
+    assert termination(judge.rules, case) and special_tokens(judge.rules, case)
+    beyond = spent(judge.grade(case), settings, FIGURES).beyond[-1]
+    assert (beyond > 0) == found, "the tests over many submissions count in the same unit"

@@ -76,15 +76,17 @@ def test_honest_work_is_equal_to_the_last_bit(validator: Validator, worker: Prod
     assert verdict.replay.tokens == sum(len(row.logprobs) for row in rows)
 
 
-def next_float(value: float) -> float:
-    return float(torch.nextafter(torch.tensor(value), torch.tensor(0.0)))
+def off_by_one_bit(rows: list[Rollout]) -> list[Rollout]:
+    """The first logprob of rollout 3 is the next number."""
+    first, *others = rows[3].logprobs
+    near = float(torch.nextafter(torch.tensor(first), torch.tensor(0.0)))
+    return [*rows[:3], replace(rows[3], logprobs=[near, *others]), *rows[4:]]
 
 
 def test_a_logprob_off_by_one_unit_in_the_last_place_is_inexact(
     validator: Validator, worker: Producer, rows: list[Rollout]
 ) -> None:
-    changed = replace(rows[3], logprobs=[next_float(rows[3].logprobs[0]), *rows[3].logprobs[1:]])
-    verdict = judged(validator, worker, [*rows[:3], changed, *rows[4:]])
+    verdict = judged(validator, worker, off_by_one_bit(rows))
     assert verdict.reason is Reason.INEXACT not in HARD
     assert "1 of" in verdict.detail and "rollout 3" in verdict.detail
 
@@ -111,10 +113,9 @@ def test_inexact_work_makes_a_validator_load_its_weights_anew_only_now_and_then(
         clock[0] += 60.0
 
     monkeypatch.setattr(validator, "reload", reload)
-    changed = replace(rows[3], logprobs=[next_float(rows[3].logprobs[0]), *rows[3].logprobs[1:]])
     for wait_s in (0.0, 0.0, 60.0 / RELOADING - 61.0, 2.0):
         clock[0] += wait_s
-        assert judged(validator, worker, [*rows[:3], changed, *rows[4:]]).reason is Reason.INEXACT
+        assert judged(validator, worker, off_by_one_bit(rows)).reason is Reason.INEXACT
     assert loads == [1000.0, 1000.0 + 60.0 / RELOADING + 1.0]
     lie = replace(rows[3], logprobs=[logprob - 9.0 for logprob in rows[3].logprobs])
     assert judged(validator, worker, [*rows[:3], lie, *rows[4:]]).reason is Reason.LOGPROBS
@@ -152,9 +153,8 @@ def test_a_token_within_the_limits_is_inexact(validator: Validator, worker: Prod
 def test_the_same_difference_passes_where_no_class_is_claimed(
     validator: Validator, worker: Producer, rows: list[Rollout]
 ) -> None:
-    changed = replace(rows[3], logprobs=[next_float(rows[3].logprobs[0]), *rows[3].logprobs[1:]])
     for claimed in ("", TWO):
-        verdict = judged(validator, worker, [*rows[:3], changed, *rows[4:]], claimed)
+        verdict = judged(validator, worker, off_by_one_bit(rows), claimed)
         assert verdict.reason is None and verdict.replay is None
 
 
@@ -162,10 +162,9 @@ def test_a_run_of_exact_work_tolerates_nothing_whatever_class_is_claimed(
     tiny_folder: Path, worker: Producer, rows: list[Rollout]
 ) -> None:
     validator = make(tiny_folder, config(model={"numerics": "exact"}, validator={"classes": "exact"}))
-    changed = replace(rows[3], logprobs=[next_float(rows[3].logprobs[0]), *rows[3].logprobs[1:]])
     with validator.judge:
         for claimed in ("", TWO, ONE):
-            assert judged(validator, worker, [*rows[:3], changed, *rows[4:]], claimed).reason is Reason.INEXACT
+            assert judged(validator, worker, off_by_one_bit(rows), claimed).reason is Reason.INEXACT
 
 
 def test_a_validator_without_a_fingerprint_tolerates(tiny_folder: Path, worker: Producer, rows: list[Rollout]) -> None:

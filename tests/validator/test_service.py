@@ -1,6 +1,4 @@
-import os
 import random
-import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,14 +7,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import (
     Claim,
     ClaimRequest,
     Claims,
-    ContentOwner,
     HeartbeatAnswer,
     Ok,
     Reason,
@@ -107,16 +103,6 @@ def test_more_or_fewer_rows_or_longer_ones_than_were_asked_for_are_unreadable(
         assert verdict.reason is Reason.UNREADABLE and words in verdict.detail
 
 
-def test_text_that_is_no_utf8_is_unreadable_and_no_exception(modelless: Validator, worker: Producer) -> None:
-    """Parquet does not check it; a validator that dies of it would claim the same file again for ever."""
-    row = Rollout(0, "\x01\x02\x03\x04 task", 0, 1, [5], [-1.0], 0.0, [bytes(258)])
-    data = signed(worker, ASKED, [row])
-    at = data.find(b"\x01\x02\x03\x04 task")
-    assert at > 0, "short pages are stored as they are"
-    verdict, _ = checked(modelless, claim(), data[:at] + b"\xff\xfe\xfd\xfc" + data[at + 4 :])
-    assert verdict.reason is Reason.UNREADABLE
-
-
 def test_any_damage_is_a_verdict_and_no_exception(modelless: Validator, file: bytes) -> None:
     rng = random.Random(1)
     for _ in range(150):
@@ -130,14 +116,6 @@ def test_any_damage_is_a_verdict_and_no_exception(modelless: Validator, file: by
         except RuntimeError:  # it wanted weights: what was damaged carries no meaning
             continue
         assert verdict.reason in (Reason.UNREADABLE, Reason.SIGNATURE)
-
-
-def test_a_file_that_kills_its_reader_is_unreadable(modelless: Validator, file: bytes) -> None:
-    checked(modelless, claim(), b"")
-    assert modelless.judge.quarantine.child is not None
-    os.kill(modelless.judge.quarantine.child.pid, signal.SIGABRT)
-    verdict, accepted = checked(modelless, claim(), file)
-    assert (verdict.reason, verdict.detail, accepted) == (Reason.UNREADABLE, "ends its reader: SIGABRT", None)
 
 
 # --- accepted --------------------------------------------------------------------------------------------------------
@@ -186,12 +164,6 @@ def test_a_group_whose_rewards_are_equal_is_of_no_use(tiny_folder: Path) -> None
     verdict, data = checked(make_validator(tiny_folder, settings), claim(), worker.submission(ASKED))
     assert [group.useful for group in verdict.groups] == [False, False]
     assert data is not None
-
-
-def test_a_rejected_file_yields_no_accepted_one(tiny_folder: Path, worker: Producer, honest: list[Rollout]) -> None:
-    forged = [Rollout(**vars(row) | {"reward": 1.0}) for row in honest]
-    verdict, data = checked(make_validator(tiny_folder, SETTINGS), claim(), signed(worker, ASKED, forged))
-    assert data is None and verdict.groups == [] and verdict.content is not None
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
@@ -308,12 +280,6 @@ def test_only_those_drawn_for_it_are_prefilled(tiny_folder: Path, worker: Produc
     assert node.said[2].spent is None, "what was not prefilled whole is not an observation"
 
 
-def test_a_rejection_stores_no_file(tiny_folder: Path) -> None:
-    validator, node = scripted(tiny_folder, b"nonsense")
-    assert validator.run(threading.Event()) == "finished"
-    assert [said.reason for said in node.said] == [Reason.UNREADABLE] and node.uploads == {}
-
-
 def test_a_claim_that_was_lost_is_let_go(tiny_folder: Path, file: bytes) -> None:
     validator, node = scripted(tiny_folder, file, RefusedError("accepted and not claimed", 409))
     assert validator.run(threading.Event()) == "finished"
@@ -331,24 +297,3 @@ def test_a_stopped_validator_claims_nothing(tiny_folder: Path, file: bytes) -> N
     stop = threading.Event()
     stop.set()
     assert validator.run(stop) == "stopped" and len(node.claims) == 1
-
-
-def test_what_is_accepted_does_not_depend_on_how_the_prefill_is_packed(tiny_folder: Path, file: bytes) -> None:
-    found = []
-    for row_tokens in (16, 128, 4096):
-        validator = make_validator(tiny_folder, SETTINGS)
-        validator.judge.row_tokens = row_tokens
-        verdict, data = checked(validator, claim(), file)
-        assert verdict.reason is None and data is not None
-        rows = read_accepted(data, max_rows=8, max_tokens=SETTINGS.learner.row_tokens).rows
-        found.append(torch.tensor([logprob for row in rows for logprob in row.logprobs]))
-    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)
-    torch.testing.assert_close(found[0], found[2], atol=1e-4, rtol=0)
-
-
-def test_nobody_is_asked_who_owns_an_unreadable_file(modelless: Validator) -> None:
-    def fail(path: str, answer: type[ContentOwner]) -> ContentOwner:
-        raise AssertionError(path)
-
-    modelless.node.get = fail  # type: ignore[assignment, method-assign]
-    assert checked(modelless, claim(), b"x")[0].reason is Reason.UNREADABLE

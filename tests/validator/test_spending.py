@@ -79,13 +79,3 @@ def test_honest_misses_pay_nothing_on_average_even_where_exposure_follows_the_re
         paid.append(found(missed.tolist(), rewards).better)
     mean = float(torch.tensor(paid).exp().mean())
     assert mean < 1.1
-
-
-def test_a_case_without_a_prefill_is_no_observation() -> None:
-    with pytest.raises(RuntimeError, match="prefill"):
-        spent(replace_prefill(case([QUIET] * 4, [0.0] * 4)), CONFIG, EVIDENCE)
-
-
-def replace_prefill(one: Case) -> Case:
-    object.__setattr__(one, "prefill", None)
-    return one
