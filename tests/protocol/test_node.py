@@ -27,13 +27,15 @@ from .support import COORDINATOR, OTHER, RUN, FakeCoordinator, join, signer_of
 def test_joining_makes_a_key_and_shows_the_invite_under_it(tmp_path: Path) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, url="http://me:2")
+    assert node.name == "w-0"
     (request,) = coordinator.requests
     signer = signer_of(request, RUN, time.time())
     body = httpx.Response(200, content=request.content).json()
     assert open_payload(body["invite"], COORDINATOR.public, RUN).name == "w-0"
     assert body["url"] == "http://me:2"
-    assert node.name == "w-0" and signer == node.identity.public == Identity.load(tmp_path / "identity.pem").public
+    assert signer == node.identity.public == Identity.load(tmp_path / "identity.pem").public
     assert join(FakeCoordinator(), tmp_path).identity.public == signer, "joining again keeps the key"
+    assert node.config() == Config()
 
 
 @pytest.mark.parametrize(("status", "helps"), [(403, False), (499, False), (500, True), (502, True)])
@@ -47,10 +49,6 @@ def test_a_refused_invite_says_why_and_is_not_tried_again(tmp_path: Path, status
 
 
 # --- whom to believe -------------------------------------------------------------------------------------------------
-
-
-def test_the_config_comes_from_the_descriptor(tmp_path: Path) -> None:
-    assert join(FakeCoordinator(), tmp_path).config() == Config()
 
 
 @pytest.mark.parametrize(
@@ -98,42 +96,26 @@ def test_the_first_key_of_a_role_is_waited_for(tmp_path: Path) -> None:
         node.wait_for_key("learner", stop)
 
 
-def test_joining_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        join(FakeCoordinator(), tmp_path)
-    assert "joined run run-0 at http://c:1 as w-0 (worker)" in caplog.messages
-
-
 # --- living ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_beat_tells_what_the_node_does(tmp_path: Path) -> None:
-    coordinator = FakeCoordinator()
-    node = join(coordinator, tmp_path)
-    node.policy_version, node.tokens = 7, 42
-    node.doing("x" * 300)
-    time.sleep(0.02)
-    node.doing("work", waiting=True)
-    time.sleep(0.02)
-    node.doing("y" * 300)
-    answer = node.beat(wants_task=True)
-    (beat,) = coordinator.beats()
-    assert (beat.policy_version, beat.wants_task, beat.stats.tokens, beat.stats.doing) == (7, True, 42, "y" * 80)
-    assert 0.02 <= beat.stats.waiting_s < beat.stats.busy_s + 1 and beat.stats.busy_s >= 0.02
-    assert node.answer == answer and answer.newest_version == 3
-
-
-def test_time_counts_as_busy_or_waiting_by_what_the_node_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beat_tells_what_the_node_does_and_how_long_it_was_busy_or_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 100.0
     monkeypatch.setattr(node_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
-    for took_s, then, waiting in ((3, "a batch", True), (5, "training", False), (7, "a batch", True)):
+    node.policy_version, node.tokens = 7, 42
+    for took_s, then, waiting in ((3, "a batch", True), (5, "training", False), (7, "y" * 300, True)):
         now_s += took_s
         node.doing(then, waiting=waiting)
-    node.beat()
-    stats = coordinator.beats()[0].stats
+    answer = node.beat(wants_task=True)
+    (beat,) = coordinator.beats()
+    stats = beat.stats
+    assert (beat.policy_version, beat.wants_task, stats.tokens, stats.doing) == (7, True, 42, "y" * 80)
     assert (stats.busy_s, stats.waiting_s, stats.waiting) == (10.0, 5.0, True)
+    assert node.answer == answer and answer.newest_version == 3
 
 
 def test_the_fastest_senders_of_a_download_are_reported(tmp_path: Path) -> None:

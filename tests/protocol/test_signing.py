@@ -175,18 +175,6 @@ def test_after_a_restart_of_the_machine_nothing_signed_before_it_is_served(tmp_p
     assert accept(again, signed(created_s=NOW_S + 6)) == ALICE.public
 
 
-def test_a_head_is_verified_without_the_body_and_the_body_against_its_digest_after(nonces: Nonces) -> None:
-    headers = signed()
-    found = verify_head("POST", "/submit/3?step=3&name=a%20b", headers, audience="run-1", now_s=NOW_S)
-    found.spend(nonces)
-    assert (found.key, found.digest) == (ALICE.public, headers["content-digest"])
-    found.check_body(sha256(b"{}").digest(), 2)
-    with pytest.raises(SignatureError, match="body changed: the body of 3 bytes"):
-        found.check_body(sha256(b"{ }").digest(), 3)
-    with pytest.raises(SignatureError, match="replayed"):
-        found.spend(nonces)
-
-
 def test_an_unsigned_request_is_refused(nonces: Nonces) -> None:
     assert reason(nonces, {"content-type": "application/json"}) == "unsigned"
 
@@ -227,13 +215,6 @@ def test_a_nonce_is_used_once_for_the_same_request_or_another(nonces: Nonces) ->
     assert accept(nonces, signed(MALLORY)) == MALLORY.public, "another key may choose the same one"
 
 
-def test_a_replay_after_a_restart_is_refused(tmp_path: Path) -> None:
-    first = database(tmp_path / "nonces.db")
-    accept(Nonces(first), signed())
-    first.sqlite.close()
-    assert reason(Nonces(database(tmp_path / "nonces.db")), signed()) == "replayed"
-
-
 def test_old_nonces_are_purged() -> None:
     connection = database()
     nonces = Nonces(connection, keep_s=120)
@@ -248,11 +229,6 @@ def test_no_nonce_is_ever_spent_twice(uses: list[tuple[int, int]]) -> None:
     created = dict(uses)  # a nonce is bound to one time by its signature
     spent = [nonce for nonce, _ in uses if nonces.spend("key", str(nonce), created[nonce])]
     assert len(spent) == len(set(spent))
-
-
-def test_nonces_refuse_a_connection_that_may_never_commit() -> None:
-    with pytest.raises(ValueError, match="isolation_level=None"):
-        Nonces(SqliteConnection(sqlite3.connect(":memory:")))
 
 
 @pytest.mark.parametrize(

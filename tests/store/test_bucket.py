@@ -86,7 +86,7 @@ def test_kinds_are_apart_and_a_missing_file_is_named(store: FileStore) -> None:
         store.get("submissions", name)
 
 
-@pytest.mark.parametrize("name", ["", "../" + "a" * 61, "A" * 64])
+@pytest.mark.parametrize("name", ["", "ab", "A" * 64, "../" + "a" * 61, "a" * 63 + "/", "a" * 64 + "\n"])
 def test_a_name_that_is_no_hash_is_refused(store: FileStore, name: str) -> None:
     with pytest.raises(StoreError, match="is not a content hash"):
         store.get("accepted", name)

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
 from shoal.store.columns import from_table, pack
 from shoal.store.quarantine import Quarantine
-from shoal.store.rollouts import BadSignatureError, RolloutFileError, read_submission
+from shoal.store.rollouts import BadSignatureError, RolloutFileError
 
 from .test_rollouts import DATA, FOOTER, HEADER, ROWS, long_submission, opened, signed
 
@@ -80,19 +79,6 @@ def test_refusals_are_those_of_the_reader_and_leave_the_child_alone(quarantine: 
 def test_the_reader_needs_no_torch() -> None:
     code = "import shoal.store.quarantine, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_parent_never_decodes_parquet(quarantine: Quarantine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decoded(*_: object, **__: object) -> None:
-        raise AssertionError("decoded in the parent")
-
-    monkeypatch.setattr(pq, "ParquetFile", decoded)
-    monkeypatch.setattr(pq, "read_table", decoded)
-    with pytest.raises(AssertionError, match="in the parent"):
-        read_submission(DATA, max_rows=8, max_tokens=16)
-    assert quarantine.read(DATA).rows == ROWS
-    with pytest.raises(RolloutFileError):
-        quarantine.read(DATA[:-1])
 
 
 def test_the_parent_verifies_the_signature_itself() -> None:

@@ -303,19 +303,16 @@ def test_other_columns_are_refused_even_if_signed(fault: str) -> None:
     assert not isinstance(refusal.value, BadSignatureError)
 
 
-def test_a_file_signed_as_the_other_kind_is_refused() -> None:
-    with pytest.raises(BadSignatureError):
-        read(signed(opened(DATA)[0], domain="accepted"))
-
-
-def test_dictionaries_are_refused() -> None:
-    with pytest.raises(RolloutFileError, match="is encoded as .*DICTIONARY"):
-        read(signed(opened(DATA)[0], use_dictionary=True))
-
-
-def test_other_encodings_are_refused() -> None:
-    with pytest.raises(RolloutFileError, match="column seed is encoded as DELTA_BINARY_PACKED"):
-        read(signed(opened(DATA)[0], column_encoding={"seed": "DELTA_BINARY_PACKED"}))
+@pytest.mark.parametrize(
+    ("options", "encoding"),
+    [
+        ({"use_dictionary": True}, "is encoded as .*DICTIONARY"),
+        ({"column_encoding": {"seed": "DELTA_BINARY_PACKED"}}, "column seed is encoded as DELTA_BINARY_PACKED"),
+    ],
+)
+def test_other_encodings_are_refused(options: dict[str, Any], encoding: str) -> None:
+    with pytest.raises(RolloutFileError, match=encoding):
+        read(signed(opened(DATA)[0], **options))
 
 
 def test_text_that_is_no_utf8_is_refused() -> None:
@@ -449,14 +446,10 @@ UNFIT = [[3], [0, 1], [-1, 2], [1, 6], [2**26, 1], [2**31 - 1, 2**31 - 1], [1] *
 
 
 @pytest.mark.parametrize("turns", UNFIT)
-def test_no_row_has_turns_that_do_not_fit(turns: list[int]) -> None:
+def test_no_row_and_no_file_has_turns_that_do_not_fit(turns: list[int]) -> None:
     for row in (ROWS[3], ACCEPTED_ROWS[3]):
         with pytest.raises(RolloutFileError, match="do not fit 6 tokens"):
             replace(row, turns=turns)
-
-
-@pytest.mark.parametrize("turns", UNFIT)
-def test_no_file_has_turns_that_do_not_fit(turns: list[int]) -> None:
     with pytest.raises(RolloutFileError, match="do not fit 6 tokens"):
         read(write_submission(HEADER, [*ROWS[:3], misfit(ROWS[3], turns)], ME))
     data = write_accepted(HEADER, [*ACCEPTED_ROWS[:3], misfit(ACCEPTED_ROWS[3], turns)], ME)

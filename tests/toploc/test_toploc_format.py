@@ -66,26 +66,20 @@ def reference_mismatches(proof: bytes, index: list[int], bits: list[int]) -> int
     return sum(a & 0x7F80 != b & 0x7F80 for a, b in zip(proven, bits, strict=True))
 
 
-def test_equals_the_reference_at_hidden_576(tie_free: Callable[..., Tensor]) -> None:
+def test_equals_the_reference_at_hidden_576_in_both_dtypes(tie_free: Callable[..., Tensor]) -> None:
     hidden_TH = tie_free(32, 576)
     assert build(hidden_TH) == reference_build(hidden_TH, 32, 128)
+    half_TH = hidden_TH[:8].view(torch.int16).view(torch.float16)
+    assert build(half_TH) == reference_build(half_TH, 32, 128, float16_bits)
 
 
-def test_equals_the_reference_at_hidden_4096_with_colliding_indices(tie_free: Callable[..., Tensor]) -> None:
+def test_equals_the_reference_where_indices_collide_and_over_a_remainder(tie_free: Callable[..., Tensor]) -> None:
     hidden_TH = tie_free(32, 4096, at=(9, 9 + PRIME, 9 + PRIME - 1, 131071))
     proofs = build(hidden_TH)
     assert int.from_bytes(proofs[0][:2], "big") == 65495
     assert proofs == reference_build(hidden_TH, 32, 128)
-
-
-def test_equals_the_reference_over_several_chunks_and_a_remainder(tie_free: Callable[..., Tensor]) -> None:
     hidden_TH = tie_free(50, 64)
     assert build(hidden_TH, chunk_tokens=16, top_k=20) == reference_build(hidden_TH, 16, 20)
-
-
-def test_equals_the_reference_for_float16(tie_free: Callable[..., Tensor]) -> None:
-    hidden_TH = tie_free(8, 576).view(torch.int16).view(torch.float16)
-    assert build(hidden_TH) == reference_build(hidden_TH, 32, 128, float16_bits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

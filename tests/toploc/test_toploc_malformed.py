@@ -46,18 +46,18 @@ def test_malformed_proofs_are_named(heavy_tailed: Callable[..., Tensor], bad: by
     assert (caught.value.sequence, caught.value.proof) == (1, 1)
 
 
-def test_missing_proofs_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
+def test_missing_or_extra_proofs_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
     hidden_TH = heavy_tailed(70, 192)
-    with pytest.raises(ProofError, match="proof 2: missing: 2 proofs for 3 chunks"):
-        verify(hidden_TH, build(hidden_TH)[:2])
-    with pytest.raises(ProofError, match="proof 0: missing: 0 proofs"):
-        verify(hidden_TH, [])
-
-
-def test_too_many_proofs_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
-    hidden_TH = heavy_tailed(32, 192)
-    with pytest.raises(ProofError, match="proof 1: extra: 2 proofs for 1 chunks"):
-        verify(hidden_TH, build(hidden_TH) * 2)
+    proofs = build(hidden_TH)
+    for shown, reason in (
+        (proofs[:2], "proof 2: missing: 2 proofs for 3 chunks"),
+        ([], "proof 0: missing: 0 proofs"),
+        ([*proofs, proofs[0]], "proof 3: extra: 4 proofs for 3 chunks"),
+    ):
+        with pytest.raises(ProofError, match=reason):
+            verify(hidden_TH, shown)
+    with pytest.raises(ValueError, match="2 sequences but proofs for 1"):
+        verify_many([hidden_TH, hidden_TH], [proofs])
 
 
 def test_no_tokens_is_never_an_empty_result() -> None:
@@ -67,12 +67,6 @@ def test_no_tokens_is_never_an_empty_result() -> None:
         build(torch.zeros(0, 192))
     with pytest.raises(ValueError, match="no sequences"):
         verify_many([], [])
-
-
-def test_proofs_for_other_sequences_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
-    hidden_TH = heavy_tailed(32, 192)
-    with pytest.raises(ValueError, match="2 sequences but proofs for 1"):
-        verify_many([hidden_TH, hidden_TH], [build(hidden_TH)])
 
 
 def test_too_few_values_for_top_k_says_what_to_choose() -> None:

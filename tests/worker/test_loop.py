@@ -1,6 +1,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, HeartbeatAnswer
 from shoal.store.rollouts import read_submission
-from shoal.worker.loop import SHORT_S, Worker, follow
+from shoal.worker.loop import SHORT_S, OneThread, Worker, follow
 from shoal.worker.produce import Producer
 
 from ..workers import ALICE, RUN, FakeNode, assignment, config
@@ -66,6 +67,13 @@ class FakeFollower:
         self.held = (folder, SimpleNamespace(version=version, digest=digest))
 
 
+def held(folder: Path = Path("v"), digest: str = "d" * 64) -> FakeFollower:
+    """One that holds version 0."""
+    follower = FakeFollower()
+    follower.bring(folder, 0, digest)
+    return follower
+
+
 def task(number: int, version: int = 0) -> Assignment:
     return assignment(number, step=number, version=version)
 
@@ -89,9 +97,7 @@ def work(node: ScriptedNode, follower: FakeFollower, kind: type[Producer] = Prod
 @pytest.mark.parametrize("last", [FINISHED, EVICTED])
 def test_it_works_until_it_is_told_that_it_is_over(tiny_folder: Path, last: HeartbeatAnswer) -> None:
     node = ScriptedNode([running(task(0)), running(task(1)), last])
-    follower = FakeFollower()
-    follower.bring(tiny_folder, 0)
-    assert work(node, follower) == last.state
+    assert work(node, held(tiny_folder)) == last.state
     assert list(node.uploads) == [task(0).upload_path, task(1).upload_path]
     files = [read_submission(data, max_rows=6, max_tokens=6) for data in node.uploads.values()]
     assert [file.header.submission for file in files] == [0, 1], "each file is for the task under which it is uploaded"
@@ -106,8 +112,7 @@ def test_a_stopped_worker_asks_for_nothing(tiny_folder: Path) -> None:
 
 
 def test_weights_are_taken_between_submissions(tiny_folders: tuple[Path, Path]) -> None:
-    follower = FakeFollower()
-    follower.bring(tiny_folders[0], 0)
+    follower = held(tiny_folders[0])
 
     def publish(beat: int) -> None:
         if beat == 1:
@@ -122,8 +127,7 @@ def test_weights_are_taken_between_submissions(tiny_folders: tuple[Path, Path]) 
 def test_it_does_not_work_with_other_weights_than_the_task_names(tiny_folder: Path) -> None:
     """As after a coordinator's return to older state: a version was published again, with other weights."""
     node = ScriptedNode([running(task(0)), running(task(0)), FINISHED])
-    follower = FakeFollower()
-    follower.bring(tiny_folder, 0, digest="e" * 64)
+    follower = held(tiny_folder, digest="e" * 64)
     assert work(node, follower) == "finished"
     assert not node.uploads and "are not the pool's" in node.said[-1]
 
@@ -136,8 +140,7 @@ class NotReady(Producer):
 
 def test_it_says_that_it_has_what_its_producer_says(tiny_folder: Path) -> None:
     node = ScriptedNode([running(waiting_for="weights"), FINISHED])
-    follower = FakeFollower()
-    follower.bring(tiny_folder, 0)
+    follower = held(tiny_folder)
     work(node, follower, NotReady)
     assert node.asked_with == [None, None]
 
@@ -169,9 +172,7 @@ def test_while_there_is_no_task_it_waits_and_says_for_what(tiny_folder: Path) ->
 def test_a_task_that_came_too_late_costs_only_itself(tiny_folder: Path) -> None:
     node = ScriptedNode([running(task(0)), running(task(1)), FINISHED])
     node.refusals[task(0).upload_path] = RefusedError("came after its deadline", 409)
-    follower = FakeFollower()
-    follower.bring(tiny_folder, 0)
-    assert work(node, follower) == "finished"
+    assert work(node, held(tiny_folder)) == "finished"
     assert list(node.uploads) == [task(1).upload_path]
     assert any("not uploading" in line and "deadline" in line for line in node.said)
 
@@ -179,10 +180,8 @@ def test_a_task_that_came_too_late_costs_only_itself(tiny_folder: Path) -> None:
 def test_any_other_refusal_is_an_error(tiny_folder: Path) -> None:
     node = ScriptedNode([running(task(0))])
     node.refusals[task(0).upload_path] = RefusedError("only worker may ask", 403)
-    follower = FakeFollower()
-    follower.bring(tiny_folder, 0)
     with pytest.raises(RefusedError):
-        work(node, follower)
+        work(node, held(tiny_folder))
 
 
 def test_relays_are_followed_only_when_the_coordinator_names_some(tmp_path: Path) -> None:
@@ -221,9 +220,7 @@ def test_it_asks_for_the_next_task_while_it_uploads_and_names_the_file(
 ) -> None:
     monkeypatch.setattr("shoal.worker.loop.SHORT_S", 0.01)
     node = SlowUploads([running(task(0)), running(task(1)), running(waiting_for="more"), FINISHED])
-    follower = FakeFollower()
-    follower.bring(tiny_folder, 0)
-    assert work(node, follower) == "finished"
+    assert work(node, held(tiny_folder)) == "finished"
     assert list(node.uploads) == [task(0).upload_path, task(1).upload_path], "one at a time, in order, none is lost"
     assert node.announced[:3] == [None, task(0).id, task(1).id]
 
@@ -274,17 +271,11 @@ class Pool(ScriptedNode):
         return running(task(self.given - 1, version=self.policy_version or 0))
 
 
-def held_folder(version: int = 0) -> FakeFollower:
-    follower = FakeFollower()
-    follower.bring(Path("v"), version)
-    return follower
-
-
 def test_it_produces_as_many_as_the_run_says_and_delivers_them_in_order() -> None:
     producer = Paced()
     producer.end(1)  # the second is done long before the first
     pool = Pool(4, {3: lambda: producer.end(0, 2, 3)})
-    assert Worker(pool, producer).run(held_folder(), threading.Event()) == "finished"  # type: ignore[arg-type]
+    assert Worker(pool, producer).run(held(), threading.Event()) == "finished"  # type: ignore[arg-type]
     assert pool.worked_on[:3] == [[], ["0"], ["0", "1"]]
     assert max(map(len, pool.worked_on)) < 3, "it does not ask while it works on as many as it may"
     assert [path[-1] for path in pool.uploads] == ["0", "1", "2", "3"]
@@ -292,7 +283,7 @@ def test_it_produces_as_many_as_the_run_says_and_delivers_them_in_order() -> Non
 
 
 def test_weights_are_taken_when_everything_is_delivered() -> None:
-    producer, follower = Paced(), held_folder()
+    producer, follower = Paced(), held()
 
     def publish() -> None:
         follower.bring(Path("v"), 1)
@@ -316,13 +307,12 @@ def test_what_fails_ends_the_worker_and_is_not_signed() -> None:
     producer.end(0)
     pool = Pool(2, {})
     with pytest.raises(RuntimeError, match="no memory"):
-        Worker(pool, producer).run(held_folder(), threading.Event())  # type: ignore[arg-type]
+        Worker(pool, producer).run(held(), threading.Event())  # type: ignore[arg-type]
     assert [path[-1] for path in pool.uploads] == ["0"]
 
 
 def test_submissions_produced_together_are_those_produced_alone(tiny_folder: Path) -> None:
-    node, follower = Pool(3, {}), FakeFollower()
-    follower.bring(tiny_folder, 0)
+    node, follower = Pool(3, {}), held(tiny_folder)
     producer = Producer(THREE, RUN, ALICE, TorchEngine("float32", numerics="exact"))
     assert Worker(node, producer).run(follower, threading.Event()) == "finished"  # type: ignore[arg-type]
     alone = Producer(THREE, RUN, ALICE, TorchEngine("float32", numerics="exact"))
@@ -353,7 +343,55 @@ class Renewing(ScriptedNode):
 
 def test_what_the_old_weights_wrote_arrives_before_the_new_fingerprint(tiny_folder: Path) -> None:
     """Otherwise the coordinator takes it for work of the new ones, and a second mismatch for a second fault."""
-    node, follower = Renewing([running(task(0)), running(), FINISHED]), FakeFollower()
-    follower.bring(tiny_folder, 0)
+    node, follower = Renewing([running(task(0)), running(), FINISHED]), held(tiny_folder)
     assert work(node, follower) == "finished"
     assert node.had == (task(0).upload_path,)
+
+
+# --- jobs of other threads run in one --------------------------------------------------------------------------------
+
+
+def compute(home: OneThread, asking: "Future[int]") -> None:
+    asking.add_done_callback(home.wake)
+    home.compute_until(asking, 30)
+    assert asking.done()
+
+
+def test_jobs_of_other_threads_run_in_its_own() -> None:
+    home = OneThread()
+    with ThreadPoolExecutor(1) as threads, home:
+        asking = threads.submit(lambda: home(threading.get_ident))
+        compute(home, asking)
+    assert asking.result() == threading.get_ident()
+    assert home(threading.get_ident) == threading.get_ident(), "its own jobs need no turn"
+
+
+def test_what_fails_is_raised_where_it_was_asked() -> None:
+    home = OneThread()
+    with ThreadPoolExecutor(1) as threads, home:
+        asking = threads.submit(lambda: home(lambda: 1 // 0))
+        compute(home, asking)
+    with pytest.raises(ZeroDivisionError):
+        asking.result()
+
+
+def test_a_turn_ends_with_its_time() -> None:
+    with OneThread() as home:
+        home.compute_until(Future(), 0.01)
+
+
+def test_whoever_asks_too_late_is_refused() -> None:
+    home, asked = OneThread(), threading.Event()
+
+    def ask() -> int:
+        asked.set()
+        return home(lambda: 1)
+
+    with ThreadPoolExecutor(1) as threads:
+        with home:
+            waiting = threads.submit(ask)
+            asked.wait(30)
+        with pytest.raises(CancelledError):
+            waiting.result(30)
+        with pytest.raises(CancelledError):
+            threads.submit(ask).result(30)
