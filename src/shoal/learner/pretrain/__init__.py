@@ -1,1 +1,1 @@
-"""Pretraining on plain text: `text`, `stream`, `trainer`, `checkpoint`, and `outer` for several sites."""
+"""Pretraining on plain text (`text`, `trainer`), alone or as one of several sites."""
