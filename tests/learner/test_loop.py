@@ -213,7 +213,7 @@ def test_a_sequence_longer_than_a_row_is_trained_on(tiny_folder: Path, tmp_path:
 def test_every_metric_of_a_step_is_documented(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
     pool = Pool(*files)
     make_learner(tiny_folder, tmp_path, pool, steps=1).run(threading.Event())
-    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/pages.md").read_text(), re.MULTILINE)
     assert set(pool.reports[0].metrics) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 

@@ -7,7 +7,7 @@ says what the learner then leaves out.
 
 Invariants: a full batch never changes, so a learner that restarts trains on the same groups; and no group is in two
 batches. A version keeps its digest; a repeated report, as after a restart, counts once. In a step's figures all accepted
-groups count, also those that the learner never saw; one that is unknown is left out (docs/metrics.md names them).
+groups count, also those that the learner never saw; one that is unknown is left out (docs/pages.md names them).
 Paper: INTELLECT-2 (arXiv 2505.07291), online filtering and asynchronous training.
 """
 

@@ -1,6 +1,6 @@
 """What the learner reports of each step: metrics, and a signed record of what was trained on. It signs checkpoints, too.
 
-Invariant: a figure that is unknown or not finite is left out. Names are those of docs/metrics.md. The coordinator adds
+Invariant: a figure that is unknown or not finite is left out. Names are those of docs/pages.md. The coordinator adds
 `reward/mean` and `reward/zero_std_frac`, because only it knows the groups that were not trained on. The record names rows
 and weights by their digests: whoever holds the accepted files can tell whether the step was trained on them, and whoever
 computes as this machine does gets the same weights again.

@@ -1,6 +1,6 @@
 """What a run leaves in files while it goes on, and in a tracker. Whoever watches its folder reads these and nothing else.
 
-    metrics.jsonl       one line per trained step (docs/metrics.md lists the names)
+    metrics.jsonl       one line per trained step (docs/pages.md lists the names)
     evaluations.jsonl   one line per held-out evaluation
     rollouts.jsonl      the newest sample completions, one line each
     work.jsonl          one line per settled submission, published version and download of weights
