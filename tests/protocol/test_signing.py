@@ -251,23 +251,6 @@ def test_what_could_not_be_verified_is_not_signed(changed: dict[str, Any]) -> No
         signed(**changed)
 
 
-OUR_NAMES = st.sampled_from(["signature", "signature-input", "content-digest", "shoal-audience", "Signature"])
-
-
-@given(
-    headers=st.dictionaries(OUR_NAMES | st.text(), st.text()),
-    method=st.text(),
-    path=st.text(),
-    query=st.text(),
-)
-def test_garbage_raises_only_signature_errors(headers: dict[str, str], method: str, path: str, query: str) -> None:
-    nonces = Nonces(database())
-    with pytest.raises(SignatureError):
-        accept(nonces, headers)
-    with pytest.raises(SignatureError):
-        accept(nonces, signed(), method=method, path=path, query=query)
-
-
 @given(name=st.sampled_from(sorted(signed())), at=st.integers(0, 400), new=st.text(max_size=3))
 def test_any_edit_of_a_header_is_refused(name: str, at: int, new: str) -> None:
     headers = signed()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from shoal.store.columns import from_table, pack
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import BadSignatureError, RolloutFileError
 
-from .test_rollouts import DATA, FOOTER, HEADER, ROWS, long_submission, opened, signed
+from .test_rollouts import DATA, HEADER, ROWS, long_submission, opened, signed
 
 COLUMNS = from_table(opened(DATA)[0])
 TOO_MANY = COLUMNS | {"tokens": replace(COLUMNS["tokens"], lengths=np.full(4, 2**30, dtype="<i4"))}
@@ -126,20 +125,6 @@ def scripted(answer: bytes) -> Iterator[Quarantine]:
 
 
 # --- what kills it --------------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_footer_is_refused(quarantine: Quarantine) -> None:
-    places = range(FOOTER, len(DATA) - 8)
-    patches = [(at, bytes([DATA[at] ^ 0x40])) for at in places]
-    draw = random.Random(0)
-    patches += [(draw.choice(places), draw.randbytes(draw.randint(1, 4))) for _ in range(200)]
-    for at, patch in patches:
-        data = DATA[:at] + patch + DATA[at + len(patch) :]
-        try:
-            found = quarantine.read(data)  # some kill it: pyarrow 25 aborts on a column chunk without its metadata
-        except RolloutFileError:
-            continue
-        assert found.rows == ROWS, "the change lies where nothing is read"
 
 
 def test_a_file_that_takes_too_much_memory_is_refused_and_the_next_one_is_read() -> None:

@@ -10,8 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shoal.protocol.identity import Identity
 from shoal.store.columns import content_digest, from_table
@@ -358,15 +356,12 @@ def zigzag(number: int) -> bytes:
             return out
 
 
-def claiming(data: bytes, true: int, claimed: int, *, same_length: bool = False) -> bytes:
+def claiming(data: bytes, true: int, claimed: int) -> bytes:
     """The file with a number in its footer (Thrift, compact) replaced by another."""
     size = int.from_bytes(data[-8:-4], "little")
     body, footer = data[: -8 - size], data[-8 - size : -8]
-    old, new = zigzag(true), zigzag(claimed)
-    if same_length:  # Thrift reads a number with leading zeros
-        new = bytes(b | 0x80 for b in new) + b"\x80" * (len(old) - len(new) - 1) + b"\x00"
-    assert old in footer
-    footer = footer.replace(old, new)
+    assert zigzag(true) in footer
+    footer = footer.replace(zigzag(true), zigzag(claimed))
     return body + footer + len(footer).to_bytes(4, "little") + b"PAR1"
 
 
@@ -413,33 +408,6 @@ def test_a_file_cut_off_anywhere_is_refused() -> None:
     for size in range(0, len(DATA), 37):
         with pytest.raises(RolloutFileError):
             read(DATA[:size])
-
-
-def refused_or_unchanged(data: bytes) -> None:
-    try:
-        rows = read(data)
-    except RolloutFileError:
-        return
-    assert rows == ROWS  # the change is in bytes that nothing reads
-
-
-FOOTER = len(DATA) - 8 - int.from_bytes(DATA[-8:-4], "little")
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, 8 * FOOTER - 1), min_size=1, max_size=6, unique=True))
-def test_flipped_bits_before_the_footer_are_refused(bits: list[int]) -> None:
-    data = bytearray(DATA)
-    for bit in bits:
-        data[bit // 8] ^= 1 << bit % 8
-    refused_or_unchanged(bytes(data))
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=200))
-def test_random_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(RolloutFileError):
-        read(b"PAR1" + data + len(data).to_bytes(4, "little") + b"PAR1")
 
 
 UNFIT = [[3], [0, 1], [-1, 2], [1, 6], [2**26, 1], [2**31 - 1, 2**31 - 1], [1] * 12]

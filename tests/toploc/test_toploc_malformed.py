@@ -1,6 +1,5 @@
 """What is not a proof is refused with a ProofError that says which; nothing crashes or passes silently."""
 
-import contextlib
 import struct
 from collections.abc import Callable
 
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.toploc import BFLOAT16, ProofError, build, build_many, from_base64, to_base64, verify, verify_many
+from shoal.toploc import ProofError, build, build_many, from_base64, to_base64, verify, verify_many
 from shoal.toploc.field import PRIME
 from shoal.toploc.proof import MODULUS_MIN, parse, serialise
 
@@ -116,25 +115,10 @@ def test_parse_refuses_or_returns_canonical_proofs(data: bytes) -> None:
     assert serialise(modulus_B, coefficients_BK) == [data]
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(MODULUS_MIN, PRIME), st.lists(st.integers(0, PRIME - 1), min_size=128, max_size=128))
-def test_well_formed_forgeries_are_judged_and_fail(modulus: int, coefficients: list[int]) -> None:
-    hidden_TH = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
-    (result,) = verify(hidden_TH, [words(modulus, *coefficients)])
-    assert not BFLOAT16.passes(result)
-
-
 @settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_base64_round_trip(data: bytes) -> None:
     assert from_base64(to_base64(data)) == data
-
-
-@settings(deadline=None)
-@given(st.text(max_size=12))
-def test_base64_takes_only_what_it_writes(text: str) -> None:
-    with contextlib.suppress(ProofError):
-        assert to_base64(from_base64(text)) == text
 
 
 @pytest.mark.parametrize(

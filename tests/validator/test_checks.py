@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.adversary.cheats import QuantizedWeights, WrongTemperature
 
 from shoal import toploc
 from shoal.config.sections import MISMATCH_SHARE
-from shoal.engine.protocol import Completion, Sampling
 from shoal.model.load import load_model, save_model
 from shoal.protocol.messages import Reason, Verdict
 from shoal.store import rollouts as rollout_file
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.tasks import Grade
-from shoal.tasks.derive import GroupPlan
 from shoal.tasks.rewards import graders
 from shoal.validator.case import Case
 from shoal.validator.checks import (
@@ -47,11 +44,9 @@ from .support import (
     ASKED,
     EOS,
     GROUP_SIZE,
-    LENIENT,
     MAX_TOKENS,
     SETTINGS,
     USER,
-    Edited,
     assignment,
     case_of,
     checked,
@@ -72,22 +67,6 @@ def refused(worker: Producer, validator: Validator) -> Callable[[list[Rollout]],
 
 
 @pytest.fixture
-def edited(tiny_folder: Path) -> Callable[[Callable[[Completion], Completion]], Verdict]:
-    """The verdict on work whose completions were changed before proofs were built and rewards were computed.
-
-    Its limits let one odd token pass, as they do in a submission of thousands.
-    """
-    validator = make_validator(tiny_folder, LENIENT)
-
-    def judge(edit: Callable[[Completion], Completion]) -> Verdict:
-        liar = make_producer(tiny_folder, SETTINGS)
-        liar.engine = Edited(liar.engine, edit)  # type: ignore[arg-type]
-        return judged(validator, ASKED, liar.submission(ASKED))
-
-    return judge
-
-
-@pytest.fixture
 def rules(validator: Validator) -> Rules:
     assert validator.judge.rules is not None
     return validator.judge.rules
@@ -95,19 +74,6 @@ def rules(validator: Validator) -> Rules:
 
 def with_row(rows: list[Rollout], number: int, **changed: Any) -> list[Rollout]:
     return [replace(row, **changed) if i == number else row for i, row in enumerate(rows)]
-
-
-def first_only(edit: Callable[[Completion], Completion]) -> Callable[[Completion], Completion]:
-    """Edit the first completion that is long enough; leave the others."""
-    done: list[Completion] = []
-
-    def one(completion: Completion) -> Completion:
-        if done or len(completion.tokens) < MAX_TOKENS:
-            return completion
-        done.append(completion)
-        return edit(completion)
-
-    return one
 
 
 # --- honest ----------------------------------------------------------------------------------------------------------
@@ -143,34 +109,24 @@ def test_honest_work_under_other_settings_is_accepted(tiny_folder: Path, section
 @pytest.mark.parametrize("sharper", [1.0, 3.0])
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_honest_work_in_another_dtype_is_accepted_with_room_to_spare(
-    tiny_folder: Path, tmp_path: Path, dtypes: Any, sharper: float, record_property: Callable[[str, object], None]
+    tiny_folder: Path, tmp_path: Path, dtypes: Any, sharper: float
 ) -> None:
-    folder = sharpened(tiny_folder, tmp_path / "model", sharper)
+    """At most half of each limit is used."""
+    folder, limits = sharpened(tiny_folder, tmp_path / "model", sharper), SETTINGS.validator
     worker = make_producer(folder, SETTINGS, dtype=dtypes[0])
     validator = make_validator(folder, SETTINGS, dtype=dtypes[1])
-    worst = {"exponent_mismatches": 0.0, "mantissa_mean": 0.0, "logprob_error": 0.0, "margin_max": 0.0, "beyond": 0.0}
     for number in range(3):
         asked = assignment(number)
-        case = case_of(validator.judge, asked, worker.submission(asked))
-        [examined] = validator.judge.examine([case])
+        [examined] = validator.judge.examine([case_of(validator.judge, asked, worker.submission(asked))])
         assert examined.finding is None, examined.finding
-        prefill = examined.case.computed()
-        chunks = toploc.verify_many(list(prefill.hidden_NH.split(prefill.lengths)), [row.proofs for row in case.rows])
-        claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs])
-        measured = {
-            "exponent_mismatches": max(chunk.exponent_mismatches for row in chunks for chunk in row),
-            "mantissa_mean": max(chunk.mantissa_error_mean for row in chunks for chunk in row),
-            "logprob_error": float((claimed_N - prefill.logprobs_N).abs().mean()),
-            "margin_max": float(prefill.margins_N.max()),
-            "beyond": float((prefill.margins_N > SETTINGS.validator.sampling_margin).float().mean()),
-        }
-        worst = {name: max(worst[name], measured[name]) for name in worst}
-    for name, value in worst.items():
-        record_property(name, value)
-    assert worst["exponent_mismatches"] <= toploc.BFLOAT16.exponent_mismatches / 2
-    assert worst["mantissa_mean"] <= toploc.BFLOAT16.mantissa_error_mean / 2
-    assert worst["logprob_error"] <= SETTINGS.validator.logprob_error_mean / 2
-    assert worst["beyond"] <= MISMATCH_SHARE / 2
+        rows, prefill = examined.case.rows, examined.case.computed()
+        of_rows = toploc.verify_many(list(prefill.hidden_NH.split(prefill.lengths)), [row.proofs for row in rows])
+        for chunk in [chunk for chunks in of_rows for chunk in chunks]:
+            assert chunk.exponent_mismatches <= toploc.BFLOAT16.exponent_mismatches / 2
+            assert chunk.mantissa_error_mean <= toploc.BFLOAT16.mantissa_error_mean / 2
+        claimed_N = torch.tensor([logprob for row in rows for logprob in row.logprobs])
+        assert float((claimed_N - prefill.logprobs_N).abs().mean()) <= limits.logprob_error_mean / 2
+        assert float((prefill.margins_N > limits.sampling_margin).float().mean()) <= MISMATCH_SHARE / 2
 
 
 def sharpened(folder: Path, to: Path, factor: float) -> Path:
@@ -191,33 +147,6 @@ def test_a_check_that_needs_the_prefill_says_so(
     for check in EXPENSIVE:
         with pytest.raises(RuntimeError, match="prefill must run"):
             check(rules, case)
-
-
-# --- other weights ---------------------------------------------------------------------------------------------------
-
-
-class Perturbed(Producer):
-    """Weights that are off by one part in twenty, as after a little fine-tuning."""
-
-    def load(self, folder: Path, version: int) -> int | None:
-        super().load(folder, version)
-        torch.manual_seed(5)
-        with torch.no_grad():
-            for weight in self.engine.model.parameters():  # type: ignore[attr-defined]
-                weight.mul_(1 + 0.05 * torch.randn_like(weight))
-        return version
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [(Perturbed, Reason.PROOF), (QuantizedWeights, Reason.PROOF), (WrongTemperature, Reason.SAMPLING)],
-)
-def test_other_weights_fail_the_proof_and_another_temperature_the_sampling(
-    tiny_folder: Path, validator: Validator, kind: type[Producer], reason: Reason
-) -> None:
-    verdict = judged(validator, ASKED, make_producer(tiny_folder, SETTINGS, kind).submission(ASKED))
-    assert verdict.reason is reason
-    assert (verdict.evidence["proofs_failed"] > 0) == (reason is Reason.PROOF)
 
 
 # --- rewards and figures ---------------------------------------------------------------------------------------------
@@ -294,61 +223,14 @@ def test_a_figure_token_or_number_of_them_out_of_range(
     assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0")
 
 
-@pytest.mark.parametrize(
-    "proof",
-    [
-        bytes(258),
-        b"\xff" * 258,
-        (65497).to_bytes(2, "big") + bytes(256),  # the constant 0
-        (65497).to_bytes(2, "big") + (0x3F80).to_bytes(2, "big") + bytes(254),  # the constant 1.0
-        (3).to_bytes(2, "big") + b"\x11" * 256,
-        (65497).to_bytes(2, "big") + b"\xff" * 256,
-        (40_000).to_bytes(2, "big") + b"\x12" * 256,
-    ],
-)
-def test_a_malformed_proof(honest: list[Rollout], refused: Callable[..., Verdict], proof: bytes) -> None:
-    verdict = refused(with_row(honest, 0, proofs=[honest[0].proofs[0], proof]))
-    assert verdict.reason is Reason.PROOF
-
-
 # --- other tasks -----------------------------------------------------------------------------------------------------
 
 
-class OtherTasks(Producer):
-    """Takes easier tasks than it was given."""
-
-    def plan(self, asked: Any) -> list[GroupPlan]:
-        return [replace(plan, task_index=(plan.task_index + 1) % len(self.tasks.train)) for plan in super().plan(asked)]
-
-
-class CherryPicked(Producer):
-    """Works on the tasks of a submission with a luckier number."""
-
-    def plan(self, asked: Any) -> list[GroupPlan]:
-        return super().plan(asked.model_copy(update={"number": 17}))
-
-
-class GroundSeeds(Producer):
-    """Tries seeds until one gives a right answer, and says so."""
-
-    def plan(self, asked: Any) -> list[GroupPlan]:
-        return [replace(plan, seeds=tuple(seed + 1 for seed in plan.seeds)) for plan in super().plan(asked)]
-
-
-class OtherTargets(Producer):
-    """Prefers short answers."""
-
-    def plan(self, asked: Any) -> list[GroupPlan]:
-        return [replace(plan, target_length=1) for plan in super().plan(asked)]
-
-
-@pytest.mark.parametrize("kind", [OtherTasks, CherryPicked, GroundSeeds, OtherTargets])
-def test_work_that_was_not_asked_for(tiny_folder: Path, validator: Validator, kind: type[Producer]) -> None:
+def test_work_for_a_luckier_number_is_not_what_was_asked_for(worker: Producer, validator: Validator) -> None:
     """Signed for the prompts of the task that was given, or for its true ones."""
-    liar = make_producer(tiny_folder, SETTINGS, kind)
-    rows = produced(liar, ASKED)
-    prompts = [liar.prompt(plan) for plan in liar.plan(ASKED)]
-    for data in (signed(liar, ASKED, rows), liar.sign(ASKED, prompts, rows)):
+    lucky = assignment(17)
+    rows, prompts = produced(worker, lucky), [worker.prompt(plan) for plan in worker.plan(lucky)]
+    for data in (signed(worker, ASKED, rows), worker.sign(ASKED, prompts, rows)):
         assert judged(validator, ASKED, data).reason is Reason.TASKS
 
 
@@ -364,67 +246,18 @@ def test_work_that_was_not_asked_for(tiny_folder: Path, validator: Validator, ki
         lambda rows: with_row(rows, 3, task="x" * 5_000),
         lambda rows: with_row(rows, 3, task=""),
         lambda rows: with_row(rows, 3, seed=-1),
+        lambda rows: [replace(row, seed=row.seed + 1) for row in rows],
+        lambda rows: [replace(row, target_length=1) for row in rows],
     ],
 )
-def test_rows_missing_moved_or_doubled(
+def test_rows_missing_moved_doubled_or_of_other_seeds_or_targets(
     honest: list[Rollout], refused: Callable[..., Verdict], change: Callable[[list[Rollout]], list[Rollout]]
 ) -> None:
     verdict = refused(change(honest))
     assert verdict.reason is Reason.TASKS
 
 
-def test_the_right_seeds_named_and_others_used(tiny_folder: Path, validator: Validator) -> None:
-    liar = make_producer(tiny_folder, SETTINGS, GroundSeeds)
-    rows = [replace(row, seed=row.seed - 1) for row in produced(liar, ASKED)]
-    verdict = judged(validator, ASKED, signed(liar, ASKED, rows))
-    assert verdict.reason is Reason.SAMPLING
-    assert verdict.evidence["mismatch_frac"] > 0.3
-
-
-# --- ending early or late --------------------------------------------------------------------------------------------
-
-
-def test_a_completion_cut_off(edited: Callable[..., Verdict]) -> None:
-    verdict = edited(first_only(lambda c: Completion(c.tokens[:9], c.logprobs[:9], c.hidden_TH[:9])))
-    assert verdict.reason is Reason.TERMINATION
-    assert "stops after 9 tokens" in verdict.detail
-
-
-def test_an_end_token_forced(edited: Callable[..., Verdict]) -> None:
-    verdict = edited(first_only(lambda c: Completion([*c.tokens[:9], EOS], [*c.logprobs[:9], -4.0], c.hidden_TH[:10])))
-    assert verdict.reason is Reason.SAMPLING, "one token so far off is enough"
-
-
-class NeverEnds(Producer):
-    """Goes on after its end token."""
-
-    def complete(self, prompts: Any, plans: Any) -> list[list[Completion]]:
-        return self.engine.generate(prompts, [plan.seeds for plan in plans], Sampling(1.0, MAX_TOKENS, ()))
-
-
-def test_tokens_after_the_end(tiny_folder: Path, validator: Validator) -> None:
-    liar = make_producer(tiny_folder, SETTINGS, NeverEnds)
-    asked = next(asked for number in range(20) if ended_early(liar, validator, asked := assignment(number)))
-    verdict = judged(validator, asked, liar.submission(asked))
-    assert verdict.reason is Reason.TERMINATION
-    assert "continues after an end token" in verdict.detail
-
-
-def ended_early(worker: Producer, validator: Validator, asked: Any) -> bool:
-    return any(EOS in row.tokens[:-1] for row in produced(worker, asked))
-
-
 # --- special tokens and ends, one token at a time --------------------------------------------------------------------
-
-
-def last_is(token: int) -> Callable[[Completion], Completion]:
-    """Change the last token, which no state of the completion has seen."""
-    return lambda c: Completion([*c.tokens[:-1], token], c.logprobs, c.hidden_TH)
-
-
-def test_a_special_token_that_its_seed_does_not_yield(edited: Callable[..., Verdict]) -> None:
-    verdict = edited(first_only(last_is(USER)))
-    assert verdict.reason is Reason.SAMPLING, "one token so far off is enough"
 
 
 @pytest.fixture
@@ -540,16 +373,6 @@ def test_a_completion_runs_to_its_end_and_no_further(
 
 
 # --- whose file, for what --------------------------------------------------------------------------------------------
-
-
-def test_the_same_rollouts_signed_again_for_another_task(
-    tiny_folder: Path, worker: Producer, honest: list[Rollout]
-) -> None:
-    validator = make_validator(tiny_folder, SETTINGS)
-    later = assignment(1)
-    for owner in (None, ASKED.id):
-        validator.node.owner = owner  # type: ignore[attr-defined]
-        assert judged(validator, later, signed(worker, later, honest)).reason is Reason.TASKS
 
 
 def test_rows_of_another_worker_are_a_tasks_finding_whoever_submitted_them_first(

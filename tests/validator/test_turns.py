@@ -136,15 +136,6 @@ def test_graders_read_the_last_turn_alone(
 # --- forged ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_forged_answer(worker: Producer, validator: Validator, honest: list[Rollout], turned: int) -> None:
-    row = honest[turned]
-    for at in range(row.turns[0], row.turns[0] + row.turns[1]):
-        tokens = [*row.tokens[:at], 4 + (row.tokens[at] + 1) % 10, *row.tokens[at + 1 :]]
-        verdict = verdict_on(validator, worker, honest, turned, full=False, tokens=tokens)
-        assert verdict.reason is Reason.ENVIRONMENT and verdict.reason in HARD
-        assert f"rollout {turned}: after turn 1" in verdict.detail
-
-
 def claims(row: Rollout, own: int, **changed: Any) -> dict[str, Any]:
     """The change, with as many logprobs and proofs as `own` tokens of the model need."""
     logprobs = [*row.logprobs, *[-1.0] * (own - len(row.logprobs))][:own]
@@ -211,18 +202,7 @@ MOST = 2**31 - 1
 
 @pytest.mark.parametrize(
     "turns",
-    [
-        [3],
-        [0, 1],
-        [1, 0],
-        [-1, 2],
-        [2, -1],
-        [MOST, MOST],
-        [-MOST, MOST],
-        [1, MAX_TOKENS],
-        [1] * MAX_TOKENS,
-        [1] * (MAX_TOKENS + 1),
-    ],
+    [[3], [0, 1], [-1, 2], [MOST, MOST], [1, MAX_TOKENS], [1] * (MAX_TOKENS + 1)],
 )
 def test_turns_that_do_not_fit_are_unreadable(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int, turns: list[int]
