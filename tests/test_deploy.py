@@ -19,7 +19,7 @@ from shoal.cli.arguments import read_config
 from shoal.cli.main import command_line
 from shoal.coordinator.operating import invited
 from tests.cli.launch.composed import services
-from tests.coordinator.http.test_routes import served
+from tests.coordinator.http.support import served
 from tests.servers import free_port
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -31,8 +31,8 @@ NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Names of all metrics that a coordinator exports, those without samples too."""
-    with served(tmp_path_factory.mktemp("pool")) as url:
-        text = httpx.get(f"{url}/metrics", timeout=30).text
+    with served(tmp_path_factory.mktemp("pool")) as pool:
+        text = httpx.get(f"{pool.url}/metrics", timeout=30).text
     return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE shoal_")}
 
 
@@ -200,11 +200,11 @@ def test_a_coordinator_answers_through_nginx_and_tls(tmp_path: Path) -> None:
     ]
     subprocess.run([*openssl, "-keyout", key, "-out", cert, *subject], check=True, capture_output=True)
     (tmp_path / "pool").mkdir()
-    with served(tmp_path / "pool") as url:
+    with served(tmp_path / "pool") as pool:
         site = (DEPLOY / "proxy" / "nginx.conf").read_text()
         changed = {
             "listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
-            "server 127.0.0.1:8700 ": f"server {url.removeprefix('http://')} ",
+            "server 127.0.0.1:8700 ": f"server {pool.url.removeprefix('http://')} ",
             "/etc/ssl/trusted.example.crt": str(cert),
             "/etc/ssl/trusted.example.key": str(key),
             "trusted.example;": "localhost;",

@@ -136,8 +136,7 @@ def miss(harness: Harness, key: str) -> float:
     harness.task(key)
     harness.clock.now_s += 601.0
     assert "never came" in harness.beat(key, 0).waiting_for
-    node = harness.pool.db.nodes.get(key)
-    assert node is not None
+    node = harness.node(key)
     rest_s = max(node.rests_until_s, node.suspended_until_s) - harness.clock.now_s
     harness.clock.now_s += rest_s
     return rest_s
@@ -145,24 +144,22 @@ def miss(harness: Harness, key: str) -> float:
 
 def test_who_misses_tasks_rests_longer_each_time_and_is_suspended(pool: Harness) -> None:
     rests = []
-    while not (node := pool.pool.db.nodes.get(ALICE)) or not node.suspensions:
+    while not (node := pool.node()).suspensions:
         rests.append(miss(pool, ALICE))
     assert len(rests) == 5 and rests[0] < 16 and all(b > 1.9 * a for a, b in zip(rests[:3], rests[1:4], strict=True))
     assert node.missed_in_a_row == 5 and node.reason == "5 tasks in a row never came"
     assert {shown.name: shown.missed for shown in pool.status().nodes}["worker-a"] == 5
     for _ in range(4):
         miss(pool, CAROL)
-    carol = pool.pool.db.nodes.get(CAROL)
-    assert carol is not None and carol.suspensions == 1, "a new key is suspended after four"
+    assert pool.node(CAROL).suspensions == 1, "a new key is suspended after four"
 
 
 def test_accepted_work_ends_the_rest_but_forgets_only_part_of_the_share(pool: Harness) -> None:
     miss(pool, ALICE)
     miss(pool, ALICE)
-    before = pool.pool.db.nodes.get(ALICE)
+    before = pool.node()
     proven(pool, ALICE, 4.0, times=1)
-    after = pool.pool.db.nodes.get(ALICE)
-    assert before is not None and after is not None
+    after = pool.node()
     assert (before.missed_in_a_row, after.missed_in_a_row, after.rests_until_s) == (2, 0, 0)
     assert after.missed == pytest.approx(before.missed * (1 - arrivals.SHARE_WEIGHT))
 
@@ -176,10 +173,3 @@ def test_claiming_one_version_after_the_other_yields_one_task_and_then_a_rest(po
     pool.clock.now_s += 600
     later = {assignment.id for version in (2, 1, 0) if (assignment := pool.beat(ALICE, version).assignment)}
     assert len(later) == 1 and later != tasks
-
-
-def test_no_older_version_than_that_of_the_task_before(pool: Harness) -> None:
-    pool.publish(1)
-    task = pool.task(BOB, 1)
-    pool.pool.assignments.uploaded(BOB, task.id, "9" * 64)
-    assert pool.beat(BOB, 0).waiting_for == "this worker to load version 1"

@@ -87,6 +87,8 @@ def test_a_worker_cannot_draw_other_tasks_by_going_back_to_an_older_version(harn
     first = harness.task(version=1)
     assert harness.beat(version=0).waiting_for == "this worker to load version 1"
     assert harness.task(version=1) == first
+    harness.pool.assignments.uploaded(ALICE, first.id, "9" * 64)
+    assert harness.beat(version=0).waiting_for == "this worker to load version 1", "nor after its upload"
 
 
 # --- back-pressure ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.coordinator import members
 from shoal.coordinator.members import LONGEST_S, TOGETHER_S, Beats
-from shoal.coordinator.nodes import TOGETHER, Member
+from shoal.coordinator.nodes import TOGETHER
 from shoal.protocol.messages import Heartbeat, Intake, Stats
 
 from .support import Harness
@@ -20,30 +20,26 @@ def workers(harness: Harness) -> list[str]:
     return keys
 
 
-def of(harness: Harness, key: str) -> Member:
-    found = harness.pool.db.nodes.get(key)
-    assert found is not None
-    return found
-
-
 def test_a_small_pools_heartbeat_is_recorded_at_once(harness: Harness) -> None:
     first, *_ = workers(harness)
-    Beats(harness.pool.db).take(of(harness, first), Heartbeat(policy_version=3))
-    assert (of(harness, first).seen_s, of(harness, first).version) == (harness.clock.now_s, 3)
+    Beats(harness.pool.db).take(harness.node(first), Heartbeat(policy_version=3))
+    assert (harness.node(first).seen_s, harness.node(first).version) == (harness.clock.now_s, 3)
 
 
 def test_a_large_pools_heartbeats_are_recorded_together_and_none_is_lost(harness: Harness) -> None:
     keys, beats = workers(harness), Beats(harness.pool.db, at_once_per_s=0.01)
-    beats.take(of(harness, keys[0]), Heartbeat())  # takes the pool beyond its rate
+    beats.take(harness.node(keys[0]), Heartbeat())  # takes the pool beyond its rate
     begun_s = harness.clock.now_s
     for number, key in enumerate(keys):
-        beats.take(of(harness, key), Heartbeat(policy_version=None, stats=Stats(tokens=number)))
-    assert {of(harness, key).seen_s for key in keys[1:]} == {0.0}, "they wait for each other"
+        beats.take(harness.node(key), Heartbeat(policy_version=None, stats=Stats(tokens=number)))
+    assert {harness.node(key).seen_s for key in keys[1:]} == {0.0}, "they wait for each other"
     harness.clock.now_s += TOGETHER_S
-    beats.take(of(harness, keys[0]), Heartbeat(policy_version=7))
-    assert {of(harness, key).seen_s for key in keys[1:]} == {begun_s}
-    assert [Stats.model_validate_json(of(harness, key).stats).tokens for key in keys[1:]] == list(range(1, MANY))
-    assert (of(harness, keys[0]).seen_s, of(harness, keys[0]).version) == (harness.clock.now_s, 7), "the newest counts"
+    beats.take(harness.node(keys[0]), Heartbeat(policy_version=7))
+    assert {harness.node(key).seen_s for key in keys[1:]} == {begun_s}
+    assert [Stats.model_validate_json(harness.node(key).stats).tokens for key in keys[1:]] == list(range(1, MANY))
+    assert (harness.node(keys[0]).seen_s, harness.node(keys[0]).version) == (harness.clock.now_s, 7), (
+        "the newest counts"
+    )
 
 
 def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harness) -> None:
@@ -53,7 +49,7 @@ def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harne
 
     def take(key: str, version: int | None, ago_s: float, took_s: float = 4.0) -> None:
         intake = Intake(version=version, size_bytes=700, took_s=took_s, ago_s=ago_s)
-        beats.take(of(harness, key), Heartbeat(policy_version=version, stats=Stats(intake=intake)))
+        beats.take(harness.node(key), Heartbeat(policy_version=version, stats=Stats(intake=intake)))
 
     now_s = harness.clock.now_s
     take(first, None, 0.0)  # nothing came yet

@@ -128,12 +128,17 @@ def test_inexact_work_goes_to_a_second_validator_of_the_class_first(harness: Har
     assert harness.status().exact.mismatched_tokens == 3
 
 
-def test_a_second_validator_that_accepts_makes_the_first_one_the_odd_one(harness: Harness) -> None:
+@pytest.mark.parametrize("reason, replay", [(Reason.INEXACT, INEXACT), (Reason.PROOF, None)])
+def test_a_second_validator_that_accepts_makes_the_first_one_the_odd_one(
+    harness: Harness, reason: Reason, replay: Replay | None
+) -> None:
+    """One validator alone can neither reject nor slash."""
     id = uploaded(harness)
-    inexact(harness, VALIDATOR, id)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.judge(id, reason, confirmed=False, replay=replay)
     assert claimable(harness, OTHER_VALIDATOR) == [id]
     harness.judge(id, validator=OTHER_VALIDATOR, replay=Replay(tokens=100, mismatched=0))
-    assert harness.state(id) == "accepted"
+    assert harness.state(id) == "accepted" and "slashed" not in harness.kinds()
     assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, "its bit flipped, not the worker's"
     assert harness.beat(ALICE, fingerprint=ONE, renews=False).renewals == 0
     assert any("validator-e" in notice for notice in harness.status().notices)
@@ -202,16 +207,6 @@ def test_the_second_validator_checks_all_of_it_whatever_was_drawn_for_the_first(
     harness.beat(fingerprint=ONE)
     [claim] = harness.claims(OTHER_VALIDATOR, 8)
     assert claim.assignment.id == id and claim.full
-
-
-def test_one_validator_alone_cannot_slash_what_another_accepts(harness: Harness) -> None:
-    id = uploaded(harness)
-    assert claimable(harness, VALIDATOR) == [id]
-    harness.judge(id, Reason.PROOF, confirmed=False)
-    assert claimable(harness, OTHER_VALIDATOR) == [id]
-    harness.judge(id, validator=OTHER_VALIDATOR)
-    assert "slashed" not in harness.kinds() and harness.state(id) == "accepted"
-    assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1
 
 
 # --- a first verdict that no second one follows ----------------------------------------------------------------------

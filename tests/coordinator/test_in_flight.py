@@ -79,14 +79,6 @@ def alone(harness: Harness) -> Assignment:
     return first
 
 
-def test_an_upload_that_takes_too_long_is_no_offence_if_there_was_no_later_task(proven: Harness) -> None:
-    first = alone(proven)
-    for _ in range(2):
-        proven.accepted("b" * 64, 2)
-    beat(proven, first.id, version=2)
-    assert proven.state(first.id) == "stale" and not missed(proven)
-
-
 def test_another_workers_task_cannot_be_announced(proven: Harness) -> None:
     theirs = proven.task("b" * 64)
     beat(proven, theirs.id)

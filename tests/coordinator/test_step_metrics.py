@@ -155,7 +155,10 @@ def test_scores_beyond_one_per_completion_are_refused() -> None:
 def test_it_counts() -> None:
     harness = staffed_pool(validators=(VALIDATOR,), prompts_per_step=20)
     harness.accepted()
-    harness.accepted(useful=(True, False))
+    unchecked = harness.upload()
+    harness.pool.db.connection.change("UPDATE submissions SET full_check = FALSE WHERE id = ?", unchecked.id)
+    assert not harness.claimed().full
+    harness.judge(unchecked.id, useful=(True, False))
     lied = harness.upload(BOB)
     harness.clock.now_s += 7
     harness.claim()
@@ -174,7 +177,7 @@ def test_it_counts() -> None:
         'shoal_submissions{state="expired"}': 0,
         "shoal_queue_age_seconds": 3,
         "shoal_verdicts_total": 3,
-        "shoal_verdicts_full_total": 3,
+        "shoal_verdicts_full_total": 2,
         "shoal_verdict_seconds_total": 7,
         'shoal_rejections_total{reason="proof"}': 1,
         "shoal_accepted_tokens_total": 40,
@@ -205,16 +208,6 @@ def test_it_shows_what_was_learned(harness: Harness) -> None:
         'shoal_heldout_accuracy{kind="sampled"}': 0.125,
     }
     assert {name: found.get(name) for name in learned} == learned
-
-
-def test_a_verdict_without_a_prefill_is_not_a_full_one(harness: Harness) -> None:
-    harness.upload(ALICE)
-    harness.pool.db.connection.change("UPDATE submissions SET full_check = FALSE")
-    claim = harness.claim()
-    assert claim is not None and not claim.full
-    harness.judge(claim.assignment.id)
-    found = metrics_of(harness.metrics())
-    assert (found["shoal_verdicts_total"], found["shoal_verdicts_full_total"]) == (1, 0)
 
 
 def test_reading_it_changes_nothing(harness: Harness) -> None:

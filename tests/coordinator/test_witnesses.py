@@ -17,14 +17,13 @@ from shoal.protocol.messages import Heartbeat, HeartbeatAnswer
 from shoal.protocol.node import Node
 from shoal.validator.service import EVERY_S, HEAD, Witness
 
-from .http.test_routes import PATIENCE_S, RUN, Site, refused, served
+from .http.support import PATIENCE_S, RUN, Site, refused, served
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    folder = tmp_path / "coordinator"
-    with served(folder) as url:
-        yield Site(url, folder, Identity.load(folder / "identity.pem"), {})
+    with served(tmp_path / "coordinator") as found:
+        yield found
 
 
 def validator(site: Site, folder: Path, name: str = "validator") -> Node:
@@ -88,8 +87,7 @@ def test_a_ledger_of_many_pages_is_followed(site: Site, tmp_path: Path, monkeypa
 
 def test_a_ledger_that_was_cut_off_is_noticed_after_a_restart_of_both(tmp_path: Path) -> None:
     folder, earlier = tmp_path / "coordinator", tmp_path / "earlier.sqlite"
-    with served(folder) as url:
-        site = Site(url, folder, Identity.load(folder / "identity.pem"), {})
+    with served(folder) as site:
         node = validator(site, tmp_path)
         with sqlite3.connect(folder / "pool.sqlite") as live, sqlite3.connect(earlier) as copy:
             live.backup(copy)
@@ -98,8 +96,7 @@ def test_a_ledger_that_was_cut_off_is_noticed_after_a_restart_of_both(tmp_path: 
     for path in folder.glob("pool.sqlite*"):
         path.unlink()
     shutil.copy(earlier, folder / "pool.sqlite")
-    with served(folder) as url:
-        site = Site(url, folder, Identity.load(folder / "identity.pem"), {})
+    with served(folder) as site:
         again = Node.of(
             make_invite_of(site), Identity.load(tmp_path / "validator" / "identity.pem"), patience_s=PATIENCE_S
         )

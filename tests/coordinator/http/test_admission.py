@@ -1,77 +1,20 @@
 """Uploads: streamed to the disk, and kept only if they are what was signed, while their grant is valid."""
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from aiohttp.test_utils import make_mocked_request
 
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.routes import Coordinator
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment, Heartbeat, PolicyVersion, Stored
-from shoal.protocol.server import SLOT
-from shoal.protocol.signing import SignatureError, sign_request
+from shoal.protocol.messages import Stored
+from shoal.protocol.signing import SignatureError
 from shoal.store.folder import IncomingFile
 
-from ..support import config, payload
-
-RUN = "r"
-
-
-def pieces(*parts: bytes) -> Callable[[], Awaitable[bytes]]:
-    left = [*parts]
-
-    async def read() -> bytes:
-        return left.pop(0) if left else b""
-
-    return read
-
-
-PIECE = bytes(64 << 10)
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Coordinator:
-    found = Coordinator(config(prompts_per_step=1_000), RUN, Identity.generate(), tmp_path)
-    found.pool.learning.published(PolicyVersion(version=0, digest="d" * 64, size_bytes=1))
-    return found
-
-
-def worker_with_task(coordinator: Coordinator, name: str = "w") -> tuple[Identity, Assignment]:
-    identity = Identity.generate()
-    invite = payload(name, nonce=secrets.token_hex(16), expires_s=1 << 40)
-    coordinator.pool.members.register(identity.public, invite, None)
-    answer = coordinator.pool.members.heartbeat(identity.public, Heartbeat(policy_version=0, wants_task=True))
-    assert answer.assignment is not None, answer.waiting_for
-    return identity, answer.assignment
-
-
-async def upload(
-    coordinator: Coordinator, worker: Identity, task: Assignment, body: bytes, read: Callable[[], Awaitable[bytes]]
-) -> Stored:
-    headers = sign_request(
-        worker,
-        method="PUT",
-        path=task.upload_path,
-        query="",
-        body=body,
-        audience=RUN,
-        created_s=int(coordinator.admission.clock()),
-        nonce=secrets.token_hex(16),
-    )
-    arriving: Any = SimpleNamespace(readany=read)
-    request = make_mocked_request("PUT", task.upload_path, headers, match_info={"id": task.id}, payload=arriving)
-    with ExitStack() as slot:
-        request[SLOT] = slot
-        stored = await coordinator.files.receive(request, coordinator.files.submissions)
-    assert isinstance(stored, Stored)
-    return stored
+from ..support import config
+from .support import PIECE, pieces, upload, worker_with_task
 
 
 def test_twenty_uploads_at_once_hold_one_piece_each(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,5 +133,5 @@ def test_a_killed_coordinators_unfinished_files_are_removed_at_its_next_start(tm
     (tmp_path / "store" / "submissions").mkdir(parents=True)
     leftover = tmp_path / "store" / "submissions" / ".put-x.tmp"
     leftover.write_bytes(PIECE)
-    Coordinator(config(), RUN, Identity.generate(), tmp_path)
+    Coordinator(config(), "r", Identity.generate(), tmp_path)
     assert not leftover.exists()

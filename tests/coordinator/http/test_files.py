@@ -14,23 +14,16 @@ from blake3 import blake3
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import BucketFiles
 from shoal.ledger.connection import DatabaseFullError
-from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Announced, Finished, Heartbeat, PolicyVersion
 from shoal.store.folder import IncomingFile, StoreError
 
-from .test_admission import coordinator, pieces, upload, worker_with_task
-from .test_routes import ANYONE, Site, refused, served, task_of
-
-__all__ = ["coordinator"]  # a fixture
+from .support import ANYONE, Site, pieces, refused, served, task_of, upload, worker_with_task
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    with served(tmp_path) as url:
-        found = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
-        found.clients = {role: found.register(role, role) for role in ("worker", "validator", "origin")}
-        found.clients["origin"].post("/v1/policies", json={"version": 0, "digest": "d" * 64, "size_bytes": 1})
-        yield found
+    with served(tmp_path) as found:
+        yield found.staff("worker", "validator", "origin")
 
 
 def held(site: Site, kind: str = "submissions") -> set[str]:
@@ -107,23 +100,16 @@ def test_a_validator_that_stores_its_accepted_file_again_holds_one(site: Site) -
 def test_a_file_that_is_refused_after_it_was_written_is_removed(
     coordinator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, task = worker_with_task(coordinator)
-
     def full(*_: object, **__: object) -> None:
         raise DatabaseFullError("the disk is full")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(coordinator.pool.db.submissions, "move", full)
-        with pytest.raises(DatabaseFullError):
+    for name, kept in (("w", 0), ("other", 1)):  # whose submission is the same file as that of the first
+        worker, task = worker_with_task(coordinator, name)
+        with monkeypatch.context() as patched, pytest.raises(DatabaseFullError):
+            patched.setattr(coordinator.pool.db.submissions, "move", full)
             asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
-    assert list((coordinator.store.root / "submissions").iterdir()) == []
-    asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
-    other, its_task = worker_with_task(coordinator, "other")
-    with monkeypatch.context() as patched:
-        patched.setattr(coordinator.pool.db.submissions, "move", full)
-        with pytest.raises(DatabaseFullError):
-            asyncio.run(upload(coordinator, other, its_task, b"rollouts", pieces(b"rollouts")))
-    assert len(list((coordinator.store.root / "submissions").iterdir())) == 1, "another submission has the same file"
+        assert len(list((coordinator.store.root / "submissions").iterdir())) == kept
+        asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
 
 
 def test_one_grant_holds_two_unfinished_files_at_most(coordinator: Any) -> None:

@@ -22,38 +22,21 @@ from shoal.coordinator.members import RECORDS_PER_S
 from shoal.protocol import pace
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Heartbeat
-from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer, sign_request
+from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer
 
 from ..support import ALICE, BOB, Harness
-from .test_admission import coordinator, upload, worker_with_task
-from .test_routes import ANYONE, RUN, Site, refused, served, site
-
-__all__ = ["coordinator", "site"]  # fixtures
-
-
-def head(site: Site, *lines: str) -> bytes:
-    """What the coordinator answers to this head until it closes the connection."""
-    host, port = site.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall("\r\n".join([*lines, "host: c", "", ""]).encode())
-        received = b""
-        while piece := connection.recv(65536):
-            received += piece
-    return received
+from .support import ANYONE, RUN, Site, refused, sending, served, upload, worker_with_task
 
 
 @pytest.mark.parametrize(
-    ("line", "status"),
-    [
-        ("GET /v1/status HTTP/1.1", 200),
-        ("GET /nothing HTTP/1.1", 404),
-        ("DELETE /v1/run HTTP/1.1", 405),
-        ("POST /v1/heartbeat HTTP/1.1", 401),
-    ],
+    ("method", "path", "status"),
+    [("GET", "/v1/status", 200), ("GET", "/nothing", 404), ("DELETE", "/v1/run", 405), ("POST", "/v1/heartbeat", 401)],
 )
-def test_a_strangers_connection_ends_with_its_answer(site: Site, line: str, status: int) -> None:
+def test_a_strangers_connection_ends_with_its_answer(site: Site, method: str, path: str, status: int) -> None:
     """Otherwise six thousand of them stay open, idle, for over a minute each."""
-    assert int(head(site, line).split()[1]) == status
+    with sending(site, None, method, path) as connection:
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert int(received.split()[1]) == status
 
 
 def test_a_members_connection_stays_open(site: Site) -> None:
@@ -130,24 +113,19 @@ def thrifty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A coordinator of its own, whose allowances of bytes are small."""
     monkeypatch.setattr(pace, "MEMBER_BYTES", 100)
     monkeypatch.setattr(pace, "OPEN_BYTES", 100)
-    with served(tmp_path) as url:
-        yield Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
+    with served(tmp_path) as found:
+        yield found
 
 
-def test_what_a_worker_reads_of_the_ledger_counts_in_bytes(thrifty: Site) -> None:
-    greedy, other = thrifty.register("greedy", "worker"), thrifty.register("other", "worker")
-    answers = [greedy.get("/v1/ledger/0") for _ in range(10)]
-    assert answers[0].status_code == 200
-    refused(answers[-1], 429, "of answers to this node")
-    assert other.get("/v1/ledger/0").status_code == 200
-
-
-def test_task_data_counts_too(thrifty: Site) -> None:
+@pytest.mark.parametrize("path", ["/v1/ledger/0", f"/v1/tasks/{'ab' * 32}"])
+def test_what_a_worker_reads_of_ledger_and_tasks_counts_in_bytes(thrifty: Site, path: str) -> None:
     (thrifty.folder / "tasks").mkdir(exist_ok=True)
     (thrifty.folder / "tasks" / ("ab" * 32)).write_bytes(bytes(100_000))
-    greedy = thrifty.register("greedy", "worker")
-    assert greedy.get(f"/v1/tasks/{'ab' * 32}").status_code == 200
-    refused(greedy.get(f"/v1/tasks/{'ab' * 32}"), 429, "of answers to this node")
+    greedy, other = thrifty.register("greedy", "worker"), thrifty.register("other", "worker")
+    answers = [greedy.get(path) for _ in range(10)]
+    assert answers[0].status_code == 200
+    refused(answers[-1], 429, "of answers to this node")
+    assert other.get(path).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/run", "/v1/status", "/v1/history", "/metrics", "/v1/offer"])
@@ -166,12 +144,11 @@ def test_what_strangers_read_counts_in_bytes_and_members_still_beat(thrifty: Sit
 
 def test_slow_readers_hold_a_bounded_part_of_the_memory(tmp_path: Path) -> None:
     """Each of 250 held 2.9 MB until it was cut off."""
-    with served(tmp_path) as url, contextlib.ExitStack() as opened:
-        site = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
+    with served(tmp_path) as site, contextlib.ExitStack() as opened:
         with sqlite3.connect(tmp_path / "pool.sqlite") as database:
             body = json.dumps({"step": 0, "x" * (3 << 20): 1.0})
             database.execute("INSERT INTO history (kind, key, body) VALUES ('step', '0', ?)", (body,))
-        host, port = url.removeprefix("http://").split(":")
+        host, port = site.url.removeprefix("http://").split(":")
         statuses, readers = [], list[socket.socket]()
         for _ in range(4):
             reader = opened.enter_context(socket.socket())
@@ -184,7 +161,7 @@ def test_slow_readers_hold_a_bounded_part_of_the_memory(tmp_path: Path) -> None:
         assert statuses == [200, 429, 429, 429]
         assert site.register("beside", "worker").post("/v1/heartbeat", json={}).status_code == 200
         readers[0].close()
-        while (answer := ANYONE.get(f"{url}/v1/history")).status_code == 429:
+        while (answer := ANYONE.get(f"{site.url}/v1/history")).status_code == 429:
             time.sleep(0.05)
         assert len(answer.content) > 3 << 20
 
@@ -192,13 +169,8 @@ def test_slow_readers_hold_a_bounded_part_of_the_memory(tmp_path: Path) -> None:
 def test_a_client_that_leaves_in_the_middle_of_its_body_fills_no_log(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = site.identities["worker"]
-    signed = {"method": "POST", "path": "/v1/heartbeat", "query": "", "body": b"{}", "audience": RUN}
-    headers = sign_request(worker, **signed, created_s=int(time.time()), nonce=secrets.token_hex(16))  # type: ignore[arg-type]
-    lines = ["POST /v1/heartbeat HTTP/1.1", "host: c", "content-length: 2", *(f"{k}: {v}" for k, v in headers.items())]
-    host, port = site.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall("\r\n".join([*lines, "", "{"]).encode())
+    with sending(site, "worker", "POST", "/v1/heartbeat", body=b"{}") as connection:
+        connection.sendall(b"{")
         time.sleep(0.2)
     for _ in range(20):
         assert site.clients["worker"].post("/v1/heartbeat", json={}).status_code == 200
@@ -208,7 +180,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_fills_no_log(
 
 def test_a_node_that_beats_too_often_is_recorded_less_often(harness: Harness) -> None:
     """Each record is a sync of the disk, for which everybody waits."""
-    recorded, members = 0, harness.pool.members
+    members = harness.pool.members
     changed = harness.pool.db.connection.sqlite.total_changes
     for _ in range(400):
         harness.clock.now_s += 0.01
@@ -216,10 +188,9 @@ def test_a_node_that_beats_too_often_is_recorded_less_often(harness: Harness) ->
     recorded = harness.pool.db.connection.sqlite.total_changes - changed
     assert RECORDS_PER_S * 10 <= recorded <= RECORDS_PER_S * 15 + 1
     members.heartbeat(ALICE, Heartbeat(policy_version=1))
-    node = harness.pool.db.nodes.get(ALICE)
-    assert node is not None and node.version == 1, "what it has loaded is always known"
+    assert harness.node(ALICE).version == 1, "what it has loaded is always known"
     members.heartbeat(BOB, Heartbeat(policy_version=0))
-    assert harness.pool.db.nodes.get(BOB).seen_s == harness.clock.now_s  # type: ignore[union-attr]
+    assert harness.node(BOB).seen_s == harness.clock.now_s
 
 
 # --- uploads ---------------------------------------------------------------------------------------------------------
@@ -264,13 +235,7 @@ def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) ->
 
 def test_a_sender_that_listens_only_at_the_end_of_its_refused_body_gets_the_answer(site: Site) -> None:
     body = bytes(8 << 20)
-    signed = {"method": "PUT", "path": "/v1/submissions/x", "query": "", "body": body, "audience": RUN}
-    headers = sign_request(Identity.generate(), **signed, created_s=int(time.time()), nonce=secrets.token_hex(16))
-    lines = ["PUT /v1/submissions/x HTTP/1.1", "host: c", f"content-length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    host, port = site.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+    with sending(site, "stranger", "PUT", "/v1/submissions/x", body=body) as connection:
         connection.sendall(body)
         assert int(connection.recv(100).split()[1]) == 403
 

@@ -2,115 +2,29 @@
 
 import json
 import re
-import secrets
-import socket
 import sqlite3
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
 
 import httpx
 import pytest
 
 from shoal.config import parse
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.http.serving import ServedRun, serve_forever
+from shoal.coordinator.http.serving import ServedRun
 from shoal.coordinator.operating import invite_from
 from shoal.coordinator.state import OPEN_INVITE
 from shoal.errors import ShoalError
 from shoal.protocol.history import Status, find_run
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.invite import FILE as ADDRESS
 from shoal.protocol.invite import Address, InviteError, make_invite
-from shoal.protocol.messages import LARGEST, VERSION, HeartbeatAnswer, Role, RunDescriptor
-from shoal.protocol.signing import SignedAuth, sign_request
+from shoal.protocol.messages import LARGEST, VERSION, RunDescriptor
+from shoal.protocol.signing import SignedAuth
 
 from ..support import metrics_of
+from .support import ANYONE, CONFIG, ROLES, RUN, Site, refused, sending, served, task_of
 
-RUN = "test-0"
-PATIENCE_S = 60.0  # far more than anything here takes, also beside other work
-ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # to load the authorities takes 30 ms, and nothing here is TLS
 LIMITS = [("/v1/register", 4 << 10), ("/v1/heartbeat", 32 << 10)]
-CONFIG = parse(
-    {
-        "coordinator": {"prompts_per_step": 4},
-        "workers": {"groups_per_submission": 2},
-        "learner": {"optimizer_steps_per_step": 1},
-    }
-)
-ROLES = get_args(Role)
-
-
-@dataclass
-class Site:
-    """A coordinator that listens, and a client for each role that is registered."""
-
-    url: str
-    folder: Path
-    identity: Identity
-    clients: dict[str, httpx.Client]
-    identities: dict[str, Identity] = field(default_factory=dict)  # by name
-
-    def client(self, identity: Identity, audience: str = RUN) -> httpx.Client:
-        return httpx.Client(base_url=self.url, auth=SignedAuth(identity, audience), timeout=PATIENCE_S, verify=False)
-
-    def register(self, name: str, role: Any, **changed: Any) -> httpx.Client:
-        fields = {"url": self.url, "run": RUN, "role": role, "name": name, "expires_s": int(time.time()) + 60} | changed
-        self.identities[name] = Identity.generate()
-        client = self.client(self.identities[name])
-        made = make_invite(self.identity, **fields)
-        client.post(
-            "/v1/register", json={"protocol": VERSION, "invite": made.signed.model_dump_json()}
-        ).raise_for_status()
-        return client
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("coordinator")
-    with served(folder) as url:
-        found = Site(url, folder, Identity.load(folder / "identity.pem"), {})
-        found.clients = {role: found.register(role, role) for role in ROLES}
-        found.clients["origin"].post("/v1/policies", json={"version": 0, "digest": "d" * 64, "size_bytes": 1})
-        yield found
-
-
-class served:
-    """A coordinator in a thread of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=serve_forever, args=(CONFIG, RUN, folder, 0, self.stop))
-
-    def __enter__(self) -> str:
-        (self.folder / ADDRESS).unlink(missing_ok=True)
-        self.thread.start()
-        deadline_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline_s:
-            if (self.folder / ADDRESS).exists() and (self.folder / ADDRESS).read_text():
-                return invite_from(self.folder, "worker", "x", None, 1).url
-            time.sleep(0.02)
-        raise TimeoutError("the coordinator did not listen")
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop.set()
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
-
-
-def refused(response: httpx.Response, status: int, *words: str) -> None:
-    """A refusal is one line of JSON with a reason, and nothing of the server's inside."""
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    for word in words:
-        assert word in error
-    assert "Traceback" not in response.text and 'File "' not in response.text and "\n" not in error
-
-
 # --- open to all -----------------------------------------------------------------------------------------------------
 
 
@@ -234,16 +148,8 @@ def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
 
 
 def test_a_changed_body_or_path_is_refused(site: Site) -> None:
-    headers = sign_request(
-        site.identities["validator"],
-        method="POST",
-        path="/v1/claims",
-        query="",
-        body=b"{}",
-        audience=RUN,
-        created_s=int(time.time()),
-        nonce="n" * 16,
-    )
+    auth = SignedAuth(site.identities["validator"], RUN)
+    headers = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/claims", content=b"{}"))).headers
     refused(ANYONE.post(f"{site.url}/v1/claims", content=b"[]", headers=headers), 401, "body changed")
     refused(ANYONE.post(f"{site.url}/v1/steps", content=b"{}", headers=headers), 401, "bad signature")
     refused(ANYONE.post(f"{site.url}/v1/claims?a", content=b"{}", headers=headers), 401, "bad signature")
@@ -310,27 +216,14 @@ def test_a_claim_says_how_many_it_wants(site: Site, body: bytes) -> None:
     refused(site.clients["validator"].post("/v1/claims", content=body), 400)
 
 
-def test_an_unknown_path_is_not_found(site: Site) -> None:
-    assert ANYONE.get(f"{site.url}/v2/run").status_code == 404
-    assert ANYONE.get(f"{site.url}/v1/claims").status_code == 405
-
-
 # --- bodies ----------------------------------------------------------------------------------------------------------
 
 HUGE_BYTES = 1 << 30
 
 
 def announced(site: Site, signer: str | None, method: str, path: str, size_bytes: int = HUGE_BYTES) -> int:
-    """The status that a request gets of which only the head is sent, with a body of this size to come."""
-    lines = [f"{method} {path} HTTP/1.1", "host: c", f"content-length: {size_bytes}"]
-    if signer is not None:
-        identity = site.identities.get(signer) or Identity.generate()
-        signed = {"method": method, "path": path, "query": "", "body": b"", "audience": RUN}
-        headers = sign_request(identity, **signed, created_s=int(time.time()), nonce=secrets.token_hex(16))
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-    host, port = site.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
-        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+    """The status that a request gets of which only the head is sent."""
+    with sending(site, signer, method, path, size_bytes=size_bytes) as connection:
         return int(connection.recv(100).split()[1])
 
 
@@ -381,29 +274,18 @@ def test_a_body_in_an_encoding_is_refused(site: Site) -> None:
 
 
 def test_a_body_that_never_comes_holds_nobody_up(site: Site) -> None:
-    host, port = site.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as slow:
-        slow.sendall(b"PUT /v1/submissions/x HTTP/1.1\r\nHost: c\r\nContent-Length: 1000\r\n\r\nabc")
+    with sending(site, None, "PUT", "/v1/submissions/x", size_bytes=1000) as slow:
+        slow.sendall(b"abc")
         assert ANYONE.get(f"{site.url}/healthz").status_code == 200
 
 
 # --- a submission's way ----------------------------------------------------------------------------------------------
 
 
-def task_of(client: httpx.Client) -> dict[str, Any]:
-    body = client.post("/v1/heartbeat", json={"policy_version": 0, "wants_task": True}).raise_for_status().content
-    answer = HeartbeatAnswer.model_validate_json(body)
-    assert answer.assignment is not None, answer.waiting_for
-    return answer.assignment.model_dump()
-
-
 def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_path: Path) -> None:
-    with served(tmp_path) as url:
-        own = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
-        worker, validator, learner, origin = (
-            own.register(role, role) for role in ("worker", "validator", "learner", "origin")
-        )
-        origin.post("/v1/policies", json={"version": 0, "digest": "d" * 64, "size_bytes": 1}).raise_for_status()
+    with served(tmp_path) as own:
+        own.staff("worker", "validator", "learner", "origin")
+        worker, validator, learner = (own.clients[role] for role in ("worker", "validator", "learner"))
         assert validator.post("/v1/claims", json={"most": 1}).json() == {"claims": []}
         groups = []
         for _ in range(2):
@@ -439,7 +321,8 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
     assert json.loads(kept)["loss"] == 0.5, "the step before the stop is kept too"
     with sqlite3.connect(tmp_path / "pool.sqlite") as database:
         assert database.execute("SELECT kind FROM ledger ORDER BY seq DESC LIMIT 1").fetchone() == ("sealed",)
-    with served(tmp_path) as url:  # and after a restart all of it is still there
+    with served(tmp_path) as own:  # and after a restart all of it is still there
+        url = own.url
         status = Status.model_validate_json(ANYONE.get(f"{url}/v1/status").content)
         assert (status.step, status.trained) == (1, 1)
         history = ANYONE.get(f"{url}/v1/history").json()
@@ -451,14 +334,14 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
 
 
 def test_what_was_sent_to_a_coordinator_before_its_restart_cannot_be_replayed_after_it(tmp_path: Path) -> None:
-    with served(tmp_path) as url, httpx.Client(timeout=PATIENCE_S, verify=False) as client:
-        found = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
-        auth = found.register("worker", "worker").auth
+    with served(tmp_path) as site:
+        auth = site.register("worker", "worker").auth
         assert auth is not None
-        request = next(auth.auth_flow(httpx.Request("POST", f"{url}/v1/heartbeat", content=b"{}")))
-        assert client.send(request).status_code == 200
-    with served(tmp_path) as url:
-        refused(ANYONE.post(f"{url}/v1/heartbeat", headers=request.headers, content=b"{}"), 425, "replayed")
+        request = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/heartbeat", content=b"{}")))
+        assert ANYONE.post(request.url, headers=request.headers, content=b"{}").status_code == 200
+    with served(tmp_path) as site:
+        answer = ANYONE.post(f"{site.url}/v1/heartbeat", headers=request.headers, content=b"{}")
+        refused(answer, 425, "replayed")
 
 
 # --- task data --------------------------------------------------------------------------------------------------------
