@@ -257,7 +257,7 @@ def counting(batch: Sequence[BatchGroup], fetched: Fetched, outcome: RoundOutcom
 
 
 def site_metrics(outcome: RoundOutcome) -> dict[str, float]:
-    """How the round went: whose share is in the version, and what each site says of itself (docs/metrics.md)."""
+    """How the round went: whose share is in the version, and what each site says of itself (docs/pages.md)."""
     result = {
         "sites/kept": float(len(outcome.kept)),
         "sites/lost": float(len(set(outcome.dealt) - set(outcome.kept))),
