@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.launch.children import ENVIRONMENT
-from shoal.cli.main import COMMANDS, FAILED, LASTING, main
+from shoal.cli.main import FAILED, LASTING, answer, command_line
 from shoal.errors import ShoalError
 from shoal.protocol.calling import NodeError
 
@@ -142,11 +142,8 @@ WORKER = ["worker", "--join", "x", "--dir", "y"]
     ],
     ids=["port", "disk", "template", "away", "reset", "no-node"],
 )
-def test_a_lasting_failure_of_a_node_has_its_own_status(
-    command: list[str], error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lasting_failure_of_a_node_has_its_own_status(command: list[str], error: Exception, status: int) -> None:
     def fail(arguments: object) -> int:
         raise error
 
-    monkeypatch.setitem(COMMANDS, command[0], fail)
-    assert main(command) == status
+    assert answer(fail, command_line().parse_args(command)) == status
