@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
 TEST_PROCESSES ?= 2
+QUICK := $(addprefix tests/,config coordinator evals ledger mutants protocol store toploc watch worker test_docs.py test_evidence.py test_layout.py)
 BENCHMARKS ?= benchmarks/asynchrony.py benchmarks/validation_speed.py benchmarks/fuzz.py
 
 # Which torch build: `cpu` or `cuda` (`make setup TORCH=cuda`; later targets keep the last choice).
@@ -24,7 +25,7 @@ STAMP := $(VENV)/.setup-$(TORCH)
 AXE_VERSION := 4.10.3
 ANVIL_VERSION := 1.7.1
 WEB := src/shoal/watch/page
-.PHONY: help setup sandbox servers browser evm vendor run test test-slow mutants lint lint-format lint-rules lint-types format bench clean
+.PHONY: help setup sandbox servers browser evm vendor run check test test-slow mutants lint lint-format lint-rules lint-types format bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | awk -F'|' '{ printf "make %-10s  %s\n", $$1, $$2 }'
@@ -61,6 +62,9 @@ run: $(STAMP)  ## train a small model with every role on this machine; ARGS="...
 
 test: $(STAMP)  ## run the tests, except slow ones; ARGS="..." goes to pytest
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+check: lint  ## while you work: linters, types and the tests that are quick
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(QUICK)
 
 mutants: $(STAMP)  ## apply deliberate faults one by one and name those that no test catches (takes half an hour); ARGS="--only NAME"
 	$(BIN)/python -m tests.mutants.run $(ARGS)
