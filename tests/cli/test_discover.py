@@ -12,7 +12,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Address, make_invite, open_payload, read_invite
 from shoal.protocol.messages import Capability
 
-from ..protocol.test_discovery import OWNER, RUN, offer
+from ..protocol.test_history import OWNER, RUN, offer
 
 URL = "http://10.1.2.3:8700"
 

@@ -170,6 +170,12 @@ class Harness:
         self.judge(task.id, None, useful)
         return task
 
+    def rejected(self, reason: Reason, key: str = ALICE) -> Assignment:
+        task = self.upload(key)
+        assert self.claimed().assignment.id == task.id
+        self.judge(task.id, reason)
+        return task
+
     def kinds(self) -> list[str]:
         return [entry.kind for entry in self.pool.db.ledger.entries()]
 

@@ -114,9 +114,7 @@ def test_more_tasks_are_assigned_if_few_groups_are_useful(harness: Harness) -> N
 def test_a_rejected_submission_is_no_longer_under_way(harness: Harness) -> None:
     harness.upload(ALICE)
     harness.upload(BOB)
-    claim = harness.claim(VALIDATOR)
-    assert claim is not None
-    harness.judge(claim.assignment.id, Reason.UNREADABLE)
+    harness.judge(harness.claimed().assignment.id, Reason.UNREADABLE)
     assert harness.task(ALICE).number == 1
 
 

@@ -64,8 +64,7 @@ def test_a_group_one_version_too_old_is_counted_stale_and_never_trained_on() -> 
     harness.claim(VALIDATOR)  # Bob's: its verdict is late
     harness.clock.now_s += 301
     harness.claim(OTHER_VALIDATOR)
-    claim = harness.claim(VALIDATOR)
-    assert claim is not None and claim.assignment.id == fresh.id
+    assert harness.claimed().assignment.id == fresh.id
     harness.judge(fresh.id, useful=(True,) * 8)
     assert harness.status().step == 2, "steps 0 and 1 are full: version 0 is too old for step 2"
     harness.judge(old.id, validator=OTHER_VALIDATOR)

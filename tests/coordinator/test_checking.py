@@ -38,8 +38,8 @@ def trusted(harness: Harness, key: str = ALICE) -> None:
 
 def claimed(harness: Harness, key: str = ALICE) -> Claim:
     task = harness.upload(key)
-    claim = harness.claim()
-    assert claim is not None and claim.assignment.id == task.id
+    claim = harness.claimed()
+    assert claim.assignment.id == task.id
     return claim
 
 
@@ -63,7 +63,7 @@ def test_by_default_everything_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.BOUNDS])
 def test_any_rejection_takes_all_trust_away(harness: Harness, reason: Reason) -> None:
     trusted(harness)
-    harness.judge(claimed(harness).assignment.id, reason)
+    harness.rejected(reason)
     assert share(harness) == 1 and harness.beat().state == "running"
     harness.accepted(useful=USELESS)
     assert share(harness) == 1, "it is counted from the rejection on"
@@ -146,5 +146,5 @@ def test_a_batch_that_is_full_is_not_changed_by_an_eviction(harness: Harness) ->
     harness.accepted(useful=(True, True))
     before = harness.pool.batches.of_step(0)
     assert before.ready
-    harness.judge(claimed(harness).assignment.id, Reason.PROOF)
+    harness.rejected(Reason.PROOF)
     assert harness.pool.batches.of_step(0) == before and harness.status().stale_groups == 0

@@ -53,18 +53,14 @@ def test_a_slashed_worker_loses_what_waits_and_keeps_what_was_credited(harness: 
     for _ in range(3):
         harness.accepted(useful=USELESS)
     harness.accepted(BOB, useful=USELESS)
-    task = harness.upload()
-    harness.claim()
-    harness.judge(task.id, Reason.PROOF)
+    harness.rejected(Reason.PROOF)
     assert credit(harness) == (0, 20, 40) and credit(harness, BOB) == (20, 0, 0)
     assert entries(harness, "forfeited")[0]["tokens"] == 40
 
 
 def test_a_soft_rejection_takes_no_credit(harness: Harness) -> None:
     harness.accepted(useful=USELESS)
-    task = harness.upload()
-    harness.claim()
-    harness.judge(task.id, Reason.UNREADABLE)
+    harness.rejected(Reason.UNREADABLE)
     assert credit(harness) == (20, 0, 0)
 
 

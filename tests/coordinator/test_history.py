@@ -111,9 +111,7 @@ def test_a_submission_that_settles_late_is_told_when_it_settles(
     assert [line["submission"] for line in journal.under_way()] == [1]
     harness.pool.assignments.uploaded(BOB, slow.id, "7" * 64)
     assert journal.under_way()[0]["state"] == "uploaded"
-    claim = harness.claim()
-    assert claim
-    harness.judge(claim.assignment.id, Reason.BOUNDS)
+    harness.judge(harness.claimed().assignment.id, Reason.BOUNDS)
     assert (told(journal), told(journal), journal.under_way()) == ([1], [], [])
 
 
@@ -131,8 +129,7 @@ def test_a_restart_tells_only_what_is_new(harness: Harness) -> None:
 def test_a_line_holds_what_became_of_the_groups_and_no_key_or_nonce(harness: Harness) -> None:
     harness.join("d" * 64, name="dora")
     task = harness.upload("d" * 64)
-    claim = harness.claim()
-    assert claim
+    harness.claim()
     harness.judge(task.id, None, (True, False))
     [line] = [line for line in Journal(harness.pool.db.connection, []).new() if line["kind"] == "submission"]
     assert (line["worker"], line["state"], line["file"]) == ("dora", "accepted", "8" * 64)

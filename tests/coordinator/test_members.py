@@ -1,8 +1,11 @@
 import pytest
 
+from shoal.coordinator.credit import BookedStakes, ChainStakes
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import FORGET_S, MOST_S
-from shoal.protocol.messages import Capability, InvitePayload, Reason
+from shoal.coordinator.pool import Pool
+from shoal.ledger.stakes import UNSTAKE_S
+from shoal.protocol.messages import Booking, Capability, InvitePayload, Reason
 
 from .support import (
     ALICE,
@@ -15,6 +18,7 @@ from .support import (
     payload,
     staffed_pool,
     strangers,
+    verdict,
 )
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
@@ -210,8 +214,7 @@ def test_the_task_that_it_holds_may_still_be_uploaded(harness: Harness) -> None:
     task = harness.task(ALICE)
     harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s, 60)
     harness.pool.assignments.uploaded(ALICE, task.id, "9" * 64)
-    claim = harness.claim()
-    assert claim is not None and claim.assignment == task
+    assert harness.claimed().assignment == task
 
 
 def test_each_suspension_is_twice_as_long_as_the_one_before_up_to_a_limit(harness: Harness) -> None:
@@ -246,12 +249,6 @@ def test_status_and_metrics_show_it_while_it_lasts(harness: Harness) -> None:
     assert metrics_of(harness.metrics())["shoal_suspended_nodes"] == 0
 
 
-def reject(harness: Harness, reason: Reason, key: str = ALICE) -> None:
-    task = harness.upload(key)
-    assert harness.claim() is not None
-    harness.judge(task.id, reason)
-
-
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT])
 def test_who_sends_unusable_files_gets_fewer_and_fewer_tasks(harness: Harness, reason: Reason) -> None:
     """101 files of one byte each cost a validator as many readings, and their sender nothing."""
@@ -261,7 +258,7 @@ def test_who_sends_unusable_files_gets_fewer_and_fewer_tasks(harness: Harness, r
             harness.clock.now_s += 60
             harness.beat(BOB, wants=False)
             continue
-        reject(harness, reason)
+        harness.rejected(reason)
         sent += 1
     assert 2 < sent < 20
     assert "slashed" not in harness.kinds() and harness.pool.members.role(ALICE) == "worker"
@@ -270,7 +267,7 @@ def test_who_sends_unusable_files_gets_fewer_and_fewer_tasks(harness: Harness, r
 
 def test_one_unusable_file_among_many_is_an_accident(harness: Harness) -> None:
     for _ in range(3):
-        reject(harness, Reason.UNREADABLE)
+        harness.rejected(Reason.UNREADABLE)
         for _ in range(20):
             harness.accepted(useful=(False, False))
     assert harness.beat(ALICE).assignment is not None
@@ -278,5 +275,87 @@ def test_one_unusable_file_among_many_is_an_accident(harness: Harness) -> None:
 
 def test_what_a_program_printed_suspends_nobody(harness: Harness) -> None:
     for _ in range(5):
-        reject(harness, Reason.UNREPEATABLE)
+        harness.rejected(Reason.UNREPEATABLE)
     assert harness.beat(ALICE).assignment is not None
+
+
+# --- stake: what a stranger must have ready, and what must stay at risk while it gets tasks --------------------------
+
+
+LEAST = 100
+
+
+@pytest.fixture
+def staking(every_database_slow: str) -> Harness:
+    return staffed_pool(workers=(), validators=(VALIDATOR,), requirements={"stake": LEAST})
+
+
+def booked(pool: Pool) -> BookedStakes:
+    assert isinstance(pool.members.stakes, BookedStakes)
+    return pool.members.stakes
+
+
+def book(staking: Harness, kind: str, amount: int = 0) -> None:
+    booked(staking.pool).book(Booking(kind=kind, key=ALICE, amount=amount))  # type: ignore[arg-type]
+
+
+def test_a_deposit_lets_a_stranger_in_and_becomes_its_stake(staking: Harness) -> None:
+    book(staking, "stake", 60)
+    with pytest.raises(PoolError, match="has staked 60, an open invite needs 100") as caught:
+        staking.pool.members.register(ALICE, strangers(), None)
+    assert caught.value.status == 403 and staking.pool.members.role(ALICE) is None
+    book(staking, "stake", 40)
+    for _ in range(2):  # the second time it is a restart
+        answer = staking.pool.members.register(ALICE, strangers(), None)
+        assert answer.name == f"stranger-{ALICE[:16]}" and booked(staking.pool).at_risk(ALICE) == 100
+    assert staking.beat().assignment is not None
+
+
+def test_who_takes_its_stake_back_gets_no_more_tasks(staking: Harness) -> None:
+    book(staking, "stake", 100)
+    staking.pool.members.register(ALICE, strangers(), None)
+    book(staking, "unstake", 1)
+    answer = staking.beat()
+    assert answer.assignment is None and "stake: 99 is at risk on this key" in answer.waiting_for
+    with pytest.raises(PoolError, match="nothing to withdraw"):
+        book(staking, "withdraw")
+    staking.clock.now_s += UNSTAKE_S
+    book(staking, "withdraw")
+    book(staking, "stake", 1)
+    assert staking.beat().assignment is not None
+
+
+def test_who_was_invited_needs_no_stake(staking: Harness) -> None:
+    staking.join(BOB)
+    assert staking.beat(BOB).assignment is not None
+
+
+def test_a_slash_takes_the_stake_for_the_pool(staking: Harness) -> None:
+    book(staking, "stake", 100)
+    staking.pool.members.register(ALICE, strangers(), None)
+    task = staking.task()
+    staking.pool.assignments.uploaded(ALICE, task.id, "0" * 64)
+    staking.pool.judgement.claim(VALIDATOR, 1)
+    staking.pool.judgement.judge(VALIDATOR, verdict(task.id, Reason.PROOF, (), "1" * 64))
+    accounts = booked(staking.pool).accounts
+    assert (accounts.pool(), booked(staking.pool).at_risk(ALICE)) == (100, 0)
+
+
+def test_what_the_accounts_forbid_is_refused_and_changes_nothing(staking: Harness) -> None:
+    before = staking.pool.db.ledger.head()
+    for kind in ("unstake", "withdraw"):
+        with pytest.raises(PoolError):
+            book(staking, kind, 5)
+    assert staking.pool.db.ledger.head() == before
+
+
+def test_on_a_chain_only_what_was_read_there_as_at_risk_earns_tasks(staking: Harness) -> None:
+    stakes = ChainStakes()
+    staking.pool.members.stakes = stakes
+    stakes.offers = {ALICE: LEAST}
+    staking.pool.members.register(ALICE, strangers(), None, payer="0x" + "1" * 40)
+    assert staking.beat().assignment is None, "its deposit can still be taken back"
+    stakes.members = {ALICE: LEAST}
+    assert staking.beat().assignment is not None
+    [entry] = [entry for entry in staking.pool.db.ledger.entries(kind="registered") if ALICE in entry.body]
+    assert '"payer":"0x1111111111111111111111111111111111111111"' in entry.body

@@ -33,9 +33,7 @@ def scenario(harness: Harness, die_at: int) -> None:
     harness.join(VALIDATOR, "validator")
     harness.publish(0)
     harness.accepted()
-    lied = harness.upload(BOB)
-    harness.claim(VALIDATOR)
-    harness.judge(lied.id, Reason.PROOF)
+    harness.rejected(Reason.PROOF, BOB)
     harness.accepted()
     harness.pool.learning.trained(StepReport(step=0, metrics={}, trained=[]))
     harness.publish(1)
@@ -63,10 +61,8 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     assert bool(status.slashed) == ("slashed" in KINDS[:whole])
     assert status.trained == KINDS[:whole].count("trained")
     if die_at in (5, 6, 8, 9):  # it died with a verdict: the validator asks again, and is heard
-        claim = harness.claim(VALIDATOR)
-        assert claim is not None
         harness.contents = 100
-        harness.judge(claim.assignment.id)
+        harness.judge(harness.claimed().assignment.id)
         assert "accepted" in harness.kinds()[whole:]
 
 

@@ -9,7 +9,6 @@ from shoal.config.sections import LedgerSection
 from shoal.coordinator import credit
 from shoal.coordinator.credit import ChainStakes, Settlement
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.nodes import Nodes
 from shoal.ledger import evm
 from shoal.ledger.chain import LedgerError
 from shoal.ledger.evm import ChainLostError, EvmStakes, deploy, read_key
@@ -76,12 +75,6 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(monkeypatch)
 
 
-def staked(nodes: Nodes, key: str) -> int:
-    node = nodes.get(key)
-    assert node
-    return node.staked
-
-
 async def until(is_so, *, of: Settlement) -> None:  # type: ignore[no-untyped-def]
     """Settle until then, a minute at most."""
     task = asyncio.create_task(of.run())
@@ -105,13 +98,12 @@ def test_what_a_pool_writes_is_settled_and_stakes_come_back(scene: Scene) -> Non
     scene.credit(ALICE, "a-1", 30)
     asyncio.run(until(lambda: scene.stakes.at_risk(ALICE) == 150 and not settling.waiting, of=settling))
     assert (scene.credited(ALICE), scene.credited(BOB)) == (30, 0)
-    nodes = scene.harness.pool.db.nodes
-    asyncio.run(until(lambda: staked(nodes, ALICE) == 150, of=settling))  # the dashboard reads it there
+    asyncio.run(until(lambda: scene.harness.node(ALICE).staked == 150, of=settling))  # the dashboard reads it there
     scene.harness.pool.db.ledger.append(
         "slashed", {"worker": ALICE, "submission": "a-2", "reason": "proof", "file": "cd" * 32}
     )
-    nodes.move(ALICE, "ban", "slashed", 0.0)
-    asyncio.run(until(lambda: staked(nodes, ALICE) == 0, of=settling))
+    scene.harness.pool.db.nodes.move(ALICE, "ban", "slashed", 0.0)
+    asyncio.run(until(lambda: scene.harness.node(ALICE).staked == 0, of=settling))
     settling.finish()
     assert scene.contract.pool() == 150 and not scene.notices
 

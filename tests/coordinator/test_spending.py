@@ -43,8 +43,7 @@ def harness() -> Harness:
 def submitted(harness: Harness, used: ToleranceSpent | None, key: str = ALICE, **given: Any) -> str:
     """One submission that all checks accept. Its state afterwards."""
     task = harness.upload(key)
-    claim = harness.claim()
-    assert claim is not None and claim.assignment.id == task.id
+    assert harness.claimed().assignment.id == task.id
     harness.judge(task.id, None, given.pop("useful", USELESS), spent=used, **given)
     return harness.state(task.id)
 

@@ -96,7 +96,9 @@ def test_each_target_has_its_own_length_score_reward_and_penalty(harness: Harnes
     assert {name: found.get(name) for name in expected} == expected
 
 
-def test_a_group_with_a_grader_error_is_counted_and_never_trained_on(harness: Harness) -> None:
+@pytest.mark.parametrize("online_filter", [True, False])
+def test_a_group_with_a_grader_error_is_counted_and_never_trained_on(online_filter: bool) -> None:
+    harness = open_pool(online_filter=online_filter)
     failed = Outcomes(graded=1, grader_error=1)
     found = credited(
         harness,
@@ -107,15 +109,6 @@ def test_a_group_with_a_grader_error_is_counted_and_never_trained_on(harness: Ha
     status = harness.status()
     assert status.have == 0 and status.signal.groups == 2
     assert status.grading.model_dump() == {"total": 4, "recent": 4, "errors": 2, "error": "no space left"}
-
-
-def test_without_the_online_filter_a_group_with_a_grader_error_is_left_out_all_the_same() -> None:
-    harness = open_pool(online_filter=False)
-    credited(
-        harness, group("sums", [0, 0]), group("sums", [1, 0], outcomes=Outcomes(graded=1, grader_error=1), error="x")
-    )
-    assert harness.status().have == 1
-    assert harness.pool.db.history.after(0).metrics[0]["filtered/sums"] == 0, "it was not left out"
 
 
 def test_old_grader_errors_are_forgotten(harness: Harness) -> None:

@@ -177,9 +177,7 @@ def test_a_rejected_copy_does_not_own_its_content_so_the_author_is_not_slashed(
 
 @pytest.mark.parametrize("reason", sorted(HARD))
 def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -> None:
-    task = harness.upload()
-    harness.claim(VALIDATOR)
-    harness.judge(task.id, reason)
+    task = harness.rejected(reason)
     assert harness.beat().state == "evicted"
     assert harness.kinds()[-2:] == ["rejected", "slashed"]
     body = json.loads(next(harness.pool.db.ledger.entries(kind="slashed")).body)
@@ -201,9 +199,7 @@ def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -
 
 @pytest.mark.parametrize("reason", sorted(frozenset(Reason) - HARD))
 def test_a_soft_rejection_costs_the_submission_only(harness: Harness, reason: Reason) -> None:
-    task = harness.upload()
-    harness.claim(VALIDATOR)
-    harness.judge(task.id, reason)
+    harness.rejected(reason)
     assert harness.kinds()[-1] == "rejected" and "slashed" not in harness.kinds()
     assert harness.task().number == 1
 
@@ -326,8 +322,7 @@ def test_a_rejection_skips_no_work_that_is_valid(harness: Harness, reason: Reaso
     bad, good = harness.upload(BOB), harness.upload(ALICE)
     harness.claim()
     harness.judge(bad.id, reason)
-    claim = harness.claim()
-    assert claim is not None and claim.assignment.id == good.id
+    assert harness.claimed().assignment.id == good.id
     harness.judge(good.id)
     after = harness.accepted(ALICE)
     batch = harness.pool.batches.of_step(0)

@@ -13,7 +13,6 @@ from shoal.coordinator import pool as pages
 from shoal.ledger.chain import Entry, Head, LedgerError, open_head, sign_head, verify_chain
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import make_invite
-from shoal.protocol.messages import Heartbeat, HeartbeatAnswer
 from shoal.protocol.node import Node
 from shoal.validator.service import EVERY_S, HEAD, Witness
 
@@ -129,17 +128,3 @@ def test_only_a_head_of_this_ledger_by_its_own_signer_is_recorded(site: Site, tm
         refused(posted(sign_head(head.model_copy(update=wrong), node.identity)), 409, "of this ledger is another one")
     assert ledger(site, node) == chain, "nothing was recorded"
     assert posted(sign_head(head, node.identity)).status_code == 200
-
-
-def test_only_validators_co_sign_and_only_members_read(site: Site, tmp_path: Path) -> None:
-    worker = site.register("w", "worker")
-    node = validator(site, tmp_path)
-    chain = ledger(site, node)
-    head = sign_head(Head(run=RUN, seq=chain[-1].seq, digest=chain[-1].digest), site.identities["w"])
-    refused(worker.post("/v1/heads", json=head.model_dump(mode="json")), 403, "only validator may ask")
-    assert worker.get("/v1/ledger/0").status_code == 200
-    refused(worker.get("/v1/ledger/x"), 400, "is not the number of an entry")
-    refused(site.client(Identity.generate()).get("/v1/ledger/0"), 403, "may ask")
-    assert HeartbeatAnswer.model_validate_json(
-        worker.post("/v1/heartbeat", content=Heartbeat().model_dump_json()).content
-    )

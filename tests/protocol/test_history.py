@@ -1,24 +1,31 @@
 """Looking at a run from outside: its address, its state, its history by cursor."""
 
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
+from shoal.config.sections import RequirementsSection
+from shoal.errors import ShoalError
 from shoal.protocol import history
-from shoal.protocol.history import History, PoolWatch, Status, UnreachableError
-from shoal.protocol.invite import Address, AddressError, find_coordinator, server_url
+from shoal.protocol.history import History, PoolWatch, Status, UnreachableError, find_run, open_invite
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Address, AddressError, find_coordinator, make_invite, run_id, server_url
+from shoal.protocol.messages import VERSION, RunOffer
+from shoal.protocol.signing import sign_answer
 from tests.watch.support import status
 
-URL = "http://pool:8700"
+URL = "http://h:1"
 STATE: Status = status().status
 STEPS = [{"step": float(number), "reward/mean": 0.5} for number in range(5)]
 
 
 def watching(answer: Callable[[httpx.Request], httpx.Response]) -> PoolWatch:
-    return PoolWatch(URL, httpx.Client(transport=httpx.MockTransport(answer)))
+    return PoolWatch(URL, client(answer))
 
 
 def test_a_look_fetches_the_state_and_only_new_history() -> None:
@@ -134,3 +141,115 @@ def test_a_folder_without_a_coordinator_is_named(tmp_path: Path) -> None:
     (tmp_path / "coordinator.json").write_text("{")
     with pytest.raises(AddressError, match=f"{tmp_path}/coordinator.json is damaged: restore"):
         find_coordinator(str(tmp_path))
+
+
+# --- the offer of a run: what of it is believed ----------------------------------------------------------------------
+
+
+OWNER, OTHER = Identity.generate(), Identity.generate()
+RUN = run_id("sums", OWNER.public)
+
+
+def offer(**changed: Any) -> RunOffer:
+    fields: dict[str, Any] = {
+        "protocol": VERSION,
+        "run": RUN,
+        "key": OWNER.public,
+        "model": "bundled:tiny",
+        "state": "running",
+        "step": 3,
+        "steps": 24,
+        "workers": 2,
+        "places_free": None,
+        "requirements": RequirementsSection().model_dump(),
+    }
+    return RunOffer(**fields | changed)
+
+
+def client(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
+    return httpx.Client(transport=httpx.MockTransport(answer))
+
+
+def signed(request: httpx.Request, body: bytes, signer: Identity = OWNER) -> httpx.Response:
+    answer = {"status": 200, "body_sha256": sha256(body).digest(), "created_s": 1}
+    return httpx.Response(200, content=body, headers=sign_answer(signer, request.headers, **answer))
+
+
+def found(*, signer: Identity = OWNER, trusted: str = "", **changed: Any) -> RunOffer:
+    """What `find_run` makes of an offer; `signer` signs the answer."""
+
+    def coordinator(request: httpx.Request) -> httpx.Response:
+        assert str(request.url) == f"{URL}/v1/offer"
+        return signed(request, offer(**changed).model_dump_json().encode(), signer)
+
+    return find_run(f"{URL}/", client(coordinator), trusted)
+
+
+def test_an_offer_is_believed_with_its_coordinators_signature() -> None:
+    assert found() == found(trusted=OWNER.public) == offer()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"protocol": VERSION + 1}, f"speaks protocol {VERSION + 1}, this machine {VERSION}: install its version"),
+        ({"requirements": {"places": 8, "magic": 1}}, "is no offer of this version"),
+        ({"signer": OTHER}, "cannot be trusted: "),
+        ({"signer": OTHER, "key": OTHER.public, "trusted": OWNER.public}, "cannot be trusted: "),
+    ],
+)
+def test_what_is_not_believed(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ShoalError, match=words):
+        found(**changed)
+
+
+def test_an_offer_that_somebody_changed_or_kept_is_not_believed() -> None:
+    kept: list[httpx.Response] = []
+
+    def changing(request: httpx.Request) -> httpx.Response:
+        real = signed(request, offer().model_dump_json().encode())
+        kept.append(real)
+        return httpx.Response(200, headers=real.headers, content=real.content.replace(b'"step":3', b'"step":4'))
+
+    with pytest.raises(ShoalError, match="its body is not the one that was signed"):
+        find_run(URL, client(changing))
+    with pytest.raises(ShoalError, match="not over this answer to this request"):
+        find_run(URL, client(lambda request: httpx.Response(200, headers=kept[0].headers, content=kept[0].content)))
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        (httpx.Response(404, text="nothing"), "answers 404: no Shoal coordinator"),
+        (httpx.Response(200, stream=httpx.ByteStream(b"x"), headers={"content-encoding": "gzip"}), "answers in gzip"),
+        (httpx.Response(200, content=bytes(101)), "more than 100 bytes; tell its operator"),
+        (httpx.Response(200, content=b"{}"), "is no offer"),
+    ],
+)
+def test_what_is_no_offer(response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "OFFER_BYTES", 100)
+    with pytest.raises(ShoalError, match=words):
+        find_run(URL, client(lambda request: response))
+
+
+def test_a_coordinator_that_is_away_is_named() -> None:
+    def away(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    with pytest.raises(ShoalError, match="nothing answers at http://h:1 .refused."):
+        find_run(URL, client(away))
+
+
+def test_only_an_open_invite_of_the_run_itself_is_taken() -> None:
+    fields = {"url": URL, "run": RUN, "role": "worker", "name": "g", "expires_s": 2**40}
+    own, foreign = make_invite(OWNER, **fields, open=True), make_invite(OTHER, **fields, open=True)
+    assert open_invite(offer(invite=own.encode())) == own
+    for made, key, words in (
+        (None, OWNER, "takes only workers with an invite"),
+        (foreign, OWNER, "is of another run"),
+        (foreign, OTHER, "did not found the run"),
+        (foreign.model_copy(update={"key": OWNER.public}), OWNER, "not signed by this coordinator"),
+        (make_invite(OWNER, **fields), OWNER, "for one node only"),
+    ):
+        with pytest.raises(ShoalError, match=words):
+            open_invite(offer(invite=made.encode() if made else "", key=key.public))

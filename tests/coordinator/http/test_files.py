@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,15 @@ from blake3 import blake3
 
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import BucketFiles
+from shoal.coordinator.http.routes import Coordinator
 from shoal.ledger.connection import DatabaseFullError
-from shoal.protocol.messages import Announced, Finished, Heartbeat, PolicyVersion
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Announced, Finished, Heartbeat, PolicyVersion, Stored
+from shoal.protocol.signing import SignatureError
 from shoal.store.folder import IncomingFile, StoreError
 
-from .support import ANYONE, Site, pieces, refused, served, task_of, upload, worker_with_task
+from ..support import config
+from .support import ANYONE, PIECE, Site, pieces, refused, served, task_of, upload, worker_with_task
 
 
 @pytest.fixture
@@ -135,9 +139,12 @@ def test_one_grant_holds_two_unfinished_files_at_most(coordinator: Any) -> None:
     unfinished, *outcomes = asyncio.run(many())
     busy = [one for one in outcomes if isinstance(one, PoolError) and one.status == 429]
     assert unfinished == 2 and len(busy) == 3, "429: its node sends it again"
+    [first] = [one for one in outcomes if isinstance(one, PoolError) and one.status != 429]
+    assert "another upload" in str(first), "its connection broke while the coordinator still waits for its body"
+    assert len(list((coordinator.store.root / "submissions").iterdir())) == 1
 
 
-def test_an_upload_that_breaks_off_is_counted(coordinator: Any) -> None:
+def test_an_upload_that_breaks_off_is_counted_and_not_kept(coordinator: Any) -> None:
     worker, task = worker_with_task(coordinator)
     wasted: list[int] = []
     coordinator.admission.pace.moved = lambda key, size_bytes: wasted.append(size_bytes)
@@ -151,6 +158,7 @@ def test_an_upload_that_breaks_off_is_counted(coordinator: Any) -> None:
 
     with pytest.raises(ConnectionResetError):
         asyncio.run(upload(coordinator, worker, task, bytes(2_000), read))
+    assert list((coordinator.store.root / "submissions").iterdir()) == []
     asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
     assert wasted == [1_000]
 
@@ -208,3 +216,88 @@ def test_in_a_bucket_too_only_the_announced_file_gets_a_name(coordinator: Any) -
         send(b"rollouts")
     node = coordinator.pool.db.nodes.get(worker.public)
     assert node.missed_in_a_row == 1
+
+
+# --- streamed to the disk, and kept only if they are what was signed, while their grant is valid --------------------------
+
+
+def test_twenty_uploads_at_once_hold_one_piece_each(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts bytes that were read and are not yet in a file."""
+    in_memory, peak = 0, 0
+    write = IncomingFile.write
+
+    def counted_write(file: IncomingFile, piece: bytes) -> None:
+        nonlocal in_memory
+        write(file, piece)
+        in_memory -= len(piece)
+
+    async def all_at_once() -> list[Stored]:
+        def arriving() -> Callable[[], Awaitable[bytes]]:
+            next_piece = pieces(*[PIECE] * 16)
+
+            async def read() -> bytes:
+                nonlocal in_memory, peak
+                await asyncio.sleep(0)  # lets the others read
+                piece = await next_piece()
+                in_memory += len(piece)
+                peak = max(peak, in_memory)
+                return piece
+
+            return read
+
+        workers = [worker_with_task(coordinator, f"w-{number}") for number in range(20)]
+        return await asyncio.gather(*(upload(coordinator, *worker, PIECE * 16, arriving()) for worker in workers))
+
+    monkeypatch.setattr(IncomingFile, "write", counted_write)
+    stored = asyncio.run(all_at_once())
+    assert [found.size_bytes for found in stored] == [1 << 20] * 20
+    assert len(PIECE) <= peak <= 20 * len(PIECE)
+    assert coordinator.pool.db.submissions.count_by_state() == {"uploaded": 20}
+    assert coordinator.store.get("submissions", stored[0].hash) == PIECE * 16
+
+
+def test_an_upload_whose_body_was_changed_is_not_kept_and_may_be_repeated(coordinator: Coordinator) -> None:
+    worker, task = worker_with_task(coordinator)
+    with pytest.raises(SignatureError, match="body changed"):
+        asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouTs")))
+    assert list((coordinator.store.root / "submissions").iterdir()) == []
+    assert asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts"))).size_bytes == 8
+
+
+def test_a_task_that_expires_during_its_upload_keeps_no_file(coordinator: Coordinator) -> None:
+    worker, task = worker_with_task(coordinator)
+
+    async def read() -> bytes:
+        coordinator.pool.db.submissions.drop_of(worker.public)
+        return b""
+
+    with pytest.raises(PoolError, match="expired, not open"):
+        asyncio.run(upload(coordinator, worker, task, b"", read))
+    assert list((coordinator.store.root / "submissions").iterdir()) == []
+
+
+def test_a_slow_upload_ends_with_its_grant(coordinator: Coordinator) -> None:
+    """Otherwise a worker could hold one file more in the store's folder after every task it lets expire."""
+    worker, task = worker_with_task(coordinator)
+    read_pieces = 0
+
+    async def trickling() -> bytes:
+        nonlocal read_pieces
+        read_pieces += 1
+        if read_pieces == 3:
+            coordinator.pool.db.submissions.drop_of(worker.public)
+        assert read_pieces < 5, "the upload continues without a grant"
+        return b"x"
+
+    with pytest.raises(PoolError, match="expired, not open"):
+        asyncio.run(upload(coordinator, worker, task, b"", trickling))
+    assert read_pieces == 3
+    assert list((coordinator.store.root / "submissions").iterdir()) == []
+
+
+def test_a_killed_coordinators_unfinished_files_are_removed_at_its_next_start(tmp_path: Path) -> None:
+    (tmp_path / "store" / "submissions").mkdir(parents=True)
+    leftover = tmp_path / "store" / "submissions" / ".put-x.tmp"
+    leftover.write_bytes(PIECE)
+    Coordinator(config(), "r", Identity.generate(), tmp_path)
+    assert not leftover.exists()

@@ -199,9 +199,10 @@ def test_an_unknown_submission_is_not_found(site: Site, path: str) -> None:
     refused(site.clients["worker"].put(path, content=b"x"), 404, "no submission")
 
 
-def test_a_step_that_is_no_number_is_a_bad_request(site: Site) -> None:
+def test_a_step_or_entry_that_is_no_number_is_a_bad_request(site: Site) -> None:
     refused(site.clients["learner"].get("/v1/batches/first"), 400, "not a step")
     refused(site.clients["learner"].get("/v1/batches/-1"), 400, "not a step")
+    refused(site.clients["worker"].get("/v1/ledger/x"), 400, "is not the number of an entry")
 
 
 def test_metrics_are_open_to_all_and_in_prometheus_format(site: Site) -> None:
