@@ -50,11 +50,6 @@ def test_numeric_noise_passes(heavy_tailed: Callable[..., Tensor], seed: int) ->
     assert EXACT not in results
 
 
-def test_other_hidden_states_fail_in_every_chunk(heavy_tailed: Callable[..., Tensor]) -> None:
-    proofs = build(heavy_tailed(96, 576, seed=1))
-    assert not any(BFLOAT16.passes(result) for result in verify(heavy_tailed(96, 576, seed=2), proofs))
-
-
 def test_other_tokens_of_the_same_model_fail(heavy_tailed: Callable[..., Tensor]) -> None:
     """The same loud channels, other tokens."""
     hidden_TH = heavy_tailed(64, 576)
@@ -70,9 +65,7 @@ def test_one_changed_chunk_fails_alone(heavy_tailed: Callable[..., Tensor]) -> N
     assert verdicts == [[True] * 3, [True, True, False], [True] * 3]
 
 
-def test_constants_that_the_thresholds_would_accept_fail_by_their_degree(
-    accepted_constants: AcceptedConstants,
-) -> None:
+def test_constants_that_the_thresholds_would_accept_fail_by_their_degree(accepted_constants: AcceptedConstants) -> None:
     """Gaussian peaks in the upper half of one binade: too alike for the thresholds to refuse a constant."""
     gaussian_TH = torch.randn(32, 4096, generator=torch.Generator().manual_seed(0))
     hidden_TH = next(h for h in (gaussian_TH * 2 ** (n / 32) for n in range(32)) if accepted_constants(h, BFLOAT16))

@@ -223,6 +223,16 @@ def test_a_figure_token_or_number_of_them_out_of_range(
     assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0")
 
 
+@pytest.mark.parametrize(
+    "proof", [b"\xff" * 258, (65497).to_bytes(2, "big") + (0x3F80).to_bytes(2, "big") + bytes(254)]
+)
+def test_one_proof_that_is_malformed_or_of_a_constant_fails_all(
+    honest: list[Rollout], refused: Callable[..., Verdict], proof: bytes
+) -> None:
+    verdict = refused(with_row(honest, 0, proofs=[honest[0].proofs[0], proof]))
+    assert verdict.reason is Reason.PROOF
+
+
 # --- other tasks -----------------------------------------------------------------------------------------------------
 
 

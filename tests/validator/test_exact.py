@@ -16,12 +16,14 @@ from shoal.engine.selftest import fingerprint
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.messages import HARD, Claim, Fingerprint, Reason, Verdict
 from shoal.store.rollouts import Rollout
+from shoal.validator.case import Case
+from shoal.validator.checks import exact_proofs, exact_tokens, replay, sampling
 from shoal.validator.service import RELOADING, Validator
 from shoal.worker.produce import Producer
 
 from ..model.exactness import NEEDS_EXACT
 from ..workers import ALICE, RUN, produced, signed
-from .support import ASKED, ValidatorsNode, claim, config
+from .support import ASKED, ValidatorsNode, case_of, claim, config
 
 pytestmark = [NEEDS_EXACT, pytest.mark.usefixtures("one_thread")]
 ONE, TWO = "1" * 64, "2" * 64
@@ -91,16 +93,6 @@ def test_a_logprob_off_by_one_unit_in_the_last_place_is_inexact(
     assert "1 of" in verdict.detail and "rollout 3" in verdict.detail
 
 
-def test_a_bit_of_a_proof_is_inexact(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
-    """Of the lowest coefficient: within TOPLOC's thresholds, which compare values, not bytes."""
-    proof = bytearray(rows[0].proofs[0])
-    proof[3] ^= 1
-    changed = replace(rows[0], proofs=[bytes(proof), *rows[0].proofs[1:]])
-    verdict = judged(validator, worker, [changed, *rows[1:]])
-    assert verdict.reason in (Reason.INEXACT, Reason.PROOF)
-    assert verdict.reason is not None
-
-
 def test_inexact_work_makes_a_validator_load_its_weights_anew_only_now_and_then(
     validator: Validator, worker: Producer, rows: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,27 +114,33 @@ def test_inexact_work_makes_a_validator_load_its_weights_anew_only_now_and_then(
     assert len(loads) == 3, "for a lie it always does"
 
 
-def test_a_missing_proof_differs(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
-    from shoal.validator.checks import exact_proofs
-
-    case = validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))
-    computed = validator.judge.prefill([case])[0]  # type: ignore[list-item]
-    assert validator.judge.rules is not None and exact_proofs(validator.judge.rules, computed).finding is None
-    fewer = replace(computed, rows=[replace(computed.rows[0], proofs=[]), *computed.rows[1:]])
-    assert exact_proofs(validator.judge.rules, fewer).finding is not None
+@pytest.fixture
+def computed(validator: Validator, worker: Producer, rows: list[Rollout]) -> Case:
+    """Honest work and its prefill."""
+    return validator.judge.prefill([case_of(validator.judge, ASKED, signed(worker, ASKED, rows))])[0]
 
 
-def test_a_token_within_the_limits_is_inexact(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
+def flipped(proof: bytes) -> bytes:
+    """One bit of the lowest coefficient: within TOPLOC's thresholds, which compare values, not bytes."""
+    return proof[:3] + bytes([proof[3] ^ 1]) + proof[4:]
+
+
+@pytest.mark.parametrize("change", [lambda proofs: [], lambda proofs: [flipped(proofs[0]), *proofs[1:]]])
+def test_a_missing_proof_or_one_of_another_bit_differs(
+    validator: Validator, computed: Case, change: Callable[[list[bytes]], list[bytes]]
+) -> None:
+    assert validator.judge.rules is not None
+    assert exact_proofs(validator.judge.rules, computed).finding is None
+    first, *others = computed.rows
+    other = replace(computed, rows=[replace(first, proofs=change(first.proofs)), *others])
+    assert exact_proofs(validator.judge.rules, other).finding is not None
+
+
+def test_a_token_within_the_limits_is_inexact(validator: Validator, computed: Case) -> None:
     """The lie that a tolerance allows: another token where two scores are close."""
-    case = validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))
-    assert not hasattr(case, "reason")
-    computed = validator.judge.prefill([case])[0]  # type: ignore[list-item]
-    assert computed.prefill is not None
-    margins_N = computed.prefill.margins_N.clone()
+    margins_N = computed.computed().margins_N.clone()
     margins_N[5] = 1e-6
-    near = replace(computed, exact=True, prefill=replace(computed.prefill, margins_N=margins_N))
-    from shoal.validator.checks import exact_tokens, replay, sampling
-
+    near = replace(computed, exact=True, prefill=replace(computed.computed(), margins_N=margins_N))
     assert validator.judge.rules is not None
     assert sampling(validator.judge.rules, near).finding is None
     found = exact_tokens(validator.judge.rules, near).finding

@@ -11,7 +11,7 @@ from shoal.config import Config
 from shoal.protocol.messages import HARD, Reason, Verdict
 from shoal.store.rollouts import read_submission
 from shoal.tasks import Task
-from shoal.tasks.environments import ENVIRONMENTS, Environment, close
+from shoal.tasks.environments import ENVIRONMENTS, close
 from shoal.tasks.environments.python import STOPPED, Python
 from shoal.tasks.own import limits_of
 from shoal.worker.produce import Producer
@@ -133,11 +133,3 @@ def test_what_a_program_prints_holds_no_control_tokens(pair: Any) -> None:
         given = row.tokens[row.turns[0] : sum(row.turns[:2])] if row.turns else []
         text = both.worker.tokenizer.decode(given)
         assert not row.turns or (text == "<user>84<eos><assistant>" and given.count(USER) == 1)
-
-
-def test_an_environment_tolerates_nothing_by_default() -> None:
-    class Silent(Environment):
-        def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
-            return None
-
-    assert Silent().tolerated(Task("a/0", "", ""), 0, [""]) == ()
