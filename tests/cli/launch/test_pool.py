@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.launch.pool import PoolSwarm, local_url
+from shoal.cli.launch import members
+from shoal.cli.launch.swarm import PoolSwarm, local_url
 from shoal.cli.main import USAGE, main
 from shoal.config import parse
 from shoal.coordinator.operating import found_pool, open_pool
@@ -37,7 +38,7 @@ def pool(folder: Path, url: str = "http://127.0.0.1:8700", **config: Any) -> Poo
 
 def planned(swarm: PoolSwarm) -> dict[str, list[str]]:
     swarm._resolve({})
-    return dict(swarm.plan())
+    return {each.name: members.command(each, swarm.here, swarm.out, swarm.cores) for each in swarm.members}
 
 
 def test_every_trusted_role_is_started_and_no_worker(tmp_path: Path) -> None:

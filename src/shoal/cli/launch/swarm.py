@@ -1,4 +1,4 @@
-"""`shoal run`: starts every process of a run on this machine, watches them, and stops them. `pool` starts a pool's with it.
+"""`shoal run`: starts every process of a run on this machine, watches them, and stops them; `shoal pool up`: a pool's.
 
 The processes are the same commands that run on separate machines, and they speak HTTP on loopback. This one holds no state
 that a run needs: it can be killed, and its children end with it.
@@ -6,14 +6,16 @@ Invariant: when it returns, no child is left. It never imports torch.
 """
 
 import json
+import math
 import os
 import shlex
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -27,11 +29,12 @@ from shoal.cli.preflight import disk
 from shoal.cli.preflight.estimate import Forecast, available_cores, findings, forecast
 from shoal.cli.preflight.machine import free_bytes
 from shoal.config import Config
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UserError
 from shoal.files import copy_tree, write_file
 from shoal.protocol.history import PoolWatch, Status
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import run_id
+from shoal.protocol.invite import Address, open_payload, read_invite, run_id
+from shoal.protocol.messages import Role
 from shoal.watch import figures
 from shoal.watch.record import read_evaluations, trained_steps
 from shoal.watch.summary import MODEL, SUMMARY, Leg, all_legs, read_legs, summary_table, write_legs, write_report
@@ -41,6 +44,12 @@ POLL_S = 0.3
 PREPARE = "shoal.cli.launch.prepare"
 HERE = "127.0.0.1"  # where the dashboard is
 START_S = 60.0  # for the coordinator to listen
+INVITES = "invites"
+TRUSTED: tuple[Role, ...] = ("learner", "origin", "relay", "validator", "evaluator")  # in the order to start them
+NEEDED = ("learner", "origin")
+GOODBYE_S = 60.0  # for workers to hear that the run has finished
+HERE_S = 15.0  # a node that was seen in this time may still ask
+ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches what listens on all its addresses
 
 
 class Swarm:
@@ -69,6 +78,7 @@ class Swarm:
         self.started_s = 0.0
         self.status: Status | None = None  # the newest
         self.estimate: Forecast | str = ""
+        self.members = list(members.members(config))  # every process but coordinator and meeting, as they start
 
     def run(self) -> int:
         """The whole run. Returns the exit status. Raises ShoalError if the run could not be finished."""
@@ -126,14 +136,11 @@ class Swarm:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             if not self.resume and any(self.out.iterdir()):
-                raise ShoalError(
-                    f"{self.out} is not empty; choose another folder with --out, or resume it with --resume"
-                )
+                raise ShoalError(f"{self.out} is not empty; choose another with --out, or resume it with --resume")
             (self.out / "logs").mkdir(exist_ok=True)
         except OSError as error:
-            raise ShoalError(
-                f"cannot write to {self.out}: {error.strerror}; choose another folder with --out"
-            ) from error
+            why = f"cannot write to {self.out}: {error.strerror}; choose another folder with --out"
+            raise ShoalError(why) from error
 
     def _prepare(self) -> None:
         """Build the tasks, fetch the model, measure the dtype, check the disk; save the resolved config with the run."""
@@ -170,21 +177,19 @@ class Swarm:
         command = self._coordinator_command()
         self.pool.url = self.url
         self.watch = Watch(self.here, self.out, self.pool, stall_s=self.stall_s)
-        self._wait_for_coordinator(self.children.start("coordinator", command))
+        child = self.children.start("coordinator", command)
+        self._wait_for(child, "the coordinator", lambda: self.watch.look() is not None)
         if self.config.learner.sites:
-            self._wait_for_meeting(self.children.start(members.MEETING, members.meeting_command(self.out)))
-        for member in self._members():
+            child = self.children.start(members.MEETING, members.meeting_command(self.out))
+            invites = members.site_invites(self.config, self.out)
+            self._wait_for(child, "the sites' meeting", lambda: all(path.exists() for path in invites))
+        for member in self.members:
             self._invite(member)
-        for name, command in self.plan():
-            self.children.start(name, command)
+        for member in self.members:
+            self.children.start(member.name, members.command(member, self.here, self.out, self.cores))
         if self.dashboard is not None:
             self.children.start("dashboard", ["dashboard", str(self.out), "--port", str(self.dashboard)], spare=True)
             self._note(f"dashboard: http://{HERE}:{self.dashboard}/")
-
-    def plan(self) -> Iterator[tuple[str, list[str]]]:
-        """Every process but coordinator and meeting, in the order to start them: name and command line."""
-        for member in self._members():
-            yield member.name, members.command(member, self.here, self.out, self.cores)
 
     def _coordinator_command(self) -> list[str]:
         """Its command line; from now on the run has its name and its address."""
@@ -197,32 +202,17 @@ class Swarm:
     def _identity(self) -> Identity:
         return Identity.load_or_create(self.coordinator / "identity.pem")
 
-    def _members(self) -> list[RunProcess]:
-        """Every other process."""
-        return list(members.members(self.config))
-
     def _invite(self, member: RunProcess) -> None:
         members.invite(member, self._identity(), self.run_name, self.url, self.out)
 
-    def _wait_for_coordinator(self, coordinator: Child) -> None:
+    def _wait_for(self, child: Child, what: str, ready: Callable[[], bool]) -> None:
+        """Raise ShoalError if `what` ends, or is not ready in time."""
         deadline_s = time.monotonic() + START_S
-        while time.monotonic() < deadline_s:
-            if coordinator.exit_status() is not None:
-                raise ShoalError(f"the coordinator did not start: {coordinator.last_words()}")
-            if self.watch.look() is not None:
-                return
-            time.sleep(0.1)
-        raise ShoalError(
-            f"the coordinator did not answer at {self.url} within {START_S:.0f} s; see {self.out / 'logs'}"
-        )
-
-    def _wait_for_meeting(self, meeting: Child) -> None:
-        deadline_s = time.monotonic() + START_S
-        while not all(path.exists() for path in members.site_invites(self.config, self.out)):
-            if meeting.exit_status() is not None:
-                raise ShoalError(f"the sites' meeting did not start: {meeting.last_words()}")
+        while not ready():
+            if child.exit_status() is not None:
+                raise ShoalError(f"{what} did not start: {child.last_words()}")
             if time.monotonic() > deadline_s:
-                raise ShoalError(f"the sites' meeting did not start within {START_S:.0f} s; see {meeting.log}")
+                raise ShoalError(f"{what} did not start within {START_S:.0f} s; see {child.log}")
             time.sleep(0.1)
 
     # --- watching ----------------------------------------------------------------------------------------------------
@@ -238,7 +228,8 @@ class Swarm:
                     self.view.update(status, self.pool.history, self._wall_s())
                     if status.state == "finished" and self._trained() is not None and self._may_end(status):
                         return
-                self._measure()
+                if self.peaks.measure(self.children.pids() | {"shoal run": os.getpid()}):
+                    self._save_leg()
                 self.children.revive(self._say)
                 self.watch.check()
                 time.sleep(POLL_S)
@@ -247,16 +238,12 @@ class Swarm:
         """Whether nobody else needs a finished run's coordinator: every process is this one's child."""
         return True
 
-    def _measure(self) -> None:
-        """Keep the figures of this leg on disk, so that they survive this process."""
-        if self.peaks.measure(self.children.pids() | {"shoal run": os.getpid()}):
-            self._save_leg()
-
     def _wall_s(self) -> float:
         """What the run has taken so far, all its legs together."""
         return all_legs(self.legs[:-1]).wall_s + time.monotonic() - self.started_s
 
     def _save_leg(self) -> None:
+        """Keep the figures of this leg on disk, so that they survive this process."""
         self.legs[-1] = Leg(
             wall_s=time.monotonic() - self.started_s,
             restarts=self.children.restarts(),
@@ -280,13 +267,11 @@ class Swarm:
 
     def _trained(self) -> Path | None:
         """The model that the learner left when it ended; all of its sites leave the same one."""
-        names = [member.name for member in self._members() if member.role == "learner"]
+        names = [member.name for member in self.members if member.role == "learner"]
         return next((self.out / name / MODEL for name in names if self.children.has_ended(name)), None)
 
     def _how_to_resume(self) -> str:
-        if not (self.coordinator / "coordinator.json").exists():
-            return ""
-        return f"; resume with: {self._resuming()}"
+        return f"; resume with: {self._resuming()}" if (self.coordinator / "coordinator.json").exists() else ""
 
     def _resuming(self) -> str:
         """The command line, to be pasted into a shell."""
@@ -315,3 +300,85 @@ def _free_port(host: str) -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+# --- a pool ----------------------------------------------------------------------------------------------------------
+
+
+class PoolSwarm(Swarm):
+    """The trusted roles of a pool, by `config` and `address` in its `folder`, which `shoal pool init` made.
+
+        folder                the coordinator's
+        folder/NAME           of each process: learner, origin, relay-0, validator-0, evaluator
+        folder/logs/NAME.log  what it says
+
+    Invariant: it starts one process for each invite in folder/invites that is not a worker's, and uses up no other. Started
+    again, it goes on where it stopped. Left out: sites (`shoal pool meet`).
+    """
+
+    def __init__(self, folder: Path, config: Config, address: Address, dashboard: int | None = None) -> None:
+        """Raises UserError, InviteError."""
+        if config.learner.sites:
+            raise UserError("a learner with several sites is started by `shoal pool meet` and a command for each site")
+        super().__init__(config, address.run, folder, local_url(config, address), dashboard=dashboard)
+        self.coordinator = self.out
+        self.invites = _trusted_invites(self.out / INVITES)
+        self.members = list(self.invites)
+        self.finished_s = math.inf
+
+    def _resolve(self, found: dict[str, Any]) -> None:
+        """The pool's config stays as it is: each machine measures its own dtype. No worker is here, or may be late."""
+        workers = self.config.workers.model_copy(update={"count": 0})
+        self.here, self.stall_s = self.config.model_copy(update={"workers": workers}), math.inf
+
+    def _coordinator_command(self) -> list[str]:
+        return ["coordinator", "--dir", str(self.out), "--no-report", "--threads", "1"]
+
+    def _invite(self, member: RunProcess) -> None:
+        """Put the member's invite into its folder."""
+        folder = self.out / member.name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not (folder / "invite").exists():
+            shutil.copy(self.invites[member], folder / "invite")  # with its mode, 0600
+
+    def _start_all(self) -> None:
+        super()._start_all()
+        self._note(f"workers join with their invites in {self.out / INVITES}: shoal worker --join INVITE --dir worker")
+
+    def _may_end(self, status: Status) -> bool:
+        """Nodes elsewhere hear of the end by their next heartbeat; whoever was not seen lately has heard it, or is gone."""
+        now_s, here = time.monotonic(), {member.name for member in self.members}
+        self.finished_s = min(self.finished_s, now_s)
+        elsewhere = [node for node in status.nodes if node.name not in here and not node.evicted]
+        left = all(status.now_s - node.seen_s > HERE_S for node in elsewhere)
+        return left or now_s - self.finished_s > GOODBYE_S
+
+    def _resuming(self) -> str:
+        return f"shoal pool up {shlex.quote(str(self.out))}"
+
+    def _training_more(self, steps: int) -> str:
+        return f"set run.steps to {steps} in {self.out / 'config.toml'}, then: {self._resuming()}"
+
+
+def local_url(config: Config, address: Address) -> str:
+    """Where this machine reaches the pool's coordinator, whatever proxy others reach it by."""
+    host = ANY.get(config.coordinator.host, config.coordinator.host)
+    port = config.coordinator.port or urlsplit(address.url).port
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _trusted_invites(folder: Path) -> dict[RunProcess, Path]:
+    """The invite of each process, by the process, in the order to start them. Raises UserError, InviteError."""
+    found: dict[RunProcess, Path] = {}
+    for path in sorted(folder.glob("*.invite")):
+        invite = read_invite(str(path))
+        payload = open_payload(invite.signed.model_dump_json(), invite.key, invite.run)
+        if payload.role in TRUSTED:
+            found[RunProcess(payload.name, payload.role)] = path
+    for role in NEEDED:
+        if (count := sum(member.role == role for member in found)) != 1:
+            raise UserError(
+                f"{folder} holds {count} invites for the role {role}, and `shoal pool up` starts one: make the pool with "
+                "`shoal pool init`, or start each role by its own command"
+            )
+    return dict(sorted(found.items(), key=lambda entry: TRUSTED.index(entry[0].role)))

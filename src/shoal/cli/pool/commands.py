@@ -125,7 +125,7 @@ def init_pool(arguments: argparse.Namespace) -> None:
 
 
 def up_pool(arguments: argparse.Namespace) -> int:
-    from shoal.cli.launch.pool import PoolSwarm
+    from shoal.cli.launch.swarm import PoolSwarm
     from shoal.coordinator.operating import open_pool
 
     config, address = open_pool(arguments.dir)
