@@ -12,7 +12,7 @@ Left out: the validator's exactness class, so a file is judged by the limits alo
 ranks; one at several sites, whose moments and rounding no checkpoint that its record names holds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from shoal import tasks
 from shoal.cli.audit.files import file_digest
 from shoal.cli.audit.opened import BrokenError, Opened, naming
-from shoal.cli.audit.pay import Accepted, Found, Rejected
+from shoal.cli.audit.pay import Accepted, Found
 from shoal.cli.audit.work import gather_step
 from shoal.config import Config
 from shoal.learner.loop import Learner
@@ -72,7 +72,6 @@ def states(run: Opened, found: Found) -> list[int]:
 @contextmanager
 def rerun(run: Opened, found: Found, step: int, scratch: Path) -> Iterator[Again]:
     """Yields once the step is trained and its weights are compared. Raises BrokenError."""
-
     record, config = found.records[step], found.configs[step]
     section = config.learner.model_copy(update={"keep_versions": 2})
     config = config.model_copy(update={"learner": section})
@@ -99,11 +98,9 @@ def rerun(run: Opened, found: Found, step: int, scratch: Path) -> Iterator[Again
 
 
 def _compare(again: Again, version: int, digest: str) -> None:
-    found = file_digest(again.versions / version_name(version) / WEIGHTS)
-    if again.compared and found != digest:
-        raise BrokenError(
-            f"step {again.step}", f"run again, it does not give the published weights of version {version}"
-        )
+    if again.compared and file_digest(again.versions / version_name(version) / WEIGHTS) != digest:
+        why = f"run again, it does not give the published weights of version {version}"
+        raise BrokenError(f"step {again.step}", why)
 
 
 # --- submissions judged again ----------------------------------------------------------------------------------------
@@ -130,31 +127,22 @@ def judge_rejections(run: Opened, found: Found, *, limit: int) -> str:
     accepted file was checked already.
     """
     hard = {id: one for id, one in found.rejected.items() if one.reason in HARD and one.reason is not Reason.REPLAYED}
-    why = ""
-    if not limit:
-        why = "not asked for (--proofs 0)"
-    judged, weights = 0, {} if why else _at_hand(run, found)
-    for version in sorted({one.body["version"] for one in hard.values()}):
-        these = {id: one for id, one in hard.items() if one.body["version"] == version}
-        if version in weights:
-            _judge_rejected(run, found, these, weights[version])
-            judged += len(these)
-        else:
-            found.unproven[f"hard rejections: {why or f'weights of version {version} are not at hand'}"] += len(these)
+    judged, weights = 0, _at_hand(run, found) if limit else {}
+    for id, one in hard.items():
+        version, link = one.body["version"], f"rejection of {id}"
+        if version not in weights:
+            why = f"weights of version {version} are not at hand" if limit else "not asked for (--proofs 0)"
+            found.unproven[f"hard rejections: {why}"] += 1
+            continue
+        dtype = found.records[min(version, len(found.records) - 1)].computed.dtype
+        with _judging(run, one.config, dtype) as judge, naming(link):
+            judge.load(weights[version])
+            finding = _finding(judge, run, id, one.worker, one.body["file"])
+        if finding is None or finding.reason not in HARD:
+            instead = "accept it" if finding is None else f"reject it softly ({finding.reason})"
+            raise BrokenError(link, f"{one.worker[:16]} was slashed for {one.reason}; a validator would {instead}")
+        judged += 1
     return f"hard rejections: {judged} of {len(hard)} judged again" if hard else ""
-
-
-def _judge_rejected(run: Opened, found: Found, these: Mapping[str, Rejected], weights: Path) -> None:
-    for id, one in these.items():
-        dtype = found.records[min(one.body["version"], len(found.records) - 1)].computed.dtype
-        with _judging(run, one.config, dtype) as judge:
-            link = f"rejection of {id}"
-            with naming(link):
-                judge.load(weights)
-                finding = _finding(judge, run, id, one.worker, one.body["file"])
-            if finding is None or finding.reason not in HARD:
-                instead = "accept it" if finding is None else f"reject it softly ({finding.reason})"
-                raise BrokenError(link, f"{one.worker[:16]} was slashed for {one.reason}; a validator would {instead}")
 
 
 def _at_hand(run: Opened, found: Found) -> dict[int, Path]:

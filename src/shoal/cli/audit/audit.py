@@ -29,6 +29,7 @@ from shoal.ledger.evm import KINDS, not_on_chain
 from shoal.protocol.messages import Reason, ToleranceSpent
 
 Say = Callable[[str], None]
+SET_BACK_S = 300.0  # by which the coordinator's clock may have been set back
 
 
 def audit(
@@ -63,12 +64,10 @@ def audit(
     if sealed and run.connection is not None:
         check_standing(run, found, walk.pay, run.connection)
     elif walk.pay.dismissals:
-        found.unproven["dismissals: their evidence is in the tables, which are not compared"] += len(
-            walk.pay.dismissals
-        )
-    say(
-        f"submissions: {len(found.accepted)} accepted, {len(found.rejected)} rejected; every file signed and as recorded"
-    )
+        why = "dismissals: their evidence is in the tables, which are not compared"
+        found.unproven[why] += len(walk.pay.dismissals)
+    counts = f"{len(found.accepted)} accepted, {len(found.rejected)} rejected"
+    say(f"submissions: {counts}; every file signed and as recorded")
     say(f"steps: {len(found.records)} trained, each on exactly the groups of its batch")
     if line := check_settled(run, rpc):
         say(line)
@@ -90,14 +89,13 @@ def _again(run: Opened, found: Found, steps: int, proofs: int, random: Random, s
         say(line)
     if not steps:
         return
-
     possible = states(run, found)
     for step in sorted(random.sample(possible, min(steps, len(possible)))):
         with tempfile.TemporaryDirectory() as scratch, rerun(run, found, step, Path(scratch)) as again:
             if again.compared:
                 say(f"step {step}: run again, version {step + 1} is equal to the last bit")
             else:
-                differs = [name for name in type(again.here).model_fields if _differs(again, name)]
+                differs = [name for name, value in again.here if value != getattr(again.there, name)]
                 say(f"step {step}: run again, not compared: this machine computes with another {', '.join(differs)}")
             of_version = [one for one in found.accepted.values() if one.version == step]
             sample = random.sample(of_version, min(proofs, len(of_version)))
@@ -107,14 +105,7 @@ def _again(run: Opened, found: Found, steps: int, proofs: int, random: Random, s
         say("steps: none can be run again: no state before one is at hand, or several ranks or sites trained them")
 
 
-def _differs(again: object, name: str) -> bool:
-    return bool(getattr(again.here, name) != getattr(again.there, name))  # type: ignore[attr-defined]
-
-
 # --- states of members -----------------------------------------------------------------------------------------------
-
-
-SET_BACK_S = 300.0  # by which the coordinator's clock may have been set back
 
 
 def check_standing(run: Opened, found: Found, pay: Pay, connection: Connection) -> None:
@@ -125,9 +116,8 @@ def check_standing(run: Opened, found: Found, pay: Pay, connection: Connection) 
         link = f"table nodes: {node.name}"
         if node.role == "worker":
             if node.evicted != (node.key in found.slashed):
-                raise BrokenError(
-                    link, "banned, and no entry slashes it" if node.evicted else "slashed, and not banned"
-                )
+                why = "banned, and no entry slashes it" if node.evicted else "slashed, and not banned"
+                raise BrokenError(link, why)
             if node.state == "dismissed" and node.key not in dismissed:
                 raise BrokenError(link, "dismissed, and no entry says so")
             if node.suspensions and not _may_be_suspended(node, found, missed.get(node.key, 0)):
@@ -141,9 +131,8 @@ def check_standing(run: Opened, found: Found, pay: Pay, connection: Connection) 
             process = process.after(bets(figures, config))
         same = math.isclose(process.evidence, body["evidence"], rel_tol=1e-6)
         if process.observations != body["submissions"] or not same:
-            raise BrokenError(
-                link, f"the verdicts give evidence of {process.evidence:.3f} nats, not {body['evidence']:.3f}"
-            )
+            why = f"the verdicts give evidence of {process.evidence:.3f} nats, not {body['evidence']:.3f}"
+            raise BrokenError(link, why)
 
 
 def _may_be_suspended(node: Member, found: Found, missed: int) -> bool:
@@ -191,12 +180,9 @@ def check_settled(run: Opened, rpc: str) -> str:
         digests = {entry.digest for entry in run.chain}
         mine = {str(json.loads(entry.body)["key"]) for entry in run.chain if entry.kind == "registered"}
     if lacking:
-        first = lacking[0]
-        raise BrokenError(
-            link,
-            f"does not hold entry {first.seq} ({first.kind}) of the ledger, and {len(lacking) - 1} more; "
-            "if the chain was away, settle them: shoal pool stake settle RUN",
-        )
+        which = f"entry {lacking[0].seq} ({lacking[0].kind}) of the ledger, and {len(lacking) - 1} more"
+        settle = "if the chain was away, settle them: shoal pool stake settle RUN"
+        raise BrokenError(link, f"does not hold {which}; {settle}")
     foreign = sum(event[0] != "registered" and event[1] in mine and event[2] not in digests for event in known)
     held = sum(entry.kind in KINDS for entry in run.chain)
     more = f"; {foreign} events of its workers are of other runs, or not of this ledger" if foreign else ""

@@ -30,6 +30,7 @@ from shoal.protocol.messages import Role
 from shoal.store.folder import FileStore, Folder
 
 DATABASE = "pool.sqlite"
+HEADS = "*/head.json"  # what validators keep in their own folders
 
 
 class BrokenError(ShoalError):
@@ -70,8 +71,13 @@ def coordinator_folder(folder: Path) -> Path:
 def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Opened:
     """Verifies the chain. `export`: the ledger as JSON lines, instead of the database. Raises BrokenError."""
     coordinator = coordinator_folder(folder)
-    connection = None if export else _connect(folder)
-    chain = read_ledger(export, connection)
+    connection: Connection | None = None
+    with naming("ledger"):
+        if export:
+            chain = list(read_export(export))
+        else:
+            connection = _connect(folder)
+            chain = list(Ledger(connection).every_row())
     first = json.loads(chain[0].body) if chain else {}
     if not chain or chain[0].kind != "started":
         raise BrokenError("ledger entry 1", "missing, or not the start of a run (or the run is of an earlier version)")
@@ -97,15 +103,6 @@ def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Open
         connection=connection,
         keys=keys,
     )
-
-
-def read_ledger(export: Path | None, connection: Connection | None) -> list[Entry]:
-    """The entries of an export, or of an open database; unverified. Raises BrokenError."""
-    with naming("ledger"):
-        if connection is None:
-            assert export is not None
-            return list(read_export(export))
-        return list(Ledger(connection).every_row())
 
 
 def settings_of(folder: Path) -> Config:
@@ -144,7 +141,12 @@ def first_of(values: Iterable[str]) -> str:
 def _connect(folder: Path) -> Connection:
     path = coordinator_folder(folder) / DATABASE
     if path.is_file():
-        return _open_sqlite(path)
+        with naming(path.name):
+            sqlite = open_sqlite(path, read_only=True)
+            found = sqlite.value("PRAGMA quick_check")
+            if found != "ok":
+                raise BrokenError(path.name, f"damaged: {found}")
+            return sqlite
     with naming("config.toml"):
         database = settings_of(folder).coordinator.database
     if not database:
@@ -157,15 +159,6 @@ def _connect(folder: Path) -> Connection:
     return connection
 
 
-def _open_sqlite(path: Path) -> Connection:
-    with naming(path.name):
-        connection = open_sqlite(path, read_only=True)
-        found = connection.value("PRAGMA quick_check")
-        if found != "ok":
-            raise BrokenError(path.name, f"damaged: {found}")
-        return connection
-
-
 def _bucket(section: StoreSection) -> FileStore:
     from shoal.store.bucket import Bucket  # needs the extra `s3`
 
@@ -174,9 +167,6 @@ def _bucket(section: StoreSection) -> FileStore:
 
 
 # --- the end of the chain --------------------------------------------------------------------------------------------
-
-
-HEADS = "*/head.json"  # what validators keep in their own folders
 
 
 def check_heads(run: Opened, known: Sequence[str]) -> list[Head]:

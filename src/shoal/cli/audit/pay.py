@@ -1,6 +1,5 @@
 """What the walk along the ledger collects, and the rules of pay and punishment: each entry about them rests on earlier ones.
 
-
     slashed      a hard rejection, with its facts
     dismissed    a rejection for spending, and evidence above the run's limit (`standing` computes it again)
     credited     accepted work, once: covered by later checks, or at the run's end
@@ -23,6 +22,8 @@ from shoal.config import Config
 from shoal.evidence import ALPHA
 from shoal.ledger.chain import Entry
 from shoal.protocol.messages import HARD, Reason, StepRecord
+
+NEXT = ("accepted", "rejected", "trained")  # what follows from an entry of these stands before the next one of them
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,6 @@ class Found:
 # --- pay -------------------------------------------------------------------------------------------------------------
 
 
-NEXT = ("accepted", "rejected", "trained")  # what follows from an entry of these stands before the next one of them
-
-
 class Pay:
     def __init__(self, found: Found) -> None:
         self.found = found
@@ -113,10 +111,8 @@ class Pay:
         """After the last entry. Raises BrokenError."""
         self._check_owed()
         if self.found.has_ended and (unsettled := self._waiting(self.found.accepted.values())):
-            raise BrokenError(
-                self._link,
-                f"ends the ledger of a finished run, and {first_of(unsettled)} is neither paid nor forfeited",
-            )
+            why = f"ends the ledger of a finished run, and {first_of(unsettled)} is neither paid nor forfeited"
+            raise BrokenError(self._link, why)
 
     def _check_owed(self) -> None:
         if self._owed is not None:
@@ -167,9 +163,8 @@ class Pay:
         if not observed or observed[-1][0] != body["submission"] or not 1 <= count <= len(observed):
             raise ValueError(f"dismisses {worker[:16]} for {count} submissions, of which not all were judged before")
         if not body["evidence"] >= (least := math.log(1 / ALPHA)):
-            raise ValueError(
-                f"dismisses {worker[:16]} on evidence of {body['evidence']} nats; the run asks for {least:.1f}"
-            )
+            evidence = f"{body['evidence']} nats; the run asks for {least:.1f}"
+            raise ValueError(f"dismisses {worker[:16]} on evidence of {evidence}")
         self.dismissals.append((self._link, body, list(observed)))
         self._dismissed.add(worker)
         self._lost |= self._waiting(self._works.get(worker, []))

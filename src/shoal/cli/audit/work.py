@@ -41,11 +41,8 @@ from shoal.tasks.derive import max_rollouts
 
 LONGEST = 1 << 17  # tokens of a prompt
 ELSEWHERE = ("sealed", "witnessed")  # kinds that `chain` checks
-UNFOUNDED = (
-    Reason.UNREADABLE,
-    Reason.SIGNATURE,
-    Reason.CONTEXT,
-)  # said of files that are not whole, or not for the task
+# said of files that are not whole, or not for the task
+UNFOUNDED = (Reason.UNREADABLE, Reason.SIGNATURE, Reason.CONTEXT)
 
 
 class Walk:
@@ -126,11 +123,9 @@ class Walk:
         counted = [sum(model_tokens(row.turns, len(row.tokens)) for row in rows) for rows in groups]
         if (sum(counted), len(groups)) != (body["tokens"], body["groups"]):
             raise ValueError(f"credits {body['tokens']} tokens of {id}, whose accepted file holds {sum(counted)}")
+        as_said = ("worker", "validator", "step", "version", "nonce", "full", "file", "accepted")
         one = self.found.accepted[id] = Accepted(
-            **{
-                name: body[name]
-                for name in ("worker", "validator", "step", "version", "nonce", "full", "file", "accepted")
-            },
+            **{name: body[name] for name in as_said},
             id=id,
             number=submission.header.submission,
             tokens=sum(counted),
@@ -169,9 +164,8 @@ class Walk:
 
     def _check_replayed(self, id: str, one: Rejected) -> None:
         content = self._reader().read(self.run.store.get("submissions", one.body["file"])).header.content
-        if not any(
-            before.worker == one.worker and before.content == content for before in self.found.accepted.values()
-        ):
+        held = {before.content for before in self.found.accepted.values() if before.worker == one.worker}
+        if content not in held:
             raise ValueError(f"rejects {id} as replayed, and nothing accepted of its worker holds the same rollouts")
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -259,12 +253,12 @@ class Walk:
         with naming(f"{'submission' if kind == 'submissions' else kind} file of {id}"):
             return read(self.run.store.get(kind, hash))
 
-    def _longest(self) -> int:
-        return max(self.found.config.sampling.max_tokens, LONGEST)
+    def _limits(self) -> FileLimits:
+        return FileLimits(max_rollouts(self.found.config), max(self.found.config.sampling.max_tokens, LONGEST))
 
     def _reader(self) -> Quarantine:
         """What reads the files of workers, in a child process."""
-        limits = FileLimits(max_rollouts(self.found.config), self._longest())
+        limits = self._limits()
         if self._quarantine is None or self._quarantine.limits != limits:
             if self._quarantine is not None:
                 self._quarantine.close()
@@ -272,7 +266,8 @@ class Walk:
         return self._quarantine
 
     def _accepted(self, data: bytes) -> RolloutFile[AcceptedRollout]:
-        return read_accepted(data, max_rows=max_rollouts(self.found.config), max_tokens=self._longest())
+        limits = self._limits()
+        return read_accepted(data, max_rows=limits.max_rows, max_tokens=limits.max_tokens)
 
 
 def gather_step(run: Opened, found: Found, step: int) -> Fetched:
