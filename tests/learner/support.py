@@ -18,6 +18,7 @@ from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
 from shoal.learner.sites import SiteLearner, learner_terms
 from shoal.model.dtype import DtypeName
+from shoal.model.numerics import Numerics
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import read_invite
 from shoal.protocol.messages import Batch, BatchGroup, Ok, StepReport
@@ -35,12 +36,13 @@ def make_policy(
     dtype: DtypeName = "float32",
     ranks: Ranks | None = None,
     device: str = "cpu",
+    numerics: Numerics = "fast",
     **changed: Any,
 ) -> Policy:
     """The weights in `folder`, trained from the first update on at a rate of 1e-3; no KL and no entropy bonus."""
     settings = {"lr": 1e-3, "warmup_steps": 0, "grad_clip": 1.0} | changed
     section = LearnerSection(**settings, loss=LossSection(**{"beta": 0.0, "entropy": 0.0} | (loss or {})))
-    return Policy(folder, section, dtype, device, temperature, ranks)
+    return Policy(folder, section, dtype, device, temperature, ranks, numerics=numerics)
 
 
 def make_groups() -> list[Group]:
@@ -78,6 +80,15 @@ def state(of: Policy) -> dict[str, torch.Tensor]:
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def alone(folder: Path, out: Path, *, kind: str = "grpo", max_tokens: int = 16, **changed: Any) -> Learner:
+    """A learner without a node: it can train on groups, and publishes nothing."""
+    section: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 0} | changed
+    section["loss"] = {"kind": kind, "beta": 0.0, "entropy": 0.0}
+    batch = {"sampling": {"max_tokens": max_tokens}, "coordinator": {"prompts_per_step": 48}}
+    config = parse({"learner": section} | batch)
+    return Learner(None, config, Policy(folder, config.learner, "float32", "cpu", 1.0), out)
 
 
 # --- accepted files ---------------------------------------------------------------------------------------------------

@@ -51,11 +51,13 @@ def test_every_token_comes_once_with_its_own_logprob_and_advantage(row_tokens: i
     assert sorted(token for token, _, _ in found) == sorted(wanted)
     assert all(behaviour == -token for token, behaviour, _ in found)
     assert all(advantage == pytest.approx(wanted[token]) for token, _, advantage in found)
-
-
-@pytest.mark.parametrize("row_tokens", [15, 20, 25, 64])
-def test_a_row_holds_no_more_than_its_budget(row_tokens: int) -> None:
     assert all(len(micro.pack.tokens_T) <= row_tokens for micro in packed(row_tokens))
+
+
+def test_rows_are_as_long_as_the_longest_sequence_needs() -> None:
+    """What the validator accepted, the learner can train on: 3 tokens of prompt and 12 of a completion in rows of 8."""
+    assert max(len(micro.pack.tokens_T) for micro in packed(row_tokens=8)) == 15
+    assert sum(len(micro.advantage_N) for micro in packed(row_tokens=8)) == sum(group.n_tokens for group in GROUPS)
 
 
 @pytest.mark.parametrize("row_tokens", [15, 20, 512])
@@ -67,30 +69,6 @@ def test_tokens_of_one_rollout_have_one_number(row_tokens: int) -> None:
         rollouts += [part.tolist() for part in micro.pack.target_N.split(counts.tolist())]
     wanted = [tokens for one in GROUPS for tokens in one.completions if tokens]
     assert sorted(rollouts) == sorted(wanted)
-
-
-def test_a_group_split_over_rows_keeps_the_advantages_of_the_whole_group() -> None:
-    found = {
-        int(token): float(advantage)
-        for micro in packed(row_tokens=15)
-        for token, advantage in zip(micro.pack.target_N, micro.advantage_N, strict=True)
-    }
-    assert {found[token] for token in GROUPS[1].completions[0]} == {0.75}
-    assert {found[token] for tokens in GROUPS[1].completions[1:] for token in tokens} == {-0.25}
-
-
-def test_advantages_are_normalised_where_asked_for() -> None:
-    (micro,) = packed(row_tokens=512, normalize_std=True)
-    found = dict(zip(micro.pack.target_N.tolist(), micro.advantage_N.tolist(), strict=True))
-    of_first = [abs(found[token]) for tokens in GROUPS[0].completions for token in tokens]
-    size = len(GROUPS[0].completions)  # half of them right: 1 / 2 over the sample's std
-    assert of_first == pytest.approx([math.sqrt((size - 1) / size)] * GROUPS[0].n_tokens, abs=1e-4)
-
-
-def test_rows_are_as_long_as_the_longest_sequence_needs() -> None:
-    """What the validator accepted, the learner can train on: 3 tokens of prompt and 12 of a completion in rows of 8."""
-    assert max(len(micro.pack.tokens_T) for micro in packed(row_tokens=8)) == 15
-    assert sum(len(micro.advantage_N) for micro in packed(row_tokens=8)) == sum(group.n_tokens for group in GROUPS)
 
 
 def test_the_predictor_of_a_token_is_the_token_before_it(tiny_model: Any) -> None:
@@ -155,14 +133,20 @@ def test_another_answer_leaves_what_is_trained_on_and_changes_what_is_read(tiny_
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.9, 0.0])
 
 
-def test_advantages_are_rewards_minus_their_mean() -> None:
+def test_advantages_are_rewards_minus_their_mean_normalised_by_a_samples_std_where_asked_for() -> None:
+    """As in TRL and verl: a group is a sample of the policy's completions."""
     expected = torch.tensor([0.57, -0.43, -0.18, 0.47, -0.43])
     torch.testing.assert_close(group_advantages(REWARDS, normalize_std=False), expected)
-
-
-def test_normalised_advantages_have_a_samples_std_of_one() -> None:
-    """As in TRL and verl: a group is a sample of the policy's completions."""
     assert float(group_advantages(REWARDS, normalize_std=True).std(correction=1)) == pytest.approx(1, abs=1e-4)
+    (micro,) = packed(row_tokens=512, normalize_std=True)
+    found = dict(zip(micro.pack.target_N.tolist(), micro.advantage_N.tolist(), strict=True))
+    size = len(GROUPS[0].completions)  # half of them right: 1 / 2 over the sample's std
+    for token in GROUPS[0].completions[0]:
+        assert abs(found[token]) == pytest.approx(math.sqrt((size - 1) / size), abs=1e-4)
+    for dtype in (torch.float64, torch.int64, torch.bool):
+        for normalize_std in (True, False):
+            of = group_advantages(torch.tensor([1, 0, 0]).to(dtype), normalize_std=normalize_std)
+            assert of.dtype == torch.float32
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
@@ -172,10 +156,3 @@ def test_equal_rewards_give_exactly_zero(normalize_std: bool, reward: float, siz
     """Exactly, because the online filter drops a group whose advantages are all zero."""
     advantages_G = group_advantages(torch.full((size,), reward), normalize_std=normalize_std)
     assert torch.equal(advantages_G, torch.zeros(size))
-
-
-@pytest.mark.parametrize("normalize_std", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
-def test_advantages_are_float32_whatever_the_rewards_are(dtype: torch.dtype, normalize_std: bool) -> None:
-    rewards_G = torch.tensor([1, 0, 0]).to(dtype)
-    assert group_advantages(rewards_G, normalize_std=normalize_std).dtype == torch.float32

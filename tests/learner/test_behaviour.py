@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.config import parse
 from shoal.config.recipe import LossKind
 from shoal.learner.groups import Group
-from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 
-from .support import N_TOKENS, batches, equal, make_groups, make_policy, state
+from .support import N_TOKENS, alone, batches, equal, make_groups, make_policy, state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,7 +46,7 @@ def objective(kind: LossKind, ratio_T: Tensor, logp_T: Tensor, behaviour_T: Tens
 def test_a_steps_loss_equals_one_computed_rollout_by_rollout(
     tiny_folder: Path, tmp_path: Path, kind: LossKind, row_tokens: int
 ) -> None:
-    learner = make_learner(tiny_folder, tmp_path, row_tokens=row_tokens, kind=kind)
+    learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=row_tokens, kind=kind)
     wanted = 0.0
     for group in make_groups():
         mean = sum(group.rewards) / len(group.rewards)
@@ -62,20 +60,12 @@ def test_a_steps_loss_equals_one_computed_rollout_by_rollout(
     assert learner.train(make_groups())["loss"] == pytest.approx(wanted, rel=1e-4)
 
 
-def make_learner(folder: Path, out: Path, *, row_tokens: int = 512, kind: LossKind = "grpo", **changed: Any) -> Learner:
-    """Without a node: it can train on groups, and publishes nothing."""
-    section = {"lr": 1e-3, "warmup_steps": 0, "optimizer_steps_per_step": 1, "row_tokens": row_tokens} | changed
-    section["loss"] = {"kind": kind, "beta": 0.0, "entropy": 0.0}
-    config = parse({"learner": section, "sampling": {"max_tokens": MAX_TOKENS}, "coordinator": {"prompts_per_step": 3}})
-    return Learner(None, config, Policy(folder, config.learner, "float32", "cpu", 1.0), out)
-
-
 def test_what_nobody_checked_is_recomputed_and_nothing_else(tiny_folder: Path, tmp_path: Path) -> None:
     """The worker claims -4 nats, or what dominates the batch: of an unchecked group neither is used."""
-    learner = make_learner(tiny_folder, tmp_path, row_tokens=20)
+    learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20)
     checked, *rest = make_groups()
     figures = [
-        make_learner(tiny_folder, tmp_path, row_tokens=20).train(
+        alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20).train(
             [checked, *(replace(group, checked=False, behaviour=claim(group)) for group in rest)]
         )
         for claim in (lambda group: group.behaviour, lambda group: [[-49.0] * len(of) for of in group.behaviour])
@@ -90,29 +80,33 @@ def unchecked() -> list[Group]:
 
 def test_what_nobody_checked_is_on_policy(tiny_folder: Path, tmp_path: Path) -> None:
     """The files claim -4 nats for every token, which none has. The first update's ratio is 1 if nobody believes them."""
-    figures = make_learner(tiny_folder, tmp_path, row_tokens=20).train(unchecked())
+    figures = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20).train(unchecked())
     assert figures["policy/mismatch_kl"] == figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0
 
 
 def test_recomputed_behaviour_is_of_the_steps_start_for_all_its_updates(tiny_folder: Path, tmp_path: Path) -> None:
-    learner = make_learner(tiny_folder, tmp_path, optimizer_steps_per_step=3)
+    learner = alone(tiny_folder, tmp_path, row_tokens=512, optimizer_steps_per_step=3)
     figures = learner.train(unchecked())
     assert learner.policy.updates == 3
     assert figures["policy/mismatch_kl"] > 0  # the first update's is 0, the others' is not
 
 
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
 @pytest.mark.parametrize("behaviour", [False, True], ids=["update", "after recomputing behaviour"])
-def test_recomputed_activations_give_the_same_gradients(tiny_folder: Path, behaviour: bool) -> None:
-    loss = {"beta": 0.01, "entropy": 0.01}
-    kept = make_policy(tiny_folder, loss=loss)
-    computed_again = make_policy(tiny_folder, loss=loss, activation_checkpointing=True)
-    for policy in (kept, computed_again):
+def test_recomputed_activations_give_the_same_gradients(
+    tiny_folder: Path, behaviour: bool, lora: dict[str, Any]
+) -> None:
+    both = []
+    for again in (False, True):
+        torch.manual_seed(0)  # adapters begin at random numbers
+        loss = {"beta": 0.01, "entropy": 0.01}
+        both.append(policy := make_policy(tiny_folder, loss=loss, activation_checkpointing=again, **lora))
         for _ in range(2):
             rows = batches(20)
             if behaviour:
                 rows = [replace(row, behaviour_N=policy.own_logprobs(row)) for row in rows]
             policy.update(rows, N_TOKENS)
-    assert equal(state(kept), state(computed_again))
+    assert equal(*map(state, both))
 
 
 def test_activations_are_recomputed_where_asked_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

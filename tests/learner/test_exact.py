@@ -1,32 +1,21 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner.batch import micro_batches
 from shoal.learner.groups import Group
-from shoal.learner.policy import Policy
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, save_model
 from shoal.model.tree import Tree
 
 from ..model.exactness import DTYPES, skip_unless_exact, states
-from .support import make_groups
+from .support import make_groups, make_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def policy(folder: Path, dtype: DtypeName, *, recompute: bool = False) -> Policy:
-    section = LearnerSection(
-        lr=1e-3,
-        warmup_steps=0,
-        activation_checkpointing=recompute,
-        loss=LossSection(beta=0.0, entropy=0.0),
-    )
-    return Policy(folder, section, dtype, "cpu", 0.8, numerics="exact")
 
 
 def validated(folder: Path, dtype: DtypeName, groups: Sequence[Group]) -> list[Group]:
@@ -45,7 +34,8 @@ def validated(folder: Path, dtype: DtypeName, groups: Sequence[Group]) -> list[G
 def test_on_policy_nothing_mismatches(tiny_folder: Path, tmp_path: Path, dtype: DtypeName, recompute: bool) -> None:
     """At every published version: the divergence is 0, not small, though the masters are not what was published."""
     skip_unless_exact(dtype)
-    trained = policy(tiny_folder, dtype, recompute=recompute)
+    settings: dict[str, Any] = {"temperature": 0.8, "dtype": dtype, "numerics": "exact"}
+    trained = make_policy(tiny_folder, **settings, activation_checkpointing=recompute)
     folder = tiny_folder
     for version in range(3):
         groups = validated(folder, dtype, make_groups())
@@ -62,7 +52,7 @@ def test_on_policy_nothing_mismatches(tiny_folder: Path, tmp_path: Path, dtype: 
 def test_one_changed_weight_shows(tiny_folder: Path) -> None:
     """The test above can fail."""
     skip_unless_exact("bfloat16")
-    trained = policy(tiny_folder, "bfloat16")
+    trained = make_policy(tiny_folder, temperature=0.8, dtype="bfloat16", numerics="exact")
     with torch.no_grad():
         next(iter(trained.weights.values()))[5, 3] += 0.5
     groups = validated(tiny_folder, "bfloat16", make_groups())

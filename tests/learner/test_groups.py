@@ -121,10 +121,17 @@ def test_a_file_that_breaks_the_schema_is_quarantined_and_the_others_are_taken(
     assert submission(1) in line and str(quarantine) in line and why in line
 
 
-def test_where_every_file_breaks_the_schema_nothing_is_trained_on(quarantine: Path) -> None:
-    found = fetched(Store(b"", b"PAR1"), quarantine, (0, 0), (1, 0))
-    assert not found.groups and "2 are in files moved to quarantine" in found.left_out
-    assert len(list(quarantine.iterdir())) == 2
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ([b"", b"PAR1"], "2 are in files moved to quarantine"),
+        ([accepted(version=1), accepted(version=1)], "2 are too old"),
+    ],
+    ids=["broken", "old"],
+)
+def test_a_batch_with_nothing_to_train_on_says_why(files: list[bytes], why: str, quarantine: Path) -> None:
+    found = fetched(Store(*files), quarantine, (0, 0), (1, 0))
+    assert not found.groups and why in found.left_out
 
 
 @pytest.mark.parametrize(("version", "taken"), [(4, 1), (2, 1), (1, 0), (0, 0)])
@@ -133,17 +140,34 @@ def test_a_group_beyond_the_async_level_is_counted_and_left_out(version: int, ta
     assert (len(found.groups), found.refused) == (1 + taken, 1 - taken)
 
 
-@pytest.mark.parametrize("logprob", [-9999.0, -50.5, 0.00390625, 0.5, float("nan"), float("-inf")])
-def test_a_group_with_an_impossible_logprob_is_counted_and_left_out(
-    logprob: float, quarantine: Path, caplog: pytest.LogCaptureFixture
+def conversation(**changed: Any) -> AcceptedRollout:
+    """A rollout of group 1 with an answer of two tokens."""
+    return replace(rollouts()[3], **{"tokens": [10, 2, 8, 9, 11, 2], "logprobs": [-0.5] * 4, "turns": [2, 2]} | changed)
+
+
+IMPOSSIBLE = [-9999.0, -50.5, 0.00390625, 0.5, float("nan"), float("-inf")]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        *((replace(rollouts()[3], logprobs=[-0.5, x]), f"a logprob of {x:g} is outside [-50, 0]") for x in IMPOSSIBLE),
+        *((replace(rollouts()[3], reward=x), "") for x in (float("nan"), float("inf"), 1e30, -1e30)),
+        (conversation(turns=[]), "there are 4 logprobs for 6 sampled tokens"),
+        (conversation(turns=[2, 1]), "there are 4 logprobs for 5 sampled tokens"),
+        (conversation(logprobs=[-0.5] * 6), "there are 6 logprobs for 4 sampled tokens"),
+    ],
+)
+def test_a_group_with_an_impossible_reward_logprob_or_number_of_them_is_counted_and_left_out(
+    row: AcceptedRollout, why: str, quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The logprobs of a submission that was accepted without a prefill are the worker's."""
     rows = rollouts()
-    rows[3] = replace(rows[3], logprobs=[-0.5, logprob])  # of group 1
+    rows[3] = row
     found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1), (0, 2))
     assert ([group.prompt[0] for group in found.groups], found.implausible) == ([4, 6], 1)
     [line] = caplog.messages
-    assert line == f"group 1 of {submission(0)} is left out: a logprob of {logprob:g} is outside [-50, 0]"
+    assert line.startswith(f"group 1 of {submission(0)} is left out: ") and why in line
 
 
 def test_logprobs_that_nobody_checked_may_have_any_value_because_none_is_used(quarantine: Path) -> None:
@@ -167,19 +191,6 @@ def test_a_prompt_may_be_longer_than_any_completion(quarantine: Path) -> None:
     assert list(group.prompt) == prompt
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e30, -1e30])
-def test_a_group_with_an_impossible_reward_is_counted_and_left_out(reward: float, quarantine: Path) -> None:
-    rows = rollouts()
-    rows[0] = replace(rows[0], reward=reward)
-    found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1))
-    assert (len(found.groups), found.implausible) == (1, 1)
-
-
-def test_a_batch_of_only_old_groups_has_nothing_to_train_on(quarantine: Path) -> None:
-    found = fetched(Store(accepted(version=1)), quarantine, (0, 0), (0, 1))
-    assert not found.groups and found.left_out.startswith("2 are too old")
-
-
 def test_outlines_survive_the_way_to_other_ranks_exactly() -> None:
     groups = [
         Group("s", 3, [1, 2], [[3], []], [[-1 / 3], []], [0.1, 1e-30]),
@@ -200,34 +211,11 @@ def test_a_group_holds_views_of_its_files_arrays(quarantine: Path) -> None:
     assert [(array.dtype, array.base is not None) for array in group.behaviour] == [(np.float32, True)] * 2
 
 
-def conversation(**changed: Any) -> AcceptedRollout:
-    """A rollout of group 1 with an answer of two tokens."""
-    return replace(rollouts()[3], **{"tokens": [10, 2, 8, 9, 11, 2], "logprobs": [-0.5] * 4, "turns": [2, 2]} | changed)
-
-
 def test_a_group_of_several_turns_is_taken_with_them(quarantine: Path) -> None:
     rows = rollouts()
     rows[3] = conversation()
     [group] = fetched(Store(accepted(rows=rows)), quarantine, (0, 1)).groups
     assert group.turns == [[], [2, 2]] and group.trained == [2, 4] and group.n_tokens == 6
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"turns": []}, "there are 4 logprobs for 6 sampled tokens"),
-        ({"turns": [2, 1]}, "there are 4 logprobs for 5 sampled tokens"),
-        ({"logprobs": [-0.5] * 6}, "there are 6 logprobs for 4 sampled tokens"),
-    ],
-)
-def test_a_group_with_logprobs_of_other_turns_is_counted_and_left_out(
-    changed: dict[str, Any], message: str, quarantine: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = rollouts()
-    rows[3] = conversation(**changed)
-    found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1), (0, 2))
-    assert ([group.prompt[0] for group in found.groups], found.implausible) == ([4, 6], 1)
-    assert re.search(message, caplog.text)
 
 
 @pytest.mark.parametrize("turns", [[2, 4], [2], [-2, 2], [2**31 - 1] * 2])

@@ -23,12 +23,13 @@ def files() -> list[bytes]:
 
 
 class Wire:
-    """What the leader tells one other rank."""
+    """One of two ranks. `sent`: what the leader told the other, which takes it."""
 
     size = 2
 
-    def __init__(self) -> None:
-        self.sent: list[bytes] = []
+    def __init__(self, sent: list[bytes] | None = None, *, leads: bool = True) -> None:
+        self.sent: list[bytes] = [] if sent is None else sent
+        self.leads = leads
 
     def broadcast(self, message: bytes | None) -> bytes:
         if message is None:
@@ -113,22 +114,6 @@ def test_what_the_fetching_raises_ends_the_wait_on_all_ranks(tmp_path: Path) -> 
 # --- what it reads -----------------------------------------------------------------------------------------------------
 
 
-class Rank:
-    """One of two ranks. `wire`: what was broadcast."""
-
-    size = 2
-
-    def __init__(self, wire: list[bytes], *, leads: bool) -> None:
-        self.wire, self.leads = wire, leads
-
-    def broadcast(self, message: bytes | None) -> bytes:
-        if self.leads:
-            assert message is not None
-            self.wire.append(message)
-            return message
-        return self.wire.pop(0)
-
-
 def told(rank: Any, read: Callable[[], int]) -> int:
     return from_leader(cast(Ranks, rank), read, lambda found: str(found).encode(), lambda data: int(data))
 
@@ -143,16 +128,16 @@ def refuse() -> int:
 
 def test_every_rank_has_what_the_leader_read() -> None:
     wire: list[bytes] = []
-    assert told(Rank(wire, leads=True), lambda: 7) == 7
-    assert told(Rank(wire, leads=False), never) == 7 and not wire
+    assert told(Wire(wire, leads=True), lambda: 7) == 7
+    assert told(Wire(wire, leads=False), never) == 7 and not wire
 
 
 def test_an_error_of_the_leader_ends_the_others_with_its_message() -> None:
     wire: list[bytes] = []
     with pytest.raises(ShoalError, match="^no such file"):
-        told(Rank(wire, leads=True), refuse)
+        told(Wire(wire, leads=True), refuse)
     with pytest.raises(ShoalError, match="rank 0 ended: no such file"):
-        told(Rank(wire, leads=False), never)
+        told(Wire(wire, leads=False), never)
 
 
 def test_one_rank_alone_encodes_nothing() -> None:

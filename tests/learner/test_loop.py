@@ -109,31 +109,18 @@ def test_a_killed_learner_resumes_to_the_same_versions_bit_for_bit(
     assert (tmp_path / last / "progress.json").read_text() == (straight / last / "progress.json").read_text()
 
 
-def test_the_trained_model_is_left_in_the_learners_folder(straight: Path) -> None:
-    last = straight / "versions" / f"v{STEPS:06d}"
+def test_a_run_leaves_its_versions_its_progress_and_the_trained_model(straight: Path) -> None:
+    found, last = versions(straight), straight / "versions" / f"v{STEPS:06d}"
+    assert sorted(found) == [f"v{version:06d}" for version in range(STEPS + 1)]
+    assert len(set(found.values())) == STEPS + 1
     assert names(straight / "model") == names(last)
-    assert (straight / "model" / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
-
-
-def test_progress_holds_what_was_trained_and_the_versions_digest(straight: Path) -> None:
+    assert (straight / "model" / "model.safetensors").read_bytes() == found[last.name]
     assert names(straight / "checkpoints") == ["step-000002", "step-000004", "step-000005"]
     for step in (2, 4, 5):
         progress = json.loads((straight / f"checkpoints/step-{step:06d}/progress.json").read_text())
-        weights = (straight / f"versions/v{step:06d}/model.safetensors").read_bytes()
-        assert progress == {
-            "step": step,
-            "updates": step,
-            "skipped_in_row": 0,
-            "version_digest": blake3(weights).hexdigest(),
-            "trained": [submission(number) for number in range(step)],
-            "place": None,
-        }
-
-
-def test_every_version_differs(straight: Path) -> None:
-    found = versions(straight)
-    assert sorted(found) == [f"v{version:06d}" for version in range(STEPS + 1)]
-    assert len(set(found.values())) == STEPS + 1
+        told = {"step": step, "updates": step, "skipped_in_row": 0, "place": None}
+        trained = [submission(number) for number in range(step)]
+        assert progress == told | {"trained": trained, "version_digest": blake3(found[f"v{step:06d}"]).hexdigest()}
 
 
 def test_old_versions_go(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
@@ -142,11 +129,15 @@ def test_old_versions_go(tiny_folder: Path, tmp_path: Path, files: list[bytes]) 
     assert names(tmp_path / "checkpoints") == ["step-000003"]
 
 
-def test_a_finished_run_has_nothing_left_to_do(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
-    for reports in (1, 0):
-        pool = Pool(*files)
+def test_every_metric_of_a_step_is_documented_and_a_finished_run_reports_nothing_more(
+    tiny_folder: Path, tmp_path: Path, files: list[bytes]
+) -> None:
+    pools = Pool(*files), Pool(*files)
+    for pool in pools:
         assert make_learner(tiny_folder, tmp_path, pool, steps=1).run(threading.Event()) == "finished"
-        assert len(pool.reports) == reports and pool.policy_version == 1
+    assert [len(pool.reports) for pool in pools] == [1, 0] and pools[1].policy_version == 1
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/pages.md").read_text(), re.MULTILINE)
+    assert set(pools[0].reports[0].metrics) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
 def test_it_stops_on_request_and_its_checkpoint_is_whole(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
@@ -193,28 +184,11 @@ def test_a_step_continues_without_broken_and_old_groups_and_counts_them(
     assert progress["trained"] == [submission(0), submission(1), submission(2), submission(3)]
 
 
-def test_one_group_with_impossible_logprobs_does_not_stop_training(tiny_folder: Path, tmp_path: Path) -> None:
-    rows = rollouts(5, 4)
-    rows[0] = replace(rows[0], logprobs=[-9999.0, -9999.0])
-    pool = Pool(accepted(version=0, rows=rows))
-    assert make_learner(tiny_folder, tmp_path, pool, steps=1).run(threading.Event()) == "finished"
-    [report] = pool.reports
-    assert report.metrics["data/implausible"] == 1.0 and len(report.trained) == 4
-    assert all(math.isfinite(value) for value in report.metrics.values())
-
-
 def test_a_sequence_longer_than_a_row_is_trained_on(tiny_folder: Path, tmp_path: Path) -> None:
     rows = [replace(row, prompt=[*range(4, 50), row.group + 4]) for row in rollouts(5, 4)]
     pool = Pool(accepted(version=0, rows=rows))
     assert make_learner(tiny_folder, tmp_path, pool, steps=1, row_tokens=16).run(threading.Event()) == "finished"
     assert len(pool.reports[0].trained) == 5
-
-
-def test_every_metric_of_a_step_is_documented(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
-    pool = Pool(*files)
-    make_learner(tiny_folder, tmp_path, pool, steps=1).run(threading.Event())
-    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/pages.md").read_text(), re.MULTILINE)
-    assert set(pool.reports[0].metrics) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
 def test_a_step_of_equal_rewards_changes_no_weight_and_is_reported(tiny_folder: Path, tmp_path: Path) -> None:

@@ -142,12 +142,6 @@ def token(logp: float, behaviour: float, advantage: float) -> dict[str, Tensor]:
 # ---- the other kinds
 
 
-def test_gspo_finds_rollouts_whatever_their_numbers_are() -> None:
-    data = case()
-    renamed = data | {"rollout_N": 7 * (len(LENGTHS) - data["rollout_N"])}
-    assert loss_of(renamed, section("gspo")) == loss_of(data, section("gspo"))
-
-
 @pytest.mark.parametrize(
     ("now", "then", "advantage", "moves"),
     [
@@ -166,12 +160,8 @@ def test_dppo_masks_a_token_that_moved_far_the_way_its_advantage_pushes(
 ) -> None:
     gradient_N = gradient(token(math.log(now), math.log(then), advantage), section("dppo"))
     assert (float(gradient_N) != 0) == moves
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_dppo_bounds_the_weight_of_what_it_keeps(advantage: float) -> None:
-    gradient_N = gradient(token(math.log(0.1), math.log(0.001), advantage), section("dppo"))
-    assert float(gradient_N) == pytest.approx(-20.0 * advantage / D)
+    kept_N = gradient(token(math.log(0.1), math.log(0.001), advantage), section("dppo"))
+    assert float(kept_N) == pytest.approx(-20.0 * advantage / D), "the weight of what it keeps is bounded"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,25 +188,18 @@ def test_micro_batches_of_whole_rollouts_add_up_to_the_batch(kind: LossKind) -> 
     spans = [slice(0, 8), slice(8, 100), slice(100, N)]
     parts = [{name: tensor[span] for name, tensor in data.items()} for span in spans]
     whole = loss_of(data, settings)
+    assert float(loss_of({name: tensor[:0] for name, tensor in data.items()}, settings).loss) == 0
     torch.testing.assert_close(sum(loss_of(part, settings).loss for part in parts), whole.loss)
     torch.testing.assert_close(torch.cat([gradient(part, settings) for part in parts]), gradient(data, settings))
     for name in ("clip_low", "clip_high", "clip_delta", "mismatch_kl", "entropy", "kl"):
         assert sum(getattr(loss_of(part, settings), name) for part in parts) == pytest.approx(getattr(whole, name))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_micro_batch_adds_nothing(kind: LossKind) -> None:
-    assert float(loss_of({name: tensor[:0] for name, tensor in case().items()}, section(kind)).loss) == 0
-
-
 @pytest.mark.parametrize(("kind", "figure"), [("grpo", 50), ("dr_grpo", 400), ("cispo", 50), ("dppo", 50), ("gspo", 4)])
 def test_the_denominator_counts_what_the_kind_averages_over(kind: LossKind, figure: int) -> None:
     assert denominator(kind, n_tokens=50, n_rollouts=4, max_tokens=100) == figure
-
-
-def test_a_batch_without_tokens_has_no_denominator() -> None:
     with pytest.raises(ValueError, match="0 tokens in 4 rollouts"):
-        denominator("gspo", n_tokens=0, n_rollouts=4, max_tokens=100)
+        denominator(kind, n_tokens=0, n_rollouts=4, max_tokens=100)
 
 
 # ---- extremes
@@ -250,7 +233,11 @@ def test_every_reported_sum_is_finite_for_impossible_logprobs(kind: LossKind) ->
         "rollout_N": torch.arange(n),
         "reference_N": torch.full((n,), -0.5),
     }
+    data["logp_N"].requires_grad_()
     terms = policy_loss(**data, denominator=float(n), settings=section(kind, beta=0.001))
+    assert {name for name, value in vars(terms).items() if isinstance(value, Tensor)} == {"loss"}, (
+        "figures hold no graph"
+    )
     assert all(math.isfinite(float(value)) for value in vars(terms).values())
 
 
@@ -319,14 +306,6 @@ def test_the_reported_sums_are_what_they_are_called() -> None:
         assert loss_of(data, each).entropy == pytest.approx(float(data["entropy_N"].sum()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_reported_figures_hold_no_graph(kind: LossKind) -> None:
-    data = case()
-    data["logp_N"].requires_grad_()
-    terms = loss_of(data, section(kind, beta=0.3))
-    assert {name for name, value in vars(terms).items() if isinstance(value, Tensor)} == {"loss"}
-
-
 # ---- errors
 
 
@@ -346,9 +325,12 @@ def test_a_loss_without_what_it_needs_is_refused(
         loss_of(data, settings())
 
 
-def test_a_rollout_in_two_places_is_refused() -> None:
+def test_gspo_finds_rollouts_whatever_their_numbers_are_and_refuses_one_in_two_places() -> None:
+    data = case()
+    renamed = data | {"rollout_N": 7 * (len(LENGTHS) - data["rollout_N"])}
+    assert loss_of(renamed, section("gspo")) == loss_of(data, section("gspo"))
     with pytest.raises(ValueError, match="returns to an earlier rollout"):
-        loss_of(case() | {"rollout_N": torch.arange(N) % 2}, section("gspo"))
+        loss_of(data | {"rollout_N": torch.arange(N) % 2}, section("gspo"))
 
 
 @pytest.mark.parametrize(

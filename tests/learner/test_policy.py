@@ -9,8 +9,8 @@ import torch
 
 from shoal.config.recipe import LearnerSection, LossKind
 from shoal.errors import ShoalError
-from shoal.learner.batch import micro_batches, teaching
-from shoal.learner.policy import OutOfMemoryError, explained
+from shoal.learner.batch import MicroBatch, micro_batches, teaching
+from shoal.learner.policy import OutOfMemoryError, Policy, explained
 from shoal.model import logprobs
 from shoal.model.dtype import DtypeName
 
@@ -24,15 +24,9 @@ def test_an_update_changes_every_weight_and_counts(tiny_folder: Path) -> None:
     before = masters(trained)
     figures = trained.update(batches(), N_TOKENS)
     assert all(not torch.equal(before[name], now) for name, now in masters(trained).items())
-    assert trained.updates == 1
+    assert trained.updates == 1 and trained.update(batches(), N_TOKENS)["loss"] < figures["loss"]
     assert figures["optim/lr"] == 1e-3 and figures["optim/grad_norm"] > 0
     assert figures["policy/entropy"] > 0 and figures["policy/kl"] == 0
-
-
-def test_updates_make_good_completions_likelier(tiny_folder: Path) -> None:
-    trained = make_policy(tiny_folder)
-    losses = [trained.update(batches(), N_TOKENS)["loss"] for _ in range(3)]
-    assert losses[2] < losses[0]
 
 
 @pytest.mark.parametrize(("warmup", "rates"), [(4, [0.25, 0.5, 0.75, 1.0, 1.0]), (1, [1.0, 1.0]), (0, [1.0, 1.0])])
@@ -60,26 +54,26 @@ def test_the_reported_norm_is_that_before_clipping(tiny_folder: Path, monkeypatc
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_diverged_update_leaves_weights_and_state_untouched(tiny_folder: Path, bad: float) -> None:
-    trained = make_policy(tiny_folder)
-    trained.update(batches(), N_TOKENS)
-    before = state(trained)
+def test_weights_state_and_updates_after_a_diverged_one_are_as_if_that_had_not_been(
+    tiny_folder: Path, bad: float
+) -> None:
+    once, twice = make_policy(tiny_folder), make_policy(tiny_folder)
+    for trained in (once, twice):
+        trained.update(batches(), N_TOKENS)
     first, *rest = batches(20)
     spoilt = replace(first, advantage_N=torch.full_like(first.advantage_N, bad))
     with pytest.raises(ShoalError, match=r"update 1: .*lower the learning rate"):
-        trained.update([spoilt, *rest], N_TOKENS)
-    assert equal(state(trained), before)
-    assert trained.updates == 1
-
-
-def test_an_update_after_a_diverged_one_is_as_if_that_had_not_been(tiny_folder: Path) -> None:
-    once, twice = make_policy(tiny_folder), make_policy(tiny_folder)
-    once.update(batches(), N_TOKENS)
-    (micro,) = batches(512)
-    with pytest.raises(ShoalError):
-        twice.update([replace(micro, advantage_N=micro.advantage_N * float("nan"))], N_TOKENS)
-    twice.update(batches(), N_TOKENS)
+        twice.update([spoilt, *rest], N_TOKENS)
+    assert equal(state(twice), state(once)) and twice.updates == 1
+    for trained in (once, twice):
+        trained.update(batches(), N_TOKENS)
     assert equal(state(twice), state(once))
+
+
+def assert_same_gradients(one: Policy, other: Policy) -> None:
+    """Adam's first step is lr * sign(gradient): compare the averaged gradients that it kept."""
+    for a, b in zip(one.optimizer.state.values(), other.optimizer.state.values(), strict=True):
+        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("row_tokens", [20, 8])
@@ -87,14 +81,9 @@ def test_a_batch_in_pieces_gives_the_same_update_as_whole(tiny_folder: Path, row
     loss = {"beta": 0.01, "entropy": 0.01}
     whole, pieces = make_policy(tiny_folder, loss=loss), make_policy(tiny_folder, loss=loss)
     assert len(batches(512)) == 1 and len(batches(row_tokens)) > 1
-    grads = []
-    for trained, micro in ((whole, batches(512)), (pieces, batches(row_tokens))):
-        figures = trained.update(micro, N_TOKENS)
-        grads.append((figures["loss"], figures["optim/grad_norm"]))
-    assert grads[1] == pytest.approx(grads[0], rel=1e-4)
-    # Adam's first step is lr * sign(gradient): compare the averaged gradients that it kept
-    for a, b in zip(whole.optimizer.state.values(), pieces.optimizer.state.values(), strict=True):
-        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
+    figures = whole.update(batches(512), N_TOKENS)
+    assert pieces.update(batches(row_tokens), N_TOKENS) == pytest.approx(figures, rel=1e-4, abs=1e-5)
+    assert_same_gradients(whole, pieces)
 
 
 @pytest.mark.parametrize("kind", get_args(LossKind))
@@ -107,8 +96,7 @@ def test_slices_of_logits_make_no_difference(
     one = whole.update(batches(512), N_TOKENS)
     monkeypatch.setattr(logprobs, "PRODUCT_BYTES", 4 * 4 * whole.model.config.vocab_size)  # four tokens
     assert sliced.update(batches(512), N_TOKENS) == pytest.approx(one, rel=1e-4, abs=1e-5)
-    for a, b in zip(whole.optimizer.state.values(), sliced.optimizer.state.values(), strict=True):
-        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
+    assert_same_gradients(whole, sliced)
 
 
 def test_gradients_reach_the_masters_as_they_are_complete(tiny_folder: Path) -> None:
@@ -118,39 +106,21 @@ def test_gradients_reach_the_masters_as_they_are_complete(tiny_folder: Path) -> 
     assert all(master.grad is not None and master.grad.dtype is torch.float32 for master in trained.masters.values())
 
 
-def test_reported_figures_are_summed_over_pieces(tiny_folder: Path) -> None:
-    whole, pieces = make_policy(tiny_folder), make_policy(tiny_folder)
-    a, b = whole.update(batches(512), N_TOKENS), pieces.update(batches(20), N_TOKENS)
-    assert b == pytest.approx(a, rel=1e-3, abs=1e-4)
+def flat() -> list[MicroBatch]:
+    """Without any advantage: all of the gradient comes from KL and entropy."""
+    return [replace(micro, advantage_N=torch.zeros_like(micro.advantage_N)) for micro in batches()]
 
 
-def test_beta_holds_the_policy_to_its_reference_with_gradient(tiny_folder: Path) -> None:
-    held = make_policy(tiny_folder, loss={"beta": 0.5})
-    first = held.update(batches(), N_TOKENS)
-    assert first["policy/kl"] == pytest.approx(0.0, abs=1e-5)  # it is the reference still
-    assert held.update(batches(), N_TOKENS)["policy/kl"] > 0
-
-    def pull() -> float:
-        """The gradient's norm without any advantage: all of it comes from KL."""
-        flat = [replace(m, advantage_N=torch.zeros_like(m.advantage_N)) for m in batches()]
-        return held.update(flat, N_TOKENS)["optim/grad_norm"]
-
-    assert pull() > 0
+def test_beta_and_entropy_have_a_gradient_and_without_them_there_is_no_reference(tiny_folder: Path) -> None:
+    free, held = make_policy(tiny_folder), make_policy(tiny_folder, loss={"beta": 0.5})
+    assert free.reference is None and free.update(flat(), N_TOKENS)["optim/grad_norm"] == 0
+    assert held.update(batches(), N_TOKENS)["policy/kl"] == pytest.approx(0.0, abs=1e-5)  # it is the reference still
+    moved = held.update(flat(), N_TOKENS)
+    assert moved["policy/kl"] > 0 and moved["optim/grad_norm"] > 0
     assert held.reference is not None and all(p.grad is None for p in held.reference.parameters())
-
-
-def test_without_beta_there_is_no_reference(tiny_folder: Path) -> None:
-    free = make_policy(tiny_folder)
-    assert free.reference is None
-    flat = [replace(m, advantage_N=torch.zeros_like(m.advantage_N)) for m in batches()]
-    assert free.update(flat, N_TOKENS)["optim/grad_norm"] == 0
-
-
-def test_the_entropy_bonus_has_a_gradient(tiny_folder: Path) -> None:
     curious = make_policy(tiny_folder, loss={"entropy": 0.1})
-    flat = [replace(m, advantage_N=torch.zeros_like(m.advantage_N)) for m in batches()]
-    figures = [curious.update(flat, N_TOKENS) for _ in range(3)]
-    assert figures[2]["policy/entropy"] > figures[0]["policy/entropy"]
+    entropies = [curious.update(flat(), N_TOKENS)["policy/entropy"] for _ in range(3)]
+    assert entropies[2] > entropies[0]
 
 
 def test_logprobs_are_at_the_sampling_temperature(tiny_folder: Path) -> None:
@@ -201,8 +171,7 @@ def test_an_update_is_the_same_with_and_without_groups_that_teach_nothing(tiny_f
     ]
     for name in ("loss", "optim/grad_norm"):
         assert figures[1][name] == pytest.approx(figures[0][name], rel=1e-4)
-    for a, b in zip(whole.optimizer.state.values(), chosen.optimizer.state.values(), strict=True):
-        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
+    assert_same_gradients(whole, chosen)
 
 
 def test_an_update_on_nothing_moves_nothing(tiny_folder: Path) -> None:
@@ -218,24 +187,19 @@ FIELD = r"lower learner\.row_tokens \(now 4096\)"
 SMALL, LOWERS = LearnerSection(row_tokens=4096), "learner.row_tokens (now 4096)"
 
 
-def test_an_allocation_that_fails_on_the_cpu_names_the_field_and_its_value() -> None:
-    with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(SMALL, LOWERS):
-        torch.empty(2**48)
-    assert "\n" not in str(caught.value) and "activation_checkpointing = true" in str(caught.value)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nmore"), MemoryError()])
-def test_a_devices_or_pythons_own_error_does_too(error: Exception) -> None:
-    with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(SMALL, LOWERS):
-        raise error
-    assert caught.value.__cause__ is error and "more" not in str(caught.value)
-
-
-def test_what_is_set_already_is_not_advised() -> None:
-    section = LearnerSection(row_tokens=4096, activation_checkpointing=True)
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory.\nmore"), MemoryError()])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_an_allocation_that_fails_names_the_field_its_value_and_what_is_not_set_yet(
+    error: Exception | None, recomputes: bool
+) -> None:
+    section = SMALL.model_copy(update={"activation_checkpointing": recomputes})
     with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(section, LOWERS):
-        raise MemoryError
-    assert "activation_checkpointing" not in str(caught.value)
+        if error:
+            raise error
+        torch.empty(2**48)
+    assert isinstance(caught.value, ShoalError) and caught.value.__cause__
+    assert "\n" not in str(caught.value) and "more" not in str(caught.value)
+    assert ("activation_checkpointing = true" in str(caught.value)) == (not recomputes)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("x"), KeyboardInterrupt()])
@@ -258,8 +222,3 @@ def test_the_policy_explains_it_and_is_unchanged(
         else:
             policy.own_logprobs(batches()[0])
     assert all(torch.equal(before[name], now) for name, now in masters(policy).items())
-
-
-@pytest.mark.parametrize("error", [OutOfMemoryError("x"), ShoalError("x")])
-def test_the_message_is_one_line(error: Exception) -> None:
-    assert isinstance(error, ShoalError)

@@ -78,28 +78,16 @@ def test_a_pass_of_the_reference_adds_a_third() -> None:
     assert training_flops(shape, groups, extra_forwards=1) == pytest.approx(alone * 4 / 3)
 
 
-def test_rewards_spread_within_groups_not_between_them() -> None:
-    figures = reward_metrics([group([0.0, 2.0], [1, 1]), group([5.0, 5.0], [1, 1])])
-    assert figures == {"reward/batch_mean": 3.0, "reward/std": 0.5}
-
-
-def test_a_completion_of_the_greatest_length_counts_as_truncated() -> None:
-    figures = completion_metrics([group([0, 1], [8, 2]), group([0, 1], [4, 2])], max_tokens=8)
-    assert figures["completion/length_mean"] == 4.0 and figures["completion/truncated_frac"] == 0.25
-
-
-def test_an_environments_tokens_count_as_no_length_but_towards_the_limit() -> None:
-    one = Group("s", 0, [1], [[4, 5, 6, 7, 8], [4]], [[-1.0] * 3, [-1.0]], [0.0, 1.0], [[2, 2], []])
-    assert completion_metrics([one], max_tokens=5) == {
-        "completion/length_mean": 2.0,
-        "completion/truncated_frac": 0.5,
-        "completion/turns_mean": 1.5,
-    }
-
-
-def test_ages_are_counted_in_versions() -> None:
-    figures = age_metrics([group([0, 1], [1, 1], version=v) for v in (5, 3, 4)], 5, refused=2)
-    assert figures == {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/refused": 2.0}
+def test_figures_of_groups_are_of_rewards_within_them_of_ages_in_versions_and_of_the_models_own_tokens() -> None:
+    spread = reward_metrics([group([0.0, 2.0], [1, 1]), group([5.0, 5.0], [1, 1])])
+    assert spread == {"reward/batch_mean": 3.0, "reward/std": 0.5}
+    ages = age_metrics([group([0, 1], [1, 1], version=v) for v in (5, 3, 4)], 5, refused=2)
+    assert ages == {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/refused": 2.0}
+    cut = completion_metrics([group([0, 1], [8, 2]), group([0, 1], [4, 2])], max_tokens=8)
+    assert cut["completion/length_mean"] == 4.0 and cut["completion/truncated_frac"] == 0.25
+    turns = Group("s", 0, [1], [[4, 5, 6, 7, 8], [4]], [[-1.0] * 3, [-1.0]], [0.0, 1.0], [[2, 2], []])
+    means = {"completion/length_mean": 2.0, "completion/truncated_frac": 0.5, "completion/turns_mean": 1.5}
+    assert completion_metrics([turns], max_tokens=5) == means, "an environment's tokens count towards the limit alone"
 
 
 def test_policy_sums_become_means_a_token_and_norms_means_an_update() -> None:
@@ -107,12 +95,10 @@ def test_policy_sums_become_means_a_token_and_norms_means_an_update() -> None:
         (30, {"policy/entropy": 30.0, "optim/grad_norm": 1.0, "optim/lr": 1e-6}),
         (10, {"policy/entropy": 50.0, "optim/grad_norm": 3.0, "optim/lr": 2e-6}),
     ]
-    assert update_metrics(updates) == {
-        "policy/entropy": 2.0,
-        "optim/grad_norm": 2.0,
-        "optim/lr": 2e-6,
-        "optim/skipped": 0.0,
-    }
+    found = {"policy/entropy": 2.0, "optim/grad_norm": 2.0, "optim/lr": 2e-6, "optim/skipped": 0.0}
+    assert update_metrics(updates) == found
+    empty = [(0, {"policy/entropy": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1})]
+    assert update_metrics(empty) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}, "no token"
 
 
 def test_mfu_counts_training_alone_and_tokens_the_whole_step() -> None:
@@ -136,8 +122,3 @@ def test_a_version_weighs_what_its_files_do(tmp_path: Path) -> None:
 def test_a_figure_that_is_not_finite_is_left_out_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
     assert finite({"loss": 0.5, "policy/kl": math.inf, "optim/lr": math.nan}) == {"loss": 0.5}
     assert caplog.messages == ["metric policy/kl is inf and is left out", "metric optim/lr is nan and is left out"]
-
-
-def test_means_a_token_are_left_out_where_no_token_was_computed() -> None:
-    figures = {"policy/entropy": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}
-    assert update_metrics([(0, figures)]) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}

@@ -78,16 +78,21 @@ def records(pool: Pool) -> dict[int, StepRecord]:
     return found
 
 
-def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
+def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(
+    tiny_folder: Path, tmp_path: Path, lora: dict[str, Any]
+) -> None:
     files = [step_file(step) for step in range(2)]
-    make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=2).run(threading.Event())
-    of, pool = config(2, 1), SitePool(*files)
+    make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=2, **lora).run(threading.Event())
+    of, pool = config(2, 1, **lora), SitePool(*files)
     assert of.learner.optimizer_steps_per_step == 1
     meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
+    assert (meeting.terms.shapes.size < 60_000) == bool(lora), "adapters alone travel"
     assert site(tiny_folder, tmp_path, pool, meeting, of, "site-0").run(threading.Event()) == "finished"
-    plain = versions(tmp_path / "plain")
+    plain, merged = versions(tmp_path / "plain"), "model/model.safetensors"
     assert plain == versions(tmp_path / "site-0") == versions(tmp_path / "meet")
     assert plain["v000000"] != plain["v000002"]
+    assert (tmp_path / "plain" / merged).read_bytes() == (tmp_path / "site-0" / merged).read_bytes()
     assert [report.step for report in pool.reports] == [0, 1]
     for report in pool.reports:
         assert report.metrics["sites/kept"] == report.metrics["sites/site-0/kept"] == 1.0
@@ -162,20 +167,6 @@ def test_a_step_that_nobody_could_report_any_more_is_reported_by_who_comes_back(
     assert site(tiny_folder, tmp_path, pool, meeting, of, "site-0").run(threading.Event()) == "finished"
     assert [report.step for report in pool.reports] == [0, 1]
     assert len(records(pool)[0].groups) == GROUPS and records(pool)[0].after == records(pool)[1].before
-
-
-def test_one_site_with_lora_is_the_plain_learner_with_lora(tiny_folder: Path, tmp_path: Path) -> None:
-    files, lora = [step_file(0)], {"lora": {"rank": 4}}
-    make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=1, **lora).run(threading.Event())
-    of = config(1, 1, **lora)
-    meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
-    assert meeting.terms.shapes.size < 60_000, "adapters alone travel"
-    assert site(tiny_folder, tmp_path, SitePool(*files), meeting, of, "site-0").run(threading.Event()) == "finished"
-    plain = versions(tmp_path / "plain")
-    assert plain == versions(tmp_path / "site-0") == versions(tmp_path / "meet")
-    assert plain["v000000"] != plain["v000001"]
-    merged = "model/model.safetensors"
-    assert (tmp_path / "plain" / merged).read_bytes() == (tmp_path / "site-0" / merged).read_bytes()
 
 
 def test_the_step_says_of_every_site_how_it_fared() -> None:

@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.config import parse
 from shoal.learner.batch import Row, micro_batches, plan
 from shoal.learner.groups import Group
-from shoal.learner.loop import Learner
-from shoal.learner.policy import BETAS, Policy
+from shoal.learner.policy import BETAS
 from shoal.learner.ranks import Ranks
 from shoal.learner.report import Shape, forward_flops
 from shoal.learner.updates import cost, deal, dealing_order, decode, encode, idle_frac
 
-from .support import batches, equal, make_groups, make_policy, state
+from .support import alone, batches, equal, make_groups, make_policy, state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 UPDATES, MAX_TOKENS = 8, 16
-FREE = {"lr": 1e-3, "warmup_steps": 0, "grad_clip": 1e9}  # a clipped gradient would not show its denominator
+# A clipped gradient would not show its denominator.
+SECTION: dict[str, Any] = {"grad_clip": 1e9, "optimizer_steps_per_step": UPDATES, "row_tokens": 64}
 
 
 def groups(count: int = 11) -> list[Group]:
@@ -37,21 +36,12 @@ def groups(count: int = 11) -> list[Group]:
     return made
 
 
-def learner(folder: Path, out: Path, kind: str, **changed: Any) -> Learner:
-    section = FREE | {"optimizer_steps_per_step": UPDATES, "row_tokens": 64} | changed
-    section["loss"] = {"kind": kind, "beta": 0.0, "entropy": 0.0}
-    config = parse(
-        {"learner": section, "sampling": {"max_tokens": MAX_TOKENS}, "coordinator": {"prompts_per_step": 16}}
-    )
-    return Learner(None, config, Policy(folder, config.learner, "float32", "cpu", 1.0), out)
-
-
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "dr_grpo"])
 def test_eight_updates_are_of_equal_shares_each_over_its_own_denominator(
     tiny_folder: Path, tmp_path: Path, kind: str
 ) -> None:
     """All tokens and rollouts of a share count, those of groups that teach nothing as well, and of no other share."""
-    trained = learner(tiny_folder, tmp_path, kind)
+    trained = alone(tiny_folder, tmp_path, kind=kind, **SECTION)
     by_hand = make_policy(tiny_folder, loss={"kind": kind}, grad_clip=1e9)
     figures, losses = trained.train(groups()), []
     for first in range(UPDATES):
@@ -68,14 +58,14 @@ def test_eight_updates_are_of_equal_shares_each_over_its_own_denominator(
 
 
 def test_fewer_groups_than_updates_are_an_update_each(tiny_folder: Path, tmp_path: Path) -> None:
-    trained = learner(tiny_folder, tmp_path, "grpo")
+    trained = alone(tiny_folder, tmp_path, **SECTION)
     trained.train(groups(3))
     assert trained.policy.updates == 3
 
 
 def test_the_ratio_of_every_update_is_to_the_policy_that_sampled(tiny_folder: Path, tmp_path: Path) -> None:
     """Not to the one that the update begins with: of later updates it is not 1."""
-    trained = learner(tiny_folder, tmp_path, "grpo", optimizer_steps_per_step=2)
+    trained = alone(tiny_folder, tmp_path, **SECTION | {"optimizer_steps_per_step": 2})
     on_policy = []
     for group in groups(2):
         [row] = micro_batches([group], row_tokens=512, normalize_std=False)

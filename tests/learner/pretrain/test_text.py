@@ -65,8 +65,6 @@ def test_pieces_of_a_text_file_are_the_file(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, row 2 is not readable as JSON"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl, row 2: it has no text in 'text'; see pretrain.field"),
-        ("a.jsonl.gz", b"not gzip", "not a whole gzip file"),
-        ("a.parquet", b"no parquet", "not readable as Parquet"),
         ("a.txt", b"\xff\xfe", "not UTF-8"),
         ("a.csv", b"", "ends in none of"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -12,6 +13,7 @@ from shoal.errors import UserError
 from shoal.learner.sft.conversations import ChatTemplate, Dialogue, Example, find, read
 from shoal.learner.sft.tiny import _tiny_tokenizer
 from shoal.model.load import eos_ids, load_tokenizer
+from tests.conftest import TINY_TEMPLATE
 
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -20,31 +22,27 @@ ROWS: list[dict[str, Any]] = [
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbour.jsonl"
 
 
-def test_json_lines_and_parquet_hold_the_same(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, ROWS)) + "\n")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    lines, rows = list(read(str(tmp_path / "a.jsonl"))), list(read(str(tmp_path / "a.parquet")))
-    assert [c.messages for c in lines] == [c.messages for c in rows] == [row["messages"] for row in ROWS]
-    assert [c.where for c in lines] == [f"{tmp_path}/a.jsonl, row 1", f"{tmp_path}/a.jsonl, row 3"]
-    assert [c.where for c in rows] == [f"{tmp_path}/a.parquet, row 1", f"{tmp_path}/a.parquet, row 2"]
-
-
-def test_a_prompt_and_its_completion_are_a_conversation(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    assert [c.messages for c in read(str(tmp_path / "a.jsonl"))] == [ROWS[0]["messages"]]
-
-
-def test_columns_that_parquet_fills_in_are_left_out(tmp_path: Path) -> None:
+def test_json_lines_and_parquet_hold_the_same_conversations(tmp_path: Path) -> None:
+    """Without the columns that Parquet fills in; a prompt and its completion are a conversation, too."""
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
-    rows = [{"messages": [{"role": "user", "content": "a"}, call], "tools": [{"name": "f"}]}]
+    rows = [{"messages": [{"role": "user", "content": "a"}, call], "tools": [{"name": "f"}]}, *ROWS]
+    short = {"prompt": "a", "completion": "b"}
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, [*rows, short])) + "\n")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    [found] = read(str(tmp_path / "a.parquet"))
-    assert found.messages == [{"role": "user", "content": "a"}, call]
-    assert found.tools == [{"name": "f"}]
-
-
-def test_the_example_can_be_read() -> None:
+    lines, columns = (list(read(str(tmp_path / name))) for name in ("a.jsonl", "a.parquet"))
+    wanted = [row["messages"] for row in rows]
+    assert [c.messages for c in columns] == wanted and [c.messages for c in lines] == [*wanted, wanted[1]]
+    assert [c.tools for c in columns] == [c.tools for c in lines[:3]] == [[{"name": "f"}], None, None]
+    assert [c.where for c in lines] == [f"{tmp_path}/a.jsonl, row {n}" for n in (1, 3, 5, 7)]
+    assert [c.where for c in columns] == [f"{tmp_path}/a.parquet, row {n}" for n in (1, 2, 3)]
     assert len(list(read(str(EXAMPLE)))) == 40
+
+
+def test_a_path_of_no_file_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b")
+    for name, words in (("a.jsonl", "no file at"), ("a.csv", "ends in none of")):
+        with pytest.raises(UserError, match=words):
+            list(read(str(tmp_path / name)))
 
 
 @pytest.mark.parametrize(
@@ -71,78 +69,31 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: s
     assert str(raised.value).startswith(f"{path}, row 2") and words in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "words"),
-    [
-        ("a.jsonl", None, "no file at"),
-        ("a.csv", b"a,b", "ends in none of"),
-        ("a.parquet", b"PAR1", "not readable as Parquet"),
-    ],
-)
-def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, data: bytes | None, words: str) -> None:
-    if data is not None:
-        (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=words):
-        list(read(str(tmp_path / name)))
+def test_of_a_hub_data_set_the_training_files_or_those_of_a_pattern_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[list[str]] = []
 
-
-def test_parquet_without_a_known_column_is_refused(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="row 1: needs `messages`"):
-        list(read(str(tmp_path / "a.parquet")))
-
-
-class Hub:
-    """A hub with one data set, whose files lie in a folder."""
-
-    def __init__(self, folder: Path, files: list[str]) -> None:
-        self.folder, self.files, self.asked = folder, files, [""]
+    def of(*files: str) -> None:
         for file in files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).touch()
-
-    def list_repo_files(self, name: str, repo_type: str) -> list[str]:
-        return self.files
-
-    def snapshot_download(self, name: str, repo_type: str, allow_patterns: list[str]) -> str:
-        self.asked = allow_patterns
-        return str(self.folder)
-
-
-@pytest.fixture
-def make_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def make(*files: str) -> Hub:
-        hub = Hub(tmp_path, list(files))
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).touch()
+        hub = SimpleNamespace(list_repo_files=lambda name, repo_type: list(files))
         monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-        monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
-        return hub
 
-    return make
+    def download(name: str, repo_type: str, allow_patterns: list[str]) -> str:
+        fetched.append(sorted(allow_patterns))
+        return str(tmp_path)
 
-
-def test_of_a_hub_data_set_the_training_files_are_fetched(make_hub: Any) -> None:
-    hub = make_hub("README.md", "data/train-1.parquet", "data/train-0.parquet", "data/test-0.parquet")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    of("README.md", "data/train-1.parquet", "data/train-0.parquet", "data/test-0.parquet")
     assert [path.name for path in find("org/name")] == ["train-0.parquet", "train-1.parquet"]
-    assert sorted(hub.asked) == ["data/train-0.parquet", "data/train-1.parquet"]
-
-
-def test_a_pattern_chooses_among_several_sets(make_hub: Any) -> None:
-    hub = make_hub("all/train-0.parquet", "short/train-0.parquet")
-    with pytest.raises(UserError, match="org/name:PATTERN; it has all/train-0.parquet, short"):
-        find("org/name")
-    assert find("org/name:short/*.parquet") == [hub.folder / "short/train-0.parquet"]
-    with pytest.raises(UserError, match="that matches 'long"):
-        find("org/name:long/*")
-
-
-def test_a_hub_that_cannot_be_reached_is_an_error(make_hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise OSError("no route")
-
-    make_hub()
-    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(UserError, match="'org/name' could not be fetched .* .no route."):
-        find("org/name:*.jsonl")
+    assert fetched == [["data/train-0.parquet", "data/train-1.parquet"]]
+    of("all/train-0.parquet", "short/train-0.parquet")
+    assert find("org/name:short/*.parquet") == [tmp_path / "short/train-0.parquet"]
+    for name, words in (("", "org/name:PATTERN; it has all/train-0.parquet, short"), (":long/*", "that matches 'long")):
+        with pytest.raises(UserError, match=words):
+            find(f"org/name{name}")
 
 
 TWO_TURNS = [
@@ -206,12 +157,6 @@ def test_where_a_template_ends_no_turn_eos_is_set_behind_the_last() -> None:
     assert trained_text(tokenizer, example) == ["46<eos>"]
 
 
-def test_a_turn_in_the_middle_that_nothing_ends_is_refused() -> None:
-    turns = conversation(("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4"))
-    with pytest.raises(UserError, match=r"^chat.jsonl:7: the chat template writes no token that ends"):
-        ChatTemplate(_tiny_tokenizer(), [2]).example(turns)
-
-
 def test_the_marks_of_a_template_are_used(tiny_folder: Path) -> None:
     forgets = (  # earlier answers are shortened, so a conversation's beginning does not begin it
         "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}"
@@ -237,25 +182,26 @@ def test_an_end_that_the_model_does_not_declare_is_collected(tiny_folder: Path) 
     assert template.ends == {template.tokenizer.convert_tokens_to_ids("<user>")}
 
 
+ANSWERED = conversation(("user", "a"), ("assistant", "b"))
+
+
 @pytest.mark.parametrize(
-    ("turns", "words"),
+    ("turns", "template", "words"),
     [
-        ([("user", "a")], "it has no assistant message"),
-        ([("assistant", "a")], "it begins with an assistant message"),
+        (conversation(("user", "a")), TINY_TEMPLATE, "^chat.jsonl:7: it has no assistant message"),
+        (conversation(("assistant", "a")), TINY_TEMPLATE, "^chat.jsonl:7: it begins with an assistant message"),
+        (ANSWERED, "{{ raise_exception('no') }}", "^chat.jsonl:7: the chat template rejects it .no"),
+        (ANSWERED, "", "no chat template"),
     ],
 )
-def test_a_conversation_without_an_answer_is_refused(tiny_folder: Path, turns: list[Any], words: str) -> None:
-    template = ChatTemplate(load_tokenizer(tiny_folder), eos_ids(tiny_folder))
-    with pytest.raises(UserError, match=f"^chat.jsonl:7: {words}"):
-        template.example(conversation(*turns))
+def test_what_cannot_be_trained_on_is_refused_by_name(
+    tiny_folder: Path, turns: Dialogue, template: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        other_template(tiny_folder, template).example(turns)
 
 
-def test_what_the_template_itself_refuses_names_the_conversation(tiny_folder: Path) -> None:
-    template = other_template(tiny_folder, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UserError, match="chat.jsonl:7: the chat template rejects it .roles must alternate"):
-        template.example(conversation(("user", "a"), ("assistant", "b")))
-
-
-def test_a_tokenizer_without_a_template_is_refused(tiny_folder: Path) -> None:
-    with pytest.raises(UserError, match="no chat template"):
-        other_template(tiny_folder, "")
+def test_a_turn_in_the_middle_that_nothing_ends_is_refused() -> None:
+    turns = conversation(("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4"))
+    with pytest.raises(UserError, match=r"^chat.jsonl:7: the chat template writes no token that ends"):
+        ChatTemplate(_tiny_tokenizer(), [2]).example(turns)

@@ -9,7 +9,7 @@ from shoal import tasks
 from shoal.config import load
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.learner.policy import Policy
-from shoal.learner.sft.tiny import TINY_TASKS, _example, _tiny_tokenizer, train
+from shoal.learner.sft.tiny import TINY_TASKS, _example, _tiny_model, _tiny_tokenizer, train
 from shoal.model.tree import pack
 from shoal.tasks.prompt import prompt_tokens
 
@@ -19,7 +19,6 @@ TINY_CONFIG = Path(__file__).parents[3] / "configs" / "tiny.toml"
 SUMS = TaskSection(
     sources=[SourceSection(generator="arithmetic", options={"operand_max": 9})], heldout=20, prompt="{question}="
 )
-PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -44,44 +43,24 @@ def test_it_ends_as_soon_as_the_loss_is_low_enough(tiny_folder: Path) -> None:
     assert trained.updates == 1
 
 
-def test_an_example_is_the_prompt_and_the_answer_with_an_end() -> None:
-    tokenizer = _tiny_tokenizer()
-    example = _example(tokenizer, TINY_TASKS, "12 + 34", "46")
-    assert tokenizer.decode(example.prompt) == "<bos>12 + 34="
-    assert [tokenizer.decode(completion) for completion in example.completions] == ["46<eos>"]
-
-
-def test_an_example_follows_the_prompt_that_workers_use() -> None:
-    tokenizer = _tiny_tokenizer()
-    config = load(TINY_CONFIG).tasks
+def test_an_example_is_the_prompt_that_workers_use_and_the_answer_with_an_end() -> None:
+    tokenizer, config = _tiny_tokenizer(), load(TINY_CONFIG).tasks
     task = tasks.load(config).train[0]
     example = _example(tokenizer, TINY_TASKS, task.question, task.answer)
     assert example.prompt == prompt_tokens(tokenizer, config, task, 0)
+    assert tokenizer.decode(example.prompt) == f"<bos>{task.question}="
+    assert [tokenizer.decode(completion) for completion in example.completions] == [f"{task.answer}<eos>"]
 
 
-@pytest.mark.parametrize("text", [PRINTABLE, "12 + 34 = 46", "  two  spaces ", ""])
-def test_the_tiny_tokenizer_gives_back_what_it_was_given(text: str) -> None:
-    tokenizer = _tiny_tokenizer()
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(tokens) == len(text)
-    assert tokenizer.decode(tokens) == text
-
-
-def test_a_character_the_tiny_tokenizer_does_not_know_is_one_unknown_token() -> None:
-    tokenizer = _tiny_tokenizer()
+def test_the_tiny_tokenizer_gives_back_what_it_was_given_and_fits_its_model() -> None:
+    tokenizer, config = _tiny_tokenizer(), _tiny_model().config
+    for text in ("".join(map(chr, range(32, 127))) + "\n", "12 + 34 = 46", "  two  spaces ", ""):
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(tokens) == len(text) and tokenizer.decode(tokens) == text
     assert tokenizer("\u00e9", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
-
-
-def test_the_tiny_models_vocabulary_holds_every_token_and_its_ends_agree() -> None:
-    from shoal.learner.sft import tiny
-
-    tokenizer, config = _tiny_tokenizer(), tiny._tiny_model().config
     assert len(tokenizer) <= config.vocab_size
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (
-        config.pad_token_id,
-        config.bos_token_id,
-        config.eos_token_id,
-    )
+    for end in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        assert getattr(tokenizer, end) == getattr(config, end), end
 
 
 def test_the_warm_up_never_sees_what_the_tiny_run_holds_out() -> None:

@@ -138,6 +138,13 @@ def test_each_epoch_trains_on_everything_once_in_an_order_of_its_own() -> None:
     assert updates != plan(10, SftSection(epochs=3, batch=4), seed=2)
 
 
+def test_what_is_held_out_is_not_trained_on(tiny_folder: Path, rows: Path) -> None:
+    data, whole = data_of(tiny_folder, config(rows)), data_of(tiny_folder, config(rows, eval_frac=0)).train
+    assert (len(data.train), len(data.heldout)) == (16, 4)
+    parts = [e.tokens.tobytes() for e in [*data.train, *data.heldout]]
+    assert sorted(parts) == sorted(e.tokens.tobytes() for e in whole)
+
+
 def test_long_conversations_are_dropped_with_one_log_line(
     tiny_folder: Path, rows: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,15 +173,6 @@ def test_a_conversation_that_is_far_too_long_is_encoded_once_whatever_its_turns(
     data = data_of(tiny_folder, config(tmp_path / "long.jsonl", max_tokens=24, eval_frac=0))
     assert len(data.train) == 2
     assert sum(len(conversation.messages) == 400 for conversation in encoded) == 1
-
-
-def test_what_is_held_out_is_not_trained_on(tiny_folder: Path, rows: Path) -> None:
-    data = data_of(tiny_folder, config(rows))
-    assert (len(data.train), len(data.heldout)) == (16, 4)
-    everything = data_of(tiny_folder, config(rows, eval_frac=0)).train
-    assert sorted(e.tokens.tobytes() for e in [*data.train, *data.heldout]) == sorted(
-        e.tokens.tobytes() for e in everything
-    )
 
 
 @pytest.mark.parametrize(
