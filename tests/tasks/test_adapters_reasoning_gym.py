@@ -13,8 +13,9 @@ import pytest
 
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks import Graders, inside, libraries, load
-from shoal.tasks.libraries import LibraryReward
-from shoal.tasks.task import Grade, GradeError, Task, TasksNotFoundError
+from shoal.tasks.task import GradeError, Task, TasksNotFoundError
+
+from .test_adapters import graded
 
 if importlib.util.find_spec("reasoning_gym") is None:
     pytest.skip("reasoning-gym is not installed: pip install 'shoal[reasoning-gym]'", allow_module_level=True)
@@ -47,14 +48,6 @@ def rows(**options: Any) -> list[Task]:
     return [Task(id=f"gym/{n}", source="gym", **row) for n, row in enumerate(listed)]
 
 
-def graded(tasks: list[Task], completions: list[str]) -> list[Grade]:
-    reward = LibraryReward("reasoning_gym")
-    try:
-        return reward.grade(tasks, completions)
-    finally:
-        reward.close()
-
-
 def test_gold_answers_of_all_data_sets_score_1(swept: dict[str, dict[str, Any]]) -> None:
     assert len(swept) >= 100
     full = [[1.0, "graded"]] * 3
@@ -79,17 +72,10 @@ def test_the_data_sets_that_evaluate_answers_are_those_that_are_guarded(swept: d
 def test_no_answer_runs_as_code(name: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     run = f"__import__('pathlib').Path({str(mark)!r}).mkdir()"
-    answers = [
-        run,
-        f"[{run}]",
-        f"sin({run!r})",
-        f"[x for x in [{run}]]",
-        f"{run}!",
-        f"(lambda: {run})()",
-        f"f'{{{run}}}'",
-    ]
+    answers = [run, f"[{run}]", f"sin({run!r})", f"[x for x in [{run}]]", f"{run}!", f"(lambda: {run})()"]
+    answers += [f"f'{{{run}}}'"]
     (task,) = rows(dataset=name, size=1)
-    grades = graded([task] * len(answers), answers)
+    grades = graded("reasoning_gym", [task] * len(answers), answers)
     assert not mark.exists()
     assert all(grade.score < 0.5 and grade.outcome == "graded" for grade in grades), grades
 
@@ -108,25 +94,25 @@ def test_no_option_runs_as_code(tmp_path: Path) -> None:
     hostile = json.loads(task.metadata)
     hostile["setting"]["operators"] = [run]
     with pytest.raises(GradeError, match="evaluate or open them"):
-        graded([replace(task, metadata=json.dumps(hostile))], [task.answer])
+        graded("reasoning_gym", [replace(task, metadata=json.dumps(hostile))], [task.answer])
     assert not mark.exists()
 
 
 def test_a_task_whose_question_is_not_that_of_its_entry_is_a_grader_error() -> None:
     (task,) = rows(dataset="chain_sum", size=1)
-    (grade,) = graded([replace(task, question="1 + 1 =")], [task.answer])
+    (grade,) = graded("reasoning_gym", [replace(task, question="1 + 1 =")], [task.answer])
     assert grade.outcome == "grader_error" and "another question" in grade.detail
 
 
 def test_no_answer_names_the_grader_s_variables() -> None:
     (task,) = rows(dataset="string_insertion", size=1)
-    grades = graded([task] * 2, ["oracle_answer", str(list(task.answer))])
+    grades = graded("reasoning_gym", [task] * 2, ["oracle_answer", str(list(task.answer))])
     assert [grade.score for grade in grades] == [0.0, 0.1]  # 0.1: the library's, for the answer as a list
 
 
 def test_an_answer_that_computes_for_ever_is_a_grader_error() -> None:
     (task,) = rows(dataset="countdown", size=1)
-    grades = graded([task] * 2, ["9**9**9**9", task.answer])
+    grades = graded("reasoning_gym", [task] * 2, ["9**9**9**9", task.answer])
     assert [(grade.score, grade.outcome) for grade in grades] == [(0.0, "grader_error"), (1.0, "graded")]
 
 
@@ -147,7 +133,7 @@ def test_a_task_of_another_version_is_a_grader_error() -> None:
     (task,) = rows(dataset="chain_sum", size=1)
     metadata = json.loads(task.metadata)
     old = replace(task, metadata=json.dumps(metadata | {"version": "0.1.0"}))
-    (grade,) = graded([old], [task.answer])
+    (grade,) = graded("reasoning_gym", [old], [task.answer])
     assert grade.outcome == "grader_error" and "0.1.0" in grade.detail
 
 

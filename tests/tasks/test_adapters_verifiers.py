@@ -16,8 +16,10 @@ import pytest
 
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks import Graders, inside, libraries, load
-from shoal.tasks.libraries import ENVIRONMENTS, PYTHON, LibraryReward
-from shoal.tasks.task import Grade, Task
+from shoal.tasks.libraries import ENVIRONMENTS, PYTHON
+from shoal.tasks.task import Task
+
+from .test_adapters import graded
 
 INTERPRETER = os.environ.get(PYTHON) or sys.executable
 if subprocess.run([INTERPRETER, "-P", "-c", "import verifiers.v1"], capture_output=True).returncode:
@@ -67,14 +69,6 @@ def rows(**options: Any) -> list[Task]:
     return [Task(id=f"sums/{n}", source="sums", **row) for n, row in enumerate(listed)]
 
 
-def graded(tasks: list[Task], completions: list[str]) -> list[Grade]:
-    reward = LibraryReward("verifiers")
-    try:
-        return reward.grade(tasks, completions)
-    finally:
-        reward.close()
-
-
 def member(text: str) -> str:
     return textwrap.indent(textwrap.dedent(text), "    ")
 
@@ -90,7 +84,7 @@ def test_tasks_are_those_of_the_taskset_and_scores_those_of_its_rewards(tmp_path
     tasks = rows(config={"top": 3}, max_reward=1.5)
     assert [task.question for task in tasks[:4]] == ["0 + 0?", "0 + 1?", "0 + 2?", "1 + 0?"] and len(tasks) == 9
     assert [task.answer for task in tasks[:4]] == ["0", "1", "2", "1"]
-    grades = graded([tasks[3]] * 3, ["1", "7", ""])
+    grades = graded("verifiers", [tasks[3]] * 3, ["1", "7", ""])
     assert [round(grade.score, 9) for grade in grades] == [1.0, round(0.5 / 1.5, 9), round(0.5 / 1.5, 9)]
     assert grades[0].parts == {"correct": 1.0, "short": 1.0}
     assert not any(grade.certain for grade in grades), "a reward may ask others"
@@ -107,7 +101,7 @@ def test_prompts_of_a_system_and_a_user_message_become_one_question(tmp_path: Pa
     )
     tasks = rows()
     assert tasks[1].question == "Add.\n\n0 + 1?"
-    assert [grade.score for grade in graded(tasks[1:2], ["1"])] == [1.0]
+    assert [grade.score for grade in graded("verifiers", tasks[1:2], ["1"])] == [1.0]
 
 
 def test_a_config_with_this_source_has_its_tasks_and_its_reward_and_an_edit_changes_the_digest(tmp_path: Path) -> None:
@@ -118,7 +112,7 @@ def test_a_config_with_this_source_has_its_tasks_and_its_reward_and_an_edit_chan
         assert [grade.score for grade in graders.grade(tasks.heldout, [t.answer for t in tasks.heldout])] == [1.0] * 8
         file.write_text(file.read_text() + "\n# edited\n")
     assert load(section).digest != tasks.digest
-    (grade,) = graded(tasks.heldout[:1], [tasks.heldout[0].answer])
+    (grade,) = graded("verifiers", tasks.heldout[:1], [tasks.heldout[0].answer])
     assert grade.outcome == "grader_error" and "install the same" in grade.detail
 
 
@@ -128,14 +122,8 @@ REFUSED = {
         "more than a question with one reply: a sandbox",
     ),
     "container": ({"more": "    NEEDS_CONTAINER = True"}, ": a sandbox"),
-    "setup": (
-        {"more": "    async def setup(self, trace, runtime):\n        pass"},
-        ": a sandbox",
-    ),
-    "image": (
-        {"made": PARTS["made"].replace("answer=", "image='python:3', answer=")},
-        ": a sandbox",
-    ),
+    "setup": ({"more": "    async def setup(self, trace, runtime):\n        pass"}, ": a sandbox"),
+    "image": ({"made": PARTS["made"].replace("answer=", "image='python:3', answer=")}, ": a sandbox"),
     "tools": (
         {
             "task": "class Calculator(vf.Toolset): pass\n" + PARTS["task"],
@@ -241,7 +229,7 @@ def test_a_reward_that_fails_is_a_grader_error_and_never_0(tmp_path: Path) -> No
                 return 1.0"""),
     )
     told = {"raise": "no such answer", "much": "max_reward", "nothing": "nan"}
-    *failed, fine = graded(rows(size=1) * (len(told) + 1), [*told, "fine"])
+    *failed, fine = graded("verifiers", rows(size=1) * (len(told) + 1), [*told, "fine"])
     assert {grade.outcome for grade in failed} == {"grader_error"} and fine.outcome == "graded"
     for grade, text in zip(failed, told.values(), strict=True):
         assert text in grade.detail

@@ -203,13 +203,6 @@ def test_assertions_call_the_function_from_another_process(
     assert detail in found.detail
 
 
-def test_plain_assert_lines_and_exceptions_of_builtin_types(code: Code) -> None:
-    lines = "assert f(2) == 4\ntry:\n    f('x')\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"
-    tests = {"kind": "asserts", "entry": "f", "code": lines}
-    assert grade(code, tests, "def f(x):\n    if x == 'x': raise ValueError('no')\n    return x * x").score == 1
-    assert grade(code, tests, "def f(x): return x * x").score == 0
-
-
 @pytest.mark.parametrize(
     ("tests", "detail"),
     [
@@ -232,7 +225,12 @@ def test_tests_that_are_at_fault_are_a_grader_error(code: Code, tests: Any, deta
     assert detail in found.detail
 
 
-def test_unknown_tests_are_refused() -> None:
+def test_plain_assert_lines_and_exceptions_of_builtin_types(code: Code) -> None:
+    tests = "assert f(2) == 4\ntry:\n    f('x')\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"
+    assert (
+        grade(code, asserts(tests), "def f(x):\n    if x == 'x': raise ValueError('no')\n    return x * x").score == 1
+    )
+    assert grade(code, asserts(tests), "def f(x): return x * x").score == 0
     with pytest.raises(TestsError, match="known: stdin"):
         read_tests('{"kind": "pickle"}')
 
@@ -242,64 +240,52 @@ def test_values_of_every_type_cross_both_ways(code: Code) -> None:
         "[None, True, 0, -1, 1 << 4000, -(1 << 4000), 1.5, float('inf'), 2j, '', 'a\\ud800\\U0001f600', b'\\0', [], (), "
         "(1, [2]), set(), {1, (2, 3)}, frozenset({1}), {}, {'a': {1: None}}]"
     )
-    asserts = (
+    tests = (
         f"v = {values}\nassert candidate(*v, key=v) == v\nassert list(map(type, candidate(*v))) == list(map(type, v))"
     )
-    tests = {"kind": "asserts", "entry": "f", "code": asserts}
-    assert grade(code, tests, "def f(*v, key=None): return list(v)").score == 1
-
-
-def test_subclasses_of_builtins_cross_as_builtins(code: Code) -> None:
-    source = (
+    assert grade(code, asserts(tests), "def f(*v, key=None): return list(v)").score == 1
+    subclasses = (
         "import collections, enum\nclass E(enum.IntEnum):\n    A = 1\nP = collections.namedtuple('P', 'x y')\n"
         "def f(): return [E.A, P(1, 2), collections.Counter('aab'), collections.OrderedDict(a=1)]"
     )
-    tests = {
-        "kind": "functional",
-        "entry": "f",
-        "cases": [{"args": [], "output": [1, [1, 2], {"a": 2, "b": 1}, {"a": 1}]}],
-    }
-    assert grade(code, tests, source).score == 1
+    case = {"args": [], "output": [1, [1, 2], {"a": 2, "b": 1}, {"a": 1}]}  # they cross as builtins
+    assert grade(code, {"kind": "functional", "entry": "f", "cases": [case]}, subclasses).score == 1
+
+
+def asserts(code: str) -> dict[str, str]:
+    return {"kind": "asserts", "entry": "f", "code": code}
 
 
 @pytest.mark.parametrize(
-    ("source", "outcome"),
+    ("tests", "source", "limits", "detail"),
     [
-        ("import time\ndef add(a, b):\n    time.sleep(1e6)", "time limit"),
-        ("def add(a, b):\n    while True: pass", "time limit"),
-        ("def add(a, b):\n    while True: print('x' * 10_000)", "output"),
+        (ADD, "import time\ndef add(a, b):\n    time.sleep(1e6)", {"cpu_s": 1.0, "wall_s": 2.0}, "time limit"),
+        (ADD, "def add(a, b):\n    while True: pass", {"cpu_s": 1.0, "wall_s": 2.0}, "time limit"),
+        (ADD, "def add(a, b):\n    while True: print('x' * 10_000)", {"cpu_s": 1.0, "wall_s": 2.0}, "output"),
+        (
+            *(asserts("while candidate(1) and True:\n    while True: pass"), "def f(x): return x"),
+            *({"cpu_s": 1.0, "wall_s": 4.0}, "the tests do not end"),
+        ),
+        (  # its worker knows the cases, and may write a program that sleeps in each of them and still passes
+            {"kind": "stdin", "cases": [{"input": "", "output": "1"}] * 100},
+            *("import time\ntime.sleep(0.15)\nprint(1)", {"cpu_s": 60.0, "wall_s": 0.3}, "time limit"),
+        ),
     ],
+    ids=["sleeps", "spins", "prints", "the tests", "all cases together"],
 )
-def test_a_grade_at_a_limit_is_not_repeatable(source: str, outcome: str) -> None:
-    with limited(cpu_s=1.0, wall_s=2.0) as code:
-        found = grade(code, ADD, source)
-        assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
-        assert outcome in found.detail
+def test_a_grade_at_a_limit_is_not_repeatable(tests: Any, source: str, limits: dict[str, float], detail: str) -> None:
+    with limited(**limits) as code:
+        found = grade(code, tests, source)
+    assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
+    assert detail in found.detail
+    if tests["kind"] == "stdin":
+        assert int(found.detail.split()[1]) <= 20
 
 
 def test_a_right_answer_near_a_limit_is_not_repeatable() -> None:
     with limited(cpu_s=60.0, wall_s=2.0) as code:
         near = "import time\ndef add(a, b):\n    time.sleep(0.55)\n    return a + b"  # twice, of 2 s
-        found = grade(code, ADD, near)
-        assert not found.repeatable
-
-
-def test_tests_that_reach_a_limit_are_not_repeatable() -> None:
-    with limited(cpu_s=1.0, wall_s=4.0) as code:
-        tests = {"kind": "asserts", "entry": "f", "code": "while candidate(1) and True:\n    while True: pass"}
-        found = grade(code, tests, "def f(x): return x")
-        assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
-        assert "the tests do not end" in found.detail
-
-
-def test_all_stdin_cases_together_have_a_limit() -> None:
-    """Its worker knows the cases, and may write a program that sleeps in each of them and still passes."""
-    with limited(cpu_s=60.0, wall_s=0.3) as code:
-        cases = {"kind": "stdin", "cases": [{"input": "", "output": "1"}] * 100}
-        found = grade(code, cases, "import time\ntime.sleep(0.15)\nprint(1)")
-        assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
-        assert "time limit" in found.detail
-        assert int(found.detail.split()[1]) <= 20
+        assert not grade(code, ADD, near).repeatable
 
 
 OWN_FRAME = """

@@ -316,11 +316,3 @@ def test_a_stop_iteration_does_not_end_the_tests_early(code: Code) -> None:
     tests = {"kind": "asserts", "entry": "f", "code": "assert all(map(lambda x: candidate(x) == x + 1, range(3)))"}
     assert grade(code, tests, "def f(x): raise StopIteration").score == 0.0
     assert grade(code, tests, "def f(x): return x + 1").score == 1.0
-
-
-def test_a_program_leaves_nothing_to_the_next(code: Code) -> None:
-    left = "import builtins\nbuiltins.LEFT = 1\nopen('left', 'w').write('x')\ndef solve(x): return 0"
-    grade(code, TESTS["functional"], left)
-    source = "import builtins, os\ndef solve(x): return [hasattr(builtins, 'LEFT'), os.path.exists('left')]"
-    tests = {"kind": "functional", "entry": "solve", "cases": [{"args": [1], "output": [False, False]}]}
-    assert grade(code, tests, source).score == 1.0

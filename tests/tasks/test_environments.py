@@ -105,15 +105,8 @@ def test_values_are_those_of_exact_arithmetic() -> None:
         text = numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
         exact = "Fraction(" + numbers[0] + ")"
         exact += "".join(f"{sign}Fraction({number})" for sign, number in zip(signs, numbers[1:], strict=True))
-        assert value(text) == eval(exact, {"Fraction": Fraction})  # noqa: S307
-
-
-@given(st.fractions(max_denominator=10**6))
-def test_what_is_written_is_the_number(number: Fraction) -> None:
-    try:
-        assert Fraction(written(number)) == number
-    except CalculationError:
-        assert max(abs(number.numerator), number.denominator) >= 10**30
+        found = value(text)
+        assert found == eval(exact, {"Fraction": Fraction}) == Fraction(written(found))  # noqa: S307
 
 
 # --- an answer's tokens ----------------------------------------------------------------------------------------------
@@ -122,10 +115,6 @@ def test_what_is_written_is_the_number(number: Fraction) -> None:
 @pytest.fixture
 def tokenizer(tiny_folder: Path) -> Any:
     return load_tokenizer(tiny_folder)
-
-
-def test_an_answer_is_a_user_message_by_the_template(tokenizer: Any) -> None:
-    assert TurnFrame(tokenizer, ENDS).tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT]
 
 
 def test_smollm2s_answer_is_what_its_template_writes(bundled: Path, bundled_tokenizer: Any) -> None:
@@ -141,6 +130,7 @@ def test_smollm2s_answer_is_what_its_template_writes(bundled: Path, bundled_toke
 
 def test_an_answer_writes_no_control_tokens(tokenizer: Any) -> None:
     frame = TurnFrame(tokenizer, ENDS)
+    assert frame.tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT], "a user message by the template"
     assert frame.tokens("8<eos><assistant>4") == frame.tokens("84")
     assert frame.tokens("8<e<eos>os>4") == frame.tokens("84"), "also not by what a deletion leaves"
     assert without(["ab"], "aabb") == ""

@@ -20,7 +20,7 @@ from shoal.tasks.task import TRUST
 from ..turns import config
 
 SOURCE = """
-import os, random, sys, time
+import os, random, time
 
 class Echo:
     calls = 0
@@ -43,12 +43,6 @@ class Sleeps:
     def respond(self, task, seed, turns): time.sleep(1e6)
 class Dies:
     def respond(self, task, seed, turns): os._exit(0)
-class Lies:
-    def respond(self, task, seed, turns):
-        channel = sys.modules["channel"]
-        channel.send(b"V" + channel.pack(dict.fromkeys(n * (2**61 - 1) for n in range(1, 2000))))
-class Reads:
-    def respond(self, task, seed, turns): return str(os.path.exists("/etc/passwd"))
 """
 TASK = Task("arithmetic/0", "2 + 3", "5", "arithmetic", metadata='{"level": 1}')
 DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
@@ -86,10 +80,8 @@ def test_it_sees_task_seed_and_turns_and_keeps_nothing(made: Any) -> None:
     assert echo.respond(TASK, 7, ["a", "b"]) == first
     assert echo.respond(TASK, 2**63, ["é"]).startswith("2 + 3 {'level': 1} 9223372036854775808 ['é'] 1 0.")
     assert made("Silent").respond(TASK, 7, ["a"]) is None
-
-
-def test_an_answer_that_differs_slashes_nobody(made: Any) -> None:
-    assert made("Echo").tolerated(TASK, 7, ["a"]) is None
+    assert made("Long").respond(TASK, 0, ["a"]) == "x?" * (LONGEST_ANSWER // 2) + "...", "bounded, and whole text"
+    assert echo.tolerated(TASK, 7, ["a"]) is None, "another answer slashes nobody"
 
 
 @pytest.mark.usefixtures("_place")
@@ -110,20 +102,6 @@ def test_one_that_fails_is_answered_with_an_error_and_the_log_says_why_once(
     with caplog.at_level(logging.WARNING):
         assert [environment.respond(TASK, 0, ["a"]) for _ in range(2)] == [FAILED] * 2
     assert [why in record.message for record in caplog.records] == [True]
-
-
-@pytest.mark.usefixtures("_place")
-def test_an_answer_is_bounded_and_whole_text(made: Any) -> None:
-    assert made("Long").respond(TASK, 0, ["a"]) == "x?" * (LONGEST_ANSWER // 2) + "..."
-
-
-def test_what_its_process_answers_is_never_built_as_a_set(made: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert made("Lies").respond(TASK, 0, ["a"]) == FAILED
-    assert "a set or a dict" in caplog.text
-
-
-def test_it_reads_no_file_of_the_machine(made: Any) -> None:
-    assert made("Reads").respond(TASK, 0, ["a"]) == "False"
 
 
 @pytest.mark.usefixtures("_place")

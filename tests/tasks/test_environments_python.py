@@ -1,7 +1,6 @@
 """The environment `python`: what counts as a program, what the model reads, and which differences are not lies."""
 
 import doctest
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -61,6 +60,8 @@ def answer(tool: Python, program: str) -> str | None:
         ("```python\n```", ""),
         ("```python\na", None),
         ("python\na\n", None),
+        ("```python\n" * 100_000, None),
+        ("```" * 100_000, None),
         ("", None),
     ],
 )
@@ -70,11 +71,6 @@ def test_the_last_closed_block_marked_as_python_counts(text: str, program: str |
 
 def test_a_turn_without_a_program_ends_the_conversation(tool: Python) -> None:
     assert tool.respond(TASK, 0, [*said("print(1)"), "The answer is 1."]) is None
-
-
-def test_a_turn_of_fences_alone_is_no_trouble() -> None:
-    assert last_program("```python\n" * 100_000) is None
-    assert last_program("```" * 100_000) is None
 
 
 def test_the_docstrings_example_holds() -> None:
@@ -142,17 +138,6 @@ def test_a_hostile_program_gets_an_error_and_the_next_one_runs(tool: Python, pro
     read = str(answer(tool, program))
     assert "Error" in read or read.startswith("error: "), read
     assert answer(tool, "print(1)") == "1"
-
-
-def test_a_program_does_not_reach_a_server_of_this_machine(tool: Python) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        server.settimeout(0.0)
-        connect = f"__import__('socket').create_connection({server.getsockname()})"
-        assert "Error" in str(answer(tool, connect))
-        with pytest.raises(BlockingIOError):
-            server.accept()
 
 
 # --- which answers are tolerated -------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graders, "REWARDS", {"half": lambda *_: Always(0.5), "whole": lambda *_: Always(1.0)})
 
 
-def section(reward: str = "") -> TaskSection:
-    return TaskSection(sources=[SourceSection(name="some", path="some.jsonl", reward=reward)])
+def section(*rewards: str) -> TaskSection:
+    names = ["some", "other"][: len(rewards)]
+    pairs = zip(names, rewards, strict=True)
+    return TaskSection(sources=[SourceSection(name=name, path=f"{name}.jsonl", reward=one) for name, one in pairs])
 
 
 @pytest.mark.parametrize("name", ["code", "mine.py:slow", "math", "reasoning_gym"])
@@ -38,16 +40,11 @@ def test_every_reward_that_runs_something_runs_nothing_after_the_end_of_the_budg
         assert reward.budget is budget  # type: ignore[attr-defined]
 
 
-def test_in_a_mixed_source_each_task_is_graded_by_its_own_reward() -> None:
+def test_a_task_is_graded_by_the_reward_of_its_source_and_else_by_its_own() -> None:
     asked = [replace(TASK, reward=reward) for reward in ("half", "whole", "half")]
-    with Graders(section()) as found:
-        assert [grade.score for grade in found.grade(asked, ["", "", ""])] == [0.5, 1.0, 0.5]
-
-
-def test_the_reward_that_a_source_names_grades_all_its_tasks() -> None:
-    asked = [replace(TASK, reward=reward) for reward in ("half", "whole", "")]
-    with Graders(section("whole")) as found:
-        assert [grade.score for grade in found.grade(asked, ["", "", ""])] == [1.0, 1.0, 1.0]
+    asked += [replace(one, source="other") for one in asked]
+    with Graders(section("", "whole")) as found:
+        assert [grade.score for grade in found.grade(asked, [""] * 6)] == [0.5, 1.0, 0.5, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -31,19 +31,8 @@ def score(reward: Math, gold: str, completion: str) -> float:
     "gold", ["x=5", "y=2x+1", "x>3", r"\{1,2\}", "(1,2,3)", r"\emptyset", r"\text{yes}", r"\frac{1}{2}", "[0,1)"]
 )
 def test_nothing_equals_everything(reward: Math, gold: str) -> None:
-    for answer in (
-        "x=x",
-        "0=0",
-        "1=1",
-        r"\mathbb{R}",
-        r"\mathbb{C}",
-        "x",
-        r"\text{yes or no}",
-        r"\infty",
-        r"\frac{0}{0}",
-        r"\{x\}",
-        "0",
-    ):
+    answers = ["x=x", "0=0", "1=1", r"\mathbb{R}", r"\mathbb{C}", "x", r"\text{yes or no}", r"\infty", r"\frac{0}{0}"]
+    for answer in (*answers, r"\{x\}", "0"):
         assert score(reward, gold, rf"\boxed{{{answer}}}") == 0, answer
 
 
@@ -99,13 +88,8 @@ def test_only_numbers_and_symbols_may_be_evaluated(source: str) -> None:
 
 
 def test_what_the_library_needs_may_be_evaluated() -> None:
-    for source in (
-        "Integer (18 )",
-        "Float ('1.50' )",
-        "Integer (1 )/Integer (2 )",
-        "Symbol ('x' )",
-        "from sympy import *",
-    ):
+    numbers = ("Integer (18 )", "Float ('1.50' )", "Integer (1 )/Integer (2 )")
+    for source in (*numbers, "Symbol ('x' )", "from sympy import *"):
         refuse("compile", (source, "<string>"))
 
 

@@ -73,21 +73,20 @@ def test_the_answer_of_a_completion(completion: str, answer: str) -> None:
     assert final_answer(completion) == answer
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "",
-        " \n",
-        "---",
-        "I do not know",
-        r"5 \boxed{}",
-        r"5 \boxed{",
-        r"5 \boxed{6",
-        r"5 \boxed 6",
-        "5 <think>6</think>",
-        "The answer is",
-    ],
-)
+NOTHING = [
+    "",
+    " \n",
+    "---",
+    "I do not know",
+    r"5 \boxed{}",
+    r"5 \boxed{",
+    r"5 \boxed{6",
+    r"5 \boxed 6",
+    "5 <think>6</think>",
+]
+
+
+@pytest.mark.parametrize("completion", [*NOTHING, "The answer is"])
 def test_no_answer(completion: str) -> None:
     assert final_answer(completion) is None
 

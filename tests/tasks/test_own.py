@@ -64,19 +64,13 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     yield best_tier() if request.param == "sandbox" else "trusted"
 
 
-@pytest.mark.usefixtures("place")
-def test_no_two_machines_need_agree_on_a_score() -> None:
-    """A worker that claims what the validator's machine does not give is not a liar: a plain process sees its machine."""
-    assert not any(one.certain for one in grade("mine.py:exact", " 4", "5"))
-
-
-def test_a_function_scores_each_completion(place: str) -> None:
+def test_a_function_sees_the_task_with_its_metadata_parsed_and_scores_each_completion(place: str) -> None:
     right, wrong = grade("mine.py:exact", " 4", "5")
     assert (right.score, right.outcome, right.tier, right.repeatable) == (1.0, "graded", place, True)
     assert (wrong.score, wrong.outcome) == (0.0, "graded")
-
-
-def test_it_sees_the_task_with_its_metadata_parsed(place: str) -> None:
+    assert not right.certain and not wrong.certain, (
+        "a plain process sees its machine: who claims another score may be honest"
+    )
     assert grade("folder/mine.py:sees", "")[0].score == 0.25
 
 
@@ -115,6 +109,12 @@ def test_after_a_failure_the_next_completion_is_graded(place: str) -> None:
             assert found.parts == {"mine.py:dies": 0.0, "mine.py:exact": 1.0}
 
 
+def test_only_a_trusted_run_reads_the_machines_files_and_imports_what_is_installed(place: str) -> None:
+    trusted = place == "trusted"
+    assert grade("mine.py:reads", "x")[0].score == float(trusted)
+    assert grade("mine.py:installed", "x")[0].score == 0.5 * trusted
+
+
 @pytest.mark.parametrize(
     ("name", "detail"),
     [
@@ -128,10 +128,6 @@ def test_after_a_failure_the_next_completion_is_graded(place: str) -> None:
 def test_the_sandbox_holds_it(name: str, detail: str) -> None:
     [found] = grade(f"mine.py:{name}", "x")
     assert found.outcome == "grader_error" and detail in found.detail
-
-
-def test_it_reads_no_file_of_the_machine() -> None:
-    assert grade("mine.py:reads", "x")[0].score == 0.0
 
 
 def test_what_its_process_answers_is_never_built_as_a_set() -> None:
@@ -149,11 +145,6 @@ def test_what_its_process_answers_is_never_built_as_a_set() -> None:
         assert found.outcome == "grader_error" and "a set or a dict" in found.detail
     finally:
         own.close()
-
-
-def test_a_trusted_run_may_import_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TRUST, "1")
-    assert grade("mine.py:installed", "x")[0].score == 0.5
 
 
 def test_random_numbers_are_the_same_in_every_call(place: str) -> None:

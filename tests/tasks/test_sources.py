@@ -96,31 +96,15 @@ def test_a_single_file_is_split_by_its_text_whatever_the_order(tmp_path: Path) -
     assert not {task.question for task in forth.train} & {task.question for task in forth.heldout}
 
 
-def test_line_separators_within_a_question_end_no_line(tmp_path: Path) -> None:
-    lines = [{"question": f"{i}\u2028more", "answer": "#### 1"} for i in range(20)]
-    path = tmp_path / "some.jsonl"
-    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
-    assert len(tasks.load(section(path)).train) == 16
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
-    plain = written(tmp_path / "plain.jsonl", rows(20, "Ann"))
-    marked = tmp_path / "marked.jsonl"
-    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
-    plain_questions, marked_questions = (
-        sorted(task.question for task in tasks.load(section(path)).train) for path in (plain, marked)
-    )
-    assert marked_questions == plain_questions
-
-
-def test_gzip_and_parquet_hold_what_json_lines_hold(folder: Path, tmp_path: Path) -> None:
-    wanted = tasks.load(apart(folder, name="one")).digest
-    for split, lines in (("train", rows(20, "Ann")), ("test", rows(6, "Bob"))):
-        parquet.write_table(pyarrow.Table.from_pylist(lines), written(tmp_path / "p" / f"{split}-0.parquet", []))
-        (written(tmp_path / "z" / f"{split}.jsonl.gz", [])).write_bytes(
-            gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
-        )
-    assert {tasks.load(apart(tmp_path / kind, name="one")).digest for kind in "pz"} == {wanted}
+def test_gzip_parquet_and_a_byte_order_mark_hold_what_json_lines_hold(tmp_path: Path) -> None:
+    lines = [{"question": f"{i}\u2028more", "answer": "#### 1"} for i in range(20)]  # a separator that ends no line
+    data = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode()
+    (tmp_path / "plain.jsonl").write_bytes(data)
+    (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + data)
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(data))
+    parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "columns.parquet")
+    found = [tasks.load(section(path, name="one")) for path in tmp_path.iterdir()]
+    assert len(found) == 4 and {len(one.train) for one in found} == {16} and len({one.digest for one in found}) == 1
 
 
 @pytest.mark.parametrize(
@@ -238,10 +222,9 @@ def test_a_wrong_setting_is_named(folder: Path, more: Row, message: str) -> None
     ],
 )
 def test_columns_of_deeply_nested_json_are_named(tmp_path: Path, fields: dict[str, str], message: str) -> None:
-    row = {"question": "?", "answer": "5", "info": "[" * 65_536}
-    (tmp_path / "some.jsonl").write_text(json.dumps(row) + "\n")
+    path = written(tmp_path / "some.jsonl", [{"question": "?", "answer": "5", "info": "[" * 65_536}])
     with pytest.raises(TasksNotFoundError, match=message):
-        tasks.load(section(tmp_path / "some.jsonl", fields={"question": "question", **fields}))
+        tasks.load(section(path, fields={"question": "question", **fields}))
 
 
 @pytest.mark.parametrize(
@@ -259,15 +242,20 @@ def test_a_damaged_or_unknown_file_is_named(tmp_path: Path, name: str, content: 
         tasks.load(section(tmp_path / name))
 
 
-def test_missing_files_empty_folders_and_splits_of_one_file_are_named(tmp_path: Path, folder: Path) -> None:
-    for path, more, message in [
-        (tmp_path / "nowhere.jsonl", {}, r"no file or folder at .*nowhere.jsonl, neither from"),
-        (tmp_path / "empty", {}, r"empty holds no file of .jsonl"),
-        (folder / "gsm8k_train.jsonl", {"heldout_split": "test"}, r"is one file, without a split 'test'"),
-    ]:
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        with pytest.raises(TasksNotFoundError, match=message):
-            tasks.load(section(path, **more))
+@pytest.mark.parametrize(
+    ("path", "more", "message"),
+    [
+        ("nowhere.jsonl", {}, r"no file or folder at .*nowhere.jsonl, neither from"),
+        ("empty", {}, r"empty holds no file of .jsonl"),
+        ("set/gsm8k_train.jsonl", {"heldout_split": "test"}, r"is one file, without a split 'test'"),
+    ],
+)
+def test_a_path_without_what_is_asked_for_is_named(
+    tmp_path: Path, folder: Path, path: str, more: Row, message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TasksNotFoundError, match=message):
+        tasks.load(section(tmp_path / path, **more))
 
 
 def test_files_beside_the_config_are_found_and_the_current_folder_comes_first(
@@ -345,9 +333,6 @@ def test_a_data_set_of_the_hub_is_read_by_config_split_and_revision(hub: dict[st
 def test_what_the_hub_does_not_hold_is_named(hub: dict[str, Any], name: str, more: Row, message: str) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(from_hub(name, **more))
-
-
-def test_a_data_set_without_readable_files_names_the_parquet_branch(hub: dict[str, Any]) -> None:
     hub["files"].clear()
     with pytest.raises(
         TasksNotFoundError, match=r'holds no file of .*; most have one at revision = "refs/convert/parq'
