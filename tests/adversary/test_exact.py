@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.adversary.attacks import ATTACKS, Lab
 
 from shoal.cli.calibrate import RUN
 from shoal.engine.torch_engine import TorchEngine
@@ -13,35 +12,20 @@ from shoal.validator.case import Case
 from shoal.validator.judge import Examined, Judge
 
 from ..model.exactness import NEEDS_EXACT
-from .test_attacks import ALICE, ASKED, BOB, CONFIG
+from .test_attacks import ALICE, ASKED, CONFIG, submissions
 
 pytestmark = [NEEDS_EXACT, pytest.mark.usefixtures("one_thread")]
 EXACT = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"numerics": "exact"})})
 QUIET = [
-    *(
-        "honest",
-        "int8_weights",
-        "fp8_cache",
-        "fp16_cache",
-        "previous_version",
-        "top_k_5",
-        "top_p_0.9",
-        "end_suppressed",
-    ),
-    *("temperature_x0.7", "temperature_x1.3", "best_of_4", "spends_tolerance", "spends_tolerance_down"),
+    *("honest", "int8_weights", "fp8_cache", "fp16_cache", "previous_version", "top_k_5", "top_p_0.9"),
+    *("end_suppressed", "temperature_x0.7", "temperature_x1.3", "best_of_4", "spends_tolerance"),
+    "spends_tolerance_down",
 ]
 
 
 @pytest.fixture(scope="module")
 def files(one_thread: None, tiny_folders: tuple[Path, Path]) -> dict[str, bytes]:
-    newest, other = tiny_folders
-    lab, engine = Lab([other] * 6 + [newest], BOB), TorchEngine("float32", numerics="exact")
-    made = {}
-    for name in QUIET:
-        attacker = ATTACKS[name](EXACT, RUN, ALICE, engine, lab)
-        attacker.load(newest, 6)
-        made[name] = attacker.submission(ASKED)
-    return made
+    return submissions(tiny_folders, QUIET, EXACT, TorchEngine("float32", numerics="exact"))
 
 
 @pytest.fixture(scope="module")

@@ -53,19 +53,6 @@ def test_decoding_has_the_bits_of_one_prefill(architecture: str, dtype: DtypeNam
     assert_replayed(engine.model, PROMPTS, groups, SOME_END.temperature)
 
 
-def test_the_batch_changes_no_bit(tmp_path: Path) -> None:
-    engine = engine_for("three to a key head", tmp_path, "bfloat16")
-    together = engine.generate(PROMPTS, SEEDS, SOME_END)
-    backwards = engine.generate(PROMPTS[::-1], SEEDS[::-1], SOME_END)[::-1]
-    alone = [engine.generate([prompt], [seeds], SOME_END)[0] for prompt, seeds in zip(PROMPTS, SEEDS, strict=True)]
-    for groups in (backwards, alone):
-        for group, expected in zip(groups, together, strict=True):
-            for one, other in zip(group, expected, strict=True):
-                assert one.tokens == other.tokens
-                assert one.logprobs == other.logprobs
-                assert torch.equal(one.hidden_TH, other.hidden_TH)
-
-
 def test_given_tokens_change_no_bit(tmp_path: Path) -> None:
     engine = engine_for("grouped heads", tmp_path, "float32")
 

@@ -45,11 +45,11 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def made(folder: Path, name: str) -> Path:
+def made(folder: Path, name: str, **config: Any) -> Path:
     """A model of this architecture in `folder`, with weights so large that attention decides the logits."""
     kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     torch.manual_seed(0)
-    model = kind(kind.config_class(**_sizes(kind.config_class) | EXTRA.get(name, {})))
+    model = kind(kind.config_class(**_sizes(kind.config_class) | EXTRA.get(name, {}) | config))
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             nn.init.normal_(parameter, std=0.12)

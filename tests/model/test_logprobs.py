@@ -30,11 +30,12 @@ def full_logprobs(hidden_NH: Tensor, head_VH: Tensor, temperature: float) -> Ten
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_equal_the_full_log_softmax(n: int, temperature: float) -> None:
+def test_values_and_entropies_equal_the_full_log_softmax(n: int, temperature: float) -> None:
     hidden_NH, head_VH, target_N = case(n)
-    logprobs_N, _ = chosen_logprobs(hidden_NH, head_VH, target_N, temperature=temperature)
-    expected_N = full_logprobs(hidden_NH, head_VH, temperature)[torch.arange(n), target_N]
-    torch.testing.assert_close(logprobs_N, expected_N)
+    logp_N, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N, temperature=temperature, with_entropy=True)
+    full_NV = full_logprobs(hidden_NH, head_VH, temperature)
+    torch.testing.assert_close(logp_N, full_NV[torch.arange(n), target_N])
+    torch.testing.assert_close(entropy_N, -(full_NV.exp() * full_NV).sum(-1))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -87,10 +88,3 @@ def test_logits_are_computed_once_where_the_loss_is_known(monkeypatch: pytest.Mo
     assert calls == 1
     with torch.no_grad():
         assert not chosen_loss(*case(5), sum_of).requires_grad, "no graph is kept without gradient"
-
-
-def test_entropy_equals_its_definition() -> None:
-    hidden_NH, head_VH, target_N = case(PRODUCT + 5)
-    _, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N, temperature=0.6, with_entropy=True)
-    p_NV = full_logprobs(hidden_NH, head_VH, 0.6).exp()
-    torch.testing.assert_close(entropy_N, -(p_NV * p_NV.log()).sum(-1))

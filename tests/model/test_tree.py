@@ -59,24 +59,16 @@ def plain_logprobs_of_all(model: Any, trees: Sequence[Tree]) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("root", [[], ROOT], ids=["no root", "root"])
-@pytest.mark.parametrize("kernel", ["cascade", "masked", "flex"])
+@pytest.mark.parametrize("kernel", ["cascade", "masked", "flex", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_packed_logprobs_equal_plain_forwards_of_each_completion(
-    tiny_model: Any, kernel: Kernel, root: list[int], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, kernel: str, root: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """flex without its compilation, which takes a C++ compiler and 10 s; the slow test below compiles it."""
-    monkeypatch.setattr(attention, "_flex", lambda: flex_attention)
+    """Flex's compilation takes a C++ compiler and 10 s."""
+    if kernel != "compiled":
+        monkeypatch.setattr(attention, "_flex", lambda: flex_attention)
     rooted = behind(root, some_trees())
     assert pack(rooted).layout.root == len(root)
-    got_N = packed_logprobs(tiny_model, rooted, kernel)
-    torch.testing.assert_close(got_N, plain_logprobs_of_all(tiny_model, rooted), atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-@pytest.mark.slow
-@pytest.mark.parametrize("root", [[], ROOT], ids=["no root", "root"])
-def test_compiled_flex_logprobs_equal_plain_forwards(tiny_model: Any, root: list[int]) -> None:
-    rooted = behind(root, some_trees())
-    got_N = packed_logprobs(tiny_model, rooted, "flex")
+    got_N = packed_logprobs(tiny_model, rooted, "flex" if kernel == "compiled" else kernel)  # type: ignore[arg-type]
     torch.testing.assert_close(got_N, plain_logprobs_of_all(tiny_model, rooted), atol=1e-4, rtol=0)
 
 
@@ -134,10 +126,7 @@ def test_smollm2_packed_logprobs_equal_plain_forwards(bundled_model: Any, bundle
         return list(bundled_tokenizer(text)["input_ids"])
 
     trees = [
-        Tree(
-            encode("The capital of France is"),
-            [encode(" Paris, of course."), encode(" a city on the river Seine.")],
-        ),
+        Tree(encode("The capital of France is"), [encode(" Paris, of course."), encode(" a city on the Seine.")]),
         Tree(encode("12 + 30 ="), [encode(" 42"), encode(" 41, I think")]),
     ]
     got_N = packed_logprobs(bundled_model, trees)
@@ -158,10 +147,7 @@ def test_a_change_reaches_its_own_tree_or_completion_alone(tiny_model: Any) -> N
     before_N = packed_logprobs(tiny_model, [first, *rest])
     for other, changed in (
         (Tree(moved(first.prompt), [moved(a), moved(b), moved(c)]), range(n)),
-        (
-            Tree([moved(first.prompt)[0], *first.prompt[1:]], [a, b, c]),
-            range(n),
-        ),  # a prompt changes all its completions
+        (Tree([moved(first.prompt)[0], *first.prompt[1:]], [a, b, c]), range(n)),  # all its completions
         (Tree(first.prompt, [a, moved(b), c]), range(len(a), len(a) + len(b))),
     ):
         difference_N = (packed_logprobs(tiny_model, [other, *rest]) - before_N).abs()
@@ -237,12 +223,8 @@ def test_rows_in_order_meet_the_trees_in_order(sizes: list[int], row_tokens: int
 def test_parts_of_a_split_tree_fit_a_row_and_keep_prompt_and_completions(tree: Tree, row_tokens: int) -> None:
     parts = split(tree, row_tokens)
     assert [c for part in parts for c in part.completions] == list(tree.completions)
+    assert split(tree, tree.n_tokens) == [tree], "it fits"
     assert all(part.n_tokens <= row_tokens and part.prompt == tree.prompt for part in parts)
-
-
-def test_a_tree_that_fits_is_not_split() -> None:
-    tree = Tree([1, 2, 3], [[4], [5, 6]])
-    assert split(tree, 6) == [tree]
 
 
 def test_a_completion_too_long_for_any_row_is_refused_with_the_sizes() -> None:

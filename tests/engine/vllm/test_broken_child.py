@@ -61,10 +61,11 @@ def test_what_it_says_wrongly_ends_it(tmp_path: Path, says: list[dict[str, objec
 @pytest.mark.parametrize(
     ("then", "prompt_tokens", "told"),
     [
+        (UNTIL_CLOSED, 1, r"said nothing for 0\.2 s"),
         (UNTIL_ASKED + "while True: to.sendall(bytes(1)); time.sleep(0.02)", 1, r"said nothing for 0\.2 s"),
         ("time.sleep(600)", 1_000_000, r"did not listen for 0\.2 s"),
     ],
-    ids=["a byte at a time", "deaf"],
+    ids=["silent", "a byte at a time", "deaf"],
 )
 def test_no_wait_is_longer_than_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, prompt_tokens: int, told: str
@@ -73,6 +74,15 @@ def test_no_wait_is_longer_than_its_deadline(
     monkeypatch.setattr(client, "END_S", 0.05)
     with pytest.raises(VllmError, match=told):
         generate(loaded(tmp_path, then=then), prompt_tokens)
+
+
+def test_a_child_that_dies_at_once_and_one_without_weights_are_told(tmp_path: Path) -> None:
+    with pytest.raises(VllmError, match=r"\(status 3\): the other end is gone"):
+        VllmEngine("float32", python=child(tmp_path, then="to.close(); sys.exit(3)"))
+    engine = VllmEngine("float32", python=child(tmp_path, HELLO, then="to.recv(1)"))
+    with pytest.raises(RuntimeError, match="call load"):
+        generate(engine)
+    engine.close()
 
 
 def test_what_a_hanging_child_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
