@@ -37,6 +37,7 @@ def file_of(dtype: str, shape: list[int], size_bytes: int) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
+        *(b"", b"\x08" + bytes(7) + b"{}      ", encode(torch.zeros(7), "fp16")),
         file_of("F4", [LENGTH], LENGTH // 2),  # PyTorch has no name for it
         file_of("F8_E8M0", [LENGTH], LENGTH),
         file_of("F16", [0, 2**63], 0),  # a size that does not fit into 64 bits
@@ -50,6 +51,9 @@ def test_no_bytes_of_a_site_end_the_meeting(data: bytes, tmp_path: Path) -> None
     together(meeting, "a")
     with pytest.raises(BadOfferError, match="the offer of a for round 0 is malformed"):
         meeting.offer("a", 0, meeting.agreed.digest, data, Figures())
+    assert meeting.offers == {}
+    with pytest.raises(MeetingError, match="x has not joined"):
+        meeting.offer("x", 0, meeting.agreed.digest, data, Figures())
 
 
 def test_of_several_offers_the_first_stands_and_no_other_is_decoded(tmp_path: Path) -> None:
@@ -70,15 +74,6 @@ def test_one_of_two_sites_cannot_break_the_first_round(tmp_path: Path) -> None:
     meeting.offer("b", 0, meeting.agreed.digest, encode(torch.full((LENGTH,), 1e30), "fp32"), Figures())
     a.finish()
     assert meeting.outcomes[0].kept == ["a"] and "times the usual" in meeting.outcomes[0].left_out["b"]
-
-
-def test_a_site_that_may_not_join_does_not_say_which_data_the_run_has(tmp_path: Path) -> None:
-    meeting = found(tmp_path, terms(sites=2))
-    with pytest.raises(MeetingError, match="b has another model"):
-        meeting.join("b", Greeting(about=ABOUT | {"model": "x", "data": "other"}, placed=False))
-    meeting.join("a", Greeting(about=ABOUT | {"data": "ours"}, placed=False))
-    with pytest.raises(MeetingError, match="b has another data: other, and the run has ours"):
-        meeting.join("b", Greeting(about=ABOUT | {"data": "other"}, placed=False))
 
 
 @pytest.mark.parametrize("returns", ["join", "heal"])

@@ -16,7 +16,6 @@ from shoal.diloco.agreed import Agreed, Shapes, StateError
 from shoal.diloco.codec import KINDS, Kind
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
-    BadOfferError,
     Figures,
     ForgottenError,
     Greeting,
@@ -29,7 +28,7 @@ from shoal.diloco.messages import (
 from shoal.diloco.serve import summary
 from shoal.diloco.site import SilenceError, Site, meet
 from shoal.files import write_pieces
-from tests.diloco.direct import Direct, encode
+from tests.diloco.direct import Direct
 
 SHAPES = {"model.layers.0.w": (20, 5), "model.layers.1.w": (20, 5), "embed": (30, 4)}
 ABOUT = {"model": "abc", "sites.inner_steps": "50"}
@@ -49,10 +48,6 @@ def start() -> dict[str, Tensor]:
 
 def terms(**changed: object) -> Terms:
     return replace(Terms(Shapes(SHAPES), rounds=100, wait_s=10.0), **changed)  # type: ignore[arg-type]
-
-
-def unused() -> Agreed:
-    raise AssertionError("there is a state already")
 
 
 class Trainee:
@@ -121,6 +116,9 @@ def test_after_every_round_all_sites_hold_the_same_bits(kind: Kind, tmp_path: Pa
         rounds(trainees, 1)
         assert digests(trainees) == {meeting.agreed.digest}
     assert meeting.round == 4
+    others = together(found(tmp_path / "other", meeting.terms), "abc")
+    rounds(others[::-1], 4)
+    assert digests(others) == digests(trainees), "the order of arrival changes no bit"
 
 
 @pytest.mark.parametrize(
@@ -140,15 +138,6 @@ def test_a_site_counts_by_the_work_that_it_was_dealt(items: int, weights: tuple[
         moved = sum(weight * (end[name] - before[name]) for weight, end in zip(weights, ends, strict=True))
         expected = before[name] + moved / max(1, sum(weights))
         assert torch.allclose(trainees[0].tensors[name], expected, atol=1e-6, rtol=0)
-
-
-def test_the_order_of_arrival_changes_no_bit(tmp_path: Path) -> None:
-    results = []
-    for number, order in enumerate(("abc", "cab")):
-        trainees = together(found(tmp_path / str(number), terms(sites=3)), "abc")
-        rounds(sorted(trainees, key=lambda each: order.index(each.name)), 3)
-        results.append(digests(trainees))
-    assert results[0] == results[1]
 
 
 def test_a_dead_site_costs_one_wait_and_is_named_and_a_late_one_is_healed(tmp_path: Path) -> None:
@@ -193,14 +182,20 @@ def test_a_meeting_that_is_restarted_still_expects_a_site_that_healed(tmp_path: 
     assert meeting.round == 2 and meeting.waiting_for() == ["b"]
 
 
-def test_the_first_round_waits_for_all_sites_of_the_run(tmp_path: Path) -> None:
+def test_the_first_round_waits_for_all_sites_of_the_run_and_is_dealt_without_them_after_the_wait(
+    tmp_path: Path,
+) -> None:
     clock = Clock()
-    meeting = found(tmp_path, terms(sites=2), clock)
+    meeting = found(tmp_path, terms(sites=3), clock)
     (a,) = together(meeting, "a")
+    assert a.exchange.deal(0) == []
     a.offer()
-    assert meeting.round == 0
     (b,) = together(meeting, "b")
     b.offer()
+    assert meeting.round == 0
+    clock.now_s += 10.0
+    assert a.exchange.deal(0) == ["a", "b"]
+    a.finish()
     assert meeting.round == 1
 
 
@@ -213,15 +208,6 @@ def test_without_a_quorum_a_round_stays_open_and_says_for_whom(tmp_path: Path) -
     assert not meeting.due()
     with pytest.raises(SilenceError, match="waited 0 s for b: start more sites"):
         meet(a.exchange, 0, *a.sent, Figures(), give_up_s=0.0)
-
-
-def test_a_site_that_leaves_is_not_waited_for(tmp_path: Path) -> None:
-    meeting = found(tmp_path, terms(sites=2))
-    a, b = together(meeting, "ab")
-    rounds([a, b], 1)
-    b.exchange.leave()
-    rounds([a], 1)
-    assert meeting.outcomes[1].missing == []
 
 
 def test_a_newcomer_starts_from_the_state_and_is_awaited_from_the_next_round(tmp_path: Path) -> None:
@@ -248,17 +234,11 @@ def test_a_broken_site_is_left_out_and_named_and_the_others_go_on(bad: float, tm
     assert all(tensor.isfinite().all() for tensor in c.tensors.values())
     rounds([a, b, c], 1)
     assert meeting.outcomes[2].kept == ["a", "b", "c"]
-
-
-def test_if_all_are_broken_nothing_moves(tmp_path: Path) -> None:
-    meeting = found(tmp_path, terms(sites=1))
-    (a,) = together(meeting, "a")
-    before = a.site.agreed.digest
-    a.tensors["embed"][0, 0] = float("nan")
-    rounds([a], 1)
-    assert meeting.outcomes[0].kept == [] and a.site.agreed.digest == before
-    rounds([a], 1)
-    assert meeting.outcomes[1].kept == ["a"]
+    before = meeting.agreed.digest
+    for each in (a, b, c):
+        each.tensors["embed"][0, 0] = float("nan")
+    rounds([a, b, c], 1)
+    assert meeting.outcomes[3].kept == [] and digests([a, b, c]) == {before}, "if all are broken nothing moves"
 
 
 def test_a_site_with_other_bits_is_refused_and_healed(tmp_path: Path) -> None:
@@ -356,13 +336,12 @@ def test_a_meeting_that_is_killed_at_any_write_goes_on_as_if_it_was_not(
 
 def test_a_half_written_line_of_the_record_is_dropped(tmp_path: Path) -> None:
     meeting = found(tmp_path, terms(sites=1))
-    trainees = together(meeting, "a")
-    rounds(trainees, 2)
+    (a,) = together(meeting, "a")
+    rounds([a], 2)
     with (tmp_path / "rounds.jsonl").open("a") as file:
         file.write('{"round": 2, "kep')
-    meeting = found(tmp_path, meeting.terms)
-    trainees[0].reach(meeting)
-    rounds(trainees, 1)
+    a.reach(found(tmp_path, meeting.terms))
+    rounds([a], 1)
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [0, 1, 2]
 
@@ -384,36 +363,38 @@ def test_an_outcome_that_was_not_fetched_yet_survives_a_restart(tmp_path: Path) 
         b.exchange.outcome(0)
 
 
-@pytest.mark.parametrize(
-    ("about", "words"),
-    [
-        (ABOUT | {"model": "xyz"}, "b has another model: xyz, and the run has abc; give every site the same model"),
-        (ABOUT | {"tokenizer": "t"}, "another tokenizer: t, and the run has none"),
-        ({"model": "abc"}, "another sites.inner_steps: none"),
-    ],
-)
-def test_a_site_of_another_run_is_told_what_differs(about: dict[str, str], words: str, tmp_path: Path) -> None:
-    meeting = found(tmp_path, terms())
+DIFFERS: list[tuple[dict[str, str], str]] = [
+    (ABOUT | {"model": "xyz"}, "b has another model: xyz, and the run has abc; give every site the same model"),
+    (ABOUT | {"model": "xyz", "data": "other"}, "b has another model"),  # which data the run has it is not told
+    (ABOUT | {"tokenizer": "t"}, "another tokenizer: t, and the run has none"),
+    ({"model": "abc"}, "another sites.inner_steps: none"),
+]
+
+
+@pytest.mark.parametrize(("about", "words"), DIFFERS)
+def test_a_site_or_a_folder_of_another_run_is_told_what_differs(
+    about: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    meeting = found(tmp_path, terms(sites=2))
     with pytest.raises(MeetingError, match=words):
         Trainee("b", meeting).join(about)
     assert meeting.members.named == {}
+    with pytest.raises(MeetingError, match="another"):
+        Meeting(tmp_path, terms(), about, "run", lambda: pytest.fail("there is a state already"))
+    Trainee("a", meeting).join(ABOUT | {"data": "ours"})
+    with pytest.raises(MeetingError, match="b has another data: other, and the run has ours"):
+        Trainee("b", meeting).join(ABOUT | {"data": "other"})
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    found(tmp_path, terms())
-    with pytest.raises(MeetingError, match="another model"):
-        Meeting(tmp_path, terms(), ABOUT | {"model": "xyz"}, "run", unused)
-
-
-def test_a_malformed_offer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    meeting = found(tmp_path, terms())
-    (a,) = together(meeting, "a")
-    for data in (b"", encode(torch.zeros(7), "fp16"), b"\x08" + bytes(7) + b"{}      "):
-        with pytest.raises(BadOfferError, match="the offer of a for round 0 is malformed"):
-            meeting.offer("a", 0, meeting.agreed.digest, data, Figures())
-    assert meeting.offers == {}
-    with pytest.raises(MeetingError, match="x has not joined"):
-        meeting.offer("x", 0, meeting.agreed.digest, b"", Figures())
+@pytest.mark.parametrize(("file", "what"), [("config.json", "model"), ("tokenizer.json", "tokenizer")])
+def test_a_site_with_another_model_or_tokenizer_is_told_which(
+    file: str, what: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(tiny_folder, tmp_path / "other"))
+    compare("site-1", about_model(other), about_model(tiny_folder))
+    (other / file).write_text(json.dumps(json.loads((other / file).read_text()) | {"version": "another"}))
+    with pytest.raises(MeetingError, match=f"site-1 has another {what}: .* give every site the same {what}$"):
+        compare("site-1", about_model(other) | {"data": "x"}, about_model(tiny_folder) | {"data": "y"})
 
 
 def test_every_share_is_given_once_and_what_is_lost_is_counted(tmp_path: Path) -> None:
@@ -473,33 +454,19 @@ def test_a_round_waits_for_the_sites_that_share_it_and_for_none_that_left(tmp_pa
     assert meeting.outcomes[1].kept == ["a", "b"]
 
 
-def test_without_all_sites_the_first_round_is_dealt_after_the_wait(tmp_path: Path) -> None:
-    clock = Clock()
-    meeting = found(tmp_path, terms(sites=2), clock)
-    (a,) = together(meeting, "a")
-    assert a.exchange.deal(0) == []
-    clock.now_s += 10.0
-    assert a.exchange.deal(0) == ["a"]
-    rounds([a], 1)
-    assert meeting.round == 1
-
-
 def test_every_agreed_state_is_published_once_and_after_a_restart_the_last_one_again(tmp_path: Path) -> None:
     seen: list[tuple[int, str]] = []
 
-    def publish(round: int, agreed: Agreed) -> None:
-        seen.append((round, agreed.digest))
-
-    def open_again() -> Meeting:
-        agreed_terms = terms(sites=1)
+    def opened() -> Meeting:
+        agreed = Agreed.of(start(), terms().shapes)
         return Meeting(
-            tmp_path, agreed_terms, ABOUT, "run", lambda: Agreed.of(start(), agreed_terms.shapes), publish=publish
+            *(tmp_path, terms(sites=1), ABOUT, "run", lambda: agreed),
+            publish=lambda round, now: seen.append((round, now.digest)),
         )
 
-    meeting = open_again()
-    (a,) = together(meeting, "a")
+    (a,) = together(opened(), "a")
     rounds([a], 2)
-    open_again()
+    opened()
     assert [round for round, _ in seen] == [0, 1, 2, 2]
     assert seen[2] == seen[3] == (2, a.site.agreed.digest)
 
@@ -548,23 +515,7 @@ def test_a_site_whose_average_was_damaged_takes_over_the_state(tmp_path: Path) -
         b.finish()
     b.heal("the average is lost")
     assert digests([a, b]) == {meeting.agreed.digest}
-
-
-def test_a_state_that_changed_on_disk_is_not_what_the_meeting_describes(tmp_path: Path) -> None:
-    meeting = found(tmp_path, terms())
     described, path = meeting.state()
     assert described.sha256 == sha256(path.read_bytes()).hexdigest()
     flip(path, -1)
-    assert meeting.state()[0] == described
-
-
-@pytest.mark.parametrize(("file", "what"), [("config.json", "model"), ("tokenizer.json", "tokenizer")])
-def test_a_site_with_another_model_or_tokenizer_is_told_which(
-    file: str, what: str, tiny_folder: Path, tmp_path: Path
-) -> None:
-    other = Path(shutil.copytree(tiny_folder, tmp_path / "other"))
-    compare("site-1", about_model(other), about_model(tiny_folder))
-    held = json.loads((other / file).read_text())
-    (other / file).write_text(json.dumps(held | {"version": "another"}))
-    with pytest.raises(MeetingError, match=f"site-1 has another {what}: .* give every site the same {what}$"):
-        compare("site-1", about_model(other) | {"data": "x"}, about_model(tiny_folder) | {"data": "y"})
+    assert meeting.state()[0] == described, "what changed on disk is not what the meeting describes"

@@ -24,7 +24,7 @@ from shoal.protocol.calling import NodeError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.signing import SignedAuth
-from tests.diloco.test_meeting import ABOUT, start, terms, unused
+from tests.diloco.test_meeting import ABOUT, start, terms
 
 RUN = "run-0123456789abcdef"
 
@@ -179,7 +179,7 @@ def test_a_site_that_was_late_once_counts_again_although_it_is_no_faster_than_th
 
         at_once(lambda: a.rounds(1), after_a)
         assert host.meeting.outcomes[3].kept == ["site-a", "site-b"]
-        restarted = Meeting(tmp_path / "meet", host.terms, ABOUT, RUN, unused)
+        restarted = Meeting(tmp_path / "meet", host.terms, ABOUT, RUN, lambda: pytest.fail("there is a state already"))
         assert restarted.members["site-b"].expected
 
 
@@ -204,12 +204,14 @@ def test_who_has_no_invite_of_this_meeting_is_told_so(tmp_path: Path) -> None:
         assert httpx.post(url, content=b"{}", auth=auth).status_code == 403
 
 
-def test_a_meeting_of_another_key_is_not_believed(tmp_path: Path) -> None:
+def test_an_invite_of_another_meeting_or_kind_is_refused(tmp_path: Path) -> None:
     with served(tmp_path / "meet", terms()) as host:
-        invite = site_invite(Identity.generate(), f"http://127.0.0.1:{host.port}", RUN, "site-a")
-        remote = Remote(invite, tmp_path / "a", host.terms, patience_s=0.3)
+        other = site_invite(Identity.generate(), f"http://127.0.0.1:{host.port}", RUN, "site-a")
         with pytest.raises(NodeError, match="it is signed by"):
-            remote.join(Greeting(about=ABOUT, placed=True))
+            Remote(other, tmp_path / "a", host.terms, patience_s=0.3).join(Greeting(about=ABOUT, placed=True))
+    told = {"url": "http://c:1", "run": RUN, "name": "w-0", "expires_s": 2_000_000_000}
+    with pytest.raises(MeetingError, match="this is not an invite for a site: `shoal pool meet` writes them"):
+        Remote(make_invite(Identity.generate(), role="worker", **told), tmp_path, terms(), patience_s=1.0)  # type: ignore[arg-type]
 
 
 def test_bad_bytes_and_a_round_that_is_over_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -297,14 +299,6 @@ def test_a_state_that_is_never_whole_within_a_round_is_an_error(tmp_path: Path) 
         assert host.meeting.round == 3
 
 
-def test_an_invite_of_another_kind_is_refused(tmp_path: Path) -> None:
-    other = make_invite(
-        Identity.generate(), url="http://c:1", run=RUN, role="worker", name="w-0", expires_s=2_000_000_000
-    )
-    with pytest.raises(MeetingError, match="this is not an invite for a site: `shoal pool meet` writes them"):
-        Remote(other, tmp_path, terms(), patience_s=1.0)
-
-
 def test_a_full_disk_ends_the_meeting_with_its_message_and_it_goes_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,30 +325,22 @@ def test_a_full_disk_ends_the_meeting_with_its_message_and_it_goes_on_later(
         assert lines[-1]["round"] == 1 and lines[-1]["digest"] == a.history[-1]
 
 
-def test_a_site_that_sends_all_before_it_reads_gets_the_reason(tmp_path: Path) -> None:
+def test_a_stranger_gets_the_reason_and_loses_its_connection_and_a_site_keeps_its_own(tmp_path: Path) -> None:
     """Without lingering, what is left of a refused body would reset the connection under the answer."""
-    with served(tmp_path / "meet", terms()) as host, socket.create_connection(("127.0.0.1", host.port)) as stranger:
-        stranger.settimeout(30)
-        stranger.sendall(b"PUT /v1/rounds/0/%s HTTP/1.1\r\nHost: x\r\n" % (b"0" * 64))
-        stranger.sendall(b"Content-Length: %d\r\n\r\n" % (16 << 20))
-        for _ in range(16):
-            stranger.sendall(bytes(1 << 20))
-        assert stranger.recv(4096).startswith(b"HTTP/1.1 401")
-
-
-def test_a_strangers_connection_ends_with_its_answer_and_a_sites_stays(tmp_path: Path) -> None:
     with served(tmp_path / "meet", terms()) as host:
         site = Trainee(host, "site-a", tmp_path)
         site.join()
         site.rounds(1)
         pool = site.remote.node.client._transport._pool  # type: ignore[attr-defined]
         assert any(connection.is_idle() for connection in pool.connections)
-        with socket.create_connection(("127.0.0.1", host.port), timeout=20) as stranger:
-            stranger.sendall(b"POST /v1/state HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
-            answer = b""
-            while piece := stranger.recv(4096):  # until the meeting closes it
-                answer += piece
-        assert answer.startswith(b"HTTP/1.1 401") and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        sent = [(b"POST /v1/state", b"{}"), (b"PUT /v1/rounds/0/" + b"0" * 64, bytes(16 << 20))]
+        for request, body in sent:
+            with socket.create_connection(("127.0.0.1", host.port), timeout=30) as stranger:
+                stranger.sendall(request + b" HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                answer = b""
+                while piece := stranger.recv(4096):  # until the meeting closes it
+                    answer += piece
+            assert answer.startswith(b"HTTP/1.1 401") and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
 
 
 def test_an_address_has_only_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,18 +34,8 @@ def mutated(random: Random) -> str:
 
 
 def deep(random: Random) -> str:
-    opening, closing = random.choice(
-        [
-            ("(", ")"),
-            ("{", "}"),
-            ("[", "]"),
-            (r"\frac{1}{1+", "}"),
-            (r"\sqrt{", "}"),
-            ("2^{", "}"),
-            (r"\{", r"\}"),
-            ("|", "|"),
-        ]
-    )
+    pairs = [("(", ")"), ("{", "}"), ("[", "]"), (r"\frac{1}{1+", "}"), (r"\sqrt{", "}"), ("2^{", "}")]
+    opening, closing = random.choice([*pairs, (r"\{", r"\}"), ("|", "|")])
     depth = random.choice([2, 10, 25, 31, 300, 3000])
     return opening * depth + random.choice(SEEDS) + closing * random.choice([depth, depth, depth - 1, 0])
 
@@ -65,28 +55,8 @@ def power(random: Random) -> str:
 
 def long(random: Random) -> str:
     count = random.choice([20, 50, 50, 100, 100, 100, 200, 200, 990, 5000])
-    sequence = random.choice(
-        [
-            "7",
-            "1,",
-            "x+",
-            "x*",
-            "2^",
-            "(x+1)",
-            "-",
-            "+-",
-            r"\frac",
-            "!",
-            "&",
-            r"\\",
-            "1/",
-            "x_",
-            "a",
-            r"\pm 1,",
-            "1=",
-            "1<",
-        ]
-    )
+    pieces = ["7", "1,", "x+", "x*", "2^", "(x+1)", "-", "+-", r"\frac", "!", "&", r"\\", "1/", "x_", "a", r"\pm 1,"]
+    sequence = random.choice([*pieces, "1=", "1<"])
     return sequence * (count // len(sequence)) + random.choice(["", "1", "x"])
 
 

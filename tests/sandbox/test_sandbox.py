@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,8 @@ from shoal.sandbox import (
 )
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import MIB
+
+from .test_function import alive
 
 
 @pytest.fixture(scope="module", params=TIERS)
@@ -89,20 +91,16 @@ def test_the_library_works(box: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "code"),
+    ("source", "outcome", "code"),
     [
-        ("raise SystemExit", 0),
-        ("exit(3)", 3),
-        ("raise SystemExit('why')", 1),
-        ("1 / 0", 1),
-        ("def", 1),
-        ("import os; os._exit(7)", 7),
-        ("exit(256)", 0),
+        *(("raise SystemExit", "exited", 0), ("exit(3)", "exited", 3), ("raise SystemExit('why')", "exited", 1)),
+        *(("1 / 0", "exited", 1), ("def", "exited", 1), ("import os; os._exit(7)", "exited", 7)),
+        *(("exit(256)", "exited", 0), ("import os; os.kill(os.getpid(), 11)", "killed", -11)),
     ],
 )
-def test_exit_codes_are_the_interpreters(box: Sandbox, source: str, code: int) -> None:
+def test_exit_codes_and_signals_are_the_interpreters(box: Sandbox, source: str, outcome: str, code: int) -> None:
     result = box.run(Program(source))
-    assert (result.outcome, result.exit_code) == ("exited", code)
+    assert (result.outcome, result.exit_code) == (outcome, code)
 
 
 def test_a_traceback_shows_the_program_and_nothing_of_the_sandbox(box: Sandbox) -> None:
@@ -122,45 +120,20 @@ def test_exit_functions_run_and_threads_are_waited_for(box: Sandbox) -> None:
     assert out(box, source) == "main\nthread\nlast\n"
 
 
-def test_a_signal_shows_as_killed(box: Sandbox) -> None:
-    result = box.run(Program("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
-    assert (result.outcome, result.exit_code) == ("killed", -signal.SIGSEGV)
-
-
-def test_wall_time(box: Sandbox) -> None:
-    result = box.run(Program("print('early', flush=True)\nimport time; time.sleep(600)"), ProgramLimits(wall_s=2.0))
-    assert (result.outcome, result.exit_code, result.stdout) == ("timeout", None, b"early\n")
-    assert 2.0 <= result.wall_s < 60
-
-
-def test_cpu_time(box: Sandbox) -> None:
-    result = box.run(Program("while True: pass"), ProgramLimits(wall_s=60.0, cpu_s=1.0))
-    assert result.outcome == "timeout"
-    assert 0.9 <= result.cpu_s < 3
-
-
-def test_memory(box: Sandbox) -> None:
-    result = box.run(Program("x = bytearray(1 << 30)"), ProgramLimits(memory_bytes=256 * MIB))
-    assert result.outcome == "memory"
-    assert b"MemoryError" in result.stderr
+def test_time_memory_and_output_are_limited_and_what_stays_within_is_not(box: Sandbox) -> None:
+    slow = box.run(Program("print('early', flush=True)\nimport time; time.sleep(600)"), ProgramLimits(wall_s=2.0))
+    assert (slow.outcome, slow.exit_code, slow.stdout) == ("timeout", None, b"early\n") and 2.0 <= slow.wall_s < 60
+    busy = box.run(Program("while True: pass"), ProgramLimits(wall_s=60.0, cpu_s=1.0))
+    assert busy.outcome == "timeout" and 0.9 <= busy.cpu_s < 3
+    large = box.run(Program("x = bytearray(1 << 30)"), ProgramLimits(memory_bytes=256 * MIB))
+    assert large.outcome == "memory" and b"MemoryError" in large.stderr
     assert out(box, "x = bytearray(100 << 20); print(len(x))", memory_bytes=256 * MIB) == f"{100 << 20}\n"
-
-
-def test_output(box: Sandbox) -> None:
-    result = box.run(Program("print('x' * 5000)"), ProgramLimits(output_bytes=1000))
-    assert (result.outcome, result.stdout) == ("output", b"x" * 1000)
+    long = box.run(Program("print('x' * 5000)"), ProgramLimits(output_bytes=1000))
+    assert (long.outcome, long.stdout) == ("output", b"x" * 1000)
     assert out(box, "print('x' * 998)", output_bytes=999) == "x" * 998 + "\n"
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"wall_s": 0},
-        {"cpu_s": float("nan")},
-        {"memory_bytes": MIB},
-        {"output_bytes": 0},
-    ],
-)
+@pytest.mark.parametrize("limits", [{"wall_s": 0}, {"cpu_s": float("nan")}, {"memory_bytes": MIB}, {"output_bytes": 0}])
 def test_senseless_limits_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(SandboxError, match=next(iter(limits))):
         ProgramLimits(**limits)  # type: ignore[arg-type]
@@ -247,19 +220,19 @@ def test_a_server_that_died_is_replaced(box: Sandbox) -> None:
         assert out(pool, "print(2)") == "2\n"
 
 
+def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
 def kill_idle(pool: Sandbox) -> None:
     server = pool._idle.get_nowait()
     assert server is not None
     signal.pidfd_send_signal(server._server_fd, signal.SIGKILL)
     pool._idle.put(server)
     wait_until(lambda: server.dead)
-
-
-def wait_until(true: object, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_a_server_that_dies_under_a_program_is_an_error_of_the_sandbox_and_is_given_back_once(box: Sandbox) -> None:
@@ -296,13 +269,6 @@ def below(pid: int) -> list[int]:
         int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
     ]
     return children + [deeper for child in children for deeper in below(child)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_everything_dies_with_a_killed_parent(box: Sandbox) -> None:
