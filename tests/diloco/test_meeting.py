@@ -126,14 +126,12 @@ def test_after_every_round_all_sites_hold_the_same_bits(kind: Kind, tmp_path: Pa
 )
 def test_a_site_counts_by_the_work_that_it_was_dealt(items: int, weights: tuple[int, ...], tmp_path: Path) -> None:
     meeting = found(tmp_path, terms(kind="fp64", sites=3, lr=1.0, momentum=0.0, items=lambda _: items))
-    trainees = together(meeting, "abc")
+    trainees, before = together(meeting, "abc"), start()
     assert trainees[0].exchange.deal(0) == ["a", "b", "c"]
-    before = start()
     for each in trainees:
         each.offer()
     ends = [{name: tensor.clone() for name, tensor in each.tensors.items()} for each in trainees]
-    for each in trainees:
-        each.finish()
+    trainees[0].finish()
     for name in SHAPES:
         moved = sum(weight * (end[name] - before[name]) for weight, end in zip(weights, ends, strict=True))
         expected = before[name] + moved / max(1, sum(weights))

@@ -44,12 +44,8 @@ class One:
     """A completion that never ends by itself."""
 
     def __init__(self, engine: TorchEngine, prompt: Sequence[int], seed: int) -> None:
-        self.model, self.ask, self.cancelled, self.got = (
-            engine.model,
-            batch.DecodeRequest(tuple(prompt), seed, 1.0, 9),
-            False,
-            0,
-        )
+        self.model, self.ask = engine.model, batch.DecodeRequest(tuple(prompt), seed, 1.0, 9)
+        self.cancelled, self.got = False, 0
 
     def began(self, hidden_LH: Any) -> None: ...
 

@@ -38,14 +38,12 @@ def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "attention", by_shape)
 
 
-def test_exact_numerics_pass(model: Any) -> None:
+def test_exact_numerics_pass_and_arithmetic_that_depends_on_shapes_is_named(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert selftest.disagreements(model, "float32", "cpu") == []
-
-
-def test_arithmetic_that_depends_on_shapes_is_named(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     unordered(monkeypatch)
-    found = selftest.disagreements(model, "float32", "cpu")
-    assert found and not selftest.passes(model, "float32", "cpu")
+    assert selftest.disagreements(model, "float32", "cpu") and not selftest.passes(model, "float32", "cpu")
 
 
 def test_the_result_is_kept_for_the_same_conditions_only(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,28 +170,20 @@ def test_a_message_of_other_rows_is_refused() -> None:
         decode(data, rows[:-1])
 
 
-def test_a_row_costs_what_its_trees_do() -> None:
+def test_a_row_costs_what_its_trees_do_and_several_ranks_begin_with_the_costliest() -> None:
     groups = make_groups()
     (row,) = plan(groups, row_tokens=512)
     flops = [forward_flops(SMALL, len(g.prompt), [len(c) for c in g.completions]) for g in groups]
     assert cost(row, SMALL) == pytest.approx(sum(flops))
-
-
-def test_one_rank_keeps_the_order_and_several_begin_with_the_costliest() -> None:
     costs = [3.0, 9.0, 1.0, 9.0]
-    assert dealing_order(costs, 1) == [0, 1, 2, 3]
-    assert dealing_order(costs, 2) == [1, 3, 0, 2]
+    assert [dealing_order(costs, 1), dealing_order(costs, 2)] == [[0, 1, 2, 3], [1, 3, 0, 2]]
     assert dealing_order([], 2) == []
 
 
-def test_ranks_wait_for_the_costliest_row_of_each_turn() -> None:
+def test_ranks_wait_for_the_costliest_row_of_each_turn_and_less_when_dealt_by_cost() -> None:
     assert idle_frac([4.0, 2.0, 3.0, 3.0], 2) == pytest.approx(2 / 14)
-    assert idle_frac([4.0, 2.0, 3.0], 1) == 0
     assert idle_frac([5.0], 2) == pytest.approx(0.5)  # the other rank has no row
-    assert idle_frac([], 2) == 0
-
-
-def test_dealing_by_cost_wastes_less_than_dealing_by_count() -> None:
+    assert idle_frac([4.0, 2.0, 3.0], 1) == idle_frac([], 2) == 0
     draw = random.Random(0)
     costs = [draw.uniform(1, 3) for _ in range(64)]
     dealt = [costs[number] for number in dealing_order(costs, 8)]

@@ -16,18 +16,9 @@ from shoal.model.numerics import refusal
 from shoal.model.tree import Tree, forward_hidden, pack
 
 SIZE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.15,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.15},
+    **{"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
 }
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 NINE = {"num_attention_heads": 9, "num_key_value_heads": 3}

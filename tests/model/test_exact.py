@@ -75,7 +75,9 @@ def test_a_common_beginning_changes_no_bit(tmp_path: Path, dtype: DtypeName) -> 
     model = exact_model("three to a key head", tmp_path, dtype)
     for length in (17, 64, 130, 300):
         root = [5 * n % model.config.vocab_size for n in range(length)]
-        trees = [replace(tree, prompt=[*root, *tree.prompt]) for tree in random_trees(4, model.config.vocab_size)]
+        trees = [
+            replace(tree, prompt=[*root, *tree.prompt]) for tree in random_trees(4, model.config.vocab_size, longest=60)
+        ]
         assert pack(trees).layout.root >= length
         for found_N, expected_N in zip(states(model, trees), each_alone(model, trees), strict=True):
             assert torch.equal(found_N, expected_N), length

@@ -57,7 +57,7 @@ LONGROPE: dict[str, Any] = {
         ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
         ("qwen3_moe", {}),
         ("smollm3", {"no_rope_layers": [1, 0]}),
-        ("mistral", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+        ("mistral", {"sliding_window": None}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -41,12 +41,9 @@ NUMBER = Number()
 )
 def test_the_last_number_is_the_answer(expected: str, answer: str, grade: float) -> None:
     [found] = NUMBER.grade([Task("", "", expected)], [answer])
-    assert found.score == grade
-
-
-def test_an_answer_without_a_number_is_of_the_wrong_format() -> None:
-    outcomes = [grade.outcome for grade in NUMBER.grade([Task("", "", "5")] * 2, ["five", "6"])]
-    assert outcomes == ["wrong_format", "graded"]
+    assert found.score == grade and len(found.detail) < 200
+    without = not any(character in "0123456789" for character in answer)
+    assert found.outcome == ("wrong_format" if without else "graded")
 
 
 @pytest.mark.parametrize("completion", ["5", "five", ""])
@@ -55,8 +52,3 @@ def test_a_task_whose_answer_has_no_number_is_a_grader_error(answer: str, comple
     [grade] = NUMBER.grade([Task("", "", answer)], [completion])
     assert (grade.score, grade.outcome) == (0.0, "grader_error")
     assert grade.detail == f"the task's answer {answer!r} holds no number"
-
-
-def test_the_detail_of_a_long_number_is_short() -> None:
-    [grade] = NUMBER.grade([Task("", "", "5")], ["4" * 100_000])
-    assert len(grade.detail) < 200

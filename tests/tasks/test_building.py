@@ -14,16 +14,13 @@ def test_a_pool_keeps_its_tasks_for_its_whole_life(tmp_path: Path) -> None:
     config, notes = build_tasks(CONFIG, tmp_path / "tasks")
     assert notes == ["arithmetic: 836 tasks to train on, 64 held out"]
     assert build_tasks(config, tmp_path / "tasks")[0] == build_tasks(CONFIG, tmp_path / "tasks")[0] == config
+    with pytest.raises(ConfigError, match="no file or folder at"):
+        build_tasks(parse({"tasks": {"sources": [{"path": "nowhere.jsonl"}]}}), tmp_path / "other")
     changed = parse({"tasks": {"heldout": 65}, "evaluator": {"n": 8}})
     with pytest.raises(ConfigError, match=f"tasks.digest is {config.tasks.digest}, but the sources give .* whole run"):
         build_tasks(changed, tmp_path / "tasks")
     built = read_built(tmp_path / "tasks")
     assert built is not None and built.digest == config.tasks.digest
-
-
-def test_tasks_that_cannot_be_built_are_an_error_of_the_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file or folder at"):
-        build_tasks(parse({"tasks": {"sources": [{"path": "nowhere.jsonl"}]}}), tmp_path / "tasks")
 
 
 def test_a_pool_is_founded_with_its_tasks(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """After a reload every weight is the new one, in several architectures: vLLM keeps copies that it must renew. Slow."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,19 +16,10 @@ from ...conftest import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.12,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.12},
+    **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
 }
 PROMPT, SEEDS = [5 + at * at % 40 for at in range(300)], list(range(8))  # vLLM caches it under the old weights
 

@@ -195,11 +195,8 @@ def test_the_config_has_the_outer_step_that_was_measured_as_best_for_its_rounds(
     assert (sites.lr, sites.momentum, 0) == best
 
 
-def test_steps_that_would_reach_nobody_are_refused() -> None:
+def test_steps_that_would_reach_nobody_and_a_quorum_of_more_sites_than_there_are_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"pretrain\.steps = 24 is not a multiple of sites\.inner_steps = 5"):
         terms_of(config(inner_steps=5), Shapes.of(tensors()))
-
-
-def test_a_quorum_of_more_sites_than_there_are_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"exceeds sites\.sites"):
         config(quorum=3)
