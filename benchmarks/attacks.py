@@ -4,7 +4,6 @@
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --only honest  some; keeps other results
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --exact        as within an exactness class
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --engine vllm  workers that generate with vLLM
-    python benchmarks/attacks.py configs/tiny.toml --plot                        docs/images/trust.png
 
 DIR holds consecutive policy versions v000000, v000001, ... as a run's learner/versions has them
 (`shoal run CONFIG --set learner.keep_versions=100`); the validator judges by the newest. The same workers and tasks are
@@ -97,16 +96,12 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: the faster one here)")
     parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="what the attackers generate with")
     parser.add_argument("--max-tokens", type=int, help="length of completions (default: the config's)")
-    parser.add_argument("--plot", action="store_true", help="draw docs/images/trust.png from the results; run nothing")
     arguments = parser.parse_args()
     by_vllm = arguments.engine == "vllm"
     if by_vllm and (arguments.exact or set(arguments.only or []) - set(REACH)):
         parser.error("vLLM claims no exactness class, and lies that change the forward by a hook do not reach it")
     label = arguments.label or f"attacks-{'exact-' if arguments.exact else ''}{arguments.config.stem}"
     path = HERE / "results" / f"{label}.json"
-    if arguments.plot:
-        plot(json.loads(path.read_text()), HERE.parent / "docs" / "images" / "trust.png")
-        return 0
     if arguments.versions is None:
         parser.error("--versions is needed to run attacks")
     torch.set_num_threads(arguments.threads)
@@ -155,12 +150,7 @@ def main() -> int:
             result["attacks"][name] = {"command": command()} | measure(judge, attacker, settings, arguments.n, honest)
             result["attacks"] = {known: result["attacks"][known] for known in attacks if known in result["attacks"]}
             path.write_text(json.dumps(result, indent=1) + "\n")
-            rows = {
-                known: exact_row(known, found) if arguments.exact else row(known, found)
-                for known, found in result["attacks"].items()
-            }
-            path.with_suffix(".md").write_text(head + "".join(rows.values()))
-            sys.stdout.write(rows[name])
+            sys.stdout.write((exact_row if arguments.exact else row)(name, result["attacks"][name]))
             sys.stdout.flush()
     return int(bool(result["attacks"].get("honest", {}).get("rejected")))
 
@@ -342,54 +332,6 @@ def share(count: int, n: int) -> str:
     """In percent; neither 0 nor 100 where it is not exactly that."""
     percent = 100 * count / n
     return f"{percent:.0f} %" if percent in (0, 100) or 1 <= percent <= 99 else f"{percent:.1f} %"
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Each statistic's honest range and limit, and where every attack lies."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    honest = result["attacks"]["honest"]["evidence"]
-    names = [name for name in result["attacks"] if name != "honest"]
-    figure, panels = pyplot.subplots(1, len(result["limits"]), figsize=(17, 0.27 * len(names) + 2), sharey=True)
-    for panel, (statistic, limit) in zip(panels, result["limits"].items(), strict=True):
-        floor = 10 ** math.floor(math.log10(limit) - 3)  # stands for zero, which a log axis has not
-        panel.set_xscale("log")
-        worst = max(honest[statistic]["max"], 1.2 * floor)
-        panel.axvspan(floor, worst, color="tab:green", alpha=0.2, lw=0, label="honest, up to its worst")
-        panel.axvline(limit, color="black", lw=1.2, ls="--", label="limit")
-        for y, name in enumerate(names):
-            found = result["attacks"][name]["evidence"].get(statistic)
-            if found is None:
-                continue
-            low, middle, high = (max(found[key], floor) for key in ("min", "median", "max"))
-            color = "tab:red" if low > limit else "tab:orange" if high > limit else "tab:gray"
-            panel.plot([low, high], [y, y], color=color, lw=2.5, solid_capstyle="round")
-            panel.plot(middle, y, "o", color=color, ms=4)
-        panel.set_xlim(left=floor)
-        panel.set_title(statistic, fontsize=10)
-        panel.grid(axis="both", alpha=0.25)
-        panel.tick_params(labelsize=8)
-    panels[0].set_yticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=9)
-    panels[0].set_ylim(len(names) - 0.5, -0.5)
-    for color, text in (
-        ("tab:red", "attack: every submission beyond the limit"),
-        ("tab:orange", "some"),
-        ("tab:gray", "none"),
-    ):
-        panels[0].plot([], [], "-o", color=color, ms=4, lw=2.5, label=text)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9, frameon=False)
-    figure.suptitle(
-        f"{result['model']}, {result['dtype']}: what a validator measures, least to greatest of "
-        f"{result['attacks']['honest']['n']} submissions; the dot is the median; the left edge stands for zero",
-        fontsize=11,
-    )
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

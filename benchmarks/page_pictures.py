@@ -1,8 +1,8 @@
 """Takes the pictures of the pages that docs/ shows, in Chromium, from a run's folder.
 
     python benchmarks/page_pictures.py RUN                      docs/images/dashboard*.png
-    python benchmarks/page_pictures.py RUN --sites              docs/images/dashboard-sites.png, of a run over sites
-    python benchmarks/page_pictures.py RUN --chat "QUESTION"    docs/images/chat-*.png, with two of the run's versions
+    python benchmarks/page_pictures.py RUN --chat "QUESTION"    docs/images/chat-compare.png, with two of the run's versions
+    python benchmarks/page_pictures.py RUN --dark --phone --out DIR    the same as others see them
 
 RUN is a finished run, for the dashboard one with a cheating worker (`benchmarks/byzantine.py`).
 Look at what it took before you commit it. Needs `make browser`.
@@ -23,81 +23,60 @@ from playwright.sync_api import sync_playwright
 OUT = Path(__file__).parent.parent / "docs" / "images"
 WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 WAIT_MS = 600_000  # a reply on a slow machine
-DASHBOARD = {  # by view: screens and themes, as they stand in the file's name
-    "overview": ["", "-dark", "-phone", "-phone-dark"],
-    "timeline": ["", "-dark", "-phone"],
-    "nodes": ["-dark", "-phone"],
-    "validation": [""],
-}
-SITES = {"sites": [""]}
+VIEWS = ("overview", "timeline")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--chat", metavar="QUESTION")
-    parser.add_argument("--sites", action="store_true")
+    parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--phone", action="store_true")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
+    look = {"viewport": PHONE if arguments.phone else WIDE, "color_scheme": "dark" if arguments.dark else "light"}
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
         program = shutil.which("chromium") or shutil.which("chromium-browser")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         if arguments.chat:
             with serving("serve", arguments.run, "--port", "0", "--dir", folder) as url:
-                chat(browser, url, arguments.chat, arguments.out)
+                chat(browser, url, arguments.chat, look, arguments.out)
         else:
             with serving("dashboard", arguments.run, "--port", "0") as url:
-                for view, looks in (SITES if arguments.sites else DASHBOARD).items():
-                    for look in looks:
-                        dashboard(browser, url, view, look, arguments.out)
+                for view in VIEWS:
+                    dashboard(browser, url, view, look, arguments.out)
         browser.close()
 
 
-def dashboard(browser: Any, url: str, view: str, look: str, out: Path) -> None:
-    screen, theme = PHONE if "phone" in look else WIDE, "dark" if "dark" in look else "light"
-    path = out / f"dashboard{'' if view == 'overview' else f'-{view}'}{look}.png"
-    page = browser.new_page(viewport=screen, color_scheme=theme)
+def dashboard(browser: Any, url: str, view: str, look: dict[str, Any], out: Path) -> None:
+    page = browser.new_page(**look)
     page.goto(f"{url}/#{view}")
     page.wait_for_selector("#view section")
     page.wait_for_timeout(1500)  # the last answers
-    if view in ("timeline", "nodes", "sites"):
-        height = page.evaluate("document.querySelector('main').getBoundingClientRect().bottom")
-        page.screenshot(path=path, clip={"x": 0, "y": 0, "width": screen["width"], "height": min(height, 1200)})
-    else:
-        page.screenshot(path=path)
+    height = page.evaluate("document.querySelector('main').getBoundingClientRect().bottom")
+    clip = {"x": 0, "y": 0, "width": look["viewport"]["width"], "height": min(height, 1200)}
+    page.screenshot(
+        path=out / f"dashboard{'' if view == 'overview' else f'-{view}'}.png",
+        **({} if view == "overview" else {"clip": clip}),
+    )
     page.close()
 
 
-def chat(browser: Any, url: str, question: str, out: Path) -> None:
-    for theme in ("light", "dark"):
-        for screen in (WIDE, PHONE):
-            end = f"{theme}-{screen['width']}.png"
-            context = browser.new_context(base_url=url, viewport=screen, color_scheme=theme, bypass_csp=True)
-            context.set_default_timeout(WAIT_MS)
-            page = context.new_page()
-            page.goto("/")
-            page.get_by_role("heading", name="Welcome back").wait_for()
-            page.screenshot(path=out / f"chat-login-{end}")
-            page.get_by_role("button", name="New here? Create an account").click()
-            page.get_by_label("Name or email").fill(f"ada-{theme}-{screen['width']}")
-            page.get_by_label("Password").fill("correct horse battery")
-            page.get_by_role("button", name="Create account").click()
-            page.get_by_role("textbox", name="Message", exact=True).wait_for()
-            page.screenshot(path=out / f"chat-new-{end}")
-            say(page, question, 1)
-            page.get_by_role("button", name="Proof").first.click()
-            page.get_by_role("button", name="Recompute it").click()
-            page.get_by_role("button", name="Verified").wait_for()
-            page.wait_for_timeout(500)
-            page.screenshot(path=out / f"chat-reply-{end}")
-            if screen is PHONE:
-                page.get_by_role("button", name="Open the sidebar").click()
-            page.get_by_role("button", name="New chat").click()
-            page.get_by_role("button", name="Compare").click()
-            say(page, question, 2)
-            page.wait_for_timeout(500)
-            page.screenshot(path=out / f"chat-compare-{end}")
-            context.close()
+def chat(browser: Any, url: str, question: str, look: dict[str, Any], out: Path) -> None:
+    context = browser.new_context(base_url=url, bypass_csp=True, **look)
+    context.set_default_timeout(WAIT_MS)
+    page = context.new_page()
+    page.goto("/")
+    page.get_by_role("button", name="New here? Create an account").click()
+    page.get_by_label("Name or email").fill("ada")
+    page.get_by_label("Password").fill("correct horse battery")
+    page.get_by_role("button", name="Create account").click()
+    page.get_by_role("textbox", name="Message", exact=True).wait_for()
+    page.get_by_role("button", name="Compare").click()
+    say(page, question, 2)
+    page.wait_for_timeout(500)
+    page.screenshot(path=out / "chat-compare.png")
+    context.close()
 
 
 def say(page: Any, text: str, replies: int) -> None:

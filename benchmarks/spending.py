@@ -1,6 +1,6 @@
 """The worker that knows every limit and spends it best: what it gains, and how many submissions it lasts. Runs no model.
 
-    python benchmarks/spending.py                 benchmarks/results/spending.json and .md, docs/images/spending.png
+    python benchmarks/spending.py                 benchmarks/results/spending.json, docs/images/spending.png
 
 benchmarks/results/spending-measured.json has what honest work spent, rollout by rollout, under each pair of dtypes, from
 real prefills of configs/tiny.toml and configs/quickstart.toml: the exposure, and tokens beyond each part of the margin. The
@@ -211,9 +211,6 @@ def main() -> None:
                 sys.stdout.write(line(row))
                 sys.stdout.flush()
     (HERE / "results" / "spending.json").write_text(json.dumps(result, indent=1) + "\n")
-    head = "| model | spends | to | change of the mean reward meanwhile | submissions until found: median, worst |\n"
-    table = head + "| --- | --- | --- | --- | --- |\n" + "".join(line(row) for row in result["rows"])
-    (HERE / "results" / "spending.md").write_text(table)
     plot(result, HERE.parent / "docs" / "images" / "spending.png")
 
 

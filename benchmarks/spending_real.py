@@ -12,7 +12,7 @@ limit in two trial submissions. Gain: mean reward of its submissions less that o
 With exact replay the same attacker, at the same strength, claims the validator's fingerprint: its first submission that
 differs from honest work is `inexact`, so it gains nothing.
 
-Writes benchmarks/results/spending-real.json and .md after each row, and keeps the rows of other strategies (--only).
+Writes benchmarks/results/spending-real.json after each row, and keeps the rows of other strategies (--only).
 """
 
 import argparse
@@ -50,10 +50,6 @@ WORKER, TRIALS = 200, 1_000_000  # the worker's key; numbers of its trial submis
 STRENGTHS = {"weights": 0.3, "temperature": 0.3, "logprobs": 0.05}  # tried first, then 0.8 times the last
 DIRECTIONS = {"raise": 1.0, "lower": -1.0}
 ROWS = ["honest|", *(f"{strategy}|{direction}" for strategy in [*PLANS, *STRENGTHS] for direction in DIRECTIONS)]
-HEAD = (
-    "| spends | to | change of the mean reward meanwhile | submissions until found | by | with exact replay |\n"
-    "| --- | --- | --- | --- | --- | --- |\n"
-)
 
 
 class Bench:
@@ -192,7 +188,6 @@ def write(about: dict[str, Any], name: str, found: dict[str, Any]) -> None:
     rows = result.get("rows", {}) | {name: found}
     rows = {known: rows[known] for known in ROWS if known in rows}
     RESULTS.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    RESULTS.with_suffix(".md").write_text(HEAD + "".join(line(known, rows[known]) for known in rows))
     sys.stdout.write(line(name, found))
     sys.stdout.flush()
 
