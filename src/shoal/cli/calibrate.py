@@ -153,15 +153,12 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     device = torch.device(config.model.device).type
     validator = limits.pop("torch", {}) | {"limits": {f"{engine}/{device}": found for engine, found in limits.items()}}
     out.mkdir(parents=True, exist_ok=True)
-    (out / "measured.json").write_text(
-        json.dumps({"machine": _machine(), "worst": worst, "pairs": pairs, "rows": measured}, indent=1) + "\n"
-    )
-    (out / "limits.toml").write_text(
-        f"# {config.model.name}: the worst of {len(measured)} honest judgements, times a margin\n"
-        + tomli_w.dumps(
-            {"validator": {name: value for name, value in validator.items() if value}, "evidence": evidence}
-        )
-    )
+    machine = {"platform": platform.platform(), "cores": torch.get_num_threads(), "torch": torch.__version__}
+    figures = {"machine": machine, "worst": worst, "pairs": pairs, "rows": measured}
+    (out / "measured.json").write_text(json.dumps(figures, indent=1) + "\n")
+    sections = {"validator": {name: value for name, value in validator.items() if value}, "evidence": evidence}
+    title = f"# {config.model.name}: the worst of {len(measured)} honest judgements, times a margin\n"
+    (out / "limits.toml").write_text(title + tomli_w.dumps(sections))
     for engine, of_engine in worst.items():
         for name, (limit, _, _) in LIMITS.items():
             say(f"{engine}: validator.{limit} = {limits_of(of_engine)[limit]:g}  (worst honest {of_engine[name]:.4g})")
@@ -169,9 +166,8 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
         say(f"evidence.{bound} = {value}")
     failed = sum(row["failed_checks"] > 0 for row in measured)
     rollouts = sum(int(row["rollouts"]) for row in measured)
-    say(
-        f"the config's own limits would have rejected {failed} of {len(measured)} honest judgements ({rollouts} rollouts)"
-    )
+    judged = f"{len(measured)} honest judgements ({rollouts} rollouts)"
+    say(f"the config's own limits would have rejected {failed} of {judged}")
 
 
 def limits_of(worst: Mapping[str, float]) -> dict[str, float]:
@@ -248,14 +244,9 @@ def _exactness(folder: Path, dtype: DtypeName, device: str) -> str:
     return "results do not depend on batch shapes here: within a class of such machines nothing is tolerated"
 
 
-def _machine() -> dict[str, str | int]:
-    return {"platform": platform.platform(), "cores": torch.get_num_threads(), "torch": torch.__version__}
-
-
 def _judge(config: Config, checking: Checking) -> Judge:
-    model = config.model.model_copy(
-        update={"numerics": "fast"}
-    )  # limits are for machines that compute unlike each other
+    # limits are for machines that compute unlike each other
+    model = config.model.model_copy(update={"numerics": "fast"})
     return Judge(config.model_copy(update={"model": model}), RUN, checking.dtype, row_tokens=checking.row_tokens)
 
 

@@ -59,10 +59,7 @@ def capability(engine: str = "torch") -> Capability:
     """Return what this machine reports about itself: its best device, and what it generates with."""
     import torch
 
-    return Capability(
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        engine=engine,
-    )
+    return Capability(device="cuda" if torch.cuda.is_available() else "cpu", engine=engine)
 
 
 def task_set(node: Node, config: Config, folder: Path) -> TaskSet:
@@ -116,26 +113,16 @@ def run_worker(
     compute = OneThread()
     with node.heart(), generator(engine, config, dtype, threads, compute) as (generates, kind, fingerprint):
         publisher = node.wait_for_key("origin", stop)
-        producer = (producer_type or Producer)(
-            config,
-            node.invite.run,
-            node.identity,
-            generates,
-            task_set(node, config, folder),
-            kind,
-            compute,
-        )
+        tasks = task_set(node, config, folder)
+        made = producer_type or Producer
+        producer = made(config, node.invite.run, node.identity, generates, tasks, kind, compute)
         with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
             return Worker(node, producer, fingerprint, compute).run(follower, stop)
 
 
 @contextmanager
 def generator(
-    name: EngineName,
-    config: Config,
-    dtype: DtypeName,
-    threads: int,
-    compute: Compute | None = None,
+    name: EngineName, config: Config, dtype: DtypeName, threads: int, compute: Compute | None = None
 ) -> Iterator[tuple[Engine, str, Callable[[], str]]]:
     """Yield the engine, its kind for the headers of files, and what gives the fingerprint of its weights.
 
@@ -215,12 +202,8 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
         policy = Policy(model, config.learner, dtype, device, config.sampling.temperature, ranks, picked)
         if ranks.leads:
             every = config.learner.steps_between_checkpoints(policy.trained)
-            log.info(
-                "%.0f million trained parameters on %d rank(s); a checkpoint every %d step(s)",
-                policy.trained / 1e6,
-                ranks.size,
-                every,
-            )
+            what = "%.0f million trained parameters on %d rank(s); a checkpoint every %d step(s)"
+            log.info(what, policy.trained / 1e6, ranks.size, every)
         if site is None:
             learner = Learner(node, config, policy, folder)
         else:
@@ -232,13 +215,11 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
 
 def _check_site(config: Config, site: Invite | None) -> None:
     if config.learner.sites and site is None:
-        raise ConfigError(
-            "this run's learner is spread over several sites: add --site INVITE, which `shoal pool meet` writes"
-        )
+        why = "this run's learner is spread over several sites: add --site INVITE, which `shoal pool meet` writes"
+        raise ConfigError(why)
     if site is not None and not config.learner.sites:
-        raise ConfigError(
-            "this run's learner is at one site, because its config has learner.sites = 0: leave out --site"
-        )
+        why = "this run's learner is at one site, because its config has learner.sites = 0: leave out --site"
+        raise ConfigError(why)
 
 
 def _at_site(

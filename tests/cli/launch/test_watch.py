@@ -9,7 +9,6 @@ import pytest
 from shoal.cli.launch import watch
 from shoal.cli.launch.watch import STALL_S, Watch
 from shoal.cli.preflight.disk import RESERVE_BYTES
-from shoal.config import Config, parse
 from shoal.errors import ShoalError
 from shoal.protocol.history import History, PoolWatch
 
@@ -25,11 +24,8 @@ class Site:
         self.trained = 0  # steps in the history
         self.known: dict[str, Any] | None = {}
         client = httpx.Client(transport=httpx.MockTransport(self.answer))
-        config: Config = parse({})
         pool = PoolWatch("http://c:1", client)
-        self.watch = Watch(
-            config, folder, pool, stall_s=stall_s, clock=lambda: self.now_s, free=lambda folder: self.free
-        )
+        self.watch = Watch(folder, pool, stall_s=stall_s, clock=lambda: self.now_s, free=lambda folder: self.free)
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if self.known is None:

@@ -176,7 +176,7 @@ class Swarm:
     def _start_all(self) -> None:
         command = self._coordinator_command()
         self.pool.url = self.url
-        self.watch = Watch(self.here, self.out, self.pool, stall_s=self.stall_s)
+        self.watch = Watch(self.out, self.pool, stall_s=self.stall_s)
         child = self.children.start("coordinator", command)
         self._wait_for(child, "the coordinator", lambda: self.watch.look() is not None)
         if self.config.learner.sites:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from shoal.cli.preflight.disk import check_left
 from shoal.cli.preflight.machine import free_bytes
-from shoal.config import Config
 from shoal.config.tasks import GRADER_ERRORS
 from shoal.errors import ShoalError
 from shoal.protocol.history import Grading, PoolWatch, Status, UnreachableError
@@ -26,7 +25,6 @@ RECENT_GRADED = 512  # of an earlier leg, whose grader may have been another, fe
 class Watch:
     def __init__(
         self,
-        config: Config,
         folder: Path,
         pool: PoolWatch,
         *,
@@ -34,7 +32,6 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         free: Callable[[Path], int] = free_bytes,
     ) -> None:
-        self.config = config
         self.folder = folder
         self.pool = pool
         self.stall_s = stall_s

@@ -152,25 +152,16 @@ def coordinator(arguments: argparse.Namespace) -> None:
             raise UserError(str(error)) from error
         name, url = address.run, address.url
     elif (arguments.dir / CONFIG).exists():
-        raise UserError(
-            f"{arguments.dir} has a config of its own; start it with: shoal coordinator --dir {arguments.dir}"
-        )
+        how = f"start it with: shoal coordinator --dir {arguments.dir}"
+        raise UserError(f"{arguments.dir} has a config of its own; {how}")
     else:
         config, name = read_config(arguments), run_name(arguments.run or arguments.config.stem, NAME_IT)
         name = run_id(name, Identity.load_or_create(arguments.dir / KEY).public)
     check_length(config)
     config, _ = build_tasks(config, arguments.dir / "tasks")
     serving = config.coordinator.port if arguments.port is None else arguments.port
-    serve_forever(
-        config,
-        name,
-        arguments.dir,
-        serving,
-        stop,
-        record_to=arguments.record,
-        url=url,
-        reports=not arguments.no_report,
-    )
+    more = {"record_to": arguments.record, "url": url, "reports": not arguments.no_report}
+    serve_forever(config, name, arguments.dir, serving, stop, **more)
 
 
 def invite(arguments: argparse.Namespace) -> None:
@@ -184,9 +175,8 @@ def invite(arguments: argparse.Namespace) -> None:
         arguments.out.unlink(missing_ok=True)  # the new one takes its place
     if arguments.out and arguments.out.exists():
         raise UserError(f"{arguments.out} exists; choose another file, so that no invite is lost")
-    made = invite_from(
-        arguments.dir, arguments.role, arguments.name, arguments.url, arguments.days, open=arguments.open
-    )
+    name, url, days = arguments.name, arguments.url, arguments.days
+    made = invite_from(arguments.dir, arguments.role, name, url, days, open=arguments.open)
     if arguments.out:
         made.save(arguments.out)
     else:
@@ -232,9 +222,8 @@ def status(arguments: argparse.Namespace) -> None:
         except UnreachableError as error:
             if not (Path(arguments.pool) / SUMMARY).exists():
                 raise
-            raise UnreachableError(
-                f"the run in {arguments.pool} has ended: see {Path(arguments.pool) / SUMMARY} and reward.png there"
-            ) from error
+            ended = f"the run in {arguments.pool} has ended: see {Path(arguments.pool) / SUMMARY} and reward.png there"
+            raise UnreachableError(ended) from error
 
 
 def meet(arguments: argparse.Namespace) -> None:

@@ -136,22 +136,15 @@ def _deploy(arguments: argparse.Namespace) -> None:
 
 
 def _settle(arguments: argparse.Namespace) -> None:
-    from shoal.cli.audit.opened import open_run
-    from shoal.ledger.evm import settle, unsettled
+    from shoal.cli.audit.opened import open_run, settings_of
+    from shoal.ledger.evm import open_contract, settle, unsettled
 
-    contract = _operated(arguments.run)
-    waiting = unsettled(open_run(arguments.run).chain, contract)
-    sent = sum(settle(entry, contract) for entry in waiting)
-    say(f"{sent} entries settled")
-
-
-def _operated(run: Path) -> EvmStakes:
-    from shoal.cli.audit.opened import settings_of
-    from shoal.ledger.evm import open_contract
-
+    run = arguments.run
     if not run.is_dir():
         raise UserError(f"no folder at {run}: name the folder of a run, or of its coordinator")
     section = settings_of(run).ledger
     if not section.contract:
         raise UserError(f"the pool in {run} keeps no stakes on a chain ([ledger] in its config)")
-    return open_contract(section.rpc, section.contract, section.key_file, operates=True)
+    contract = open_contract(section.rpc, section.contract, section.key_file, operates=True)
+    waiting = unsettled(open_run(run).chain, contract)
+    say(f"{sum(settle(entry, contract) for entry in waiting)} entries settled")

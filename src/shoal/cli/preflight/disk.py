@@ -16,9 +16,8 @@ from shoal.shardcast.origin import ANCHOR_EVERY
 from shoal.shardcast.store import KEEP
 from shoal.watch.figures import memory as size
 
-ROUND_BYTES = (
-    20  # per parameter: what sites agree on, its velocity, what rounding left over (fp32), an average of 8 at most
-)
+# per parameter: what sites agree on, its velocity, what rounding left over (fp32), an average of 8 at most
+ROUND_BYTES = 20
 ROUNDS = 3  # of the sites' meeting: two are kept, beside the one that is written
 DELTA_FRAC = 0.15  # of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
 WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
@@ -95,9 +94,8 @@ def check_space(folder: Path, wanted: Needs, free: int) -> None:
 def check_left(folder: Path, free: int) -> None:
     """Raise ShoalError if a running run has nearly used up its file system."""
     if free < RESERVE_BYTES:
-        raise ShoalError(
-            f"the file system {file_system(folder)} is full: {size(free)} are left; free space there, then resume"
-        )
+        left = f"{size(free)} are left; free space there, then resume"
+        raise ShoalError(f"the file system {file_system(folder)} is full: {left}")
 
 
 def explain(error: Exception, folder: Path) -> str:
