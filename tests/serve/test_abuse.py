@@ -19,7 +19,7 @@ from shoal.serve.chat import routes as chat_routes
 from shoal.serve.errors import ReplyError, RequestError
 from shoal.serve.openai import routes, tools
 from shoal.serve.openai.requests import ChatRequest, read
-from shoal.serve.openai.tools import CallReader, Form
+from shoal.serve.openai.tools import CallFormat, CallReader
 from shoal.watch.page import guard
 
 from .people import PASSWORD, Person
@@ -196,7 +196,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(
     assert held is not None
     spy = Untouched(held.tokenizer)
     monkeypatch.setattr(held, "tokenizer", spy)
-    monkeypatch.setattr(routes, "form_of", lambda tokenizer, is_forced: None)
+    monkeypatch.setattr(routes, "detect_call_format", lambda tokenizer, is_forced: None)
     with api.api() as client:
         answer = client.post(f"/v1/{route}", json={"model": api.model} | asked)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
@@ -286,7 +286,7 @@ def test_a_million_wrong_values_are_one_error(field: str) -> None:
 def test_a_streamed_call_is_parsed_once_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, own = [], tools._decoded
     monkeypatch.setattr(tools, "_decoded", lambda text: (parsed.append(len(text)), own(text))[1])
-    reading = CallReader(Form("<call>", "</call>", "name", "arguments"), [{"function": {"name": "f"}}])
+    reading = CallReader(CallFormat("<call>", "</call>", "name", "arguments"), [{"function": {"name": "f"}}])
     arguments = {"a": ['}]"\\', {"b": "x" * 3000}]}
     text = "<call>" + json.dumps({"name": "f", "arguments": arguments}) + " " * 100 + "</call>"
     parts = [part for character in text for part in reading.add(character)] + reading.end()
@@ -295,9 +295,9 @@ def test_a_streamed_call_is_parsed_once_however_long_it_is(monkeypatch: pytest.M
 
 
 def test_spaces_that_may_stand_before_a_call_are_not_held_for_ever() -> None:
-    reading = CallReader(Form("<call>", "</call>", "name", "arguments"), [])
+    reading = CallReader(CallFormat("<call>", "</call>", "name", "arguments"), [])
     given = "".join(str(part) for _ in range(100) for part in reading.add(" " * 100))
-    assert len(given) + tools.SPACES >= 10_000
+    assert len(given) + tools.MAX_SPACES >= 10_000
     assert given + "".join(map(str, reading.end())) == " " * 10_000
 
 

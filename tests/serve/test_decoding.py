@@ -11,7 +11,7 @@ from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import numerics
 from shoal.serve.errors import BusyError, RequestError
-from shoal.serve.generation import Generation, ServeAsk
+from shoal.serve.generation import Generation, ServeRequest
 from shoal.serve.scheduler import ServeLimits, ServeScheduler
 from shoal.serve.text import Text, replay
 from shoal.serve.versions import LoadedModel, Offer, load
@@ -24,7 +24,7 @@ def held(folder: Path, kind: Any = "fast") -> LoadedModel:
 
 
 def generation(of: LoadedModel, prompt: range, seed: int, max_tokens: int, **more: Any) -> Generation:
-    ask = ServeAsk(tuple(prompt), seed, 1.0, max_tokens, **more)
+    ask = ServeRequest(tuple(prompt), seed, 1.0, max_tokens, **more)
     return Generation(ask, of, asyncio.get_running_loop())
 
 
@@ -123,7 +123,7 @@ def test_a_failure_of_the_engine_ends_every_row_and_is_kept(tiny_folder: Path) -
     async def main() -> Exception | None:
         scheduler = ServeScheduler(ServeLimits())
         broken = generation(of, range(5, 9), 1, 8)
-        broken.ask = ServeAsk((10**6,), 1, 1.0, 8)  # no such token
+        broken.ask = ServeRequest((10**6,), 1, 1.0, 8)  # no such token
         scheduler.submit([broken])
         scheduler.start()
         await finished([broken])

@@ -7,10 +7,10 @@ import pytest
 
 from shoal.serve import proof
 from shoal.serve.errors import UnwantedError
-from shoal.serve.generation import Generation, ServeAsk
+from shoal.serve.generation import Generation, ServeRequest
 from shoal.serve.prompt import encode
 from shoal.serve.scheduler import ServeLimits, ServeScheduler
-from shoal.serve.text import HELD_TOKENS, Stop, Text, replay
+from shoal.serve.text import MAX_CHARACTER_TOKENS, Stop, Text, replay
 from shoal.serve.versions import LoadedModel
 
 from .test_decoding import held
@@ -30,7 +30,9 @@ def reply_of(of: LoadedModel, **asked: Any) -> proof.Reply:
     async def main() -> proof.Reply:
         scheduler = ServeScheduler(ServeLimits())
         scheduler.start()
-        ask = ServeAsk(encode(of, MESSAGES), proof=True, **({"seed": 1, "temperature": 1.0, "max_tokens": 100} | asked))
+        ask = ServeRequest(
+            encode(of, MESSAGES), proof=True, **({"seed": 1, "temperature": 1.0, "max_tokens": 100} | asked)
+        )
         one = Generation(ask, of, asyncio.get_running_loop())
         scheduler.submit([one])
         pieces = [piece async for piece in one.pieces()]
@@ -146,7 +148,7 @@ def test_tokens_that_make_no_text_cost_what_others_cost(token: int) -> None:
     letters, count = Letters(), 2000
     text = replay(Text(letters), [token] * count)
     assert text == ("\ufffd" * count if token == 999 else "")
-    assert letters.decoded < 6 * HELD_TOKENS * count
+    assert letters.decoded < 6 * MAX_CHARACTER_TOKENS * count
 
 
 def naive(text: str, stops: list[str]) -> str:
@@ -163,7 +165,7 @@ def test_the_first_stop_string_ends_the_text_whatever_the_tokens_are(stops: list
         text = "".join("ab"[number >> bit & 1] for bit in range(9))
         for size in (1, 2, 4, 9):
             row = Text(None, stops)
-            pieces = [row._released(text[at : at + size]) for at in range(0, 9, size)]
+            pieces = [row._release(text[at : at + size]) for at in range(0, 9, size)]
             shown = "".join([*pieces, row.end()])
             assert shown == naive(text, stops), (text, size)
 

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.serve import proof
-from shoal.serve.generation import Likely
+from shoal.serve.generation import TokenLogprobs
 from shoal.serve.openai.answers import text_logprobs
 from shoal.serve.scheduler import ServeLimits
 
@@ -108,7 +108,7 @@ def test_a_tokens_own_logprob_has_the_bits_of_its_entry_among_the_likeliest(api:
 
 
 def test_of_tokens_with_the_same_text_the_likeliest_has_its_logprob() -> None:
-    tokens = [Likely(7, -3.0, ((5, -0.5), (6, -1.0))), Likely(5, -0.5, ((5, -0.5), (6, -1.0)))]
+    tokens = [TokenLogprobs(7, -3.0, ((5, -0.5), (6, -1.0))), TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0)))]
     found = text_logprobs(lambda token: "x" if token in (5, 6) else "y", tokens)
     assert found["top_logprobs"] == [{"x": -0.5, "y": -3.0}, {"x": -0.5}]
 

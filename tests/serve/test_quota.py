@@ -48,10 +48,10 @@ def test_conversations_made_first_and_filled_later_stay_within_the_users_space(
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
     tree = Conversations(db)
     ids = [tree.create(user) for _ in range(20)]
-    with pytest.raises(HttpError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill your quota"):
         fill(tree, user, ids)
     assert LIMIT - 2 * len(TEXT) < stored_bytes(db) <= LIMIT
-    with pytest.raises(HttpError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill your quota"):
         tree.add(user, ids[0], None, "user", TEXT)
     tree.delete(user, ids[0])
     tree.add(user, ids[1], None, "user", TEXT)  # what is deleted is free again
@@ -63,7 +63,7 @@ def test_proofs_and_the_bytes_of_characters_are_charged(
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
     tree = Conversations(db)
-    with pytest.raises(HttpError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill your quota"):
         fill(tree, user, [tree.create(user)], content=content, proof=proof)
     assert stored_bytes(db) <= LIMIT
 
@@ -80,7 +80,7 @@ def test_many_empty_messages_are_charged_for_their_rows(
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", 100 * ROW_BYTES)
     tree = Conversations(db)
-    with pytest.raises(HttpError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill your quota"):
         fill(tree, user, [tree.create(user)], content="x")
     assert db.execute("SELECT count(*) FROM message").fetchone()[0] < 100
 
@@ -89,7 +89,7 @@ def test_another_users_space_is_their_own(db: sqlite3.Connection, user: int, mon
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
     other = asyncio.run(Accounts(db, hasher=CHEAP).register("bob", "correct horse battery", "here")).session.user
     tree = Conversations(db)
-    with pytest.raises(HttpError, match="fill their space"):
+    with pytest.raises(HttpError, match="fill your quota"):
         fill(tree, user, [tree.create(user)])
     tree.add(other, tree.create(other), None, "user", TEXT)
 

@@ -66,7 +66,7 @@ def test_a_line_has_an_end_and_waiting_a_deadline() -> None:
     async def main() -> None:
         places = Places(1, wait_s=0.01)
         await places.take("one")
-        with pytest.raises(BusyError, match="no place became free within"):
+        with pytest.raises(BusyError, match="no slot became free within"):
             await places.take("two")
         places.wait_s = DEADLINE_S
         tasks = [asyncio.create_task(places.take("two")) for _ in range(WAITING)]

@@ -14,25 +14,25 @@ from shoal.engine import batch
 from shoal.model.load import save_model
 from shoal.serve import proof
 from shoal.serve.errors import RequestError
-from shoal.serve.openai.tools import CallReader, Form, WrittenCall, form_of
+from shoal.serve.openai.tools import CallFormat, CallReader, WrittenCall, detect_call_format
 from shoal.serve.text import Text, replay
 
 from .support import KEY, Running, serving
 
 TAGS = "<tool_call>\n{{ call.function | tojson }}\n</tool_call>\n"
 FORMS = {
-    "tags": (TAGS, Form("<tool_call>", "</tool_call>", "name", "arguments")),
+    "tags": (TAGS, CallFormat("<tool_call>", "</tool_call>", "name", "arguments")),
     "list in tags": (
         "<tool_call>[{{ call.function | tojson }}]</tool_call>",
-        Form("<tool_call>", "</tool_call>", "name", "arguments"),
+        CallFormat("<tool_call>", "</tool_call>", "name", "arguments"),
     ),
     "bare": (
         '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}',
-        Form("", "", "name", "parameters"),
+        CallFormat("", "", "name", "parameters"),
     ),
     "Mistral's list": (
         "{% if loop.first %}[TOOL_CALLS] [{% endif %}{{ call.function | tojson }}{% if loop.last %}]{% endif %}",
-        Form("[TOOL_CALLS]", "", "name", "arguments"),
+        CallFormat("[TOOL_CALLS]", "", "name", "arguments"),
     ),
 }
 WEATHER = {
@@ -41,7 +41,7 @@ WEATHER = {
 }
 ASKED = [{"role": "user", "content": "is it raining?"}]
 ROME, OSLO = (json.dumps({"name": "weather", "arguments": {"city": city}}) for city in ("Rome", "Oslo"))
-TAGGED = Form("<tool_call>", "</tool_call>", "name", "arguments")
+TAGGED = CallFormat("<tool_call>", "</tool_call>", "name", "arguments")
 
 
 def tokenizer(call: str = TAGS) -> PreTrainedTokenizerFast:
@@ -90,7 +90,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
-def parts(form: Form, pieces: list[str], tool: dict[str, Any] = WEATHER) -> list[Any]:
+def parts(form: CallFormat, pieces: list[str], tool: dict[str, Any] = WEATHER) -> list[Any]:
     """Texts as strings, put together, and calls as (name, arguments)."""
     reading = CallReader(form, [tool])
     found = [part for piece in pieces for part in reading.add(piece)] + reading.end()
@@ -108,7 +108,7 @@ def parts(form: Form, pieces: list[str], tool: dict[str, Any] = WEATHER) -> list
 @pytest.mark.parametrize("kind", FORMS)
 def test_how_calls_are_written_is_read_from_the_template(kind: str) -> None:
     call, form = FORMS[kind]
-    assert form_of(tokenizer(call)) == form
+    assert detect_call_format(tokenizer(call)) == form
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,13 @@ def test_how_calls_are_written_is_read_from_the_template(kind: str) -> None:
 )
 def test_a_template_whose_calls_are_no_json_is_refused_unless_the_call_is_forced(call: str) -> None:
     with pytest.raises(RequestError, match="as JSON objects"):
-        form_of(tokenizer(call))
-    assert form_of(tokenizer(call), is_forced=True) == Form("", "")
+        detect_call_format(tokenizer(call))
+    assert detect_call_format(tokenizer(call), is_forced=True) == CallFormat("", "")
 
 
 def test_control_tokens_that_mark_calls_are_read_and_others_are_no_text() -> None:
     made = tokenizer("<tool>{{ call.function | tojson }}</tool>")
-    form = form_of(made)
+    form = detect_call_format(made)
     assert form.shown == {made.convert_tokens_to_ids("<tool>")}
     ids = [*made.encode(f"so <tool>{ROME}</tool>", add_special_tokens=False), made.convert_tokens_to_ids("<user>")]
     text = replay(Text(made, shown=form.shown), ids)
@@ -159,14 +159,14 @@ def test_one_call_is_given_where_they_must_not_be_parallel() -> None:
         (TAGGED, "1 < 2, <tool and [tools", ["1 < 2, <tool and [tools"]),
         (TAGGED, "spaces stay  \n", ["spaces stay  \n"]),
         (
-            Form("", "", "name", "parameters"),
+            CallFormat("", "", "name", "parameters"),
             ROME.replace("arguments", "parameters"),
             [("weather", {"city": "Rome"})],
         ),
-        (Form("", "", "name", "parameters"), "the set {1, 2}", ["the set {1, 2}"]),
+        (CallFormat("", "", "name", "parameters"), "the set {1, 2}", ["the set {1, 2}"]),
     ],
 )
-def test_text_and_calls_are_told_apart_wherever_the_pieces_end(form: Form, text: str, told: list[Any]) -> None:
+def test_text_and_calls_are_told_apart_wherever_the_pieces_end(form: CallFormat, text: str, told: list[Any]) -> None:
     assert parts(form, [text]) == told
     assert parts(form, list(text)) == told
     assert all(parts(form, [text[:cut], text[cut:]]) == told for cut in range(len(text)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.files import copy_tree, discard
-from shoal.serve.errors import NoPlaceError, UnknownVersionError
+from shoal.serve.errors import NoSlotError, UnknownVersionError
 from shoal.serve.versions import ModelSource, Versions, digest, label_of
 
 from .support import engine
@@ -29,7 +29,7 @@ def test_a_version_in_use_stays_and_the_longest_unused_one_goes(source: ModelSou
         versions = Versions(source, engine, places=2)
         await versions.poll()
         async with versions.take("run@1") as one:
-            with pytest.raises(NoPlaceError, match="in use"):
+            with pytest.raises(NoSlotError, match="in use"):
                 async with versions.take("run@2"):
                     pass
             before = one.engine.model.lm_head.weight.clone()

@@ -1,11 +1,11 @@
-"""What a request may end with: one class for what is refused, with its HTTP status, and the kinds that are told apart."""
+"""Errors of the server: `RequestError` carries the HTTP status and OpenAI's fields; subclasses name the cause."""
 
 from shoal.errors import ShoalError
 from shoal.watch.page.guard import HttpError
 
 
 class RequestError(HttpError):
-    """A request that cannot be answered as it asks. `param`: the field at fault; `kind` and `code`: OpenAI's words."""
+    """A request that is refused. `param` is the field at fault; `kind` and `code` are OpenAI's `type` and `code`."""
 
     def __init__(
         self,
@@ -22,29 +22,29 @@ class RequestError(HttpError):
 
 
 class PromptError(RequestError):
-    """Messages that the model's template cannot write, or that exceed its positions."""
+    """The chat template cannot render these messages, or they exceed the model's context."""
 
 
 class ReplyError(RequestError):
-    """A file that is not a reply, or a generation that yields none."""
+    """The file is not a reply file, or the generation cannot produce one."""
 
 
 class UnknownVersionError(RequestError):
-    """There is no such version here."""
+    """This server has no such version."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=404, param="model", code="model_not_found")
 
 
-class NoPlaceError(RequestError):
-    """All places for versions are in use, or none is loaded yet."""
+class NoSlotError(RequestError):
+    """No version can be loaded now: all slots are in use, or the first one is still loading."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=503, kind="server_error", retry_s=2)
 
 
 class BusyError(RequestError):
-    """There is no place for a request now. `retry_s`: when there may be one."""
+    """The server is at capacity. The client may retry after `retry_s`."""
 
     def __init__(self, message: str, retry_s: int) -> None:
         words = f"{message}; try again in {retry_s} s"
@@ -52,4 +52,4 @@ class BusyError(RequestError):
 
 
 class UnwantedError(ShoalError):
-    """Whoever asked does not wait for the answer any more."""
+    """The client no longer waits for the result."""

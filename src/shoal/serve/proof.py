@@ -1,14 +1,14 @@
-"""A reply as a file that anyone with the same weights can recompute: prompt, seed, tokens, TOPLOC proofs.
+"""The reply file, which anyone with the same weights can recompute: prompt, seed, tokens, TOPLOC proofs.
 
-    build    what the server generated -> a Reply, which is one JSON file
-    verify   a Reply and a loaded model -> one finding a question
+    build    a finished generation -> a Reply, which is one JSON file
+    verify   a Reply and a loaded model -> one finding per question
 
-What a passed verification says: these weights, this prompt and this seed yield this text. It does not say that the text is
-true, that the server did not try several seeds and show the reply it liked, or which weights a run published under a
-version: `shoal audit --model` names weights that you trust.
-Invariant: nothing in a Reply is believed; all of it is computed again from messages, seed and weights. Within one exactness
-class that must give the same bits, elsewhere it must stay within the validator's limits.
-Left out: a signature (who served a reply is not what is verified).
+A passed verification means that these weights, this prompt and this seed yield this text. It does not mean that the text is
+true, that the server did not try several seeds and pick one, or that the run published these weights under this version:
+`shoal audit --model` names weights that you trust.
+Invariant: nothing in a Reply is trusted; everything is recomputed from messages, seed and weights. Within one exactness
+class the bits must be equal; elsewhere they must stay within the validator's limits.
+Left out: a signature (verification does not cover who served a reply).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    Required,  # of 3.11 pydantic asks for this one
+    Required,  # pydantic needs this one on Python 3.11
 )
 
 import torch
@@ -31,7 +31,7 @@ from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.serve.errors import PromptError, ReplyError, UnwantedError
 from shoal.serve.generation import Generation
-from shoal.serve.openai.tools import shown_with
+from shoal.serve.openai.tools import shown_tokens
 from shoal.serve.prompt import encode
 from shoal.serve.text import STOP_CHARACTERS, STOPS, Finish, Text, replay
 from shoal.serve.versions import LoadedModel
@@ -39,8 +39,8 @@ from shoal.watch.page.guard import json_fault
 
 CHUNK_TOKENS = 32
 LARGEST_BYTES = 16 << 20
-MOST_TOKENS = 1 << 20
-FAR = 4.0  # times the margin: farther than numerics can move a token
+MAX_TOKENS = 1 << 20
+FAR_FACTOR = 4.0  # times the margin: more than numerics can explain
 VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once
 EXACT = (
     "These weights, this prompt and this seed give exactly this text; that says nothing about who chose the seed, or "
@@ -59,12 +59,12 @@ ENDINGS = {
 }
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-# Without `fail_fast` a list of a million wrong values makes a million errors.
-Tokens = Annotated[tuple[Token, ...], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
+# Without `fail_fast` a list of a million wrong values produces a million errors.
+Tokens = Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 
 
-class Said(TypedDict, total=False):
-    """A message as the template reads it."""
+class ReplyMessage(TypedDict, total=False):
+    """A message as passed to the chat template."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     role: Required[Literal["system", "user", "assistant", "tool"]]
@@ -75,32 +75,32 @@ class Said(TypedDict, total=False):
 
 
 class Reply(BaseModel):
-    """What the file holds."""
+    """The contents of a reply file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal["shoal-reply/1"] = "shoal-reply/1"
     model: Annotated[str, Field(max_length=300)]
     version: int | None
     weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # BLAKE3 of the version's files
-    messages: tuple[Said, ...] = Field(max_length=10_000, fail_fast=True)
+    messages: tuple[ReplyMessage, ...] = Field(max_length=10_000, fail_fast=True)
     tools: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=128, fail_fast=True)
     prompt: Tokens
     seed: Annotated[str, Field(pattern="^[0-9]{1,19}$")]  # as text: JSON numbers lose digits in a browser
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
-    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     stops: tuple[Annotated[str, Field(max_length=STOP_CHARACTERS)], ...] = Field(default=(), max_length=STOPS)
     tokens: Tokens
     finish: Finish
     text: str
     proofs: tuple[Annotated[str, Field(max_length=400)], ...] = Field(
-        max_length=MOST_TOKENS // CHUNK_TOKENS, fail_fast=True
+        max_length=MAX_TOKENS // CHUNK_TOKENS, fail_fast=True
     )
 
     @classmethod
     def read(cls, data: bytes) -> "Reply":
-        """Raises ReplyError."""
+        """Parse a reply file. Raise ReplyError."""
         if len(data) > LARGEST_BYTES:
-            raise ReplyError(f"{len(data)} bytes are more than a reply has ({LARGEST_BYTES})")
+            raise ReplyError(f"the file has {len(data)} bytes; a reply has at most {LARGEST_BYTES}")
         if fault := json_fault(data):
             raise ReplyError(f"this is not a reply file: {fault}")
         try:
@@ -121,8 +121,8 @@ class ReplyFinding:
 @dataclass(frozen=True)
 class ReplyVerdict:
     findings: tuple[ReplyFinding, ...]
-    exact: bool  # everything is equal to the last bit
-    ending: str = ""  # how the text ends, as its tokens show
+    exact: bool  # everything is bitwise equal
+    ending: str = ""  # how the text ends, according to its tokens
 
     @property
     def passed(self) -> bool:
@@ -130,21 +130,21 @@ class ReplyVerdict:
 
     @property
     def sentence(self) -> str:
-        """What was verified, and what was not."""
+        """Say what was verified and what was not."""
         if not self.passed:
             return REFUSED
         return f"{EXACT if self.exact else CLOSE} How it ends: {self.ending}."
 
     def lines(self) -> list[str]:
-        found = [
+        lines = [
             f"{'yes' if f.passed else 'NO '}  {f.question}{f': {f.detail}' if f.detail else ''}" for f in self.findings
         ]
-        return [*found, f"{'verified' if self.passed else 'refused'}: {self.sentence}"]
+        return [*lines, f"{'verified' if self.passed else 'refused'}: {self.sentence}"]
 
 
 def build(generation: Generation, finish: str, text: str, messages: Sequence[Any], tools: Sequence[Any] = ()) -> Reply:
-    """The file of a finished generation whose states were kept. Costs milliseconds. Raises ReplyError."""
-    ask, held = generation.ask, generation.held
+    """Build the reply file of a finished generation that kept its states. Takes milliseconds. Raise ReplyError."""
+    ask, loaded = generation.ask, generation.loaded
     if not generation.states:
         raise ReplyError("nothing was generated, so there is nothing to prove")
     hidden_TH = torch.stack(generation.states)
@@ -153,9 +153,9 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
     except (toploc.ProofError, ValueError) as error:
         raise ReplyError(f"no proof can be made of this model's states: {error}") from error
     return Reply(
-        model=held.id,
-        version=held.offer.version,
-        weights=held.digest,
+        model=loaded.id,
+        version=loaded.offer.version,
+        weights=loaded.digest,
         messages=tuple(messages),
         tools=tuple(tools),
         prompt=ask.prompt,
@@ -171,46 +171,46 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
 
 
 def verify(
-    reply: Reply, held: LoadedModel, config: Config | None = None, unwanted: Callable[[], bool] = lambda: False
+    reply: Reply, loaded: LoadedModel, config: Config | None = None, unwanted: Callable[[], bool] = lambda: False
 ) -> ReplyVerdict:
-    """Recompute everything. Costs one forward pass over prompt and reply, and is not for the event loop.
+    """Recompute the whole reply. Takes one forward pass over prompt and reply: do not call it in the event loop.
 
-    `config`: of the run, for its limits. `unwanted`: whether nobody waits any more; it then raises UnwantedError.
+    `config` is the run's, for its limits. `unwanted` is polled; when it returns true, raise UnwantedError.
     """
 
     def check() -> None:
         if unwanted():
-            raise UnwantedError("nobody waits for this verdict")
+            raise UnwantedError("the client no longer waits for this verdict")
 
-    cheap = [_weights(reply, held), _bounds(reply, held)]
+    cheap = [_weights(reply, loaded), _bounds(reply, loaded)]
     if not all(finding.passed for finding in cheap):
         return ReplyVerdict(tuple(cheap), exact=False)
     check()
-    cheap.append(_prompt(reply, held))
-    text, ending = _ending(reply, held, check)
+    cheap.append(_prompt(reply, loaded))
+    text, ending = _ending(reply, loaded, check)
     cheap += [text, ending]
-    if not all(finding.passed for finding in cheap):  # no forward pass for what is refused already
+    if not all(finding.passed for finding in cheap):  # already refused: skip the forward pass
         return ReplyVerdict(tuple(cheap), exact=False)
-    tokens, proofs, exact = _recomputed(reply, held, config or Config(), check)
+    tokens, proofs, exact = _recomputed(reply, loaded, config or Config(), check)
     return ReplyVerdict((*cheap, tokens, proofs), exact, ending.detail)
 
 
-def _weights(reply: Reply, held: LoadedModel) -> ReplyFinding:
-    own, detail = held.offer.version, ""
-    if reply.weights != held.digest:
-        detail = f"the file names {reply.weights[:16]}, this machine holds {held.digest[:16]}"
+def _weights(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
+    own, detail = loaded.offer.version, ""
+    if reply.weights != loaded.digest:
+        detail = f"the file names {reply.weights[:16]}, this machine has {loaded.digest[:16]}"
     elif own is not None and reply.version != own:
         detail = f"the file names version {reply.version}, and these weights are version {own}"
     return ReplyFinding("Are these the weights that the file names?", not detail, detail)
 
 
-def _bounds(reply: Reply, held: LoadedModel) -> ReplyFinding:
-    vocabulary = held.engine.model.config.vocab_size
+def _bounds(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
+    vocabulary = loaded.engine.model.config.vocab_size
     length = len(reply.prompt) + len(reply.tokens)
     expected = -(-len(reply.tokens) // CHUNK_TOKENS)
     detail = ""
-    if length > held.positions:
-        detail = f"{length} tokens exceed the model's {held.positions} positions"
+    if length > loaded.positions:
+        detail = f"{length} tokens exceed the model's {loaded.positions} positions"
     elif max(*reply.prompt, *reply.tokens) >= vocabulary or int(reply.seed) >= 1 << 63:
         detail = "a token or seed is out of range"
     elif len(reply.proofs) != expected:
@@ -218,19 +218,19 @@ def _bounds(reply: Reply, held: LoadedModel) -> ReplyFinding:
     return ReplyFinding("Are all figures within the model's bounds?", not detail, detail)
 
 
-def _prompt(reply: Reply, held: LoadedModel) -> ReplyFinding:
+def _prompt(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
     try:
-        same = encode(held, reply.messages, reply.tools) == reply.prompt
+        same = encode(loaded, reply.messages, reply.tools) == reply.prompt
         detail = "" if same else "the messages give other tokens"
     except PromptError as error:
         same, detail = False, str(error)
     return ReplyFinding("Do the messages give this prompt?", same, detail)
 
 
-def _ending(reply: Reply, held: LoadedModel, check: Callable[[], None]) -> tuple[ReplyFinding, ReplyFinding]:
-    """The tokens are read as the server read them: they say what the text is, and where and why it ends."""
-    shown = shown_with(held.tokenizer, reply.tools)
-    row = Text(held.tokenizer, reply.stops, held.eos_ids, reply.max_tokens, shown)
+def _ending(reply: Reply, loaded: LoadedModel, check: Callable[[], None]) -> tuple[ReplyFinding, ReplyFinding]:
+    """Decode the tokens as the server does; that gives the text, and where and why it ends."""
+    shown = shown_tokens(loaded.tokenizer, reply.tools)
+    row = Text(loaded.tokenizer, reply.stops, loaded.eos_ids, reply.max_tokens, shown)
     same = replay(row, reply.tokens, check) == reply.text
     text = ReplyFinding("Do the tokens give this text?", same, "" if same else "the text was changed")
     finish = row.finish or "cancelled"
@@ -245,10 +245,10 @@ def _ending(reply: Reply, held: LoadedModel, check: Callable[[], None]) -> tuple
 
 @torch.inference_mode()
 def _recomputed(
-    reply: Reply, held: LoadedModel, config: Config, check: Callable[[], None]
+    reply: Reply, loaded: LoadedModel, config: Config, check: Callable[[], None]
 ) -> tuple[ReplyFinding, ReplyFinding, bool]:
     check()
-    model, limits = held.engine.model, config.validator
+    model, limits = loaded.engine.model, config.validator
     packed = pack([Tree(reply.prompt, [reply.tokens])]).to(model.device)
     hidden_NH = forward_hidden(model, packed)
     tokens_N = torch.tensor(reply.tokens, device=hidden_NH.device)
@@ -265,7 +265,7 @@ def _recomputed(
             margins.append(replay_margins(scaled_CV, own_C, seeds[span], positions))
     margins_N = torch.cat(margins)
     beyond = int((margins_N > limits.sampling_margin).sum())
-    far = int((margins_N > FAR * limits.sampling_margin).sum())
+    far = int((margins_N > FAR_FACTOR * limits.sampling_margin).sum())
     mean = float(margins_N.clamp(max=1.0).mean())
     yielded = far == 0 and beyond <= limits.allowed_mismatches(len(margins_N)) and mean <= limits.sampling_margin_mean
     missed = int((margins_N != 0).sum())
@@ -279,13 +279,13 @@ def _proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tuple[Repl
     question = "Do the proofs match the recomputed hidden states?"
     limits = config.validator
     try:
-        given = [toploc.from_base64(proof) for proof in reply.proofs]
-        chunks = toploc.verify(hidden_NH, given, chunk_tokens=CHUNK_TOKENS)
+        claimed = [toploc.from_base64(proof) for proof in reply.proofs]
+        chunks = toploc.verify(hidden_NH, claimed, chunk_tokens=CHUNK_TOKENS)
     except toploc.ProofError as error:
         return ReplyFinding(question, False, f"malformed: {error}"), False
     failed = sum(not toploc.BFLOAT16.passes(chunk) for chunk in chunks)
     exponents = sum(chunk.exponent_mismatches for chunk in chunks) / len(chunks)
     mantissas = sum(min(chunk.mantissa_error_mean, 127.0) for chunk in chunks) / len(chunks)
     passed = not failed and exponents <= limits.proof_exponent_mean and mantissas <= limits.proof_mantissa_mean
-    equal = given == toploc.build(hidden_NH, chunk_tokens=CHUNK_TOKENS)
+    equal = claimed == toploc.build(hidden_NH, chunk_tokens=CHUNK_TOKENS)
     return ReplyFinding(question, passed, f"{len(chunks) - failed} of {len(chunks)} do"), equal

@@ -1,10 +1,10 @@
-"""The server's side of the scheduler: who may queue, and where each piece of text goes.
+"""The server's scheduler: admits requests, steps the engine, and sends each piece back to its client.
 
-    take in what was asked -> one step of the engine's scheduler (`engine/scheduler`) -> hand out what it made
+    add new requests -> one step of the engine's scheduler (`engine/scheduler`) -> deliver the pieces
 
-It runs in a thread of its own; requests come from the event loop, and pieces go back to it once a step.
-Invariant: at most `Limits.waiting` completions wait. A request that finds no room is told when to try again; no queue grows
-without bound.
+It runs in its own thread; requests come from the event loop, and pieces return to it once per step.
+Invariant: no queue grows without bound. At most `limits.waiting` completions wait; beyond that, a request is refused with
+the time to retry after.
 """
 
 import math
@@ -33,7 +33,7 @@ class ServeLimits(engine.SchedulerLimits):
 
 @dataclass
 class Counts:
-    """What happened since the start; the metrics read it."""
+    """Counters since the start, exported as metrics."""
 
     completions: int = 0
     prompt_tokens: int = 0
@@ -45,25 +45,25 @@ class Counts:
 
 class ServeScheduler:
     def __init__(self, limits: ServeLimits, observe: Callable[[Generation, Piece], None] | None = None) -> None:
-        """`observe` sees every piece in the scheduler's thread, before it is handed over."""
+        """`observe` is called with every piece, in the scheduler's thread, before delivery."""
         self.limits = limits
         self._observe = observe or (lambda generation, piece: None)
         self.counts = Counts()
-        self.error: Exception | None = None  # what ended the loop
+        self.error: Exception | None = None  # the error that ended the loop
         self._engine = engine.Scheduler(limits)
         self._new: list[Generation] = []  # not in the engine's queue yet
-        self._open: dict[int, Generation] = {}  # whose last piece was not handed out, by `id`
+        self._open: dict[int, Generation] = {}  # by `id`: the last piece is not delivered yet
         self._callers: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="scheduler")
-        self._row_s = 1.0  # how long a row lives, smoothed
+        self._row_s = 1.0  # smoothed lifetime of a row
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancel everything and end the loop. A step that takes long, of a long prompt, is not waited for."""
+        """Cancel everything and end the loop. Do not wait for a step longer than STOP_S, such as a long prefill."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -80,7 +80,7 @@ class ServeScheduler:
         return self._engine.live
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue completions, all or none. Raises BusyError, RequestError."""
+        """Queue all completions or none. Raise BusyError or RequestError."""
         for generation in generations:
             self._check_size(generation)
         with self._changed:
@@ -93,11 +93,11 @@ class ServeScheduler:
                 raise BusyError(f"{self.waiting} completions are waiting already", self._retry_s())
             self._callers[caller] += len(generations)
             self._new.extend(generations)
-            self._open |= {id(one): one for one in generations}
+            self._open |= {id(generation): generation for generation in generations}
             self._changed.notify()
 
     def check_caller(self, caller: str, count: int) -> None:
-        """Raises BusyError if the caller has no places for so many completions."""
+        """Raise BusyError if `count` more completions exceed the caller's quota."""
         if self._callers[caller] + count > self.limits.per_caller:
             self.counts.refused += count
             raise BusyError(f"at most {self.limits.per_caller} completions of one caller at a time", self._retry_s())
@@ -110,23 +110,23 @@ class ServeScheduler:
         return max(1, min(LONGEST_RETRY_S, math.ceil(turns * self._row_s)))
 
     def _check_size(self, generation: Generation) -> None:
-        alone = engine.cache_bytes(generation.model, [generation])
-        if alone > self.limits.cache_bytes:
+        needed_bytes = engine.cache_bytes(generation.model, [generation])
+        if needed_bytes > self.limits.cache_bytes:
             raise RequestError(
                 f"{len(generation.ask.prompt)} prompt tokens and max_tokens {generation.ask.max_tokens} need "
-                f"{alone >> 20} MiB of cache, and this server has {self.limits.cache_bytes >> 20}; lower max_tokens"
+                f"{needed_bytes >> 20} MiB of cache; this server has {self.limits.cache_bytes >> 20} MiB; lower max_tokens"
             )
 
     def _run(self) -> None:
         try:
             while self._wait():
                 self._step()
-        except Exception as error:  # noqa: BLE001 - the thread's end; `service` raises it in the main thread
+        except Exception as error:  # noqa: BLE001 - `Service.check` raises it in the main thread
             self.error = error
         self._cancel_all()
 
     def _wait(self) -> bool:
-        """Until there is something to do. False: stop."""
+        """Wait for work. Return False to stop."""
         with self._changed:
             while not self._stopping and not self.waiting and not self.live:
                 self._changed.wait(IDLE_S)
@@ -136,44 +136,48 @@ class ServeScheduler:
         with self._changed:
             self._engine.add(self._new)
             self._new = []
-        touched = [one for one in self._engine.step() if isinstance(one, Generation)]
-        out = [(one, one.piece()) for one in touched]
-        begun = [one for one, piece in out if not one.last_s and piece.finish != "cancelled"]
-        self.counts.completions += len(begun)
-        self.counts.prompt_tokens += sum(len(one.ask.prompt) for one in begun)
+        stepped = [generation for generation in self._engine.step() if isinstance(generation, Generation)]
+        out = [(generation, generation.piece()) for generation in stepped]
+        started = [
+            generation for generation, piece in out if not generation.last_piece_s and piece.finish != "cancelled"
+        ]
+        self.counts.completions += len(started)
+        self.counts.prompt_tokens += sum(len(generation.ask.prompt) for generation in started)
         self.counts.steps += 1
-        self.counts.tokens += sum(piece.finish != "cancelled" and not one.ask.scored for one, piece in out)
-        self._hand_out(out)
+        self.counts.tokens += sum(
+            piece.finish != "cancelled" and not generation.ask.prompt_only for generation, piece in out
+        )
+        self._dispatch(out)
 
     def _cancel_all(self) -> None:
         with self._changed:
             self._stopping = True
-            everyone, self._new = list(self._open.values()), []
-        for one in everyone:
-            one.cancel()
-        self._hand_out([(one, one.cut()) for one in everyone])
+            generations, self._new = list(self._open.values()), []
+        for generation in generations:
+            generation.cancel()
+        self._dispatch([(generation, generation.final_piece()) for generation in generations])
 
-    def _hand_out(self, out: Sequence[tuple[Generation, Piece]]) -> None:
+    def _dispatch(self, out: Sequence[tuple[Generation, Piece]]) -> None:
         now_s = time.monotonic()
         with self._changed:
             out = [(generation, piece) for generation, piece in out if id(generation) in self._open]
             for generation, piece in out:
                 self._observe(generation, piece)
-                generation.last_s = now_s
+                generation.last_piece_s = now_s
                 if piece.finish:
                     del self._open[id(generation)]
-                    self._row_s += 0.1 * (now_s - generation.asked_s - self._row_s)
+                    self._row_s += 0.1 * (now_s - generation.submitted_s - self._row_s)
                     self._callers[generation.ask.caller] -= 1
                     if not self._callers[generation.ask.caller]:
                         del self._callers[generation.ask.caller]
                     self.counts.cancelled += piece.finish == "cancelled"
         loops = {id(generation.loop): generation.loop for generation, _ in out}
         for loop in loops.values():
-            own = [(generation, piece) for generation, piece in out if generation.loop is loop]
+            pieces = [(generation, piece) for generation, piece in out if generation.loop is loop]
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_deliver, own)
+                loop.call_soon_threadsafe(_deliver, pieces)
 
 
 def _deliver(pieces: Sequence[tuple[Generation, Piece]]) -> None:
     for generation, piece in pieces:
-        generation.hand_over(piece)
+        generation.deliver(piece)

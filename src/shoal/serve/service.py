@@ -1,9 +1,9 @@
-"""The server: listens, loads in the background, follows the run, and ends with what failed.
+"""The server: listens, loads the model in the background, and follows the run's new versions.
 
-    /health  /metrics  /v1/...  and, unless it is left out, the chat page
+    /health  /metrics  /v1/...  and, if enabled, the chat page
 
 Invariant: it listens before the model is loaded and answers 503 until then. If the scheduler or the loader fails, the
-process ends with that error; it never answers from a broken state.
+process exits with that error; it never answers from a broken state.
 Left out: TLS (put a proxy in front, see docs/operate.md), several processes.
 """
 
@@ -35,8 +35,8 @@ from shoal.serve.versions import ModelSource, Versions
 from shoal.shardcast.connections import LISTENER, Listener, Patience, started
 from shoal.watch.page.files import secure
 
-FIRST_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
-COUNTERS = {  # of `scheduler.Counts`
+FIRST_TOKEN_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+COUNTERS = {  # fields of `scheduler.Counts`
     "completions": "completions that began",
     "prompt_tokens": "prompt tokens prefilled",
     "tokens": "tokens generated",
@@ -44,27 +44,29 @@ COUNTERS = {  # of `scheduler.Counts`
     "cancelled": "completions whose client left",
     "refused": "completions refused for lack of room",
 }
-BETWEEN_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class Metrics:
-    """/metrics in Prometheus' text format. No prompt, name or key is in it."""
+    """Serve /metrics in Prometheus' text format. It contains no prompt, name or key."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         first, between = "from request to first token", "between two tokens of a row"
-        self._first = Histogram("shoal_serve_first_token_seconds", first, registry=self.registry, buckets=FIRST_S)
-        self._between = Histogram("shoal_serve_token_seconds", between, registry=self.registry, buckets=BETWEEN_S)
+        self._first = Histogram(
+            "shoal_serve_first_token_seconds", first, registry=self.registry, buckets=FIRST_TOKEN_BUCKETS_S
+        )
+        self._between = Histogram("shoal_serve_token_seconds", between, registry=self.registry, buckets=TOKEN_BUCKETS_S)
 
     def observe(self, generation: Generation, piece: Piece) -> None:
-        """In the scheduler's thread."""
+        """Record the latency of a piece; called in the scheduler's thread."""
         if piece.finish == "cancelled":
             return
         now_s = time.monotonic()
-        if generation.last_s:
-            self._between.observe(now_s - generation.last_s)
+        if generation.last_piece_s:
+            self._between.observe(now_s - generation.last_piece_s)
         else:
-            self._first.observe(now_s - generation.asked_s)
+            self._first.observe(now_s - generation.submitted_s)
 
     def watch(self, scheduler: ServeScheduler, versions: Versions) -> None:
         self.registry.register(Gauges(scheduler, versions))
@@ -74,7 +76,7 @@ class Metrics:
 
 
 class Gauges:
-    """What scheduler and versions hold at the moment of a request."""
+    """Read the state of scheduler and versions at scrape time."""
 
     def __init__(self, scheduler: ServeScheduler, versions: Versions) -> None:
         self.scheduler, self.versions = scheduler, versions
@@ -92,10 +94,10 @@ class Gauges:
             yield CounterMetricFamily(f"shoal_serve_{name}", words, getattr(counts, name))
 
 
-PATIENCE = Patience(slowest_Bps=1.0)  # a reply is slow text: only a reader who takes nothing is cut
+PATIENCE = Patience(slowest_Bps=1.0)  # replies stream slowly: cut only a reader that reads nothing
 PER_ADDRESS, CONNECTIONS = 256, 2000
 POLL_S = 0.2
-THREADS_S = 1.0  # for threads to end in
+JOIN_S = 1.0  # how long threads get to end
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 log = logging.getLogger("serve")
@@ -103,29 +105,29 @@ log = logging.getLogger("serve")
 
 @dataclass(frozen=True)
 class Settings:
-    folder: Path  # of keys and conversations
+    folder: Path  # for keys and conversations
     host: str = "127.0.0.1"
     port: int = 8000
     open: bool = False  # one local user: no login, no keys
     chat: bool = True
     registration: bool = True
-    secure_cookies: bool = False  # the page is reached over HTTPS
-    hosts: Collection[str] = ()  # names for this server; empty: any
+    secure_cookies: bool = False  # set if the page is reached over HTTPS
+    hosts: Collection[str] = ()  # accepted Host headers; empty: any
     limits: ServeLimits = field(default_factory=ServeLimits)
-    hasher: PasswordHasher | None = None  # of passwords; None: argon2's recommended cost
+    hasher: PasswordHasher | None = None  # for passwords; None: argon2's recommended cost
 
 
 def engine_of(source: ModelSource) -> Callable[[], TorchEngine]:
-    """Makes engines as the run computes, or as is best on this machine. Raises DeviceError, ShoalError."""
+    """Return a factory of engines with the run's numerics, or the best for this machine. Raise DeviceError or ShoalError."""
     section = source.config.model if source.config else None
     device = section.device if section else "cpu"
-    picked, _ = dtype.pick(section.dtype if section else "auto", device)
-    kind = numerics.pick(section.numerics if section else "auto", picked, device)
-    return lambda: TorchEngine(picked, device, kind)
+    compute_dtype, _ = dtype.pick(section.dtype if section else "auto", device)
+    kind = numerics.pick(section.numerics if section else "auto", compute_dtype, device)
+    return lambda: TorchEngine(compute_dtype, device, kind)
 
 
 class Service:
-    """Everything behind the routes; `app` has them."""
+    """The state behind the routes; `app` builds them."""
 
     def __init__(self, source: ModelSource, settings: Settings, new_engine: Callable[[], TorchEngine]) -> None:
         self.source, self.settings = source, settings
@@ -133,18 +135,18 @@ class Service:
         self.versions = Versions(source, new_engine)
         self.scheduler = ServeScheduler(settings.limits, self.metrics.observe)
         self.metrics.watch(self.scheduler, self.versions)
-        self.threads = Threads("prepare", 2)  # what tokenizes, renders and makes proofs
-        self.bodies = Places(16, per_caller=2)  # large ones, at most 4 MiB or, of a reply file, 16
+        self.threads = Threads("prepare", 2)  # tokenizing, rendering, building proofs
+        self.bodies = Places(16, per_caller=2)  # large bodies: up to 4 MiB, reply files up to 16 MiB
         self.replies: Replies | None = None
         self._closing: list[Callable[[], None]] = [self.threads.close]
         self._following: asyncio.Task[None] | None = None
 
     def app(self) -> web.Application:
-        """Raises UserError."""
+        """Build the application and its routes. Raise UserError."""
         settings = self.settings
-        application = web.Application(client_max_size=1)  # bodies are read by `guard.json_body` alone
+        application = web.Application(client_max_size=1)  # only `guard.json_body` reads bodies
         secure(application, LOOPBACK if settings.open else settings.hosts)
-        application.middlewares.extend([_asked, unknown])
+        application.middlewares.extend([_mark_active, unknown])
         application.cleanup_ctx.append(self._running)
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics.respond)
@@ -156,7 +158,7 @@ class Service:
         return application
 
     def check(self) -> None:
-        """Raises what ended the scheduler or the loader."""
+        """Raise the error that ended the scheduler or the loader, if any."""
         if self.scheduler.error:
             raise self.scheduler.error
         if self._following and self._following.done() and not self._following.cancelled():
@@ -205,8 +207,8 @@ class Service:
 
 
 @web.middleware
-async def _asked(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Note that this connection asked something, so that it may stay open."""
+async def _mark_active(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Tell the listener that this connection sent a request, so it may stay open."""
     if (listener := request.app.get(LISTENER)) and request.transport:
         listener.asked(request.transport.get_extra_info("peername"))
     response: web.StreamResponse = await handler(request)
@@ -214,25 +216,27 @@ async def _asked(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def serve_forever(source: ModelSource, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> bool:
-    """Serve until `stop` is set. Raises what failed; OSError if the port is taken.
+    """Serve until `stop` is set. Raise the error that ended it; OSError if the port is taken.
 
-    Returns whether all its threads have ended. A forward pass cannot be interrupted; all that must last is stored then.
+    Return whether all its threads have ended. A forward pass cannot be interrupted, but all data is stored by then.
     """
     before = set(threading.enumerate())
     service = Service(source, settings, engine_of(source))
     asyncio.run(_serve(service, stop, say))
-    deadline_s = time.monotonic() + THREADS_S
-    own = [thread for thread in threading.enumerate() if thread not in before]
-    for thread in own:
+    deadline_s = time.monotonic() + JOIN_S
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
-    return not any(thread.is_alive() for thread in own)
+    return not any(thread.is_alive() for thread in threads)
 
 
 async def _serve(service: Service, stop: threading.Event, say: Callable[[str], None]) -> None:
     settings = service.settings
     settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     listener = Listener(settings.host, settings.port, PATIENCE, per_address=PER_ADDRESS, total=CONNECTIONS)
-    runner = await started(service.app(), listener, logger=log, handler_cancellation=True)  # who leaves frees its rows
+    runner = await started(
+        service.app(), listener, logger=log, handler_cancellation=True
+    )  # a client that disconnects frees its rows
     try:
         url = f"http://{settings.host}:{listener.getsockname()[1]}"
         say(f"{service.source.name} at {url}{' (the page)' if settings.chat else ''} and {url}/v1 (the API)")

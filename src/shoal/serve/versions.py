@@ -1,16 +1,16 @@
-"""The versions that are in memory, and the newest one: requests take a version, and a live run brings new ones.
+"""The policy versions in memory: requests borrow one, and a live run adds new ones.
 
-    poll the source -> load a new version in a thread -> from now on it is the newest; the one before ends its rows first
+    poll the source -> load a new version in a thread -> make it the newest; rows of the previous version finish on it
 
 A source is a model, the folder of a run (live or finished), or a folder of fetched versions:
 
-    runs/quickstart     learner/versions/v000016 and the model it began with (version 0)
+    runs/quickstart     learner/versions/v000016 and the base model (version 0)
     weights             v000003, v000004, ...: what `shoal fetch URL --out weights --follow` keeps
     bundled:tiny, PATH  one model
 
-Invariant: an offer's folder holds complete weights when it is listed; a live run may remove it later. A version that rows
-are decoded from is never evicted or overwritten. One version is loaded at a time, and at most `places` (two or more) are in
-memory. A version that vanished before it was loaded is an error of that request alone.
+Invariant: a version in use is never evicted or overwritten. An offer's folder holds complete weights when it is listed; a
+live run may remove it later. One version is loaded at a time, and at most `places` (two or more) are in memory. If a version
+vanishes before it is loaded, only that request fails.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from shoal.errors import UserError
 from shoal.model import sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
 from shoal.model.sources import positions, read_config
-from shoal.serve.errors import NoPlaceError, UnknownVersionError
+from shoal.serve.errors import NoSlotError, UnknownVersionError
 from shoal.shardcast.manifest import parse_version
 
 CONFIG = "config.toml"
-COUNTED = (".json", ".jinja", ".safetensors", ".txt", ".model")  # suffixes of the files that make up a model
+MODEL_SUFFIXES = (".json", ".jinja", ".safetensors", ".txt", ".model")  # files that `digest` covers
 VERSIONS = Path("learner") / "versions"
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One set of weights. `version` is None for a model outside of any run."""
+    """A version that can be loaded. `version` is None for a model without a run."""
 
     id: str
     version: int | None
@@ -50,34 +50,34 @@ class Offer:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """`name` is the newest version; `name@7` is version 7."""
+    """Where versions come from. Model id `name` is the newest version; `name@7` is version 7."""
 
     name: str
-    folder: Path | None  # of the versions; None: one model
-    base: Path | None  # the model itself, or the one that the run began with
+    folder: Path | None  # holds the versions; None: a single model
+    base: Path | None  # the single model, or the run's base model
     config: Config | None = None  # the run's
 
     def offers(self) -> list[Offer]:
-        """What can be loaded now, newest first."""
+        """List the versions that can be loaded now, newest first."""
         if self.folder is None:
             return [Offer(self.name, None, self.base)] if self.base else []
-        found: dict[int, Path] = {0: self.base} if self.base else {}
+        folders: dict[int, Path] = {0: self.base} if self.base else {}
         for path in self.folder.glob("v*"):
             version = parse_version(path.name)
             if version is not None and (path / WEIGHTS).exists():
-                found[version] = path
-        return [Offer(f"{self.name}@{version}", version, found[version]) for version in sorted(found, reverse=True)]
+                folders[version] = path
+        return [Offer(f"{self.name}@{version}", version, folders[version]) for version in sorted(folders, reverse=True)]
 
 
 def source_of(what: str) -> ModelSource:
-    """The source that a person named: a run's folder, a folder of versions, or a model. Raises UserError,
-    ModelNotFoundError, ConfigError."""
+    """Resolve a run's folder, a folder of versions, or a model to its source. Raise UserError,
+    ModelNotFoundError or ConfigError."""
     path, name = Path(what).expanduser(), label_of(what, [what])
     if path.is_dir() and (path / CONFIG).is_file():
         config = config_module.load(path / CONFIG)
         return ModelSource(name, path / VERSIONS, _base(config.model.name), config)
     if path.is_dir() and not (path / "config.json").is_file():
-        if any(parse_version(one.name) is not None for one in path.iterdir()):
+        if any(parse_version(child.name) is not None for child in path.iterdir()):
             return ModelSource(name, path, None)
         raise UserError(
             f"{path} holds neither a run ({CONFIG}), a model (config.json) nor versions (v000001); name one of these"
@@ -86,7 +86,7 @@ def source_of(what: str) -> ModelSource:
 
 
 def _base(name: str) -> Path | None:
-    """The model that a run began with, if it is on this machine."""
+    """Return the run's base model, if it is on this machine."""
     try:
         return sources.resolve(name)
     except sources.ModelNotFoundError:
@@ -94,33 +94,33 @@ def _base(name: str) -> Path | None:
 
 
 def label_of(name: str, names: Sequence[str]) -> str:
-    """The last part of a path or name, or all of it where another model has the same last part.
+    """Return the last part of a path or name, or all of it if another model shares the last part.
 
     >>> label_of("runs/a", ["runs/a", "runs/b"]), label_of("a/model", ["a/model", "b/model"])
     ('a', 'a/model')
     """
 
-    def last(one: str) -> str:
-        return one.rstrip("/").rpartition("/")[2] or one
+    def last(path: str) -> str:
+        return path.rstrip("/").rpartition("/")[2] or path
 
     return last(name) if [last(other) for other in names].count(last(name)) == 1 else name
 
 
 def digest(folder: Path) -> str:
-    """BLAKE3 over names and contents of the files that make up a model."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in COUNTED)
+    """Return the BLAKE3 digest over names and contents of a model's files."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in MODEL_SUFFIXES)
     whole = blake3()
     for path in files:
-        one = blake3(max_threads=blake3.AUTO)
-        one.update_mmap(path.resolve())
-        whole.update(f"{path.name} {one.hexdigest()}\n".encode())
+        content = blake3(max_threads=blake3.AUTO)
+        content.update_mmap(path.resolve())
+        whole.update(f"{path.name} {content.hexdigest()}\n".encode())
     return whole.hexdigest()
 
 
 POLL_S = 1.0
 PLACES = 3  # versions in memory
-WAITING = 8  # requests that may wait for versions to be loaded
-UNSTATED = 4096  # positions of a model that states none
+WAITING = 8  # requests that may wait for a version to load
+DEFAULT_POSITIONS = 4096  # for a model whose config states none
 
 
 @dataclass
@@ -133,11 +133,11 @@ class LoadedModel:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     positions: int
-    characters: int  # of the longest text that may fit the positions
-    token_bytes: int  # of keys and values
+    characters: int  # upper bound on a text that fits the context
+    token_bytes: int  # bytes of KV cache per token
     users: int = 0
-    used: int = 0  # when it was last taken, as a count
-    guide: Any = None  # its tokenizer as `grammar` needs it, once it was needed
+    used: int = 0  # `Versions._clock` at its last use
+    guide: Any = None  # llguidance's form of the tokenizer, built on first use
     _texts: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -145,11 +145,11 @@ class LoadedModel:
         return self.offer.id
 
     def text(self, token: int) -> str:
-        """Of a token that stands alone."""
-        found = self._texts.get(token)
-        if found is None:
-            found = self._texts[token] = str(self.tokenizer.decode([token]))
-        return found
+        """Decode one token by itself; cached."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = str(self.tokenizer.decode([token]))
+        return text
 
 
 @dataclass
@@ -159,8 +159,8 @@ class Versions:
     places: int = PLACES
     newest: LoadedModel | None = None
     failure: str = ""  # why the newest version could not be loaded
-    _held: dict[str, LoadedModel] = field(default_factory=dict)
-    _spare: list[TorchEngine] = field(default_factory=list)  # evicted engines, whose memory is used again
+    _loaded: dict[str, LoadedModel] = field(default_factory=dict)
+    _spare: list[TorchEngine] = field(default_factory=list)  # evicted engines, to reuse their memory
     _offers: list[Offer] = field(default_factory=list)
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     _waiting: int = 0
@@ -168,11 +168,11 @@ class Versions:
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "loader"))
 
     def offers(self) -> list[Offer]:
-        """What was there at the last poll, newest first."""
+        """Return the offers of the last poll, newest first."""
         return self._offers
 
     def is_loaded(self, id: str) -> bool:
-        return id in self._held
+        return id in self._loaded
 
     async def follow(self) -> None:
         """Load each newest version as it appears, until cancelled."""
@@ -188,85 +188,85 @@ class Versions:
             async with self._loading:
                 self.newest = await self._load(self._offers[0])
             self.failure = ""
-        except NoPlaceError as error:
+        except NoSlotError as error:
             self.failure = str(error)  # the next poll tries again
         except (OSError, UnknownVersionError) as error:
             if not self.newest:
                 raise
-            self.failure = str(error)  # removed meanwhile; the next poll sees what is there
+            self.failure = str(error)  # the folder was removed meanwhile; poll again
 
     @asynccontextmanager
     async def take(self, id: str) -> AsyncIterator[LoadedModel]:
-        """The version called `id` (the source's name: the newest), loaded; it stays while it is used.
+        """Borrow version `id`, loading it if needed; it is not evicted meanwhile. The source's name means the newest.
 
-        Raises UnknownVersionError, NoPlaceError.
+        Raise UnknownVersionError or NoSlotError.
         """
-        held = await self._find(id)
-        held.users += 1
+        loaded = await self._find(id)
+        loaded.users += 1
         self._clock += 1
-        held.used = self._clock
+        loaded.used = self._clock
         try:
-            yield held
+            yield loaded
         finally:
-            held.users -= 1
+            loaded.users -= 1
 
     async def _find(self, id: str) -> LoadedModel:
         if id == self.source.name and self.newest:
             return self.newest
-        if id in self._held:
-            return self._held[id]
+        if id in self._loaded:
+            return self._loaded[id]
         if self.newest is None:
-            raise NoPlaceError(f"{self.source.name} is being loaded; try again")
+            raise NoSlotError(f"{self.source.name} is being loaded; try again")
         offer = next((offer for offer in self._offers if offer.id == id), None)
         if offer is None:
-            raise UnknownVersionError(f"there is no model {id[:100]!r}; GET /v1/models lists those that there are")
+            raise UnknownVersionError(f"there is no model {id[:100]!r}; GET /v1/models lists the models")
         if self._waiting >= WAITING:
-            raise NoPlaceError("other versions are being loaded; try again")
+            raise NoSlotError("other versions are being loaded; try again")
         self._waiting += 1
         try:
             async with self._loading:
-                return self._held.get(id) or await self._load(offer)
+                return self._loaded.get(id) or await self._load(offer)
         finally:
             self._waiting -= 1
 
     async def _load(self, offer: Offer) -> LoadedModel:
-        self._make_place()
+        self._make_room()
         spare = self._spare.pop() if self._spare else None
         loop = asyncio.get_running_loop()
         try:
-            held = await loop.run_in_executor(self._thread, lambda: load(offer, spare or self.new_engine()))
+            loaded = await loop.run_in_executor(self._thread, lambda: load(offer, spare or self.new_engine()))
         except OSError as error:
             raise UnknownVersionError(f"{offer.id} could not be read: {error}; choose another version") from error
-        self._held[offer.id] = held
-        return held
+        self._loaded[offer.id] = loaded
+        return loaded
 
-    def _make_place(self) -> None:
-        """Evict the versions that are not used, the longest unused first, until there is a place."""
-        while len(self._held) >= self.places:
-            idle = [held for held in self._held.values() if not held.users and held is not self.newest]
+    def _make_room(self) -> None:
+        """Evict unused versions, least recently used first, until one more fits."""
+        while len(self._loaded) >= self.places:
+            idle = [loaded for loaded in self._loaded.values() if not loaded.users and loaded is not self.newest]
             if not idle:
-                raise NoPlaceError(f"all {self.places} versions in memory are in use; try again")
-            oldest = min(idle, key=lambda held: held.used)
-            del self._held[oldest.id]
+                raise NoSlotError(f"all {self.places} versions in memory are in use; try again")
+            oldest = min(idle, key=lambda loaded: loaded.used)
+            del self._loaded[oldest.id]
             self._spare.append(oldest.engine)
 
     def close(self) -> None:
-        """A load under way is not waited for."""
+        """Do not wait for a load in progress."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def load(offer: Offer, engine: TorchEngine) -> LoadedModel:
-    """Read a version into an engine, all of it. Raises OSError."""
+    """Load a version into an engine. Raise OSError."""
     engine.load(offer.folder)
     tokenizer = load_tokenizer(offer.folder)
-    places = positions(read_config(str(offer.folder.resolve()), fetch=False)) or UNSTATED
+    context = positions(read_config(str(offer.folder.resolve()), fetch=False)) or DEFAULT_POSITIONS
     return LoadedModel(
         offer=offer,
         engine=engine,
         digest=digest(offer.folder),
         tokenizer=tokenizer,
         eos_ids=eos_ids(offer.folder),
-        positions=places,
-        characters=places * max(map(len, tokenizer.get_vocab())),
+        positions=context,
+        characters=context * max(map(len, tokenizer.get_vocab())),
         token_bytes=token_bytes(engine.model),
     )

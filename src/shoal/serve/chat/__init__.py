@@ -1,1 +1,1 @@
-"""The chat page: accounts, conversations, replies as they are written, and the routes of the page."""
+"""The chat page: accounts, conversations, replies in progress, and the page's routes."""

@@ -1,11 +1,11 @@
 """Users, passwords and sessions, and the SQLite database that holds them and the conversations.
 
-    register or log in -> a new session: a random token in a cookie, its digest in the database, a CSRF token beside it
+    register or log in -> a new session: a random token in a cookie, its digest and a CSRF token in the database
 
-Invariant: the database holds no password and no token that could be used; a session begins with a new token and ends by
-logging out, by age, or by being idle. Every query names its user, so another user's conversation is as absent as one that
-never was. Wrong passwords are counted by address and by name. Others cannot lock a user out of a browser where the user has
-logged in before: that browser holds a device token, and its attempts are counted apart.
+Invariant: the database holds only hashes of passwords and tokens. Each login creates a new token; a session ends by logout,
+age, or idleness. Every query filters by user, so another user's conversation looks as if it did not exist. Wrong passwords
+are rate-limited by address and by name. An attacker cannot lock a user out of a browser that has logged in before: its
+device token has its own limit.
 Left out: mail, password recovery, second factors.
 """
 
@@ -28,7 +28,7 @@ from shoal.serve.threads import Threads
 from shoal.watch.page.guard import Allowance, HttpError
 
 FORMAT = 2
-RESERVE_BYTES = 1 << 30  # of the disk, which a run may need, too
+RESERVE_BYTES = 1 << 30  # of free disk, which a run may need too
 SCHEMA = f"""
 PRAGMA user_version = {FORMAT};
 CREATE TABLE IF NOT EXISTS user(
@@ -50,7 +50,7 @@ CREATE INDEX IF NOT EXISTS message_conversation ON message(conversation, created
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """The database in this file, readable by its owner alone. `:memory:` is none. Raises ShoalError."""
+    """Open the database, creating the file readable by its owner alone. Raise ShoalError."""
     if str(path) != ":memory:":
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
@@ -62,23 +62,25 @@ def connect(path: Path) -> sqlite3.Connection:
     [written] = db.execute("PRAGMA user_version").fetchone()
     if written != FORMAT and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         db.close()
-        raise ShoalError(f"{path} is in format {written}, and this version reads {FORMAT}; move it away to begin anew")
+        raise ShoalError(
+            f"{path} is in format {written}, and this version reads {FORMAT}; move it away to start with an empty one"
+        )
     db.executescript(SCHEMA)
     return db
 
 
 def check_room(db: sqlite3.Connection) -> None:
-    """Raises HttpError where little of the disk is left."""
+    """Raise HttpError if the disk is nearly full."""
     path = db.execute("PRAGMA database_list").fetchone()["file"]
     if path and shutil.disk_usage(Path(path).parent).free < RESERVE_BYTES:
         raise HttpError(507, "this server's disk is full; ask whoever runs it to make room")
 
 
 NAME = re.compile(r"[\w.@+-]{2,64}", re.ASCII)
-SHORTEST, LONGEST = 10, 256  # characters of a password
+MIN_PASSWORD, MAX_PASSWORD = 10, 256  # characters
 SESSION_S, IDLE_S = 14 * 86_400.0, 3 * 86_400.0
 SEEN_EVERY_S = 60.0
-BROWSERS = 50  # of one user: sessions, and browsers that are known
+BROWSERS = 50  # sessions, and known devices, of one user
 LOCAL = "local"  # the user of `--open`, without a password
 WRONG = "name or password is wrong"
 
@@ -92,7 +94,7 @@ class Session:
 
 @dataclass(frozen=True)
 class OpenedSession:
-    """A new session's secrets, for the cookies."""
+    """A new session with the secrets that go into cookies."""
 
     token: str
     device: str
@@ -111,32 +113,32 @@ class Accounts:
         self.db, self.clock = db, clock
         self.hasher = hasher or PasswordHasher()
         self._nobody = self.hasher.hash(secrets.token_hex(16))  # so that an unknown name takes as long as a known one
-        self.hashing = Threads("passwords", 2)  # each costs 64 MiB and a tenth of a second of a core
+        self.hashing = Threads("passwords", 2)  # each hash takes 64 MiB and 0.1 s of a core
         self._of_address = Allowance(20, 600, monotonic)
         self._of_name = Allowance(30, 3600, monotonic)
         self._of_device = Allowance(10, 600, monotonic)
         self._registered = Allowance(10, 3600, monotonic)
 
     async def register(self, name: str, password: str, address: str) -> OpenedSession:
-        """Raises HttpError."""
+        """Create an account and log in. Raise HttpError."""
         if not NAME.fullmatch(name):
             raise HttpError(400, "a name has 2 to 64 characters: letters, digits and . _ - + @")
-        if not SHORTEST <= len(password) <= LONGEST:
-            raise HttpError(400, f"a password has {SHORTEST} to {LONGEST} characters")
+        if not MIN_PASSWORD <= len(password) <= MAX_PASSWORD:
+            raise HttpError(400, f"a password has {MIN_PASSWORD} to {MAX_PASSWORD} characters")
         check_room(self.db)
         self._registered.take(address, "new accounts from this address")
         hashed = await self.hashing.run(address, lambda: self.hasher.hash(password))
         try:
-            found = self.db.execute(
+            inserted = self.db.execute(
                 "INSERT INTO user(name, password, created_s) VALUES(?, ?, ?)", (name, hashed, self.clock())
             )
         except sqlite3.IntegrityError:
             raise HttpError(409, "this name is taken") from None
-        return self._open(int(found.lastrowid or 0), name)
+        return self._open(int(inserted.lastrowid or 0), name)
 
     async def log_in(self, name: str, password: str, address: str, device: str = "", old: str = "") -> OpenedSession:
-        """`old`: the token of a session that this one replaces. Raises HttpError."""
-        if len(password) > LONGEST or len(name) > 64:
+        """Check the password and open a session. `old` is the session token to replace. Raise HttpError."""
+        if len(password) > MAX_PASSWORD or len(name) > 64:
             raise HttpError(401, WRONG)
         row = self.db.execute("SELECT id, name, password FROM user WHERE name = ?", (name,)).fetchone()
         known = bool(row and device) and bool(
@@ -147,13 +149,13 @@ class Accounts:
         counters = (
             [(self._of_device, device)] if known else [(self._of_address, address), (self._of_name, name.lower())]
         )
-        for counter, key in counters:  # counted before the password is checked: many at once get no free guesses
+        for counter, key in counters:  # count before checking: parallel attempts get no free guesses
             counter.take(key, "attempts")
         hashed = row["password"] if row else self._nobody
-        right = await self.hashing.run(
+        correct = await self.hashing.run(
             f"device {device}" if known else address, lambda: self._matches(hashed, password)
         )
-        if not right or row is None:
+        if not correct or row is None:
             raise HttpError(401, WRONG)
         for counter, key in counters:
             counter.give_back(key)
@@ -165,7 +167,7 @@ class Accounts:
             self.db.execute("DELETE FROM session WHERE token = ?", (_digest(token),))
 
     def session(self, token: str) -> Session | None:
-        """Whose session this is; None for one that is unknown, too old or idle for too long."""
+        """Return the session of a token; None if it is unknown, expired or idle for too long."""
         now_s = self.clock()
         row = self.db.execute(
             "SELECT user, name, csrf, session.created_s, seen_s FROM session JOIN user ON user.id = user WHERE token = ?",
@@ -180,17 +182,17 @@ class Accounts:
             self.db.execute("UPDATE session SET seen_s = ? WHERE token = ?", (now_s, _digest(token)))
         return Session(row["user"], row["name"], row["csrf"])
 
-    def none_yet(self) -> bool:
-        """Whether nobody has registered."""
+    def is_empty(self) -> bool:
+        """Return whether nobody has registered."""
         return self.db.execute("SELECT 1 FROM user WHERE name != ? LIMIT 1", (LOCAL,)).fetchone() is None
 
     def local(self) -> OpenedSession:
-        """A session of the one user of `--open`."""
+        """Open a session for the single user of `--open`."""
         self.db.execute("INSERT OR IGNORE INTO user(name, password, created_s) VALUES(?, '', ?)", (LOCAL, self.clock()))
         return self._open(self.db.execute("SELECT id FROM user WHERE name = ?", (LOCAL,)).fetchone()["id"], LOCAL)
 
     async def delete(self, session: Session, password: str, address: str) -> None:
-        """The user and all that is theirs. Raises HttpError."""
+        """Delete the user and all their data. Raise HttpError."""
         self._of_address.take(address, "attempts")
         row = self.db.execute("SELECT password FROM user WHERE id = ?", (session.user,)).fetchone()
         if not row or not await self.hashing.run(address, lambda: self._matches(row["password"], password)):
@@ -218,9 +220,9 @@ class Accounts:
             return False
 
 
-def same(one: str, other: str) -> bool:
-    """Compared in constant time."""
-    return hmac.compare_digest(one.encode(), other.encode())
+def same(first: str, second: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(first.encode(), second.encode())
 
 
 def _digest(token: str) -> bytes:

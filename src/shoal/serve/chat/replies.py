@@ -1,8 +1,8 @@
-"""Replies while they are written: each is a task of its own that saves what it has, also when its reader leaves.
+"""Replies in progress: each request is a task that saves its replies even if the reader leaves.
 
     submit -> relay pieces to the reader -> build the proof -> save the message
 
-Invariant: a reply is saved once, whole or up to where it was stopped, with the seed and proof of exactly that text.
+Invariant: a reply is saved once, complete or up to where it was stopped, with the seed and proof of exactly that text.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from shoal.config import Config
 from shoal.serve import proof
 from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, StoredConversations
 from shoal.serve.errors import BusyError, ReplyError
-from shoal.serve.generation import Generation, ServeAsk
+from shoal.serve.generation import Generation, ServeRequest
 from shoal.serve.openai.routes import new_seed, tokens_left
 from shoal.serve.prompt import as_trained, encode
 from shoal.serve.scheduler import ServeScheduler
@@ -30,7 +30,7 @@ from shoal.watch.page.guard import HttpError
 
 
 class ReplyForm(BaseModel):
-    """What the page asks for: a new message (`content`) or another reply to `parent`; a reply for each of `models`."""
+    """The page's request: a new message (`content`) or another reply to `parent`; one reply per entry of `models`."""
 
     model_config = ConfigDict(extra="forbid")
     content: Annotated[str, Field(min_length=1, max_length=MESSAGE_CHARACTERS)] | None = None
@@ -44,13 +44,13 @@ class ReplyForm(BaseModel):
 
 @dataclass
 class Writing:
-    """One reply being written. `news` are the events for the reader; None ends them."""
+    """One reply in progress. `events` go to the reader; None ends them."""
 
     lane: int
     generation: Generation
     messages: Sequence[Any]
-    news: asyncio.Queue[dict[str, Any] | None]
-    pair: str | None = None  # what the replies that stand side by side share
+    events: asyncio.Queue[dict[str, Any] | None]
+    pair: str | None = None  # shared id of replies shown side by side
     text: list[str] = field(default_factory=list)
     finish: str = "cancelled"
     took_s: float = 0.0
@@ -70,90 +70,91 @@ class Replies:
         self.conversations, self.stored, self.config = conversations, stored, config
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def write(self, user: int, id: str, parent: str, wanted: ReplyForm) -> AsyncIterator[dict[str, Any]]:
-        """Events for the page: `text` and `done` of each lane. Leaving early stops the replies and saves them.
+    async def write(self, user: int, id: str, parent: str, form: ReplyForm) -> AsyncIterator[dict[str, Any]]:
+        """Yield events for the page: `text` and `done` of each lane. Leaving early stops the replies and saves them.
 
-        Raises HttpError before the first one.
+        Raise HttpError only before the first event.
         """
         self.conversations.check_space(user)
-        said = await self.stored.run(user, lambda stored: stored.path(user, id, parent))
-        if not said or said[-1]["role"] != "user":
+        path = await self.stored.run(user, lambda stored: stored.path(user, id, parent))
+        if not path or path[-1]["role"] != "user":
             raise HttpError(400, "a reply needs a message of the user before it")
-        messages = as_trained(self.config, said, wanted.target) if wanted.as_trained and self.config else said
-        news: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        pair = secrets.token_hex(6) if len(wanted.models) > 1 else None
+        messages = as_trained(self.config, path, form.target) if form.as_trained and self.config else path
+        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        pair = secrets.token_hex(6) if len(form.models) > 1 else None
         async with AsyncExitStack() as stack:
             writings = []
-            for lane, model in enumerate(wanted.models):
-                held = await stack.enter_async_context(self.versions.take(model))
-                prompt = await self.threads.run(f"user {user}", partial(encode, held, messages), held)
-                generation = self._generation(user, held, prompt, wanted)
-                writings.append(Writing(lane, generation, messages, news, pair))
-            self.scheduler.submit([one.generation for one in writings])
+            for lane, model in enumerate(form.models):
+                loaded = await stack.enter_async_context(self.versions.take(model))
+                prompt = await self.threads.run(f"user {user}", partial(encode, loaded, messages), loaded)
+                generation = self._generation(user, loaded, prompt, form)
+                writings.append(Writing(lane, generation, messages, events, pair))
+            self.scheduler.submit([writing.generation for writing in writings])
             keep = stack.pop_all()
-        task = asyncio.create_task(self._finish(user, id, parent, wanted, writings, keep))
+        task = asyncio.create_task(self._finish(user, id, parent, form, writings, keep))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
-            for one in writings:
-                yield {"event": "begin", "lane": one.lane, "model": one.generation.held.id}
-            while (event := await news.get()) is not None:
+            for writing in writings:
+                yield {"event": "begin", "lane": writing.lane, "model": writing.generation.loaded.id}
+            while (event := await events.get()) is not None:
                 yield event
             await task
         finally:
-            for one in writings:
-                one.generation.cancel()
+            for writing in writings:
+                writing.generation.cancel()
 
     async def close(self) -> None:
-        """Wait until what is being written is saved; the scheduler has cancelled it."""
+        """Wait until the replies in progress are saved; the scheduler has cancelled them."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _generation(self, user: int, held: LoadedModel, prompt: tuple[int, ...], wanted: ReplyForm) -> Generation:
-        ask = ServeAsk(
+    def _generation(self, user: int, loaded: LoadedModel, prompt: tuple[int, ...], form: ReplyForm) -> Generation:
+        ask = ServeRequest(
             prompt=prompt,
             seed=new_seed(),
-            temperature=wanted.temperature,
-            max_tokens=tokens_left(held, prompt, wanted.max_tokens),
+            temperature=form.temperature,
+            max_tokens=tokens_left(loaded, prompt, form.max_tokens),
             proof=True,
             caller=f"user {user}",
         )
-        return Generation(ask, held, asyncio.get_running_loop())
+        return Generation(ask, loaded, asyncio.get_running_loop())
 
     async def _finish(
-        self, user: int, id: str, parent: str, wanted: ReplyForm, writings: Sequence[Writing], keep: AsyncExitStack
+        self, user: int, id: str, parent: str, form: ReplyForm, writings: Sequence[Writing], keep: AsyncExitStack
     ) -> None:
-        """Relay all lanes to their ends, then save them in order."""
-        news = writings[0].news
+        """Relay all lanes until they end, then save them in order."""
+        events = writings[0].events
         try:
             async with keep:
-                await asyncio.gather(*(_relay(one) for one in writings))
-                for one in writings:
-                    news.put_nowait(await self._save(user, id, parent, wanted, one))
+                await asyncio.gather(*(_relay(writing) for writing in writings))
+                for writing in writings:
+                    events.put_nowait(await self._save(user, id, parent, form, writing))
         finally:
-            news.put_nowait(None)
+            events.put_nowait(None)
 
-    async def _save(self, user: int, id: str, parent: str, wanted: ReplyForm, one: Writing) -> dict[str, Any]:
-        generation, text = one.generation, "".join(one.text)
-        held, ask = generation.held, generation.ask
+    async def _save(self, user: int, id: str, parent: str, form: ReplyForm, writing: Writing) -> dict[str, Any]:
+        generation, text = writing.generation, "".join(writing.text)
+        loaded, ask = generation.loaded, generation.ask
         facts: dict[str, Any] = {
-            "model": held.id,
-            "version": held.offer.version,
-            "weights": held.digest,
+            "model": loaded.id,
+            "version": loaded.offer.version,
+            "weights": loaded.digest,
             "seed": str(ask.seed),
             "temperature": ask.temperature,
-            "finish": one.finish,
+            "finish": writing.finish,
             "prompt_tokens": len(ask.prompt),
             "tokens": len(generation.tokens),
-            "seconds": round(one.took_s, 3),
-            "target": wanted.target,
-            "as_trained": wanted.as_trained,
-            "pair": one.pair,
+            "seconds": round(writing.took_s, 3),
+            "target": form.target,
+            "as_trained": form.as_trained,
+            "pair": writing.pair,
         }
         file = None
         if generation.tokens:
             try:
                 file = await self.threads.run(
-                    ask.caller, lambda: proof.build(generation, one.finish, text, one.messages).model_dump_json()
+                    ask.caller,
+                    lambda: proof.build(generation, writing.finish, text, writing.messages).model_dump_json(),
                 )
             except (ReplyError, BusyError) as error:
                 facts["unproven"] = str(error)
@@ -163,13 +164,13 @@ class Replies:
             except HttpError as error:
                 if file is None:
                     raise
-                file, facts["unproven"] = None, str(error)  # the text may have space without its proof
+                file, facts["unproven"] = None, str(error)  # the text may fit without its proof
                 message = self.conversations.add(user, id, parent, "assistant", text, facts)
-        except HttpError as error:  # no space even for the text, or the conversation was deleted meanwhile
-            return {"event": "failed", "lane": one.lane, "error": str(error)}
+        except HttpError as error:  # even the text does not fit, or the conversation was deleted
+            return {"event": "failed", "lane": writing.lane, "error": str(error)}
         return {
             "event": "done",
-            "lane": one.lane,
+            "lane": writing.lane,
             "message": {
                 "id": message,
                 "parent": parent,
@@ -181,14 +182,14 @@ class Replies:
         }
 
 
-async def _relay(one: Writing) -> None:
-    begun_s = time.monotonic()
-    async for piece in one.generation.pieces():
-        one.text.append(piece.text)
+async def _relay(writing: Writing) -> None:
+    start_s = time.monotonic()
+    async for piece in writing.generation.pieces():
+        writing.text.append(piece.text)
         if piece.text or not piece.finish:
-            one.news.put_nowait(
-                {"event": "text", "lane": one.lane, "text": piece.text, "tokens": len(one.generation.tokens)}
+            writing.events.put_nowait(
+                {"event": "text", "lane": writing.lane, "text": piece.text, "tokens": len(writing.generation.tokens)}
             )
         if piece.finish:
-            one.finish = piece.finish
-    one.took_s = time.monotonic() - begun_s
+            writing.finish = piece.finish
+    writing.took_s = time.monotonic() - start_s

@@ -1,7 +1,7 @@
 """The page's own routes, under /chat: files, accounts, conversations, replies, verification.
 
-Invariant: whatever changes something needs a session, its CSRF token in a header, JSON, and a request from this page; a
-reader gets only what is theirs.
+Invariant: every change needs a session, its CSRF token in a header, a JSON body, and a request from this page. Users see
+only their own data.
 Left out: mail, teams, files.
 """
 
@@ -43,13 +43,13 @@ class ConversationForm(Strict):
     leaf: Annotated[str, Field(max_length=40)]
 
 
-async def body(request: web.Request, kind: type[Kind], most_bytes: int) -> Kind:
-    """Raises HttpError."""
-    return parsed(await json_body(request, most_bytes), kind)
+async def body(request: web.Request, kind: type[Kind], max_bytes: int) -> Kind:
+    """Read and validate a JSON body. Raise HttpError."""
+    return parsed(await json_body(request, max_bytes), kind)
 
 
 def parsed(data: bytes, kind: type[Kind]) -> Kind:
-    """Raises HttpError."""
+    """Validate a JSON body, naming the first field at fault. Raise HttpError."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
@@ -62,7 +62,7 @@ SESSION, DEVICE = "shoal_session", "shoal_device"
 DEVICE_S = 180 * 86_400
 SESSION_S = 14 * 86_400
 VERIFY_S, VERIFY_RETRY_S = 120.0, 30
-OWN = web.RequestKey("own", Session)
+SESSION_KEY = web.RequestKey("own", Session)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -108,7 +108,7 @@ class Chat:
         post("/chat/verify", self._guarded(self.verify_file))
 
     def _guarded(self, route: Route, *, session: bool = True) -> Route:
-        """The route behind its checks; what it refuses becomes {"error": ...}."""
+        """Wrap a route in its checks; a refusal becomes {"error": ...}."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
             try:
@@ -120,7 +120,7 @@ class Chat:
                         raise HttpError(401, "log in first")
                     if request.method != "GET" and not same(request.headers.get("X-CSRF-Token", ""), own.csrf):
                         raise HttpError(403, "this page is out of date; reload it")
-                    request[OWN] = own
+                    request[SESSION_KEY] = own
                 return await route(request)
             except HttpError as error:
                 return _refusal(error.status, str(error), error.retry_s)
@@ -136,29 +136,29 @@ class Chat:
         return self.files.respond(request, request.match_info["name"])
 
     async def me(self, request: web.Request) -> web.Response:
-        """Who is logged in, if anyone; with `--open`, whoever asks."""
+        """Return who is logged in, if anyone; with `--open`, log the caller in."""
         own = self.accounts.session(request.cookies.get(SESSION, ""))
         if own is None and self.is_open:
             from_own_page(request)
             return self._welcome(request, self.accounts.local())
         facts: dict[str, Any] = {"open": self.is_open, "registration": self.registration and not self.is_open}
-        who = {"name": own.name, "csrf": own.csrf} if own else {"name": None, "first": self.accounts.none_yet()}
+        who = {"name": own.name, "csrf": own.csrf} if own else {"name": None, "first": self.accounts.is_empty()}
         return web.json_response(facts | who)
 
     # --- accounts ----------------------------------------------------------------------------------------------------
 
     async def register(self, request: web.Request) -> web.Response:
-        asked = await body(request, LoginForm, SMALL_BYTES)
+        form = await body(request, LoginForm, SMALL_BYTES)
         if self.is_open or not self.registration:
             raise HttpError(403, "nobody can register here")
-        return self._welcome(request, await self.accounts.register(asked.name, asked.password, self._address(request)))
+        return self._welcome(request, await self.accounts.register(form.name, form.password, self._address(request)))
 
     async def login(self, request: web.Request) -> web.Response:
-        asked = await body(request, LoginForm, SMALL_BYTES)
+        form = await body(request, LoginForm, SMALL_BYTES)
         if self.is_open:
             raise HttpError(403, "this server needs no login")
         old, device = request.cookies.get(SESSION, ""), request.cookies.get(DEVICE, "")
-        opened = await self.accounts.log_in(asked.name, asked.password, self._address(request), device, old)
+        opened = await self.accounts.log_in(form.name, form.password, self._address(request), device, old)
         return self._welcome(request, opened)
 
     async def logout(self, request: web.Request) -> web.Response:
@@ -168,12 +168,12 @@ class Chat:
         return response
 
     async def delete_account(self, request: web.Request) -> web.Response:
-        asked = await body(request, LoginForm, SMALL_BYTES)
-        await self.accounts.delete(request[OWN], asked.password, self._address(request))
+        form = await body(request, LoginForm, SMALL_BYTES)
+        await self.accounts.delete(request[SESSION_KEY], form.password, self._address(request))
         return web.json_response({})
 
     def _address(self, request: web.Request) -> str:
-        """Whom attempts are counted for. A proxy in front puts the client's address last; alone, the header is anyone's."""
+        """Return the address to rate-limit. A proxy appends the client's address; without one the header is not trusted."""
         forwarded = request.headers.get("X-Forwarded-For", "") if self.secure_cookies else ""
         return network(forwarded.rpartition(",")[2].strip() or request.remote or "")
 
@@ -214,41 +214,41 @@ class Chat:
         )
 
     async def listed(self, request: web.Request) -> web.Response:
-        return web.json_response(self.conversations.listed(request[OWN].user))
+        return web.json_response(self.conversations.listed(request[SESSION_KEY].user))
 
     async def create(self, request: web.Request) -> web.Response:
         await body(request, Strict, SMALL_BYTES)
-        return web.json_response({"id": self.conversations.create(request[OWN].user)})
+        return web.json_response({"id": self.conversations.create(request[SESSION_KEY].user)})
 
     async def read(self, request: web.Request) -> web.Response:
-        """The whole tree, which the page also gives as a file."""
-        user, id = request[OWN].user, request.match_info["id"]
+        """Return the whole message tree; the page's export uses it too."""
+        user, id = request[SESSION_KEY].user, request.match_info["id"]
         text = await self.stored.run(user, lambda stored: json.dumps(stored.read(user, id), ensure_ascii=False))
         return web.Response(text=text, content_type="application/json")
 
     async def change(self, request: web.Request) -> web.Response:
-        asked = await body(request, ConversationForm, SMALL_BYTES)
-        self.conversations.show(request[OWN].user, request.match_info["id"], asked.leaf)
+        form = await body(request, ConversationForm, SMALL_BYTES)
+        self.conversations.show(request[SESSION_KEY].user, request.match_info["id"], form.leaf)
         return web.json_response({})
 
     async def delete(self, request: web.Request) -> web.Response:
-        self.conversations.delete(request[OWN].user, request.match_info["id"])
+        self.conversations.delete(request[SESSION_KEY].user, request.match_info["id"])
         return web.json_response({})
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
     async def reply(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events until all lanes are done. Closing the connection stops and saves them."""
+        """Stream server-sent events until all replies are done. Closing the connection stops and saves them."""
         async with received(self.bodies, request, _caller(request), LARGE_BYTES) as data:
-            asked = parsed(data, ReplyForm)
-        user, id, parent = request[OWN].user, request.match_info["id"], asked.parent
-        if asked.content is not None:
+            form = parsed(data, ReplyForm)
+        user, id, parent = request[SESSION_KEY].user, request.match_info["id"], form.parent
+        if form.content is not None:
             if parent is not None:
                 self.conversations.check(user, id, parent)
-            parent = self.conversations.add(user, id, parent, "user", asked.content, {"target": asked.target})
+            parent = self.conversations.add(user, id, parent, "user", form.content, {"target": form.target})
         if parent is None:
             raise HttpError(400, "there is no message to reply to")
-        events = self.replies.write(user, id, parent, asked)
+        events = self.replies.write(user, id, parent, form)
         try:
             first = await anext(events)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
@@ -266,33 +266,33 @@ class Chat:
         return web.Response(text=await self._proof(request), content_type="application/json")
 
     async def _proof(self, request: web.Request) -> str:
-        user, found = request[OWN].user, request.match_info
-        return await self.stored.run(user, lambda stored: stored.proof(user, found["id"], found["message"]))
+        user, ids = request[SESSION_KEY].user, request.match_info
+        return await self.stored.run(user, lambda stored: stored.proof(user, ids["id"], ids["message"]))
 
     async def verify(self, request: web.Request) -> web.Response:
         await body(request, Strict, SMALL_BYTES)
-        self._verified.take(str(request[OWN].user), "verifications")
+        self._verified.take(str(request[SESSION_KEY].user), "verifications")
         return await self._verdict(request, (await self._proof(request)).encode())
 
     async def verify_file(self, request: web.Request) -> web.Response:
-        """Any reply file of a version that is here."""
-        self._verified.take(str(request[OWN].user), "verifications")
+        """Verify an uploaded reply file of a version that this server has."""
+        self._verified.take(str(request[SESSION_KEY].user), "verifications")
         async with received(self.bodies, request, _caller(request), proof.LARGEST_BYTES) as data:
             return await self._verdict(request, data)
 
     async def _verdict(self, request: web.Request, data: bytes) -> web.Response:
-        """Of a reply file, within a deadline; it ends where its client leaves. Raises ReplyError, BusyError."""
+        """Verify a reply file within VERIFY_S; stop if the client leaves. Raise ReplyError or BusyError."""
         caller, left = _caller(request), threading.Event()
         try:
             async with asyncio.timeout(VERIFY_S):
                 reply = await self.verifying.run(caller, lambda: proof.Reply.read(data))
-                async with self.versions.take(reply.model) as held:
+                async with self.versions.take(reply.model) as loaded:
                     config = self.versions.source.config
                     verdict = await self.verifying.run(
-                        caller, lambda: proof.verify(reply, held, config, left.is_set), held
+                        caller, lambda: proof.verify(reply, loaded, config, left.is_set), loaded
                     )
         except TimeoutError:
-            raise BusyError(f"not recomputed within {VERIFY_S:g} s", VERIFY_RETRY_S) from None
+            raise BusyError(f"the verification did not finish within {VERIFY_S:g} s", VERIFY_RETRY_S) from None
         finally:
             left.set()
         findings = [vars(finding) for finding in verdict.findings]
@@ -302,7 +302,7 @@ class Chat:
 
 
 def _caller(request: web.Request) -> str:
-    return f"user {request[OWN].user}"
+    return f"user {request[SESSION_KEY].user}"
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

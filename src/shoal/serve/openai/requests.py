@@ -1,7 +1,7 @@
-"""What a client of the API may ask: OpenAI's parameters, bounded. Anything that would be ignored is refused by name.
+"""Request schemas of the API: OpenAI's parameters, bounded. A parameter that would be ignored is refused by name.
 
-Invariant: a request that is accepted is answered as it asks. Of a parameter that is not supported, the values that change
-nothing are accepted (`ONLY`).
+Invariant: every accepted parameter takes effect. An unsupported parameter is accepted only with the value that changes
+nothing (`ONLY`).
 Left out: images, `top_p`, penalties (a seed replays only the full distribution).
 """
 
@@ -15,33 +15,33 @@ from shoal.serve.text import STOP_CHARACTERS, STOPS
 
 Words = Annotated[str, Field(max_length=400_000)]
 StopString = Annotated[str, Field(max_length=STOP_CHARACTERS)]
-# Without `fail_fast` a list of a million wrong values makes a million errors.
+# Without `fail_fast` a list of a million wrong values produces a million errors.
 Tokens = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-# Parameters of which only the values that change nothing are supported.
+# Parameters for which only the neutral value is accepted, with the error message.
 SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
 ONLY = dict.fromkeys(
     SAMPLING,
-    "only the value that changes nothing: replies are sampled from the full distribution, which a seed replays",
+    "only the neutral value is supported: replies are sampled from the full distribution, which a seed replays",
 ) | {
     "min_tokens": "only 0 is supported",
     "ignore_eos": "only false is supported: a reply ends where the model ends it",
     "best_of": "only 1 is supported; n asks for several completions",
-    "suffix": "only an empty one is supported: models here continue a text, they fill no gap",
+    "suffix": "only an empty one is supported: these models continue a text and do not infill",
     "reasoning_effort": 'only "none" is supported; runs with length targets take target_length',
     "verbosity": 'only "medium" is supported',
     "modalities": 'only ["text"] is supported: models here read and write text',
-    "functions": "send tools in its place",
-    "function_call": "send tool_choice in its place",
+    "functions": "send tools instead",
+    "function_call": "send tool_choice instead",
 }
 
 
 class RequestFields(BaseModel):
-    """As OpenAPI says: no other fields, and no text in place of a number."""
+    """Strict fields, as OpenAI's schema: no extra fields, no string for a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -51,7 +51,7 @@ class TextPart(RequestFields):
     text: Words
 
 
-class Called(RequestFields):
+class FunctionCall(RequestFields):
     name: Annotated[str, Field(max_length=64)]
     arguments: Words
 
@@ -70,7 +70,7 @@ class Called(RequestFields):
 class ToolCall(RequestFields):
     id: Annotated[str, Field(max_length=100)]
     type: Literal["function"]
-    function: Called
+    function: FunctionCall
 
 
 class ChatMessage(RequestFields):
@@ -79,7 +79,7 @@ class ChatMessage(RequestFields):
     name: str | None = Field(default=None, max_length=100)
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(default=None, max_length=100)
-    # What clients send back of an answer without these.
+    # Clients echo these null fields of a reply.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -87,39 +87,39 @@ class ChatMessage(RequestFields):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _text_alone(cls, content: Any) -> Any:
+    def _text_only(cls, content: Any) -> Any:
         for part in content if isinstance(content, list) else []:
             kind = part.get("type") if isinstance(part, dict) else "text"
             if kind != "text":
-                raise ValueError(f"a part of type {str(kind)[:40]!r}: models here read text alone; leave it out")
+                raise ValueError(f"a part of type {str(kind)[:40]!r}: models here read only text; leave it out")
         return content
 
     @model_validator(mode="after")
-    def _of_its_role(self) -> "ChatMessage":
+    def _fits_role(self) -> "ChatMessage":
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are the assistant's")
+            raise ValueError("only a message of role assistant has tool_calls")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("only a message of role tool has a tool_call_id")
         if self.content is None and not self.tool_calls:
             raise ValueError("content is missing")
         return self
 
-    def said(self) -> dict[str, Any]:
-        """As templates read it: the arguments of a call as an object, not as text."""
+    def as_template_message(self) -> dict[str, Any]:
+        """Return the message for the chat template, with call arguments as objects."""
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {"type": "function", "id": call.id, "function": _as_object(call.function)} for call in self.tool_calls
             ]
         if self.role == "tool":
-            found["tool_call_id"] = self.tool_call_id
-            found |= {"name": self.name} if self.name else {}
-        return found
+            message["tool_call_id"] = self.tool_call_id
+            message |= {"name": self.name} if self.name else {}
+        return message
 
 
-def _as_object(called: Called) -> dict[str, Any]:
-    return {"name": called.name, "arguments": json.loads(called.arguments)}
+def _as_object(call: FunctionCall) -> dict[str, Any]:
+    return {"name": call.name, "arguments": json.loads(call.arguments)}
 
 
 class ToolFunction(RequestFields):
@@ -136,11 +136,11 @@ class Tool(RequestFields):
 
 class StreamOptions(RequestFields):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # padding against observers of packet sizes; there is none
+    include_obfuscation: bool | None = None  # padding against traffic analysis; this server adds none
 
 
 class Common(RequestFields):
-    """Both routes' parameters. The last ones have no effect here, whatever they are."""
+    """Parameters of both routes. Those typed Any are accepted and ignored."""
 
     model: Annotated[str, Field(max_length=300)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -167,8 +167,8 @@ class Common(RequestFields):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(stop for stop in given if stop)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(stop for stop in stops if stop)
 
 
 class ToolName(RequestFields):
@@ -188,7 +188,7 @@ class ReplySchema(RequestFields):
     name: Annotated[str, Field(max_length=100)]
     description: Annotated[str, Field(max_length=10_000)] | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None  # it is followed in any case
+    strict: bool | None = None  # the schema is always enforced
 
 
 class SchemaFormat(RequestFields):
@@ -211,25 +211,25 @@ class ChatRequest(Common):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: None = None
     function_call: None = None
-    # Of Shoal: the run's system prompt and template, a length target, and the reply file in the answer.
+    # Shoal's own: use the run's system prompt and template; a length target; include the reply file.
     as_trained: bool = False
     target_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     proof: bool = False
 
     @model_validator(mode="after")
-    def _together(self) -> "ChatRequest":
+    def _consistent(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
         forces_calls = bool(self.tools) and self.tool_choice not in (None, "auto", "none")
         if self.schema_of_reply is not None and self.tools and self.tool_choice != "none":
-            raise RequestError("response_format and tools: a reply is one or the other", param="response_format")
+            raise RequestError("response_format and tools: use one or the other", param="response_format")
         if self.proof and (forces_calls or self.schema_of_reply is not None):
             raise RequestError("a reply whose form is forced has no proof: leave proof out", param="proof")
         return self
 
     @property
     def schema_of_reply(self) -> dict[str, Any] | None:
-        """What response_format asks for."""
+        """The JSON schema that response_format requires, if any."""
         if isinstance(self.response_format, SchemaFormat):
             return self.response_format.json_schema.schema_
         return {"type": "object"} if self.response_format and self.response_format.type == "json_object" else None
@@ -239,7 +239,7 @@ class ChatRequest(Common):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def most(self) -> int | None:
+    def max_reply_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -257,14 +257,14 @@ class CompletionRequest(Common):
     suffix: Annotated[str, Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
-    def _together(self) -> "CompletionRequest":
+    def _consistent(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens: 0 goes with echo: true", param="max_tokens")
         return self
 
 
 def read(kind: type[Kind], data: bytes) -> Kind:
-    """Raises RequestError, naming the first field at fault."""
+    """Parse and validate a body. Raise RequestError, naming the first field at fault."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:

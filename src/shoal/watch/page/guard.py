@@ -36,22 +36,22 @@ def from_own_page(request: web.Request) -> None:
         raise HttpError(403, "this request comes from another site")
 
 
-async def json_body(request: web.Request, most_bytes: int, within_s: float = BODY_S) -> bytes:
+async def json_body(request: web.Request, max_bytes: int, within_s: float = BODY_S) -> bytes:
     """The body of a JSON request. Raises HttpError.
 
     The type matters: a browser sends JSON across sites only after asking, and this server never permits it.
     """
     if request.content_type != "application/json":
         raise HttpError(415, "send JSON with Content-Type: application/json")
-    if (request.content_length or 0) > most_bytes:
-        raise HttpError(413, f"the body is larger than {most_bytes} bytes")
+    if (request.content_length or 0) > max_bytes:
+        raise HttpError(413, f"the body is larger than {max_bytes} bytes")
     found = bytearray()
     try:
         async with asyncio.timeout(within_s):
             async for chunk in request.content.iter_any():
                 found += chunk
-                if len(found) > most_bytes:
-                    raise HttpError(413, f"the body is larger than {most_bytes} bytes")
+                if len(found) > max_bytes:
+                    raise HttpError(413, f"the body is larger than {max_bytes} bytes")
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {within_s:g} s") from None
     if fault := json_fault(found):
