@@ -1,12 +1,12 @@
-"""What people see of a run, while it is on and afterwards: one model, drawn in a terminal, on a page and as a curve.
+"""Views of a running or finished run: one data model, drawn in a terminal, on a web page and as a picture.
 
-    record, trackers   the files that a run leaves while it goes on, and the tracker that the config names
-    run, figures       a run read from its folder or its coordinator's open routes; its figures, and how they are written
+    record, trackers   the files that a run writes as it goes, and the config's tracker
+    run, figures       a run read from its folder or its coordinator's public routes; derived figures and their formats
     terminal/          the screen of `shoal run` and `shoal pool status`, lines in a log, progress bars
-    page/              `shoal dashboard` and its file (`--out`); headers, static files and guards of every page
-    plot, estimates    the curve of a run; intervals
-    summary            the end of a run, and what `shoal run` measured
+    page/              `shoal dashboard` and its HTML report (`--out`); headers, static files and guards of every page
+    plot, estimates    the curve of a run; confidence intervals
+    summary            the final summary, and what `shoal run` measured
 
-Invariant: nothing that a node reports can break what is shown: text is stripped of control characters, and numbers are
-clamped before they are divided. What is read are files and open routes, never the coordinator's tables.
+Invariant: nothing that a node reports can break a view: text is stripped of control characters, and numbers are clamped
+before division. Views read files and public routes, never the coordinator's tables.
 """

@@ -1,10 +1,9 @@
-"""What a sample of scores says: avg@k, pass@k, their 95 % intervals, and the difference of two models on the same tasks.
+"""Estimates from scores: avg@k, pass@k, their 95 % intervals, and the paired difference of two models.
 
-Invariant: pure functions, the bootstrap's random numbers are seeded, so the same scores always give the same interval.
-Called by `evals` and by the report of a run.
+Invariant: functions are pure and the bootstrap is seeded, so the same scores always give the same interval.
 
 A question is the unit of resampling, because the k completions of one question are not independent (Miller 2024, "Adding
-error bars to evals", arXiv 2411.00640, section 2.2). Left out: the uncertainty of the grader, and that of the temperature.
+error bars to evals", arXiv 2411.00640, section 2.2). Left out: the grader's own uncertainty.
 """
 
 import math
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Z = 1.959963984540054  # of the standard normal distribution: 95 % lie within
+Z = 1.959963984540054  # 95 % of the standard normal distribution lie within ±Z
 RESAMPLES = 10_000
 CHUNK = 500  # resamples at a time, to bound memory
 SEED = 20210707
@@ -30,9 +29,9 @@ class Estimate:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that at least one of k completions is correct, without bias, from `correct` of n: 1 - C(n-c, k) / C(n, k).
+    """Return the unbiased estimate of pass@k from `correct` of n completions: 1 - C(n-c, k) / C(n, k).
 
-    Chen et al. 2021 (arXiv 2107.03374), equation 1. Raises ValueError if k exceeds n.
+    Chen et al. 2021 (arXiv 2107.03374), equation 1. Raise ValueError if k exceeds n.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
@@ -43,12 +42,12 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def wilson(correct: float, n: int) -> Estimate:
-    """The share of n independent yes-or-no outcomes, with Wilson's score interval (Wilson 1927).
+    """Return the share of n independent binary outcomes, with Wilson's score interval (Wilson 1927).
 
-    For scores between 0 and 1, whose sum is `correct`, the interval is wider than need be.
+    `correct` may be a sum of scores between 0 and 1; the interval is then wider than needed.
 
-    >>> found = wilson(5, 10)
-    >>> round(found.low, 4), round(found.high, 4)
+    >>> half = wilson(5, 10)
+    >>> round(half.low, 4), round(half.high, 4)
     (0.2366, 0.7634)
     """
     share = correct / n
@@ -58,10 +57,10 @@ def wilson(correct: float, n: int) -> Estimate:
 
 
 def mean_over_questions(values: Sequence[float], lowest: float = 0.0) -> Estimate:
-    """The mean of one value per question, each in [lowest, 1].
+    """Return the mean of one value per question, each in [lowest, 1], with its interval.
 
-    Values that are all 0 or 1 get Wilson's interval. Others get the percentile bootstrap over questions (Efron 1979). Equal
-    values have no spread to resample: they get ± z²/(n + z²), which is Wilson's interval at 0 and at 1.
+    If all values are 0 or 1, the interval is Wilson's; otherwise it is the percentile bootstrap over questions (Efron 1979).
+    Equal values cannot be resampled: they get ± z²/(n + z²), which is Wilson's interval at 0 and at 1.
     """
     n = len(values)
     mean = math.fsum(values) / n
@@ -75,10 +74,10 @@ def mean_over_questions(values: Sequence[float], lowest: float = 0.0) -> Estimat
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:
-    """Mean of after - before over the same questions in the same order, with the bootstrap over questions.
+    """Return the mean of after - before over the same questions in the same order, with the bootstrap interval.
 
-    Pairs remove the questions' difficulty from the comparison (Miller 2024, section 4). Raises ValueError if the numbers
-    of questions differ.
+    Pairing removes the questions' difficulty from the comparison (Miller 2024, section 4). Raise ValueError if the
+    lengths differ.
     """
     return mean_over_questions([b - a for a, b in zip(before, after, strict=True)], lowest=-1.0)
 

@@ -1,6 +1,6 @@
-"""The figures of a run, and how figures and texts are written: for the terminal, the page and pictures.
+"""Figures derived from a run, and formatting of numbers and text for the terminal, the page and pictures.
 
-Invariant: any number that a node may report gives a short text, and a text of another machine loses what moves a cursor.
+Invariant: any number that a node reports formats to a short text, and text from other machines loses its control characters.
 """
 
 import re
@@ -11,60 +11,60 @@ from math import isfinite
 from shoal.protocol.history import Exactness, Grading, NodeStatus, Signal, Status
 from shoal.protocol.messages import HARD, Reason, Role
 
-SILENT_S = 30.0  # without a heartbeat for this long, a node is marked; the coordinator decides about its work
-ETA_STEPS = 10  # newest steps whose pace the rest is expected to have
-NO_SIGNAL_GROUPS = 32  # accepted groups in a row with equal rewards, from which on the view says so
+SILENT_S = 30.0  # mark a node after this long without a heartbeat; only the coordinator reassigns its work
+ETA_STEPS = 10  # newest steps that the ETA extrapolates from
+NO_SIGNAL_GROUPS = 32  # warn after this many accepted groups in a row with equal rewards
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONE = "–"
 SERVERS: tuple[Role, ...] = ("origin", "relay")
-DEEPEST = 4  # levels of indentation of the tree of weights
+MAX_DEPTH = 4  # indentation levels of the weights tree
 LONG_HEX = re.compile(r"\b[0-9a-f]{16,}\b")
 ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://\S+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", re.IGNORECASE)
-SITE_STEPS = 64  # newest steps that are searched for sites
+SITE_STEPS = 64  # newest steps searched for sites
 SITE_KEPT = re.compile(r"^sites/(.+)/kept$")
 SITE_FIGURES = ("loss", "computed_s", "waited_s", "synced_s", "sent_bytes", "received_bytes")
 REASONS: dict[Reason, str] = {
     Reason.UNREADABLE: "The file could not be read as rollouts: damaged, cut off, or larger than allowed.",
     Reason.SIGNATURE: "The file is not signed by the worker that has the task, or its rows were changed after signing.",
-    Reason.CONTEXT: "The file was made for another task than the one it was uploaded for.",
-    Reason.REPLAYED: "The worker handed in rollouts that had been accepted before.",
-    Reason.TASKS: "The worker answered other tasks than the ones it was given, or used other seeds.",
+    Reason.CONTEXT: "The file was made for a different task than the one it was uploaded for.",
+    Reason.REPLAYED: "The worker submitted rollouts that had been accepted before.",
+    Reason.TASKS: "The worker answered tasks that it was not assigned, or used other seeds.",
     Reason.BOUNDS: "Token ids, lengths or numbers are outside their range, or proofs are missing.",
-    Reason.ENVIRONMENT: "The file holds an answer of a tool that the tool does not give, or lacks one.",
-    Reason.UNREPEATABLE: "A tool answered otherwise when it was asked again; an honest worker can see that too.",
-    Reason.REWARD: "The worker claimed another reward than its completions earn.",
-    Reason.PROOF: "The proofs do not fit the stated weights: another model, an older version, or quantised weights.",
+    Reason.ENVIRONMENT: "The file contains a tool answer that the tool does not give, or lacks one.",
+    Reason.UNREPEATABLE: "A tool gave a different answer when called again; this can happen to an honest worker.",
+    Reason.REWARD: "The worker claimed a different reward than its completions earn.",
+    Reason.PROOF: "The proofs do not match the stated weights: another model, an older version, or quantised weights.",
     Reason.LOGPROBS: "The stated probabilities are not those of the stated weights.",
-    Reason.SAMPLING: "The tokens are not what the seeds yield: chosen otherwise, or by another model.",
+    Reason.SAMPLING: "The tokens are not what the seeds yield: sampled differently, or by another model.",
     Reason.TERMINATION: "Completions stop earlier than the model would have stopped.",
     Reason.DISTRIBUTION: "The tokens are too likely, or too unlikely, to be samples at the stated temperature.",
-    Reason.SPECIAL_TOKENS: "The text holds tokens that only templates use and that the seeds do not yield.",
-    Reason.INEXACT: "Within the limits, but not bit for bit what this machine's class computes; may be a broken machine.",
-    Reason.SPENDING: "All its work together used the tolerance of the checks as honest machines do not.",
+    Reason.SPECIAL_TOKENS: "The text contains tokens that only templates use and that the seeds do not yield.",
+    Reason.INEXACT: "Within the limits, but not bitwise what this exactness class computes; the machine may be faulty.",
+    Reason.SPENDING: "Over all its submissions, the worker used the tolerance of the checks as no honest machine does.",
 }
 
 
 def is_silent(node: NodeStatus, status: Status, *, running: bool) -> bool:
-    """Whether a node should be heard of and is not. Once all steps are trained, nodes end when they are done."""
+    """Return whether a node that should send heartbeats does not. After the last step nodes exit as they finish."""
     away = status.now_s - node.seen_s > SILENT_S
     return running and away and not node.evicted and node.state != "left" and status.newest_version != status.steps
 
 
 def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
-    """Seconds to the end at the pace of the last trained steps; None before the first."""
+    """Return the seconds left at the pace of the last trained steps; None before the first."""
     times_s = [step["time_s"] for step in metrics if "time_s" in step][-ETA_STEPS - 1 :]
     left = status.steps - len(metrics)
     if not times_s:
         return None
-    begun_s, steps = (times_s[0], len(times_s) - 1) if len(times_s) > 1 else (status.started_s, 1)
-    step_s = max(times_s[-1] - begun_s, 0.0) / steps
-    # The learner's clock may differ from the coordinator's: never count more than one step as under way.
-    under_way_s = min(max(status.now_s - times_s[-1], 0.0), step_s)
-    return max(left * step_s - under_way_s, 0.0)
+    start_s, steps = (times_s[0], len(times_s) - 1) if len(times_s) > 1 else (status.started_s, 1)
+    step_s = max(times_s[-1] - start_s, 0.0) / steps
+    # The learner's clock may differ from the coordinator's: never count more than one step as in progress.
+    in_progress_s = min(max(status.now_s - times_s[-1], 0.0), step_s)
+    return max(left * step_s - in_progress_s, 0.0)
 
 
 def no_signal(signal: Signal) -> str:
-    """`39 of the newest 39 groups had equal rewards, all 0.0`; empty while there are few of them."""
+    """`39 of the newest 39 groups had equal rewards, all 0.0`; empty below NO_SIGNAL_GROUPS."""
     if signal.flat < NO_SIGNAL_GROUPS or signal.lowest is None or signal.highest is None:
         return ""
     low, high = f"{signal.lowest:.4g}", f"{signal.highest:.4g}"
@@ -81,27 +81,27 @@ def grader_errors(grading: Grading) -> str:
 
 
 def exactness(exact: Exactness) -> str:
-    """`exact  80 of these, 12.3k tokens`: what was accepted with every token equal to the last bit."""
+    """`exact  80 of these, 12.3k tokens`: accepted work whose tokens are all bitwise equal."""
     unequal = f", {count(exact.mismatched_tokens)} unequal tokens rejected" if exact.mismatched_tokens else ""
     return f"exact  {exact.submissions} of these, {count(exact.tokens)} tokens{unequal}"
 
 
 def by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str, float]:
-    """The step's metrics `kind/NAME/last` by NAME: of each source, or of each target length."""
-    parts = {tuple(name.split("/")): value for name, value in metrics.items()}
+    """Return a step's metrics `kind/NAME/last` by NAME, such as per source or per target length."""
+    split = {tuple(name.split("/")): value for name, value in metrics.items()}
     return {
-        found[1]: value for found, value in parts.items() if len(found) == 3 and (found[0], found[2]) == (kind, last)
+        parts[1]: value for parts, value in split.items() if len(parts) == 3 and (parts[0], parts[2]) == (kind, last)
     }
 
 
 def useful_share(signal: Signal) -> str:
-    """`63 % of 40 useful`, of the groups accepted for the open step; empty before the first."""
+    """`63 % of 40 useful`: of the groups accepted for the open step; empty before the first."""
     share = ratio(signal.useful, signal.groups)
     return "" if share is None else f"{percent(share, 0)} of {signal.groups} useful"
 
 
 def busy_frac(metrics: Sequence[dict[str, float]]) -> float | None:
-    """Share of the learner's time that was not spent waiting for rollouts, over all trained steps."""
+    """Return the share of the learner's time not spent waiting for rollouts, over all trained steps."""
     busy_s, waiting_s = total(metrics, "perf/busy_s"), total(metrics, "perf/waiting_s")
     return ratio(busy_s, busy_s + waiting_s)
 
@@ -119,12 +119,12 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def clamp(value: int) -> int:
-    """A whole number that a node reported, made small enough for floats."""
+    """Bound an integer that a node reported, so that it converts to a float."""
     return min(value, 10**15)
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """`values` as block characters from their lowest to their highest; means if there are more values than `cells`."""
+    """Draw `values` as block characters scaled to their range; average if there are more values than `cells`."""
     cells = min(max(cells, 4), len(values))
     edges = [index * len(values) // cells for index in range(cells + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -135,7 +135,7 @@ def sparkline(values: Sequence[float], cells: int) -> str:
 
 
 def clean(text: str) -> str:
-    """Text from another machine without characters that move the cursor or change the writing direction."""
+    """Replace characters that move the cursor or change the writing direction, in text from another machine."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -148,7 +148,7 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def count(value: float | None) -> str:
-    """812, 81.2k, 8.1M: at most five characters up to a trillion."""
+    """Format as 812, 81.2k, 8.1M: at most five characters up to a trillion."""
     if value is None:
         return NONE
     for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "G")):
@@ -167,7 +167,7 @@ def memory(size_bytes: int, short: bool = False) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """42s, 6m 12s, 3h 05m, 2d 04h."""
+    """Format as 42s, 6m 12s, 3h 05m, 2d 04h."""
     if seconds is None:
         return NONE
     whole = max(round(seconds), 0)
@@ -193,12 +193,12 @@ def rejections(rejected: int, reasons: dict[str, int]) -> str:
 
 
 def more(hidden: int) -> str:
-    """`+2 more`, where rows or items are hidden; else empty."""
+    """`+2 more` if rows or items are hidden; else empty."""
     return f"+{hidden} more" if hidden else ""
 
 
 def middle(text: str, cells: int) -> str:
-    """`text` in at most `cells` characters, without its middle: names begin and end with what tells them apart.
+    """Shorten `text` to `cells` characters by cutting its middle: names differ at their start and end.
 
     >>> middle("words-of-seven-letters-3", 16)
     'words-of…tters-3'
@@ -208,31 +208,31 @@ def middle(text: str, cells: int) -> str:
 
 
 def reason_words(reason: str) -> str:
-    """What a rejection means; an unknown reason of another version stays as it is."""
+    """Return the explanation of a rejection; an unknown reason from another version is returned as it is."""
     return REASONS[Reason(reason)] if reason in set(Reason) else reason
 
 
 def is_hard(reason: str) -> bool:
-    """Whether the worker's own signature proves the lie."""
+    """Return whether the worker's own signature proves the lie."""
     return reason in set(HARD)
 
 
-def said(text: str) -> str:
-    """Text of another machine for the page: one line, and without keys, digests and addresses.
+def redact(text: str) -> str:
+    """Prepare text from another machine for the page: one line, without keys, digests and addresses.
 
-    >>> said("cannot reach http://10.0.0.7:81 as 0123456789abcdef")
+    >>> redact("cannot reach http://10.0.0.7:81 as 0123456789abcdef")
     'cannot reach [address] as [key]'
     """
     return LONG_HEX.sub("[key]", ADDRESS.sub("[address]", clean(text)))
 
 
 def tokens_per_s(node: NodeStatus) -> float | None:
-    """The mean since the node's start. None if nothing is known."""
+    """Return the mean since the node's start; None if unknown."""
     return ratio(clamp(node.stats.tokens), node.stats.busy_s + node.stats.waiting_s)
 
 
-def weights_tree(nodes: Sequence[NodeStatus], takers: int) -> tuple[list[tuple[int, NodeStatus]], int]:
-    """(depth, node) from top to bottom, and how many receiving nodes are left out."""
+def weights_tree(nodes: Sequence[NodeStatus], receivers: int) -> tuple[list[tuple[int, NodeStatus]], int]:
+    """Return (depth, node) from top to bottom, and how many receiving nodes are left out."""
     servers = [node for role in SERVERS for node in nodes if node.role == role]
     urls = {node.url: node for node in servers if node.url}
 
@@ -240,19 +240,19 @@ def weights_tree(nodes: Sequence[NodeStatus], takers: int) -> tuple[list[tuple[i
         edges = {url: rate for url, rate in node.stats.intake.bytes_per_s.items() if url in urls}
         return urls[max(edges, key=lambda url: edges[url])].name if edges else None
 
-    taking = [node for node in nodes if node.role not in SERVERS and parent(node)]
-    left = [*servers, *taking[:takers]]
+    receiving = [node for node in nodes if node.role not in SERVERS and parent(node)]
+    left = [*servers, *receiving[:receivers]]
     rows: list[tuple[int, NodeStatus]] = []
 
-    def hang(above: str | None, depth: int) -> None:
+    def attach(above: str | None, depth: int) -> None:
         for node in [node for node in left if parent(node) == above]:
-            if node in left:  # two servers may have sent most to each other
+            if node in left:  # two servers may be each other's main sender
                 left.remove(node)
                 rows.append((depth, node))
-                hang(node.name, min(depth + 1, DEEPEST))
+                attach(node.name, min(depth + 1, MAX_DEPTH))
 
-    hang(None, 0)
-    return [*rows, *((0, node) for node in left)], len(taking[takers:])
+    attach(None, 0)
+    return [*rows, *((0, node) for node in left)], len(receiving[receivers:])
 
 
 # --- the learner's sites -----------------------------------------------------------------------------------------------
@@ -262,28 +262,28 @@ def weights_tree(nodes: Sequence[NodeStatus], takers: int) -> tuple[list[tuple[i
 class SiteRow:
     name: str
     state: str
-    well: bool  # nothing is wrong with it
-    loss: float | None = None  # of its last update
-    computed_s: float = 0.0  # seconds and bytes since it started
+    well: bool  # no problem
+    loss: float | None = None  # of the last update
+    computed_s: float = 0.0  # seconds and bytes since its start
     waited_s: float = 0.0
     synced_s: float = 0.0
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
 
     def share(self, seconds: float) -> float | None:
-        """Of the time that it accounts for."""
+        """Return the share of the site's accounted time."""
         return ratio(seconds, self.computed_s + self.waited_s + self.synced_s)
 
 
 def sites_of(metrics: Sequence[Mapping[str, float]]) -> list[SiteRow]:
-    """Each site of a run as the newest step tells of it that had to do with it, by name."""
-    found: dict[str, SiteRow] = {}
+    """Return each site's state from the newest step that mentions it, sorted by name."""
+    rows: dict[str, SiteRow] = {}
     newest = metrics[-1].get("step") if metrics else None
     for step in reversed(metrics[-SITE_STEPS:]):
         names = [SITE_KEPT.match(key) for key in step] if "sites/kept" in step else []
-        for name in (match[1] for match in names if match and match[1] not in found):
-            found[name] = _site(name, step, newest=step.get("step") == newest)
-    return [found[name] for name in sorted(found)]
+        for name in (match[1] for match in names if match and match[1] not in rows):
+            rows[name] = _site(name, step, newest=step.get("step") == newest)
+    return [rows[name] for name in sorted(rows)]
 
 
 def _site(name: str, step: Mapping[str, float], *, newest: bool) -> SiteRow:
@@ -291,8 +291,8 @@ def _site(name: str, step: Mapping[str, float], *, newest: bool) -> SiteRow:
     state = "counts" if kept else "left out" if step.get(f"sites/{name}/left_out") else "missing"
     if not newest:
         state = f"away since step {step.get('step', 0.0) + 1 + kept:.0f}"
-    told = {key: step.get(f"sites/{name}/{key}") for key in SITE_FIGURES}
-    known = {key: value for key, value in told.items() if value is not None and isfinite(value)}
+    values = {key: step.get(f"sites/{name}/{key}") for key in SITE_FIGURES}
+    known = {key: value for key, value in values.items() if value is not None and isfinite(value)}
     return SiteRow(clean(name), state, newest and kept, **known)
 
 

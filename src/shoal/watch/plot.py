@@ -1,7 +1,7 @@
 """The curve of one run as a picture: reward per step, and held-out accuracy by version.
 
-Every measured value is a point; the line between two points only guides the eye. Left out: runs side by side, which the
-dashboard's page draws (`--compare`), and further metrics, which trackers draw.
+Every measured value is a point; lines between points only guide the eye. Left out: several runs, which the dashboard draws
+(`--compare`), and other metrics, which trackers draw.
 """
 
 import io
@@ -20,9 +20,9 @@ COLORS = ("#1f6fb4", "#d1495b", "#edae49")
 def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evaluation], path: Path, title: str) -> None:
     """Draw reward per step and held-out accuracy per version as a PNG of 1200 x 675 pixels at `path`.
 
-    Both share the x axis: version v is what v trained steps made. Raises OSError.
+    Both share the x axis: version v is the policy after v trained steps. Raise OSError.
     """
-    # Half a second and 60 MB that only the end of a run needs; no pyplot, which would keep global state.
+    # Import here: it costs 0.5 s and 60 MB, needed only at the end. No pyplot, which keeps global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
@@ -48,7 +48,7 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
             }
             values = [accuracies[version] for version in versions]
             axes.plot(versions, values, color=color, linewidth=1, label=f"held-out, {kind}", **look)
-    # A title is text, never TeX: a run may be called anything.
+    # Never parse the title as TeX: a run may have any name.
     axes.set_title(clean(title), loc="left", color=INK, parse_math=False)
     axes.set_xlabel("steps trained (= policy version)", color=INK)
     axes.set_ylabel("mean reward per completion; accuracy (0 to 1)", color=INK)
@@ -62,7 +62,7 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
 
 
 def plain(axes: Any) -> None:
-    """The look of every panel: whole steps on the x axis, faint grid lines, no box."""
+    """Style a panel: integer steps on the x axis, faint grid lines, no box."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -72,7 +72,7 @@ def plain(axes: Any) -> None:
 
 
 def write_png(figure: Any, path: Path) -> None:
-    """Raises OSError."""
+    """Write the figure. Raise OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     image = io.BytesIO()
@@ -81,7 +81,7 @@ def write_png(figure: Any, path: Path) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """A centred mean over about a tenth of the values and at least three, fewer near both ends."""
+    """Return a centred moving mean over about a tenth of the values, at least three; fewer near both ends."""
     half = max(len(values) // 20, 1)
     windows = [values[max(index - half, 0) : index + half + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]

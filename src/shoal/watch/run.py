@@ -1,8 +1,7 @@
-"""A run as people see it: its state, history and work, from the files in its folder or from its coordinator's open routes.
+"""A read-only view of a run: state, history and work, from its folder or its coordinator's public routes.
 
-Invariant: it changes nothing. A folder can be read during the run and after it: `record` says what is in it. By a
-coordinator's URL only what its open routes tell can be seen: state, curves, nodes and samples.
-Terminal, page and picture draw what is here.
+Invariant: it changes nothing. A folder can be read during the run and after it; `record` lists its files. A coordinator's
+URL gives only state, curves, nodes and samples. Terminal, page and picture draw from here.
 """
 
 import time
@@ -20,14 +19,14 @@ from shoal.protocol.messages import Evaluation
 from shoal.watch.record import EVALUATIONS, METRICS, ROLLOUTS, STATE, WORK, Line, Lines, RunState
 from shoal.watch.summary import read_summary, wall_s
 
-AWAY_S = 60.0  # a run whose coordinator has written nothing for this long has ended, finished or not
+AWAY_S = 60.0  # a run whose coordinator has not written for this long has ended
 
 
 class FolderRun:
     """The folder of a run, or of a pool's coordinator."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        """Raises UserError, and ConfigError for a config of another version."""
+        """Open a run's folder. Raise UserError, or ConfigError for a config of another version."""
         if not (folder / STATE).is_file():
             raise UserError(f"no {STATE} in {folder}: name the folder of a run, of a coordinator, or its URL")
         self.folder: Path | None = folder
@@ -43,7 +42,7 @@ class FolderRun:
         try:
             self._state = RunState.model_validate_json((self.path / STATE).read_bytes())
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path / STATE} is not of a run of this version: {error}") from error
+            raise UserError(f"{self.path / STATE} is not from a run of this version: {error}") from error
         steps = {step["step"]: step for step in self._files[METRICS].read()}
         self.history.metrics = [steps[number] for number in sorted(steps)]
         self.history.evaluations = [Evaluation.model_validate(line) for line in self._files[EVALUATIONS].read()]
@@ -57,8 +56,8 @@ class FolderRun:
         return bool(self.clock() - (self.path / STATE).stat().st_mtime < AWAY_S)
 
     def wall_s(self, status: Status) -> float:
-        if status.state == "finished" and (told := read_summary(self.path).get("wall_s")):
-            return float(told)
+        if status.state == "finished" and (total_s := read_summary(self.path).get("wall_s")):
+            return float(total_s)
         measured = wall_s(self.path, self.clock(), running=self.running())
         return status.now_s - status.started_s if measured is None else measured
 
@@ -70,13 +69,13 @@ class FolderRun:
 
 
 class PoolRun:
-    """A coordinator, by its URL. Its work is not known, nor its config."""
+    """A coordinator, by its URL. Work and config are not available."""
 
     config: Config | None = None
     folder: Path | None = None
 
     def __init__(self, url: str, client: httpx.Client, legs: Path | None = None) -> None:
-        """`legs`: the folder in which `shoal run` measures what it takes, if this machine has it."""
+        """`legs`: the folder with `shoal run`'s measurements, if it is on this machine."""
         self.pool = PoolWatch(server_url(url), client)
         self.legs = legs
         self.history = self.pool.history
@@ -84,7 +83,7 @@ class PoolRun:
         self._state = "running"
 
     def look(self) -> Status:
-        """Raises UnreachableError."""
+        """Fetch the current status. Raise UnreachableError."""
         status = self.pool.look()
         self.name, self._state = status.run, status.state
         return status
@@ -107,7 +106,7 @@ Run = FolderRun | PoolRun
 
 
 def open_run(where: str) -> Run:
-    """The run at a folder or a URL. Raises UserError or AddressError."""
+    """Open the run in a folder or at a URL. Raise UserError or AddressError."""
     if where.startswith(("http://", "https://")):
         return PoolRun(where, httpx.Client(timeout=5))
     return FolderRun(Path(where))

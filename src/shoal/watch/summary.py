@@ -1,8 +1,9 @@
-"""The end of a run: `summary.json`, `reward.png` and the table shown then; and its legs, from each start to its end.
+"""The final report of a run: `summary.json`, `reward.png` and the table printed at the end; and its legs.
 
-Invariants: every figure comes from the coordinator, except those that only `shoal run` can measure (time, restarts, memory),
-which `legs.json` holds of every leg so far, the running one up to a few seconds ago. A file appears whole under its name or
-not at all. Left out: error bars over runs (the intervals shown are over held-out tasks).
+A leg is one execution of `shoal run`, from start to stop. `legs.json` holds what only `shoal run` can measure: time,
+restarts, memory.
+Invariant: every other figure comes from the coordinator. Files are written atomically.
+Left out: error bars over runs (the intervals shown are over held-out tasks).
 """
 
 import json
@@ -26,7 +27,7 @@ from shoal.watch.plot import draw_curve
 SUMMARY = "summary.json"
 CURVE = "reward.png"
 LEGS = "legs.json"
-ENDED_S = 60.0  # a leg that was kept longer ago than this has ended
+ENDED_S = 60.0  # a leg whose file is older than this has ended
 MODEL = "model"  # the folder of the trained model
 
 
@@ -35,8 +36,8 @@ class Leg:
     wall_s: float = 0.0
     restarts: dict[str, int] = field(default_factory=dict)  # by process
     peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
-    peak_together_bytes: int = 0  # of all processes at one moment, shared pages counted once
-    estimated_s: float = 0.0  # before it started; 0: not estimated
+    peak_together_bytes: int = 0  # of all processes at once, shared pages counted once
+    estimated_s: float = 0.0  # estimate made before the start; 0: none
     estimated_bytes: float = 0.0
 
 
@@ -54,20 +55,20 @@ def write_report(
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What `write_report` left in `folder`; nothing where there is no such file, or no object in it."""
+    """Return the summary in `folder`; empty if the file is missing or not a JSON object."""
     try:
-        found = json.loads((folder / SUMMARY).read_text())
+        summary = json.loads((folder / SUMMARY).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def summarize(config: Config, status: Status, history: RunHistory, measured: Leg | None) -> dict[str, Any]:
-    """The summary of a run as plain JSON values; null for what is not known."""
+    """Return the summary of a run as JSON values; null for unknown values."""
     metrics = history.metrics
     workers = [node for node in status.nodes if node.role == "worker"]
-    before = [found for found in history.evaluations if found.version == 0 and not found.final]
-    after = [found for found in history.evaluations if found.final]
+    before = [evaluation for evaluation in history.evaluations if evaluation.version == 0 and not evaluation.final]
+    after = [evaluation for evaluation in history.evaluations if evaluation.final]
     return {
         "config": config.model_dump(mode="json"),
         "seed": config.run.seed,
@@ -94,19 +95,19 @@ def summarize(config: Config, status: Status, history: RunHistory, measured: Leg
 
 
 def summary_table(summary: dict[str, Any], folder: Path | None = None) -> RenderableType:
-    """The end of a run in a dozen lines. `folder`: where its files are."""
+    """Draw the summary in a dozen lines. `folder`: where its files are."""
     before, after = summary["heldout_before"] or {}, summary["heldout_after"] or {}
-    made, trained = count(summary["tokens_generated"]), count(summary["tokens_trained"])
+    generated, trained = count(summary["tokens_generated"]), count(summary["tokens_trained"])
     reasons = counted(summary["reject_reasons"])
     rows = {
         "held-out greedy": _heldout_change(before, after, "greedy"),
         "held-out sampled": _heldout_change(before, after, "sampled"),
         "reward": f"{number(summary['reward_first'])} → {number(summary['reward_last'])}",
         "steps": f"{summary['steps']} in {duration(summary['wall_s'])}",
-        "tokens": f"{made} generated, {trained} trained",
+        "tokens": f"{generated} generated, {trained} trained",
         "learner": f"busy {percent(summary['learner_busy_frac'], 0)}, rollouts at most "
         f"{number(summary['max_staleness'], 0)} versions old",
-        "waste": _wasted(summary["waste"]),
+        "waste": _waste_text(summary["waste"]),
         "accepted": _counts(summary["accepted"]),
         "rejected": _counts(summary["rejected"]) + (f": {reasons}" if reasons else ""),
         "exact": _exact(summary["exact"]),
@@ -127,32 +128,32 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
     return table
 
 
-def _heldout(found: Evaluation) -> dict[str, Any]:
-    return {"greedy": found.greedy, "sampled": found.sampled, "n": found.n}
+def _heldout(evaluation: Evaluation) -> dict[str, Any]:
+    return {"greedy": evaluation.greedy, "sampled": evaluation.sampled, "n": evaluation.n}
 
 
 def _heldout_change(before: dict[str, Any], after: dict[str, Any], kind: str) -> str:
-    sizes = list(dict.fromkeys(found["n"] for found in (before, after) if found))
+    sizes = list(dict.fromkeys(figures["n"] for figures in (before, after) if figures))
     tasks = f"  (n {', then '.join(map(str, sizes))})" if sizes else ""
     return f"{_accuracy(before, kind)} → {_accuracy(after, kind)}{tasks}"
 
 
-def _accuracy(found: dict[str, Any], kind: str) -> str:
+def _accuracy(figures: dict[str, Any], kind: str) -> str:
     """`33.2 % [27.7, 39.2]`: with Wilson's 95 % interval."""
-    if found.get(kind) is None:
+    if figures.get(kind) is None:
         return percent(None)
-    interval = wilson(found[kind] * found["n"], found["n"])
-    return f"{percent(found[kind])} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+    interval = wilson(figures[kind] * figures["n"], figures["n"])
+    return f"{percent(figures[kind])} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
 def _waste(status: Status) -> dict[str, Any]:
-    """What was generated in vain: useful groups that grew too old, and groups that came too late to be judged."""
+    """Return the wasted groups: useful ones that grew too old, and ones that came too late to be judged."""
     old, late = status.stale_groups, status.late_groups
-    made = status.useful_groups + late
-    return {"too_old": old, "too_late": late, "of": made, "share": (old + late) / made if made else None}
+    generated = status.useful_groups + late
+    return {"too_old": old, "too_late": late, "of": generated, "share": (old + late) / generated if generated else None}
 
 
-def _wasted(waste: dict[str, Any]) -> str:
+def _waste_text(waste: dict[str, Any]) -> str:
     """`1.2 % of 812 useful groups: 6 grew too old, 4 came too late`."""
     old, late = waste["too_old"], waste["too_late"]
     return f"{percent(waste['share'])} of {waste['of']} useful groups: {old} grew too old, {late} came too late"
@@ -173,17 +174,17 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def read_legs(folder: Path) -> list[Leg]:
-    """The legs of the run in `folder`; none for a new run."""
+    """Return the legs of the run in `folder`; none for a new run."""
     path = folder / LEGS
     return [Leg(**leg) for leg in json.loads(path.read_text())] if path.exists() else []
 
 
 def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:
-    """Seconds that the run in `folder` has taken, between its legs none; None where no `shoal run` measured any."""
+    """Return the run's seconds summed over its legs; None if no `shoal run` measured any."""
     path = folder / LEGS
     if not path.exists():
         return None
-    since_s = now_s - path.stat().st_mtime  # of the running leg, since it was last kept
+    since_s = now_s - path.stat().st_mtime  # since the running leg was last written
     return all_legs(read_legs(folder)).wall_s + (since_s if running and 0 < since_s < ENDED_S else 0.0)
 
 
@@ -192,7 +193,7 @@ def write_legs(folder: Path, legs: list[Leg]) -> None:
 
 
 def all_legs(legs: list[Leg]) -> Leg:
-    """All legs as one: seconds and restarts are summed, peaks are the highest of any leg."""
+    """Merge all legs into one: sum seconds and restarts, take the highest peaks."""
     restarts: Counter[str] = Counter()
     peaks: Counter[str] = Counter()
     for leg in legs:

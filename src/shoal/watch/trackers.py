@@ -1,8 +1,8 @@
-"""Where metrics go besides the run's own files: Weights & Biases or TensorBoard, by one word in the config.
+"""Trackers for metrics, chosen in the config: Weights & Biases or TensorBoard.
 
-Invariant: a package is imported only if its tracker is chosen. Opening a tracker works or raises TrackerError, which says
-what to install or set; `record` deals with later failures. Called by the coordinator.
-Left out: system metrics and pictures; resuming the same remote run (a restart begins a new one and sends all steps again).
+Invariant: a package is imported only if its tracker is chosen. Opening a tracker succeeds or raises TrackerError,
+which says what to install or set; `record` handles later failures.
+Left out: system metrics and pictures; resuming the same remote run (a restart creates a new one and sends all steps again).
 
     wandb         project and account come from its own settings (`wandb login`, WANDB_PROJECT, WANDB_MODE=offline)
     tensorboard   writes curves to `tensorboard/` in the run's folder; needs neither torch nor TensorFlow
@@ -20,24 +20,24 @@ from shoal.errors import ShoalError
 from shoal.protocol.history import WorkerSample
 
 PROJECT = "shoal"
-COLUMNS = ("policy_version", "worker", "task", "prompt", "completion", "reward", "tokens")  # of a table of samples
+COLUMNS = ("policy_version", "worker", "task", "prompt", "completion", "reward", "tokens")  # of the table of samples
 
 
 class TrackerError(ShoalError):
-    """A tracker that cannot be used; the message says which, why, and what to do."""
+    """A tracker cannot be used; the message says which, why, and what to do."""
 
-    restart_helps = True  # its server may be away for a moment
+    restart_helps = True  # its server may be briefly unreachable
 
 
 class Tracker(Protocol):
     def log(self, values: Mapping[str, float], version: int) -> None:
-        """Send figures of the policy after `version` trained steps. May raise anything that its package raises."""
+        """Send metrics of the policy after `version` trained steps. May raise anything."""
 
     def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
-        """Send completions that policies up to `version` wrote. May raise likewise."""
+        """Send completions of policies up to `version`. May raise anything."""
 
     def close(self) -> None:
-        """Send what is left; nothing is logged afterwards. May raise, and may take seconds."""
+        """Flush and close. May raise, and may take seconds."""
 
 
 class Wandb:
@@ -48,10 +48,10 @@ class Wandb:
             name=name,
             dir=str(folder),
             config=config.model_dump(mode="json"),
-            settings=wandb.Settings(console="off", quiet=True),  # the terminal is the run's view
+            settings=wandb.Settings(console="off", quiet=True),  # the terminal shows the run's own view
         )
         self.table = wandb.Table
-        # Its own step count refuses a held-out accuracy that comes after newer steps.
+        # wandb's own step must increase, but a held-out accuracy may arrive after newer steps.
         self.run.define_metric("*", step_metric="version")
 
     def log(self, values: Mapping[str, float], version: int) -> None:
@@ -79,7 +79,7 @@ class TensorBoard:
         self.writer.flush()
 
     def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
-        """Curves alone."""
+        """Do nothing: only curves are written."""
 
     def close(self) -> None:
         self.writer.close()
@@ -89,7 +89,7 @@ KINDS: dict[str, type[Wandb] | type[TensorBoard]] = {"wandb": Wandb, "tensorboar
 
 
 def open_tracker(name: str, folder: Path, config: Config) -> Tracker | None:
-    """The tracker that `config.run.tracker` names, if any, for the run called `name`. Raises TrackerError."""
+    """Open the tracker of `config.run.tracker`, if any, for the run called `name`. Raise TrackerError."""
     kind = config.run.tracker
     if kind == "none":
         return None
@@ -97,7 +97,7 @@ def open_tracker(name: str, folder: Path, config: Config) -> Tracker | None:
         return KINDS[kind](name, folder, config)
     except TrackerError:
         raise
-    except Exception as error:  # noqa: BLE001 - another package's code: what it may raise is not known
+    except Exception as error:  # noqa: BLE001 - third-party code may raise anything
         raise TrackerError(
             f'run.tracker = "{kind}" does not start: {type(error).__name__}: {error}; set it up, or run.tracker = "none"'
         ) from error
@@ -108,5 +108,5 @@ def _package(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise TrackerError(
-            f"run.tracker = \"{extra}\" needs a package that is not here ({error}): pip install 'shoal[{extra}]'"
+            f"run.tracker = \"{extra}\" needs a package that is not installed ({error}): pip install 'shoal[{extra}]'"
         ) from error

@@ -12,9 +12,9 @@ import pytest
 from shoal.errors import UserError
 from shoal.protocol.history import RunHistory, Status
 from shoal.protocol.messages import Evaluation, Reason
-from shoal.watch.figures import REASONS, is_hard, reason_words, said
+from shoal.watch.figures import REASONS, is_hard, reason_words, redact
 from shoal.watch.page.overview import buckets, curves, overview, run_name
-from shoal.watch.page.work import _one_by_one, flow, trust
+from shoal.watch.page.work import _make_sequential, flow, trust
 from shoal.watch.run import FolderRun
 
 
@@ -143,14 +143,14 @@ def test_every_reason_has_words() -> None:
 
 
 def test_what_others_say_loses_keys_addresses_and_control_characters() -> None:
-    told = said(f"{'0f' * 32} at https://10.0.0.1:80/x?k=1 and 10.0.0.7:9\x1b[2J")
+    told = redact(f"{'0f' * 32} at https://10.0.0.1:80/x?k=1 and 10.0.0.7:9\x1b[2J")
     assert told == "[key] at [address] and [address]?[2J"
     assert run_name("quickstart-0-7715741485d6412d") == "quickstart-0"
 
 
 def test_claims_of_one_validator_are_shown_one_after_another() -> None:
     bars = [{"from_s": 0.0, "to_s": 5.0}, {"from_s": 0.0, "to_s": 3.0}, {"from_s": 6.0, "to_s": 8.0}]
-    _one_by_one(bars)
+    _make_sequential(bars)
     assert [(bar["from_s"], bar["to_s"]) for bar in bars] == [(0.0, 3.0), (3.0, 5.0), (6.0, 8.0)]
 
 

@@ -144,7 +144,7 @@ def test_many_pages_share_one_look_and_none_is_turned_away(
         return own(run)
 
     monkeypatch.setattr(FolderRun, "look", look)
-    many = 2 * server.MOST_WAITING + 20
+    many = 2 * server.MAX_WAITING + 20
     assert asyncio.run(asked_by_many(url, many)) == [200] * many
     assert looks == [1]
 

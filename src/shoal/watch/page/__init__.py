@@ -1,9 +1,9 @@
-"""The page on which people watch a run, live, finished or as a file; and what every page of Shoal is served with.
+"""The dashboard of a live or finished run, also as one HTML file; and what all of Shoal's pages share.
 
-    overview    the three answers, nodes, curves          work       queue, rejections, timeline
-    server      what the page asks for                    report     the page as one file; `static/` holds the page
+    overview    headline answers, nodes, curves           work       queue, rejections, timeline
+    server      the page's HTTP routes                    report     the page as one file; `static/` holds the page
     files       headers and static files of every page; `shared/` holds the theme
-    guard       what a request must meet before its content is looked at
+    guard       checks before a request's body is parsed
 
-Invariant: it only reads, and no answer holds a key, an invite or a signature. `serve` uses `files` and `guard` alone.
+Invariant: it only reads, and no response contains a key, an invite or a signature. `serve` uses `files` and `guard` alone.
 """

@@ -1,9 +1,8 @@
-"""What every page is served with: static files by exact name, and the headers of every answer.
+"""Static files and security headers of every page.
 
-Invariants: only files that were there at the start are served, so no path in a request leads anywhere else. A page runs and
-shows only what this server sent as a file; text in a page, whoever wrote it, is never markup: `require-trusted-types-for`
-makes the browser refuse `innerHTML` and its like altogether.
-A browser asks again for a file each time and mostly hears that its copy is current.
+Invariants: only files present at the start are served, by exact name, so no request path leads elsewhere. A page runs only
+scripts that this server sent as files. Text is never markup: `require-trusted-types-for` makes the browser refuse
+`innerHTML` and similar. Browsers revalidate each file and mostly get 304.
 """
 
 import gzip
@@ -80,26 +79,26 @@ class File:
 
 class Files:
     def __init__(self, folders: Iterable[Path]) -> None:
-        """The files of these folders by their names; of two with one name, the later folder's."""
+        """Load the files of these folders by name; a later folder overrides an earlier one."""
         paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
         self._files = {path.name: File.of(path.read_bytes(), path.suffix) for path in paths}
 
     @property
     def sizes_bytes(self) -> dict[str, int]:
-        """What each file weighs on its way."""
+        """Return each file's size as transferred."""
         return {name: len(file.gzipped or file.content) for name, file in self._files.items()}
 
     def respond(self, request: web.Request, name: str) -> web.Response:
-        """Raises HTTPNotFound."""
+        """Serve one file. Raise HTTPNotFound."""
         if name not in self._files:
             raise web.HTTPNotFound
         return self._files[name].respond(request)
 
 
 def secure(application: web.Application, hosts: Collection[str] = ()) -> None:
-    """Add the headers to every answer. `hosts`: names that requests may use for this server; empty: any.
+    """Add the headers to every response. `hosts`: accepted Host headers; empty: any.
 
-    Names matter where no login protects the server: another site may let its own name point here.
+    Without a login this check prevents DNS rebinding: another site may point its own name here.
     """
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
@@ -119,7 +118,7 @@ def secure(application: web.Application, hosts: Collection[str] = ()) -> None:
 
 
 def host_name(host: str) -> str:
-    """A Host header without its port, in lower case.
+    """Return a Host header without its port, in lower case.
 
     >>> host_name("LocalHost:8080"), host_name("[::1]:80")
     ('localhost', '[::1]')

@@ -1,7 +1,7 @@
-"""What a request must meet before its content is looked at: origin, type, size, time; and how often one may ask.
+"""Checks on a request before its body is parsed: origin, type, size, deadline; and rate limits.
 
-Invariant: no other site can make a browser's request count here; a body is read only up to its limit and its deadline.
-Used by the routes of every page.
+Invariant: requests that another site makes a browser send are refused (CSRF). A body is read only up to its size limit and
+deadline. The routes of every page use this.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from aiohttp import web
 from shoal.errors import ShoalError
 from shoal.protocol.pace import Rates
 
-BODY_S = 10.0  # for a whole body to arrive
-MOST_KEYS = 50_000
-STRINGS, CONTAINERS = 50_000, 20_000  # of one JSON document
+BODY_S = 10.0  # for the whole body to arrive
+MAX_KEYS = 50_000
+STRINGS, CONTAINERS = 50_000, 20_000  # limits of one JSON document
 
 
 class HttpError(ShoalError):
-    """`status` and a message for the client."""
+    """A response's error status and message; `retry_s` becomes Retry-After."""
 
     def __init__(self, status: int, message: str, retry_s: int = 0) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class HttpError(ShoalError):
 
 
 def from_own_page(request: web.Request) -> None:
-    """Raises HttpError for a request that another site's page sent."""
+    """Raise HttpError if another site's page sent this request."""
     if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
         raise HttpError(403, "this request comes from another site")
     origin = request.headers.get("Origin")
@@ -37,34 +37,34 @@ def from_own_page(request: web.Request) -> None:
 
 
 async def json_body(request: web.Request, max_bytes: int, within_s: float = BODY_S) -> bytes:
-    """The body of a JSON request. Raises HttpError.
+    """Read the body of a JSON request. Raise HttpError.
 
-    The type matters: a browser sends JSON across sites only after asking, and this server never permits it.
+    The content type matters: browsers send JSON across sites only after a CORS preflight, which this server never allows.
     """
     if request.content_type != "application/json":
         raise HttpError(415, "send JSON with Content-Type: application/json")
     if (request.content_length or 0) > max_bytes:
         raise HttpError(413, f"the body is larger than {max_bytes} bytes")
-    found = bytearray()
+    body = bytearray()
     try:
         async with asyncio.timeout(within_s):
             async for chunk in request.content.iter_any():
-                found += chunk
-                if len(found) > max_bytes:
+                body += chunk
+                if len(body) > max_bytes:
                     raise HttpError(413, f"the body is larger than {max_bytes} bytes")
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {within_s:g} s") from None
-    if fault := json_fault(found):
+    if fault := json_fault(body):
         raise HttpError(400, fault)
-    return bytes(found)
+    return bytes(body)
 
 
 def json_fault(data: bytes | bytearray) -> str:
-    """Why this JSON should not be parsed; "" if nothing. It takes milliseconds where a parser takes seconds.
+    """Return why this JSON must not be parsed, or "". Takes milliseconds.
 
-    A parser makes an object of each string and list, and an error of each unknown field: gigabytes of a few MiB.
+    A parser allocates an object per string and list, and an error per unknown field: gigabytes for a few MiB of JSON.
     """
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # only quotes that begin or end a string are left
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # leaves only the quotes that delimit strings
     if plain.count(b'"') > 2 * STRINGS:
         return f"the JSON has more than {STRINGS} strings"
     structure = b"".join(plain.split(b'"')[::2])
@@ -74,14 +74,14 @@ def json_fault(data: bytes | bytearray) -> str:
 
 
 class Allowance:
-    """`count` uses in `per_s` seconds for each key; what was used comes back evenly."""
+    """A rate limit: `count` uses per `per_s` seconds for each key, refilled evenly."""
 
     def __init__(self, count: int, per_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._rates = Rates(count / per_s, clients=MOST_KEYS, burst_s=(count - 1 + 1e-6) * per_s / count)
+        self._rates = Rates(count / per_s, clients=MAX_KEYS, burst_s=(count - 1 + 1e-6) * per_s / count)
 
     def take(self, key: str, what: str) -> None:
-        """Charge one use. Raises HttpError with status 429."""
+        """Charge one use. Raise HttpError with status 429."""
         wait_s = self._rates.wait_s(key, self._monotonic())
         if wait_s > 0:
             raise HttpError(429, f"too many {what}; try again in {int(wait_s) + 1} s", int(wait_s) + 1)

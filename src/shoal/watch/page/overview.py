@@ -1,9 +1,9 @@
-"""Is it learning, is it healthy, is anyone cheating: the three answers, the figures behind them, the nodes, the curves.
+"""The dashboard's overview: is it learning, is it healthy, is anyone cheating; the nodes and the curves.
 
-Invariants: an answer is drawn from figures that stand next to it, and where they do not suffice it says so. No key, no
-fingerprint and no address is in it. What a node reports about itself is marked so on the page.
-A curve of more than MOST points is cut into buckets of steps; a point is the mean of its bucket, and `low` and `high` are
-the bucket's extremes, so no spike disappears.
+Invariants: each answer follows from figures shown beside it, and says when they do not suffice. No key, fingerprint or
+address appears. The page marks what a node reports about itself.
+A curve of more than MAX_POINTS points is bucketed by steps: a point is the mean of its bucket, and `low` and `high` are its
+extremes, so no spike disappears.
 """
 
 import math
@@ -29,8 +29,8 @@ from shoal.watch.figures import (
     no_signal,
     number,
     percent,
+    redact,
     rejections,
-    said,
     sites_of,
     tokens_per_s,
     total,
@@ -39,17 +39,17 @@ from shoal.watch.figures import (
 from shoal.watch.run import Run
 from shoal.watch.summary import read_summary
 
-LEAST_STEPS = 6  # before a trend is worth a word
-CLEAR = 2.0  # standard errors between the two ends of the reward, before it counts as a trend
-STATED = 3  # problems named in one answer
-SHOWN_TAKERS = 64  # nodes in the tree of weights that only receive
+MIN_TREND_STEPS = 6  # before a trend is reported
+TREND_ERRORS = 2.0  # a change of this many standard errors counts as a trend
+MAX_PROBLEMS = 3  # named in one answer
+MAX_RECEIVERS = 64  # receiving nodes shown in the weights tree
 ORDER = {"bad": 0, "warn": 1, "good": 2, "none": 3}
 KEY_PART = re.compile(r"-[0-9a-f]{16}$")
-MOST = 360  # points
-MOST_SAMPLES = 12
-AUDIT = "audit.txt"  # what `shoal audit` printed
-HIDDEN = ("database", "endpoint", "url", "listen", "token")  # keys of the config that name places
-NAMES = {  # of metrics.jsonl, by what the page calls them
+MAX_POINTS = 360  # of a curve
+MAX_SAMPLES = 12
+AUDIT = "audit.txt"  # output of `shoal audit`
+HIDDEN = ("database", "endpoint", "url", "listen", "token")  # config keys that may hold addresses or secrets
+NAMES = {  # the page's names of metrics in metrics.jsonl
     "reward": "reward/mean",
     "entropy": "policy/entropy",
     "mismatch": "policy/mismatch_kl",
@@ -68,19 +68,19 @@ def _answer(question: str, answer: str, tone: Tone, detail: str) -> dict[str, st
     return {"question": question, "answer": answer, "tone": tone, "detail": detail}
 
 
-def state_of(run: Run, status: Status) -> str:
+def run_state(run: Run, status: Status) -> str:
     """`finished`, `running` or `stopped`."""
     return status.state if status.state == "finished" else "running" if run.running() else "stopped"
 
 
 def overview(run: Run, status: Status, *, answers: bool = True) -> dict[str, Any]:
-    """`answers`: whether its coordinator still answers."""
+    """Return the overview. `answers`: whether the coordinator still responds."""
     history, config = run.history, run.config
-    state, wall_s = state_of(run, status), run.wall_s(status)
+    state, wall_s = run_state(run, status), run.wall_s(status)
     if state == "running" and not answers:
         state = "stopped"
     accepted, rejected = sum(node.accepted for node in status.nodes), sum(node.rejected for node in status.nodes)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": run_name(status.run),
         "state": state,
         "trained": len(history.metrics),
@@ -98,23 +98,23 @@ def overview(run: Run, status: Status, *, answers: bool = True) -> dict[str, Any
         "stale": status.stale_groups,
         "accepted": accepted,
         "rejected": rejected,
-        "reasons": {reason: [number_, is_hard(reason)] for reason, number_ in sorted(status.reject_reasons.items())},
+        "reasons": {reason: [n, is_hard(reason)] for reason, n in sorted(status.reject_reasons.items())},
         "exact": status.exact.model_dump(),
         "sites": [_site(site) for site in sites_of(history.metrics)],
         "nodes": _counts(status, state),
     }
     if config:
-        found["model"] = clean(config.model.name)
-        found["async_level"] = config.coordinator.async_level
-        found["loss"] = config.learner.loss.kind
-        found["sources"] = [clean(source.label) for source in config.tasks.sources]
-    return found
+        fields["model"] = clean(config.model.name)
+        fields["async_level"] = config.coordinator.async_level
+        fields["loss"] = config.learner.loss.kind
+        fields["sources"] = [clean(source.label) for source in config.tasks.sources]
+    return fields
 
 
 def _site(site: SiteRow) -> dict[str, Any]:
     times_s = {"computing": site.computed_s, "waiting": site.waited_s, "syncing": site.synced_s}
     return {
-        "name": said(site.name),
+        "name": redact(site.name),
         "state": site.state,
         "tone": "good" if site.well else "warn",
         "loss": site.loss,
@@ -125,40 +125,40 @@ def _site(site: SiteRow) -> dict[str, Any]:
 
 
 def _about(seconds: float | None, grain_s: float) -> float | None:
-    """Rounded, so that a clock that ticks is no news to every page."""
+    """Round, so that a ticking clock does not change the response."""
     return None if seconds is None else round(round(seconds / grain_s) * grain_s, 1)
 
 
 def run_name(run: str) -> str:
-    """The run's name without the part that its coordinator's key adds.
+    """Return the run's name without the suffix from its coordinator's key.
 
     >>> run_name("quickstart-0-7715741485d6412d")
     'quickstart-0'
     """
-    return said(KEY_PART.sub("", run))
+    return redact(KEY_PART.sub("", run))
 
 
 def _learning(history: RunHistory) -> dict[str, str]:
     question = "Is it learning?"
     rewards = [step["reward/mean"] for step in history.metrics if "reward/mean" in step]
-    held = _heldout(history.evaluations)
-    if held:
-        before, after = held
-        a, b = (_interval(found) for found in held)
+    pair = _heldout(history.evaluations)
+    if pair:
+        before, after = pair
+        a, b = (_interval(evaluation) for evaluation in pair)
         change = f"Held-out {percent(_value(before))} → {percent(_value(after))}"
         if b[0] > a[1]:
             return _answer(question, "Yes", "good", f"{change}; the 95 % intervals do not overlap.")
         if b[1] < a[0]:
             return _answer(question, "No, it got worse", "bad", f"{change}; the 95 % intervals do not overlap.")
-    if len(rewards) < LEAST_STEPS:
+    if len(rewards) < MIN_TREND_STEPS:
         return _answer(
-            question, "Too early to say", "none", f"{len(rewards)} steps so far; a trend needs {LEAST_STEPS}."
+            question, "Too early to say", "none", f"{len(rewards)} steps so far; a trend needs {MIN_TREND_STEPS}."
         )
     first, last, error = _ends(rewards)
     change = f"Reward {number(first)} → {number(last)} over {len(rewards)} steps"
-    if last - first > CLEAR * error:
+    if last - first > TREND_ERRORS * error:
         return _answer(question, "Yes", "good", f"{change}, more than its noise.")
-    if first - last > CLEAR * error:
+    if first - last > TREND_ERRORS * error:
         return _answer(question, "No, reward falls", "bad", f"{change}, more than its noise.")
     return _answer(question, "Not visibly", "warn", f"{change}, within its noise.")
 
@@ -169,8 +169,8 @@ def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> 
         return _answer(question, "It has stopped", "bad", f"After {status.trained} of {status.steps} steps.")
     silent = [node for node in status.nodes if is_silent(node, status, running=state == "running")]
     if silent:
-        names = ", ".join(clean(node.name) for node in silent[:STATED])
-        problems.append(f"{len(silent)} silent: {names}{' …' if len(silent) > STATED else ''}")
+        names = ", ".join(clean(node.name) for node in silent[:MAX_PROBLEMS])
+        problems.append(f"{len(silent)} silent: {names}{' …' if len(silent) > MAX_PROBLEMS else ''}")
     if words := no_signal(status.signal):
         problems.append(words)
     if words := grader_errors(status.grading):
@@ -181,9 +181,11 @@ def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> 
     problems += [f"{site.name} {site.state}" for site in sites_of(history.metrics) if not site.well]
     suspended = [node for node in status.nodes if node.suspended_s]
     if suspended:
-        problems.append(f"{len(suspended)} suspended: {', '.join(clean(node.name) for node in suspended[:STATED])}")
+        problems.append(
+            f"{len(suspended)} suspended: {', '.join(clean(node.name) for node in suspended[:MAX_PROBLEMS])}"
+        )
     if problems:
-        return _answer(question, "Look here", "warn", "; ".join(problems[:STATED]) + ".")
+        return _answer(question, "Look here", "warn", "; ".join(problems[:MAX_PROBLEMS]) + ".")
     here = sum(not node.evicted and node.state != "left" for node in status.nodes)
     pace = _pace(history)
     if state == "finished":
@@ -195,7 +197,7 @@ def _cheating(status: Status, accepted: int, rejected: int) -> dict[str, str]:
     question = "Is anyone cheating?"
     hard = {reason: n for reason, n in status.reject_reasons.items() if is_hard(reason)}
     if status.slashed:
-        names = ", ".join(clean(name) for name in status.slashed[:STATED])
+        names = ", ".join(clean(name) for name in status.slashed[:MAX_PROBLEMS])
         why = f" ({rejections(sum(hard.values()), hard)})" if hard else ""
         return _answer(question, "Caught", "bad", f"Slashed: {names}{why}. Rejected work is never trained on.")
     if hard:
@@ -209,13 +211,13 @@ def _cheating(status: Status, accepted: int, rejected: int) -> dict[str, str]:
 
 
 def _counts(status: Status, state: str) -> dict[str, int]:
-    found = {"all": len(status.nodes), "evicted": 0, "silent": 0, "left": 0, "suspended": 0}
+    counts = {"all": len(status.nodes), "evicted": 0, "silent": 0, "left": 0, "suspended": 0}
     for node in status.nodes:
-        found["evicted"] += node.evicted
-        found["left"] += node.state == "left"
-        found["suspended"] += bool(node.suspended_s)
-        found["silent"] += is_silent(node, status, running=state == "running")
-    return found
+        counts["evicted"] += node.evicted
+        counts["left"] += node.state == "left"
+        counts["suspended"] += bool(node.suspended_s)
+        counts["silent"] += is_silent(node, status, running=state == "running")
+    return counts
 
 
 def _pace(history: RunHistory) -> str:
@@ -224,22 +226,22 @@ def _pace(history: RunHistory) -> str:
 
 
 def _heldout(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
-    """The first and the newest evaluation, if there are two."""
-    known = [found for found in evaluations if _value(found) is not None]
+    """Return the first and the newest evaluation, if there are two."""
+    known = [evaluation for evaluation in evaluations if _value(evaluation) is not None]
     return (known[0], known[-1]) if len(known) > 1 and known[0].version != known[-1].version else None
 
 
-def _value(found: Evaluation) -> float | None:
-    return found.greedy if found.greedy is not None else found.sampled
+def _value(evaluation: Evaluation) -> float | None:
+    return evaluation.greedy if evaluation.greedy is not None else evaluation.sampled
 
 
-def _interval(found: Evaluation) -> tuple[float, float]:
-    estimate = wilson((_value(found) or 0.0) * found.n, found.n)
+def _interval(evaluation: Evaluation) -> tuple[float, float]:
+    estimate = wilson((_value(evaluation) or 0.0) * evaluation.n, evaluation.n)
     return estimate.low, estimate.high
 
 
 def _ends(rewards: Sequence[float]) -> tuple[float, float, float]:
-    """Means of the first and the last third, and the standard error of their difference."""
+    """Return the means of the first and last third, and the standard error of their difference."""
     size = len(rewards) // 3
     first, last = rewards[:size], rewards[-size:]
     means = [sum(part) / size for part in (first, last)]
@@ -251,9 +253,9 @@ def _ends(rewards: Sequence[float]) -> tuple[float, float, float]:
 
 
 def node_table(run: Run, status: Status, trust: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
-    """One row per node, problems first. `trust`: by worker, full checks that it passed in a row, and all of them."""
-    state = state_of(run, status)
-    alpha = ALPHA if run.config else None  # evidence of 1 / alpha dismisses a worker
+    """Return one row per node, problems first. `trust`: by worker, consecutive full checks passed, and all of them."""
+    state = run_state(run, status)
+    alpha = ALPHA if run.config else None  # a worker is dismissed at evidence 1 / alpha
     rows = [_row(node, status, trust, state, alpha) for node in status.nodes]
     return sorted(rows, key=lambda row: (ORDER[row["tone"]], row["role"], row["name"]))
 
@@ -288,8 +290,8 @@ def _row(
         "role": node.role,
         "condition": condition,
         "tone": tone,
-        "why": said(node.reason or node.suspension),
-        "doing": said(("waiting for " if node.stats.waiting else "") + node.stats.doing) if node.stats.doing else "",
+        "why": redact(node.reason or node.suspension),
+        "doing": redact(("waiting for " if node.stats.waiting else "") + node.stats.doing) if node.stats.doing else "",
         "version": node.policy_version,
         "behind": behind,
         "speed": finite(speed),
@@ -308,9 +310,9 @@ def _row(
 
 
 def broadcast(status: Status) -> dict[str, Any]:
-    """The tree of weights: each node below the one that sent it most, with the rate of every sender."""
+    """Return the weights tree: each node below its main sender, with the rate of every sender."""
     names = {node.url: clean(node.name) for node in status.nodes if node.url}
-    rows, left_out = weights_tree(status.nodes, SHOWN_TAKERS)
+    rows, left_out = weights_tree(status.nodes, MAX_RECEIVERS)
     tree = [
         {
             "depth": depth,
@@ -329,23 +331,23 @@ def broadcast(status: Status) -> dict[str, Any]:
 
 
 def about(run: Run) -> dict[str, Any]:
-    """What the model wrote, the run's config, its memory, and what its audit said."""
+    """Return sample completions, the run's config, its memory, and its audit."""
     assert run.folder is not None and run.config is not None
     samples = run.history.samples
-    every = max(len(samples) // MOST_SAMPLES, 1)
+    every = max(len(samples) // MAX_SAMPLES, 1)
     audit = run.folder / AUDIT
     config = config_module.dumps(run.config).splitlines()
     return {
         "memory": read_summary(run.folder).get("peak_together_bytes"),
         "samples": [
             {
-                **{name: _by_line(clean, getattr(one, name)) for name in ("task", "prompt", "completion", "worker")},
-                **{name: getattr(one, name) for name in ("policy_version", "reward", "tokens")},
+                **{name: _by_line(clean, getattr(sample, name)) for name in ("task", "prompt", "completion", "worker")},
+                **{name: getattr(sample, name) for name in ("policy_version", "reward", "tokens")},
             }
-            for one in samples[::-1][::every][:MOST_SAMPLES]
+            for sample in samples[::-1][::every][:MAX_SAMPLES]
         ],
-        "audit": _by_line(said, audit.read_text(errors="replace")[:20_000]) if audit.is_file() else None,
-        "config": "\n".join(said(line) for line in config if line.split(" = ")[0].strip() not in HIDDEN),
+        "audit": _by_line(redact, audit.read_text(errors="replace")[:20_000]) if audit.is_file() else None,
+        "config": "\n".join(redact(line) for line in config if line.split(" = ")[0].strip() not in HIDDEN),
     }
 
 
@@ -354,46 +356,54 @@ def _by_line(cleaned: Callable[[str], str], text: str) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """A number that JSON can carry, whatever a node reports."""
+    """Return a number that JSON can represent, or None."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
 # --- curves ------------------------------------------------------------------------------------------------------------
 
 
-def names_in(keys: Collection[str]) -> dict[str, str]:
-    """Those of these metrics that the page draws, by what it calls them: NAMES, and the loss at each of several sites."""
+def select_metrics(keys: Collection[str]) -> dict[str, str]:
+    """Select the metrics that the page draws, by their display name: NAMES, and the loss at each site."""
     losses = {f"loss {clean(site[1])}": key for key in sorted(keys) if (site := SITE_LOSS.match(key))}
     return {name: key for name, key in NAMES.items() if key in keys} | losses
 
 
-def curves(history: Sequence[Mapping[str, float]], most: int = MOST) -> dict[str, Any]:
-    """All curves: `x` (trained steps), and for each name its values, with `low` and `high` where steps were put together."""
-    names = names_in({key for step in history for key in step})
-    spans = buckets(len(history), most)
-    together = len(spans) < len(history)
+def curves(history: Sequence[Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
+    """Return all curves: `x` (trained steps), and values by name, with `low` and `high` if steps were bucketed."""
+    names = select_metrics({key for step in history for key in step})
+    spans = buckets(len(history), max_points)
+    bucketed = len(spans) < len(history)
     x = [int(history[last - 1]["step"]) + 1 for _, last in spans]
-    found: dict[str, Any] = {"x": x, "values": {}, "low": {}, "high": {}}
+    result: dict[str, Any] = {"x": x, "values": {}, "low": {}, "high": {}}
     for name, key in names.items():
         parts = [[step[key] for step in history[first:last] if key in step] for first, last in spans]
-        found["values"][name] = [short(sum(part) / len(part)) if part else None for part in parts]
-        if together:
-            found["low"][name] = [short(min(part)) if part else None for part in parts]
-            found["high"][name] = [short(max(part)) if part else None for part in parts]
-    return found
+        result["values"][name] = [round_value(sum(part) / len(part)) if part else None for part in parts]
+        if bucketed:
+            result["low"][name] = [round_value(min(part)) if part else None for part in parts]
+            result["high"][name] = [round_value(max(part)) if part else None for part in parts]
+    return result
 
 
-def accuracy(found: Evaluation) -> dict[str, Any]:
-    greedy, sampled = (None if value is None else short(value) for value in (found.greedy, found.sampled))
-    return {"x": found.version, "greedy": greedy, "sampled": sampled, "n": found.n, "final": found.final}
+def accuracy(evaluation: Evaluation) -> dict[str, Any]:
+    greedy, sampled = (
+        None if value is None else round_value(value) for value in (evaluation.greedy, evaluation.sampled)
+    )
+    return {
+        "x": evaluation.version,
+        "greedy": greedy,
+        "sampled": sampled,
+        "n": evaluation.n,
+        "final": evaluation.final,
+    }
 
 
-def buckets(count: int, most: int) -> list[tuple[int, int]]:
-    """At most `most` ranges of about equal size that cover `count` steps, empty ones left out."""
-    size = max(-(-count // most), 1)
+def buckets(count: int, max_points: int) -> list[tuple[int, int]]:
+    """Split `count` steps into at most `max_points` ranges of about equal size."""
+    size = max(-(-count // max_points), 1)
     return [(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def short(value: float) -> float:
-    """Five digits: what a chart can show, and half the bytes."""
+def round_value(value: float) -> float:
+    """Round to five digits: enough for a chart, in half the bytes."""
     return float(f"{value:.5g}")

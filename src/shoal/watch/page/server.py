@@ -1,9 +1,8 @@
-"""The dashboard's server: the page, and what it asks for every few seconds while somebody looks at it.
+"""The dashboard's server: the page, and the routes it polls while it is visible.
 
-Invariant: it answers GET only and changes nothing. No answer holds a key, an invite, a signature or an address. Files are
-served by exact name (`files`). While nobody asks, nothing is read. All pages get the same answers: each is made once, in the
-one thread that reads the run, and given again for FRESH_S, or for longer where making it would take more than SHARE of one
-core. A page that has an answer already is told so in a few bytes.
+Invariant: it answers GET only and changes nothing. No response contains a key, an invite, a signature or an address.
+Responses are computed in the one thread that reads the run, and only on request. All clients share them: each is cached for
+FRESH_S, or longer so that computing it takes at most SHARE of one core. ETags make unchanged responses cheap.
 """
 
 import asyncio
@@ -28,31 +27,31 @@ from shoal.watch.run import Run
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-LOOK_S = 1.0  # between two looks at the run, at least
+LOOK_S = 1.0  # minimum time between two reads of the run
 FRESH_S = 2.0
-SHARE = 0.02  # of one core, at most, for each kind of answer
-KEPT = 64  # answers
-MOST_WAITING = 64  # questions that wait for the run's thread
-LONGEST_S = 86_400.0  # of a timeline
-ELSEWHERE = "only the folder of a run tells this: shoal dashboard FOLDER"
+SHARE = 0.02  # maximum share of one core per kind of response
+CACHE_SIZE = 64  # responses
+MAX_WAITING = 64  # requests that wait for the run's thread
+MAX_TIMELINE_S = 86_400.0
+ELSEWHERE = "this needs the folder of a run: shoal dashboard FOLDER"
 Answer = dict[str, Any]
 Query = Mapping[str, str]
 
 
 class Dashboard:
     def __init__(self, run: Run, others: Sequence[Run] = ()) -> None:
-        """`others`: runs whose curves are drawn beside this one's, as they are now."""
+        """`others`: runs to compare with, drawn as they are now."""
         self.run, self.others = run, others
-        self.problem = ""  # why the run could not be looked at
+        self.problem = ""  # why the run could not be read
         self.files = Files([SHARED, STATIC])
         self._status: Status | None = None
         self._looked_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run")
-        self._kept: dict[str, tuple[float, File]] = {}  # until when
-        self._asked: dict[str, asyncio.Task[File]] = {}
+        self._cache: dict[str, tuple[float, File]] = {}  # expiry and response
+        self._pending: dict[str, asyncio.Task[File]] = {}
 
     def app(self, hosts: tuple[str, ...] = LOOPBACK) -> web.Application:
-        """`hosts`: names that a browser may use for it; () for any."""
+        """Build the application. `hosts`: accepted Host headers; () for any."""
         application = web.Application(client_max_size=1024)
         secure(application, hosts)
         application.router.add_get("/", self._page)
@@ -71,10 +70,10 @@ class Dashboard:
     async def _closed(self, _: web.Application) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # --- answers, each made in the run's thread ------------------------------------------------------------------------
+    # --- responses, computed in the run's thread ------------------------------------------------------------------------
 
     def questions(self) -> dict[str, Callable[[Query], Answer]]:
-        """Every question by its path."""
+        """Return the computation of each response, by path."""
         return {
             "/api/overview": lambda _: self.overview(),
             "/api/curves": lambda _: self.curves(),
@@ -86,7 +85,7 @@ class Dashboard:
         }
 
     def look(self) -> Status:
-        """The state now, or what it was when the run was last reached. Raises ShoalError if it never was."""
+        """Return the current state, or the last one known. Raise ShoalError if the run was never reached."""
         if self._status is None or time.monotonic() - self._looked_s >= LOOK_S:
             try:
                 self._status, self.problem = self.run.look(), ""
@@ -98,10 +97,10 @@ class Dashboard:
         return self._status
 
     def overview(self) -> Answer:
-        """`seen`: it changes when there are new curves."""
-        told = overview(self.run, self.look(), answers=not self.problem)
+        """Return the overview. `seen` changes when there are new curves."""
+        answers = overview(self.run, self.look(), answers=not self.problem)
         seen = f"{len(self.run.history.metrics)}.{len(self.run.history.evaluations)}"
-        return {"overview": told, "seen": seen, "details": self.run.folder is not None}
+        return {"overview": answers, "seen": seen, "details": self.run.folder is not None}
 
     def curves(self) -> Answer:
         self.look()
@@ -109,12 +108,12 @@ class Dashboard:
         for other in self.others:
             drawn = curves(other.history.metrics)
             reward = {"x": drawn["x"], "values": {"reward": drawn["values"].get("reward", [])}}
-            found = [accuracy(one) for one in other.history.evaluations]
-            others.append({"name": run_name(other.name), "curves": reward, "evaluations": found})
+            evaluations = [accuracy(evaluation) for evaluation in other.history.evaluations]
+            others.append({"name": run_name(other.name), "curves": reward, "evaluations": evaluations})
         history = self.run.history
         return {
             "curves": curves(history.metrics),
-            "evaluations": [accuracy(one) for one in history.evaluations],
+            "evaluations": [accuracy(evaluation) for evaluation in history.evaluations],
             "others": others,
         }
 
@@ -124,10 +123,10 @@ class Dashboard:
         return {"nodes": rows, "broadcast": broadcast(status)}
 
     def timeline(self, query: Query) -> Answer:
-        """The `last` seconds before `to`."""
+        """Return the timeline of the `last` seconds before `to`."""
         run, status = self._details(), self.look()
-        to_s = _real(query, "to", status.now_s)
-        from_s = to_s - min(max(_real(query, "last", 120.0), 1.0), LONGEST_S)
+        to_s = _parse_float(query, "to", status.now_s)
+        from_s = to_s - min(max(_parse_float(query, "last", 120.0), 1.0), MAX_TIMELINE_S)
         return timeline(run, from_s, to_s) | {"begun_s": status.started_s, "now_s": status.now_s}
 
     def _details(self) -> Run:
@@ -139,11 +138,11 @@ class Dashboard:
     # --- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _answering(self, question: Callable[[Query], Answer]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Ask in the run's thread, once for all who ask the same."""
+        """Compute in the run's thread, once for all concurrent requests of one path."""
 
         async def answer(request: web.Request) -> web.Response:
             name = request.path_qs
-            until_s, file = self._kept.get(name, (0.0, None))
+            until_s, file = self._cache.get(name, (0.0, None))
             try:
                 if file is None or time.monotonic() >= until_s:
                     file = await self._once(name, lambda: question(request.query))
@@ -157,24 +156,24 @@ class Dashboard:
         return answer
 
     async def _once(self, name: str, question: Callable[[], Answer]) -> File:
-        if name not in self._asked:
-            if len(self._asked) >= MOST_WAITING:
+        if name not in self._pending:
+            if len(self._pending) >= MAX_WAITING:
                 raise HttpError(503, "too many requests wait; try again in a moment", retry_s=2)
-            self._asked[name] = asyncio.create_task(self._make(name, question))
-            self._asked[name].add_done_callback(lambda _: self._asked.pop(name))
-        return await asyncio.shield(self._asked[name])
+            self._pending[name] = asyncio.create_task(self._make(name, question))
+            self._pending[name].add_done_callback(lambda _: self._pending.pop(name))
+        return await asyncio.shield(self._pending[name])
 
     async def _make(self, name: str, question: Callable[[], Answer]) -> File:
         def make() -> tuple[File, float]:
-            used_s = time.thread_time()  # a slow network costs none
+            used_s = time.thread_time()  # excludes waiting for the network
             file = File.of(json.dumps(question(), allow_nan=False).encode(), ".json")
             return file, time.thread_time() - used_s
 
         file, used_s = await asyncio.get_running_loop().run_in_executor(self._thread, make)
-        self._kept.pop(name, None)
-        while len(self._kept) >= KEPT:
-            del self._kept[next(iter(self._kept))]
-        self._kept[name] = (time.monotonic() + max(FRESH_S, used_s / SHARE), file)
+        self._cache.pop(name, None)
+        while len(self._cache) >= CACHE_SIZE:
+            del self._cache[next(iter(self._cache))]
+        self._cache[name] = (time.monotonic() + max(FRESH_S, used_s / SHARE), file)
         return file
 
 
@@ -192,7 +191,7 @@ async def serve(
         await runner.cleanup()
 
 
-def _real(query: Query, name: str, default: float) -> float:
+def _parse_float(query: Query, name: str, default: float) -> float:
     text = query.get(name, "")
     try:
         value = float(text) if text else default

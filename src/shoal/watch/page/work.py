@@ -1,10 +1,9 @@
-"""What the pool worked on: who did what when, what became of it, why work was rejected. From the lines of `work.jsonl`.
+"""The pool's work, from `work.jsonl`: a timeline of nodes, the fate of submissions, reasons of rejections.
 
-The timeline is the figure of asynchrony in the paper (INTELLECT-2, section 2): workers generate with one version while the
+The timeline is the paper's figure of asynchrony (INTELLECT-2, section 2): workers generate with one version while the
 learner trains the next. Invariant: every bar comes from times that the coordinator recorded, with two exceptions. The
-learner's follow from its own report: when a step ended, how long it computed and waited. The lengths of downloads are the
-nodes' statements. A validator that holds several claims is shown at the one that it judged next.
-A rejection is told with its reason in words and with the validator's own detail; names and numbers only, no ids.
+learner's bars come from its own report: when a step ended, how long it computed and waited. The durations of downloads are
+reported by the nodes. A validator that has several claims is shown at the one it judges next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,17 +11,17 @@ from itertools import pairwise
 from typing import Any
 
 from shoal.protocol.messages import LEASE_S
-from shoal.watch.figures import clean, is_hard, reason_words, said
-from shoal.watch.page.overview import MOST, buckets
+from shoal.watch.figures import clean, is_hard, reason_words, redact
+from shoal.watch.page.overview import MAX_POINTS, buckets
 from shoal.watch.record import Line
 from shoal.watch.run import Run
 
 SHOWN = 3_000  # newest submissions and downloads in a timeline
-LANES = 40  # of one role; the busiest
+LANES = 40  # busiest nodes shown per role
 ORDER = ("learner", "origin", "relay", "worker", "validator", "evaluator")
-QUEUE = 50  # oldest that are shown
-REJECTED = 100  # newest
-RECENT = 256  # verdicts whose waits are summed up
+QUEUE = 50  # oldest waiting submissions shown
+REJECTED = 100  # newest rejections shown
+RECENT = 256  # newest verdicts in the wait statistics
 Bar = dict[str, Any]
 
 
@@ -31,20 +30,20 @@ def submissions(work: Sequence[Line]) -> list[Line]:
 
 
 def trust(work: Sequence[Line]) -> dict[str, tuple[int, int]]:
-    """By worker: submissions accepted after a full check since its last rejection, and all full checks."""
-    found: dict[str, tuple[int, int]] = {}
+    """Return, by worker, full checks passed since its last rejection, and all full checks."""
+    counts: dict[str, tuple[int, int]] = {}
     for line in work:
         if line["kind"] == "submission" and line["state"] in ("accepted", "rejected"):
-            streak, checks = found.get(line["worker"], (0, 0))
+            streak, checks = counts.get(line["worker"], (0, 0))
             streak = 0 if line["state"] == "rejected" else streak + bool(line["full"])
-            found[line["worker"]] = (streak, checks + bool(line["full"]))
-    return found
+            counts[line["worker"]] = (streak, checks + bool(line["full"]))
+    return counts
 
 
-def flow(work: Sequence[Line], most: int = MOST // 4) -> dict[str, Any]:
-    """Per step, or per bucket of steps, summed: what became of groups, and verdicts by reason."""
+def flow(work: Sequence[Line], max_points: int = MAX_POINTS // 4) -> dict[str, Any]:
+    """Return, per step or bucket of steps, the fate of groups, and verdicts by reason."""
     settled = [line for line in submissions(work) if line["state"] in ("accepted", "rejected", "stale")]
-    spans = buckets(max((line["step"] for line in settled), default=-1) + 1, most)
+    spans = buckets(max((line["step"] for line in settled), default=-1) + 1, max_points)
     size = spans[0][1] - spans[0][0] if spans else 1
     groups = {name: [0] * len(spans) for name in ("useful", "filtered", "late", "rejected")}
     judged: dict[str, list[int]] = {"": [0] * len(spans)}
@@ -62,7 +61,7 @@ def flow(work: Sequence[Line], most: int = MOST // 4) -> dict[str, Any]:
 
 
 def validation(run: Run) -> dict[str, Any]:
-    """The validators' queue, how long verdicts take, and why submissions were rejected."""
+    """Return the validators' queue, how long verdicts take, and why submissions were rejected."""
     settled, under_way = submissions(run.work()), run.under_way()
     states: dict[str, int] = {}
     for line in [*settled, *under_way]:
@@ -79,8 +78,8 @@ def validation(run: Run) -> dict[str, Any]:
 
 
 def _why(line: Line) -> dict[str, Any]:
-    """The reason of a rejection in words, and the validator's detail."""
-    reason, detail = line["reason"], said(line.get("detail", ""))
+    """Return the reason of a rejection, its explanation, and the validator's detail."""
+    reason, detail = line["reason"], redact(line.get("detail", ""))
     return {"reason": reason, "hard": is_hard(reason), "words": reason_words(reason), "detail": detail}
 
 
@@ -98,25 +97,25 @@ def _at(ordered: list[float], share: float) -> float | None:
 
 
 def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
-    """Lanes of bars between these moments, in seconds of unix time. `cut_s`: it is complete from then on."""
+    """Return lanes of bars between two unix times, in seconds. `cut_s`: earlier bars were left out."""
     work = run.work()
-    both = [*submissions(work), *run.under_way()]
-    during = [line for line in both if line["assigned_s"] <= to_s and (_ended_s(line) or to_s) >= from_s]
+    all_work = [*submissions(work), *run.under_way()]
+    during = [line for line in all_work if line["assigned_s"] <= to_s and (_ended_s(line) or to_s) >= from_s]
     shown = sorted(during, key=lambda line: int(line["submission"]))[-SHOWN:]
     lanes: dict[tuple[str, str], list[Bar]] = {("learner", "learner"): _learner(run.history.metrics, from_s, to_s)}
     for line in shown:
-        if line["uploaded_s"] is not None or line["state"] == "open":  # else: when its worker stopped is not recorded
+        if line["uploaded_s"] is not None or line["state"] == "open":  # else its end was not recorded
             bar = {"kind": "generate", "from_s": line["assigned_s"], "to_s": line["uploaded_s"] or to_s}
             lanes.setdefault(("worker", clean(line["worker"])), []).append(bar | _submission(line))
         if line["validator"] is not None and line["lease_s"] is not None:
-            # When a claim was made is not stored: its lease ends LEASE_S after it.
-            begun_s, queued_s = max(line["lease_s"] - LEASE_S, line["uploaded_s"] or 0.0), line["uploaded_s"]
-            bar = {"kind": "check", "from_s": begun_s, "to_s": line["judged_s"] or to_s, "queued_s": queued_s}
+            # The time of a claim is not stored, but its lease ends LEASE_S later.
+            start_s, queued_s = max(line["lease_s"] - LEASE_S, line["uploaded_s"] or 0.0), line["uploaded_s"]
+            bar = {"kind": "check", "from_s": start_s, "to_s": line["judged_s"] or to_s, "queued_s": queued_s}
             bar |= _submission(line) | {"worker": clean(line["worker"])}
             lanes.setdefault(("validator", clean(line["validator"])), []).append(bar)
     for (role, _), bars in lanes.items():
         if role == "validator":
-            _one_by_one(bars)
+            _make_sequential(bars)
     downloads = [
         line for line in work if line["kind"] == "download" and line["to_s"] >= from_s and line["from_s"] <= to_s
     ]
@@ -164,8 +163,8 @@ def _submission(line: Line) -> Bar:
     }
 
 
-def _one_by_one(checks: list[Bar]) -> None:
-    """Claims are taken together and judged one after another: each bar begins when the one before it ended."""
+def _make_sequential(checks: list[Bar]) -> None:
+    """Start each bar where the previous one ended: a validator claims several submissions and judges them in turn."""
     checks.sort(key=lambda bar: float(bar["to_s"]))
     for earlier, bar in pairwise(checks):
         bar["from_s"] = min(max(bar["from_s"], earlier["to_s"]), bar["to_s"])

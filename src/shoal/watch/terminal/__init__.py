@@ -1,4 +1,4 @@
-"""A run in a terminal: one screen that is redrawn, or one line per event where the output is no terminal.
+"""A run in a terminal: one screen that is redrawn, or one line per event if the output is not a terminal.
 
-Invariant: a `Status` goes in, text comes out; text is cut to its column. Left out: fetching the Status (the caller does).
+Invariant: a `Status` goes in, text comes out, cut to its column. The caller fetches the Status.
 """

@@ -1,7 +1,7 @@
-"""What happened between two statuses, as lines: for a log or a pipe.
+"""Events between two statuses, as lines for a log or a pipe.
 
-Invariants: each event is printed once, however often its status comes; while a step is open, a line at least once a minute
-says how far it is, by the coordinator's clock. Called by the live view.
+Invariants: each event is reported once. While a step is open, a progress line appears at least once a minute, by the
+coordinator's clock.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,12 +29,12 @@ from shoal.watch.figures import (
 
 PROGRESS_S = 60.0
 SHOWN_SAMPLES = 3
-LINE = 160  # characters of a prompt or completion in one line of a log
+LINE = 160  # characters of a prompt or completion in a log line
 
 
 @dataclass
 class OpenStep:
-    """The open step when it was first seen, for its pace."""
+    """The open step when first seen, to measure its pace."""
 
     step: int
     have: int
@@ -42,23 +42,23 @@ class OpenStep:
 
 
 class Events:
-    """Turns successive statuses into lines of plain text, each event once."""
+    """Turns successive statuses into lines of text."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._told: set[str] = set()  # lines that are told once in a run
+        self._reported: set[str] = set()  # lines to report only once
         self._rejected: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
-        self._sites: list[str] = []  # what was last told of them
+        self._sites: list[str] = []  # as last reported
         self._suspended: set[str] = set()
-        self._flat = 0  # groups with equal rewards when that was last told
-        self._grader_errors = 0  # when they were last told
+        self._flat = 0  # groups with equal rewards, as last reported
+        self._grader_errors = 0  # as last reported
         self._open: OpenStep | None = None
-        self._progress_s: float | None = None  # when a line last told how far the run is
+        self._progress_s: float | None = None  # when progress was last reported
         self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | left | evicted)
 
     def new(self, status: Status, history: RunHistory) -> list[str]:
-        """The lines for what happened since the last call."""
+        """Return the lines for events since the last call."""
         return [
             *self._membership(status),
             *self._training(status, history),
@@ -74,8 +74,8 @@ class Events:
 
     def _once(self, lines: Iterable[str]) -> Iterator[str]:
         for line in lines:
-            if line not in self._told:
-                self._told.add(line)
+            if line not in self._reported:
+                self._reported.add(line)
                 yield line
 
     def _membership(self, status: Status) -> Iterator[str]:
@@ -123,11 +123,11 @@ class Events:
         self._steps = max(self._steps, len(history.metrics))
 
     def _learner_sites(self, history: RunHistory) -> Iterator[str]:
-        """Who counts, when that changes."""
-        told, before = sites_summary(sites) if (sites := sites_of(history.metrics)) else [], self._sites
-        if told != before:
-            self._sites = told
-            yield f"sites: {', '.join(told)}"
+        """Report which sites count, when that changes."""
+        summary, before = sites_summary(sites) if (sites := sites_of(history.metrics)) else [], self._sites
+        if summary != before:
+            self._sites = summary
+            yield f"sites: {', '.join(summary)}"
 
     def _rejections(self, status: Status) -> Iterator[str]:
         rejected = {node.name: node.rejected for node in status.nodes if node.role == "worker"}
@@ -138,7 +138,7 @@ class Events:
             yield f"rejected: {counted(who, 'of ') or NONE}; reason: {counted(why) or NONE}"
 
     def _signal(self, status: Status, history: RunHistory) -> Iterator[str]:
-        """Groups without a signal are reported when their number has doubled, with what the model wrote."""
+        """Report groups without a signal, with sample completions, each time their number doubles."""
         if status.signal.flat < self._flat:
             self._flat = 0
         if (words := no_signal(status.signal)) and status.signal.flat >= 2 * self._flat:
@@ -147,7 +147,7 @@ class Events:
             yield from sample_lines(history.samples[-SHOWN_SAMPLES:])
 
     def _grader(self, status: Status) -> Iterator[str]:
-        """Grader errors are reported when their number has doubled."""
+        """Report grader errors each time their number doubles."""
         errors = status.grading.errors
         if errors and errors >= 2 * self._grader_errors:
             self._grader_errors = errors
@@ -173,10 +173,10 @@ class Events:
         )
 
 
-def _heldout(found: Evaluation) -> str:
+def _heldout(evaluation: Evaluation) -> str:
     return (
-        f"held-out at v{found.version}{' (final)' if found.final else ''}: "
-        f"greedy {percent(found.greedy)}, sampled {percent(found.sampled)}, n {found.n}"
+        f"held-out at v{evaluation.version}{' (final)' if evaluation.final else ''}: "
+        f"greedy {percent(evaluation.greedy)}, sampled {percent(evaluation.sampled)}, n {evaluation.n}"
     )
 
 
@@ -185,7 +185,7 @@ def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
 
 
 def sample_lines(samples: Sequence[WorkerSample]) -> list[str]:
-    """One line per sample, for logs: reward, prompt and completion."""
+    """Format one line per sample: reward, prompt and completion."""
     return [
         f"completion by {sample.worker}, version {sample.policy_version}, reward {number(sample.reward)}: "
         f"{_one_line(sample.prompt)} → {_one_line(sample.completion)}"

@@ -1,7 +1,7 @@
-"""The view of a running run: a screen in a terminal, lines anywhere else.
+"""The live view of a run: a screen in a terminal, lines elsewhere.
 
-Invariants: nothing is drawn between two updates, so no thread is needed. A coordinator that went away is waited for, up to a
-deadline. Left out: keys. Completions are under About on the dashboard's page, and in `rollouts.jsonl`.
+Invariants: it draws only in `update`, so it needs no thread. It waits for an unreachable coordinator up to a deadline.
+Left out: keyboard input; completions, which the dashboard shows under About.
 """
 
 import time
@@ -22,11 +22,11 @@ from shoal.watch.terminal.events import Events
 from shoal.watch.terminal.screen import Screen
 
 POLL_S = 1.0
-PATIENCE_S = 120.0  # a coordinator that restarts is back sooner
+PATIENCE_S = 120.0  # a restarting coordinator is back sooner
 
 
 class Terminal(Console):
-    """Every console of Shoal: what it prints holds the control characters of its own styles, and no others."""
+    """A console that prints no control characters except those of its own styles."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -34,7 +34,7 @@ class Terminal(Console):
 
 
 class LiveView:
-    """`update` redraws the screen in a terminal, and prints what is new elsewhere."""
+    """Redraws the screen in a terminal; elsewhere prints new events."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -53,7 +53,7 @@ class LiveView:
             self._live.stop()
 
     def update(self, status: Status, history: RunHistory, wall_s: float | None = None) -> None:
-        """`wall_s`: what the run has taken, if it was measured; else since its coordinator first started."""
+        """Show a status. `wall_s`: the run's measured time; None: since its coordinator first started."""
         if self._live is not None:
             self._live.update(Screen(status, history, wall_s), refresh=True)
             return
@@ -67,7 +67,7 @@ class LiveView:
 
 
 def show(run: Run, console: Console) -> None:
-    """The state now. Raises UnreachableError."""
+    """Print the current state. Raise UnreachableError."""
     status = run.look()
     console.print(Screen(status, run.history, elapsed_s=run.wall_s(status)))
 
@@ -79,7 +79,7 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """The state until the run has finished. Raises UnreachableError, at once if the first look fails."""
+    """Show the state until the run finishes. Raise UnreachableError, at once if the first request fails."""
     status, seen_s, away = run.look(), clock(), False
     with LiveView(console) as view:
         view.update(status, run.history, run.wall_s(status))

@@ -1,7 +1,7 @@
-"""How far a long command is: a line every ten seconds with the time left; of a download, a bar.
+"""Progress of long commands: a line with the ETA every ten seconds; for downloads, a bar.
 
-Invariant: the time left counts only what this process did. The bar of `shoal fetch` is on standard error; paths of fetched
-versions go to standard output.
+Invariant: the ETA counts only this process's work. `shoal fetch` draws its bar on standard error and prints the paths of
+fetched versions on standard output.
 """
 
 import time
@@ -20,27 +20,27 @@ EVERY_S = 10.0
 
 
 class CommandProgress:
-    """Call it with how many are done, the first time with how many were done before."""
+    """Call it with the number done; the first call gives the number done before this process."""
 
     def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.what, self.total, self.clock = console, what, total, clock
-        self._begun: tuple[int, float] | None = None
+        self._start: tuple[int, float] | None = None
         self._printed_s = -EVERY_S
 
     def __call__(self, done: int) -> None:
         now_s = self.clock()
-        before, begun_s = self._begun = self._begun or (done, now_s)
+        before, start_s = self._start = self._start or (done, now_s)
         if now_s - self._printed_s < EVERY_S and done != self.total:
             return
         self._printed_s = now_s
         line = f"{self.what}: {done} of {self.total}"
         if done not in (before, self.total):
-            line += f", ETA {duration((self.total - done) * (now_s - begun_s) / (done - before))}"
+            line += f", ETA {duration((self.total - done) * (now_s - start_s) / (done - before))}"
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 class FetchBar:
-    """Bytes, speed and senders of the running download, on standard error: standard output is for paths."""
+    """Show bytes, speed and senders of the current download on standard error."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

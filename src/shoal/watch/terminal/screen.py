@@ -2,8 +2,8 @@
 
 Invariant: no line is wider than the console, whatever a node reports, and progress, training and verdicts are shown on any
 terminal of at least 80x24. Called by `shoal run` and `shoal pool status`.
-Left out: scrolling, and how weights spread, which the dashboard shows. The table of sites needs a taller terminal. Nodes
-that do not fit are counted; nodes with a problem are shown first.
+Left out: scrolling, and the spread of weights, which the dashboard shows. The table of sites needs a taller terminal. Nodes
+with a problem come first; nodes that do not fit are counted.
 """
 
 from collections.abc import Sequence
@@ -48,17 +48,17 @@ from shoal.watch.figures import (
     useful_share,
 )
 
-MAX_WIDTH = 120  # more would only pull the columns apart
+MAX_WIDTH = 120  # wider only adds gaps between columns
 FRAME = 3  # lines of a panel with a table: two borders and the headings
-WIDE = 110  # from this width on, headings are whole words
-NARROW = 90  # below this width, what a node does takes the room of its role and memory
-FEW = 6  # nodes that are worth more than the table of sites
+WIDE = 110  # from this width on, headings are not abbreviated
+NARROW = 90  # below this width, role and memory are dropped
+FEW = 6  # show the table of sites only if this many nodes still fit
 ORDER: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator", "origin", "relay")
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Laid out for the width and height at which it is drawn. `elapsed_s`: what the run has taken; None: since its start."""
+    """The screen, laid out for the console's size. `elapsed_s`: the run's time; None: since its start."""
 
     status: Status
     history: RunHistory
@@ -112,7 +112,7 @@ def _header(status: Status, history: RunHistory, elapsed_s: float, width: int) -
 
 
 def _training(status: Status, history: RunHistory, width: int) -> RenderableType:
-    cells = width - 17  # what the frame and the labels leave
+    cells = width - 17  # width left beside frame and labels
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="ellipsis")
@@ -140,13 +140,13 @@ def _training(status: Status, history: RunHistory, width: int) -> RenderableType
 
 
 def _source(name: str, reward: float, step: dict[str, float]) -> str:
-    """Its mean reward, and how many of its groups the online filter left out."""
+    """Format a source's mean reward, and how many of its groups the online filter dropped."""
     filtered = step.get(f"filtered/{name}", 0.0)
     return f"{clean(name)} {number(reward)}" + (f" ({number(filtered, 0)} left out)" if filtered else "")
 
 
 def _one_line(items: Sequence[str], cells: int, style: str = "") -> Text:
-    """As many of the items as fit next to each other, and how many do not."""
+    """Join as many items as fit, and the number of the others."""
     kept = list(items)
     while True:
         hidden = len(items) - len(kept)
@@ -182,9 +182,9 @@ def _heldout(evaluations: Sequence[Evaluation], cells: int) -> Text:
 
 def _tokens(status: Status, history: RunHistory, cells: int) -> Text:
     elapsed_s = status.now_s - status.started_s
-    made, trained = status.tokens_generated, total(history.metrics, "perf/tokens")
+    generated, trained = status.tokens_generated, total(history.metrics, "perf/tokens")
     items = [
-        Text(f"{count(ratio(made, elapsed_s))} generated ({count(made)} in all)"),
+        Text(f"{count(ratio(generated, elapsed_s))} generated ({count(generated)} in all)"),
         Text(f"{count(ratio(trained, elapsed_s))} trained ({count(trained)} in all)"),
     ]
     return _flow(items, cells)
@@ -192,8 +192,8 @@ def _tokens(status: Status, history: RunHistory, cells: int) -> Text:
 
 def _age(status: Status, history: RunHistory, cells: int) -> Text:
     last = history.metrics[-1] if history.metrics else {}
-    mean, most = last.get("async/staleness_mean"), last.get("async/staleness_max")
-    items = [Text(f"mean {number(mean, 1)}, max {number(most, 0)} versions" if history.metrics else NONE)]
+    mean, oldest = last.get("async/staleness_mean"), last.get("async/staleness_max")
+    items = [Text(f"mean {number(mean, 1)}, max {number(oldest, 0)} versions" if history.metrics else NONE)]
     if status.stale_groups:
         items.append(Text(f"{status.stale_groups} groups grew too old", style="yellow"))
     return _flow(items, cells)
@@ -203,7 +203,7 @@ def _learner(history: RunHistory, cells: int) -> Text:
     if not history.metrics:
         return Text(NONE)
     busy, last = busy_frac(history.metrics), history.metrics[-1]
-    has_kl = any(step.get("policy/kl") for step in history.metrics)  # it is 0 in every step if learner.loss.beta is 0
+    has_kl = any(step.get("policy/kl") for step in history.metrics)  # always 0 if learner.loss.beta is 0
     items = [
         Text(f"busy {percent(busy, 0)}, waiting {percent(None if busy is None else 1 - busy, 0)}"),
         Text(f"entropy {number(last.get('policy/entropy'))}"),
@@ -221,7 +221,7 @@ def _batch(status: Status) -> Text:
 
 
 def _nodes_panel(status: Status, width: int, room: int) -> RenderableType:
-    """The nodes in at most `room` lines: a table, or one line that counts them. What has no row is counted as hidden."""
+    """Draw the nodes in at most `room` lines: a table, or one line that counts them."""
     nodes = sorted(status.nodes, key=lambda node: ORDER.index(node.role))
     if not nodes:
         return _panel("nodes", Text("no node yet", style="dim"))
@@ -247,7 +247,7 @@ def _verdicts(status: Status, cells: int) -> Text:
 
 
 def _flow(items: Sequence[Text], cells: int) -> Text:
-    """The items next to each other. An item that does not fit starts a new line."""
+    """Join items; one that does not fit starts a new line."""
     text, used = Text(overflow="ellipsis"), 0
     for item in items:
         fits = used + 3 + item.cell_len <= cells
@@ -304,7 +304,7 @@ def nodes_table(nodes: list[NodeStatus], status: Status, width: int) -> Renderab
 
 
 def worth_showing(nodes: list[NodeStatus], status: Status, room: int) -> list[NodeStatus]:
-    """At most `room` nodes, in their order. Nodes with a problem come before workers and relays without one."""
+    """Choose at most `room` nodes, keeping their order. Drop workers and relays without a problem first."""
 
     def calm(node: NodeStatus) -> bool:
         late = status.now_s - node.seen_s > SILENT_S
@@ -320,13 +320,13 @@ def _table(width: int) -> Table:
 
 
 def _column(table: Table, title: str, right: bool = False, rest: bool = False) -> None:
-    """A column as wide as its content. `rest`: it takes the width that the others leave."""
+    """Add a column as wide as its content. `rest`: it takes the remaining width."""
     table.add_column(title, ratio=1 if rest else None, no_wrap=True, justify="right" if right else "left")
 
 
 def _name(node: NodeStatus, width: int) -> Text:
-    most = min(max(width // 6, 8), 20)
-    return Text(middle(clean(node.name), most), style="strike" if node.evicted else "")
+    max_cells = min(max(width // 6, 8), 20)
+    return Text(middle(clean(node.name), max_cells), style="strike" if node.evicted else "")
 
 
 def _version(node: NodeStatus) -> Text:
