@@ -42,7 +42,7 @@ from attacker import Attacker
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import commit
 
-from shoal.coordinator.operating import invite_from
+from shoal.coordinator.operating import create_invite
 from shoal.coordinator.state import KEY
 from shoal.ledger.connection import SqliteConnection
 from shoal.ledger.table import Ledger
@@ -346,7 +346,7 @@ async def publish(site: Site, folder: Path) -> None:
 
 
 async def join(site: Site, folder: Path, identity: Identity, name: str, role: Role = "worker") -> Invite:
-    invite = await asyncio.to_thread(invite_from, folder, role, name, None, 1.0)
+    invite = await asyncio.to_thread(create_invite, folder, role, name, None, 1.0)
     body = json.dumps({"protocol": VERSION, "invite": invite.signed.model_dump_json()}).encode()
     reader, writer = await asyncio.open_connection(site.host, site.port)
     writer.write(site.request(identity, "POST", "/v1/register", body))
@@ -370,7 +370,7 @@ async def main(arguments: argparse.Namespace) -> None:
                 if server.poll() is not None or time.monotonic() > deadline_s:
                     raise RuntimeError(f"the coordinator did not start: {(Path(made) / 'log').read_text()[-2000:]}")
                 await asyncio.sleep(0.1)
-            invite = await asyncio.to_thread(invite_from, folder, "worker", "insider", None, 1.0)
+            invite = await asyncio.to_thread(create_invite, folder, "worker", "insider", None, 1.0)
             site = Site.at(invite, Identity.generate())
             site.members = [Identity.generate() for _ in range(arguments.heartbeats)]
             site.invite = await join(site, folder, site.insider, "attacker")

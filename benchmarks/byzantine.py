@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.coordinator.operating import invite_from
+from shoal.coordinator.operating import create_invite
 
 HERE = Path(__file__).parent
 START_S = 600.0  # until a run can be joined, on a very busy machine
@@ -56,7 +56,7 @@ def liars(run: subprocess.Popen, out: Path, kinds: Sequence[str], engine: str = 
             name = f"cheater-{number}" if len(kinds) > 1 else "cheater"
             folder = out / name
             folder.mkdir(mode=0o700, exist_ok=True)
-            invite_from(coordinator, "worker", name, None, days=1).save(folder / "invite")
+            create_invite(coordinator, "worker", name, None, days=1).save(folder / "invite")
             argv = [sys.executable, str(HERE / "liar.py"), kind, "--join", str(folder / "invite"), "--dir", str(folder)]
             with (out / "logs" / f"{name}.log").open("ab") as log:
                 started.append(subprocess.Popen([*argv, "--engine", engine], stdout=log, stderr=subprocess.STDOUT))

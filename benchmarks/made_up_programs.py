@@ -27,7 +27,7 @@ from machine import describe
 
 from shoal.cli.launch import process
 from shoal.cli.roles import run_worker
-from shoal.coordinator.operating import invite_from
+from shoal.coordinator.operating import create_invite
 from shoal.coordinator.trust import TRUST_AFTER
 from shoal.engine.protocol import Completion
 from shoal.protocol.invite import read_invite
@@ -119,7 +119,7 @@ def measured(arguments: argparse.Namespace, *, lies: bool) -> dict[str, Any]:
             homes = [folder / f"liar-{number}" for number in range(arguments.liars)]
             for home in homes:
                 home.mkdir()
-                invite = invite_from(out / "coordinator", "worker", home.name, None, 1.0)
+                invite = create_invite(out / "coordinator", "worker", home.name, None, 1.0)
                 (home / "invite").write_text(invite.encode())
                 command = [sys.executable, __file__, "--liar", str(home / "invite"), *(["--lies"] if lies else [])]
                 with (home / "log").open("wb") as log:

@@ -27,7 +27,7 @@ from typing import Any
 from abuse import CONFIG, Site, attack_in_a_process, attacks, join
 from machine import describe
 
-from shoal.coordinator.operating import invite_from
+from shoal.coordinator.operating import create_invite
 from shoal.protocol.identity import Identity
 
 RESULTS = Path(__file__).parent / "results" / "steps_under_attack.json"
@@ -71,7 +71,7 @@ async def main(arguments: argparse.Namespace) -> None:
                     raise RuntimeError(f"the run made no {WARM_STEPS} steps in {START_S:g} s: see {out}/logs")
                 await asyncio.sleep(0.2)
             folder = out / "coordinator"
-            invite = await asyncio.to_thread(invite_from, folder, "worker", "insider", None, 1.0)
+            invite = await asyncio.to_thread(create_invite, folder, "worker", "insider", None, 1.0)
             site = Site.at(invite, Identity.generate())
             site.invite = await join(site, folder, site.insider, "attacker")
             phases: list[dict[str, Any]] = []

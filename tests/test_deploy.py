@@ -17,7 +17,7 @@ import yaml
 
 from shoal.cli.arguments import read_config
 from shoal.cli.main import command_line
-from shoal.coordinator.operating import invited
+from shoal.coordinator.operating import invited_nodes
 from tests.cli.launch.composed import services
 from tests.coordinator.http.support import served
 from tests.servers import free_port
@@ -115,7 +115,7 @@ def test_every_kind_of_file_has_commands() -> None:
 
 def made_by(init: str) -> set[str]:
     """The invites that this command line of `shoal pool init` makes."""
-    return set(invited(read_config(command_line().parse_args(shlex.split(init)))))
+    return set(invited_nodes(read_config(command_line().parse_args(shlex.split(init)))))
 
 
 def test_the_composed_pool_is_whole() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from shoal.cli.origin_and_relay import WATCH_S, run_origin, run_relay
 from shoal.config import parse
-from shoal.coordinator.http.reports import Costly
+from shoal.coordinator.http.reports import CachedBody
 from shoal.coordinator.http.serving import serve_forever
-from shoal.coordinator.operating import invite_from
+from shoal.coordinator.operating import create_invite
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import FILE as ADDRESS
@@ -72,7 +72,7 @@ class Site:
         """One per role: a process that restarts has the invite it had before."""
         path = self.folder / f"{role}.invite"
         if not path.exists():
-            path.write_text(invite_from(self.folder / "coordinator", role, role, None, 1).encode())
+            path.write_text(create_invite(self.folder / "coordinator", role, role, None, 1).encode())
         return Invite.decode(path.read_text())
 
     def origin(self) -> InThread:
@@ -140,17 +140,17 @@ def fetched(site: Site, publisher: str, version: int, token: Callable[[str], str
 def test_a_relay_finds_the_origin_though_the_status_is_a_moment_old(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, get, answers = site.status().model_dump_json(), Costly.get, []
+    old, get, answers = site.status().model_dump_json(), CachedBody.get, []
     assert "origin" not in [node.role for node in site.status().nodes]
     origin = site.origin()
     site.write(0)
     wait_until(lambda: bool(site.announced()))
 
-    def late(status: Costly) -> str:
+    def late(status: CachedBody) -> str:
         answers.append(old if not answers else get(status))
         return answers[-1]
 
-    monkeypatch.setattr(Costly, "get", late)
+    monkeypatch.setattr(CachedBody, "get", late)
     relay = site.relay()
     wait_until(lambda: bool(answers) and (found := site.node("relay")) is not None and found.policy_version == 0)
     assert answers[0] == old

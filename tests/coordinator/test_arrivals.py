@@ -111,7 +111,7 @@ def test_a_slower_workers_task_is_waited_for_longer_up_to_a_limit(pool: Harness)
     assert pool.pool.assignments.arrivals.groups_open() == (2, 0)
     node.set(BOB, took_s=1e6, missed=0.0, missed_in_a_row=0, rests_until_s=0.0)
     node.set(CAROL, took_s=4.0, missed=0.0, missed_in_a_row=0, rests_until_s=0.0)
-    pool.clock.now_s += arrivals.LATE * arrivals.SLOWEST * 4.0
+    pool.clock.now_s += arrivals.LATE * arrivals.MAX_SLOWDOWN * 4.0
     pool.beat(BOB, 0, wants=False)
     assert pool.pool.assignments.arrivals.groups_open() == (0, 0)
 
@@ -135,7 +135,7 @@ def miss(harness: Harness, key: str) -> float:
     """Take a task, ask for another after its deadline, and rest. Returns for how long."""
     harness.task(key)
     harness.clock.now_s += 601.0
-    assert "never came" in harness.beat(key, 0).waiting_for
+    assert "were not uploaded" in harness.beat(key, 0).waiting_for
     node = harness.node(key)
     rest_s = max(node.rests_until_s, node.suspended_until_s) - harness.clock.now_s
     harness.clock.now_s += rest_s
@@ -147,7 +147,7 @@ def test_who_misses_tasks_rests_longer_each_time_and_is_suspended(pool: Harness)
     while not (node := pool.node()).suspensions:
         rests.append(miss(pool, ALICE))
     assert len(rests) == 5 and rests[0] < 16 and all(b > 1.9 * a for a, b in zip(rests[:3], rests[1:4], strict=True))
-    assert node.missed_in_a_row == 5 and node.reason == "5 tasks in a row never came"
+    assert node.missed_in_a_row == 5 and node.reason == "5 tasks in a row were not uploaded"
     assert {shown.name: shown.missed for shown in pool.status().nodes}["worker-a"] == 5
     for _ in range(4):
         miss(pool, CAROL)
@@ -169,7 +169,7 @@ def test_claiming_one_version_after_the_other_yields_one_task_and_then_a_rest(po
     pool.publish(1, 2)
     tasks = {assignment.id for version in (0, 1, 2, 0, 1) if (assignment := pool.beat(ALICE, version).assignment)}
     assert len(tasks) == 1
-    assert "1 in a row never came" in pool.beat(ALICE, 2).waiting_for
+    assert "1 in a row were not uploaded" in pool.beat(ALICE, 2).waiting_for
     pool.clock.now_s += 600
     later = {assignment.id for version in (2, 1, 0) if (assignment := pool.beat(ALICE, version).assignment)}
     assert len(later) == 1 and later != tasks

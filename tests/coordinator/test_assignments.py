@@ -74,7 +74,7 @@ def test_a_restarted_worker_gets_its_task_back_even_where_enough_is_under_way(ha
 def test_a_newer_version_ends_the_open_task_and_gives_the_next_number(harness: Harness) -> None:
     first = harness.task()
     harness.publish(1)
-    assert "1 in a row never came" in harness.beat(version=1).waiting_for
+    assert "1 in a row were not uploaded" in harness.beat(version=1).waiting_for
     harness.clock.now_s += 600
     second = harness.task(version=1)
     assert (second.number, second.policy_version) == (1, 1)

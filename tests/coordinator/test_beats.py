@@ -3,14 +3,14 @@
 import pytest
 
 from shoal.coordinator import members
-from shoal.coordinator.members import LONGEST_S, TOGETHER_S, Beats
-from shoal.coordinator.nodes import TOGETHER
+from shoal.coordinator.members import FLUSH_S, MAX_DOWNLOAD_S, Beats
+from shoal.coordinator.nodes import BATCH_ROWS
 from shoal.protocol.messages import Heartbeat, Intake, Stats
 
 from .support import Harness
 
 pytestmark = pytest.mark.usefixtures("every_database")
-MANY = 2 * TOGETHER + 3
+MANY = 2 * BATCH_ROWS + 3
 
 
 def workers(harness: Harness) -> list[str]:
@@ -22,19 +22,19 @@ def workers(harness: Harness) -> list[str]:
 
 def test_a_small_pools_heartbeat_is_recorded_at_once(harness: Harness) -> None:
     first, *_ = workers(harness)
-    Beats(harness.pool.db).take(harness.node(first), Heartbeat(policy_version=3))
+    Beats(harness.pool.db).record(harness.node(first), Heartbeat(policy_version=3))
     assert (harness.node(first).seen_s, harness.node(first).version) == (harness.clock.now_s, 3)
 
 
 def test_a_large_pools_heartbeats_are_recorded_together_and_none_is_lost(harness: Harness) -> None:
-    keys, beats = workers(harness), Beats(harness.pool.db, at_once_per_s=0.01)
-    beats.take(harness.node(keys[0]), Heartbeat())  # takes the pool beyond its rate
+    keys, beats = workers(harness), Beats(harness.pool.db, immediate_per_s=0.01)
+    beats.record(harness.node(keys[0]), Heartbeat())  # takes the pool beyond its rate
     begun_s = harness.clock.now_s
     for number, key in enumerate(keys):
-        beats.take(harness.node(key), Heartbeat(policy_version=None, stats=Stats(tokens=number)))
+        beats.record(harness.node(key), Heartbeat(policy_version=None, stats=Stats(tokens=number)))
     assert {harness.node(key).seen_s for key in keys[1:]} == {0.0}, "they wait for each other"
-    harness.clock.now_s += TOGETHER_S
-    beats.take(harness.node(keys[0]), Heartbeat(policy_version=7))
+    harness.clock.now_s += FLUSH_S
+    beats.record(harness.node(keys[0]), Heartbeat(policy_version=7))
     assert {harness.node(key).seen_s for key in keys[1:]} == {begun_s}
     assert [Stats.model_validate_json(harness.node(key).stats).tokens for key in keys[1:]] == list(range(1, MANY))
     assert (harness.node(keys[0]).seen_s, harness.node(keys[0]).version) == (harness.clock.now_s, 7), (
@@ -49,7 +49,7 @@ def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harne
 
     def take(key: str, version: int | None, ago_s: float, took_s: float = 4.0) -> None:
         intake = Intake(version=version, size_bytes=700, took_s=took_s, ago_s=ago_s)
-        beats.take(harness.node(key), Heartbeat(policy_version=version, stats=Stats(intake=intake)))
+        beats.record(harness.node(key), Heartbeat(policy_version=version, stats=Stats(intake=intake)))
 
     now_s = harness.clock.now_s
     take(first, None, 0.0)  # nothing came yet
@@ -62,11 +62,11 @@ def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harne
     take(second, 2, 1e300, took_s=1e300)
     rows = harness.pool.db.connection.rows("SELECT node, version, from_s, to_s, size_bytes FROM transfers ORDER BY seq")
     assert rows[:2] == [(first, 1, now_s - 7, now_s - 3, 700), (first, 2, now_s - 3.5, now_s + 0.5, 700)]
-    assert [(row[0], row[1], row[3]) for row in rows[2:]] == [(second, 2, now_s + 1 - LONGEST_S)]
+    assert [(row[0], row[1], row[3]) for row in rows[2:]] == [(second, 2, now_s + 1 - MAX_DOWNLOAD_S)]
 
 
 def test_only_the_newest_downloads_are_kept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "KEPT", 3)
+    monkeypatch.setattr(members, "MAX_DOWNLOADS", 3)
     for version in range(6):
         members.Beats(harness.pool.db).record_downloads([("a" * 64, version, 0.0, 1.0, 5)])
     rows = harness.pool.db.connection.rows("SELECT version FROM transfers ORDER BY version")

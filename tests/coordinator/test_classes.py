@@ -94,9 +94,9 @@ def test_the_newest_common_version_tells_whether_two_are_of_one_class(harness: H
     harness.publish(1, 2)
     harness.beat(ALICE, 1, wants=False, fingerprint=TWO)
     harness.beat(VALIDATOR, 2, wants=False, fingerprint=TWO)
-    assert known.together(ALICE, VALIDATOR), "only version 0 is common"
+    assert known.same_class(ALICE, VALIDATOR), "only version 0 is common"
     harness.beat(VALIDATOR, 1, wants=False, fingerprint=ONE)
-    assert not known.together(ALICE, VALIDATOR)
+    assert not known.same_class(ALICE, VALIDATOR)
 
 
 def test_a_fingerprint_of_a_version_that_nobody_published_is_ignored(harness: Harness) -> None:

@@ -103,5 +103,5 @@ def test_unchecked_groups_beyond_the_share_wait_for_the_next_batch(harness: Harn
     for number, checked in enumerate([False] * 5 + [True]):
         result = GroupResult(reward_mean=0.5, useful=True, tokens=10)
         groups.add(f"s{number}", 0, result, version=0, useful=True, checked=checked, accepted_during=0)
-    assert groups.count_waiting(most_unchecked=2) == 3
-    assert [id for id, *_ in groups.oldest_waiting(4, most_unchecked=2)] == [1, 2, 6]
+    assert groups.count_waiting(max_unchecked=2) == 3
+    assert [id for id, *_ in groups.oldest_waiting(4, max_unchecked=2)] == [1, 2, 6]

@@ -39,8 +39,8 @@ def test_a_step_that_is_reported_again_replaces_the_earlier_report_at_the_reader
 
 def test_a_long_history_comes_in_pages(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     two = 2 * len(json.dumps({"step": 0.0, "time_s": harness.clock.now_s, "loss": 0.0}))
-    monkeypatch.setattr(history_module, "OWN_BYTES", two)
-    monkeypatch.setattr(history_module, "READ", 3)
+    monkeypatch.setattr(history_module, "OWN_PAGE_BYTES", two)
+    monkeypatch.setattr(history_module, "READ_ROWS", 3)
     for step in range(5):
         harness.pool.learning.trained(report(step, step))
     reader, pages = RunHistory(), 0

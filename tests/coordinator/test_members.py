@@ -2,7 +2,7 @@ import pytest
 
 from shoal.coordinator.credit import BookedStakes, ChainStakes
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.nodes import FORGET_S, MOST_S
+from shoal.coordinator.nodes import FORGET_S, MAX_SUSPENSION_S
 from shoal.coordinator.pool import Pool
 from shoal.ledger.stakes import UNSTAKE_S
 from shoal.protocol.messages import Booking, Capability, InvitePayload, Reason
@@ -224,7 +224,7 @@ def test_each_suspension_is_twice_as_long_as_the_one_before_up_to_a_limit(harnes
         lengths.append(until_s - harness.clock.now_s)
         harness.clock.now_s = until_s
     assert lengths[:4] == [60, 120, 240, 480]
-    assert lengths[-1] == MOST_S and lengths == sorted(lengths)
+    assert lengths[-1] == MAX_SUSPENSION_S and lengths == sorted(lengths)
 
 
 def test_an_old_suspension_is_forgotten(harness: Harness) -> None:

@@ -40,7 +40,7 @@ class Away(RevmChain):
 
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(credit, "LOOK_S", 0.01)
+        monkeypatch.setattr(credit, "POLL_S", 0.01)
         monkeypatch.setattr(credit, "LONGEST_PAUSE_S", 0.01)
         monkeypatch.setattr(credit, "FINISH_S", 0.2)
         self.chain = Away()
@@ -92,7 +92,7 @@ def test_what_a_pool_writes_is_settled_and_stakes_come_back(scene: Scene) -> Non
     scene.contract.deposit(ALICE, 150)
     with pytest.raises(PoolError, match="has staked 0"):
         scene.harness.pool.members.register(ALICE, strangers(), None)
-    asyncio.run(settling.look(ALICE, ACCOUNT))
+    asyncio.run(settling.read_offered(ALICE, ACCOUNT))
     scene.harness.pool.members.register(ALICE, strangers(), None, payer=ACCOUNT)
     scene.harness.join(BOB)
     scene.credit(ALICE, "a-1", 30)
@@ -116,7 +116,7 @@ def test_a_chain_that_is_away_is_told_and_loses_nothing(scene: Scene) -> None:
     asyncio.run(until(lambda: bool(scene.notices), of=settling))
     assert "the chain does not answer; accepted work waits in the ledger" in scene.notices[0]
     with pytest.raises(PoolError, match="cannot see stakes") as caught:
-        asyncio.run(settling.look(BOB, ACCOUNT))
+        asyncio.run(settling.read_offered(BOB, ACCOUNT))
     assert caught.value.status == 503, "a node asks again"
     scene.credit(ALICE, "a-2", 12)
     scene.chain.away = False

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from shoal.config import config as config_module
-from shoal.coordinator.arrivals import ABOUT, fitting, largest
+from shoal.coordinator.arrivals import SIMILAR, fitting, largest
 
 from . import simulation
 from .simulation import Simulation, workers
@@ -19,7 +19,7 @@ BASE, MOST = CONFIG.workers.groups_per_submission, CONFIG.workers.largest
     "size, took_s, expected",
     [
         (BASE, 10.0, BASE),
-        (BASE, 10.0 * ABOUT - 0.01, BASE),
+        (BASE, 10.0 * SIMILAR - 0.01, BASE),
         (MOST, 40.0, MOST // 4),
         (BASE, 1_000.0, 1),
         (BASE, 5.0, 2 * BASE),

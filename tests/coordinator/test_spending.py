@@ -165,10 +165,10 @@ def test_what_a_dismissed_worker_still_has_is_not_used(harness: Harness) -> None
     rest = harness.claim()
     assert rest is not None
     harness.judge(late.id, None, (True, False), spent=spent(better=1.0))
-    assert harness.pool.db.groups.count_waiting(most_unchecked=0) == 1
+    assert harness.pool.db.groups.count_waiting(max_unchecked=0) == 1
     while submitted(harness, spent(better=6.0)) == "accepted":
         pass
-    assert harness.pool.db.groups.count_waiting(most_unchecked=4) == 0, "its groups that no batch has are dropped"
+    assert harness.pool.db.groups.count_waiting(max_unchecked=4) == 0, "its groups that no batch has are dropped"
 
 
 def test_a_verdict_with_impossible_counts_is_refused() -> None:

@@ -192,8 +192,8 @@ def test_what_a_worker_has_is_dropped_by_its_state() -> None:
     held, uploaded, judged = (added(submissions, number) for number in range(3))
     assert submissions.move(uploaded, "upload")
     assert submissions.move(judged, "upload") and submissions.move(now(submissions, "w-2"), "accept")
-    submissions.drop_of("w")
+    submissions.drop_all("w")
     assert [now(submissions, f"w-{n}").state for n in range(3)] == ["expired", "uploaded", "accepted"]
-    submissions.drop_of("w", UNSETTLED)
+    submissions.drop_all("w", UNSETTLED)
     assert [now(submissions, f"w-{n}").state for n in range(3)] == ["expired", "expired", "accepted"]
     assert held.state == "open"

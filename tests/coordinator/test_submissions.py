@@ -22,7 +22,7 @@ def test_a_task_may_be_uploaded_late_until_its_worker_takes_another(harness: Har
     harness.pool.assignments.uploaded(ALICE, late.id, "9" * 64)
     held = harness.task()
     harness.clock.now_s += 600.5
-    assert "1 in a row never came" in harness.beat().waiting_for
+    assert "1 in a row were not uploaded" in harness.beat().waiting_for
     with pytest.raises(PoolError, match="expired, not open") as caught:
         harness.pool.assignments.uploaded(ALICE, held.id, "9" * 64)
     assert caught.value.status == 409
@@ -270,7 +270,7 @@ def test_a_dismissed_worker_is_paid_nothing_more_and_a_lie_of_it_still_slashes(
     good, lie = wide.upload(), wide.upload()
     wide.claims(VALIDATOR, 2)
     wide.pool.judgement.trust.evidence.put(ALICE, Process())
-    monkeypatch.setattr(wide.pool.judgement.trust, "finds", lambda found, verdict: "it chooses")
+    monkeypatch.setattr(wide.pool.judgement.trust, "observe", lambda found, verdict: "it chooses")
     wide.judge(good.id)
     wide.judge(lie.id, Reason.PROOF)
     assert wide.kinds()[-5:] == ["rejected", "dismissed", "forfeited", "rejected", "slashed"]

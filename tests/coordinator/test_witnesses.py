@@ -125,6 +125,6 @@ def test_only_a_head_of_this_ledger_by_its_own_signer_is_recorded(site: Site, tm
 
     refused(posted(sign_head(head, other.identity)), 400, "not a head that", node.identity.public[:16])
     for wrong in ({"digest": "0" * 64}, {"seq": 1}, {"seq": head.seq + 1}, {"run": "another"}):
-        refused(posted(sign_head(head.model_copy(update=wrong), node.identity)), 409, "of this ledger is another one")
+        refused(posted(sign_head(head.model_copy(update=wrong), node.identity)), 409, "of this ledger differs")
     assert ledger(site, node) == chain, "nothing was recorded"
     assert posted(sign_head(head, node.identity)).status_code == 200

@@ -1,21 +1,20 @@
-"""Assigning tasks: which task a worker gets next, or what it has to wait for, and until when it may deliver it.
+"""Task assignment: which task a worker gets next, or why it must wait, and how long it may upload the result.
 
     nonce = HMAC-SHA256(secret, run, worker, number, version), its first 128 bits
 
-Invariants: a worker works on at most `workers.in_flight` tasks, all of one version, and delivers them in order. So it
-cannot skip a task and deliver later ones: when the first is too old, all are. Neither a restart nor older weights give it
-different tasks. Their nonces are unpredictable, and each later task is of the same version or a newer one, so a worker
-cannot choose among tasks without missing some (see `arrivals`). One more is open while it uploads: it has named that file
-by its hash, so later tasks can change nothing in it. Only a worker with accepted work holds more than one task. No task is
-given while as much work is under way as the open batch still needs, so queues stay short and rollouts young. While a worker
-with accepted work is there, keys without any get none when they hold half of that. A submission is uploaded once, by the
-worker it was assigned to and within its grant.
+Invariants: a worker generates at most `workers.in_flight` tasks at a time, all of one version, and uploads them in order. So
+it cannot skip a task and upload later ones: when the first is too old, all are. Neither a restart nor older weights give it
+different tasks. Nonces are unpredictable, and each later task is of the same version or a newer one, so a worker that picks
+among tasks misses some (see `arrivals`). One more task is open while it uploads: it has announced that file's hash, so later
+tasks cannot influence it. Only a worker with accepted work has more than one task. No task is assigned while enough work for
+the open batch is in progress, so queues stay short and rollouts fresh. While a worker with accepted work is live, keys
+without any share at most half of that. A submission is uploaded once, by its worker, within its grant.
 
-The same assignment always gets the same nonce, also after kill -9, because nothing has to be remembered but the
-coordinator's key. Without that key nobody can tell a nonce from random bits. It is in the table of submissions, in the
-ledger and in the submitted file, so anyone who has them can derive the tasks again (`tasks.derive`).
-Left out: another secret for a coordinator that returns to an older copy of its database. It gives the same numbers the same
-nonces again, so a worker knows those tasks which it had already held.
+The same assignment always gets the same nonce, also after kill -9: it depends on nothing but the coordinator's key. Without
+that key a nonce is indistinguishable from random bits. It is stored in the table of submissions, the ledger and the
+submitted file, so anyone who has them can derive the tasks again (`tasks.derive`).
+Left out: a new secret for a coordinator restored from an older copy of its database. It repeats nonces for repeated numbers,
+so a worker knows the tasks it had before.
 """
 
 import hashlib
@@ -30,15 +29,15 @@ from shoal.coordinator.arrivals import Arrivals, usual
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.nodes import Member
 from shoal.coordinator.submissions import Submission
-from shoal.coordinator.trust import most_unchecked
+from shoal.coordinator.trust import max_unchecked
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, Finished
 
 RECENT_GROUPS = 200  # the share of useful groups is estimated from these
-LEAST_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that queues stay bounded
-YOUNG_SHARE = 0.5  # of the open batch's work; the most that keys with no accepted work can hold back
+MIN_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that queues stay bounded
+NEWCOMER_SHARE = 0.5  # largest share of the open batch's work that keys without accepted work may have
 NONCE_HEX = 32
-DEADLINE_S = 600.0  # after which a worker that lost a task gets another one instead
+DEADLINE_S = 600.0  # after it, a worker that lost a task gets a different one
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +48,15 @@ class Assignments:
     config: Config
     arrivals: Arrivals
     run: str
-    secret: bytes  # what nonces are made with (`nonce_secret`)
+    secret: bytes  # HMAC key of the nonces (`nonce_secret`)
     deadline_s: float = DEADLINE_S
 
     def assign(
         self, worker: str, loaded: int | None, uploading: str = "", working_on: Sequence[str] = ()
     ) -> Assignment | str:
-        """The next task of a worker that has loaded this version, or what it has to wait for.
+        """Return the next task of a worker that has loaded this version, or what it must wait for.
 
-        `uploading`, `working_on`: the submissions that it says it uploads and generates.
+        `uploading`, `working_on`: the submissions that the worker reports as being uploaded and generated.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -72,43 +71,43 @@ class Assignments:
             digest = self.db.policies.digest(loaded)
             if digest is None:
                 return f"version {loaded}, which this worker reports as loaded, to be published"
-            given = self.db.submissions.newest_version_of(worker)
-            if loaded < given:
-                return f"this worker to load version {given}"  # switching versions would let it choose
-            gone = self._take_back(worker, uploading, oldest_allowed)
-            mine = [one for one in self.db.submissions.held_by(worker) if not one.announced]
-            lost = [one for one in mine if one.id not in working_on]
-            ended = [one for one in mine if one.version != loaded or (one in lost and now_s > one.deadline_s)]
-            if gone or ended:
-                self.arrivals.missed([*gone, *ended])
-            if again := [one for one in lost if one not in ended]:
-                return self.describe(again[0])  # the worker restarted: a new task would let it choose
+            assigned = self.db.submissions.newest_version_of(worker)
+            if loaded < assigned:
+                return f"this worker to load version {assigned}"  # switching versions would let it choose
+            lost_uploads = self._check_announced(worker, uploading, oldest_allowed)
+            tasks = [task for task in self.db.submissions.held_by(worker) if not task.announced]
+            lost = [task for task in tasks if task.id not in working_on]
+            missed = [task for task in tasks if task.version != loaded or (task in lost and now_s > task.deadline_s)]
+            if lost_uploads or missed:
+                self.arrivals.missed([*lost_uploads, *missed])
+            if resumed := [task for task in lost if task not in missed]:
+                return self.describe(resumed[0])  # the worker restarted: a new task would let it choose
             node = self.db.nodes.get(worker)
-            if waits_for := self._holds_enough(worker, node, loaded, oldest_allowed) or _rests(node, now_s):
-                return waits_for
-            groups = self._wanted(node, step, loaded, newest, now_s)
+            if reason := self._why_busy(worker, node, loaded, oldest_allowed) or _why_resting(node, now_s):
+                return reason
+            groups = self._next_size(node, step, loaded, newest, now_s)
             if not groups:
                 return "the validators and the learner to catch up"
             return self._open(worker, step, loaded, digest, groups, now_s)
 
     def finished(self, worker: str, upload: Finished) -> None:
-        """A worker uploads the oldest task it was working on. It lost what it announced before and has not uploaded yet."""
+        """Record that a worker starts to upload its oldest task. A file announced earlier and not uploaded is missed."""
         held = self.db.submissions.held_by(worker)
-        mine, announced = (
-            [one for one in held if bool(one.announced) is is_announced] for is_announced in (False, True)
+        tasks, announced = (
+            [task for task in held if bool(task.announced) is is_announced] for is_announced in (False, True)
         )
-        if not mine or mine[0].id != upload.submission:
+        if not tasks or tasks[0].id != upload.submission:
             return
         if announced:
             self.arrivals.missed(announced)
-        self.db.submissions.announce(mine[0].id, upload.hash)
+        self.db.submissions.announce(tasks[0].id, upload.hash)
 
-    def _take_back(self, worker: str, uploading: str, oldest_allowed: int) -> list[Submission]:
-        """Ends the wait for an announced file that the worker lost, or that comes too late.
+    def _check_announced(self, worker: str, uploading: str, oldest_allowed: int) -> list[Submission]:
+        """Stop waiting for an announced file that the worker lost, or that is too late.
 
-        Returns it if it was lost and its worker knows a later task, which it could deliver instead: it counts as missed.
+        Return its task if the worker lost it and already knows a later one, which it could upload instead: it is missed.
         """
-        held = next((one for one in self.db.submissions.held_by(worker) if one.announced), None)
+        held = next((task for task in self.db.submissions.held_by(worker) if task.announced), None)
         if held is None:
             return []
         if uploading == held.id:
@@ -117,25 +116,25 @@ class Assignments:
             return []
         if self.db.submissions.next_number(worker) > held.number + 1:
             return [held]
-        self.db.submissions.announce(held.id, "")  # it was restarted
+        self.db.submissions.announce(held.id, "")  # the worker restarted
         return []
 
-    def _holds_enough(self, worker: str, node: Member | None, loaded: int, oldest_allowed: int) -> str:
-        """What the worker has to finish before its next task; "" if nothing.
+    def _why_busy(self, worker: str, node: Member | None, loaded: int, oldest_allowed: int) -> str:
+        """Return what the worker must finish before its next task; "" if nothing.
 
-        A task of newer weights may outlive an older one that is still being uploaded. So it is given only while the older
-        version will do for one more step.
+        A task of newer weights may outlive an older one that is still being uploaded. So it is assigned only while the
+        older version is allowed for at least one more step.
         """
         held = self.db.submissions.held_by(worker)
         if not held:
             return ""
         proven = node is not None and node.took_s and not node.missed_in_a_row
-        full = len(held) >= self.config.workers.in_flight + any(one.announced for one in held)
+        full = len(held) >= self.config.workers.in_flight + any(task.announced for task in held)
         outlives = loaded > held[0].version and held[0].version <= oldest_allowed
         return f"its upload of {held[0].id} to arrive" if full or outlives or not proven else ""
 
     def _open(self, worker: str, step: int, version: int, digest: str, groups: int, now_s: float) -> Assignment:
-        """A new task with this worker's next number."""
+        """Create a task with this worker's next number."""
         number = self.db.submissions.next_number(worker)
         task = Submission(
             id=f"{worker[:16]}-{number:06d}",
@@ -153,7 +152,7 @@ class Assignments:
         return self.describe(task)
 
     def describe(self, submission: Submission) -> Assignment:
-        """The message that describes a submission's task to its worker and to its validator."""
+        """Return the message that describes a submission's task to its worker and its validator."""
         return Assignment(
             id=submission.id,
             number=submission.number,
@@ -167,47 +166,47 @@ class Assignments:
             max_bytes=self.config.max_submission_bytes,
         )
 
-    def _wanted(self, node: Member | None, step: int, version: int, newest: int, now_s: float) -> int:
-        """How many groups this worker's next task holds; 0: enough of them are under way for the open batch.
+    def _next_size(self, node: Member | None, step: int, version: int, newest: int, now_s: float) -> int:
+        """Return the number of groups of this worker's next task; 0 if enough for the open batch are in progress.
 
-        More would only grow old in the queue. Open tasks that are late, or whose workers are silent, do not count. While a
-        worker with accepted work is there, half of the batch is for such workers, however many young keys hold tasks.
+        More would only grow stale in the queue. Late tasks, and those of silent workers, do not count as in progress. While
+        a worker with accepted work is live, half of the batch is reserved for such workers.
 
-        A worker's own size may be more than is missing: what is left over goes into the next batch. Where the next batch
-        could not use it (its version is too old by then, or the run is over), no task holds more than is missing. While the
-        learner is still busy, all groups then count as useful, so that nothing is left over.
+        A task of the worker's usual size may be larger than the batch needs: the rest goes into the next batch. Where the
+        next batch cannot use it (the version is too old by then, or the run is over), a task is no larger than needed; and
+        while the learner is still busy, all groups then count as useful, so that none is left over.
         """
         section = self.config.coordinator
-        keeps = version > step - section.async_level and step + 1 < self.config.run.steps
+        fits_next_batch = version > step - section.async_level and step + 1 < self.config.run.steps
         recent = self.db.groups.recent_useful_share(RECENT_GROUPS)
-        share = max(1.0 if recent is None else recent, LEAST_USEFUL_SHARE)
-        if not keeps and newest < step:
+        share = max(1.0 if recent is None else recent, MIN_USEFUL_SHARE)
+        if not fits_next_batch and newest < step:
             share = 1.0
         need = section.prompts_per_step / share
-        waiting = self.db.groups.count_waiting(most_unchecked=most_unchecked(self.config))
+        waiting = self.db.groups.count_waiting(max_unchecked=max_unchecked(self.config))
         missing = need - waiting / share - self.db.submissions.groups_unjudged()
-        proven, young = self.arrivals.groups_open()
+        proven, new = self.arrivals.groups_open()
         if node is not None and node.took_s:
-            missing -= proven + min(young, YOUNG_SHARE * need)
-        elif self.db.nodes.has_proven_worker(now_s) and young >= max(
-            YOUNG_SHARE * need, self.config.workers.groups_per_submission
+            missing -= proven + min(new, NEWCOMER_SHARE * need)
+        elif self.db.nodes.has_proven_worker(now_s) and new >= max(
+            NEWCOMER_SHARE * need, self.config.workers.groups_per_submission
         ):
             return 0
         else:
-            missing -= proven + young
+            missing -= proven + new
         size = usual(node, self.config)
         if missing <= 0:
             return 0
-        return size if keeps else min(size, math.ceil(missing))
+        return size if fits_next_batch else min(size, math.ceil(missing))
 
     # --- what the worker delivers ------------------------------------------------------------------------------------
 
     def may_upload(self, worker: str, id: str, content_hash: str = "") -> Submission:
-        """The submission. Raise PoolError unless this worker's grant for it, and for the file with this hash, is valid.
+        """Return the submission. Raise PoolError unless this worker may upload the file with this hash for it.
 
-        It is valid while it is the worker's oldest, until no batch can take the version, or the worker takes another task.
-        A late upload is not penalised: its task becomes stale here. Another file than the announced one ends the task as
-        missed: the worker signed both.
+        The grant is valid while this is the worker's oldest open task and a batch can still take its version. A late upload
+        is not penalised: its task becomes stale. A file other than the announced one ends the task as missed: the worker
+        signed both.
         """
         task = self.db.submissions.get(id)
         if task is None:
@@ -229,13 +228,13 @@ class Assignments:
         return task
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
-        task = self.may_upload(worker, id, content_hash)  # in no transaction: an error would undo what it records
+        task = self.may_upload(worker, id, content_hash)  # outside a transaction: an error would undo what it records
         self.db.submissions.move(task, "upload", file_hash=content_hash, uploaded_s=self.db.clock())
         log.info("%s uploaded by %s", id, self.db.nodes.name(worker))
 
 
-def _rests(node: Member | None, now_s: float) -> str:
-    """Why the worker gets no new task, by its state or after it missed one; "" if it does."""
+def _why_resting(node: Member | None, now_s: float) -> str:
+    """Return why the worker gets no task, because of its state or missed tasks; "" if it may have one."""
     if node is None:
         return ""
     if wait_s := node.suspended_s(now_s):
@@ -245,14 +244,13 @@ def _rests(node: Member | None, now_s: float) -> str:
     if node.state != "active":
         return f"nothing more: it is {node.state} ({node.reason})"
     if node.rests_until_s > now_s:
-        return (
-            f"its next task in {node.rests_until_s - now_s:.0f} s, because {node.missed_in_a_row} in a row never came"
-        )
+        wait_s = node.rests_until_s - now_s
+        return f"its next task in {wait_s:.0f} s, because {node.missed_in_a_row} in a row were not uploaded"
     return ""
 
 
 def nonce_secret(identity: Identity) -> bytes:
-    """The key of all nonces: it follows from the coordinator's private key and serves nothing else."""
+    """Derive the key of all nonces from the coordinator's private key. It has no other use."""
     return hmac.digest(identity.private_key.private_bytes_raw(), b"shoal/assignment-nonces", hashlib.sha256)
 
 

@@ -1,13 +1,13 @@
-"""Batches of accepted groups, and what the trusted roles report of them: published versions, trained steps, accuracies.
+"""Batches of accepted groups, and reports by the trusted roles: published versions, trained steps, evaluations.
 
-A group is useful if its rewards differ, or always with `coordinator.online_filter = false`; but never if the grader failed
-for one of its completions, because that one's reward says nothing of it. Useful ones of allowed age fill the steps' batches.
-At most UNCHECKED_SHARE (`trust`) of a batch are groups of submissions that were not prefilled whole. `learner/groups`
-says what the learner then leaves out.
+A group is useful if its rewards differ (with `coordinator.online_filter = false`: always), and no grader error occurred in
+it, because the reward of such a completion means nothing. Useful groups of allowed age fill the steps' batches, oldest
+first. At most UNCHECKED_SHARE (`trust`) of a batch comes from submissions that were not prefilled whole. `learner/groups`
+describes what the learner then leaves out.
 
-Invariants: a full batch never changes, so a learner that restarts trains on the same groups; and no group is in two
-batches. A version keeps its digest; a repeated report, as after a restart, counts once. In a step's figures all accepted
-groups count, also those that the learner never saw; one that is unknown is left out (docs/pages.md names them).
+Invariants: a full batch never changes, so a restarted learner trains on the same groups; no group is in two batches. A
+version keeps its digest; a repeated report, as after a restart, counts once. A step's metrics cover all accepted groups,
+also those that the learner never saw; an unknown metric is omitted (docs/pages.md lists them).
 Paper: INTELLECT-2 (arXiv 2505.07291), online filtering and asynchronous training.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.groups import Scored
-from shoal.coordinator.trust import most_unchecked
+from shoal.coordinator.trust import max_unchecked
 from shoal.ledger.chain import JSON
 from shoal.protocol.messages import Batch, BatchGroup, Evaluation, GroupResult, PolicyVersion, StepReport
 
@@ -33,7 +33,7 @@ class Batches:
     def credit(
         self, submission: str, version: int, groups: Sequence[GroupResult], *, checked: bool = True
     ) -> list[int]:
-        """Add the groups of an accepted submission. Returns the steps whose batches became full.
+        """Add the groups of an accepted submission. Return the steps whose batches became full.
 
         `checked`: it was prefilled whole.
         """
@@ -52,16 +52,17 @@ class Batches:
             return self._fill()
 
     def of_step(self, step: int) -> Batch:
-        """The groups of one step if its batch is full, else how many there are."""
+        """Return the groups of a step's batch if it is full, else the number of groups waiting."""
         need = self.config.coordinator.prompts_per_step
-        found = self.db.groups.of_batch(step)
-        if len(found) < need:
+        groups = self.db.groups.of_batch(step)
+        if len(groups) < need:
             return Batch(step=step, ready=False, have=self.count_waiting(), need=need, groups=[])
-        return Batch(step=step, ready=True, have=need, need=need, groups=_named(found))
+        members = [BatchGroup(submission=submission, group=group) for submission, group in groups]
+        return Batch(step=step, ready=True, have=need, need=need, groups=members)
 
     def count_waiting(self) -> int:
-        """Groups that the open batch could take now."""
-        return self.db.groups.count_waiting(most_unchecked=most_unchecked(self.config))
+        """Count the groups that the open batch could take now."""
+        return self.db.groups.count_waiting(max_unchecked=max_unchecked(self.config))
 
     def _is_useful(self, group: GroupResult) -> bool:
         return not group.outcomes.grader_error and (group.useful or not self.config.coordinator.online_filter)
@@ -81,19 +82,19 @@ class Batches:
             filled.append(step)
         return filled
 
-    def _waiting(self, most: int) -> list[tuple[int, str, int]]:
-        return self.db.groups.oldest_waiting(most, most_unchecked=most_unchecked(self.config))
+    def _waiting(self, limit: int) -> list[tuple[int, str, int]]:
+        return self.db.groups.oldest_waiting(limit, max_unchecked=max_unchecked(self.config))
 
 
 class Learning:
     def __init__(self, db: Database, config: Config, close: Callable[[], None]) -> None:
-        """`close`: what is still to be settled when the last step is trained."""
+        """`close`: settles pending verdicts and credit when the last step is trained."""
         self.db = db
         self.config = config
         self._close = close
 
     def published(self, policy: PolicyVersion) -> None:
-        """Record a published version. Raises PoolError if it was published with another digest."""
+        """Record a published version. Raise PoolError if it was published with another digest."""
         with self.db.transaction():
             digest = self.db.policies.digest(policy.version)
             if digest is not None:
@@ -107,9 +108,9 @@ class Learning:
         )
 
     def trained(self, report: StepReport) -> None:
-        """Record one step's metrics, with those of all groups accepted while it was open, useless ones included."""
-        figures = judged(self.db, report.step)
-        metrics = {"step": float(report.step), "time_s": self.db.clock()} | report.metrics | figures
+        """Record one step's metrics, and those of all groups accepted while it was open."""
+        scores = score_metrics(self.db, report.step)
+        metrics = {"step": float(report.step), "time_s": self.db.clock()} | report.metrics | scores
         with self.db.transaction():
             is_first = self.db.history.put("step", str(report.step), json.dumps(metrics))
             if is_first:
@@ -122,7 +123,7 @@ class Learning:
             if is_first and report.step == self.config.run.steps - 1:
                 self._close()
         if is_first:
-            reward = f", mean reward {figures['reward/mean']:.3f}" if figures else ""
+            reward = f", mean reward {scores['reward/mean']:.3f}" if scores else ""
             log.info("step %d of %d trained%s", report.step + 1, self.config.run.steps, reward)
 
     def evaluated(self, evaluation: Evaluation) -> None:
@@ -137,32 +138,32 @@ class Learning:
             log.info("run finished: all %d steps trained, last version evaluated", self.config.run.steps)
 
 
-def judged(db: Database, step: int) -> dict[str, float]:
-    """What the groups accepted during a step say of rewards, sources and lengths.
+def score_metrics(db: Database, step: int) -> dict[str, float]:
+    """Return metrics of rewards, sources and lengths of the groups accepted while a step was open.
 
-    Nothing if groups left over from the step before filled this one at once.
+    Empty if leftover groups of the previous step filled this one at once.
     """
     rewards = db.groups.rewards_during(step)
     if rewards is None:
         return {}
     sources, targets = db.grades.by_source(step), db.grades.by_target(step)
-    found = {"reward/mean": rewards[0], "reward/zero_std_frac": rewards[1]}
+    metrics = {"reward/mean": rewards[0], "reward/zero_std_frac": rewards[1]}
     if sources:
-        rollouts = sum(one.rollouts for one in sources.values())
-        found["score/mean"] = sum(one.score_mean * one.rollouts for one in sources.values()) / rollouts
+        rollouts = sum(scored.rollouts for scored in sources.values())
+        metrics["score/mean"] = sum(scored.score_mean * scored.rollouts for scored in sources.values()) / rollouts
     for source, scored in sources.items():
-        found |= dict(_of_source(source, scored))
-    found |= {f"part/{source}/{reward}": mean for (source, reward), mean in db.grades.by_part(step).items()}
+        metrics |= dict(_source_metrics(source, scored))
+    metrics |= {f"part/{source}/{reward}": mean for (source, reward), mean in db.grades.by_part(step).items()}
     for target, scored in targets.items():
         if target:
-            found |= dict(_of_target(target, scored))
+            metrics |= dict(_target_metrics(target, scored))
     if any(targets):
-        lost = sum(one.score_mean * one.rollouts - one.reward for one in targets.values())
-        found["length_penalty/mean"] = lost / sum(one.rollouts for one in targets.values())
-    return found
+        penalty = sum(scored.score_mean * scored.rollouts - scored.reward for scored in targets.values())
+        metrics["length_penalty/mean"] = penalty / sum(scored.rollouts for scored in targets.values())
+    return metrics
 
 
-def _of_source(source: str, scored: Scored) -> Iterator[tuple[str, float]]:
+def _source_metrics(source: str, scored: Scored) -> Iterator[tuple[str, float]]:
     yield f"reward/{source}/mean", scored.reward_mean
     yield f"score/{source}/mean", scored.score_mean
     yield f"outcome/{source}/wrong_format", scored.wrong_format / scored.rollouts
@@ -172,12 +173,8 @@ def _of_source(source: str, scored: Scored) -> Iterator[tuple[str, float]]:
     yield f"filtered/{source}/all_wrong", float(scored.all_wrong)
 
 
-def _of_target(target: int, scored: Scored) -> Iterator[tuple[str, float]]:
+def _target_metrics(target: int, scored: Scored) -> Iterator[tuple[str, float]]:
     yield f"length/{target}/mean", scored.length_mean
     yield f"length/{target}/reward", scored.reward_mean
     yield f"length/{target}/score", scored.score_mean
     yield f"length/{target}/penalty", scored.score_mean - scored.reward_mean
-
-
-def _named(members: Sequence[tuple[str, int]]) -> list[BatchGroup]:
-    return [BatchGroup(submission=submission, group=group) for submission, group in members]

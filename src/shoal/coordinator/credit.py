@@ -1,20 +1,20 @@
-"""Credit: what an accepted submission earns, in tokens, and when; what is staked on members; and both on a chain.
+"""Credit for accepted submissions, in tokens; members' stakes; and the settlement of both on a chain.
 
-    pending     from its acceptance on
-    credited    once its worker has passed `validator.escrow_checks` whole prefills of later submissions, or once the run's
-                last step is trained: at once, if it is accepted after that
+    pending     once the submission is accepted
+    credited    once its worker has passed `validator.escrow_checks` full checks of later submissions, or once the run's last
+                step is trained; at once, if it is accepted after that
     forfeited   when its worker is slashed or dismissed before that
 
-All credit waits, that of checked submissions too. So whoever lies always risks at least the pay of `escrow_checks` honest
-submissions, also right after it earned trust; docs/trust.md calculates why that suffices.
+All credit is escrowed, that of checked submissions too. So a liar always risks at least the credit of `escrow_checks` honest
+submissions, even right after it earned trust; docs/trust.md calculates why that suffices.
 
-    offered     what a stranger has ready: enough lets it in      at_risk   what a member loses if it is slashed now
+    offered     stake that a stranger has deposited: enough admits it      at_risk   stake that slashing a member would take
 
-Invariants: a submission's credit changes once, in the transaction of the verdict that causes it, with one entry of the
-ledger. What is credited stays. A stake that its owner can still take back at once is only offered, and earns no task. Only a
-stranger who asks to join by stake waits for a chain: accepted work is in the ledger first, and `Settlement` sends entries in
-order, again where the chain does not take them yet, also after a restart.
-Left out: what a token is worth; reorganisations of a chain; one that makes blocks more slowly than the pool makes entries.
+Invariants: a submission's credit leaves `pending` once, with one ledger entry, in the transaction of the event that causes
+it, and is never taken back. A stake that its owner can still withdraw at once is only offered, and earns no task. Only a
+stranger that joins by stake waits for a chain: accepted work is in the ledger first, and `Settlement` sends entries in
+order, retrying until the chain takes them, also after a restart.
+Left out: what a token is worth; chain reorganisations; a chain that makes blocks more slowly than the pool makes entries.
 """
 
 import asyncio
@@ -36,26 +36,26 @@ from shoal.protocol.messages import Booking
 if TYPE_CHECKING:
     from shoal.ledger.evm import EvmStakes
 
-LOOK_S = 2.0  # between two looks at stakes on a chain
-LONGEST_PAUSE_S = 60.0
-AT_ONCE = 16  # entries between two looks at stakes
-MOST_STRANGERS = 8  # that wait for the chain at once
+POLL_S = 2.0  # between two reads of stakes on a chain
+MAX_PAUSE_S = 60.0
+BATCH_ENTRIES = 16  # settled between two reads of stakes
+MAX_STRANGERS = 8  # that wait for the chain at once
 FINISH_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class Escrow:
-    """The columns `tokens` and `credit` of accepted submissions. Nothing else writes them."""
+    """The only writer of the columns `tokens` and `credit` of accepted submissions."""
 
     def __init__(self, db: Database, config: Config) -> None:
         self.db = db
         self.config = config
 
     def accepted(self, worker: str, submission: str, tokens: int) -> None:
-        """Hold the credit of an accepted submission; release what this worker's checks have covered by now.
+        """Escrow the credit of an accepted submission; release what this worker's later checks now cover.
 
-        After the run's last step no more work comes that could cover it: nothing waits any more.
+        After the run's last step no more work can cover it, so it is credited at once.
         """
         self.db.connection.change(
             "UPDATE submissions SET tokens = ?, credit = 'pending' WHERE id = ?", tokens, submission
@@ -72,24 +72,24 @@ class Escrow:
         self._settle(worker, "credited", covered)
 
     def forfeit(self, worker: str) -> None:
-        """Take all that waits."""
+        """Forfeit all of a worker's pending credit."""
         self._settle(worker, "forfeited", self._pending(worker))
 
     def close(self) -> None:
-        """Release all that waits: no more work will be asked for, so nobody has anything left to lie about."""
+        """Release all pending credit: the run assigns no more work."""
         waiting = "SELECT DISTINCT worker FROM submissions WHERE credit = 'pending' ORDER BY worker"
         for (worker,) in self.db.connection.rows(waiting):
             self._settle(worker, "credited", self._pending(worker))
 
-    def waiting_of(self, worker: str) -> tuple[int, int]:
-        """How many accepted submissions wait for their credit, and how many groups these hold."""
+    def pending_of(self, worker: str) -> tuple[int, int]:
+        """Return the number of a worker's submissions with pending credit, and of groups in them."""
         count, groups = self.db.connection.row(
             "SELECT count(*), coalesce(sum(groups), 0) FROM submissions WHERE worker = ? AND credit = 'pending'", worker
         )
         return int(count), int(groups)
 
     def tokens_by_credit(self) -> dict[tuple[str, str], int]:
-        """Summed tokens by worker and what became of their credit: pending, credited or forfeited."""
+        """Return summed tokens by worker and credit: pending, credited or forfeited."""
         rows = self.db.connection.rows(
             "SELECT worker, credit, sum(tokens) FROM submissions WHERE credit != '' GROUP BY worker, credit"
         )
@@ -100,12 +100,12 @@ class Escrow:
             "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' ORDER BY seq", worker
         )
 
-    def _settle(self, worker: str, credit: Literal["credited", "forfeited"], found: list[tuple[str, int]]) -> None:
-        if not found:
+    def _settle(self, worker: str, credit: Literal["credited", "forfeited"], pending: list[tuple[str, int]]) -> None:
+        if not pending:
             return
-        for submission, _ in found:
+        for submission, _ in pending:
             self.db.connection.change("UPDATE submissions SET credit = ? WHERE id = ?", credit, submission)
-        submissions, tokens = [submission for submission, _ in found], sum(tokens for _, tokens in found)
+        submissions, tokens = [submission for submission, _ in pending], sum(tokens for _, tokens in pending)
         self.db.ledger.append(credit, {"worker": worker, "submissions": submissions, "tokens": tokens})
 
 
@@ -115,7 +115,7 @@ class StakeView(Protocol):
 
 
 class BookedStakes:
-    """In the pool's own ledger, where the operator books what it was paid."""
+    """Stakes in the pool's own ledger, where the operator books payments."""
 
     def __init__(self, db: Database) -> None:
         self.db = db
@@ -129,7 +129,7 @@ class BookedStakes:
         return account.stake if account else 0
 
     def book(self, booking: Booking) -> None:
-        """What the operator was paid, or pays back. Raises PoolError for what the accounts forbid."""
+        """Book a payment to the operator or back from it. Raise PoolError if the accounts forbid it."""
         try:
             with self.db.transaction():
                 self._book(booking)
@@ -149,7 +149,7 @@ class BookedStakes:
 
 
 class ChainStakes:
-    """What `Settlement` read in the contract last: no heartbeat may wait for a chain."""
+    """Stakes as `Settlement` last read them in the contract: no heartbeat may wait for a chain."""
 
     def __init__(self) -> None:
         self.offers: dict[str, int] = {}
@@ -163,8 +163,8 @@ class ChainStakes:
 
 
 class Settlement:
-    """Settles the ledger in a contract (`[ledger]`), and reads stakes back. On the event loop; only its own threads speak to
-    the chain, and they touch no database."""
+    """Settles the ledger in a contract (`[ledger]`), and reads stakes back. It runs on the event loop; only its own threads
+    talk to the chain, and they use no database."""
 
     def __init__(self, config: Config, db: Database, stakes: ChainStakes, notify: Callable[[str], None]) -> None:
         self.config = config
@@ -172,53 +172,55 @@ class Settlement:
         self.stakes = stakes
         self.notify = notify
         self.waiting: deque[Entry] = deque()
-        self._read = 0  # the newest entry of the ledger that was looked at
-        self._told = ""
-        self._knows_contract = False  # what is settled already was asked
+        self._read_seq = 0  # the newest ledger entry that was read
+        self._last_notice = ""
+        self._skipped_settled = False  # whether `waiting` is free of entries that were settled before this start
         self._contracts: dict[str, EvmStakes] = {}  # by the thread that uses it
         self._strangers = 0
-        self._settling, self._looking = (ThreadPoolExecutor(1, f"chain-{name}") for name in ("settle", "look"))
+        self._settle_thread, self._read_thread = (ThreadPoolExecutor(1, f"chain-{name}") for name in ("settle", "read"))
 
     # --- on the event loop -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises LedgerError if the contract is another one; not if the chain is away."""
-        pause_s = LOOK_S
+        """Settle until cancelled. Raise LedgerError if the contract is not this run's; retry if the chain is unreachable."""
+        pause_s = POLL_S
         while True:
-            members, before = self._news(), self.stakes.members
+            members, before = self._queue_entries(), self.stakes.members
             try:
-                await asyncio.get_running_loop().run_in_executor(self._settling, self._work, members)
+                await asyncio.get_running_loop().run_in_executor(self._settle_thread, self._settle_batch, members)
             except LedgerError as error:
                 if "settle" not in self._contracts and not error.restart_helps:
                     raise
-                self._tell(error)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self._report(error)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
             else:
-                self._tell(None)
-                self._keep(before)
-                pause_s = LOOK_S
-            await asyncio.sleep(0 if self.waiting and pause_s == LOOK_S else pause_s)
+                self._report(None)
+                self._store_stakes(before)
+                pause_s = POLL_S
+            await asyncio.sleep(0 if self.waiting and pause_s == POLL_S else pause_s)
 
-    async def look(self, key: str, payer: str) -> None:
-        """Read what a stranger has ready. Raises PoolError (503: ask again) if the chain does not say."""
-        if self._strangers >= MOST_STRANGERS:
+    async def read_offered(self, key: str, payer: str) -> None:
+        """Read the stake that a stranger has deposited. Raise PoolError (503: retry) if the chain is unreachable."""
+        if self._strangers >= MAX_STRANGERS:
             raise PoolError("many ask to join at once; wait", 503)
         self._strangers += 1
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._looking, self._offer, key, payer)
+            offered = await asyncio.get_running_loop().run_in_executor(
+                self._read_thread, self._read_offered, key, payer
+            )
         except LedgerError as error:
             raise PoolError(f"cannot see stakes: {error}", 503) from error
         finally:
             self._strangers -= 1
-        self.stakes.offers = {key: found}  # only this request asks for it
+        self.stakes.offers = {key: offered}  # only this request needs it
 
     def finish(self) -> None:
-        """Settle what waits, for at most FINISH_S; what is left, the next start settles."""
+        """Settle waiting entries for at most FINISH_S. The next start settles the rest."""
         deadline_s = time.monotonic() + FINISH_S
-        members = self._news()
+        members = self._queue_entries()
         try:
-            while self.waiting or not self._knows_contract:
-                self._settling.submit(self._work, members).result(max(0.1, deadline_s - time.monotonic()))
+            while self.waiting or not self._skipped_settled:
+                self._settle_thread.submit(self._settle_batch, members).result(max(0.1, deadline_s - time.monotonic()))
         except (LedgerError, TimeoutError) as error:
             log.warning(
                 "%d entries of the ledger are not on the chain (%s): the next start settles them, or `shoal pool stake "
@@ -226,13 +228,13 @@ class Settlement:
                 len(self.waiting),
                 error,
             )
-        for thread in (self._settling, self._looking):
+        for thread in (self._settle_thread, self._read_thread):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _news(self) -> list[str]:
-        """Queue the ledger's new entries; the keys whose stake is to be read."""
-        for entry in self.db.ledger.entries(self._read):
-            self._read = entry.seq
+    def _queue_entries(self) -> list[str]:
+        """Queue the ledger's new entries. Return the keys whose stake must be read."""
+        for entry in self.db.ledger.entries(self._read_seq):
+            self._read_seq = entry.seq
             if entry.kind in KINDS:
                 self.waiting.append(entry)
         since_s = self.db.clock() - 2 * TIMEOUT_S
@@ -243,22 +245,22 @@ class Settlement:
             if node.joined_by_stake and (node.staked > 0 if node.evicted else node.seen_s >= since_s)
         ]
 
-    def _keep(self, before: Mapping[str, int]) -> None:
-        """Write what members have at risk, where that changed, into the table of nodes: the dashboard reads it there."""
+    def _store_stakes(self, before: Mapping[str, int]) -> None:
+        """Write changed stakes at risk into the table of nodes, for the dashboard."""
         for key, amount in self.stakes.members.items():
             if before.get(key) != amount:
                 self.db.nodes.set(key, staked=amount)
 
-    def _tell(self, error: LedgerError | None) -> None:
-        """Once each time that the news changes."""
+    def _report(self, error: LedgerError | None) -> None:
+        """Log and show the chain's state whenever it changes."""
         text = f"{error}; accepted work waits in the ledger, and is settled later" if error else ""
-        if text and text != self._told:
+        if text and text != self._last_notice:
             log.warning("%s", text)
             self.notify(text)
-        if self._told and not text:
+        if self._last_notice and not text:
             log.info("the chain takes entries again")
             self.notify("the chain takes entries again")
-        self._told = text
+        self._last_notice = text
 
     # --- in its own threads ------------------------------------------------------------------------------------------
 
@@ -272,21 +274,21 @@ class Settlement:
             )
         return self._contracts[thread]
 
-    def _work(self, members: list[str]) -> None:
+    def _settle_batch(self, members: list[str]) -> None:
         contract = self._contract("settle")
-        if not self._knows_contract:
+        if not self._skipped_settled:
             self.waiting = deque(unsettled(self.waiting, contract))
-            self._knows_contract = True
-        for _ in range(min(AT_ONCE, len(self.waiting))):
+            self._skipped_settled = True
+        for _ in range(min(BATCH_ENTRIES, len(self.waiting))):
             entry = self.waiting[0]
             if settle(entry, contract):
                 log.info("settled entry %d, %s", entry.seq, entry.kind)
             self.waiting.popleft()
-        found = {key: contract.account(key) for key in members}
-        self.stakes.members = {key: account.stake if account else 0 for key, account in found.items()}
+        accounts = {key: contract.account(key) for key in members}
+        self.stakes.members = {key: account.stake if account else 0 for key, account in accounts.items()}
 
-    def _offer(self, key: str, payer: str) -> int:
-        contract = self._contract("look")
+    def _read_offered(self, key: str, payer: str) -> int:
+        contract = self._contract("read")
         account = contract.account(key)
         if account is not None:
             return account.stake

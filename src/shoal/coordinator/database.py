@@ -1,16 +1,17 @@
-"""What all parts of the pool share: the tables of members, submissions and groups, what the run has done, and the ledger.
+"""The pool's shared state: tables of members, submissions and groups, policy versions, history, and the ledger.
 
-Invariants: what happens inside `transaction()`, ledger entries included, happens whole or not at all, so kill -9 at any
-moment leaves consistent state. A version has one digest. Every entry of the history, including a replacement, gets a higher
-sequence number than all before it, so a reader that asks with the last cursor it got misses nothing and gets nothing twice;
-a page of it is bounded in bytes, because anyone may ask for one, and only the newest samples are kept.
+Invariants: `transaction()` is atomic, ledger entries included, so kill -9 at any moment leaves consistent state. A version
+has one digest. Every history entry, replacements included, gets a higher sequence number than all before it, so a reader
+that continues from its last cursor misses nothing and gets nothing twice. Anyone may request a page of it, so its bytes are
+bounded. Only the newest samples are kept.
 
-    started   in the ledger: run, config, formats; at each start
-    sealed    the digest of every table; at each stop that is not a kill; the next start ends its validity
+Ledger entries:
+    started   at each start: run, config, formats
+    sealed    at each clean stop: the digest of every table; the next start ends its validity
 
-While a ledger ends with `sealed`, its database holds what it held when the coordinator stopped, or somebody else changed it.
-A ledger that ends otherwise is of a coordinator that runs or was killed, or its end was cut off.
-Tables that one part alone needs stand in its file. One thread uses the database; the clock is an argument.
+While a ledger ends with `sealed`, a database that does not match it was changed after the coordinator stopped. A ledger with
+another last entry belongs to a coordinator that is running or was killed, or it was truncated.
+Tables that only one part needs are defined in its file. One thread uses the database.
 """
 
 import json
@@ -28,16 +29,16 @@ from shoal.protocol.history import MAX_SAMPLES, History, WorkerSample
 from shoal.protocol.messages import VERSION, Evaluation
 from shoal.protocol.pace import Refusal
 
-FORMAT = 11  # of a run's tables, manifests and submissions; a run in another format is not resumed
+FORMAT = 11  # version of tables, manifests and submissions; a run in another format is not resumed
 POLICIES = """CREATE TABLE IF NOT EXISTS policies (
     version BIGINT PRIMARY KEY, digest TEXT NOT NULL, size_bytes BIGINT NOT NULL, published_s DOUBLE PRECISION NOT NULL)"""
 HISTORY = f"""CREATE TABLE IF NOT EXISTS history (
     seq {SERIAL}, kind TEXT NOT NULL, key TEXT NOT NULL, body TEXT NOT NULL, UNIQUE (kind, key))"""
 RUN = "CREATE TABLE IF NOT EXISTS run (started_s DOUBLE PRECISION NOT NULL)"
 SCHEMA = [*nodes.SCHEMA, *submissions.SCHEMA, *groups.SCHEMA, POLICIES, HISTORY, RUN]
-PAGE_BYTES = 256 << 10  # of entries in one answer; a larger entry comes alone
-OWN_BYTES = 4 << 20  # likewise, of what this process itself reads: its record is written again with each page
-READ = 32  # entries, at once
+PAGE_BYTES = 256 << 10  # entries per response; a larger entry is sent alone
+OWN_PAGE_BYTES = 4 << 20  # likewise for this process, which rewrites its record after each page
+READ_ROWS = 32  # per query
 
 Kind = Literal["step", "evaluation", "sample"]
 
@@ -57,19 +58,19 @@ class Policies:
         )
 
     def digest(self, version: int) -> str | None:
-        found: str | None = self.connection.value("SELECT digest FROM policies WHERE version = ?", version)
-        return found
+        digest: str | None = self.connection.value("SELECT digest FROM policies WHERE version = ?", version)
+        return digest
 
     def oldest_of_newest(self, count: int) -> int | None:
-        """The oldest of the newest `count` versions; None if fewer were published."""
-        found: int | None = self.connection.value(
+        """Return the oldest of the newest `count` versions; None if fewer were published."""
+        version: int | None = self.connection.value(
             "SELECT version FROM policies ORDER BY version DESC LIMIT 1 OFFSET ?", count - 1
         )
-        return found
+        return version
 
     def newest(self) -> int | None:
-        found: int | None = self.connection.value("SELECT max(version) FROM policies")
-        return found
+        version: int | None = self.connection.value("SELECT max(version) FROM policies")
+        return version
 
 
 class HistoryTable:
@@ -77,7 +78,7 @@ class HistoryTable:
         self.connection = connection
 
     def bodies(self, kind: Kind) -> list[str]:
-        """Of all entries of a kind, oldest first."""
+        """Return the bodies of all entries of a kind, oldest first."""
         return [body for (body,) in self.connection.rows("SELECT body FROM history WHERE kind = ? ORDER BY seq", kind)]
 
     def has(self, kind: Kind, key: str) -> bool:
@@ -87,14 +88,14 @@ class HistoryTable:
         return int(self.connection.value("SELECT count(*) FROM history WHERE kind = ?", kind))
 
     def put(self, kind: Kind, key: str, body: str) -> bool:
-        """Append an entry; it replaces an earlier one of the same kind and key. True if there was none."""
+        """Append an entry, replacing one of the same kind and key. Return whether it is new."""
         with self.connection.transaction():
             replaced = self.connection.change("DELETE FROM history WHERE kind = ? AND key = ?", kind, key)
             self.connection.change("INSERT INTO history (kind, key, body) VALUES (?, ?, ?)", kind, key, body)
         return replaced == 0
 
     def put_samples(self, samples: list[WorkerSample]) -> None:
-        """Append sample completions, and drop the oldest beyond the limit."""
+        """Append sample completions; keep the newest MAX_SAMPLES."""
         with self.connection.transaction():
             for sample in samples:
                 self.put("sample", f"{sample.submission}/{sample.group}", sample.model_dump_json())
@@ -105,16 +106,16 @@ class HistoryTable:
             )
 
     def after(self, cursor: int) -> History:
-        """The next entries after `cursor`, for this process itself; 0 is before the first."""
-        return History.model_validate_json(self.page(cursor, OWN_BYTES))
+        """Return the next entries after `cursor`, for this process itself; 0 is before the first."""
+        return History.model_validate_json(self.page(cursor, OWN_PAGE_BYTES))
 
-    def page(self, cursor: int, most_bytes: int = PAGE_BYTES) -> bytes:
-        """The next entries after `cursor`, as the JSON of a `History`."""
+    def page(self, cursor: int, max_bytes: int = PAGE_BYTES) -> bytes:
+        """Return the next entries after `cursor`, as the JSON of a `History`."""
         bodies: dict[Kind, list[str]] = {"step": [], "evaluation": [], "sample": []}
         size_bytes = 0
         for seq, kind, body in self._rows_after(cursor):
             length = len(body.encode())
-            if size_bytes and size_bytes + length > most_bytes:
+            if size_bytes and size_bytes + length > max_bytes:
                 break
             bodies[kind].append(body)
             size_bytes, cursor = size_bytes + length, seq
@@ -124,7 +125,7 @@ class HistoryTable:
 
     def _rows_after(self, cursor: int) -> Iterator[tuple[int, Kind, str]]:
         select = "SELECT seq, kind, body FROM history WHERE seq > ? ORDER BY seq LIMIT ?"
-        while rows := self.connection.rows(select, cursor, READ):
+        while rows := self.connection.rows(select, cursor, READ_ROWS):
             yield from rows
             cursor = rows[-1][0]
 
@@ -137,10 +138,10 @@ class HistoryTable:
         return None if body is None else Evaluation.model_validate_json(body)
 
     def _newest(self, kind: Kind) -> str | None:
-        found: str | None = self.connection.value(
+        body: str | None = self.connection.value(
             "SELECT body FROM history WHERE kind = ? ORDER BY seq DESC LIMIT 1", kind
         )
-        return found
+        return body
 
 
 class Database:
@@ -155,15 +156,15 @@ class Database:
         self.grades = groups.Grades(connection)
         self.policies = Policies(connection)
         self.history = HistoryTable(connection)
-        found = connection.format
-        if connection.has_table("run") and found != FORMAT:
+        stored = connection.format
+        if connection.has_table("run") and stored != FORMAT:
             raise PoolError(
-                f"{connection.place} belongs to a run in format {found}; this version of Shoal resumes format {FORMAT}."
+                f"{connection.place} belongs to a run in format {stored}; this version of Shoal resumes format {FORMAT}."
                 " Finish the run with the version that started it, or start a new run with its last weights (model.name)"
             )
 
     def create(self, schema: Iterable[str] = SCHEMA) -> None:
-        """Create what is not there. A run that has started keeps the time of its start."""
+        """Create missing tables. A run that has started keeps its start time."""
         self.connection.set_format(FORMAT)
         for statement in schema:
             self.connection.create(statement)
@@ -172,22 +173,22 @@ class Database:
         )
 
     def transaction(self) -> AbstractContextManager[None]:
-        """All of the block or nothing of it. A nested block belongs to the outer one: an error undoes both."""
+        """Open a transaction. A nested block belongs to the outer one: an error undoes both."""
         return self.connection.transaction()
 
     def started_s(self) -> float:
         return float(self.connection.value("SELECT started_s FROM run"))
 
     def open_step(self) -> int:
-        """The smallest step that lacks accepted groups."""
+        """Return the smallest step whose batch is not full."""
         return self.groups.open_step()
 
     def is_trained(self, steps: int) -> bool:
-        """Whether the last of `steps` steps was trained on."""
+        """Return whether the last of `steps` steps was trained."""
         return self.history.has("step", str(steps - 1))
 
     def is_finished(self, steps: int) -> bool:
-        """Whether the last version, after `steps` steps, was evaluated, which ends the run."""
+        """Return whether the last version, after `steps` steps, was evaluated, which ends the run."""
         return self.history.has("evaluation", f"{steps} final")
 
 
@@ -203,7 +204,7 @@ def record_start(db: Database, run: str, key: str, config: Config) -> None:
 
 
 def config_text(config: Config) -> str:
-    """The config as TOML, without what is nobody else's matter: members read the ledger."""
+    """Return the config as TOML without private fields: members read the ledger."""
     section = config.coordinator.model_copy(update={"database": ""})
     ledger = config.ledger.model_copy(update={"rpc": "", "key_file": ""})
     return config_module.dumps(config.model_copy(update={"coordinator": section, "ledger": ledger}))

@@ -1,4 +1,4 @@
-"""Accepted groups: which step's batch each one is in, what each of several rewards gave it, and what all of them scored.
+"""Accepted groups: the batch each is in, its scores by reward, and statistics over many groups.
 
     accepted -> in the batch of one step | stale            (useful groups only)
 
@@ -38,9 +38,9 @@ KNOWN = f"{ROLLOUTS} > 0"
 
 @dataclass(frozen=True)
 class Scored:
-    """What some accepted groups scored."""
+    """The summed scores of some accepted groups."""
 
-    reward: float  # summed over their rollouts
+    reward: float  # summed over rollouts
     score: int  # likewise, in millionths
     tokens: int
     groups: int
@@ -48,8 +48,8 @@ class Scored:
     wrong_format: int
     grader_error: int
     filtered: int  # groups with equal rewards, left out by the online filter
-    all_right: int  # of these
-    all_wrong: int
+    all_right: int  # of `filtered`
+    all_wrong: int  # likewise
 
     @property
     def rollouts(self) -> int:
@@ -76,51 +76,60 @@ class Groups:
         self,
         submission: str,
         group: int,
-        found: GroupResult,
+        result: GroupResult,
         *,
         version: int,
         useful: bool,
         checked: bool,
         accepted_during: int,
     ) -> None:
-        """`useful`: may be trained on; `checked`: prefilled whole; `accepted_during`: the step that was open."""
-        outcomes = found.outcomes
+        """`useful`: may be trained on; `checked`: fully prefilled; `accepted_during`: the open step."""
+        outcomes = result.outcomes
         self.connection.change(
             "INSERT INTO groups (submission, grp, version, reward, useful, flat, tokens, accepted_during,"
             " task, source, target, score, graded, wrong_format, grader_error, error, checked)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *(submission, group, version, found.reward_mean, useful, not found.useful, found.tokens, accepted_during),
-            *(found.task, found.source, found.target_length, found.score_millionths),
-            *(outcomes.graded, outcomes.wrong_format, outcomes.grader_error, found.error, checked),
+            *(
+                submission,
+                group,
+                version,
+                result.reward_mean,
+                useful,
+                not result.useful,
+                result.tokens,
+                accepted_during,
+            ),
+            *(result.task, result.source, result.target_length, result.score_millionths),
+            *(outcomes.graded, outcomes.wrong_format, outcomes.grader_error, result.error, checked),
         )
-        for name, mean in found.parts.items():
+        for name, mean in result.parts.items():
             self.connection.change(
                 "INSERT INTO group_parts (submission, grp, name, mean) VALUES (?, ?, ?, ?)",
                 *(submission, group, name, mean),
             )
 
     def open_step(self) -> int:
-        """The smallest step that lacks accepted groups."""
+        """Return the smallest step whose batch is not full."""
         return int(self.connection.value("SELECT coalesce(max(batch), -1) + 1 FROM groups"))
 
     def of_batch(self, step: int) -> list[tuple[str, int]]:
-        """Submission and group number, oldest first."""
+        """Return submission and group number of each group in a step's batch, oldest first."""
         return self.connection.rows("SELECT submission, grp FROM groups WHERE batch = ? ORDER BY seq", step)
 
-    def count_waiting(self, *, most_unchecked: int) -> int:
-        """Useful groups that are in no batch yet and not stale; at most `most_unchecked` unchecked ones count."""
+    def count_waiting(self, *, max_unchecked: int) -> int:
+        """Count useful groups that are in no batch and not stale; at most `max_unchecked` unchecked ones count."""
         checked = int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND checked"))
-        return checked + min(self.count_waiting_unchecked(), most_unchecked)
+        return checked + min(self.count_waiting_unchecked(), max_unchecked)
 
     def count_waiting_unchecked(self) -> int:
         return int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND NOT checked"))
 
-    def oldest_waiting(self, limit: int, *, most_unchecked: int) -> list[tuple[int, str, int]]:
-        """The oldest `limit` of them: sequence number, submission and group number."""
+    def oldest_waiting(self, limit: int, *, max_unchecked: int) -> list[tuple[int, str, int]]:
+        """Return the oldest `limit` of them: sequence number, submission and group number."""
         return self.connection.rows(
             f"SELECT seq, submission, grp FROM groups WHERE {WAITING} AND (checked OR seq IN"
             f" (SELECT seq FROM groups WHERE {WAITING} AND NOT checked ORDER BY seq LIMIT ?)) ORDER BY seq LIMIT ?",
-            most_unchecked,
+            max_unchecked,
             limit,
         )
 
@@ -128,13 +137,13 @@ class Groups:
         self.connection.change("UPDATE groups SET batch = ? WHERE seq = ?", step, seq)
 
     def mark_stale(self, older_than: int) -> None:
-        """Waiting groups of a version below this one."""
+        """Mark waiting groups of older versions as stale."""
         self.connection.change(
             "UPDATE groups SET stale = TRUE WHERE useful AND batch IS NULL AND version < ?", older_than
         )
 
     def mark_all_stale(self, worker: str) -> None:
-        """Unbatched groups of this worker."""
+        """Mark this worker's unbatched groups as stale."""
         self.connection.change(
             "UPDATE groups SET stale = TRUE WHERE useful AND batch IS NULL AND submission IN"
             " (SELECT id FROM submissions WHERE worker = ?)",
@@ -142,7 +151,7 @@ class Groups:
         )
 
     def recent_useful_share(self, limit: int) -> float | None:
-        """Share of useful groups among the newest ones, None if there are none."""
+        """Return the share of useful groups among the newest `limit`, None if there are no groups."""
         share: float | None = self.connection.value(
             "SELECT avg(CASE WHEN useful THEN 1.0 ELSE 0.0 END)"
             " FROM (SELECT useful FROM groups ORDER BY seq DESC LIMIT ?) AS recent",
@@ -151,14 +160,14 @@ class Groups:
         return share
 
     def rewards_during(self, step: int) -> tuple[float, float] | None:
-        """Mean reward, and share of groups with equal rewards, of all groups accepted while `step` was open."""
+        """Return the mean reward, and the share of groups with equal rewards, of groups accepted while `step` was open."""
         reward, flat = self.connection.row(
             "SELECT avg(reward), avg(CASE WHEN flat THEN 1.0 ELSE 0.0 END) FROM groups WHERE accepted_during = ?", step
         )
         return None if reward is None else (reward, flat)
 
     def signal(self, step: int) -> Signal:
-        """What the groups accepted while `step` was open taught, and the newest groups in a row that taught nothing."""
+        """Count groups with unequal rewards accepted while `step` was open, and the newest streak of equal ones."""
         groups, useful = self.connection.row(
             "SELECT count(*), coalesce(sum(CASE WHEN flat THEN 0 ELSE 1 END), 0) FROM groups WHERE accepted_during = ?",
             step,
@@ -170,7 +179,7 @@ class Groups:
         return Signal(groups=groups, useful=useful, flat=flat, lowest=lowest, highest=highest)
 
     def totals(self) -> tuple[int, int, int]:
-        """Tokens, groups that became stale, and useful groups."""
+        """Return the total of tokens, of stale groups and of useful groups."""
         totals: tuple[int, int, int] = self.connection.row(
             "SELECT coalesce(sum(tokens), 0), coalesce(sum(CASE WHEN stale THEN 1 ELSE 0 END), 0),"
             " coalesce(sum(CASE WHEN useful THEN 1 ELSE 0 END), 0) FROM groups"
@@ -179,13 +188,13 @@ class Groups:
 
 
 class Grades:
-    """What groups scored, by source and by target length, and how often the reward itself failed. It only reads."""
+    """Read-only statistics: scores by source and by target length, and grader errors."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
     def by_source(self, step: int | None = None) -> dict[str, Scored]:
-        """Of the groups accepted while `step` was open, or of the whole run."""
+        """Return scores by source, of groups accepted while `step` was open, or of the whole run."""
         where, arguments = ("", ()) if step is None else (" AND accepted_during = ?", (step,))
         rows = self.connection.rows(
             f"SELECT source, {SUMS} FROM groups WHERE {KNOWN}{where} GROUP BY source ORDER BY source", *arguments
@@ -193,7 +202,7 @@ class Grades:
         return {source: Scored(*sums) for source, *sums in rows}
 
     def by_target(self, step: int) -> dict[int, Scored]:
-        """Of the groups accepted while `step` was open; 0: those without a target."""
+        """Return scores by target length (0: none), of groups accepted while `step` was open."""
         rows = self.connection.rows(
             f"SELECT target, {SUMS} FROM groups WHERE {KNOWN} AND accepted_during = ? GROUP BY target ORDER BY target",
             step,
@@ -201,7 +210,7 @@ class Grades:
         return {target: Scored(*sums) for target, *sums in rows}
 
     def by_part(self, step: int) -> dict[tuple[str, str], float]:
-        """Mean score by source and reward, of the groups accepted while `step` was open, where rewards are weighted."""
+        """Return the mean score by source and part of a weighted reward, of groups accepted while `step` was open."""
         rows = self.connection.rows(
             f"SELECT source, name, sum(mean * {ROLLOUTS}) / sum({ROLLOUTS}) FROM group_parts"
             " JOIN groups ON groups.submission = group_parts.submission AND groups.grp = group_parts.grp"
@@ -211,21 +220,21 @@ class Grades:
         return {(source, name): mean for source, name, mean in rows}
 
     def total(self) -> int:
-        """Rollouts accepted in the whole run."""
+        """Return the rollouts accepted in the whole run."""
         return int(self.connection.value(f"SELECT coalesce(sum({ROLLOUTS}), 0) FROM groups"))
 
     def recent(self, groups: int) -> tuple[int, int]:
-        """Rollouts and grader errors among the newest groups."""
-        found: tuple[int, int] = self.connection.row(
+        """Return rollouts and grader errors among the newest groups."""
+        counts: tuple[int, int] = self.connection.row(
             f"SELECT coalesce(sum({ROLLOUTS}), 0), coalesce(sum(grader_error), 0)"
             f" FROM (SELECT * FROM groups WHERE {KNOWN} ORDER BY seq DESC LIMIT ?) AS newest",
             groups,
         )
-        return found
+        return counts
 
     def newest_error(self) -> str:
-        """Why a reward failed last; "" if none did."""
-        found: str | None = self.connection.value(
+        """Return the newest grader error; "" if there was none."""
+        error: str | None = self.connection.value(
             "SELECT error FROM groups WHERE grader_error > 0 ORDER BY seq DESC LIMIT 1"
         )
-        return found or ""
+        return error or ""

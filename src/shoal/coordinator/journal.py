@@ -1,11 +1,11 @@
-"""The run's work as lines for people: settled submissions, published versions, downloads of weights; and what is under way.
+"""The run's work as JSON lines: settled submissions, published versions, downloads of weights; and work in progress.
 
     submission   its worker, validator, step, version, state, times, verdict; the groups of an accepted one
-    version      when it was published, and its bytes
-    download     which node received how much of which version, from when to when
+    version      its publication time and size
+    download     node, version, start, end and size
 
-Invariant: a submission, version or download is told once, after its last change. No line holds a key or a nonce, except the
-part of its worker's key that a submission's id begins with. `serving` appends the lines to `work.jsonl`.
+Invariant: each submission, version and download gets one line, after its last change. No line contains a key or a nonce,
+except the part of its worker's key in a submission's id. `serving` appends the lines to `work.jsonl`.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Any
 
 from shoal.ledger.connection import Connection
 
-PAGE = 500  # lines of a kind at once
-UNDER_WAY = 200  # oldest submissions that are not settled
+PAGE = 500  # lines of each kind per call
+MAX_IN_PROGRESS = 200  # oldest unsettled submissions
 COLUMNS = (
     *("submission", "worker", "validator", "step", "version", "groups", "state", "reason", "full", "tokens"),
     *("assigned_s", "uploaded_s", "lease_s", "judged_s"),
@@ -29,28 +29,28 @@ Line = dict[str, Any]
 
 
 class Journal:
-    def __init__(self, connection: Connection, told: Iterable[Line]) -> None:
-        """`told`: the lines of earlier starts."""
+    def __init__(self, connection: Connection, written: Iterable[Line]) -> None:
+        """`written`: the lines of earlier starts."""
         self.connection = connection
-        self._told: set[int] = set()  # submissions above the floor
-        self._floor = 0  # all submissions up to this one were told
+        self._written: set[int] = set()  # submissions above the floor
+        self._floor = 0  # all submissions up to this one are written
         self._version, self._download = -1, 0
-        for line in told:
+        for line in written:
             match line["kind"]:
                 case "submission":
-                    self._told.add(line["submission"])
+                    self._written.add(line["submission"])
                 case "version":
                     self._version = max(self._version, line["version"])
                 case "download":
                     self._download = max(self._download, line["number"])
 
     def new(self) -> list[Line]:
-        """The next lines; none if everything was told."""
+        """Return the next lines; none if all are written."""
         return [*self._submissions(), *self._versions(), *self._downloads()]
 
     def under_way(self) -> list[Line]:
-        """The oldest submissions that are not settled, in the form of the settled ones."""
-        rows = self.connection.rows(f"{SELECT} WHERE s.state IN {OPEN} ORDER BY s.seq LIMIT ?", UNDER_WAY)
+        """Return the oldest unsettled submissions, in the form of settled ones."""
+        rows = self.connection.rows(f"{SELECT} WHERE s.state IN {OPEN} ORDER BY s.seq LIMIT ?", MAX_IN_PROGRESS)
         return [dict(zip(COLUMNS, row, strict=False)) for row in rows]
 
     def _submissions(self) -> list[Line]:
@@ -58,14 +58,14 @@ class Journal:
         settled = self.connection.rows(
             f"SELECT seq FROM submissions WHERE seq > ? AND state NOT IN {OPEN} ORDER BY seq", self._floor
         )
-        new = [seq for (seq,) in settled if seq not in self._told][:PAGE]
+        new = [seq for (seq,) in settled if seq not in self._written][:PAGE]
         if not new:
             return []
-        self._told |= set(new)
-        untold = [seq for (seq,) in settled if seq not in self._told]
-        first = min([new[-1] + 1, *untold[:1], *([] if oldest is None else [oldest])])  # all before it were told
+        self._written |= set(new)
+        pending = [seq for (seq,) in settled if seq not in self._written]
+        first = min([new[-1] + 1, *pending[:1], *([] if oldest is None else [oldest])])  # all before it are written
         self._floor = max(self._floor, first - 1)
-        self._told = {seq for seq in self._told if seq > self._floor}
+        self._written = {seq for seq in self._written if seq > self._floor}
         marks = ", ".join("?" * len(new))
         return [
             self._line(row) for row in self.connection.rows(f"{SELECT} WHERE s.seq IN ({marks}) ORDER BY s.seq", *new)
@@ -75,8 +75,8 @@ class Journal:
         line: Line = {"kind": "submission"} | dict(zip(COLUMNS, row, strict=False))
         id_, verdict, accepted_hash, file_hash = row[len(COLUMNS) :]
         line |= {"id": id_, "file": accepted_hash if line["state"] == "accepted" else file_hash}
-        told = json.loads(verdict) if verdict else {}
-        line |= {name: told.get(name) for name in ("detail", "evidence", "replay") if told.get(name) is not None}
+        fields = json.loads(verdict) if verdict else {}
+        line |= {name: fields.get(name) for name in ("detail", "evidence", "replay") if fields.get(name) is not None}
         if line["state"] == "accepted":
             columns = ", ".join(GROUP)
             groups = self.connection.rows(f"SELECT {columns} FROM groups WHERE submission = ? ORDER BY grp", id_)

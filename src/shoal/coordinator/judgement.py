@@ -1,9 +1,8 @@
-"""Judgement: a validator claims what was uploaded, and its verdict accepts or rejects it, with all that follows.
+"""Claims and verdicts: a validator claims uploaded submissions; its verdict accepts or rejects each, with all consequences.
 
-Invariants: only the validator that holds the claim gives the verdict; groups are credited exactly when their submission is
-accepted. A hard rejection counts once a second validator confirms it, where there is one (`checkers`), or once no second
-opinion can come any more. An eviction settles all that its worker has uploaded: nothing of a banned key is accepted or
-credited.
+Invariants: only the validator with the claim gives the verdict; groups are credited exactly when their submission is
+accepted. A hard rejection counts once a second validator confirms it (`checkers`), or once no second one can. A ban drops
+all of the worker's unjudged submissions: nothing of a banned key is accepted or credited.
 
 The pool itself gives one hard reason, `replayed`. It rests on an accepted submission of the same worker with the same
 content. A rejected or unjudged copy does not count, because anyone can make one, and neither does another worker's.
@@ -25,9 +24,9 @@ from shoal.protocol.history import WorkerSample
 from shoal.protocol.messages import HARD, LEASE_S, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
 from shoal.shardcast.store import KEEP
 
-# Soft reasons that rest on the file alone. What a program of the model's printed (`unrepeatable`) is nobody's fault.
+# Soft reasons that rest on the file alone. Not `unrepeatable`: there the model's program is at fault, not the worker.
 UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
-ACCIDENTS, REMEMBERED = 1, 20  # ACCIDENTS among the newest REMEMBERED judged files cost nothing but themselves
+ACCIDENTS, REMEMBERED = 1, 20  # up to ACCIDENTS unusable files among the newest REMEMBERED have no further consequence
 
 log = logging.getLogger(__name__)
 
@@ -43,23 +42,22 @@ class Judgement:
     trust: Trust
     escrow: Escrow
 
-    def claim(self, validator: str, most: int) -> Claims:
-        """Lease the oldest unchecked submission, and up to `most` of the same version. Expired leases are included.
+    def claim(self, validator: str, limit: int) -> Claims:
+        """Lease the oldest unchecked submission and others of its version, up to `limit`. Expired leases are included.
 
-        What another live validator is to check is left to it: one of the worker's exactness class, or a second one.
-        Which ones are prefilled is drawn here, after upload, so no worker can know it. Submissions of a version that relays
-        need not hold any more expire: a validator that waited for it would check nothing else. Where one of them waits for a
-        second opinion, the first verdict counts.
+        Skip those that another live validator should check: one of the worker's exactness class, or a second one. Draw here,
+        after upload, which ones are prefilled whole, so no worker can know it. Submissions of a version that relays have
+        dropped expire, because waiting for it would block a validator; if one awaits a second verdict, the first counts.
         """
         with self.db.transaction():
             now_s = self.db.clock()
-            lines = self._close_gone(validator, now_s)
+            lines = self._close_uncheckable(validator, now_s)
             waiting = self.db.submissions.claimable(validator, now_s)
-            mine = [submission for submission in waiting if self.checkers.may(validator, submission)]
-            taken = [submission for submission in mine if submission.version == mine[0].version][:most]
+            eligible = [submission for submission in waiting if self.checkers.may_check(validator, submission)]
+            taken = [submission for submission in eligible if submission.version == eligible[0].version][:limit]
             lease_s = now_s + LEASE_S
             claims = [self._lease(validator, submission, lease_s) for submission in taken]
-        _tell(lines)
+        _log_all(lines)
         return Claims(claims=claims)
 
     def _lease(self, validator: str, submission: Submission, lease_s: float) -> Claim:
@@ -75,14 +73,14 @@ class Judgement:
             fingerprint=self.checkers.fingerprint(submission),
         )
 
-    def _close_gone(self, validator: str, now_s: float) -> list[str]:
-        """Close what no validator can check any more. Returns what to log."""
+    def _close_uncheckable(self, validator: str, now_s: float) -> list[str]:
+        """Close submissions that no validator can check any more. Return lines to log."""
         oldest_held = self.db.policies.oldest_of_newest(KEEP)
         lines: list[str] = []
         for submission in self.db.submissions.claimable(validator, now_s):
             if oldest_held is None or submission.version >= oldest_held or self._get(submission.id).state == "expired":
                 continue
-            if (first := self.checkers.first(submission)) is not None:
+            if (first := self.checkers.first_verdict(submission)) is not None:
                 lines += self._conclude(submission, *first)
                 continue
             self.db.submissions.move(submission, "drop")
@@ -93,58 +91,58 @@ class Judgement:
         return lines
 
     def content_owner(self, content: str) -> ContentOwner:
-        """The accepted submission with this content."""
+        """Return the accepted submission with this content."""
         return ContentOwner(submission=self.db.submissions.content_owner(content))
 
     def hashes(self, id: str) -> tuple[str, str]:
-        """Content hashes of the uploaded and of the accepted file, "" for a file that does not exist yet."""
+        """Return the content hashes of the uploaded and the accepted file, "" for a missing one."""
         submission = self._get(id)
         return submission.file_hash or "", submission.accepted_hash or ""
 
     def may_store_accepted(self, validator: str, id: str, content_hash: str = "") -> None:
-        """Raise PoolError unless this validator holds the claim."""
+        """Raise PoolError unless this validator has the claim."""
         self._claimed(validator, id)
 
     def accepted_stored(self, validator: str, id: str, content_hash: str) -> None:
-        """Record the accepted file that the validator with the claim has stored."""
+        """Record the accepted file that the claiming validator has stored."""
         with self.db.transaction():
             self._claimed(validator, id)
             self.db.submissions.set_accepted_hash(id, content_hash)
 
     def judge(self, validator: str, verdict: Verdict) -> None:
-        """Accept or reject. A hard rejection slashes the worker and evicts it; a second validator confirms it first."""
+        """Accept or reject. A hard rejection, once confirmed by a second validator, slashes the worker and bans it."""
         with self.db.transaction():
             submission = self._get(verdict.submission)
             if submission.state in ("accepted", "rejected") and submission.validator == validator:
-                return  # the validator repeats a verdict because it did not get the answer
-            if self.checkers.was_first(submission, validator):
+                return  # the validator repeats its verdict because it did not get the response
+            if self.checkers.is_repeat(submission, validator):
                 return  # likewise, of a verdict that waits for a second one
             submission = self._claimed(validator, verdict.submission)
-            if self.checkers.opens(submission, validator, verdict):
-                lines = [f"{submission.id} is {verdict.reason} to {validator[:16]}; another validator is to confirm it"]
+            if self.checkers.defer(submission, validator, verdict):
+                lines = [f"{submission.id} is {verdict.reason} to {validator[:16]}; another validator must confirm it"]
             else:
                 lines = self._conclude(submission, validator, verdict)
-        _tell(lines)
+        _log_all(lines)
 
     def close(self) -> None:
-        """The run's last step is trained: first verdicts count where a second one was awaited, then all credit is paid."""
+        """End judgement after the run's last step: deferred first verdicts count, then all pending credit is released."""
         with self.db.transaction():
             lines: list[str] = []
             for id in self.checkers.replays.doubted():
                 submission = self._get(id)
                 if (
                     submission.state in ("uploaded", "validating")
-                    and (first := self.checkers.first(submission)) is not None
+                    and (first := self.checkers.first_verdict(submission)) is not None
                 ):
                     lines += self._conclude(submission, *first)
             self.escrow.close()
-        _tell(lines)
+        _log_all(lines)
 
     def _conclude(self, submission: Submission, validator: str, verdict: Verdict) -> list[str]:
-        """Carry out a verdict that waits for no other. Returns what to log."""
+        """Carry out a final verdict. Return lines to log."""
         reason = self.checkers.settle(submission, validator, verdict, self._reason(submission, verdict))
         detail = verdict.detail
-        if reason is None and (why := self.trust.finds(submission, verdict)):
+        if reason is None and (why := self.trust.observe(submission, verdict)):
             reason, detail = Reason.SPENDING, why
         if reason is None and (submission.accepted_hash is None or submission.accepted_hash != verdict.accepted_hash):
             raise PoolError(f"{submission.id}: store the accepted file before accepting it")
@@ -162,7 +160,7 @@ class Judgement:
 
     def _accept(self, submission: Submission, verdict: Verdict) -> list[str]:
         tokens = sum(group.tokens for group in verdict.groups)
-        self.arrivals.came(submission)
+        self.arrivals.accepted(submission)
         counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": submission.accepted_hash}
         self.db.ledger.append("accepted", _entry(submission) | counts)
         filled = self.batches.credit(
@@ -187,29 +185,29 @@ class Judgement:
         return lines
 
     def _slash(self, submission: Submission, reason: Reason) -> bool:
-        """False if its worker was slashed before. All that it has uploaded is settled."""
+        """Ban the worker, forfeit its credit, drop its work. Return False if it was already banned."""
         why = f"slashed: {reason.value} in {submission.id}"
         if not self.db.nodes.move(submission.worker, "ban", why, self.db.clock()):
             return False
         self.db.ledger.append("slashed", _entry(submission) | {"reason": reason.value})
         self.escrow.forfeit(submission.worker)
-        self.db.submissions.drop_of(submission.worker, UNSETTLED)
+        self.db.submissions.drop_all(submission.worker, UNSETTLED)
         self.db.groups.mark_all_stale(submission.worker)
         return True
 
     def _back_off(self, worker: str, reason: Reason) -> None:
-        """A file that cannot be used costs a validator up to its time limit. One may be an accident of a disk; who sends
-        more gets no tasks for a while, longer each time."""
-        faults = self.db.submissions.count_rejected_of(worker, [str(one) for one in UNUSABLE], newest=REMEMBERED)
+        """Suspend a worker after repeated unusable files, each of which may cost a validator its whole time limit. A single
+        one may be a disk error."""
+        faults = self.db.submissions.count_rejected(worker, [str(reason) for reason in UNUSABLE], newest=REMEMBERED)
         if faults > ACCIDENTS:
             why = f"{faults} of its newest {REMEMBERED} files were {reason.value}"
             self.db.nodes.suspend(worker, why, self.db.clock())
 
     def _reason(self, submission: Submission, verdict: Verdict) -> Reason | None:
-        """The validator's reason, or another one if it accepted what is in an accepted submission already.
+        """Return the validator's reason, or another one if it accepted content that was already accepted.
 
-        A worker's own earlier submission makes it `replayed`. Another worker's makes it `context`, which is soft: rows hold
-        their worker's seeds, so two workers with the same rows mean that a validator is broken, not which worker lied.
+        Content of the worker's own earlier submission is `replayed`. Another worker's is `context`, which is soft: rows
+        contain their worker's seeds, so equal rows of two workers show a broken validator, not which worker lied.
         """
         owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
         if verdict.reason is not None or owner is None:
@@ -242,19 +240,19 @@ def _samples(submission: Submission, worker: str, verdict: Verdict) -> list[Work
     ]
 
 
-def _tell(lines: Iterable[str]) -> None:
-    """Log what happened, after the transaction: an error in it would undo it."""
+def _log_all(lines: Iterable[str]) -> None:
+    """Log events. Call it after the transaction, which an error might still undo."""
     for line in lines:
         log.info("%s", line)
 
 
 def _printable(detail: str) -> str:
-    """One short line. A detail may quote a worker's file, so it may hold anything."""
+    """Return a detail as one short line: it may quote arbitrary bytes of a worker's file."""
     return "".join(character if character.isprintable() else " " for character in detail[:200])
 
 
 def _entry(submission: Submission) -> dict[str, str | int | bool | None]:
-    """What every ledger entry about a submission says."""
+    """Return the fields common to ledger entries about a submission."""
     return {
         "submission": submission.id,
         "worker": submission.worker,

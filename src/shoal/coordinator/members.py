@@ -1,15 +1,14 @@
-"""Membership: registration with an invite, and heartbeats, by which nodes stay live and workers get tasks.
+"""Membership: registration with an invite, and heartbeats, which keep nodes live and give workers tasks.
 
-Heartbeats are written to the table of nodes at once in a small pool, many together in a large one. Each write is a sync of
-the disk, and a large pool's heartbeats would be thousands a second. So beyond AT_ONCE_PER_S, with a burst of 10 s, they are
-collected and written in one statement every TOGETHER_S. A node that beats far more often than an honest one is recorded
-less often than it beats. A beat also says which version the node received, when and how fast: each download is recorded
-once, for people to see; nothing is decided by it, and it is not sealed.
+A small pool writes each heartbeat at once. Each write syncs the disk, so above IMMEDIATE_PER_S (with a burst of 10 s)
+heartbeats are buffered and written in one statement every FLUSH_S. A node that sends far more heartbeats than an honest one
+has only some of them recorded. A heartbeat also reports the node's newest download: each is recorded once, for display only,
+and is not sealed.
 
-Invariants: an invite makes one key a member, once, with one role and one name; an open invite makes every key a worker,
-once, that has staked what the run requires, and gets tasks while that is at risk. What is collected of heartbeats is at
-most TOGETHER_S older than the newest one of the pool; to lose it costs nothing, as the next one follows. Nothing else of a
-heartbeat waits: tasks, fingerprints and announced files have their own tables.
+Invariants: an invite admits one key, with one role and one name. An open invite admits as a worker any key that has staked
+what the run requires; it gets tasks while that stake is at risk. Buffered heartbeats are at most FLUSH_S old; losing them
+costs nothing, because each node soon sends another. Only liveness is buffered: tasks, fingerprints and announced files are
+written at once.
 """
 
 import logging
@@ -36,12 +35,12 @@ DOWNLOADS = [
     to_s DOUBLE PRECISION NOT NULL, size_bytes BIGINT NOT NULL, UNIQUE (node, version))""",
     "CREATE INDEX IF NOT EXISTS transfers_to ON transfers (to_s)",
 ]
-KEPT = 100_000
-Download = tuple[str, int, float, float, int]  # key, version, from when to when by the coordinator's clock, bytes
-RECORDS_PER_S = 4.0  # of one node's heartbeats, with a burst of 10 s; an honest node beats once a second
-AT_ONCE_PER_S = 50.0  # of all nodes
-TOGETHER_S = 0.25
-LONGEST_S = 86_400.0  # of a download, or since it
+MAX_DOWNLOADS = 100_000
+Download = tuple[str, int, float, float, int]  # key, version, start and end by the coordinator's clock, bytes
+RECORDS_PER_S = 4.0  # heartbeats per node, with a burst of 10 s; an honest node sends one a second
+IMMEDIATE_PER_S = 50.0  # heartbeats of all nodes
+FLUSH_S = 0.25
+MAX_DOWNLOAD_S = 86_400.0  # duration of a download, and time since it
 
 log = logging.getLogger(__name__)
 
@@ -55,45 +54,45 @@ class Members:
         self.assignments = assignments
         self.checkers = checkers
         self.stakes = stakes
-        self._least_stake = max(1, config.requirements.stake)
+        self._min_stake = max(1, config.requirements.stake)
         self._beats = Beats(db)
 
     def may_register(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> None:
-        """Raise PoolError unless this invite lets this key, on such a machine, in. Changes nothing."""
-        if invite.role == "worker" and (missing := lacks(capability, self.config.requirements)):
+        """Raise PoolError unless this invite admits this key on a machine of this capability. Change nothing."""
+        if invite.role == "worker" and (missing := missing_requirement(capability, self.config.requirements)):
             raise PoolError(f"this run requires {missing}", 403)
         node, (name, entry) = self.db.nodes.get(key), _entry(key, invite)
         if node is not None:
             if node.invite != entry:
                 raise PoolError(f"this key is already registered as {node.name}")
             if node.state == "left":
-                self._check_place(invite.role)
+                self._check_capacity(invite.role)
             return
         if self.db.clock() > invite.expires_s:
             raise PoolError("the invite has expired; ask for a new one", 403)
         if self.db.nodes.is_taken(entry, name):
             raise PoolError(f"the invite for {name} was used by another key; ask for a new one", 403)
-        self._check_place(invite.role)
+        self._check_capacity(invite.role)
         if invite.open:
             self._check_stake(key)
 
-    def _check_place(self, role: Role) -> None:
+    def _check_capacity(self, role: Role) -> None:
         places = self.config.requirements.places
         if role == "worker" and places and self.db.nodes.count_workers(self.db.clock()) >= places:
             raise PoolError(f"this run is full: it has places for {places} workers; try again when one has left", 403)
 
     def _check_stake(self, key: str) -> None:
-        staked, least = self.stakes.offered(key), self._least_stake
-        if staked < least:
+        staked, required = self.stakes.offered(key), self._min_stake
+        if staked < required:
             raise PoolError(
-                f"this key has staked {staked}, an open invite needs {least}: stake more and join again", 403
+                f"this key has staked {staked}, an open invite needs {required}: stake more and join again", 403
             )
 
     def _why_no_stake(self, node: Member) -> str:
-        """What a worker that joined by stake has to wait for before it gets a task; "" if nothing."""
-        if not node.joined_by_stake or (staked := self.stakes.at_risk(node.key)) >= self._least_stake:
+        """Return why a worker that joined by stake gets no task yet; "" if it may have one."""
+        if not node.joined_by_stake or (staked := self.stakes.at_risk(node.key)) >= self._min_stake:
             return ""
-        return f"stake: {staked} is at risk on this key, and this run requires {self._least_stake}"
+        return f"stake: {staked} is at risk on this key, and this run requires {self._min_stake}"
 
     def register(
         self,
@@ -103,9 +102,9 @@ class Members:
         capability: Capability | None = None,
         payer: str = "",
     ) -> Registered:
-        """Spend an invite. The same key may repeat the same invite (a restart), with a new address.
+        """Register a key with an invite. The same key may register again with it (after a restart) at a new address.
 
-        `payer`: the account on a chain that stakes on this key; the first one that it names stays.
+        `payer`: the on-chain account that stakes on this key; only the first one named counts.
         """
         if url is not None:
             self._check_url(url)
@@ -130,7 +129,7 @@ class Members:
             self.db.nodes.set(key, capability=capability.model_dump_json())
 
     def _check_url(self, url: str) -> None:
-        """Every node of the run connects to what relays announce, so nobody may send them into their own networks."""
+        """Raise PoolError for a URL outside `relays.reach`: every node connects to it, so it must not enter their LANs."""
         try:
             check_host(urlsplit(server_url(url)).hostname or "", self.config.reach)
         except AddressError as error:
@@ -139,22 +138,22 @@ class Members:
             raise PoolError(f"cannot announce {url[:80]!r}: {error}", 400) from error
 
     def role(self, key: str) -> Role | None:
-        """The role of a registered key, None for a stranger."""
+        """Return the role of a registered key, None for an unknown one."""
         node = self.db.nodes.get(key)
         return node.role if node else None
 
     def keys(self) -> dict[Role, list[str]]:
-        """Registered keys of every role except workers."""
-        found: dict[Role, list[str]] = {}
+        """Return the registered keys of every role except workers."""
+        keys: dict[Role, list[str]] = {}
         for role, key in self.db.nodes.trusted_keys():
-            found.setdefault(role, []).append(key)
-        return found
+            keys.setdefault(role, []).append(key)
+        return keys
 
     def heartbeat(self, key: str, beat: Heartbeat) -> HeartbeatAnswer:
-        """Record that a registered node lives; give a worker that wants one its next task."""
+        """Record a node's heartbeat; assign a task to a worker that requests one."""
         with self.db.transaction():
-            node = self._now(key)
-            self._beats.take(node, beat)
+            node = self._refresh(key)
+            self._beats.record(node, beat)
             self.checkers.report(key, beat)
             if beat.finished is not None and node.role == "worker":
                 self.assignments.finished(key, beat.finished)
@@ -177,11 +176,11 @@ class Members:
         return answer.model_copy(update={"assignment": outcome})
 
     def drain(self, key: str) -> None:
-        """No new tasks for a worker that asked to leave; it may finish the one that it holds."""
+        """Stop giving tasks to a worker that asked to leave; it may finish the tasks it has."""
         self.db.nodes.move(key, "drain", "it asked to leave", self.db.clock())
 
-    def _now(self, key: str) -> Member:
-        """The member, after what time alone changes: a suspension is over, a worker that drains has nothing left to do."""
+    def _refresh(self, key: str) -> Member:
+        """Return the member after due transitions: end an elapsed suspension, let a drained worker leave."""
         node, now_s = self.db.nodes.get(key), self.db.clock()
         if node is None:
             raise PoolError("this key is not registered", 403)
@@ -193,7 +192,7 @@ class Members:
         return (self.db.nodes.get(key) or node) if moved else node
 
     def _state_for(self, node: Member) -> Literal["running", "finished", "evicted", "left"]:
-        """Workers, validators and the learner finish at the last version; roles that serve or evaluate it, after that."""
+        """Workers, validators and the learner finish at the last version, other roles after its evaluation."""
         role = node.role
         if node.evicted:
             return "evicted"
@@ -205,43 +204,43 @@ class Members:
 
 
 class Beats:
-    """What of heartbeats is not written yet."""
+    """Heartbeats, buffered before they are written."""
 
-    def __init__(self, db: Database, *, at_once_per_s: float = AT_ONCE_PER_S) -> None:
+    def __init__(self, db: Database, *, immediate_per_s: float = IMMEDIATE_PER_S) -> None:
         self.db = db
-        self._of_node, self._at_once = Rates(RECORDS_PER_S), Rates(at_once_per_s)
-        self._collected: dict[str, tuple[str, float, int | None, str]] = {}
-        self._came: dict[str, int] = {}  # by key: the version whose download was recorded last
+        self._node_rates, self._immediate = Rates(RECORDS_PER_S), Rates(immediate_per_s)
+        self._buffer: dict[str, tuple[str, float, int | None, str]] = {}
+        self._downloaded: dict[str, int] = {}  # by key: the version of the newest recorded download
         self._downloads: list[Download] = []
         self._written_s = 0.0
 
-    def take(self, node: Member, beat: Heartbeat) -> None:
+    def record(self, node: Member, beat: Heartbeat) -> None:
         now_s = self.db.clock()
-        if self._of_node.wait_s(node.key, now_s) > 0 and beat.policy_version == node.version:
+        if self._node_rates.wait_s(node.key, now_s) > 0 and beat.policy_version == node.version:
             return
-        self._of_node.charge(node.key, 1, now_s)
-        self._collected[node.key] = (node.key, now_s, beat.policy_version, beat.stats.model_dump_json())
+        self._node_rates.charge(node.key, 1, now_s)
+        self._buffer[node.key] = (node.key, now_s, beat.policy_version, beat.stats.model_dump_json())
         self._note_download(node.key, beat.stats.intake, now_s)
-        if self._at_once.wait_s("", now_s) > 0 and 0 <= now_s - self._written_s < TOGETHER_S:
+        if self._immediate.wait_s("", now_s) > 0 and 0 <= now_s - self._written_s < FLUSH_S:
             return
-        self._at_once.charge("", len(self._collected), now_s)
-        self.db.nodes.beat_all(list(self._collected.values()))
+        self._immediate.charge("", len(self._buffer), now_s)
+        self.db.nodes.beat_all(list(self._buffer.values()))
         self.record_downloads(self._downloads)
-        self._collected.clear()
+        self._buffer.clear()
         self._downloads.clear()
         self._written_s = now_s
 
     def _note_download(self, key: str, intake: Intake, now_s: float) -> None:
-        """What a node says of its newest download, if it is of a version that exists and another one than the last time."""
+        """Queue a node's reported download if its version exists and was not recorded before."""
         version = intake.version
-        if version is None or version == self._came.get(key) or version > (self.db.policies.newest() or 0) + 1:
+        if version is None or version == self._downloaded.get(key) or version > (self.db.policies.newest() or 0) + 1:
             return
-        self._came[key] = version
-        to_s = now_s - min(intake.ago_s, LONGEST_S)
-        self._downloads.append((key, version, to_s - min(intake.took_s, LONGEST_S), to_s, intake.size_bytes))
+        self._downloaded[key] = version
+        to_s = now_s - min(intake.ago_s, MAX_DOWNLOAD_S)
+        self._downloads.append((key, version, to_s - min(intake.took_s, MAX_DOWNLOAD_S), to_s, intake.size_bytes))
 
     def record_downloads(self, rows: Sequence[Download]) -> None:
-        """One that is known already changes nothing; the newest KEPT are kept."""
+        """Write downloads, ignoring known ones; keep the newest MAX_DOWNLOADS."""
         for row in rows:
             self.db.connection.change(
                 "INSERT INTO transfers (node, version, from_s, to_s, size_bytes) VALUES (?, ?, ?, ?, ?)"
@@ -249,23 +248,25 @@ class Beats:
                 *row,
             )
         if rows:
-            self.db.connection.change("DELETE FROM transfers WHERE seq <= (SELECT max(seq) FROM transfers) - ?", KEPT)
+            self.db.connection.change(
+                "DELETE FROM transfers WHERE seq <= (SELECT max(seq) FROM transfers) - ?", MAX_DOWNLOADS
+            )
 
 
-def lacks(reported: Capability | None, wants: RequirementsSection) -> str:
-    """What the run requires and a machine does not report; "" if it reports all of it.
+def missing_requirement(reported: Capability | None, required: RequirementsSection) -> str:
+    """Return what the run requires and a machine does not report; "" if it reports everything.
 
-    A report can only shut its sender out: no task, size or pay follows from it.
+    A false report can only exclude its sender: tasks, their size and credit do not depend on it.
     """
     engine = reported.engine if reported else ""
-    if not wants.engines or engine in wants.engines:
+    if not required.engines or engine in required.engines:
         return ""
-    return f"an engine of {', '.join(wants.engines)} (it has {engine or 'not said which'})"
+    return f"an engine of {', '.join(required.engines)} (it has {engine or 'none'})"
 
 
 def _entry(key: str, invite: InvitePayload) -> tuple[str, str]:
-    """Name and entry in the list of spent invites. An open invite is spent once by each key.
+    """Return the node's name and its entry in the list of used invites. Each key may use an open invite once.
 
-    Nobody finds another key with the same 64 bits, and so takes the name of a stranger before it joins.
+    The name holds 64 bits of the key, so nobody can find another key that takes a stranger's name before it joins.
     """
     return (f"{invite.name[:23]}-{key[:16]}", f"{invite.nonce} {key}") if invite.open else (invite.name, invite.nonce)

@@ -1,19 +1,19 @@
-"""Members: the table of registered nodes, and what each may do now, as one table of (state, event) -> state.
+"""The table of registered nodes, and the state machine of a member: (state, event) -> state.
 
-    active      gets tasks                        dismissed  its work together speaks against it; the operator may readmit it
-    suspended   no tasks until a time             left       it holds nothing; the same key may come back
-    draining    no new tasks; it finishes its own banned     slashed, or evicted by the operator: no route answers it
+    active      gets tasks                           dismissed  statistical evidence against it; the operator may readmit it
+    suspended   no tasks until a time                left       has no tasks; the same key may return
+    draining    no new tasks; finishes those it has  banned     slashed, or evicted by the operator: every route refuses it
 
-Silence is not a state: a node that sends no heartbeats is not counted on (`seen_s`), and nothing has to bring it back.
+Silence is not a state: a node without recent heartbeats (`seen_s`) counts as gone, and its next heartbeat brings it back.
 
-A suspension lasts base_s * 2 ^ (suspensions before), at most MOST_S, by the coordinator's clock, and ends by itself. It
-counts towards the length of the next one until it has been over for FORGET_S. A suspended key keeps its membership, its
-open task and all that it was credited. One who drains or has left gets it for the day it returns.
+A suspension lasts base_s * 2 ^ (previous suspensions), at most MAX_SUSPENSION_S, by the coordinator's clock, and ends by
+itself. It lengthens later ones until it has been over for FORGET_S. A suspended key keeps its membership, its open task and
+its credit. A draining or departed key serves its suspension when it returns.
 
-Invariants: a key, a name and an invite each occur once. A pair that the table lacks changes nothing. `banned` has no way
-out, every other state has one. A suspension outlives every way back to `active`: leaving and returning ends none. `move` is
-the only writer of the state, and writes it only if it still is what the decision was made on, also where two processes
-decide at once. A suspension slashes nobody and rests on what the coordinator saw itself: a wrong one costs time only.
+Invariants: a key, a name and an invite each occur once. A pair that the table lacks changes nothing. Only `banned` is final.
+A suspension outlives every way back to `active`: leaving and returning does not end it. Only `move`
+writes the state, by compare-and-swap, so two processes cannot both act on one state. A suspension slashes nobody and rests
+on the coordinator's own observations: a wrong one costs only time.
 """
 
 import logging
@@ -33,20 +33,20 @@ SCHEMA = [
     suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
     size BIGINT NOT NULL DEFAULT 0, missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
     rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0, staked BIGINT NOT NULL DEFAULT 0)""",
-    "CREATE INDEX IF NOT EXISTS nodes_role ON nodes (role, seq)",  # each heartbeat asks for the relays among all workers
+    "CREATE INDEX IF NOT EXISTS nodes_role ON nodes (role, seq)",  # each heartbeat lists the relays
     "CREATE INDEX IF NOT EXISTS nodes_banned ON nodes (seq) WHERE state = 'banned'",
     "CREATE INDEX IF NOT EXISTS nodes_took ON nodes (took_s) WHERE took_s > 0",
 ]
-TOGETHER = 64  # rows in one statement
+BATCH_ROWS = 64  # per statement
 BEAT = "(CAST(? AS TEXT), CAST(? AS DOUBLE PRECISION), CAST(? AS BIGINT), CAST(? AS TEXT))"
 SETTABLE = {
     *("url", "capability", "staked", "size"),
     *("took_s", "missed", "missed_in_a_row", "rests_until_s"),
 }
-FIRST_S = 60.0  # of the first suspension, unless its cause names another length
-MOST_S = 4 * 3600.0
-FORGET_S = 24 * 3600.0  # after its end
-TIMEOUT_S = 30.0  # without a heartbeat, after which a node counts as gone
+FIRST_SUSPENSION_S = 60.0
+MAX_SUSPENSION_S = 4 * 3600.0
+FORGET_S = 24 * 3600.0  # after a suspension's end
+TIMEOUT_S = 30.0  # without a heartbeat, before a node counts as gone
 
 Event = Literal["suspend", "time_over", "drain", "emptied", "return", "dismiss", "readmit", "ban"]
 
@@ -88,43 +88,43 @@ class Member:
     state: NodeState  # see TABLE
     reason: str  # for its state
     state_s: float  # since when
-    suspended_until_s: float  # by the coordinator's clock; in the past or 0: nothing is left of it
-    suspensions: int  # in a row, none of them forgotten
-    took_s: float  # from a task to its upload, lately; 0: nothing of it was accepted yet
+    suspended_until_s: float  # by the coordinator's clock; 0 or in the past: not suspended
+    suspensions: int  # not forgotten yet
+    took_s: float  # recent average from a task to its upload; 0: no accepted work yet
     size: int  # groups in its usual task; 0: a newcomer's
     capability: str  # JSON of messages.Capability
     missed: float  # recent share of its tasks that it never uploaded
     missed_in_a_row: int
-    rests_until_s: float  # no new task before
-    staked: int  # in a contract, when it was last read
+    rests_until_s: float  # gets no task before
+    staked: int  # in a contract, when last read
 
     @property
     def evicted(self) -> bool:
-        """Slashed, or evicted by the operator: no route answers it any more."""
+        """Whether it was slashed, or evicted by the operator: every route refuses it."""
         return self.state == "banned"
 
     def suspended_s(self, now_s: float) -> float:
-        """Seconds until it gets tasks again; 0 if it is not suspended."""
+        """Return the seconds until it gets tasks again; 0 if it is not suspended."""
         return max(self.suspended_until_s - now_s, 0.0) if self.state == "suspended" else 0.0
 
     @property
     def joined_by_stake(self) -> bool:
-        """With an open invite, whose entry names the key too."""
+        """Whether it joined with an open invite, whose entry includes the key."""
         return " " in self.invite
 
 
 COLUMNS = ", ".join(field.name for field in fields(Member))
 
 
-def after(node: Member, event: Event, now_s: float) -> NodeState | None:
-    """The state that follows; None if the event changes nothing."""
-    found = TABLE.get((node.state, event))
-    return "suspended" if found == "active" and node.suspended_until_s > now_s else found
+def next_state(node: Member, event: Event, now_s: float) -> NodeState | None:
+    """Return the state after an event; None if the event changes nothing."""
+    target = TABLE.get((node.state, event))
+    return "suspended" if target == "active" and node.suspended_until_s > now_s else target
 
 
 class Nodes:
     def __init__(self, connection: Connection, timeout_s: float = TIMEOUT_S) -> None:
-        """A node that was silent for `timeout_s` is not counted on."""
+        """A node without a heartbeat for `timeout_s` counts as gone."""
         self.connection = connection
         self.timeout_s = timeout_s
 
@@ -133,12 +133,12 @@ class Nodes:
         return None if row is None else Member(*row)
 
     def name(self, key: str) -> str:
-        """For people."""
+        """Return the node's name for logs; a prefix of an unknown key."""
         node = self.get(key)
         return node.name if node else key[:16]
 
     def all(self) -> list[Member]:
-        """By role, then name."""
+        """Return all nodes, by role, then name."""
         return [Member(*row) for row in self.connection.rows(f"SELECT {COLUMNS} FROM nodes ORDER BY role, name")]
 
     def add(self, key: str, name: str, role: Role, url: str | None, invite: str, seen_s: float) -> None:
@@ -151,7 +151,7 @@ class Nodes:
         return self.connection.row("SELECT 1 FROM nodes WHERE invite = ? OR name = ?", invite, name) is not None
 
     def count_workers(self, now_s: float) -> int:
-        """Those that may work and are there."""
+        """Count the live workers that may get tasks."""
         return int(
             self.connection.value(
                 "SELECT count(*) FROM nodes WHERE role = 'worker' AND state NOT IN ('left', 'dismissed', 'banned')"
@@ -161,16 +161,16 @@ class Nodes:
         )
 
     def set(self, key: str, **values: object) -> None:
-        """Write columns of one node, but not its state (`move`)."""
+        """Write columns of one node. Its state changes through `move` only."""
         assert values.keys() <= SETTABLE
         columns = ", ".join(f"{name} = ?" for name in values)
         self.connection.change(f"UPDATE nodes SET {columns} WHERE key = ?", *values.values(), key)
 
     def beat_all(self, beats: Sequence[tuple[str, float, int | None, str]]) -> None:
-        """Record heartbeats of different nodes: key, when it was seen, version, stats."""
-        whole = len(beats) - len(beats) % TOGETHER  # few forms of one statement: each is kept prepared
-        for first in range(0, whole, TOGETHER):
-            self._beat(beats[first : first + TOGETHER])
+        """Record heartbeats of different nodes: key, time, version, stats."""
+        whole = len(beats) - len(beats) % BATCH_ROWS  # two statement shapes only, so both stay prepared
+        for first in range(0, whole, BATCH_ROWS):
+            self._beat(beats[first : first + BATCH_ROWS])
         for beat in beats[whole:]:
             self._beat([beat])
 
@@ -184,8 +184,8 @@ class Nodes:
     # --- what a member may do ----------------------------------------------------------------------------------------
 
     def move(self, key: str, event: Event, reason: str, now_s: float) -> bool:
-        """Let an event happen to a member. False if it changes nothing, or if there is no such member."""
-        while (node := self.get(key)) is not None and (target := after(node, event, now_s)) is not None:
+        """Apply an event to a member. Return False if it changes nothing, or if there is no such member."""
+        while (node := self.get(key)) is not None and (target := next_state(node, event, now_s)) is not None:
             moved = self.connection.change(
                 "UPDATE nodes SET state = ?, reason = ?, state_s = ? WHERE key = ? AND state = ?",
                 *(target, reason, now_s, key, node.state),
@@ -194,54 +194,54 @@ class Nodes:
                 return True
         return False
 
-    def suspend(self, key: str, reason: str, now_s: float, base_s: float = FIRST_S) -> float:
-        """Suspend a key, for twice as long as last time. Returns until when."""
+    def suspend(self, key: str, reason: str, now_s: float, base_s: float = FIRST_SUSPENSION_S) -> float:
+        """Suspend a key, for twice as long as last time. Return the end time."""
         with self.connection.transaction():
             node = self.get(key)
             before = 0 if node is None else node.suspensions
             if node is not None and before and now_s - node.suspended_until_s > FORGET_S:
                 self.connection.change("UPDATE nodes SET suspensions = 0 WHERE key = ?", key)
                 before = 0
-            length_s = min(base_s * 2.0 ** min(before, 60), MOST_S)
+            length_s = min(base_s * 2.0 ** min(before, 60), MAX_SUSPENSION_S)
             self.suspend_until(key, now_s + length_s)
             self.move(key, "suspend", reason, now_s)
         log.info("%s suspended for %.0f s: %s", self.name(key), length_s, reason)
         return now_s + length_s
 
     def suspend_until(self, key: str, until_s: float) -> None:
-        """Count one suspension. It never shortens an earlier one. Call `suspend`, which changes the state too."""
+        """Count one suspension, never shortening an earlier one. Only for `suspend`, which also changes the state."""
         self.connection.change(
             "UPDATE nodes SET suspensions = suspensions + 1,"
             " suspended_until_s = CASE WHEN suspended_until_s > ? THEN suspended_until_s ELSE ? END WHERE key = ?",
             *(until_s, until_s, key),
         )
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- live nodes ---------------------------------------------------------------------------------------------------
 
     def times_taken(self) -> list[float]:
-        """Seconds from a task to its upload of each worker whose work was accepted, in order."""
+        """Return each proven worker's seconds from task to upload, in ascending order."""
         rows = self.connection.rows("SELECT took_s FROM nodes WHERE took_s > 0 AND state != 'banned' ORDER BY took_s")
         return [took_s for (took_s,) in rows]
 
     def has_proven_worker(self, now_s: float) -> bool:
-        """Whether a worker with accepted work is there and gets tasks."""
-        found = self.connection.row(
+        """Return whether a worker with accepted work is live and active."""
+        row = self.connection.row(
             "SELECT 1 FROM nodes WHERE took_s > 0 AND seen_s >= ? AND state = 'active' LIMIT 1",
             now_s - self.timeout_s,
         )
-        return found is not None
+        return row is not None
 
     def evicted_keys(self) -> list[str]:
         return [key for (key,) in self.connection.rows("SELECT key FROM nodes WHERE state = 'banned' ORDER BY seq")]
 
     def trusted_keys(self) -> list[tuple[Role, str]]:
-        """Role and key of every node that is neither a worker nor evicted, in order of registration."""
+        """Return role and key of every node that is neither a worker nor evicted, in order of registration."""
         return self.connection.rows(
             "SELECT role, key FROM nodes WHERE role != 'worker' AND state != 'banned' ORDER BY seq"
         )
 
     def live_keys(self, role: Role, now_s: float) -> list[str]:
-        """Keys of this role that are there and not evicted, in order of registration."""
+        """Return the keys of live nodes of this role that are not evicted, in order of registration."""
         rows = self.connection.rows(
             "SELECT key FROM nodes WHERE role = ? AND seen_s >= ? AND state != 'banned' ORDER BY seq",
             role,

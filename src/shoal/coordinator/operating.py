@@ -1,12 +1,12 @@
-"""What an operator does to a pool, beside its running coordinator: make its folder, invite, steer members.
+"""The operator's actions on a pool: create its folder, make invites, ban, drain and readmit members.
 
     DIR/identity.pem       the coordinator's key           DIR/config.toml          the resolved config
     DIR/coordinator.json   the pool's URL and run name     DIR/invites/NAME.invite  one per node, mode 0600
     DIR/tasks/             the task set, by hash
 
-Invariants: `coordinator.json` is written last, so a folder that has it is complete; an existing folder is never changed.
-Members are steered by the table in `nodes`, in the coordinator's database; the coordinator sees it at the member's next
-heartbeat.
+Invariants: `coordinator.json` is written last, so a folder that has it is complete. `create_pool` needs an empty folder.
+An operator's event is written to the coordinator's database, by the state machine in `nodes`; the coordinator applies it at
+the member's next heartbeat.
 Left out: backups (docs/operate.md copies a folder with SQLite's own tool).
 """
 
@@ -32,45 +32,45 @@ from shoal.protocol.messages import Role
 from shoal.shardcast.fetch.reach import narrowest
 
 CONFIG, INVITES = "config.toml", "invites"
-INVITE_DAYS = 30.0  # until the invites of a new pool expire
-STEERED = {"ban": "evicted", "drain": "drained", "readmit": "readmitted"}
+INVITE_DAYS = 30.0  # validity of a new pool's invites
+PARTICIPLES = {"ban": "evicted", "drain": "drained", "readmit": "readmitted"}
 
 
-def invited(config: Config) -> dict[str, Role]:
-    """Every node that gets an invite, by its name, in the order to start them."""
-    counted: dict[Role, int] = {
+def invited_nodes(config: Config) -> dict[str, Role]:
+    """Return the role of every node that gets an invite, by name, in the order to start them."""
+    counts: dict[Role, int] = {
         "relay": config.relays.count,
         "validator": config.validator.count,
         "worker": config.workers.count,
     }
-    named: dict[str, Role] = {"learner": "learner", "origin": "origin"}
-    named |= {f"{role}-{number}": role for role, count in counted.items() for number in range(count)}
-    return named | {"evaluator": "evaluator"}
+    roles: dict[str, Role] = {"learner": "learner", "origin": "origin"}
+    roles |= {f"{role}-{number}": role for role, count in counts.items() for number in range(count)}
+    return roles | {"evaluator": "evaluator"}
 
 
-def check_new(folder: Path) -> None:
-    """Raise PoolFolderError if the folder holds something."""
+def check_empty(folder: Path) -> None:
+    """Raise PoolFolderError if the folder is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PoolFolderError(
             f"{folder} is not empty; choose another --dir, or add a node to the pool there: shoal pool invite {folder}"
         )
 
 
-def found_pool(folder: Path, config: Config, run: str, url: str, *, task_data: Path | None = None) -> list[str]:
-    """Make a pool's folder; `task_data`, a folder beside it, becomes its task set. Returns what to do next, line by line.
+def create_pool(folder: Path, config: Config, run: str, url: str, *, task_data: Path | None = None) -> list[str]:
+    """Create a pool's folder; `task_data`, a folder beside it, becomes its task set. Return the next steps as lines of text.
 
-    Raises PoolFolderError, AddressError.
+    Raise PoolFolderError, AddressError.
     """
     url = server_url(url)
     settings = _reachable(config, url)
-    check_new(folder)
+    check_empty(folder)
     expires_s = int(time.time() + INVITE_DAYS * 86_400)
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)  # the key is in it
     (folder / INVITES).mkdir()
     identity = Identity.load_or_create(folder / KEY)
     address = Address(url=url, run=run_id(run, identity.public))
-    roles = invited(config)
+    roles = invited_nodes(config)
     for name, role in roles.items():
         invite = make_invite(identity, url=address.url, run=address.run, role=role, name=name, expires_s=expires_s)
         invite.save(folder / INVITES / f"{name}.invite")
@@ -82,7 +82,7 @@ def found_pool(folder: Path, config: Config, run: str, url: str, *, task_data: P
 
 
 def open_pool(folder: Path) -> tuple[Config, Address]:
-    """Config and address of the pool that `found_pool` made in `folder`. Raises PoolFolderError, ConfigError."""
+    """Return the config and address of the pool in `folder`. Raise PoolFolderError, ConfigError."""
     if not (folder / CONFIG).exists():
         raise PoolFolderError(
             f"{folder} holds no pool; make one with `shoal pool init CONFIG --dir {folder} --url URL`"
@@ -90,8 +90,8 @@ def open_pool(folder: Path) -> tuple[Config, Address]:
     return config_module.load(folder / CONFIG), Address.read(folder)
 
 
-def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float, *, open: bool = False) -> Invite:
-    """An invite by the coordinator that uses this folder; an `open` one is for strangers with stake. Raises InviteError."""
+def create_invite(folder: Path, role: Role, name: str, url: str | None, days: float, *, open: bool = False) -> Invite:
+    """Make an invite signed by this folder's coordinator; an `open` one admits any key with stake. Raise InviteError."""
     try:
         address, identity = Address.read(folder), Identity.load(folder / KEY)
     except (AddressError, IdentityError) as error:
@@ -109,24 +109,24 @@ def invite_from(folder: Path, role: Role, name: str, url: str | None, days: floa
         raise InviteError(f"{name[:60]!r} is not a node's name: use a to z, 0 to 9 and -, at most 40") from error
 
 
-def steer(folder: Path, name: str, event: Literal["ban", "drain", "readmit"]) -> None:
-    """Let an operator's event happen to a member.
+def apply_event(folder: Path, name: str, event: Literal["ban", "drain", "readmit"]) -> None:
+    """Apply an operator's event to a member.
 
-        ban      of a relay: nobody asks it from the next heartbeats on, and its key can read no weights
-        drain    of a worker: no new tasks; it finishes the one that it holds, and leaves; nothing is held against it
-        readmit  tasks again for a worker that was dismissed, drains, has left, or was too slow; what was held against it is
-                 forgotten. A suspension stays, and who was slashed stays banned
+        ban      a relay: nodes stop using it at their next heartbeats, and its key can read no weights
+        drain    a worker: it gets no new tasks, finishes those it has, and leaves without penalty
+        readmit  a worker that was dismissed, drains or has left: it gets tasks again and its evidence is deleted. A
+                 suspension stays in force, and a slashed worker stays banned
 
-    Raises PoolFolderError, PoolError.
+    Raise PoolFolderError, PoolError.
     """
     connection, role = open_tables(folder), "relay" if event == "ban" else "worker"
-    every = [node for node in Nodes(connection).all() if node.role == role]
-    node = next((one for one in every if one.name == name), None)
+    candidates = [node for node in Nodes(connection).all() if node.role == role]
+    node = next((node for node in candidates if node.name == name), None)
     if node is None:
-        names = ", ".join(one.name for one in every if not one.evicted)
+        names = ", ".join(node.name for node in candidates if not node.evicted)
         raise PoolFolderError(f"{name} is not a {role} of this pool; its {role}s are: {names or 'none'}")
     with connection.transaction():
-        if not Nodes(connection).move(node.key, event, f"{STEERED[event]} by the operator", time.time()):
+        if not Nodes(connection).move(node.key, event, f"{PARTICIPLES[event]} by the operator", time.time()):
             raise PoolError(f"{name} is {node.state} ({node.reason or 'no reason given'}): `{event}` changes nothing")
         if event == "readmit":
             EvidenceTable(connection).forget(node.key)
@@ -135,15 +135,15 @@ def steer(folder: Path, name: str, event: Literal["ban", "drain", "readmit"]) ->
 def _reachable(config: Config, url: str) -> Config:
     """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host.
 
-    Relays may be as near as the coordinator: one on a private network has relays there too.
+    A coordinator on a private network may have relays there too, so `relays.reach` follows its address.
     """
     parts, section = urlsplit(url), config.coordinator
-    host, port, outside = section.host, section.port or parts.port or 80, parts.hostname not in LOOPBACK
+    host, port, is_remote = section.host, section.port or parts.port or 80, parts.hostname not in LOOPBACK
     if not section.port and parts.scheme == "https":
         raise PoolFolderError(
             f"{url} is a proxy's (the coordinator itself speaks http): add --set coordinator.listen=HOST:PORT"
         )
-    if "listen" not in section.model_fields_set and outside:
+    if "listen" not in section.model_fields_set and is_remote:
         host = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
     listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     reach = narrowest(parts.hostname or "") if config.relays.reach == "auto" else config.relays.reach
@@ -152,7 +152,7 @@ def _reachable(config: Config, url: str) -> Config:
 
 
 def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str, Role]) -> list[str]:
-    """The commands that start the pool, and what the config lacks for nodes elsewhere."""
+    """Return the commands that start the pool, and the settings that nodes on other machines still need."""
     lines = [
         f"pool {address.run}: {len(roles)} invites in {folder / INVITES}, each for one node. Keep them secret.",
         "",

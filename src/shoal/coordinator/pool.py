@@ -1,12 +1,12 @@
-"""The pool's state: one part for each thing that members do, all over one database.
+"""The pool's state: one part per kind of request, all sharing one database.
 
-    members      who is here                          judgement   who checks what, verdicts, and what follows
-    assignments  who does what next                   learning    what learner, origin and evaluator report
+    members      registration and heartbeats          judgement   claims, verdicts and their consequences
+    assignments  which task a worker gets next        learning    reports by learner, origin and evaluator
     batches      what the learner trains on
 
-Invariants: each public method of a part is one transaction, ledger entries included; if one part calls another, both are in
-it. A co-signature is recorded only for an entry that this ledger holds, by the key that signed it: whoever has a co-signed
-head notices if the ledger is cut off before it, or was written again.
+Invariants: each public method of a part is one transaction, ledger entries included; a part that calls another shares its
+transaction. A co-signature is recorded only for an entry of this ledger, under the key that signed it, so anyone with a
+co-signed head notices if the ledger is truncated or rewritten.
 """
 
 import random
@@ -26,10 +26,10 @@ from shoal.ledger.connection import Connection, table_names
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Signed
 
-MAX_NOTICES = 20  # the newest are shown
-PAGE_BYTES = 256 << 10  # of the ledger's entries in one answer; a larger entry comes alone
+MAX_NOTICES = 20
+PAGE_BYTES = 256 << 10  # ledger entries per response; a larger entry is sent alone
 SCHEMA = [*database.SCHEMA, *checkers.SCHEMA, *trust.SCHEMA]
-TABLE_NAMES = table_names(SCHEMA)  # that are sealed
+TABLE_NAMES = table_names(SCHEMA)  # covered by the seal
 
 
 class Pool:
@@ -44,7 +44,7 @@ class Pool:
         secret: bytes,
         stakes: StakeView | None = None,
     ) -> None:
-        """`secret`: what the assignments' nonces are made with (`assignment.nonce_secret`). `stakes`: None: those that the
+        """`secret`: the key for assignment nonces (`assignment.nonce_secret`). `stakes`: default: the stakes that the
         operator books in the ledger."""
         self.config, self.run = config, run
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
@@ -52,17 +52,17 @@ class Pool:
         db.create([*SCHEMA, *members.DOWNLOADS])
         arrivals = Arrivals(db, config)
         self.assignments = Assignments(db, config, arrivals, run=run, secret=secret)
-        checking = checkers.Checkers(db, config, self.notices.append)
-        self.members = members.Members(db, config, self.assignments, checking, stakes or BookedStakes(db))
+        checkers_ = checkers.Checkers(db, config, self.notices.append)
+        self.members = members.Members(db, config, self.assignments, checkers_, stakes or BookedStakes(db))
         self.batches = Batches(db, config)
         escrow = Escrow(db, config)
-        trusting = trust.Trust(db, config, escrow, random.SystemRandom().random)
+        trust_ = trust.Trust(db, config, escrow, random.SystemRandom().random)
         describe = self.assignments.describe
-        self.judgement = Judgement(db, config, describe, arrivals, self.batches, checking, trusting, escrow)
+        self.judgement = Judgement(db, config, describe, arrivals, self.batches, checkers_, trust_, escrow)
         self.learning = Learning(db, config, self.judgement.close)
 
     def ledger_page(self, after: int) -> bytes:
-        """Entries with seq > after, oldest first, as JSON lines; empty if there are none."""
+        """Return entries with seq > `after`, oldest first, as JSON lines; empty if there are none."""
         page = bytearray()
         for line in self.db.ledger.lines(after):
             if page and len(page) + len(line) > PAGE_BYTES:
@@ -70,13 +70,13 @@ class Pool:
             page += line
         return bytes(page)
 
-    def witnessed(self, key: str, signed: Signed) -> None:
-        """Record a validator's head. Raises PoolError unless it is one of this ledger, signed by `key`."""
+    def record_head(self, key: str, signed: Signed) -> None:
+        """Record a ledger head co-signed by a validator. Raise PoolError unless this ledger has it and `key` signed it."""
         try:
             head = open_head(signed, key)
         except LedgerError as error:
             raise PoolError(str(error), 400) from error
         entry = next(iter(self.db.ledger.entries(since=head.seq - 1)), None)
         if head != (entry and Head(run=self.run, seq=entry.seq, digest=entry.digest)):
-            raise PoolError(f"entry {head.seq} of this ledger is another one", 409)
+            raise PoolError(f"entry {head.seq} of this ledger differs from the co-signed head", 409)
         self.db.ledger.append("witnessed", {"validator": key, "head": signed.model_dump_json()})

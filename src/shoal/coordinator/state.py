@@ -1,16 +1,16 @@
-"""What a coordinator keeps in its folder, or in a PostgreSQL of its own, and the lock that makes it the only one there.
+"""A coordinator's databases, in its folder or in PostgreSQL, and the lock that keeps a second coordinator out.
 
     pool.sqlite     tables and ledger, which change together
     nonces.sqlite   used nonces, so that no signed request is served twice
 
-A nonce is not synced to the disk when it is written: that is milliseconds for every request, of members that flood us
-too. It survives whatever this process may die of, but not the machine's own end. So after a restart of the machine, or in
-a restored copy of the folder, nothing is served that was signed, by our clock, before the database was opened again.
-PostgreSQL keeps the table out of its log and empties it after a crash of its own: then the same holds.
+Nonces are not synced to disk, because a sync costs milliseconds per request, even for a flooding member's. They survive a
+crash of this process, but not of the machine. So after a restart of the machine, or in a restored copy of the folder, every
+request signed, by our clock, before the database was reopened is refused. In PostgreSQL the table is unlogged and is emptied
+after a database crash: the same rule applies.
 
-Invariants: a spent nonce stays refused, also after a restart and when the clock jumps back. Over one folder or one schema
-of a PostgreSQL one coordinator works at a time: the second refuses to start. PostgreSQL's lock belongs to the session that
-writes, so a coordinator that has lost it can write nothing more.
+Invariants: a spent nonce stays refused, also after a restart and when the clock jumps back. One coordinator at a time uses a
+folder or a PostgreSQL schema: a second one refuses to start. PostgreSQL's lock belongs to the session that writes, so a
+coordinator that has lost it can write nothing more.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ from shoal.protocol.signing import MAX_AGE_S
 TABLES, NONCES, LOCK = "pool.sqlite", "nonces.sqlite", "coordinator.lock"
 KEY = "identity.pem"
 TASKS = "tasks"  # the task set: files by their hash
-OPEN_INVITE = "open.invite"  # what `shoal pool invite --open --publish` wrote
+OPEN_INVITE = "open.invite"  # written by `shoal pool invite --open --publish`
 NONCES_SCHEMA = [
     "CREATE TABLE IF NOT EXISTS nonces (key TEXT NOT NULL, nonce TEXT NOT NULL, created_s BIGINT NOT NULL,"
     " PRIMARY KEY (key, nonce))",
@@ -36,19 +36,19 @@ NONCES_SCHEMA = [
     "CREATE INDEX IF NOT EXISTS nonces_by_age ON nonces (created_s)",
 ]
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-LOCK_S = 20.0  # a PostgreSQL notices within this time that the coordinator before this one was killed or cut off
+LOCK_S = 20.0  # PostgreSQL notices within this time that the previous coordinator was killed or disconnected
 
 
 class PoolFolderError(UserError):
-    """A folder that is no pool's, is in use, or has no such member; the message says what to do."""
+    """The folder is not a pool's, is in use, or has no such member; the message says what to do."""
 
 
 class Nonces:
     """A `signing.NonceStore` that survives restarts.
 
-    It forgets a nonce only when a newer one is more than keep_s younger. From then on it refuses everything that old, so
-    neither a setting nor a clock that jumps back can reopen a used nonce. keep_s must be at least twice MAX_AGE_S, or
-    slow requests are refused. Do not spend inside an open transaction: a rollback would undo it.
+    It forgets a nonce only once it has a nonce more than keep_s younger. From then on it refuses everything that old, so
+    neither a changed setting nor a clock that jumps back makes a used nonce valid again. keep_s must be at least twice
+    MAX_AGE_S, or slow requests are refused. Do not call `spend` inside a transaction: a rollback would undo it.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Nonces:
         now_s: float = 0.0,
         served_before: bool = False,
     ) -> None:
-        """`boot` names the machine's start, `now_s` is the time. `served_before`: requests were served, also if no table of
-        nonces says so: the server emptied it after a crash, or the folder is a restored copy."""
+        """`boot` identifies the machine's boot. `served_before`: requests were served earlier, even if the table of nonces
+        is empty because the server crashed or the folder is a restored copy."""
         self.connection = connection
         self._keep_s = keep_s
-        self._newest_s = -1  # of the requests that this process served
+        self._newest_s = -1  # newest `created_s` that this process served
         for statement in NONCES_SCHEMA:
             connection.create(statement, survives_power_cuts=False)
         before = connection.row("SELECT boot, since_s FROM machine")
@@ -92,7 +92,7 @@ class Nonces:
         )
         if spent != 1:
             return False
-        if created_s > self._newest_s:  # else nothing has grown too old since the last request
+        if created_s > self._newest_s:  # else no nonce became too old since the last request
             self._newest_s = created_s
             self.connection.change(
                 "DELETE FROM nonces WHERE created_s < (SELECT max(created_s) FROM nonces) - ?", self._keep_s
@@ -101,7 +101,7 @@ class Nonces:
 
 
 def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, Nonces]:
-    """The tables and the nonces of a coordinator, for itself alone. Raises PoolFolderError if another one uses them."""
+    """Open and lock a coordinator's tables and nonces. Raise PoolFolderError if another coordinator uses them."""
     tables: Connection
     spent: Connection
     if section.database:
@@ -116,12 +116,12 @@ def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, N
     else:
         _lock(folder / LOCK)
         tables, spent = open_sqlite(folder / TABLES), open_sqlite(folder / NONCES, survives_power_cuts=False)
-        boot = BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)  # always a new one, which is safe
+        boot = BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)  # counts as a reboot, which is safe
     return tables, Nonces(spent, boot=boot, now_s=time.time(), served_before=tables.has_table("run"))
 
 
 def _lock(path: Path) -> None:
-    """Lock a file until this process ends, however it ends."""
+    """Lock a file until this process ends. Raise PoolFolderError if another one holds it."""
     file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # never closed
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +130,7 @@ def _lock(path: Path) -> None:
 
 
 def open_tables(folder: Path) -> Connection:
-    """The tables of the coordinator that uses this folder. Raises PoolFolderError, ConfigError, DatabaseLostError."""
+    """Open the tables of the coordinator that uses this folder. Raise PoolFolderError, ConfigError, DatabaseLostError."""
     if (folder / TABLES).is_file():
         return open_sqlite(folder / TABLES)
     for path in (folder / "config.toml", folder.parent / "config.toml"):  # of a pool; of `shoal run`

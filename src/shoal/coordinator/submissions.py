@@ -1,16 +1,15 @@
-"""Submissions: the table of all tasks that were assigned, and their life as one table of (state, event) -> state.
+"""The table of assigned tasks and their submissions, and their state machine: (state, event) -> state.
 
-    open        its worker holds it             accepted, rejected  judged
+    open        its worker has it               accepted, rejected  judged
     uploaded    waits for a validator           expired             nobody will finish it
-    validating  a validator has claimed it      stale               its worker came when no batch could take its version
+    validating  a validator has claimed it      stale               uploaded too late for any batch to take its version
 
     miss    its worker asks for work again and will not upload it, or uploaded another file than it had announced
     drop    its worker was dismissed or banned, or no validator can get its version any more
-    doubt   the verdict waits for a second validator's
+    doubt   the verdict needs confirmation by a second validator
 
-Invariants: an id, which holds the worker's key and number, occurs once. `move` is the only writer of the state, and writes
-it only if it still is what the decision was made on. A judged submission, an expired and a stale one never change theirs.
-What accepted ones earn is written by `credit`.
+Invariants: an id, made of the worker's key and number, occurs once. Only `move` writes the state, by compare-and-swap.
+Accepted, rejected, expired and stale are final. `credit` writes what accepted ones earn.
 """
 
 from collections.abc import Sequence
@@ -43,17 +42,17 @@ TABLE: dict[tuple[State, Event], State] = {
     ("open", "late"): "stale",
     ("open", "drop"): "expired",
     ("uploaded", "claim"): "validating",
-    ("uploaded", "accept"): "accepted",  # by the first of two verdicts, where the second cannot come any more
+    ("uploaded", "accept"): "accepted",  # by the first verdict, once no second one can follow
     ("uploaded", "reject"): "rejected",
     ("uploaded", "drop"): "expired",
-    ("validating", "claim"): "validating",  # again, or after its lease
+    ("validating", "claim"): "validating",  # by the same validator, or after the lease
     ("validating", "doubt"): "uploaded",
     ("validating", "accept"): "accepted",
     ("validating", "reject"): "rejected",
     ("validating", "drop"): "expired",
 }
 UNSETTLED: tuple[State, ...] = ("open", "uploaded", "validating")
-BROUGHT = {  # by events
+EVENT_COLUMNS = {
     *("file_hash", "uploaded_s", "accepted_hash", "validator", "lease_s", "full_check"),
     *("reason", "content", "verdict", "judged_s"),
 }
@@ -63,20 +62,20 @@ BROUGHT = {  # by events
 class Submission:
     id: str
     worker: str
-    number: int  # among this worker's
+    number: int  # per worker
     step: int
     version: int
     digest: str  # of the version's manifest
-    groups: int  # that it must hold
+    groups: int  # required number
     nonce: str
     assigned_s: float
-    deadline_s: float  # after it, its worker may be given another task
+    deadline_s: float  # after it, a worker that lost it gets another task
     state: State = "open"
-    announced: str = ""  # hash of the file that its worker uploads; "": it still works on it
+    announced: str = ""  # hash of the file being uploaded; "": in progress
     file_hash: str | None = None  # of the uploaded file
     accepted_hash: str | None = None  # of the validator's accepted file
-    validator: str | None = None  # holds the claim
-    full_check: bool | None = None  # whether it is prefilled; drawn at the first claim
+    validator: str | None = None  # that has claimed it
+    full_check: bool | None = None  # whether it is prefilled whole; drawn at the first claim
     uploaded_s: float | None = None
 
 
@@ -95,17 +94,17 @@ class Submissions:
         return self._first("id = ?", id)
 
     def held_by(self, worker: str) -> list[Submission]:
-        """The tasks that it works on or uploads (those it has announced), oldest first."""
+        """Return a worker's open tasks, in progress or being uploaded (announced), oldest first."""
         return self._all("worker = ? AND state = 'open' ORDER BY seq", worker)
 
     def announce(self, id: str, file_hash: str) -> None:
         self.connection.change("UPDATE submissions SET announced = ? WHERE id = ?", file_hash, id)
 
-    # --- their life --------------------------------------------------------------------------------------------------
+    # --- states ------------------------------------------------------------------------------------------------------
 
     def move(self, submission: Submission, event: Event, **columns: object) -> bool:
-        """Let an event happen, and write what it brings. False, and nothing changes, if the table lacks it."""
-        assert columns.keys() <= BROUGHT
+        """Apply an event and write its columns. Return False, and change nothing, if it does not apply."""
+        assert columns.keys() <= EVENT_COLUMNS
         state = TABLE.get((submission.state, event))
         names = "".join(f", {name} = ?" for name in columns)
         return (
@@ -117,8 +116,8 @@ class Submissions:
             == 1
         )
 
-    def drop_of(self, worker: str, states: Sequence[State] = ("open",)) -> None:
-        """Close what a worker has in one of these states."""
+    def drop_all(self, worker: str, states: Sequence[State] = ("open",)) -> None:
+        """Drop a worker's submissions in these states."""
         marks = ", ".join("?" * len(states))
         for submission in self._all(f"worker = ? AND state IN ({marks}) ORDER BY seq", worker, *states):
             self.move(submission, "drop")
@@ -129,18 +128,18 @@ class Submissions:
         return self._integer("SELECT coalesce(max(number), -1) + 1 FROM submissions WHERE worker = ?", worker)
 
     def newest_version_of(self, worker: str) -> int:
-        """The newest version that this worker was given a task of; -1 if there is none."""
+        """Return the newest version of this worker's tasks; -1 if it has had none."""
         return self._integer("SELECT coalesce(max(version), -1) FROM submissions WHERE worker = ?", worker)
 
     def groups_unjudged(self) -> int:
-        """Groups in what is uploaded and not yet judged."""
+        """Count the groups in submissions that are uploaded and not yet judged."""
         return self._integer(
             "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state IN ('uploaded', 'validating')"
         )
 
     def open_at(self, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
-        """Open tasks of workers that were seen since then and may finish them: groups, seconds that they are old, and the
-        seconds that their worker usually takes (0: nothing of it was accepted yet)."""
+        """Return groups, age in seconds and the worker's usual seconds (0: none accepted yet) of each open task whose worker
+        may finish it and was seen since `seen_since_s`."""
         return self.connection.rows(
             "SELECT groups, ? - assigned_s, took_s FROM submissions JOIN nodes ON key = worker"
             " WHERE submissions.state = 'open' AND seen_s >= ? AND nodes.state IN ('active', 'draining')",
@@ -151,7 +150,7 @@ class Submissions:
     # --- checking ----------------------------------------------------------------------------------------------------
 
     def claimable(self, validator: str, now_s: float) -> list[Submission]:
-        """Unclaimed, claimed by this validator, or under a lease that has expired; oldest first."""
+        """Return submissions that are unclaimed, claimed by this validator, or under an expired lease; oldest first."""
         return self._all(
             "state = 'uploaded' OR (state = 'validating' AND (lease_s < ? OR validator = ?)) ORDER BY seq",
             now_s,
@@ -159,18 +158,18 @@ class Submissions:
         )
 
     def content_owner(self, content: str) -> str | None:
-        """Id of the accepted submission with this content."""
-        found: str | None = self.connection.value(
+        """Return the id of the accepted submission with this content."""
+        id: str | None = self.connection.value(
             "SELECT id FROM submissions WHERE content = ? AND state = 'accepted' ORDER BY seq LIMIT 1", content
         )
-        return found
+        return id
 
     def set_accepted_hash(self, id: str, accepted_hash: str) -> None:
-        """What the validator that holds the claim has stored."""
+        """Record the file that the claiming validator has stored."""
         self.connection.change("UPDATE submissions SET accepted_hash = ? WHERE id = ?", accepted_hash, id)
 
     def honest_in_a_row(self, worker: str) -> int:
-        """Accepted after a full check, since the worker's last rejection."""
+        """Count the submissions accepted after a full check since the worker's last rejection."""
         return self._integer(
             "SELECT count(*) FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check AND seq >"
             " (SELECT coalesce(max(seq), 0) FROM submissions WHERE worker = ? AND state = 'rejected')",
@@ -178,8 +177,8 @@ class Submissions:
             worker,
         )
 
-    def count_rejected_of(self, worker: str, reasons: list[str], newest: int) -> int:
-        """How many of the worker's newest judged submissions were rejected for one of these reasons."""
+    def count_rejected(self, worker: str, reasons: list[str], newest: int) -> int:
+        """Count rejections for one of these reasons among the worker's `newest` judged submissions."""
         marks = ", ".join("?" * len(reasons))
         return self._integer(
             "SELECT count(*) FROM (SELECT reason FROM submissions WHERE worker = ? AND judged_s IS NOT NULL"
@@ -190,7 +189,7 @@ class Submissions:
         )
 
     def groups_unchecked(self) -> int:
-        """Groups in what is claimed, not to be prefilled whole, and not yet judged."""
+        """Count the groups in claimed submissions that will not be prefilled whole."""
         return self._integer(
             "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'validating' AND NOT full_check"
         )
@@ -202,7 +201,7 @@ class Submissions:
         return {(worker, state): count for worker, state, count in rows}
 
     def count_missed(self) -> dict[str, int]:
-        """Tasks that each worker was given and did not upload."""
+        """Return the number of expired, never uploaded tasks by worker."""
         return dict(
             self.connection.rows(
                 "SELECT worker, count(*) FROM submissions WHERE state = 'expired' AND file_hash IS NULL GROUP BY worker"
@@ -210,18 +209,18 @@ class Submissions:
         )
 
     def files(self) -> list[tuple[str, str | None, str | None]]:
-        """Id, and the hashes of the uploaded and of the accepted file, of everything that was uploaded."""
+        """Return id, hash of the uploaded and hash of the accepted file of every uploaded submission."""
         return self.connection.rows(
             "SELECT id, file_hash, accepted_hash FROM submissions WHERE file_hash IS NOT NULL ORDER BY seq"
         )
 
     def has_file(self, kind: Literal["submissions", "accepted"], content_hash: str) -> bool:
-        """Whether a submission has this uploaded, or this accepted, file."""
+        """Return whether a submission has this file."""
         column = "file_hash" if kind == "submissions" else "accepted_hash"
         return self.connection.row(f"SELECT 1 FROM submissions WHERE {column} = ?", content_hash) is not None
 
     def groups_too_late(self) -> int:
-        """Groups in what came to be uploaded when no batch could take its version any more."""
+        """Count the groups in submissions that were too late for any batch to take their version."""
         return self._integer("SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'stale'")
 
     def count_by_state(self) -> dict[State, int]:
@@ -233,14 +232,14 @@ class Submissions:
         )
 
     def oldest_upload_s(self) -> float | None:
-        """When the oldest submission without a verdict was uploaded."""
-        found: float | None = self.connection.value(
+        """Return the upload time of the oldest submission without a verdict."""
+        oldest_s: float | None = self.connection.value(
             "SELECT min(uploaded_s) FROM submissions WHERE state IN ('uploaded', 'validating')"
         )
-        return found
+        return oldest_s
 
     def verdict_totals(self) -> tuple[int, int, float]:
-        """Verdicts, those of them that rest on a prefill, and the seconds from upload to verdict, summed."""
+        """Return the number of verdicts, of those after a full check, and the summed seconds from upload to verdict."""
         counts: tuple[int, int, float] = self.connection.row(
             "SELECT count(*), coalesce(sum(CASE WHEN full_check THEN 1 ELSE 0 END), 0),"
             " coalesce(sum(judged_s - uploaded_s), 0)"
@@ -255,8 +254,8 @@ class Submissions:
 
     def _all(self, which: str, *arguments: object) -> list[Submission]:
         rows = self.connection.rows(f"SELECT {COLUMNS} FROM submissions WHERE {which}", *arguments)
-        found = [Submission(*row) for row in rows]
-        return [one if one.full_check is None else replace(one, full_check=bool(one.full_check)) for one in found]
+        tasks = [Submission(*row) for row in rows]
+        return [task if task.full_check is None else replace(task, full_check=bool(task.full_check)) for task in tasks]
 
     def _integer(self, sql: str, *arguments: object) -> int:
         return int(self.connection.value(sql, *arguments))

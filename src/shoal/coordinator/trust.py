@@ -1,26 +1,26 @@
-"""How much of a worker's work is checked in full, and what all of it together says.
+"""How often a worker's submissions are fully checked, and the sequential test over all of them.
 
     share = max(check_floor, 2 ^ -(n // TRUST_AFTER))       n: full checks passed in a row
 
 Any rejection, also a soft one, resets n to 0. Every submission gets the cheap checks and a prefill of a few rollouts;
 `share` is the probability that it is prefilled whole. The draw happens when a validator claims, from the system's
-randomness, so nobody can predict it. When as many unchecked groups wait as a batch may take, every submission is checked.
+randomness, so nobody can predict it. While as many unchecked groups wait as a batch may take, every submission is checked.
 
-Each submission that was prefilled whole and judged within limits is one observation. Bets on it, each against one honest
-bound of `[evidence]`, find by their sum who spends the tolerance little by little:
+Each submission that was prefilled whole and judged by tolerances is one observation. Bets against the honest bounds in
+`[evidence]` detect together a worker that exploits the tolerances a little at a time:
 
-    beyond     tokens miss their seeds' tokens more often, or by more, than honest numerics move them
-    better     the misses are in a group's better completions;  worse: in its worse ones
+    beyond     tokens differ from their seeds' tokens more often, or by more, than honest numerics explain
+    better     the differing tokens are in a group's better completions;  worse: in its worse ones
     easier     they are in groups of higher mean reward;  harder: of lower
-    proof, logprob     the figures that checks limit are near their limits on average, as with slightly other weights
-    distribution       tokens are likelier, or less likely, than samples
-    improved, spoiled  rollouts are better, or worse, than what their seeds yield (if `evidence.regenerated`)
+    proof, logprob     checked values are near their limits on average, as with slightly different weights
+    distribution       tokens are more, or less, likely than samples
+    improved, spoiled  rollouts are better, or worse, than their seeds yield (if `evidence.regenerated`)
 
-Invariants: no worker is ever left unchecked. An honest worker is ever found with probability at most `evidence.ALPHA`, over
-all bets together and however long it works. What is found is statistical and rests on calibration, so it slashes nobody: the
-worker is dismissed. It gets no more tasks, its unbatched groups are dropped and credit that is still pending is not paid
-(docs/trust.md). Submissions of its own exactness class are not counted: they have no tolerance to spend. A worker's evidence
-changes in the transaction that judges the submission, so none counts twice or is forgotten by a restart.
+Invariants: every worker is checked sometimes. An honest worker is ever flagged with probability at most `evidence.ALPHA`,
+over all bets and however long it works. The evidence is statistical and rests on calibration, so it slashes nobody: the
+worker is dismissed. It gets no more tasks, its unbatched groups are dropped and its pending credit is forfeited
+(docs/trust.md). Exactly replayed submissions do not count: they have no tolerance to exploit. A worker's evidence changes in
+the transaction that judges the submission, so a restart neither loses nor repeats any.
 """
 
 import json
@@ -42,23 +42,23 @@ SCHEMA = [
     """CREATE TABLE IF NOT EXISTS evidence (
     worker TEXT PRIMARY KEY, observations BIGINT NOT NULL, money TEXT NOT NULL, dismissed BOOLEAN NOT NULL DEFAULT FALSE)"""
 ]
-TRUST_AFTER = 32  # honest submissions in a row that halve the share that is prefilled
+TRUST_AFTER = 32  # passed full checks in a row that halve the share
 UNCHECKED_SHARE = 0.5  # largest share of a batch's groups from submissions that were not prefilled whole
-THETAS = (0.1, 0.4, 1.5, 3.0)  # ln of the excess that each bet on a frequency is best at: 1.1, 1.5, 4.5, 20 times
+THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency is best at an excess of e^theta: 1.1, 1.5, 4.5, 20 times
 STAKES = (0.3, 0.8)  # of bets on averages
-CHOICE_STAKE = 0.8  # of bets on rollouts generated again
-SURE = 2 / 3  # of a limit: honest averages where none was measured; limits are 1.5 times the worst honest figure
+CHOICE_STAKE = 0.8  # of bets on regenerated rollouts
+UNMEASURED_MEAN = 2 / 3  # assumed honest mean as a share of the limit; limits are 1.5 times the worst honest value
 
 log = logging.getLogger(__name__)
 
 
 def share(honest_in_a_row: int, check_floor: float) -> float:
-    """The probability that a submission is checked in full."""
+    """Return the probability that a submission is fully checked."""
     return max(check_floor, 2.0 ** -(honest_in_a_row // TRUST_AFTER))
 
 
-def most_unchecked(config: Config) -> int:
-    """How many groups of a batch may be of submissions that were not prefilled whole."""
+def max_unchecked(config: Config) -> int:
+    """Return how many groups of a batch may be from submissions that were not prefilled whole."""
     return int(UNCHECKED_SHARE * config.coordinator.prompts_per_step)
 
 
@@ -78,14 +78,14 @@ class EvidenceTable:
         )
 
     def dismiss(self, worker: str) -> bool:
-        """False if it was dismissed before."""
+        """Mark a worker as dismissed. Return False if it was already."""
         changed = self.connection.change(
             "UPDATE evidence SET dismissed = TRUE WHERE worker = ? AND NOT dismissed", worker
         )
         return changed == 1
 
     def forget(self, worker: str) -> None:
-        """The worker starts again, as if nothing had been submitted."""
+        """Delete a worker's evidence."""
         self.connection.change("DELETE FROM evidence WHERE worker = ?", worker)
 
     def is_dismissed(self, worker: str) -> bool:
@@ -100,25 +100,25 @@ class Trust:
         self.escrow, self.evidence = escrow, EvidenceTable(db.connection)
 
     def share(self, worker: str) -> float:
-        """The probability that a submission of this worker is checked in full."""
+        """Return the probability that a submission of this worker is fully checked."""
         return share(self.db.submissions.honest_in_a_row(worker), self.config.validator.check_floor)
 
     def draw(self, worker: str, groups: int) -> bool:
-        """Whether a submission of this many groups is checked in full.
+        """Draw whether a submission of this many groups is fully checked.
 
-        It always is if less waits in escrow than `validator.escrow_checks` such submissions would earn (if fewer submissions
-        wait: than that many would). Else a worker could risk the pay of small tasks for a lie in a large one.
+        It always is if the worker's escrow holds fewer groups than `validator.escrow_checks` such submissions (or as many as
+        wait, if fewer). Else a worker could risk the credit of small tasks for a lie in a large one.
         """
         if self.random() < self.share(worker):
             return True
         unchecked = self.db.groups.count_waiting_unchecked() + self.db.submissions.groups_unchecked()
-        if unchecked >= most_unchecked(self.config):
+        if unchecked >= max_unchecked(self.config):
             return True
-        waiting, held = self.escrow.waiting_of(worker)
+        waiting, held = self.escrow.pending_of(worker)
         return held < min(waiting, self.config.validator.escrow_checks) * groups
 
-    def finds(self, submission: Submission, verdict: Verdict) -> str:
-        """Count a submission that its checks accept. Why its worker is or was dismissed; "" if it is not."""
+    def observe(self, submission: Submission, verdict: Verdict) -> str:
+        """Count a submission that passed its checks. Return why its worker must be or was dismissed; "" if neither."""
         if self.evidence.is_dismissed(submission.worker):
             return "its worker was dismissed"
         if verdict.spent is None or verdict.replay is not None:
@@ -133,12 +133,12 @@ class Trust:
         )
 
     def dismiss(self, worker: str, submission: str, why: str) -> bool:
-        """No more tasks. Its open task and unbatched groups are dropped. False if it was dismissed before."""
+        """Dismiss a worker; drop its open tasks and unbatched groups. Return False if it was already dismissed."""
         if not self.evidence.dismiss(worker):
             return False
         process = self.evidence.of(worker)
         self.db.nodes.move(worker, "dismiss", why, self.db.clock())
-        self.db.submissions.drop_of(worker)
+        self.db.submissions.drop_all(worker)
         self.db.groups.mark_all_stale(worker)
         self.db.ledger.append(
             "dismissed",
@@ -155,8 +155,8 @@ class Trust:
 
 
 def bets(spent: ToleranceSpent, config: Config) -> dict[str, float]:
-    """ln of each bet's e-value for one submission, by name. Their capital is held by `shoal.evidence`."""
-    found = {
+    """Return ln of each bet's e-value for one submission, by name. `shoal.evidence` accumulates them."""
+    log_values = {
         f"beyond {number} theta {theta:g}": frequency(count, spent.exposure, rate, theta)
         for number, (count, rate) in enumerate(zip(spent.beyond, config.evidence.rates, strict=True))
         for theta in THETAS
@@ -164,18 +164,18 @@ def bets(spent: ToleranceSpent, config: Config) -> dict[str, float]:
     averages: tuple[Limit, ...] = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")
     for figure in averages:
         limit, honest = config.validator.widest(figure), getattr(config.evidence, figure)
-        mean = SURE if honest is None else min(honest / limit, 1.0)
+        mean = UNMEASURED_MEAN if honest is None else min(honest / limit, 1.0)
         for stake in STAKES:
-            found[f"{figure} stake {stake:g}"] = bet_share(min(getattr(spent, figure) / limit, 1.0), mean, stake)
+            log_values[f"{figure} stake {stake:g}"] = bet_share(min(getattr(spent, figure) / limit, 1.0), mean, stake)
     for name in ("better", "worse", "easier", "harder", "distribution"):
-        found[name] = getattr(spent, name)
+        log_values[name] = getattr(spent, name)
     if config.evidence.regenerated:
-        found["improved"] = _chosen(spent.improved, spent.spoiled, REWARD_TILT)
-        found["spoiled"] = _chosen(spent.spoiled, spent.improved, REWARD_TILT)
-    return found
+        log_values["improved"] = _choice_bet(spent.improved, spent.spoiled, REWARD_TILT)
+        log_values["spoiled"] = _choice_bet(spent.spoiled, spent.improved, REWARD_TILT)
+    return log_values
 
 
-def _chosen(wished: int, others: int, tilt: float) -> float:
-    """Hypothesis: a near tie that changed the reward fell this way with a chance of at most tilt / (1 + tilt)."""
+def _choice_bet(count: int, opposite: int, tilt: float) -> float:
+    """Bet against: a near tie that changed the reward fell this way with a probability of at most tilt / (1 + tilt)."""
     mean = tilt / (1 + tilt)
-    return wished * bet_share(1.0, mean, CHOICE_STAKE) + others * bet_share(0.0, mean, CHOICE_STAKE)
+    return count * bet_share(1.0, mean, CHOICE_STAKE) + opposite * bet_share(0.0, mean, CHOICE_STAKE)

@@ -216,7 +216,7 @@ class Recorded:
         entry = self.pool.db.ledger.head()
         assert entry is not None
         signed = sign_head(Head(run=RUN, seq=entry.seq, digest=entry.digest), VALIDATOR)
-        self.pool.witnessed(VALIDATOR.public, signed)
+        self.pool.record_head(VALIDATOR.public, signed)
         path = self.folder / "validator" / "head.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(signed.model_dump_json())
@@ -224,7 +224,7 @@ class Recorded:
     def finish(self) -> None:
         copy_tree(self.folder / "learner" / "versions" / f"v{STEPS:06d}", self.folder / "model")
         self.pool.learning.evaluated(Evaluation(version=STEPS, greedy=0.5, sampled=0.25, n=4, final=True))
-        self.pool.judgement.checkers.fingerprints.ask(BOB.public)
+        self.pool.judgement.checkers.fingerprints.request_renewal(BOB.public)
         self.pool.judgement.checkers.replays.set_doubt("d" * 16 + "-000000", VALIDATOR.public, "inexact", "{}")
         (self.folder / "config.toml").write_text(config_module.dumps(self.config))
         record = RunRecord(self.folder, lambda line: None)

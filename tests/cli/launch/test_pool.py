@@ -19,7 +19,7 @@ from shoal.cli.launch import members
 from shoal.cli.launch.swarm import PoolSwarm, local_url
 from shoal.cli.main import USAGE, main
 from shoal.config import parse
-from shoal.coordinator.operating import found_pool, open_pool
+from shoal.coordinator.operating import create_pool, open_pool
 from shoal.errors import UserError
 from shoal.protocol.invite import Address
 
@@ -32,7 +32,7 @@ DEADLINE_S = 3600.0  # on a very busy machine; a quiet one takes some two minute
 def pool(folder: Path, url: str = "http://127.0.0.1:8700", **config: Any) -> PoolSwarm:
     counts = {"workers": {"count": 2}, "validator": {"count": 2}}
     settings = parse({"tasks": {"sources": [{"generator": "arithmetic"}]}, **counts, **config})
-    found_pool(folder, settings, "sums", url)
+    create_pool(folder, settings, "sums", url)
     return PoolSwarm(folder, *open_pool(folder))
 
 

@@ -17,7 +17,7 @@ from aiohttp.test_utils import make_mocked_request
 from shoal.config import parse
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import serve_forever
-from shoal.coordinator.operating import invite_from
+from shoal.coordinator.operating import create_invite
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import FILE as ADDRESS
 from shoal.protocol.invite import make_invite
@@ -87,7 +87,7 @@ class served:
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
             if (self.folder / ADDRESS).exists() and (self.folder / ADDRESS).read_text():
-                url = invite_from(self.folder, "worker", "x", None, 1).url
+                url = create_invite(self.folder, "worker", "x", None, 1).url
                 return Site(url, self.folder, Identity.load(self.folder / "identity.pem"))
             time.sleep(0.02)
         raise TimeoutError("the coordinator did not listen")

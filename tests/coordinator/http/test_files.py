@@ -268,7 +268,7 @@ def test_a_task_that_expires_during_its_upload_keeps_no_file(coordinator: Coordi
     worker, task = worker_with_task(coordinator)
 
     async def read() -> bytes:
-        coordinator.pool.db.submissions.drop_of(worker.public)
+        coordinator.pool.db.submissions.drop_all(worker.public)
         return b""
 
     with pytest.raises(PoolError, match="expired, not open"):
@@ -285,7 +285,7 @@ def test_a_slow_upload_ends_with_its_grant(coordinator: Coordinator) -> None:
         nonlocal read_pieces
         read_pieces += 1
         if read_pieces == 3:
-            coordinator.pool.db.submissions.drop_of(worker.public)
+            coordinator.pool.db.submissions.drop_all(worker.public)
         assert read_pieces < 5, "the upload continues without a grant"
         return b"x"
 

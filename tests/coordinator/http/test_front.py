@@ -17,7 +17,7 @@ import pytest
 
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import UPLOADS
-from shoal.coordinator.http.reports import SHARE, Costly
+from shoal.coordinator.http.reports import SHARE, CachedBody
 from shoal.coordinator.members import RECORDS_PER_S
 from shoal.protocol import pace
 from shoal.protocol.identity import Identity
@@ -251,7 +251,7 @@ def test_making_it_takes_a_bounded_share_of_the_time() -> None:
         now_s, made = now_s + 0.5, made + 1
         return f"status {made}"
 
-    costly = Costly(make, lambda: now_s)
+    costly = CachedBody(make, lambda: now_s)
     while now_s < 100.0:
         assert costly.get() == f"status {made}".encode()
         now_s += 0.01
@@ -260,7 +260,7 @@ def test_making_it_takes_a_bounded_share_of_the_time() -> None:
 
 def test_what_is_cheap_is_as_good_as_new() -> None:
     now_s = 0.0
-    costly = Costly(lambda: f"at {now_s}", lambda: now_s)
+    costly = CachedBody(lambda: f"at {now_s}", lambda: now_s)
     costly.get()
     now_s = 0.001
     assert costly.get() == b"at 0.001"

@@ -12,7 +12,7 @@ import pytest
 from shoal.config import parse
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import ServedRun
-from shoal.coordinator.operating import invite_from
+from shoal.coordinator.operating import create_invite
 from shoal.coordinator.state import OPEN_INVITE
 from shoal.errors import ShoalError
 from shoal.protocol.history import Status, find_run
@@ -55,10 +55,10 @@ def test_only_a_published_invite_that_is_open_and_valid_is_offered(tmp_path: Pat
     coordinator, path = Coordinator(CONFIG, RUN, identity, tmp_path), tmp_path / OPEN_INVITE
     assert coordinator.published_invite() == ""
     for days, offered in ((1, True), (-1, False)):
-        invite = invite_from(tmp_path, "worker", "guest", None, days, open=True)
+        invite = create_invite(tmp_path, "worker", "guest", None, days, open=True)
         invite.save(path)
         assert coordinator.published_invite() == (invite.encode() if offered else "")
-    invite_from(tmp_path, "worker", "one", None, 1).save(path)
+    create_invite(tmp_path, "worker", "one", None, 1).save(path)
     with pytest.raises(InviteError, match="is not an open invite"):  # a private one is not for the public
         ServedRun(CONFIG, RUN, tmp_path)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal.cli.audit.opened import BrokenError, Opened, naming, read_config
 from shoal.cli.audit.pay import Accepted, Found, Pay, Rejected
-from shoal.coordinator.trust import most_unchecked
+from shoal.coordinator.trust import max_unchecked
 from shoal.learner.groups import Fetched, Gathering
 from shoal.learner.report import DOMAIN
 from shoal.ledger.stakes import EVENTS, Book, read_event
@@ -187,7 +187,7 @@ class Walk:
                 raise ValueError(f"group {group} of {id} has equal rewards, and teaches nothing")
             unchecked += not one.full
             self.found.batched.add((id, group))
-        if unchecked > most_unchecked(config):
+        if unchecked > max_unchecked(config):
             raise ValueError(f"has {unchecked} groups that were not prefilled whole")
         self.found.batches.append(members)
 

@@ -111,16 +111,16 @@ def add_commands(commands: Commands) -> None:
 def init_pool(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
     from shoal.cli.launch.prepare import check_length
-    from shoal.coordinator.operating import check_new, found_pool
+    from shoal.coordinator.operating import check_empty, create_pool
     from shoal.tasks.compiling import build_tasks
 
     check_length(config)
-    check_new(arguments.dir)
+    check_empty(arguments.dir)
     name = run_name(arguments.run or arguments.config.stem, NAME_IT)
     arguments.dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.dir.parent, prefix=".tasks-") as built:
         config, notes = build_tasks(config, Path(built) / "tasks")
-        steps = found_pool(arguments.dir, config, name, arguments.url, task_data=Path(built) / "tasks")
+        steps = create_pool(arguments.dir, config, name, arguments.url, task_data=Path(built) / "tasks")
     say("\n".join([*(f"tasks: {note}" for note in notes), *steps]))
 
 
@@ -165,7 +165,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
 
 
 def invite(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import invite_from
+    from shoal.coordinator.operating import create_invite
     from shoal.coordinator.state import OPEN_INVITE
 
     if arguments.publish:
@@ -176,7 +176,7 @@ def invite(arguments: argparse.Namespace) -> None:
     if arguments.out and arguments.out.exists():
         raise UserError(f"{arguments.out} exists; choose another file, so that no invite is lost")
     name, url, days = arguments.name, arguments.url, arguments.days
-    made = invite_from(arguments.dir, arguments.role, name, url, days, open=arguments.open)
+    made = create_invite(arguments.dir, arguments.role, name, url, days, open=arguments.open)
     if arguments.out:
         made.save(arguments.out)
     else:
@@ -186,7 +186,7 @@ def invite(arguments: argparse.Namespace) -> None:
 def steer(event: Literal["ban", "drain", "readmit"], then: str, arguments: argparse.Namespace) -> None:
     from shoal.coordinator import operating
 
-    operating.steer(arguments.dir, arguments.name, event)
+    operating.apply_event(arguments.dir, arguments.name, event)
     say(f"{arguments.name} {then}")
 
 
@@ -257,13 +257,13 @@ def discover(arguments: argparse.Namespace) -> None:
 def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
     """The run, what this machine lacks for it, and what only its work and its stake will show."""
     from shoal.config.sections import RequirementsSection
-    from shoal.coordinator.members import lacks
+    from shoal.coordinator.members import missing_requirement
 
     wants = RequirementsSection.model_validate(offer.requirements)
     state = f"step {offer.step} of {offer.steps}" if offer.state == "running" else "finished"
     places = "" if offer.places_free is None else f", {offer.places_free} places free"
     joining = "open to stake" if offer.invite else "invited only"
-    missing = lacks(machine, wants)
+    missing = missing_requirement(machine, wants)
     lines = [
         f"{offer.run}, key {offer.key}",
         f"{offer.model}, {state}, {joining}, {offer.workers} workers{places}",

@@ -109,7 +109,7 @@ def _show(stakes: EvmStakes, key: str) -> None:
 
 
 def _book(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import invite_from
+    from shoal.coordinator.operating import create_invite
     from shoal.coordinator.state import KEY
     from shoal.protocol.identity import Identity
     from shoal.protocol.messages import Booking, Ok
@@ -122,7 +122,7 @@ def _book(arguments: argparse.Namespace) -> None:
             f"{arguments.key[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --export FILE`"
         )
     booking = Booking(kind=arguments.booking, key=arguments.key, amount=arguments.amount)
-    address = invite_from(arguments.dir, "worker", "operator", None, 1.0)  # where it listens, and its key
+    address = create_invite(arguments.dir, "worker", "operator", None, 1.0)  # where it listens, and its key
     Node.of(address, Identity.load(arguments.dir / KEY), patience_s=10.0).post("/v1/bookings", booking, Ok)
     say("booked")
 

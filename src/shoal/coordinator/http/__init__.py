@@ -1,1 +1,1 @@
-"""The coordinator as a server: its routes, files and open reports."""
+"""The coordinator's HTTP server: its routes, files and public reports."""

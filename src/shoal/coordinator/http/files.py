@@ -1,11 +1,11 @@
-"""Rollout files: a worker's submissions and a validator's accepted files, sent to the coordinator or to the pool's bucket.
+"""Rollout files: workers' submissions and validators' accepted files, uploaded to the coordinator or to the pool's bucket.
 
     announce (size, SHA-256) -> grant -> the node's PUT to the bucket -> stored: checked, named, recorded
 
-Invariants: a file is read only from a key with the grant, while the grant is valid, up to its size; only then does a node
-get a URL of the bucket. A file gets its name only once the pool takes it, so of all uploads for one grant at most one is
-kept, and what is refused leaves nothing. For one task a node may announce MOST_FILES different files, so what a worker can
-leave in the bucket is bounded. What an upload sent in vain counts against its sender. No credential leaves this process.
+Invariants: only a key with a valid grant may upload, up to the size limit, or get a URL of the bucket. A file gets its name
+only once the pool accepts it, so at most one upload per grant is kept, and a refused one leaves nothing. A node may announce
+at most MAX_FILES different files per task, which bounds what a worker can leave in the bucket. A failed upload's bytes count
+against its sender's rate. No credential leaves this process.
 """
 
 import asyncio
@@ -26,25 +26,24 @@ from shoal.store.folder import Folder, StoreError
 if TYPE_CHECKING:
     from shoal.store.bucket import Bucket
 
-UPLOADS = 2  # for one grant at once: the newest, and one whose client lost its connection
-MOST_FILES = 4  # a restarted worker may make its file again
+UPLOADS = 2  # at once per grant: the newest, and one whose client lost its connection
+MAX_FILES = 4  # per task; a restarted worker may generate its file again
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """One kind of rollout files: who sends and fetches them, and what the pool says of each."""
+    """One kind of rollout file: the roles that send and fetch it, and the pool's functions for it."""
 
     name: Literal["submissions", "accepted"]
     sender: Role
     reader: Role
-    # Of key, submission, and the file's hash or "" before it is known. Raises PoolError.
-    may_store: Callable[[str, str, str], object]
-    stored: Callable[[str, str, str], None]  # likewise, and records it
-    hash_of: Callable[[str], str]  # of a submission's file, "" if it has none
-    is_used: Callable[[str], bool]  # whether a submission has the file with this hash
+    may_store: Callable[[str, str, str], object]  # (key, submission, hash or "" if unknown); raises PoolError
+    stored: Callable[[str, str, str], None]  # likewise; records the file
+    hash_of: Callable[[str], str]  # (submission) -> its file's hash, "" if it has none
+    is_used: Callable[[str], bool]  # (hash) -> whether a submission has this file
 
     async def record(self, key: str, id: str, content_hash: str, remove: Callable[[str, str], None]) -> None:
-        """Record a file that has its name. `remove`: of this file if it is refused, else of the one that it replaces."""
+        """Record a named file. `remove` this file if the pool refuses it, else the file that it replaces."""
         before, unused = self.hash_of(id), content_hash
         try:
             self.stored(key, id, content_hash)
@@ -55,12 +54,12 @@ class FileKind:
 
 
 class BucketFiles:
-    """Files that nodes send to the pool's bucket and fetch from it themselves, by signed URLs."""
+    """Files that nodes upload to the pool's bucket and fetch from it directly, by signed URLs."""
 
     def __init__(self, bucket: "Bucket", max_bytes: int) -> None:
         self.bucket = bucket
         self.max_bytes = max_bytes
-        self._announced: dict[tuple[str, str], set[str]] = {}  # SHA-256 of each, until one is stored
+        self._announced: dict[tuple[str, str], set[str]] = {}  # by kind and submission: SHA-256s, until one is stored
         self._storing = asyncio.Lock()
 
     def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> UploadGrant:
@@ -68,16 +67,16 @@ class BucketFiles:
         if file.size_bytes > self.max_bytes:
             raise PoolError(f"a file of {file.size_bytes} bytes; at most {self.max_bytes} are allowed here", 413)
         announced = self._announced.setdefault((kind.name, id), set())
-        if len(announced | {file.sha256}) > MOST_FILES:
-            raise PoolError(f"{MOST_FILES} other files were announced for {id}; take a new task")
+        if len(announced | {file.sha256}) > MAX_FILES:
+            raise PoolError(f"{MAX_FILES} other files were announced for {id}; take a new task")
         announced.add(file.sha256)
         return self.bucket.grant(kind.name, id, file.size_bytes, file.sha256)
 
     async def stored(self, key: str, kind: FileKind, id: str, file: Announced) -> Stored:
         kind.may_store(key, id, "")
         if file.sha256 not in self._announced.get((kind.name, id), set()):
-            raise PoolError(f"announce the file of {id} first", 425)  # the node begins again with that
-        async with self._storing:  # one at a time: each is read
+            raise PoolError(f"announce the file of {id} first", 425)  # the node then starts over
+        async with self._storing:  # one at a time, because `check` reads the whole file
             kind.may_store(key, id, "")
             try:
                 content_hash = await asyncio.to_thread(self.bucket.check, kind.name, id, file.size_bytes, file.sha256)
@@ -89,7 +88,7 @@ class BucketFiles:
         return Stored(size_bytes=file.size_bytes, hash=content_hash)
 
     async def _name(self, key: str, kind: FileKind, id: str, file: Announced, content_hash: str) -> None:
-        """Give a file that came its name, or remove it if the pool does not take it. Raises PoolError, StoreError."""
+        """Give an uploaded file its name, or remove it if the pool refuses it. Raise PoolError, StoreError."""
         try:
             kind.may_store(key, id, content_hash)
         except PoolError:
@@ -108,7 +107,7 @@ class FileRoutes:
     def __init__(
         self, config: Config, pool: Pool, store: Folder, bucket: BucketFiles | None, admission: Admission
     ) -> None:
-        """`bucket`: None: this process takes and gives the files itself."""
+        """`bucket`: None: this process receives and serves the files itself."""
         self.config = config
         self.store = store
         self.bucket = bucket
@@ -136,13 +135,13 @@ class FileRoutes:
         )
 
     def routes(self) -> list[web.RouteDef]:
-        found: list[web.RouteDef] = []
+        routes: list[web.RouteDef] = []
         for kind in (self.submissions, self.accepted):
-            found += self._bucket_routes(self.bucket, kind) if self.bucket else self._file_routes(kind)
-        return found
+            routes += self._bucket_routes(self.bucket, kind) if self.bucket else self._file_routes(kind)
+        return routes
 
     async def receive(self, request: web.Request, kind: FileKind) -> Answer:
-        """Stream a file into the store. Only a key with the grant is read from, while the grant is valid, up to its size."""
+        """Stream a file into the store, from a key with a grant, while the grant is valid, up to the size limit."""
         limit_bytes, id = self.config.max_submission_bytes, request.match_info["id"]
         head = self.admission.admit(request, [kind.sender], limit_bytes)
         kind.may_store(head.key, id, "")
@@ -152,22 +151,22 @@ class FileRoutes:
             self.store.receive(kind.name) as file,
         ):
             async for piece in body_pieces(request.content.readany, head, limit_bytes):
-                check_newest()  # the client lost its connection and sends again
-                kind.may_store(head.key, id, "")  # a slow upload ends with its grant, and frees its space
+                check_newest()  # a client that lost its connection may have started a new upload
+                kind.may_store(head.key, id, "")  # a slow upload ends with its grant
                 received.append(len(piece))
                 await asyncio.to_thread(file.write, piece)
-            async with self._storing:  # else the files of all uploads that end together would be kept
+            async with self._storing:  # else uploads that end together would all be kept
                 check_newest()
-                kind.may_store(head.key, id, file.content_hash)  # before it has its name: a refused one leaves nothing
+                kind.may_store(head.key, id, file.content_hash)  # before it is named: a refused one leaves nothing
                 content_hash = await asyncio.to_thread(file.commit)
                 await kind.record(head.key, id, content_hash, self.store.remove)
         return Stored(size_bytes=sum(received), hash=content_hash)
 
     @contextmanager
     def _upload(self, kind: FileKind, id: str) -> Iterator[Callable[[], None]]:
-        """Around an upload. Yields what raises PoolError once another upload for the same grant has started.
+        """Register an upload. Yield a check that raises PoolError once a newer upload for the same grant has started.
 
-        Raises PoolError with status 429 if there are UPLOADS: each may hold a file until its sender's next piece.
+        Raise PoolError with status 429 at UPLOADS: each may hold a file until its sender's next piece.
         """
         uploads, replaced = self._uploads.setdefault((kind.name, id), []), asyncio.Event()
         if len(uploads) >= UPLOADS:
@@ -189,7 +188,7 @@ class FileRoutes:
 
     @contextmanager
     def _counted(self, key: str) -> Iterator[list[int]]:
-        """Around an upload, whose pieces' sizes are added to what this yields: they count against its sender if it fails."""
+        """Yield a list for the sizes of an upload's pieces. If the upload fails, they count against its sender's rate."""
         received: list[int] = []
         try:
             yield received
@@ -198,7 +197,7 @@ class FileRoutes:
             raise
 
     def _file_routes(self, kind: FileKind) -> list[web.RouteDef]:
-        """Where files are in the folder: they are sent and fetched here."""
+        """Return the routes for a store in a folder: nodes upload and fetch files here."""
 
         async def get(request: Request) -> Answer:
             return await asyncio.to_thread(self.store.get, kind.name, kind.hash_of(request.match["id"]))
@@ -210,7 +209,7 @@ class FileRoutes:
         return [web.put(path, self.admission.answering(put)), web.get(path, self._signed(get, [kind.reader]))]
 
     def _bucket_routes(self, bucket: BucketFiles, kind: FileKind) -> list[web.RouteDef]:
-        """Where files are in a bucket: what stands in the place of sending and fetching them here."""
+        """Return the routes for a store in a bucket: nodes get signed URLs."""
 
         async def grant(request: Request) -> Answer:
             file = Announced.model_validate_json(request.body)
@@ -232,7 +231,7 @@ class FileRoutes:
 
 
 def open_bucket(config: Config) -> BucketFiles | None:
-    """None: the store is a folder. Raises StoreError without credentials."""
+    """Return the configured bucket; None if the store is a folder. Raise StoreError without credentials."""
     section = config.store
     if not section.url:
         return None

@@ -1,16 +1,12 @@
-"""What anyone may read of a run: its state (`/v1/status`), how a machine that looks for one joins it (`/v1/offer`), and its
-figures in Prometheus' text format (`/metrics`).
+"""Public reports on a run: its state (`/v1/status`), an offer to join it (`/v1/offer`), and Prometheus `/metrics`.
 
-An answer that is costly to make is made again only now and then:
+Responses are cached: one that took t seconds is valid for t / SHARE - t seconds, so each report takes at most SHARE of the
+coordinator's time, however many clients poll. The status takes a millisecond or two in a small pool, and a second among
+10,000 workers.
 
-    made in t seconds -> good for t / SHARE - t seconds, so making it takes at most SHARE of the coordinator's time
-
-In a small pool the status takes a millisecond or two, and is as good as new. Among 10,000 workers it takes a second, and
-every view polls it.
-Invariants: nothing here changes anything. What anyone may ask costs members at most SHARE of the coordinator's time,
-however many ask. The status does not grow with the run's length. Every figure is the coordinator's own, or a validator's,
-the learner's or the evaluator's report, except a node's tokens and busy seconds, whose help text says that the node reports
-them.
+Invariants: nothing here changes state. The status does not grow with the run's length. Every metric is the coordinator's
+own, or reported by a validator, the learner or the evaluator, except a node's tokens and busy seconds, whose help text says
+that the node reports them.
 """
 
 import time
@@ -27,7 +23,7 @@ from shoal.coordinator.checkers import Fingerprints, Replays
 from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import State
-from shoal.coordinator.trust import EvidenceTable, most_unchecked
+from shoal.coordinator.trust import EvidenceTable, max_unchecked
 from shoal.protocol.history import Exactness, Grading, NodeStatus, Status
 from shoal.protocol.messages import VERSION, Capability, Outcomes, RunOffer, Stats
 
@@ -37,24 +33,24 @@ RECENT_ROLLOUTS = 512  # grader errors are counted among these
 Samples = Iterable[tuple[Mapping[str, str], float]]  # labels, value
 
 
-class Costly:
+class CachedBody:
     def __init__(self, make: Callable[[], str], monotonic: Callable[[], float] = time.monotonic) -> None:
         self.make, self.monotonic = make, monotonic
-        self._made, self._until_s = b"", -1.0
+        self._body, self._until_s = b"", -1.0
 
     def get(self) -> bytes:
-        """The answer's body, in UTF-8."""
-        begun_s = self.monotonic()
-        if begun_s < self._until_s:
-            return self._made
-        self._made = self.make().encode()
-        took_s = self.monotonic() - begun_s
-        self._until_s = begun_s + took_s / SHARE
-        return self._made
+        """Return the response body, in UTF-8."""
+        start_s = self.monotonic()
+        if start_s < self._until_s:
+            return self._body
+        self._body = self.make().encode()
+        took_s = self.monotonic() - start_s
+        self._until_s = start_s + took_s / SHARE
+        return self._body
 
 
 def read_offer(db: Database, config: Config, run: str, key: str, invite: str) -> RunOffer:
-    """What this run tells a machine that looks for one."""
+    """Return what this run tells a machine that looks for a run to join."""
     workers, places = db.nodes.count_workers(db.clock()), config.requirements.places
     return RunOffer(
         protocol=VERSION,
@@ -80,7 +76,7 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         state="finished" if db.is_finished(config.run.steps) else "running",
         step=db.open_step(),
         steps=config.run.steps,
-        have=db.groups.count_waiting(most_unchecked=most_unchecked(config)),
+        have=db.groups.count_waiting(max_unchecked=max_unchecked(config)),
         need=config.coordinator.prompts_per_step,
         newest_version=db.policies.newest(),
         started_s=db.started_s(),
@@ -139,11 +135,11 @@ def _nodes(db: Database, config: Config) -> list[NodeStatus]:
 
 def read_metrics(db: Database) -> str:
     registry = CollectorRegistry()
-    registry.register(_Figures([*_submissions(db), *_grades(db), *_training(db), *_node_figures(db)]))
+    registry.register(_Metrics([*_submissions(db), *_grades(db), *_training(db), *_node_metrics(db)]))
     return generate_latest(registry).decode()
 
 
-class _Figures(Collector):
+class _Metrics(Collector):
     def __init__(self, metrics: list[Metric]) -> None:
         self.metrics = metrics
 
@@ -225,7 +221,7 @@ def _training(db: Database) -> Iterator[Metric]:
     )
 
 
-def _node_figures(db: Database) -> Iterator[Metric]:
+def _node_metrics(db: Database) -> Iterator[Metric]:
     every = db.nodes.all()
     nodes = [({"name": node.name, "role": node.role}, node) for node in every if not node.evicted]
     stats = [(labels, Stats.model_validate_json(node.stats)) for labels, node in nodes]
@@ -236,7 +232,7 @@ def _node_figures(db: Database) -> Iterator[Metric]:
     yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
     evidence = EvidenceTable(db.connection)
     against = [(labels, evidence.of(node.key).evidence) for labels, node in nodes if node.role == "worker"]
-    yield _gauge("worker_evidence", "Nats that a worker's submissions together speak against honesty.", against)
+    yield _gauge("worker_evidence", "Evidence against a worker's honesty, in nats, over all its submissions.", against)
     yield _gauge(
         "node_tokens",
         "Tokens generated or checked, as the node reports.",

@@ -1,9 +1,9 @@
-"""The coordinator's HTTP interface: a table of routes. Each route checks who asks, then calls the pool.
+"""The coordinator's HTTP interface: a table of routes. Each route authenticates the request, then calls the pool.
 
 Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/offer`, `/v1/status` and `/v1/history` answer without a fresh
 signature by a registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite;
 `/v1/bookings` one by the coordinator's own key, which its operator has.
-What all routes share is in `protocol.server`; the routes of rollout files are in `files`.
+`protocol.server` has what all routes share; `files` has the routes of rollout files.
 """
 
 import re
@@ -21,7 +21,7 @@ from shoal.coordinator.assignment import nonce_secret
 from shoal.coordinator.credit import BookedStakes, ChainStakes, Settlement
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import FileRoutes, open_bucket
-from shoal.coordinator.http.reports import Costly, read_metrics, read_offer, read_status
+from shoal.coordinator.http.reports import CachedBody, read_metrics, read_offer, read_status
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.state import OPEN_INVITE, TASKS, open_state
 from shoal.ledger.connection import DatabaseFullError, DatabaseLostError
@@ -36,10 +36,10 @@ from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, R
 from shoal.shardcast.guard import issue
 from shoal.store.folder import Folder, StoreError
 
-READER_GRANT_S = 600.0  # of a new one
-MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence
-MAX_HEARTBEAT_BYTES = 32 << 10  # its longest part names MAX_SENDERS servers by their URLs
-MAX_SAMPLE_BYTES = 40 << 10  # of one group in a verdict: two texts of 4,000 characters
+READER_GRANT_S = 600.0  # validity of a new one
+MAX_REPORT_BYTES = 1 << 20  # the learner's, which lists a batch's submissions; and a verdict's evidence
+MAX_HEARTBEAT_BYTES = 32 << 10  # its longest part lists MAX_SENDERS URLs
+MAX_SAMPLE_BYTES = 40 << 10  # per group in a verdict: two texts of 4,000 characters
 NUMBER = re.compile("[0-9]{1,15}")
 SHA256 = re.compile("[0-9a-f]{64}")
 STATUSES = {InviteError: 403, StoreError: 507, DatabaseFullError: 507, DatabaseLostError: 503}
@@ -57,7 +57,7 @@ class Coordinator:
         pace: Pace | None = None,
         front: Front | None = None,
     ) -> None:
-        """Raises PoolFolderError, DatabaseLostError, LedgerError if another key wrote the ledger, PoolError, StoreError."""
+        """Raise PoolFolderError, DatabaseLostError, LedgerError if another key wrote the ledger, PoolError, StoreError."""
         self.config = config
         self.run = run
         self.identity = identity
@@ -72,16 +72,16 @@ class Coordinator:
         self.store.clean()
         self.files = FileRoutes(config, self.pool, self.store, open_bucket(config), self.admission)
         self.folder = folder
-        self._status_text = Costly(lambda: self.status().model_dump_json())
-        self._offer_text = Costly(self._make_offer)
-        self._metrics_text = Costly(lambda: read_metrics(self.pool.db))
-        self._grants: dict[str, tuple[float, str]] = {}  # by key: until when, and the grant
+        self._status_text = CachedBody(lambda: self.status().model_dump_json())
+        self._offer_text = CachedBody(self._make_offer)
+        self._metrics_text = CachedBody(lambda: read_metrics(self.pool.db))
+        self._grants: dict[str, tuple[float, str]] = {}  # by key: expiry and grant
 
     def status(self) -> Status:
         return read_status(self.pool.db, self.config, self.run, self.pool.notices)
 
     def published_invite(self) -> str:
-        """The open invite that the operator published; "" if there is none or it has expired. Raises InviteError."""
+        """Return the open invite that the operator published; "" if there is none or it has expired. Raise InviteError."""
         path = self.folder / OPEN_INVITE
         if not path.exists():
             return ""
@@ -94,11 +94,11 @@ class Coordinator:
         return invite.encode() if time.time() < payload.expires_s else ""
 
     def app(self) -> web.Application:
-        m, pool, every = messages, self.pool, get_args(Role)
+        m, pool, every = messages, self.pool, get_args(Role)  # every role
         anyone, signed = self.front.open_to_all, self.admission.signed
         judgement, learning = pool.judgement, pool.learning
         verdict_bytes = MAX_REPORT_BYTES + self.config.workers.largest * MAX_SAMPLE_BYTES
-        told: list[tuple[str, Callable[[Mapping[str, str]], Answer], Sequence[Role]]] = [
+        queries: list[tuple[str, Callable[[Mapping[str, str]], Answer], Sequence[Role]]] = [
             ("/v1/ledger/{after}", lambda path: self._ledger(_number(path["after"], "the number of an entry")), every),
             ("/v1/contents/{digest}", lambda path: judgement.content_owner(path["digest"]), ["validator"]),
             ("/v1/batches/{step}", lambda path: pool.batches.of_step(_number(path["step"], "a step")), ["learner"]),
@@ -119,7 +119,7 @@ class Coordinator:
                 web.post("/v1/drain", signed(self._drain, ["worker"])),
                 web.get("/v1/tasks/{sha256}", signed(self._task_data, every)),
                 *self.files.routes(),
-                *(web.get(path, signed(_told(answer), roles)) for path, answer, roles in told),
+                *(web.get(path, signed(_query(answer), roles)) for path, answer, roles in queries),
                 web.post("/v1/claims", signed(self._claim, ["validator"])),
                 web.post("/v1/verdicts", signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/heads", signed(self._head, ["validator"])),
@@ -130,13 +130,13 @@ class Coordinator:
         )
         return self.front.attach(app)
 
-    # --- open to all -------------------------------------------------------------------------------------------------
+    # --- public ------------------------------------------------------------------------------------------------------
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return web.json_response({"run": self.run, "protocol": messages.VERSION})
 
     async def _run(self, request: web.Request) -> web.Response:
-        private = {"coordinator": {"database"}, "ledger": {"rpc", "key_file"}}  # nobody else's matter
+        private = {"coordinator": {"database"}, "ledger": {"rpc", "key_file"}}
         config = self.config.model_dump(exclude=private)
         descriptor = messages.RunDescriptor(
             protocol=messages.VERSION, run=self.run, config=config, keys=self.pool.members.keys()
@@ -166,7 +166,7 @@ class Coordinator:
     # --- members -----------------------------------------------------------------------------------------------------
 
     async def _register(self, request: Request) -> Answer:
-        """The nonce is spent last: only who may join can make the coordinator write anything."""
+        """Register a node. The nonce is spent last, so that only an admissible key can make the coordinator write."""
         registration = messages.Registration.model_validate_json(request.body)
         if registration.protocol != messages.VERSION:
             raise PoolError(
@@ -176,7 +176,7 @@ class Coordinator:
             )
         payload = open_payload(registration.invite, self.identity.public, self.run)
         if payload.open and self.settlement:
-            await self.settlement.look(request.key, registration.payer)
+            await self.settlement.read_offered(request.key, registration.payer)
         self.pool.members.may_register(request.key, payload, registration.capability)
         request.head.spend(self.admission.nonces)
         return self.pool.members.register(
@@ -184,7 +184,7 @@ class Coordinator:
         )
 
     async def _book(self, request: Request) -> Answer:
-        """By the operator, who holds this coordinator's key."""
+        """Book a stake. Only the operator may, with this coordinator's key."""
         stakes = self.pool.members.stakes
         if request.key != self.identity.public:
             raise PoolError("only the operator books stakes", 403)
@@ -201,7 +201,7 @@ class Coordinator:
         return answer.model_copy(update={"reader_grant": self._reader_grant(request.key)})
 
     def _reader_grant(self, key: str) -> str:
-        """One that is good for half of its time at least: signing is a good part of what a heartbeat costs."""
+        """Return a cached grant until half of its time has passed: signing is a large part of a heartbeat's cost."""
         now_s, (until_s, grant) = time.time(), self._grants.get(key, (0.0, ""))
         if not READER_GRANT_S / 2 < until_s - now_s <= READER_GRANT_S:  # or the clock was set back
             until_s = now_s + READER_GRANT_S
@@ -214,7 +214,7 @@ class Coordinator:
         return Ok()
 
     async def _task_data(self, request: Request) -> Answer:
-        """The manifest of the task set, one of its chunks, or a reward's source: immutable, and checked by who asks."""
+        """Return the task set's manifest, one of its chunks, or a reward's source. The client checks the hash."""
         name = request.match["sha256"]
         path = self.folder / TASKS / name
         if not SHA256.fullmatch(name) or not path.is_file():
@@ -223,30 +223,30 @@ class Coordinator:
         return web.FileResponse(path)
 
     def _ledger(self, after: int) -> Answer:
-        return web.Response(body=self.pool.ledger_page(after))  # its bytes count against who asks
+        return web.Response(body=self.pool.ledger_page(after))
 
     async def _claim(self, request: Request) -> Answer:
-        asked = messages.ClaimRequest.model_validate_json(request.body)
-        return self.pool.judgement.claim(request.key, asked.most)
+        claim = messages.ClaimRequest.model_validate_json(request.body)
+        return self.pool.judgement.claim(request.key, claim.most)
 
     async def _judge(self, request: Request) -> Answer:
         self.pool.judgement.judge(request.key, messages.Verdict.model_validate_json(request.body))
         return Ok()
 
     async def _head(self, request: Request) -> Answer:
-        self.pool.witnessed(request.key, Signed.model_validate_json(request.body))
+        self.pool.record_head(request.key, Signed.model_validate_json(request.body))
         return Ok()
 
 
 def _number(text: str, what: str) -> int:
-    """A step, or the number of an entry, in a path. Raises PoolError."""
+    """Parse a number in a path. Raise PoolError."""
     if not NUMBER.fullmatch(text):
         raise PoolError(f"{text[:40]!r} is not {what}", 400)
     return int(text)
 
 
-def _told(answer: Callable[[Mapping[str, str]], Answer]) -> Handler:
-    """A route's handler that says what the pool knows of what the path names."""
+def _query(answer: Callable[[Mapping[str, str]], Answer]) -> Handler:
+    """Return a handler that answers from the path's parameters."""
 
     async def handler(request: Request) -> Answer:
         return answer(request.match)
@@ -255,7 +255,7 @@ def _told(answer: Callable[[Mapping[str, str]], Answer]) -> Handler:
 
 
 def _report(model: type[M], record: Callable[[M], None]) -> Handler:
-    """A route's handler that records a report of this model."""
+    """Return a handler that records a report of this model."""
 
     async def handler(request: Request) -> Answer:
         record(model.model_validate_json(request.body))

@@ -1,7 +1,7 @@
-"""The coordinator as a process that serves one run: opened from its folder, kept on record while it is served, then sealed.
+"""The coordinator process: open a run's folder, serve it while recording metrics, then seal the database.
 
-Its folder holds its key, databases and the store, and its URL in `coordinator.json`, which `shoal pool invite` reads.
-Invariant: a `ServedRun` is the one owner of the run's metrics: it writes their files and feeds the tracker.
+The folder contains its key, databases and store, and its URL in `coordinator.json`, which `shoal pool invite` reads.
+Invariant: a `ServedRun` is the only writer of the run's metrics: it writes their files and feeds the tracker.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from shoal.watch.summary import CURVE, SUMMARY, write_report
 from shoal.watch.trackers import open_tracker
 
 POLL_S = 0.1
-CONNECTIONS = 256  # from one address
+CONNECTIONS = 256  # per address
 RECORD_S = 2.0
 STATE_SHARE = 0.02  # largest share of the coordinator's time spent on the state file
 
@@ -45,10 +45,10 @@ class ServedRun:
         record_to: Path | None = None,
         reports: bool = True,
     ) -> None:
-        """Open the run. Its metrics are kept in `record_to` (default: `folder`).
+        """Open the run. Its metrics go to `record_to` (default: `folder`).
 
-        `reports`: when the run has finished, write summary and picture there too. Raises TrackerError, PoolError,
-        LedgerError, InviteError if the published invite is not this run's, and what the database raises.
+        `reports`: when the run has finished, write summary and picture there too. Raise TrackerError, PoolError,
+        LedgerError, InviteError if the published invite is not this run's, and database errors.
         """
         identity = Identity.load_or_create(folder / KEY)
         self.folder = folder
@@ -64,7 +64,7 @@ class ServedRun:
         self.record.write_state(self._state())
 
     async def live(self, stop: threading.Event) -> None:
-        """Keep the record until `stop`. Raises what ends this run: DatabaseLostError, OSError of a full disk."""
+        """Record metrics until `stop`. Raise what ends the run: DatabaseLostError, OSError of a full disk."""
         settlement = self.coordinator.settlement
         settling = asyncio.create_task(settlement.run()) if settlement else None
         recorded_s = 0.0
@@ -72,7 +72,7 @@ class ServedRun:
             while not stop.is_set():
                 await asyncio.sleep(POLL_S)
                 if settling and settling.done():
-                    settling.result()  # raises what ended it
+                    settling.result()  # raises its error
                 if time.monotonic() - recorded_s >= RECORD_S:
                     await self._take_record()
                     recorded_s = time.monotonic()
@@ -81,12 +81,12 @@ class ServedRun:
                 settling.cancel()
 
     def close(self) -> None:
-        """The run's last words, once nobody is answered any more. Raises OSError, DatabaseFullError of a full disk."""
+        """Settle, write final files and seal, after the server stopped. Raise OSError, DatabaseFullError of a full disk."""
         try:
             if self.coordinator.settlement:
                 self.coordinator.settlement.finish()
             self._catch_up()
-            if self._report_is_due():  # it was stopped right after the end
+            if self._report_is_due():  # the run ended right before the stop
                 self._report(self.coordinator.status())
             self.record.write_state(self._state(ended=True))
             seal(self.coordinator.pool.db, TABLE_NAMES)
@@ -94,14 +94,14 @@ class ServedRun:
             self.record.close()
 
     async def _take_record(self) -> None:
-        """In a thread: a tracker may wait for its own server, and members must not."""
+        """Write new metrics in a thread, because a tracker may block on its own server."""
         pool, record = self.coordinator.pool, self.record
-        news, work = pool.db.history.after(record.history.cursor), self.journal.new()
-        state, begun_s = None, time.monotonic()
-        if begun_s >= self._state_due_s:
+        entries, work = pool.db.history.after(record.history.cursor), self.journal.new()
+        state, start_s = None, time.monotonic()
+        if start_s >= self._state_due_s:
             state = self._state()
-            self._state_due_s = time.monotonic() + (time.monotonic() - begun_s) / STATE_SHARE
-        await asyncio.to_thread(record.keep, news, work, state)
+            self._state_due_s = time.monotonic() + (time.monotonic() - start_s) / STATE_SHARE
+        await asyncio.to_thread(record.keep, entries, work, state)
         if self._report_is_due():
             self._catch_up()
             await asyncio.to_thread(self._report, self.coordinator.status())
@@ -110,7 +110,7 @@ class ServedRun:
         return self.reports and self.coordinator.pool.db.is_finished(self.coordinator.config.run.steps)
 
     def _report(self, status: Status) -> None:
-        """Write the finished run's summary and picture, unless they are there from an earlier start."""
+        """Write the finished run's summary and picture, unless an earlier start wrote them."""
         self.reports = False
         record, config = self.record, self.coordinator.config
         path = record.folder / SUMMARY
@@ -149,8 +149,8 @@ def serve_forever(
 ) -> None:
     """Serve one run until `stop`.
 
-    `url` is how nodes reach it (default: where it listens). The others as in `ServedRun`. Raises OSError if the port is
-    taken, TrackerError if the tracker does not start, DatabaseLostError.
+    `url`: the address for nodes (default: where it listens). Others: see `ServedRun`. Raise OSError if the port is taken,
+    TrackerError if the tracker does not start, DatabaseLostError.
     """
     served = ServedRun(config, run, folder, record_to=record_to, reports=reports)
     try:
@@ -161,7 +161,7 @@ def serve_forever(
 
 async def _serve(served: ServedRun, port: int, stop: threading.Event, url: str) -> None:
     coordinator, section = served.coordinator, served.coordinator.config.coordinator
-    # Whoever reaches a coordinator on loopback is on its machine, such as a proxy, from which all nodes' connections come.
+    # A coordinator on loopback is reached from its own machine, for example through a proxy with all nodes' connections.
     per_address = MAX_CONNECTIONS if section.host in LOOPBACK else CONNECTIONS
     runner, bound = await listen(coordinator.app(), section.host, port, per_address=per_address)
     try:
