@@ -1,17 +1,17 @@
-"""One pool of child processes: model-written Python where it can harm nothing, and trusted code that must end in time.
+"""A pool of child processes: runs model-written Python in isolation, and trusted code under a deadline.
 
 Imports nothing else of Shoal.
 
     pool                     warm servers, and the strongest tier here     limits     what goes in and comes out
-    forkserver, launch       a server from outside; its namespaces, bubblewrap, uid
-    server, program          the server from inside: it forks each program, which binds itself (kernel, seccomp) and runs
+    forkserver, launch       start a server; its namespaces, bubblewrap, uid
+    server, program          inside the server: it forks each program, which confines itself (kernel, seccomp) and runs
     session, channel         talk to a running program                     function   call functions with plain data
 
     with Sandbox() as box:
         result = box.run(Program("print(input()[::-1])", stdin=b"abc"))
         result.outcome, result.stdout, result.tier        # "exited", b"cba\\n", "bubblewrap"
 
-Expected outputs stay outside: run the program on an input, or call its functions through `open`, and compare out here.
+Expected outputs stay outside: run the program on an input, or call its functions through `open`, and compare outside.
 
 Both tiers, `bubblewrap` and `kernel`, promise:
 
@@ -19,19 +19,18 @@ Both tiers, `bubblewrap` and `kernel`, promise:
 - one process, at most eight further threads; nothing outlives a run
 - no descriptor, environment or argument of the parent; no state of one run reaches the next
 - the host's files cannot be read; nothing is written outside of scratch, which is bounded as a whole
-- no network, no DNS, no abstract sockets; no other process is visible, signalled or traced
+- no network, no DNS, no abstract sockets; no other process can be seen, signalled or traced
 - no new privileges, setuid ignored, no capability
 - system calls by list: no mount, unshare, io_uring, keyctl, ptrace, bpf, userfaultfd, clone3, memfd
 - no further user namespaces: by two mechanisms in `bubblewrap`, by one in `kernel`
 
-They have the same Landlock rules, seccomp filter and limits. bubblewrap's walls are built by a program that many eyes
-have read; kernel's by `launch.py`. A third tier, `plain`, is for code that this machine's owner trusts: wall time, output,
-CPU time and memory are bounded, and otherwise it is the user that started it, with what is installed.
+Both have the same Landlock rules, seccomp filter and limits. In `bubblewrap` the widely reviewed bwrap builds the
+namespaces; in `kernel`, `launch.py` does. A third tier, `plain`, is for code that this machine's owner trusts: wall time,
+output, CPU time and memory are bounded, and otherwise it runs as the current user with all installed packages.
 
-The same program ends alike everywhere with the same interpreter (`interpreter()`): hash seed 0, `random` seeded with 0, an
-empty environment, fixed arguments, UTC. Left alone: the clock, `os.urandom`, addresses. Left out: other systems than Linux,
-kernels before 5.14, installed packages, GPUs; bugs of the kernel itself. aarch64 has its numbers of calls but was never
-run.
+The same program gives the same result everywhere with the same interpreter (`interpreter()`): hash seed 0, `random` seeded
+with 0, an empty environment, fixed arguments, UTC. Not fixed: the clock, `os.urandom`, addresses. Left out: systems other
+than Linux, kernels before 5.14, installed packages, GPUs; kernel bugs. aarch64 is implemented but has never been run.
 """
 
 from shoal.sandbox.forkserver import interpreter

@@ -1,11 +1,11 @@
-"""`import channel` in a program that was opened for a conversation: frames to and from outside, and plain data as bytes.
+"""Message channel between a program and the outside (`import channel`): frames, and plain data as bytes.
 
 A frame is 4 bytes of length, big-endian, then that many bytes. Plain data are numbers, text, bytes, booleans, none, lists,
-tuples, sets, dicts: no pickle, no objects, no code. A value is a tag, then for all but N, T and F a length (4 bytes,
+tuples, sets, dicts: no pickle, no objects, no code. A value is a tag, then except for N, T and F a length (4 bytes,
 big-endian), then that many bytes or values: N none, T true, F false, I int (two's complement), D float, C complex, S text,
 B bytes, L list, U tuple, E set, Z frozenset, M dict.
-Invariant: what comes out of `unpack` is made of builtins alone, so nothing that a program overrides is ever called outside;
-its size is bounded by the frame and its depth by DEPTH. This source runs on both sides, so it imports only what is warm.
+Invariant: `unpack` returns builtins only, so no method that a program overrides is ever called outside. The frame bounds
+its size, and DEPTH its depth. This file runs on both sides, so it imports only modules that the server has preloaded.
 Left out: object identity, generators and objects of other classes. The outside reads frames with a limit
 (`session.py`).
 """
@@ -20,11 +20,11 @@ DEPTH = 60
 LISTS: dict[str, Any] = {"L": list, "U": tuple, "E": set, "Z": frozenset}
 SEQUENCES: dict[Any, str] = {kind: tag for tag, kind in LISTS.items()}
 TYPES: tuple[Any, ...] = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
-LONGEST_ERROR = 500  # characters
+MAX_ERROR = 500  # characters
 
 
 def receive() -> bytes | None:
-    """Return the next frame, or None when the other side has no more."""
+    """Return the next frame, or None at the end of the stream."""
     head = _read(4)
     return None if len(head) < 4 else _read(int.from_bytes(head, "big"))
 
@@ -46,17 +46,17 @@ def _read(size: int) -> bytes:
 def described(error: BaseException) -> str:
     """Return an error as the last line of its traceback, bounded."""
     try:
-        return f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
+        return f"{type(error).__name__}: {error}"[:MAX_ERROR]
     except BaseException:  # noqa: BLE001 - an overridden method
-        return type(error).__name__[:LONGEST_ERROR]
+        return type(error).__name__[:MAX_ERROR]
 
 
 def serve(answer: Callable[[Any], Any], described: Callable[[BaseException], str] = described) -> None:
-    """Answer calls until there are no more: each frame is a value; back goes V and a value, or X and what was raised."""
+    """Answer calls until the stream ends. Each frame is a value; the reply is V and a value, or X and the error."""
     while (frame := receive()) is not None:
         try:
             send(b"V" + pack(answer(unpack(frame))))
-        except BaseException as error:  # noqa: BLE001 - whatever code raises is its answer, an exit too
+        except BaseException as error:  # noqa: BLE001 - any exception is the answer, even SystemExit
             send(b"X" + described(error).encode(errors="replace"))
     os._exit(0)
 
@@ -69,7 +69,7 @@ class WireError(ValueError):
 
 
 def pack(value: Any, depth: int = 0) -> bytes:
-    """Return the bytes of a value. A subclass of a builtin crosses as that builtin. Raises WireError."""
+    """Return the bytes of a value. A subclass of a builtin is sent as that builtin. Raise WireError."""
     if depth > DEPTH:
         raise WireError(f"nested deeper than {DEPTH}")
     if value is None or value is True or value is False:
@@ -106,7 +106,7 @@ def _long(tag: bytes, data: bytes) -> bytes:
 def unpack(
     data: bytes, make_set: Callable[..., Any] | None = None, make_dict: Callable[..., Any] = dict, depth: int = 0
 ) -> Any:
-    """Return the value in `data`, all of it. Raises WireError.
+    """Return the value that `data` encodes. Raise WireError.
 
     `make_set(kind, items)` and `make_dict(pairs)` replace sets and dicts: building one from hostile items can take
     quadratic time.

@@ -1,10 +1,9 @@
-"""One fork server, seen from outside: start it, hand it a program, kill it; and what of the host's files it shows.
+"""Control one fork server from outside: start it, send it a program, kill it; and choose the host files it can see.
 
-Invariants: `kill` needs nobody's help: the kernel kills the server by its process descriptor and, but in `plain`, all
-that is inside with it. A start that fails raises SandboxError with the reason. The files shown are the interpreter, its
-library, the system's shared libraries and four devices: nothing of a person's, of Shoal's or of /etc (but the loader's
-cache).
-Left out: reading the program's output, see `session.py`; installed packages.
+Invariants: `kill` needs no cooperation: the kernel kills the server by its pidfd and, except in `plain`, every process
+inside. A failed start raises SandboxError with the reason. The visible files are the interpreter, its library, the system's
+shared libraries and four devices: no user files, no Shoal code, nothing of /etc but the loader's cache.
+Left out: reading the program's output (`session.py`); installed packages.
 """
 
 import contextlib
@@ -31,8 +30,8 @@ from shoal.sandbox.limits import PLAIN, Program, ProgramLimits, StartError
 from shoal.sandbox.server import DONE, READY
 
 START_S = 20.0
-PLAIN_START_S = 120.0  # it may import what takes long
-HIGH_UID = 0x70000000  # no account has a uid up here
+PLAIN_START_S = 120.0  # it may import slow packages
+HIGH_UID = 0x70000000  # no account has a uid this high
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/etc/ld.so.cache")
 INSIDE = ("kernel", "seccomp", "channel", "program", "server", "launch")
@@ -54,9 +53,9 @@ class ForkServer:
     """`preloaded` as in `Sandbox`. In the tier `plain`, `python` is the interpreter (None: this one)."""
 
     def __init__(self, tier: str, preloaded: Mapping[str, str] | None = None, python: str | None = None) -> None:
-        """Start one and wait until it is warm. StartError says why it could not."""
+        """Start a server and wait until it is ready. Raise StartError with the reason."""
         self.tier, self._preloaded = tier, dict(preloaded or {})
-        self._lock = threading.Lock()  # of `kill`: the pool may close while a caller gives up
+        self._lock = threading.Lock()  # guards `kill`: the pool may close while a caller gives up
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         plain = tier == PLAIN
         isolated = [] if plain else ["-s", "-S"]
@@ -119,7 +118,7 @@ class ForkServer:
         return descriptors[0]
 
     def start(self, program: Program, limits: ProgramLimits, ends: list[int]) -> None:
-        """Hand over a program with its descriptors (stdout, stderr, leash and frames). The caller closes its copies."""
+        """Send a program with its descriptors (stdout, stderr, leash and frames). The caller closes its copies."""
         request = asdict(limits) | {"source": program.source}
         payload, stdin = os.memfd_create("request"), os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         try:
@@ -132,7 +131,7 @@ class ForkServer:
             os.close(stdin)
 
     def finished(self, timeout_s: float) -> bool:
-        """Return whether the server says in time that the program's keeper is gone; if not, it must be killed."""
+        """Return whether the server reports in time that the program's keeper has exited; if not, kill the server."""
         try:
             self._control.settimeout(timeout_s)
             return self._control.recv(64) == DONE
@@ -148,7 +147,7 @@ class ForkServer:
         return bool(poll.poll(0))
 
     def kill(self) -> None:
-        """End it and all inside, and release what it held here."""
+        """Kill the server and everything inside, and release its resources."""
         with self._lock:
             if self._control.fileno() < 0:
                 return
@@ -161,7 +160,7 @@ class ForkServer:
 
 
 def sources() -> dict[str, str]:
-    """Return the modules that run inside, as text: the sandbox shows nothing of Shoal's folder."""
+    """Return the source of the modules that run inside: Shoal's folder is not visible there."""
     here = Path(__file__).parent
     inside = {f"shoal.sandbox.{name}": (here / f"{name}.py").read_text() for name in INSIDE}
     return {"shoal": "", "shoal.sandbox": ""} | inside
@@ -174,48 +173,48 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def seal(descriptor: int) -> None:
-    """Nobody can change the file any more; rewound for its reader."""
+    """Make the file immutable and rewind it for its reader."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     os.lseek(descriptor, 0, os.SEEK_SET)
 
 
 def interpreter() -> str:
-    """Return the version of the interpreter that runs the programs, to be recorded with scores: `CPython 3.11.7 x86_64`."""
+    """Return the version of the interpreter that runs the programs, to record with scores: `CPython 3.11.7 x86_64`."""
     return f"{platform.python_implementation()} {platform.python_version()} {platform.machine()}"
 
 
-# --- what the sandbox shows of the host ------------------------------------------------------------------------------
+# --- host files visible in the sandbox ------------------------------------------------------------------------------
 
 
 @cache
 def executable() -> str:
-    """Return the real interpreter behind a virtual environment's."""
+    """Return the real interpreter behind a virtual environment's link."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @cache
 def binds() -> list[str]:
-    """Return files and folders to show read-only, none inside another."""
+    """Return the files and folders to bind read-only, none inside another."""
     prefix = Path(os.path.realpath(sys.base_prefix))
     bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv's
     library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]
     return outermost([executable(), str(prefix / "lib"), *map(os.path.realpath, library), *SYSTEM])
 
 
-def outermost(wanted: Sequence[str]) -> list[str]:
+def outermost(paths: Sequence[str]) -> list[str]:
     """Return the paths that exist, without those inside another."""
-    real = sorted({path for path in wanted if Path(path).exists() and not Path(path).is_symlink()})
+    real = sorted({path for path in paths if Path(path).exists() and not Path(path).is_symlink()})
     return [path for path in real if not any(path.startswith(other + "/") for other in real)]
 
 
 @cache
 def links() -> list[tuple[str, str]]:
-    """Symbolic links that the system has among its library folders: (path, target)."""
+    """Return the symbolic links among the system's library folders: (path, target)."""
     return [(path, str(Path(path).readlink())) for path in SYSTEM if Path(path).is_symlink()]
 
 
 def bwrap() -> str | None:
-    """Return the real program, or None."""
-    beside = Path(sys.prefix) / "bin" / "bwrap"  # where pip puts it
+    """Return the path of the real bwrap program, or None."""
+    beside = Path(sys.prefix) / "bin" / "bwrap"  # where pip installs it
     path = shutil.which("bwrap") or (str(beside) if beside.exists() else None)
     return path and os.path.realpath(path)

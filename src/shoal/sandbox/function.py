@@ -4,9 +4,9 @@
     with Sandbox("plain", ProgramLimits(cpu_s=1.0), preloaded=preloaded) as box:
         RemoteFunction(box, "import adder, channel; channel.serve(adder.add)").call([1, 2]).value      # 3
 
-Invariant: every call ends in time, with a value, with what the function raised, or at a limit; what comes back is made of
-builtins alone, without sets and, behind a wall, without dicts: building one of hostile items takes quadratic time.
-Left out: what a value means. The function's answers are only its word.
+Invariant: every call ends in time: with a value, with the exception it raised, or at a limit. A value consists of builtins
+only, without sets and, in confined tiers, without dicts: building one from hostile items takes quadratic time.
+Left out: the meaning of a value. It is untrusted.
 """
 
 from collections.abc import Sequence
@@ -26,42 +26,42 @@ Ending = Literal["answered", "raised", "timeout", "memory", "output", "died", "l
 
 @dataclass(frozen=True)
 class CallResult:
-    """How a call ended: with `value`, an exception, a limit of its child, the child's death; or too late to begin."""
+    """How a call ended: a value, an exception, a limit, its process died, or the budget was over before it started."""
 
     ending: Ending
     value: Any = None
-    detail: str = ""  # what was raised, or how the child died
-    repeatable: bool = False  # it used at most half of each limit
+    detail: str = ""  # the exception, or how the child died
+    repeatable: bool = False  # used at most half of each limit
     cpu_s: float = 0.0
     memory_bytes: int = 0
 
 
 class RemoteFunction:
-    """A `program` that serves calls, each in a fresh child. `setup` is a value that the child is called with before."""
+    """Calls a `program`, each time in a fresh child. The child is first called with `setup`, if given."""
 
     def __init__(self, sandbox: Sandbox, program: str, setup: Any = None) -> None:
         self.sandbox, self.program = sandbox, Program(program)
         self.setup = [] if setup is None else [pack(setup)]
 
     def call(self, value: Any) -> CallResult:
-        """Raises SandboxError if the sandbox itself fails."""
+        """Call the function in a fresh child. Raise SandboxError if the sandbox itself fails."""
         try:
             frames = [*self.setup, pack(value)]
         except WireError as error:
-            return CallResult("raised", detail=f"it is called with something else than plain data ({error})")
+            return CallResult("raised", detail=f"the argument is not plain data ({error})")
         if self.sandbox.budget.over:
             return CallResult("late")
-        with self.sandbox.open(self.program) as talk:
+        with self.sandbox.open(self.program) as session:
             for frame in frames:
-                talk.send(frame)
-                call = self._read(talk, talk.receive())
+                session.send(frame)
+                call = self._read(session, session.receive())
                 if call.ending != "answered":
                     break
-            used = talk.close(END_S)
+            used = session.close(END_S)
         return replace(call, repeatable=self._within_half(used), cpu_s=used.cpu_s, memory_bytes=used.memory_bytes)
 
     def calls(self, values: Sequence[Any]) -> list[CallResult]:
-        """Call it with each value, as many at once as the sandbox has servers. Raises what `call` raises."""
+        """Call it with each value, `sandbox.size` at once. Raise what `call` raises."""
         with ThreadPoolExecutor(self.sandbox.size) as threads:
             return list(threads.map(self.call, values))
 
@@ -69,9 +69,9 @@ class RemoteFunction:
         """End its children and the sandbox."""
         self.sandbox.close()
 
-    def _read(self, talk: Session, answer: bytes | None) -> CallResult:
+    def _read(self, session: Session, answer: bytes | None) -> CallResult:
         if answer is None:
-            result = talk.close()
+            result = session.close()
             if result.outcome == "exited" or result.outcome == "killed":
                 return CallResult("died", detail=f"its process ended ({result.outcome}, exit code {result.exit_code})")
             return CallResult(result.outcome)
@@ -83,7 +83,7 @@ class RemoteFunction:
             make_dict = dict if self.sandbox.tier == PLAIN else _refuse
             return CallResult("answered", unpack(answer[1:], _refuse, make_dict))
         except WireError as error:
-            return CallResult("died", detail=f"its process answers with something else than plain data ({error})")
+            return CallResult("died", detail=f"its process answered with something other than plain data ({error})")
 
     def _within_half(self, used: Result) -> bool:
         limits = self.sandbox.limits

@@ -1,9 +1,8 @@
-"""The Linux calls that Python 3.11 does not have: mount, unshare, capset, prctl, clone with namespaces, and Landlock.
+"""Linux system calls that Python 3.11 lacks: mount, unshare, capset, prctl, clone with namespaces, and Landlock.
 
-Invariant: every failure raises OSError naming the call. Landlock (`restrict_files`) lets nothing outside the named
-folders be opened; no TCP, no signals and no abstract sockets to anything outside of the program, as far as the kernel's
-Landlock goes.
-Left out: policy. What is mounted, dropped or denied stands with the callers. UDP and Landlock's logging switches.
+Invariant: every failure raises OSError naming the call. Landlock (`restrict_files`) denies opening files outside the named
+folders, and, as far as the kernel's version supports it, TCP, and signals and abstract sockets to other processes.
+Left out: policy, which is the callers'; UDP and Landlock's logging switches.
 """
 
 import ctypes
@@ -13,7 +12,9 @@ import stat
 from collections.abc import Iterable
 
 libc = ctypes.CDLL(None, use_errno=True)
-_holding_gil = ctypes.PyDLL(None, use_errno=True)  # a forked copy must not wait for a lock that another thread holds
+_holding_gil = ctypes.PyDLL(
+    None, use_errno=True
+)  # after the clone, the child must not wait for a lock that another thread holds
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -26,13 +27,13 @@ CAP_SYS_ADMIN = 21
 CAPABILITY_VERSION_3 = 0x20080522
 SIGCHLD = 17
 
-# System calls that the C library has no function for; from 424 on the numbers are the same on all machines.
+# System calls without a libc function; numbers from 424 on are the same on all architectures.
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_MOUNT_SETATTR = 442
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT, LANDLOCK_VERSION = 444, 445, 446, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEV = 1, 2, 4, 8, 1 << 14, 1 << 15
-OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV  # the rights that make sense on a plain file
+OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV  # rights that apply to a regular file
 MAKE_DEVICES = 1 << 6 | 1 << 11  # MAKE_CHAR, MAKE_BLOCK
 
 
@@ -71,7 +72,7 @@ def mount_attributes(target: str, attributes: int, recursive: bool) -> None:
 
 
 def make_root(folder: str) -> None:
-    """Make `folder`, a mount of its own, the root; the old root is gone for good."""
+    """Make `folder`, which must be a mount point, the root, and detach the old root."""
     os.chdir(folder)
     syscall("pivot_root", SYS_PIVOT_ROOT[platform.machine()], b".", b".")
     checked(libc.umount2(b".", MNT_DETACH), "umount the old root")
@@ -79,14 +80,14 @@ def make_root(folder: str) -> None:
 
 
 def keep_capabilities(capabilities: int) -> None:
-    """Keep exactly these (a bit set) as permitted and effective, none as inheritable or ambient."""
+    """Keep exactly these capabilities (a bit set) as permitted and effective, none as inheritable or ambient."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     low, high = capabilities & 0xFFFFFFFF, capabilities >> 32
     checked(libc.capset(header, (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)), "capset")
 
 
 def fork_into(namespaces: int) -> int:
-    """`os.fork`, but the child is process 1 of new namespaces. The child may do nothing with threads but fork again."""
+    """`os.fork`, but the child is process 1 of new namespaces. The child must not use threads; it may fork again."""
     number = SYS_CLONE[platform.machine()]
     zeros = [ctypes.c_long(0)] * 4
     return checked(_holding_gil.syscall(ctypes.c_long(number), ctypes.c_long(namespaces | SIGCHLD), *zeros), "clone")
@@ -102,17 +103,17 @@ class PathRule(ctypes.Structure):
 
 
 def landlock_abi() -> int:
-    """Landlock's version in this kernel. OSError where it has none."""
+    """Return this kernel's Landlock version. Raise OSError if it has none."""
     return syscall("landlock_create_ruleset", LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
 
 
 def restrict_files(readable: Iterable[str], devices: Iterable[str], writable: str) -> None:
-    """Bind this thread and all it will start. Needs `no_new_privs`. Raises OSError."""
+    """Confine this thread and all it will start. Needs `no_new_privs`. Raise OSError."""
     version = landlock_abi()
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     size = 8 if version < 4 else 16 if version < 6 else 24
-    wanted = Ruleset(handled, 3, 3)  # TCP bind and connect; abstract sockets and signals
-    rules = syscall("landlock_create_ruleset", LANDLOCK_CREATE, ctypes.byref(wanted), size, 0)
+    ruleset = Ruleset(handled, 3, 3)  # TCP bind and connect; abstract sockets and signals
+    rules = syscall("landlock_create_ruleset", LANDLOCK_CREATE, ctypes.byref(ruleset), size, 0)
     try:
         for path in readable:
             allow(rules, path, READ_FILE | READ_DIR | EXECUTE)

@@ -1,12 +1,11 @@
-"""From a bare interpreter to the fork server inside its walls: the first code of every new process, once per server.
+"""Confine a new interpreter, then start the fork server in it. Runs once per server, first thing in the process.
 
-Invariants: what follows in this process is no longer host root, whoever started it: a process of real uid 0 escapes
-RLIMIT_NPROC and could read root's files. So root first becomes a uid that no account has. All mounts are made in a mount
-namespace of its own; the host's never change. Then
+Invariants: in confined tiers the server never runs as host root, which escapes RLIMIT_NPROC and could read root's files:
+root first becomes a uid that no account has. All mounts are made in a private mount namespace; the host's never change. Then
 `bubblewrap`  executes bwrap, which executes the interpreter again for `server.main`;
-`kernel`      makes the same namespaces and the same root folder by itself and becomes process 1;
-`plain`       has no walls, and has stayed the user that it was.
-The interpreter got its modules through a file descriptor. Its environment is empty, except in `plain`.
+`kernel`      creates the same namespaces and root folder itself and becomes process 1;
+`plain`       is not confined and keeps its user.
+The interpreter gets its modules through a file descriptor. Its environment is empty, except in `plain`.
 Left out: seccomp, Landlock and limits, which each program gets in `program.py`; scratch space, see `server.py`.
 """
 
@@ -19,7 +18,7 @@ from typing import Any
 from shoal.sandbox import kernel, server
 
 INSIDE_UID = 1000
-STAGE = "/tmp"  # noqa: S108 - covered by a tmpfs in a namespace of its own
+STAGE = "/tmp"  # noqa: S108 - covered by a tmpfs in a private namespace
 NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
 NAMESPACES |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 
@@ -45,17 +44,17 @@ def become_nobody(config: dict[str, Any]) -> None:
     try:
         os.setresgid(*[config["host_uid"]] * 3)
         os.setresuid(*[config["host_uid"]] * 3)
-    except OSError:  # in a container that maps few uids: 65534 is "nobody"
+    except OSError:  # a container may map few uids; 65534 is "nobody"
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
-    kernel.call_prctl(kernel.PR_SET_DUMPABLE, 1)  # or /proc/self would still be root's
+    kernel.call_prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise /proc/self still belongs to root
     for path in config["binds"]:
         if not os.access(path, os.R_OK | os.X_OK if Path(path).is_dir() else os.R_OK):
             sys.exit(f"only root may read {path}, and programs run as another user: chmod -R go+rX {path}")
 
 
 def bubblewrap(config: dict[str, Any]) -> list[str]:
-    """Return bwrap's command. The only capability left is what the server needs to give each program fresh namespaces."""
+    """Return bwrap's command. The server keeps one capability, to create each program's namespaces."""
     command = [config["bwrap"], "--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--as-pid-1"]
     command += ["--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID), "--hostname", "sandbox"]
     command += ["--clearenv", "--setenv", "PYTHONHASHSEED", "0", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
@@ -71,7 +70,7 @@ def bubblewrap(config: dict[str, Any]) -> list[str]:
 
 
 def enter_namespaces(config: dict[str, Any]) -> None:
-    """Return as process 1 of new namespaces with a minimal read-only root; this process waits for it outside."""
+    """Become process 1 of new namespaces with a minimal read-only root; the original process waits outside."""
     uid, gid = os.getuid(), os.getgid()
     kernel.unshare(NAMESPACES)
     for name, text in (
@@ -90,12 +89,12 @@ def enter_namespaces(config: dict[str, Any]) -> None:
 
 
 def enterable(path: str) -> bool:
-    """Return whether everyone may pass through all folders above `path`."""
+    """Return whether every user may enter all folders above `path`."""
     return all(parent.stat().st_mode & 1 for parent in Path(path).parents)
 
 
 def reveal(paths: Sequence[str]) -> None:
-    """Put an empty folder over each one that only root may enter, and bind just `paths` back into it."""
+    """Cover each folder that only root may enter with an empty one, and bind only `paths` back into it."""
     if not paths:
         return
     kernel.unshare(kernel.CLONE_NEWNS)
@@ -114,7 +113,7 @@ def closed_folder(path: str) -> str:
 
 
 def minimal_root(binds: Sequence[str], links: Sequence[Sequence[str]], devices: Sequence[str]) -> None:
-    """A read-only root of `binds` (read-only), `links` and `devices` with an empty /tmp; needs a fresh mount namespace."""
+    """Enter a read-only root with `binds`, `links`, `devices` and an empty /tmp; needs a new mount namespace."""
     sources = [os.open(path, os.O_PATH) for path in (*binds, *devices)]
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
@@ -122,8 +121,8 @@ def minimal_root(binds: Sequence[str], links: Sequence[Sequence[str]], devices: 
         bind(f"/proc/self/fd/{source}", STAGE + path, Path(f"/proc/self/fd/{source}").is_dir())
         os.close(source)
         if path not in devices:
-            only_read = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
-            kernel.mount_attributes(STAGE + path, only_read, recursive=True)
+            read_only = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
+            kernel.mount_attributes(STAGE + path, read_only, recursive=True)
     for path, target in links:
         Path(STAGE + path).parent.mkdir(parents=True, exist_ok=True)
         Path(STAGE + path).symlink_to(target)

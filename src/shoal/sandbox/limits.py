@@ -1,6 +1,6 @@
-"""What goes into the sandbox and what comes out: a program, its limits, its result, and the error of the room.
+"""Inputs and outputs of the sandbox: a program, its limits, its result, and the errors.
 
-Invariant: values only, but for `Budget`.
+Invariant: all are immutable values except `Budget`.
 Left out: comparing outputs. Expected outputs never enter the sandbox.
 """
 
@@ -20,20 +20,20 @@ Outcome = Literal["exited", "killed", "timeout", "memory", "output"]
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed or cannot be built here. A program's own failure is a `Result`, never this."""
+    """The sandbox itself failed or does not work here. A program's own failure is a `Result`, never this."""
 
 
 class StartError(SandboxError):
-    """A server does not start: its interpreter or what it imports; the message has its last line."""
+    """A server did not start; the message has the last line of its output."""
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may use. The kernel or the process outside enforces each of them; the program cannot lift one.
+    """Limits of one program. The kernel or a process outside enforces each; the program cannot raise them.
 
     `memory_bytes` is address space, the interpreter included. `output_bytes` covers stdout, stderr and frames together. A
     program is one process, which cannot fork or execute another one.
-    In the tier `plain`, memory is counted beyond what the server has imported, and processes are not limited.
+    In the tier `plain`, the memory of preloaded imports is not counted, and processes are not limited.
     """
 
     wall_s: float = 10.0
@@ -51,10 +51,10 @@ class ProgramLimits:
 
 @dataclass(eq=False)
 class Budget:
-    """Wall time that many programs have together, from `start` to `stop`; no limit otherwise.
+    """Wall time shared by many programs, from `start` to `stop`; unlimited otherwise.
 
-    At its end all that runs is stopped. What ran until then may be right or cut short: nothing tells which. So its owner
-    asks `over` before it uses a result.
+    At its end all running programs are stopped, and a result does not tell whether its program was cut short. So check
+    `over` before using a result.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -90,7 +90,7 @@ class Result:
     exited   by itself, with `exit_code`
     killed   by a signal, `exit_code` is its negative number
     timeout  over `wall_s` or `cpu_s`
-    memory   by an uncaught MemoryError. The program's own word: it can claim this, and gains nothing but failing
+    memory   by an uncaught MemoryError. A program can fake this, but only fails by it
     output   over `output_bytes`
     """
 
@@ -98,7 +98,7 @@ class Result:
     exit_code: int | None
     stdout: bytes
     stderr: bytes
-    cpu_s: float  # of all its processes, start-up included
+    cpu_s: float  # of all its processes, including start-up
     wall_s: float
-    memory_bytes: int  # resident, at the peak; in the tier `plain` beyond what the server had before
+    memory_bytes: int  # peak resident; in the tier `plain`, beyond the server's own
     tier: str

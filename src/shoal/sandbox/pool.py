@@ -1,9 +1,9 @@
 """A sandbox: warm fork servers, each of which runs one program at a time, in the strongest tier here or a named one.
 
-Invariants: every program gets a fresh child of a server that never ran one itself; a server that died or failed is replaced
-before its next use. Nobody gets the tier `plain` without asking for it by name. "Works" is tried, not guessed: a program
-must run, and must be refused a socket. Safe for several threads.
-Left out: grading. Nothing here knows what a right answer is. Other systems than Linux.
+Invariants: every program gets a fresh child of a server that never runs programs itself; a server that died or failed is
+replaced before its next use. The tier `plain` is used only if named. Whether a tier works is tested: a program must run,
+and must be refused a socket. Thread-safe.
+Left out: grading; systems other than Linux.
 """
 
 import math
@@ -21,10 +21,10 @@ from shoal.sandbox.limits import PLAIN, TIERS, Budget, Program, ProgramLimits, R
 from shoal.sandbox.session import Session
 
 QUEUE_S = 300.0  # how long a caller waits for a free server
-MIN_WALL_S = 1e-3  # of a program that begins after the end of the budget
+MIN_WALL_S = 1e-3  # of a program that starts after the budget's end
 REMEDY = {
     "bubblewrap": "install bubblewrap 0.8 or newer (`make sandbox`) and allow user namespaces; "
-    "Ubuntu forbids them to most programs: sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+    "Ubuntu restricts them: sysctl kernel.apparmor_restrict_unprivileged_userns=0",
     "kernel": "it needs Linux 5.14 or newer on x86_64 or aarch64, with Landlock, seccomp and user namespaces allowed",
 }
 PROBE = """
@@ -38,13 +38,13 @@ except PermissionError:
 
 
 class Sandbox:
-    """`size` programs at once; more callers wait their turn, at most `QUEUE_S`.
+    """Runs `size` programs at once; further callers wait, at most `QUEUE_S`.
 
-    `tier` None takes the strongest; a name takes exactly that one. SandboxError if it does not work here.
+    `tier` None takes the strongest that works; a name takes exactly that one. Raise SandboxError if it does not work here.
 
-    `preloaded` is source by module name, compiled and run once in each server: code of your own that programs import.
+    `preloaded` is source by module name, executed once in each server: your own modules for programs to import.
     `budget` stops all programs at its end.
-    `python` is the interpreter of the tier "plain", whose programs are this user's in every respect but their limits.
+    `python` is the interpreter of the tier "plain", whose programs have this user's rights.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Sandbox:
 
     def run(self, program: Program, limits: ProgramLimits | None = None) -> Result:
         """Run a program to its end."""
-        return self._begin(program, limits, frames=False).close()
+        return self._start_session(program, limits, frames=False).close()
 
     def open(self, program: Program, limits: ProgramLimits | None = None) -> Session:
-        """Start a program that talks: it says `import channel` and calls `channel.receive()` and `channel.send(frame)`.
+        """Start a program that exchanges frames by `import channel`, `channel.receive()` and `channel.send(frame)`.
 
-        Close the conversation; until then it holds one of the sandbox's servers.
+        Close the session; until then it occupies one of the sandbox's servers.
         """
-        return self._begin(program, limits, frames=True)
+        return self._start_session(program, limits, frames=True)
 
     def close(self) -> None:
         """Kill every server and all that runs in them."""
@@ -103,11 +103,11 @@ class Sandbox:
     ) -> None:
         self.close()
 
-    def _begin(self, program: Program, limits: ProgramLimits | None, frames: bool) -> Session:
+    def _start_session(self, program: Program, limits: ProgramLimits | None, frames: bool) -> Session:
         server = self._take()
         try:
             limits = limits or self.limits
-            if limits.wall_s < math.inf:  # what has no end is its owner's to stop
+            if limits.wall_s < math.inf:  # a program without a limit is stopped by its owner
                 limits = replace(limits, wall_s=max(min(limits.wall_s, self.budget.left_s), MIN_WALL_S))
             return Session(server, program, limits, frames, lambda: self._give_back(server))
         except BaseException:
@@ -121,7 +121,7 @@ class Sandbox:
         try:
             server = self._idle.get(timeout=QUEUE_S)
         except queue.Empty:
-            message = f"no sandbox server was free for {QUEUE_S:.0f} s: close conversations, or give a larger size"
+            message = f"no sandbox server was free for {QUEUE_S:.0f} s: close sessions, or give a larger size"
             raise SandboxError(message) from None
         try:
             if server and server.dead:
@@ -151,7 +151,7 @@ class Sandbox:
 
 @cache
 def problem(tier: Tier) -> str:
-    """Return why a tier does not work here, with the remedy; empty if it works. Tried once in a process."""
+    """Return why a tier does not work here, with the remedy; empty if it works. Tested once per process."""
     if not sys.platform.startswith("linux"):
         return f"the sandbox needs Linux, and this is {sys.platform}"
     if tier == "bubblewrap" and forkserver.bwrap() is None:
@@ -172,7 +172,7 @@ def problem(tier: Tier) -> str:
 
 
 def best_tier() -> Tier:
-    """Return the strongest tier that works here. Raises SandboxError if none does."""
+    """Return the strongest tier that works here. Raise SandboxError if none does."""
     for tier in TIERS:
         if not problem(tier):
             return tier
@@ -181,7 +181,7 @@ def best_tier() -> Tier:
 
 
 def check(tier: str) -> str:
-    """Return the tier of this name, if it works here. Raises SandboxError."""
+    """Return `tier` if it works here. Raise SandboxError."""
     if tier == PLAIN:
         return tier
     if tier not in TIERS:

@@ -1,9 +1,9 @@
-"""The program's own process: it binds itself to its limits, then runs the program's code as `__main__`.
+"""The program's process: it confines itself, then runs the program's code as `__main__`.
 
-Invariant: when the first line of that code runs behind walls, this process has no capability, no new privileges, hard
-limits, a Landlock domain, a seccomp filter, an empty environment and no descriptor but 0, 1, 2 and, in a conversation,
-3 and 4. If any step fails, the code does not run and the pool hears why.
-Left out: trust. From then on the process belongs to that code; whatever it says about itself is only its word.
+Invariant: in confined tiers, before the first line of that code runs, this process has no capability, no new privileges,
+hard limits, a Landlock domain, a seccomp filter, an empty environment and no descriptor but 0, 1, 2 and, in a session, 3
+and 4. If any step fails, the code does not run and the pool gets the error.
+From then on nothing that this process reports is trusted.
 """
 
 import _sitebuiltins
@@ -26,15 +26,15 @@ from typing import Any, NoReturn
 from shoal.sandbox import channel, kernel, seccomp
 
 NAME = "program.py"
-OUT_OF_MEMORY = signal.SIGUSR1  # how this process tells an uncaught MemoryError from other ends
+OUT_OF_MEMORY = signal.SIGUSR1  # this process's signal for an uncaught MemoryError
 MAX_FILES = 64
 SCRATCH = "/tmp"  # noqa: S108 - a fresh mount
 MAIN = types.ModuleType("__main__")
 FILTERS: list[seccomp.Filter] = []  # the one filter, built in the server
 STACK_BYTES = 64 << 20
 SCRATCH_BYTES = 16 << 20
-THREADS = 8  # of a program, beyond its first
-# Processes of the same user beside the program: server, keeper, and the process that waits for the server outside.
+THREADS = 8  # beyond a program's first
+# Other processes of the same user: server, keeper, and the process that waits for the server outside.
 OTHERS = {"bubblewrap": 2, "kernel": 3}
 
 
@@ -51,7 +51,7 @@ def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leas
         else:
             confine(config)
         os.close(leash)
-    except BaseException as error:  # noqa: BLE001 - told to the pool, which raises it
+    except BaseException as error:  # noqa: BLE001 - reported to the pool, which raises it
         os.write(leash, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         os._exit(1)
     execute(request["source"], "" if config["plain"] else SCRATCH)
@@ -65,7 +65,7 @@ def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 0,
     }
     if config["plain"]:
-        values[resource.RLIMIT_AS] += config["reserved_bytes"]  # what the code it trusts has imported is not counted
+        values[resource.RLIMIT_AS] += config["reserved_bytes"]  # do not count preloaded imports
     else:
         values |= {
             resource.RLIMIT_FSIZE: SCRATCH_BYTES,
@@ -93,12 +93,12 @@ def confine(config: dict[str, Any]) -> None:
 
 
 def execute(source: str, scratch: str) -> NoReturn:
-    """Run it as the interpreter would run a script, and end as the interpreter would."""
+    """Run the source as the interpreter runs a script, and exit as the interpreter does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if scratch:
         sys.path.insert(0, scratch)
     open_streams()
-    random.seed(0)  # a fork reseeds it
+    random.seed(0)  # a fork reseeds it, so seed here
     code = 1
     try:
         try:
@@ -120,18 +120,18 @@ def execute(source: str, scratch: str) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:  # noqa: BLE001 - its own doing: an interpreter ends with 120 then
+    except BaseException:  # noqa: BLE001 - the interpreter exits with 120 in this case
         code = code or 120
     os._exit(code)
 
 
 def warm_up() -> None:
-    """Interpreter state as a new script finds it. Done once in the server, because a fork pays for every page it changes."""
+    """Set up the interpreter as for a new script. Done once in the server: a fork copies every page it changes."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
     sys.modules["channel"] = channel
     sys.argv = [NAME]
-    for name in ("exit", "quit"):  # what the module `site` adds for scripts
+    for name in ("exit", "quit"):  # which the module `site` adds for scripts
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     sys.modules["__main__"] = MAIN
     MAIN.__dict__["__file__"] = NAME
@@ -153,7 +153,7 @@ def exit_code(end: SystemExit) -> int:
         return int.__and__(end.code, 0xFF)
     try:
         print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-    except BaseException:  # noqa: BLE001 - the object is the program's
+    except BaseException:  # noqa: BLE001 - its __str__ may be the program's
         return 1
     return 1
 

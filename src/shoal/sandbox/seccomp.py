@@ -1,8 +1,8 @@
-"""The list of system calls a program may make, as a seccomp filter.
+"""A seccomp filter with an allowlist of system calls.
 
-Invariant: a call that is not listed fails with EPERM, so calls that future kernels add are closed too. `clone3` answers
-ENOSYS, so that the C library falls back to `clone`, whose flags a filter can read.
-Left out: nothing is trusted to this filter alone; namespaces, Landlock and limits hold without it.
+Invariant: an unlisted call fails with EPERM, including calls of future kernels. `clone3` fails with ENOSYS, so that libc
+falls back to `clone`, whose flags a filter can read. No promise rests on this filter alone: namespaces, Landlock and limits
+hold without it.
 
 x86_64 is tested. The aarch64 numbers are taken from the kernel's asm-generic/unistd.h and have never run.
 """
@@ -18,7 +18,7 @@ SECCOMP_MODE_FILTER = 2
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 COLUMN = {"x86_64": 0, "aarch64": 1}
 
-# name, x86_64 number, aarch64 number. Not here, on purpose: everything that makes sockets but `socketpair`, memory that
+# name, x86_64 number, aarch64 number. Deliberately absent: all calls that create sockets except `socketpair`, memory that
 # RLIMIT_AS does not count (memfd_create, shmget, splice), kill by pidfd, and every privileged call.
 ALLOWED = """
 read 0 63, write 1 64, close 3 57, fstat 5 80, lseek 8 62, mmap 9 222, mprotect 10 226, munmap 11 215,
@@ -68,7 +68,7 @@ NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; both machi
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000 | 1, 0x00050000 | 38
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
-# Of `clone`: threads, but neither processes nor new namespaces.
+# Allow `clone` for threads, but not for processes or new namespaces.
 THREADS_ONLY: list[Instruction] = [
     (LOAD, 0, 0, ARGUMENTS),
     (JUMP_ANY_BIT, 0, 1, CLONE_NEW_ANY),
@@ -80,7 +80,7 @@ THREADS_ONLY: list[Instruction] = [
 
 
 class Filter:
-    """A compiled filter; `apply` binds the calling thread and all it will start, for ever."""
+    """A compiled filter; `apply` confines the calling thread and all it will start, permanently."""
 
     def __init__(self) -> None:
         instructions = assemble(platform.machine())
@@ -92,7 +92,7 @@ class Filter:
         self._program = SockFilterProgram(len(instructions), ctypes.addressof(self._instructions))
 
     def apply(self) -> None:
-        """Needs `no_new_privs` set before. Raises OSError."""
+        """Install the filter. Needs `no_new_privs`. Raise OSError."""
         call_prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(self._program))
 
 
@@ -101,7 +101,7 @@ class SockFilterProgram(ctypes.Structure):
 
 
 def assemble(machine: str) -> list[Instruction]:
-    """Return the filter for one machine type. KeyError on one that is not in the table."""
+    """Return the filter for one architecture. Raise KeyError for an unknown one."""
     column = COLUMN[machine]
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCH),
@@ -112,7 +112,7 @@ def assemble(machine: str) -> list[Instruction]:
         *when(CLONE[column], THREADS_ONLY),
         *when(IOCTL[column], argument_in(1, IOCTLS)),
         *when(SOCKETPAIR[column], argument_in(0, (AF_UNIX,))),
-        *when(PRLIMIT64[column], argument_in(0, (0,))),  # of the caller only, not of its keeper
+        *when(PRLIMIT64[column], argument_in(0, (0,))),  # only on the caller itself
     ]
     for number in numbers(column):
         program += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
@@ -125,11 +125,11 @@ def numbers(column: int) -> list[int]:
 
 
 def when(number: int, then: list[Instruction]) -> list[Instruction]:
-    """`then` must return; it may overwrite the accumulator."""
+    """Run `then` for one call number. `then` must return; it may overwrite the accumulator."""
     return [(JUMP_EQUAL, 0, len(then), number), *then]
 
 
 def argument_in(index: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Low 32 bits of an argument; the kernel reads an `int` here too."""
+    """Allow if the low 32 bits of an argument are among `values`; the kernel also reads an `int` here."""
     tests = [pair for value in values for pair in ((JUMP_EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
     return [(LOAD, 0, 0, ARGUMENTS + 8 * index), *tests, (RETURN, 0, 0, EPERM)]

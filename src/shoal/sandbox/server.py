@@ -1,12 +1,12 @@
-"""The fork server and its keepers: a warm interpreter forks a keeper for each program, and the keeper forks the program.
+"""The fork server: a preloaded interpreter that forks a keeper per program; the keeper forks and supervises the program.
 
-Invariants: nothing that a program does reaches the server, which never runs one itself. It holds one socket to the
-pool, takes one request at a time and ends when the socket closes or the pool's process dies. A keeper ends when the
-program ends, when the pool pulls the leash (closes its end of a socket), when the pool dies, or when the wall limit has
-passed, whichever is first; then nothing that the program started is alive. Only it writes to the leash once the
-program's code runs, so a program cannot report for itself. Behind walls both are process 1 of their namespaces; in
-`plain` the server keeps its programs itself.
-Left out: a second program at once, and the program's output; the pool starts more servers, and reads the pipes itself.
+Invariants: a program cannot affect the server, which never runs one itself. The server has one socket to the pool, handles
+one request at a time, and exits when the socket closes or the pool's process dies. A keeper exits when the program ends,
+when the pool pulls the leash (closes its end of a socket), when the pool dies, or at the wall limit, whichever is first;
+then no process that the program started is alive. Once the program's code runs, only the keeper can write to the leash, so
+a program cannot fake a report. In confined tiers server and keeper are process 1 of their namespaces; in `plain` the server
+is the keeper.
+Left out: concurrent programs (the pool starts more servers) and the program's output (the pool reads the pipes).
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from shoal.sandbox import kernel, program, seccomp
 
 FRESH = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
-# What programs import most; a fork shares it, and each program still has to import it by name.
+# Common imports, shared by fork; a program still imports them by name.
 WARM = [
     "abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions",
     "functools", "heapq", "io", "itertools", "json", "linecache", "math", "operator", "queue", "random", "re", "statistics",
@@ -37,10 +37,10 @@ WARM = [
 ]  # fmt: skip
 MAX_DESCRIPTORS = 8
 READY, DONE = b"ready", b"done"
-BACKSTOP_S = 0.5  # the pool's own clock comes first
-LONGEST_WAIT_S = 3600.0  # of one call of `poll`
-PROCESS_CPU_CLOCK = 2  # the kernel's way to name the exact CPU clock of a process
-LOWEST = 16  # numbers below are for the program's own descriptors
+BACKSTOP_S = 0.5  # later than the pool's own timeout
+MAX_WAIT_S = 3600.0  # of one `poll` call
+PROCESS_CPU_CLOCK = 2  # low bits of the clock id of a process's CPU clock
+LOWEST = 16  # lower numbers are for the program's descriptors
 
 
 def main(config: dict[str, Any]) -> NoReturn:
@@ -63,7 +63,7 @@ def main(config: dict[str, Any]) -> NoReturn:
         kernel.keep_capabilities(1 << kernel.CAP_SYS_ADMIN)
     gc.collect()
     gc.freeze()
-    if config["plain"]:  # what the server has imported is not its programs'
+    if config["plain"]:  # do not count the server's imports against its programs
         pages = [int(count) for count in Path("/proc/self/statm").read_text().split()[:2]]
         config["reserved_bytes"], config["resident_bytes"] = (count * resource.getpagesize() for count in pages)
     self_fd = os.pidfd_open(os.getpid())
@@ -77,25 +77,25 @@ def main(config: dict[str, Any]) -> NoReturn:
 
 
 def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
-    """Wait for one request, fork its keeper, wait for its end. False: the pool has gone."""
+    """Handle one request: fork its keeper and wait for it. Return False if the pool has gone."""
     if readable([control.fileno(), config["parent"]]) != {control.fileno()}:
         return False
     message, descriptors, _, _ = socket.recv_fds(control, 64, MAX_DESCRIPTORS)
     if not message:
         return False
-    if config["plain"]:  # code that is trusted needs no keeper of its own
+    if config["plain"]:  # trusted code needs no separate keeper
         copies = [above(LOWEST, descriptor) for descriptor in descriptors]
         close(descriptors)
         keep(config, copies)
     elif not keep_apart(control, config, descriptors):
         return False
-    with contextlib.suppress(OSError):  # the pool has gone, as the next call sees
+    with contextlib.suppress(OSError):  # the pool has gone; the next call notices
         control.send(DONE)
     return True
 
 
 def keep_apart(control: socket.socket, config: dict[str, Any], descriptors: list[int]) -> bool:
-    """Fork a keeper and wait for its end. False: the pool has gone."""
+    """Fork a keeper and wait for it. Return False if the pool has gone."""
     child = kernel.fork_into(FRESH)
     if child == 0:
         try:
@@ -104,16 +104,16 @@ def keep_apart(control: socket.socket, config: dict[str, Any], descriptors: list
             os._exit(0)
     close(descriptors)
     ended = os.pidfd_open(child)
-    alone = readable([ended, control.fileno(), config["parent"]]) != {ended}
+    orphaned = readable([ended, control.fileno(), config["parent"]]) != {ended}
     os.close(ended)
-    if alone:
+    if orphaned:
         return False
     os.waitpid(child, 0)
     return True
 
 
 def readable(descriptors: list[int]) -> set[int]:
-    """Wait for any of them, for ever: the pool's death is one of the events."""
+    """Wait until any descriptor is readable, without a deadline: the pool's death is one of the events."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -137,7 +137,7 @@ def keep(config: dict[str, Any], descriptors: list[int]) -> None:
             try:
                 program.main(config, request, [stdin, stdout, stderr, *frames], leash)
             finally:
-                os._exit(1)  # never back into this code
+                os._exit(1)  # never return into the server's code
         close([stdin, stdout, stderr, *frames])
         timely = wait(child, leash, time.monotonic() + request["wall_s"] + BACKSTOP_S, request["cpu_s"])
         code, resident_kib = end(child, plain)
@@ -145,18 +145,18 @@ def keep(config: dict[str, Any], descriptors: list[int]) -> None:
         cpu_s = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
         memory_bytes = max(0, (resident_kib << 10) - config.get("resident_bytes", 0))
         report(leash, {"code": code, "timely": timely, "cpu_s": cpu_s, "memory_bytes": memory_bytes})
-    except BaseException as error:  # noqa: BLE001 - told to the pool, which raises it
+    except BaseException as error:  # noqa: BLE001 - reported to the pool, which raises it
         report(leash, {"error": f"{type(error).__name__}: {error}"})
     os.close(leash)
 
 
 def above(lowest: int, descriptor: int) -> int:
-    """Return a copy of the descriptor, out of the way of those that the program gets."""
+    """Return a copy of the descriptor with a number of at least `lowest`."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest)
 
 
 def raise_above(lowest: int, descriptors: list[int]) -> list[int]:
-    """Move descriptors up and close every other one but stdio: the server's socket among them."""
+    """Move descriptors up and close all others except stdio, including the server's socket."""
     raised = [above(64, descriptor) for descriptor in descriptors]
     os.closerange(3, 64)
     lowered = [above(lowest, descriptor) for descriptor in raised]
@@ -176,7 +176,7 @@ def read_all(descriptor: int) -> bytes:
 
 
 def make_scratch() -> None:
-    """Enter an empty folder, bounded and gone with its mount namespace."""
+    """Enter an empty, size-limited folder that vanishes with its mount namespace."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     options = f"mode=0700,nr_inodes=4096,size={program.SCRATCH_BYTES}"
     kernel.mount("tmpfs", program.SCRATCH, "tmpfs", flags, options)
@@ -184,7 +184,7 @@ def make_scratch() -> None:
 
 
 def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
-    """Wait until the program ends or the leash is pulled; False: its time is over.
+    """Wait until the program ends or the leash is pulled. Return False on timeout.
 
     CPU time is read here because RLIMIT_CPU counts clock ticks, and has been seen to kill at two thirds of its limit.
     """
@@ -195,7 +195,7 @@ def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
     clock = ~child << 3 | PROCESS_CPU_CLOCK
     try:
         while True:
-            left_s = min(deadline - time.monotonic(), cpu_s - time.clock_gettime(clock), LONGEST_WAIT_S)
+            left_s = min(deadline - time.monotonic(), cpu_s - time.clock_gettime(clock), MAX_WAIT_S)
             if poll.poll(max(0, math.ceil(left_s * 1000))):
                 return True
             if left_s <= 0:
@@ -205,7 +205,7 @@ def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
 
 
 def end(child: int, plain: bool) -> tuple[int, int]:
-    """Kill and reap all that is left. Return the program's exit code or negative signal, and its peak of memory in KiB."""
+    """Kill and reap all remaining processes. Return the program's exit code or negative signal, and peak memory in KiB."""
     ended, status, usage = os.wait4(child, os.WNOHANG)
     if not plain:
         assert os.getpid() == 1  # or the next line would kill the host
@@ -225,7 +225,7 @@ def end(child: int, plain: bool) -> tuple[int, int]:
 
 
 def end_descendants() -> None:
-    """Kill and reap all children until there are none; orphans come to a subreaper as its children."""
+    """Kill and reap all children until there are none; orphans become children of this subreaper."""
     while True:
         for child in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
             os.kill(child, signal.SIGKILL)
@@ -236,5 +236,5 @@ def end_descendants() -> None:
 
 
 def report(leash: int, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the pool has gone: nobody to tell
+    with contextlib.suppress(OSError):  # the pool has gone
         os.write(leash, json.dumps(message).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""One running program, seen from outside: read what it writes, send it frames, stop it at its limits.
+"""One running program, from outside: read its output, send it frames, stop it at its limits.
 
-Invariant: nothing that the program does makes a call here take longer than its wall limit and `GRACE_S`, or keeps more than
-`output_bytes` (and one read) in memory.
-Left out: the meaning of frames. A program's answers are untrusted bytes; parse them with limits and never unpickle them.
+Invariant: whatever the program does, no call takes longer than its wall limit plus `GRACE_S`, or keeps more than
+`output_bytes` plus one read in memory.
+Left out: the meaning of frames. They are untrusted bytes; parse them with limits and never unpickle them.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from typing import Any, Literal
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import Outcome, Program, ProgramLimits, Result, SandboxError
 
-GRACE_S = 5.0  # for the keeper to kill and report after the leash was pulled; then the whole server is killed
+GRACE_S = 5.0  # for the keeper to kill and report after the leash is pulled; then kill the whole server
 CHUNK = 1 << 16
-LONGEST_WAIT_S = 3600.0  # of one call of `poll`
+MAX_WAIT_S = 3600.0  # of one `poll` call
 OUT_OF_MEMORY = 10  # SIGUSR1, see program.py
 
 Stream = Literal["stdout", "stderr", "frames"]
 
 
 class Session:
-    """A live program. `receive`, `send` and `close` are for one thread at a time."""
+    """A running program. Not thread-safe."""
 
     def __init__(
         self, server: ForkServer, program: Program, limits: ProgramLimits, frames: bool, done: Callable[[], None]
@@ -35,12 +35,12 @@ class Session:
         self._started = time.monotonic()
         self._over = self._started + limits.wall_s
         self._text: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray(), "frames": bytearray()}
-        self._taken = 0  # bytes the program wrote, all streams
-        self._reading: dict[int, str] = {}  # descriptor to stream
+        self._received_bytes = 0  # over all streams
+        self._reading: dict[int, str] = {}  # descriptor -> stream
         self._to_send = bytearray()
         self._sending = -1
-        self._reports = b""  # JSON lines of the keeper
-        self._ended = False  # all that the program started is gone
+        self._reports = b""  # the keeper's JSON lines
+        self._ended = False  # all of the program's processes have ended
         self._stopped: Outcome | None = None
         self._result: Result | None = None
         self._failure: SandboxError | None = None
@@ -70,13 +70,13 @@ class Session:
                     os.close(descriptor)
 
     def send(self, frame: bytes) -> None:
-        """Send one frame. It waits in memory while the program does not read; after the program's end it goes nowhere."""
+        """Send one frame. It is buffered until the program reads it; after the program's end it is dropped."""
         if self._sending >= 0:
             self._to_send += len(frame).to_bytes(4, "big") + frame
             self._pump(time.monotonic(), lambda: False)
 
     def receive(self) -> bytes | None:
-        """Return the program's next frame. None: no more come; `close` says why."""
+        """Return the program's next frame, or None at the end; `close` then says why."""
         self._pump(self._over, lambda: self._whole_frame() or not self._open("frames"))
         if self._whole_frame():
             buffer, size = self._text["frames"], self._frame_size()
@@ -88,9 +88,9 @@ class Session:
         return None
 
     def close(self, timeout_s: float | None = None) -> Result:
-        """No more frames: wait for the program's end, at most `timeout_s` and its wall limit. May be called again.
+        """Send no more frames and wait for the program's end, at most `timeout_s` and its wall limit. Idempotent.
 
-        SandboxError if the sandbox itself failed; the server is replaced.
+        Raise SandboxError if the sandbox itself failed; the server is then replaced.
         """
         if self._failure is not None:
             raise self._failure
@@ -102,7 +102,7 @@ class Session:
             try:
                 self._result = self._finish(deadline)
             except SandboxError as error:
-                self._failure = error  # its server was given back, and is not given back again
+                self._failure = error  # the server was returned to the pool; do not return it twice
                 raise
             finally:
                 for descriptor in list(self._reading):
@@ -134,7 +134,9 @@ class Session:
         if failures:
             raise SandboxError(f"sandbox tier {self._server.tier} could not run a program: {failures[0]}")
         if not reports and self._stopped is None:
-            raise SandboxError(f"the sandbox server (tier {self._server.tier}) died under a program; run it again")
+            raise SandboxError(
+                f"the sandbox server (tier {self._server.tier}) died while running a program; run it again"
+            )
         code: int = reports[0]["code"] if reports else 0
         cpu_s, memory_bytes = (reports[0]["cpu_s"], reports[0]["memory_bytes"]) if reports else (0.0, 0)
         outcome = self._stopped or self._judge(code, reports[0]["timely"] if reports else True, cpu_s)
@@ -154,12 +156,12 @@ class Session:
         if self._stopped is None:
             self._stopped = outcome
         self._hang_up()
-        with contextlib.suppress(OSError):  # its other end may be gone, and the keeper with it
+        with contextlib.suppress(OSError):  # the keeper may have exited
             self._leash.shutdown(socket.SHUT_WR)
 
-    def _pump(self, deadline: float, enough: Callable[[], bool], stopping: bool = False) -> None:
-        """Move bytes until `enough`, the deadline, or a limit."""
-        while not enough() and (self._stopped is None or stopping):
+    def _pump(self, deadline: float, done: Callable[[], bool], stopping: bool = False) -> None:
+        """Move bytes until `done()`, the deadline, or a limit."""
+        while not done() and (self._stopped is None or stopping):
             poll = select.poll()
             for descriptor in self._reading:
                 poll.register(descriptor, select.POLLIN)
@@ -167,7 +169,7 @@ class Session:
                 poll.register(self._leash.fileno(), select.POLLIN)
             if self._to_send and self._sending >= 0:
                 poll.register(self._sending, select.POLLOUT)
-            left_s = min(deadline - time.monotonic(), LONGEST_WAIT_S)
+            left_s = min(deadline - time.monotonic(), MAX_WAIT_S)
             ready = poll.poll(max(0.0, left_s * 1000))
             for descriptor, _ in ready:
                 self._move(descriptor)
@@ -178,7 +180,7 @@ class Session:
         if descriptor == self._leash.fileno():
             part = self._leash.recv(CHUNK)
             self._reports += part
-            # Not only at the end of file: a process that the caller forked meanwhile may hold a copy of the other end.
+            # Do not rely on end of file: a process that the caller forked may hold a copy of the other end.
             self._ended = not part or b'"code"' in self._reports
         elif descriptor == self._sending:
             try:
@@ -189,7 +191,7 @@ class Session:
             self._read(descriptor)
 
     def _read(self, descriptor: int) -> bool:
-        """Take what is there. False: nothing, for now or for ever."""
+        """Read available bytes. Return False if there are none."""
         try:
             part = os.read(descriptor, CHUNK)
         except BlockingIOError:
@@ -198,16 +200,16 @@ class Session:
             os.close(descriptor)
             del self._reading[descriptor]
             return False
-        room = self._limits.output_bytes - self._taken
+        room = self._limits.output_bytes - self._received_bytes
         self._text[self._reading[descriptor]] += part[:room]
-        self._taken += min(room, len(part))
+        self._received_bytes += min(room, len(part))
         if len(part) > room or self._frame_size() > self._limits.output_bytes:
             self._stop("output")
             return False
         return True
 
     def _drain(self) -> None:
-        """What the program wrote before it ended is in the pipes."""
+        """Read the output that is still in the pipes."""
         for descriptor in list(self._reading):
             while self._stopped is None and self._read(descriptor):
                 pass
