@@ -58,11 +58,11 @@ def test_two_models_are_compared_over_the_same_tasks(tmp_path: Path) -> None:
     assert [result.model for result in results] == ["right-2", "right-9"]
     assert (difference.before, difference.after, round(difference.avg.mean, 6)) == ("right-2", "right-9", 0.7)
     assert difference.avg.low > 0
-    assert "+70.0 points" in sentence(difference) and "holds 0" not in sentence(difference)
+    assert "+70.0 points" in sentence(difference) and "contains 0" not in sentence(difference)
 
 
 def test_a_difference_that_may_be_none_is_told() -> None:
-    assert "the interval holds 0" in sentence(Difference("Sums", "a", "b", Estimate(0.01, -0.1, 0.1, "bootstrap")))
+    assert "the interval contains 0" in sentence(Difference("Sums", "a", "b", Estimate(0.01, -0.1, 0.1, "bootstrap")))
 
 
 def test_a_finished_run_is_not_repeated_and_a_failed_one_is(tmp_path: Path) -> None:

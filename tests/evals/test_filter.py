@@ -267,7 +267,7 @@ def test_a_band_that_is_none_is_refused(text: str) -> None:
 def test_band_ends_are_exact() -> None:
     assert Band.parse("1/8:0.5") == Band(Fraction(1, 8), Fraction(1, 2))
     result = PassRate("t", "s", n=10, score=MILLION, tokens=1, graded=10, wrong_format=0, grader_error=0)
-    assert Band.parse("0.1:0.1").holds(result), "one of ten is a tenth"
+    assert Band.parse("0.1:0.1").contains(result), "one of ten is a tenth"
 
 
 def test_a_grader_that_fails_stops_the_filter_and_says_why(
@@ -306,7 +306,7 @@ def test_a_full_disk_is_named_and_the_command_can_be_repeated(
 
 def test_two_filters_do_not_share_a_folder(tiny_folder: Path, tmp_path: Path) -> None:
     measured = rates(tiny_folder, tmp_path)
-    with measured._opened(), pytest.raises(ShoalError, match="another process fills"):
+    with measured._lock_results(), pytest.raises(ShoalError, match="another process writes"):
         measure(rates(tiny_folder, tmp_path), None)
 
 

@@ -1,1 +1,1 @@
-"""Measures a policy on tasks it never trained on, and tasks by a policy."""
+"""Evaluation: score a policy on held-out tasks and public benchmarks; measure tasks' pass rates under a model."""

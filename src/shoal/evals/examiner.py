@@ -1,6 +1,6 @@
-"""The one loop that lets a model answer tasks and grades what it wrote: of the evaluator and of the offline filter.
+"""Generate answers to tasks and grade them; shared by the evaluator and the offline filter.
 
-Invariant: prompts, conversations and rewards are those of a run, so what is measured here is what training would see.
+Invariant: prompts, conversations and rewards are those of training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ from shoal.tasks.prompt import completion_text, prompt_tokens
 
 
 class Examiner:
-    """Use as a context manager, or call `close`."""
+    """Answers and grades tasks with one model. Use as a context manager, or call `close`."""
 
     def __init__(self, config: Config, files: Mapping[str, bytes]) -> None:
-        """`files`: those of the task set."""
+        """`files`: the task set's files."""
         self.config = config
         self.graders = Graders(config.tasks, files=files)
         self.environments = environments_of(config, files)
@@ -33,31 +33,35 @@ class Examiner:
         self.close()
 
     def close(self) -> None:
-        """End the processes that grade and answer."""
+        """Stop the grader and environment processes."""
         self.graders.close()
         close(self.environments)
 
     def load(self, engine: Engine, folder: Path) -> None:
-        """Examine the model in `folder` from now on."""
+        """Load the model in `folder`."""
         engine.load(folder)
         self.engine, self.ends = engine, eos_ids(folder)
         self.tokenizer: Any = load_tokenizer(folder)
         self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.ends)
 
     def ask(
-        self, asked: Sequence[Task], first: int, seeds: Sequence[Sequence[int]], temperature: float
+        self, batch: Sequence[Task], first: int, seeds: Sequence[Sequence[int]], temperature: float
     ) -> tuple[list[list[Completion]], list[list[Grade]]]:
-        """Return the completions of each task, one for each of its seeds, and their grades.
+        """Return each task's completions, one per seed, and their grades.
 
-        `first`: the number of the first task, from which target lengths follow.
+        `first`: the index of the first task, which determines target lengths.
         """
         prompts = [
             prompt_tokens(self.tokenizer, self.config.tasks, task, in_turn(self.config.tasks, number))
-            for number, task in enumerate(asked, start=first)
+            for number, task in enumerate(batch, start=first)
         ]
         sampling = Sampling(temperature, self.config.sampling.max_tokens, self.ends)
-        groups = self.engine.generate(prompts, seeds, sampling, responder(self.conversation, asked, seeds))
-        repeated = [task for task, group in zip(asked, groups, strict=True) for _ in group]
-        texts = [completion_text(self.tokenizer, last_turn(one.turns, one.tokens)) for group in groups for one in group]
+        groups = self.engine.generate(prompts, seeds, sampling, responder(self.conversation, batch, seeds))
+        repeated = [task for task, group in zip(batch, groups, strict=True) for _ in group]
+        texts = [
+            completion_text(self.tokenizer, last_turn(completion.turns, completion.tokens))
+            for group in groups
+            for completion in group
+        ]
         grades = iter(self.graders.grade(repeated, texts))
         return groups, [[next(grades) for _ in group] for group in groups]

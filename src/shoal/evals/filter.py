@@ -1,13 +1,12 @@
-"""The offline filter: pass rates of training tasks under one model, and the tasks worth training on.
+"""The offline filter: measure pass rates of training tasks under one model, and keep the tasks within a band.
 
-    results.jsonl       k sampled completions of each task, graded: one task a line, in the order of the task set
-    manifest.json       the tasks whose pass rate lies in the band, ends included, without a grader error
+    results.jsonl       k graded completions per task: one line per task, in the order of the task set
+    manifest.json       the tasks whose pass rate lies in the band, bounds included, without a grader error
 
-A batch of tasks is generated, graded, appended and synced. A config names the manifest as `keep` of a source.
-Invariants: whatever happens to the process, what was synced is not computed again, and the finished file is the same bytes
-as one that was never interrupted. So a file is continued only from the end of a whole batch, and only with settings
-(`settings.json`) under which it began. The manifest follows from the results and the band alone, so another band needs
-no new completions.
+Each batch of tasks is generated, graded, appended and fsynced. A config names the manifest as `keep` of a source.
+Invariants: synced results are never recomputed, and an interrupted and resumed file has the same bytes as an uninterrupted
+one. So a file is resumed only at the end of a complete batch, and only with its original settings (`settings.json`). The
+manifest depends only on the results and the band, so another band needs no new completions.
 Paper: INTELLECT-2 (arXiv 2505.07291), offline filtering: pass@8 of 12.5 % to 50 %.
 """
 
@@ -39,21 +38,21 @@ from shoal.model.turns import model_tokens
 from shoal.protocol.messages import MILLION
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
-LEAST_GRADED = 64  # completions before grader errors are judged
-ROWS = 128  # completions decoded together: many, because decoding reads all weights once a step for however many rows
+MIN_GRADED = 64  # completions before the grader's error rate is checked
+ROWS = 128  # completions decoded together; large, because each step reads all weights once for any number of rows
 FORMAT = "shoal-filter-1"
 MANIFEST = "manifest.json"
-MOST_BINS = 16
+MAX_BINS = 16
 
 
 @dataclass(frozen=True)
 class PassRate:
-    """What the k completions of one task scored."""
+    """The scores of one task's k completions."""
 
     task: str
     source: str
     n: int  # completions
-    score: int  # summed, in millionths
+    score: int  # sum, in millionths
     tokens: int
     graded: int
     wrong_format: int
@@ -65,22 +64,22 @@ class PassRates:
 
     def __init__(self, config: Config, folder: Path, out: Path, k: int, n: int | None = None) -> None:
         check_max_tokens(folder, config.sampling.max_tokens)
-        self.config = config.model_copy(update={"tasks": _all_of(config.tasks)})
+        self.config = config.model_copy(update={"tasks": _without_filters(config.tasks)})
         self.folder, self.out, self.k = folder, out, k
         self.tasks = tasks.load(self.config.tasks)
         self.total = min(n or len(self.tasks.train), len(self.tasks.train))
-        self.batch = max(1, ROWS // k)  # tasks decoded together
+        self.batch = max(1, ROWS // k)  # tasks per batch
         self.settings = self._settings()
-        self.error = ""  # of the newest grader error
+        self.error = ""  # the newest grader error
 
     def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[PassRate] | None:
-        """Every task's result, or None if `stop` came first. `say` gets how many are done, at first and per batch.
+        """Return every task's result, or None if `stop` was set first. `say` gets the number done, initially and per batch.
 
-        Raises ShoalError: other settings than those of the results in `out`, a grader that fails, a full disk.
+        Raise ShoalError if `out` has results with other settings, the grader fails, or the disk is full.
         """
         try:
-            with self._opened() as file:
-                results = self._kept(file)
+            with self._lock_results() as file:
+                results = self._read_complete(file)
                 say(len(results))
                 if len(results) < self.total:
                     self._continue(file, results, engine, stop, say)
@@ -89,7 +88,7 @@ class PassRates:
             if not disk_is_full(error):
                 raise
             raise ShoalError(
-                f"the disk of {self.out} is full: free space there, then repeat the command: it continues where it was"
+                f"the disk of {self.out} is full: free space there, then repeat the command to continue"
             ) from error
 
     def _continue(
@@ -103,9 +102,9 @@ class PassRates:
         with Examiner(self.config, self.tasks.files) as examiner:
             examiner.load(engine, self.folder)
             while len(results) < self.total and not stop.is_set():
-                found = self._batch(examiner, range(len(results), min(len(results) + self.batch, self.total)))
-                append(file, found)
-                results += found
+                new = self._batch(examiner, range(len(results), min(len(results) + self.batch, self.total)))
+                append(file, new)
+                results += new
                 self._check_grader(results)
                 say(len(results))
 
@@ -113,19 +112,19 @@ class PassRates:
         chosen = [self.tasks.train[number] for number in numbers]
         seeds = [[self._seed(number, completion) for completion in range(self.k)] for number in numbers]
         groups, grades = examiner.ask(chosen, numbers.start, seeds, self.config.sampling.temperature)
-        failed = [one.detail for of_task in grades for one in of_task if one.outcome == "grader_error"]
+        failed = [grade.detail for group in grades for grade in group if grade.outcome == "grader_error"]
         self.error = failed[-1] if failed else self.error
-        return [_result(*one) for one in zip(chosen, groups, grades, strict=True)]
+        return [_result(*row) for row in zip(chosen, groups, grades, strict=True)]
 
     def _seed(self, number: int, completion: int) -> int:
         return rollout_seed(f"shoal/filter/{self.config.run.seed}", 0, "", 0, number * self.k + completion)
 
     def _settings(self) -> dict[str, Any]:
-        """What the results depend on, and must not change when they are continued."""
+        """Return the settings that determine the results and must not change on resume."""
         weights = blake3()
         for path in sorted(self.folder.glob("*.safetensors")):
             weights.update_mmap(path)
-        texts = json.dumps(
+        prompts_and_rewards = json.dumps(
             [self.config.tasks.system, self.config.tasks.prompt, self.config.sampling.max_turns]
             + [self.config.tasks.length_targets]
             + [[source.reward, source.environment] for source in self.config.tasks.sources]
@@ -138,18 +137,20 @@ class PassRates:
             "temperature": self.config.sampling.temperature,
             "max_tokens": self.config.sampling.max_tokens,
             "seed": self.config.run.seed,
-            "prompts_and_rewards": sha256(texts.encode()).hexdigest(),
+            "prompts_and_rewards": sha256(prompts_and_rewards.encode()).hexdigest(),
         }
 
     @contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
-        """The results file, for this process alone, of these settings."""
+    def _lock_results(self) -> Iterator[BinaryIO]:
+        """Open and lock the results file, and check its settings."""
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / RESULTS).open("a+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ShoalError(f"another process fills {self.out}: wait for it, or choose another --out") from error
+                raise ShoalError(
+                    f"another process writes to {self.out}: wait for it, or choose another --out"
+                ) from error
             path = self.out / SETTINGS
             if path.exists():
                 self._check_settings(json.loads(path.read_text()))
@@ -163,12 +164,12 @@ class PassRates:
             name = changed[0]
             what = "the tasks (their digest)" if name == "digest" else name
             raise ShoalError(
-                f"{self.out} holds results with another setting: {what} was {before.get(name)} and is now "
+                f"{self.out} has results with another setting: {what} was {before.get(name)} and is now "
                 f"{self.settings[name]}; restore it to continue, or choose another --out"
             )
 
-    def _kept(self, file: BinaryIO) -> list[PassRate]:
-        """The results that are there, up to the last whole batch; what is behind it is cut off."""
+    def _read_complete(self, file: BinaryIO) -> list[PassRate]:
+        """Return the results up to the last complete batch, and truncate the file there."""
         file.seek(0)
         lines = file.read().split(b"\n")[:-1][: self.total]
         whole = len(lines) if len(lines) == self.total else len(lines) // self.batch * self.batch
@@ -182,8 +183,8 @@ class PassRates:
         return results
 
     def _check_grader(self, results: Sequence[PassRate]) -> None:
-        errors, n = sum(one.grader_error for one in results), sum(one.n for one in results)
-        if n >= LEAST_GRADED and errors > GRADER_ERRORS * n:
+        errors, n = sum(result.grader_error for result in results), sum(result.n for result in results)
+        if n >= MIN_GRADED and errors > GRADER_ERRORS * n:
             raise ShoalError(
                 f"the grader failed for {errors} of {n} completions, more than {GRADER_ERRORS:.0%} (last: "
                 f"{self.error[:200]}): fix the reward or the tasks, then choose another --out"
@@ -191,7 +192,7 @@ class PassRates:
 
 
 def append(file: BinaryIO, results: Sequence[PassRate]) -> None:
-    """Raises OSError. Returns once the lines are on disk."""
+    """Append results and fsync. Raise OSError."""
     file.write(b"".join(json.dumps(asdict(result)).encode() + b"\n" for result in results))
     file.flush()
     os.fsync(file.fileno())
@@ -204,15 +205,15 @@ def _result(task: tasks.Task, group: Sequence[Completion], grades: Sequence[task
         source=task.source,
         n=len(grades),
         score=sum(round(grade.score * MILLION) for grade in grades),
-        tokens=sum(model_tokens(one.turns, len(one.tokens)) for one in group),
+        tokens=sum(model_tokens(completion.turns, len(completion.tokens)) for completion in group),
         graded=outcomes.count("graded"),
         wrong_format=outcomes.count("wrong_format"),
         grader_error=outcomes.count("grader_error"),
     )
 
 
-def _all_of(section: Any) -> Any:
-    """The section without earlier filters: the results are of all tasks, so that a filter can be drawn again."""
+def _without_filters(section: Any) -> Any:
+    """Return the section without `keep`: results cover all tasks, so that filtering can be repeated."""
     if not any(source.keep for source in section.sources):
         return section
     sources = [source.model_copy(update={"keep": ""}) for source in section.sources]
@@ -231,7 +232,7 @@ class Band:
 
     @classmethod
     def parse(cls, text: str) -> "Band":
-        """Of `0.125:0.5` or `1/8:1/2`. Raises ValueError."""
+        """Parse `0.125:0.5` or `1/8:1/2`. Raise ValueError."""
         parts = text.split(":")
         try:
             low, high = (Fraction(part) for part in parts)
@@ -241,19 +242,19 @@ class Band:
             raise ValueError(f"{text!r} is not a band of pass rates: 0 <= LOW <= HIGH <= 1 must hold")
         return cls(low, high)
 
-    def holds(self, result: PassRate) -> bool:
+    def contains(self, result: PassRate) -> bool:
         return not result.grader_error and self.low <= Fraction(result.score, result.n * MILLION) <= self.high
 
 
 def write_filter(out: Path, results: Sequence[PassRate], band: Band, settings: Mapping[str, Any]) -> list[PassRate]:
-    """Write the manifest. Returns the results of the kept tasks. Raises ShoalError if there are none, OSError."""
-    kept = [result for result in results if band.holds(result)]
+    """Write the manifest and return the kept results. Raise ShoalError if there are none; OSError."""
+    kept = [result for result in results if band.contains(result)]
     if not kept:
-        (out / MANIFEST).unlink(missing_ok=True)  # of another band
-        found = ", ".join(f"{label}: {count}" for label, count in histogram(results).items() if count)
+        (out / MANIFEST).unlink(missing_ok=True)  # left from another band
+        bins = ", ".join(f"{label}: {count}" for label, count in histogram(results).items() if count)
         raise ShoalError(
             f"no task of {len(results)} has a pass rate from {float(band.low):g} to {float(band.high):g}; tasks by pass "
-            f"rate: {found}; choose another --band (the completions in {out} are kept), other tasks, or another model"
+            f"rate: {bins}; choose another --band (the completions in {out} are kept), other tasks, or another model"
         )
     manifest = {
         "format": FORMAT,
@@ -269,25 +270,30 @@ def write_filter(out: Path, results: Sequence[PassRate], band: Band, settings: M
 def counts(results: Sequence[PassRate], kept: Sequence[PassRate], band: Band) -> dict[str, Any]:
     failed = sum(result.grader_error > 0 for result in results)
     below = sum(not result.grader_error and Fraction(result.score, result.n * MILLION) < band.low for result in results)
-    all_of, kept_of = Counter(one.source for one in results), Counter(one.source for one in kept)
+    total_by_source, kept_by_source = (
+        Counter(result.source for result in results),
+        Counter(result.source for result in kept),
+    )
     return {
         "tasks": len(results),
         "kept": len(kept),
         "below": below,
         "above": len(results) - len(kept) - below - failed,
         "grader_error": failed,
-        "sources": {source: {"tasks": all_of[source], "kept": kept_of[source]} for source in all_of},
+        "sources": {
+            source: {"tasks": total_by_source[source], "kept": kept_by_source[source]} for source in total_by_source
+        },
     }
 
 
 def histogram(results: Sequence[PassRate]) -> dict[str, int]:
-    """Tasks by pass rate: by completions right if there are few, else by tenths. Empty bins included.
+    """Count tasks by pass rate: by correct completions if k <= MAX_BINS, else by tenths. Include empty bins.
 
     A task with partial scores counts in the nearest bin.
     """
     k = max((result.n for result in results), default=1)
-    if k <= MOST_BINS:
-        found = Counter(round(Fraction(one.score * k, one.n * MILLION)) for one in results)
-        return {f"{right}/{k}": found[right] for right in range(k + 1)}
-    found = Counter(min(int(Fraction(one.score * 10, one.n * MILLION)), 9) for one in results)
-    return {f"{low / 10:.1f} to {(low + 1) / 10:.1f}": found[low] for low in range(10)}
+    if k <= MAX_BINS:
+        bins = Counter(round(Fraction(result.score * k, result.n * MILLION)) for result in results)
+        return {f"{correct}/{k}": bins[correct] for correct in range(k + 1)}
+    bins = Counter(min(int(Fraction(result.score * 10, result.n * MILLION)), 9) for result in results)
+    return {f"{low / 10:.1f} to {(low + 1) / 10:.1f}": bins[low] for low in range(10)}

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness as a child process, which asks an OpenAI-compatible endpoint.
+"""Run lm-evaluation-harness as a child process against an OpenAI-compatible endpoint.
 
-Invariant: a run of one suite counts only if it ended well: its folder gets its name then. A run that was killed or failed is
-repeated; completions that it made are in lm_eval's cache, and are not made again.
+Invariant: a run's folder gets its final name only if the run succeeded. A killed or failed run is repeated, but lm_eval's
+cache keeps its completions.
 Left out: suites that need logprobs of given continuations, which chat routes do not serve.
 """
 
@@ -26,28 +26,28 @@ from shoal.errors import ShoalError, UserError
 from shoal.evals.suites import Suite
 from shoal.sandbox import kernel
 
-START_S = 900.0  # until a served model answers
+START_S = 900.0  # for the server to load the model
 END_S = 10.0
-LOG_CHARACTERS = 600  # of a log in an error
+LOG_CHARACTERS = 600  # of a log quoted in an error
 KEY_VARIABLE = "OPENAI_API_KEY"
-CONCURRENCY = 8  # requests at once
+CONCURRENCY = 8  # concurrent requests
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    url: str  # up to and with /v1
-    model: str  # as the server calls it
+    url: str  # ends with /v1
+    model: str  # the server's model id
 
 
 def check_installed() -> None:
-    """Raise UserError unless lm_eval and what its API models need are here."""
+    """Raise UserError unless lm_eval and its dependencies are installed."""
     if not all(importlib.util.find_spec(name) for name in ("lm_eval", "tenacity", "datasets")):
         raise UserError("evaluation needs lm-evaluation-harness: pip install 'shoal[evals]'")
 
 
 @contextmanager
 def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpoint]:
-    """Serve `model` of the run or model `what` by `shoal serve` on loopback, while the block lasts. Raises ShoalError."""
+    """Serve `model` from the run or model `what` with `shoal serve` on loopback. Raise ShoalError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpo
 def _child(
     command: list[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """A process that writes to `log` and ends with the block, or with this process, however that ends."""
+    """Run a process that writes to `log` and ends with the block, or when this process dies."""
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out, env=environment, preexec_fn=_end_with_parent)
     try:
@@ -87,7 +87,7 @@ def _wait(child: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s:
         if child.poll() is not None:
-            raise ShoalError(f"`shoal serve` ended with status {child.returncode}: {_end_of(log)}")
+            raise ShoalError(f"`shoal serve` ended with status {child.returncode}: {_tail(log)}")
         try:
             if httpx.get(f"{url.removesuffix('/v1')}/health").status_code == 200:
                 return
@@ -100,14 +100,14 @@ def _wait(child: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
 def run(
     endpoint: Endpoint, suite: Suite, out: Path, *, seed: int, n: int, tasks: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Return the samples of one run of a suite, as lm_eval writes them, in the order of its documents. Raises ShoalError.
+    """Return the samples of one run of a suite, as lm_eval writes them, ordered by document. Raise ShoalError.
 
-    `out`: the run's folder; if it is there, the run is not repeated. `n`: how many documents, from the first; 0: all.
-    `tasks`: a folder of tasks that lm_eval does not know.
+    `out`: the run's folder; if it exists, the run is not repeated. `n`: number of documents; 0: all. `tasks`: a folder of
+    extra lm_eval tasks.
     """
     if not out.is_dir():
         part = out.with_name(f"{out.name}.part")
-        shutil.rmtree(part, ignore_errors=True)  # the cache stands beside it
+        shutil.rmtree(part, ignore_errors=True)  # the cache is beside it and stays
         part.mkdir(parents=True)
         _run(endpoint, suite, part, out.with_name(f"{out.name}.cache"), seed, n, tasks)
         part.rename(out)
@@ -148,9 +148,9 @@ def _run(endpoint: Endpoint, suite: Suite, out: Path, cache: Path, seed: int, n:
         status = child.wait()
     if status:
         raise ShoalError(
-            f"lm_eval failed for {suite.task} at {endpoint.url} (status {status}; all of it in {log}): {_end_of(log)}"
+            f"lm_eval failed for {suite.task} at {endpoint.url} (status {status}; full log: {log}): {_tail(log)}"
         )
 
 
-def _end_of(log: Path) -> str:
+def _tail(log: Path) -> str:
     return " ".join(log.read_text("utf-8", errors="replace").split())[-LOG_CHARACTERS:]

@@ -1,10 +1,10 @@
 """The evaluator: held-out accuracy of policy versions, greedy and sampled, during the run.
 
-It is an ordinary member of the pool: it receives versions through SHARDCAST, so it measures what workers received.
-Invariant: the first and the last version are evaluated, on the same tasks, with the same noise. The first is left out only
-if this node joins when relays no longer hold it. It is fetched at once and evaluated after the second one is published, so
+It is an ordinary pool member that receives versions through SHARDCAST, so it measures what workers received.
+Invariant: the first and the last version are evaluated on the same tasks with the same noise. The first is skipped only if
+relays no longer have it when this node joins. It is fetched at once but evaluated after the second version is published, so
 that on one machine it does not slow down the first batch.
-Called by `shoal evaluator`. Left out: pass@k and named benchmark suites.
+Left out: pass@k and named benchmark suites (`shoal eval`).
 """
 
 import logging
@@ -27,7 +27,7 @@ from shoal.shardcast.fetch.client import fetch_published
 from shoal.shardcast.store import KEEP
 from shoal.tasks import TaskSet
 
-BETWEEN = 64  # held-out tasks, at most, of an evaluation between the first and the last
+MAX_INTERMEDIATE = 64  # held-out tasks of an evaluation between the first and the last
 IDLE_S = 0.3
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Evaluator:
         publisher: str,
         task_set: TaskSet | None = None,
     ) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources."""
+        """`task_set`: the pool's; None: load it from the config's sources."""
         self.node = node
         self.config = config
         self.new_engine = new_engine
@@ -51,18 +51,18 @@ class Evaluator:
         self.access = node.access(publisher, config)
         self.tasks = task_set or tasks.load(config.tasks)
         self.examiner = Examiner(config, self.tasks.files)
-        self.held: tuple[int, Path] | None = None  # the version that was fetched last
+        self.fetched: tuple[int, Path] | None = None  # the newest fetched version and its folder
 
     def close(self) -> None:
-        """End the processes that grade and answer."""
+        """Stop the grader and environment processes."""
         self.examiner.close()
 
     def run(self, stop: threading.Event) -> str:
-        """Evaluate versions as they fall due, until the run ends or `stop` is set. Returns which."""
+        """Evaluate versions as they become due, until the run ends or `stop` is set. Return the final state."""
         history = RunHistory()
         while history.add(self.node.get(f"/v1/history?after={history.cursor}", History)):
             pass
-        done = {(found.version, found.final) for found in history.evaluations}
+        done = {(evaluation.version, evaluation.final) for evaluation in history.evaluations}
         while not stop.is_set():
             answer = self.node.beat()
             if answer.state != "running":
@@ -77,25 +77,29 @@ class Evaluator:
                 folder = self.fetch(version)
             except FetchError as error:
                 if version > (answer.newest_version or 0) - KEEP:
-                    raise  # relays hold it: they are down
-                log.warning("version %d is not evaluated, because relays no longer hold it: %s", version, error)
+                    raise  # relays should have it: they are down
+                log.warning("version %d is not evaluated, because relays no longer have it: %s", version, error)
                 done.add(due)
                 continue
             if answer.newest_version == 0:
                 self.node.doing("the first batch", waiting=True)
                 stop.wait(IDLE_S)
                 continue
-            found = self.evaluate(version, folder, final)
-            self.node.post("/v1/evaluations", found, Ok)
+            evaluation = self.evaluate(version, folder, final)
+            self.node.post("/v1/evaluations", evaluation, Ok)
             log.info(
-                "version %d is evaluated: greedy %s, sampled %s, n %d", version, found.greedy, found.sampled, found.n
+                "version %d is evaluated: greedy %s, sampled %s, n %d",
+                version,
+                evaluation.greedy,
+                evaluation.sampled,
+                evaluation.n,
             )
             done.add(due)
-            give_back()  # the evaluation's engine
+            give_back()  # free the evaluation's engine
         return "stopped"
 
     def due(self, newest: int | None, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
-        """The version to evaluate now, and whether it is the last: the first one, then every `every`-th, then the last."""
+        """Return the version to evaluate now and whether it is final: the first, then every `every`-th, then the last."""
         every, last = self.config.evaluator.every, self.config.run.steps
         if newest is None:
             return None
@@ -107,31 +111,31 @@ class Evaluator:
         return (newest, False) if is_due else None
 
     def fetch(self, version: int) -> Path:
-        """The folder of a version; it is kept until another one is asked for. Raises FetchError."""
-        if self.held is None or self.held[0] != version:
+        """Fetch a version and return its folder, which is kept until the next fetch. Raise FetchError."""
+        if self.fetched is None or self.fetched[0] != version:
             self.node.doing(f"fetching version {version}")
             relays = self.node.answer.relays if self.node.answer else []
             client = Client(relays, self.access, self.cache, keep=1)
-            self.held = version, fetch_published(client, version)[0]
-        return self.held[1]
+            self.fetched = version, fetch_published(client, version)[0]
+        return self.fetched[1]
 
     def evaluate(self, version: int, folder: Path, final: bool) -> Evaluation:
-        """Accuracy of one version on the held-out tasks; versions between the first and the last use fewer tasks."""
-        self.examiner.load(self.new_engine(), folder)  # for this evaluation only, so that its memory is freed
+        """Return one version's held-out accuracy; versions between the first and the last use fewer tasks."""
+        self.examiner.load(self.new_engine(), folder)  # a new engine each time, to free its memory afterwards
         self.node.policy_version = version
         self.node.doing(f"evaluating version {version}")
         n = self.config.evaluator.n
-        n = n if final or version == 0 else min(n, BETWEEN)
+        n = n if final or version == 0 else min(n, MAX_INTERMEDIATE)
         greedy, sampled = self._accuracy(0.0, n), self._accuracy(self.config.sampling.temperature, n)
         del self.examiner.engine
         return Evaluation(version=version, greedy=greedy, sampled=sampled, n=n, final=final)
 
     def _accuracy(self, temperature: float, n: int) -> float:
-        right = 0.0
+        correct = 0.0
         for start in range(0, n, EVALUATED_AT_ONCE):
             chunk = self.tasks.heldout[start : min(start + EVALUATED_AT_ONCE, n)]
             seeds = [[rollout_seed("shoal/heldout", 0, "", 0, start + i)] for i in range(len(chunk))]
             groups, grades = self.examiner.ask(chunk, start, seeds, temperature)
             self.node.tokens += sum(len(group[0].logprobs) for group in groups)
-            right += sum(grade.score for [grade] in grades)
-        return right / n
+            correct += sum(grade.score for [grade] in grades)
+        return correct / n

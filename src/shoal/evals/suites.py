@@ -1,7 +1,7 @@
-"""The suites of `shoal eval`: public benchmarks that lm-evaluation-harness asks and grades, and three of code.
+"""The suites of `shoal eval`: public benchmarks run by lm-evaluation-harness, three of them code.
 
-lm_eval runs the programs of code suites without walls. So of these it only makes the completions, of a task that is written
-here, and our sandbox grades them. Rows become tasks as everywhere (`tasks/sources/schemas.py`).
+lm_eval runs programs unsandboxed. So for code suites it only generates completions, of a task definition written here, and
+our sandbox grades them. Rows become tasks as in training (`tasks/sources/schemas.py`).
 Sampling: temperature 0.6 and 32,768 tokens are DeepSeek-R1's (arXiv 2501.12948, section 3), whose top-p of 0.95 is left out:
 engines here sample from the full distribution. Suites that are usually reported greedily have k = 1 and temperature 0.
 """
@@ -41,17 +41,17 @@ class Suite:
     """`task`, `metric` and `filter` (how answers are extracted) are lm_eval's. A suite of code has a `prompt`."""
 
     name: str
-    about: str  # size and paper
+    about: str  # size and source
     task: str
     k: int = 1
     temperature: float = 0.0
     max_tokens: int = 2_048
     metric: str = "exact_match"
-    filter: str = ""  # "": the only one
+    filter: str = ""  # "": the suite's only filter
     prompt: str = ""  # with {question}
     hub: str = ""  # org/name or org/name/config
     splits: str = "test"  # separated by spaces
-    path: str = ""  # rows to take instead of the hub's
+    path: str = ""  # local rows instead of the hub's
 
 
 TABLE = [
@@ -61,7 +61,7 @@ TABLE = [
     Suite("GSM8K", "1,319 problems, Cobbe et al. 2021 (arXiv 2110.14168)", "gsm8k_cot_zeroshot", filter=FLEXIBLE),
     Suite(
         "GPQA-diamond",
-        "198 questions, Rein et al. 2023 (arXiv 2311.12022); access must be asked for on the hub",
+        "198 questions, Rein et al. 2023 (arXiv 2311.12022); access must be requested on the hub",
         "gpqa_diamond_cot_zeroshot",
         4,
         0.6,
@@ -99,19 +99,19 @@ TABLE = [
 
 
 def find(names: str) -> list[Suite]:
-    """Return the suites of these names, in any case; any other name is lm_eval's. Raises UserError."""
+    """Return the suites of these comma-separated names, case-insensitive; other names are lm_eval tasks. Raise UserError."""
     known = {suite.name.lower(): suite for suite in TABLE}
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted or len({name.lower() for name in wanted}) < len(wanted):
+    requested = [name.strip() for name in names.split(",") if name.strip()]
+    if not requested or len({name.lower() for name in requested}) < len(requested):
         raise UserError(f"name each suite once, out of {', '.join(suite.name for suite in TABLE)}, or lm_eval's tasks")
-    return [known.get(name.lower()) or Suite(name, "", name, metric="") for name in wanted]
+    return [known.get(name.lower()) or Suite(name, "", name, metric="") for name in requested]
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
 
 
 def _sources(suite: Suite) -> list[tuple[SourceSection, str]]:
-    """Return each source with its split. A single file is all of a suite, whatever split it says it is."""
+    """Return each source with its split. A single file is the whole suite, whatever split it is."""
     if not suite.path:
         return [(SourceSection(name=suite.name, hub=suite.hub, reward="code"), split) for split in suite.splits.split()]
     splits = ["train"] if Path(suite.path).expanduser().is_file() else suite.splits.split()
@@ -119,9 +119,9 @@ def _sources(suite: Suite) -> list[tuple[SourceSection, str]]:
 
 
 def read_tasks(suite: Suite, n: int) -> list[Task]:
-    """Return a code suite's tasks, in the order of a hash of their content, so that the first `n` are a fair sample.
+    """Return a code suite's tasks, ordered by content hash, so that the first `n` are an unbiased sample.
 
-    0: all of them. A task that is there twice counts once. Raises TasksNotFoundError, UserError.
+    `n` 0: all. Duplicates count once. Raise TasksNotFoundError or UserError.
     """
     tasks: dict[str, Task] = {}
     for source, split in _sources(suite):
@@ -135,7 +135,7 @@ def read_tasks(suite: Suite, n: int) -> list[Task]:
 
 
 def write_task(suite: Suite, tasks: Sequence[Task], folder: Path) -> None:
-    """Write a code suite as a task of lm_eval, which makes its completions and grades nothing."""
+    """Write a code suite as an lm_eval task that only generates completions."""
     rows = [{"message": suite.prompt.replace("{question}", task.question)} for task in tasks]
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{suite.task}.jsonl"
@@ -155,7 +155,7 @@ def write_task(suite: Suite, tasks: Sequence[Task], folder: Path) -> None:
 
 
 def grade(suite: Suite, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-    """Run each completion's program against its task's tests in the sandbox. Raises GradeError."""
+    """Run each completion's program against its task's tests in the sandbox. Raise GradeError."""
     source, _ = _sources(suite)[0]
     with Graders(TaskSection(sources=[source])) as graders:
         return graders.grade(tasks, completions)
