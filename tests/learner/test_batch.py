@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.recipe import LossSection
-from shoal.learner.batch import MicroBatch, group_advantages, micro_batches, teaching
+from shoal.learner.batch import MicroBatch, group_advantages, micro_batches, with_gradient
 from shoal.learner.groups import Group
 from shoal.model.tree import forward_hidden
 
@@ -81,9 +81,9 @@ def test_the_predictor_of_a_token_is_the_token_before_it(tiny_model: Any) -> Non
 
 def test_groups_of_equal_rewards_teach_nothing_unless_every_token_counts() -> None:
     flat = group(500, [3, 3], [0.25, 0.25])
-    assert teaching([*GROUPS, flat], LossSection(beta=0, entropy=0)) == GROUPS
+    assert with_gradient([*GROUPS, flat], LossSection(beta=0, entropy=0)) == GROUPS
     for loss in (LossSection(beta=0.1, entropy=0), LossSection(beta=0, entropy=0.1)):
-        assert teaching([*GROUPS, flat], loss) == [*GROUPS, flat]
+        assert with_gradient([*GROUPS, flat], loss) == [*GROUPS, flat]
 
 
 # --- turns -----------------------------------------------------------------------------------------------------------

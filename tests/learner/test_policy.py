@@ -9,8 +9,8 @@ import torch
 
 from shoal.config.recipe import LearnerSection, LossKind
 from shoal.errors import ShoalError
-from shoal.learner.batch import MicroBatch, micro_batches, teaching
-from shoal.learner.policy import OutOfMemoryError, Policy, explained
+from shoal.learner.batch import MicroBatch, micro_batches, with_gradient
+from shoal.learner.policy import OutOfMemoryError, Policy, explain_out_of_memory
 from shoal.model import logprobs
 from shoal.model.dtype import DtypeName
 
@@ -167,7 +167,7 @@ def test_an_update_is_the_same_with_and_without_groups_that_teach_nothing(tiny_f
     whole, chosen = (make_policy(tiny_folder, loss={"kind": kind}) for _ in range(2))
     figures = [
         policy.update(micro_batches(given, row_tokens=512, normalize_std=False), N_TOKENS)
-        for policy, given in ((whole, groups), (chosen, teaching(groups, whole.config.loss)))
+        for policy, given in ((whole, groups), (chosen, with_gradient(groups, whole.config.loss)))
     ]
     for name in ("loss", "optim/grad_norm"):
         assert figures[1][name] == pytest.approx(figures[0][name], rel=1e-4)
@@ -193,7 +193,7 @@ def test_an_allocation_that_fails_names_the_field_its_value_and_what_is_not_set_
     error: Exception | None, recomputes: bool
 ) -> None:
     section = SMALL.model_copy(update={"activation_checkpointing": recomputes})
-    with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(section, LOWERS):
+    with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explain_out_of_memory(section, LOWERS):
         if error:
             raise error
         torch.empty(2**48)
@@ -204,7 +204,7 @@ def test_an_allocation_that_fails_names_the_field_its_value_and_what_is_not_set_
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("x"), KeyboardInterrupt()])
 def test_another_failure_passes_unchanged(error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught, explained(SMALL, LOWERS):
+    with pytest.raises(type(error)) as caught, explain_out_of_memory(SMALL, LOWERS):
         raise error
     assert caught.value is error
 

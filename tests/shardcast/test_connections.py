@@ -48,7 +48,7 @@ def door() -> Iterator[Door]:
 def test_at_the_limit_the_oldest_that_asked_nothing_loses_its_place_to_the_next(door: Door) -> None:
     """Else a few thousand silent strangers keep every new node out."""
     member, oldest, other = (door.connect() for _ in range(3))
-    door.listener.asked(member.peer)
+    door.listener.note_request(member.peer)
     with pytest.raises(ConnectionAbortedError):
         door.connect()
     with suppress(ConnectionResetError):
@@ -61,7 +61,7 @@ def test_at_the_limit_the_oldest_that_asked_nothing_loses_its_place_to_the_next(
 
 def test_at_the_limit_of_those_who_asked_the_new_one_is_refused(door: Door) -> None:
     for _ in range(3):
-        door.listener.asked(door.connect().peer)
+        door.listener.note_request(door.connect().peer)
     with pytest.raises(ConnectionAbortedError):
         door.connect()
     assert (door.listener.refused, door.listener.cut, len(door.listener.open)) == (1, 0, 3)
@@ -115,7 +115,7 @@ def test_a_server_accepts_as_many_as_it_can_open_files_for_and_says_so(
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     assert connections.affordable(4096) == 448
-    assert "accepts 448 connections of the 4096" in caplog.text and "ulimit -n" in caplog.text
+    assert "accepts 448 connections instead of 4096" in caplog.text and "ulimit -n" in caplog.text
     caplog.clear()
     assert connections.affordable(100) == 100
     assert connections.affordable(sys.maxsize) == 448 and not caplog.messages

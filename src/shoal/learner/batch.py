@@ -1,8 +1,8 @@
-"""Groups as training data: rows that are planned by lengths alone, and packed one at a time when they are computed.
+"""Turn groups into training data. Rows are planned from lengths alone and packed one at a time, when they are computed.
 
-Invariant: every token that the model wrote is a target exactly once, for any row length. Tokens of an environment are in
-the forward and in no target, so they have no loss.
-Advantages: GRPO (arXiv 2402.03300); without the division by std as in Dr. GRPO (arXiv 2503.20783).
+Invariant: every token that the model wrote is a target exactly once, for any row length. Environment tokens go through
+the forward pass but are never targets, so they have no loss.
+Advantages: GRPO (arXiv 2402.03300), or Dr. GRPO (arXiv 2503.20783), which does not divide by the std.
 """
 
 import math
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from shoal.config.recipe import LossSection
-from shoal.learner.groups import Array, Group, Known, Outline, outline_of
+from shoal.learner.groups import AnyGroup, Array, Group, Outline, outline_of
 from shoal.model.attention import Span
 from shoal.model.tree import Pack, Tree, pack, split_lengths
 from shoal.tasks.budget import rewards_differ
 
-K = TypeVar("K", bound=Known)
+K = TypeVar("K", bound=AnyGroup)
 STD_EPSILON = 1e-6  # added to a group's std
 
 
 def group_advantages(rewards_G: Tensor, *, normalize_std: bool) -> Tensor:
-    """Reward minus the group's mean, optionally over the group's std. Return advantages_G, float32.
+    """Return each reward minus the group's mean, optionally over the group's std: advantages_G, float32.
 
-    The std is the sample's (over G - 1), as in TRL and verl.
+    The std is the sample std (divided by G - 1), as in TRL and verl.
     """
     exact_G = rewards_G.float().double()  # float32s sum exactly in float64: equal rewards give exactly 0
     advantages_G = exact_G - exact_G.mean()
@@ -38,31 +38,31 @@ def group_advantages(rewards_G: Tensor, *, normalize_std: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """N tokens to train on in one packed row."""
+    """One packed row with N trained tokens."""
 
     pack: Pack
     behaviour_N: Tensor
     advantage_N: Tensor
-    rollout_N: Tensor  # int64: the number of each token's rollout, from 0
+    rollout_N: Tensor  # int64: index of each token's rollout in the row
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What of a row its outline does not tell."""
+    """A row's tokens and behaviour logprobs."""
 
     tokens_T: Array  # int32
-    behaviour_N: Array  # float32, NaN where nobody checked it: see `with_behaviour`
+    behaviour_N: Array  # float32; NaN where no validator checked it, see `with_behaviour`
 
     def with_behaviour(self, own_N: Array) -> "Contents":
-        """Return them with the policy's own logprobs as behaviour where nobody checked any."""
+        """Return a copy with the policy's logprobs `own_N` in place of unchecked behaviour logprobs."""
         return replace(self, behaviour_N=np.where(np.isnan(self.behaviour_N), own_N, self.behaviour_N))
 
 
 @dataclass(frozen=True)
 class GroupPart:
-    """Some completions of a group, by number, which fit a row together with its prompt."""
+    """A range of a group's completions that fits a row together with the prompt."""
 
-    group: Known
+    group: AnyGroup
     completions: range
 
     @property
@@ -84,7 +84,7 @@ class GroupPart:
 
 @dataclass(frozen=True)
 class Row:
-    """A row as every rank knows it. Whoever knows its groups has its contents, too."""
+    """A row to compute. Every rank knows its lengths; a rank that has its groups can also make its contents."""
 
     parts: Sequence[GroupPart]
 
@@ -106,25 +106,24 @@ class Row:
 
     @property
     def checked(self) -> bool:
-        """Whether all of its behaviour logprobs were checked."""
+        """Whether a validator checked all of its behaviour logprobs."""
         return all(part.outline.checked for part in self.parts)
 
     def contents(self) -> Contents:
-        """From the groups, which must be known."""
+        """Return the row's tokens and logprobs. Every part must hold a Group, not an Outline."""
         tokens: list[Array] = []
         behaviour: list[Array] = []
         for part in self.parts:
             group = part.group
             assert isinstance(group, Group)
-            tokens += [
-                np.asarray(of, np.int32) for of in (group.prompt, *(group.completions[i] for i in part.completions))
-            ]
-            own = [np.asarray(group.behaviour[i], np.float32) for i in part.completions]
-            behaviour += own if group.checked else [np.full(len(of), math.nan, np.float32) for of in own]
+            tokens.append(np.asarray(group.prompt, np.int32))
+            tokens += [np.asarray(group.completions[i], np.int32) for i in part.completions]
+            logprobs = [np.asarray(group.behaviour[i], np.float32) for i in part.completions]
+            behaviour += logprobs if group.checked else [np.full_like(each, math.nan) for each in logprobs]
         return Contents(np.concatenate(tokens), np.concatenate(behaviour))
 
     def packed(self, contents: Contents, *, normalize_std: bool) -> MicroBatch:
-        """As training data."""
+        """Pack the row and compute its advantages."""
         trees, advantages, at = [], [], 0
         for part in self.parts:
             ends = np.cumsum([at + part.outline.prompt_tokens, *part.lengths])
@@ -143,16 +142,16 @@ class Row:
         )
 
 
-def teaching(groups: Sequence[K], loss: LossSection) -> list[K]:
-    """The groups that have a gradient. Groups of equal rewards have none if both beta and entropy are 0."""
+def with_gradient(groups: Sequence[K], loss: LossSection) -> list[K]:
+    """Return the groups that have a gradient. Groups of equal rewards have none if beta and entropy are both 0."""
     return [group for group in groups if loss.beta > 0 or loss.entropy > 0 or rewards_differ(group.rewards)]
 
 
-def plan(groups: Iterable[Known], *, row_tokens: int) -> list[Row]:
-    """Fill rows of `row_tokens` positions with the groups' trees, in the order of the groups.
+def plan(groups: Iterable[AnyGroup], *, row_tokens: int) -> list[Row]:
+    """Fill rows of `row_tokens` positions with the groups' trees, in order.
 
-    A row is full when the next tree does not fit. It is longer if one prompt and its completion need it: what the validator
-    accepted can be trained on.
+    A new row starts when the next tree does not fit. A row exceeds `row_tokens` only where a single prompt and completion
+    do, so whatever a validator accepted can be trained on.
     """
     rows: list[list[GroupPart]] = []
     free = 0
@@ -170,6 +169,6 @@ def plan(groups: Iterable[Known], *, row_tokens: int) -> list[Row]:
 
 
 def micro_batches(groups: Sequence[Group], *, row_tokens: int, normalize_std: bool) -> list[MicroBatch]:
-    """Return all rows of these groups, packed."""
+    """Plan and pack all rows of these groups."""
     rows = plan(groups, row_tokens=row_tokens)
     return [row.packed(row.contents(), normalize_std=normalize_std) for row in rows]

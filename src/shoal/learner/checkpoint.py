@@ -1,12 +1,12 @@
-"""Checkpoints of the learner: fp32 masters, optimizer state, counters, random state, and what was trained on.
+"""Save and restore the learner: fp32 masters, optimizer state, counters, random state, and the submissions trained on.
 
-torch.distributed.checkpoint writes them as safetensors in the background, each rank its own shards. Meanwhile the learner
-waits for its next batch and computes gradients. Only the next optimizer step, which would change the tensors being
-written, waits for the end, so no tensor is copied. Any number of ranks can read what any other number wrote.
+torch.distributed.checkpoint writes safetensors in the background, each rank its own shards. The live tensors are written
+without a copy: the learner may wait for a batch and compute gradients meanwhile, but its next optimizer step waits until
+the checkpoint is written. A checkpoint can be restored with any number of ranks.
 Invariant: writing a checkpoint does not change training. A checkpoint folder appears whole (temporary name, fsync, rename)
-or not at all, and one whose bytes changed since is refused. Nothing is unpickled: DCP's own format holds a pickle, its
-Hugging Face format does not.
-The idea of the format: ByteCheckpoint (arXiv 2407.20143).
+or not at all, and a damaged one is refused. Nothing is unpickled: DCP's default format contains a pickle, its Hugging Face
+format does not.
+Source of the format: ByteCheckpoint (arXiv 2407.20143).
 """
 
 import json
@@ -34,11 +34,11 @@ from shoal.learner.policy import Policy
 from shoal.learner.ranks import from_leader
 
 PROGRESS = "progress.json"
-FILES = "files.json"  # the BLAKE3 of each other file
-RNG = "rng_state"  # torch's, on the CPU
-STEP = "step"  # in the optimizer's state
-STEPS = "steps"  # AdamW's own count of updates for each master; it leaves out updates without a gradient
-FILE_BYTES = 24 << 20  # tensors per file; a file is copied in memory to be written, and small copies reuse memory
+FILES = "files.json"  # BLAKE3 of every other file
+RNG = "rng_state"  # of torch's CPU generator
+STEP = "step"  # AdamW's key in a master's optimizer state
+STEPS = "steps"  # AdamW's update count for each master; updates without a gradient do not count
+FILE_BYTES = 24 << 20  # tensors per file; DCP copies a file in memory before writing it, and small copies reuse memory
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
@@ -46,23 +46,23 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", modul
 
 @dataclass
 class LearnerProgress:
-    """How far training is. `step` steps are done, so the policy is version `step`."""
+    """How far training is: `step` steps are done, so the policy is version `step`."""
 
     step: int = 0
     updates: int = 0
-    skipped_in_row: int = 0  # steps whose batch held nothing to train on
+    skipped_in_row: int = 0  # consecutive steps with nothing to train on
     version_digest: str = ""  # BLAKE3 of that version's weights file; empty before it is published
-    trained: list[str] = field(default_factory=list)  # submissions, in order: the position in the data
-    place: dict[str, int] | None = None  # of the next token of a text (`pretrain/text`)
+    trained: list[str] = field(default_factory=list)  # submissions, in order
+    place: dict[str, int] | None = None  # position of the next token in the text (`pretrain/text`)
 
     def advance(self, submissions: Iterable[str]) -> None:
-        """One more step is done, trained on groups of `submissions`."""
+        """Count one more step, trained on groups of `submissions`."""
         self.step += 1
         self.trained += dict.fromkeys(submissions)
 
 
 class _NoCopy(AsyncStager):
-    """Gives the writer the live tensors. Whoever changes them must wait for it first."""
+    """Pass the live tensors to the writer. Call `Checkpoints.finish` before changing them."""
 
     _synchronize_after_execute = False
 
@@ -83,7 +83,7 @@ class Checkpoints:
         policy: Policy,
         sign: Callable[[Path, int, dict[str, str]], None] = lambda folder, step, files: None,
     ) -> None:
-        """`sign` a checkpoint's whole folder, which has no name yet, its step, and the BLAKE3 of each file."""
+        """`sign` gets a complete checkpoint's temporary folder, its step, and the BLAKE3 of each file."""
         self.folder = folder
         self.policy = policy
         self.sign = sign
@@ -101,7 +101,7 @@ class Checkpoints:
         if self.ranks.leads:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        self.ranks.broadcast(b"")  # the folder exists
+        self.ranks.broadcast(b"")  # barrier: the folder exists
         tensors = self._tensors()
         future = async_save(
             tensors,
@@ -112,13 +112,10 @@ class Checkpoints:
         )
         assert isinstance(future, Future)
         progress.updates = self.policy.updates
-        self._writing = (
-            future,
-            replace(progress, trained=[*progress.trained]),
-        )  # a copy: the caller continues to change it
+        self._writing = (future, replace(progress, trained=[*progress.trained]))  # a copy: the caller keeps changing it
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written, if any, and give it its name. Raise OSError if the disk refused."""
+        """Wait for the checkpoint being written, if any, and commit it. Raise OSError if writing failed."""
         if self._writing is None:
             return
         (future, progress), self._writing = self._writing, None
@@ -139,13 +136,13 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def restore(self) -> LearnerProgress:
-        """Load the newest whole checkpoint into the policy and return its progress, or a new Progress without one.
+        """Load the newest complete checkpoint into the policy and return its progress; without one, return a new progress.
 
-        Raise ShoalError on every rank if it is damaged.
+        Raise ShoalError on every rank if the checkpoint is damaged.
         """
         complete = self._complete()
-        for half in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
-            log.warning("ignoring %s: the learner ended while it was being written", half)
+        for incomplete in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
+            log.warning("ignoring %s: the learner ended while it was being written", incomplete)
         if not complete:
             return LearnerProgress()
         newest = complete[-1]
@@ -168,7 +165,7 @@ class Checkpoints:
         return progress
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Masters and optimizer state by name: the live tensors, except for the random state and `STEPS`."""
+        """Return masters and optimizer state by name: live tensors, except for RNG and STEPS."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         for name, master in self.policy.masters.items():
             tensors[f"model.{name}"] = master.detach()
@@ -180,7 +177,7 @@ class Checkpoints:
         return tensors
 
     def _optimizer_state(self, master: Tensor) -> dict[str, Tensor]:
-        """The live state of one master. Before its first update it is made here as AdamW would make it."""
+        """Return the live optimizer state of one master. Initialise it as AdamW would if the master has no update yet."""
         state: dict[str, Tensor] = self.policy.optimizer.state[master]
         if not state:
             state[STEP] = torch.zeros((), device=master.device)
@@ -198,7 +195,7 @@ class Checkpoints:
 
 
 def _check(folder: Path) -> None:
-    """Raise ShoalError unless the files are those that were written."""
+    """Raise ShoalError if a file changed since it was written."""
     present = digests(folder)
     try:
         changed = [
@@ -215,7 +212,7 @@ def _name(step: int) -> str:
 
 
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """The number of the file, from 1, that each tensor goes to."""
+    """Assign each tensor to a file. Return file numbers, from 1."""
     numbers, number, used_bytes = {}, 1, 0
     for name, tensor in tensors.items():
         size_bytes = tensor.numel() * tensor.element_size()

@@ -1,12 +1,12 @@
-"""The groups of one step: waited for, downloaded, verified again, told to every rank. The learner trusts no other process.
+"""Fetch and verify the groups of one step, and share them among the ranks. The learner trusts no other process.
 
-The leading rank has a group's tokens and logprobs, as the arrays that the file holds. The other ranks have its outline:
-lengths and rewards, enough to plan the rows and to divide the sums. Tokens go to the rank that computes them (`updates`).
-While a step trains, the leader fetches the next one's files if its batch is full by then.
-Invariant: every row is signed by a registered validator, is within the async level, and holds possible values. A file that
-breaks the schema is quarantined under its name. Groups of it, of a file that is not this run's, too old or implausible ones
-are left out and counted. A full batch never changes, so whatever is in it must not stop the learner: it would be stopped by
-the same batch at each restart. All ranks know the same groups in the same order.
+The leader (rank 0) has each group's tokens and logprobs, as arrays from the file. The other ranks have its outline, lengths
+and rewards, which is enough to plan the rows. Tokens go only to the rank that computes them (`updates`).
+While a step trains, the leader prefetches the next step's files once that batch is full.
+Invariant: every group is signed by a registered validator, is within the async level, and has plausible values. A file that
+breaks the schema is moved to quarantine. Groups in such a file, of another run, too old or implausible are left out and
+counted. Nothing in a full batch may stop the learner: a full batch never changes, so it would stop every restart, too. All
+ranks have the same groups in the same order.
 """
 
 import json
@@ -45,22 +45,22 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Outline:
-    """A group as every rank knows it: without its tokens and logprobs."""
+    """A group without its tokens and logprobs. Every rank has it."""
 
     submission: str
-    number: int  # in the submission
+    number: int  # index in the submission
     policy_version: int
     prompt_tokens: int
     lengths: list[int]  # tokens of each completion
     rewards: list[float]
-    turns: list[list[int]] = field(default_factory=list)  # of each completion, see `model/turns`; []: all are single
-    checked: bool = True  # false: the behaviour logprobs are the worker's own, and are not used
+    turns: list[list[int]] = field(default_factory=list)  # of each completion (`model/turns`); []: all single-turn
+    checked: bool = True  # false: the behaviour logprobs are the worker's and are not used
 
     @cached_property
     def trained(self) -> list[int]:
-        """How many tokens of each completion are trained on: those that the model wrote."""
+        """Trained tokens of each completion: those that the model wrote."""
         turns = self.turns or [[]] * len(self.lengths)
-        return [model_tokens(of, length) for of, length in zip(turns, self.lengths, strict=True)]
+        return [model_tokens(own, length) for own, length in zip(turns, self.lengths, strict=True)]
 
     @property
     def n_tokens(self) -> int:
@@ -69,7 +69,7 @@ class Outline:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """G completions of one prompt, with what training needs of them. Tokens and logprobs are arrays, or lists."""
+    """G completions of one prompt, with tokens, behaviour logprobs and rewards."""
 
     submission: str
     policy_version: int
@@ -103,36 +103,36 @@ class Group:
         return self.outline.n_tokens
 
 
-Known = Group | Outline  # the leading rank has the groups, the others their outlines
+AnyGroup = Group | Outline  # the leader has Groups, the other ranks Outlines
 
 
-def outline_of(group: Known) -> Outline:
+def outline_of(group: AnyGroup) -> Outline:
     return group.outline if isinstance(group, Group) else group
 
 
 def encode(groups: Sequence[Group]) -> bytes:
-    """Return their outlines as JSON, which keeps floats exactly."""
+    """Encode the groups' outlines as JSON, which keeps floats exactly."""
     return json.dumps([asdict(group.outline) for group in groups]).encode()
 
 
 def decode(data: bytes) -> list[Outline]:
-    """Return the outlines of `encode`'s message."""
+    """Decode a message of `encode`."""
     return [Outline(**fields) for fields in json.loads(data)]
 
 
 @dataclass(frozen=True)
 class AcceptedFile:
-    """An accepted file as arrays."""
+    """An accepted rollout file as arrays."""
 
     header: Header
     columns: Columns
 
     def numbers(self, name: str) -> Array:
-        """A column with one number for each rollout."""
+        """Return a column that has one number per rollout."""
         return self.columns[name].values
 
     def slices(self, name: str, rows: range) -> list[Array]:
-        """The lists of these rollouts, as views."""
+        """Return these rollouts' lists from a list column, as views."""
         return slices(self.columns[name], rows)
 
     def __len__(self) -> int:
@@ -147,44 +147,44 @@ def slices(column: Column, rows: range) -> list[Array]:
 
 @dataclass(frozen=True)
 class Fetched:
-    """The groups to train on, and how many groups of the batch were left out, by reason."""
+    """The groups to train on, and the number of groups left out, by reason."""
 
     groups: list[Group]
-    contents: dict[str, str] = field(default_factory=dict)  # by submission: the digest of its accepted file's rows
+    contents: dict[str, str] = field(default_factory=dict)  # digest of the accepted file's rows, by submission
     refused: int = 0  # older than the async level
     quarantined: int = 0  # in files that break the schema
-    foreign: int = 0  # in files of no validator of this run (any more), of another run or version, or not whole
-    implausible: int = 0  # with a logprob or reward that cannot be true
+    foreign: int = 0  # not signed by a current validator, of another run, of a future version, or incomplete
+    implausible: int = 0  # with an impossible logprob or reward
 
     @property
     def left_out(self) -> str:
-        """For a person: how many groups were left out, and why."""
+        """How many groups were left out and why, for a log line."""
         return (
-            f"{self.refused} are too old, {self.foreign} are not this run's, {self.implausible} hold impossible values, "
+            f"{self.refused} are too old, {self.foreign} are not this run's, {self.implausible} have impossible values, "
             f"{self.quarantined} are in files moved to quarantine"
         )
 
 
 class Gathering:
-    """Verifies the groups of one step's batch. Each file is read once."""
+    """Read and verify the groups of one step's batch. Each file is read once."""
 
     def __init__(self, read: Callable[[str], bytes], *, run: str, config: Config, quarantine: Path) -> None:
-        """`read` gives the accepted file of a submission."""
+        """`read` returns a submission's accepted file."""
         self.read = read
         self.run = run
         self.config = config
         self.quarantine = quarantine
-        self._files: dict[str, AcceptedFile | None] = {}  # None: it breaks the schema
+        self._files: dict[str, AcceptedFile | None] = {}  # None: the file breaks the schema
 
     def fetch(self, batch: Batch) -> None:
-        """Read the batch's files. Raise NodeError if one cannot be had."""
+        """Read the batch's files. Raise NodeError if a download fails."""
         for submission in dict.fromkeys(member.submission for member in batch.groups):
             if submission not in self._files:
                 data = self.read(submission)
                 self._files[submission] = _parsed(data, submission, self.config, self.quarantine)
 
     def gather(self, batch: Batch, validators: set[str]) -> Fetched:
-        """Verify a full batch. `validators`: the keys that may sign accepted files now. Raise NodeError like `fetch`."""
+        """Verify a full batch. `validators`: keys that may sign accepted files. Raise NodeError if a download fails."""
         self.fetch(batch)
         judged = [self._judge(batch.step, member.submission, member.group, validators) for member in batch.groups]
         files = {member.submission: self._files[member.submission] for member in batch.groups}
@@ -213,8 +213,8 @@ class Gathering:
 
 
 def gathering(node: Node, config: Config, quarantine: Path) -> Gathering:
-    """Of files that are downloaded from the pool."""
-    limit = config.max_submission_bytes  # the coordinator takes no larger file from a validator either
+    """Return a Gathering that downloads accepted files from the pool."""
+    limit = config.max_submission_bytes  # the coordinator's limit, too
 
     def download(submission: str) -> bytes:
         return node.fetch_file(f"/v1/accepted/{submission}", most_bytes=limit)
@@ -223,15 +223,15 @@ def gathering(node: Node, config: Config, quarantine: Path) -> Gathering:
 
 
 def validators(node: Node) -> set[str]:
-    """The keys that may sign accepted files now."""
+    """Return the keys that may sign accepted files now."""
     return set(node.descriptor().keys.get("validator", []))
 
 
 def implausible_value(group: Group) -> str:
-    """What cannot be true of a group's logprobs and rewards; empty if everything can.
+    """Describe the first impossible logprob or reward of a group; return "" if there is none.
 
-    One such value would dominate the batch or make a metric infinite. Logprobs that nobody checked are the worker's own and
-    are not used, so they may have any value.
+    One such value would dominate the batch or make a metric infinite. Unchecked logprobs are not used, so they may have any
+    value.
     """
     for logprobs, trained in zip(group.behaviour, group.trained, strict=True):
         if len(logprobs) != trained:
@@ -259,7 +259,7 @@ def _parsed(data: bytes, submission: str, config: Config, quarantine: Path) -> A
 
 
 def _origin_fault(validators: set[str], run: str, step: int, file: AcceptedFile) -> str:
-    """Why the file must not be trained on; empty if it may."""
+    """Return why the file must not be trained on, or ""."""
     header = file.header
     if header.signer not in validators:
         return f"it is signed by {header.signer[:16]}, which is not a validator of this run"
@@ -298,7 +298,7 @@ def _group(file: AcceptedFile, submission: str, number: int, size: int) -> Group
 # --- waiting for a batch -------------------------------------------------------------------------------------------------
 
 POLL_S = 0.1
-LOOK_S = 1.0  # between two looks at the next step's batch while a step trains
+LOOK_S = 1.0  # between polls for the next step's batch while a step trains
 
 
 @dataclass(frozen=True)
@@ -306,15 +306,15 @@ class StepBatch:
     """What a step trains on."""
 
     step: int
-    groups: Sequence[Known]  # the leader's have their tokens
-    fetched: Fetched = field(default_factory=lambda: Fetched([]))  # known to the leader
-    members: Sequence[BatchGroup] = ()  # of the batch, those left out too; known to the leader
-    waited_s: float = 0.0  # for it to be full
-    full_s: float = 0.0  # when it was, by `time.monotonic`
+    groups: Sequence[AnyGroup]
+    fetched: Fetched = field(default_factory=lambda: Fetched([]))  # on the leader alone
+    members: Sequence[BatchGroup] = ()  # the whole batch, including groups left out; on the leader alone
+    waited_s: float = 0.0  # until the batch was full
+    full_s: float = 0.0  # when the batch was full, by `time.monotonic`
 
 
 class IncomingBatches:
-    """The steps' batches. `node` is the leader's connection to the pool, and None on the other ranks."""
+    """Wait for each step's batch. `node` is the leader's connection to the pool, and None on the other ranks."""
 
     def __init__(self, node: Node | None, ranks: Ranks, config: Config, quarantine: Path) -> None:
         self.node = node
@@ -326,7 +326,7 @@ class IncomingBatches:
     def wait(self, step: int, stop: threading.Event) -> StepBatch | None:
         """Return the step's batch once it is full, on every rank; None if `stop` comes first.
 
-        Raise NodeError if a file cannot be had.
+        Raise NodeError if a download fails.
         """
         if self.node is None:
             message = self.ranks.broadcast(None)
@@ -342,7 +342,7 @@ class IncomingBatches:
                 self.ranks.broadcast(message)
 
     def prefetch(self, step: int) -> None:
-        """Begin to fetch this step's files."""
+        """Start fetching this step's files in the background."""
         if self.node is not None and step < self.config.run.steps:
             self._prefetch = Prefetch(step, self.node, self._gathering(self.node))
             self._prefetch.start()
@@ -350,14 +350,14 @@ class IncomingBatches:
     def _gathered(self, node: Node, step: int, stop: threading.Event) -> StepBatch | None:
         started_s = time.monotonic()
         node.doing(f"step {step}'s batch", waiting=True)
-        begun, self._prefetch = self._prefetch, None
-        known = begun.take() if begun and begun.step == step else self._gathering(node)
+        prefetch, self._prefetch = self._prefetch, None
+        gathering = prefetch.take() if prefetch and prefetch.step == step else self._gathering(node)
         while not stop.is_set():
             batch = node.get(f"/v1/batches/{step}", Batch)
             if batch.ready:
                 node.doing(f"training step {step}")
                 full_s = time.monotonic()
-                fetched = known.gather(batch, validators(node))
+                fetched = gathering.gather(batch, validators(node))
                 return StepBatch(step, fetched.groups, fetched, batch.groups, full_s - started_s, full_s)
             stop.wait(POLL_S)
         return None
@@ -367,7 +367,7 @@ class IncomingBatches:
 
 
 class Prefetch(threading.Thread):
-    """Fetches a step's files beside the training of the step before."""
+    """Fetch a step's files while the step before it trains."""
 
     def __init__(self, step: int, node: Node, gathering: Gathering) -> None:
         super().__init__(name=f"prefetch of step {step}", daemon=True)
@@ -384,11 +384,11 @@ class Prefetch(threading.Thread):
                 if batch.ready:
                     return self._gathering.fetch(batch)
                 self._ended.wait(LOOK_S)
-        except (ShoalError, OSError) as error:  # raised by `take`, in the loop's own thread
+        except (ShoalError, OSError) as error:  # `take` raises it in the loop's thread
             self._error = error
 
     def take(self) -> Gathering:
-        """Return what was fetched, once what is being fetched is there. Raise what the fetching raised."""
+        """Stop polling, wait for downloads in progress, and return the fetched files. Raise any error of the thread."""
         self._ended.set()
         self.join()
         if self._error is not None:

@@ -1,7 +1,7 @@
 """The learner's loop: wait for a batch, train, publish, checkpoint, report. It never waits for one worker or relay.
 
-Publishing writes `versions/vN`. The origin (`cli/origin_and_relay`) watches that folder and publishes it, and workers
-follow the relays (`worker/loop`). Meanwhile they continue with the version they have.
+Publishing writes `versions/vN`. The origin (`cli/origin_and_relay`) watches that folder and serves new versions; workers
+download them through relays (`worker/loop`) and generate with the version they have until then.
 Invariant: policy version v is the state after steps 0..v-1, and a published version never changes.
 Under torchrun every rank runs this loop, and only the leader talks to the pool.
 Paper: PRIME-RL in INTELLECT-2 (arXiv 2505.07291, section 2).
@@ -21,9 +21,9 @@ from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.files import commit_folder, copy_tree
 from shoal.learner import report, updates
-from shoal.learner.batch import teaching
+from shoal.learner.batch import with_gradient
 from shoal.learner.checkpoint import Checkpoints, LearnerProgress
-from shoal.learner.groups import Fetched, Group, IncomingBatches, Known
+from shoal.learner.groups import AnyGroup, Fetched, Group, IncomingBatches
 from shoal.learner.masters import merge_adapters, write_adapter
 from shoal.learner.policy import Policy
 from shoal.model.dtype import measure_gflops
@@ -32,9 +32,9 @@ from shoal.protocol.messages import Ok, StepReport
 from shoal.protocol.node import Node
 from shoal.shardcast.manifest import version_name
 
-MODEL = "model"  # folder of the trained model, once the run has finished
-MAX_SKIPS = 3  # steps skipped in a row; one more ends the run
-ADAPTER = "adapter"  # folder of its adapters alone, for peft
+MODEL = "model"  # folder of the trained model, written when the run finishes
+MAX_SKIPS = 3  # consecutive skipped steps; one more ends the run
+ADAPTER = "adapter"  # folder of the adapters alone, for peft
 
 log = logging.getLogger(__name__)
 
@@ -71,23 +71,23 @@ class Learner:
             self.checkpoint(progress)
             self.report(progress, before, batch.fetched, figures, time.monotonic() - batch.full_s, batch.waited_s)
         self.checkpoints.finish()
-        self.leave_model(progress)
+        self.export_model(progress)
         return "finished"
 
-    def compute(self, progress: LearnerProgress, groups: Sequence[Known], fetched: Fetched) -> dict[str, float]:
-        """Train on the step's groups, or skip the step if there are none."""
+    def compute(self, progress: LearnerProgress, groups: Sequence[AnyGroup], fetched: Fetched) -> dict[str, float]:
+        """Train on the step's groups; skip the step if there are none."""
         if not groups:
             return self.skip(progress, fetched)
         progress.skipped_in_row = 0
         return self.train(groups)
 
-    def train(self, groups: Sequence[Known]) -> dict[str, float]:
-        """Make the step's optimizer updates on these groups. Return the metrics of training."""
+    def train(self, groups: Sequence[AnyGroup]) -> dict[str, float]:
+        """Run the step's optimizer updates on these groups. Return training metrics."""
         started_s = time.monotonic()
         return updates.train(self.policy, groups, self.config) | {"perf/train_s": time.monotonic() - started_s}
 
     def skip(self, progress: LearnerProgress, fetched: Fetched) -> dict[str, float]:
-        """Pass over a step whose batch holds nothing to train on: the next version has the same weights.
+        """Skip a step whose batch has nothing to train on: the next version has the same weights.
 
         Raise ShoalError once MAX_SKIPS steps in a row were skipped.
         """
@@ -95,7 +95,7 @@ class Learner:
             self.checkpoints.finish()  # a restart stops here, too
             raise ShoalError(
                 f"step {progress.step}: no group is left to train on; {fetched.left_out} (see the log). The "
-                f"{progress.skipped_in_row} steps before it were skipped, as many as may be: look for a broken "
+                f"{progress.skipped_in_row} steps before it were skipped, the maximum: look for a broken "
                 "validator or coordinator"
             )
         log.error("step %d is skipped: no group is left to train on; %s", progress.step, fetched.left_out)
@@ -103,7 +103,7 @@ class Learner:
         return {"optim/skipped": 1.0}
 
     def publish(self, progress: LearnerProgress) -> dict[str, float]:
-        """Write the current version for the origin, unless it is published already. Return size and seconds."""
+        """Write the current version for the origin unless it is there already. Return `sync/` metrics."""
         started_s = time.monotonic()
         final = self.versions / version_name(progress.step)
         if not final.exists():
@@ -116,8 +116,8 @@ class Learner:
         drop_old_versions(self.versions, self.config.learner.keep_versions)
         return report.sync_metrics(final, time.monotonic() - started_s)
 
-    def leave_model(self, progress: LearnerProgress) -> None:
-        """Leave the last version where the user looks for it: a plain model, adapters merged, and the adapters alone."""
+    def export_model(self, progress: LearnerProgress) -> None:
+        """Write the last version for the user: a plain model with adapters merged, and the adapters alone."""
         if self.node is None:
             return
         version, base = self.versions / version_name(progress.step), self.config.model.name
@@ -129,7 +129,7 @@ class Learner:
         log.info("finished %d steps; the trained model is in %s", progress.step, self.folder / MODEL)
 
     def replace(self, name: str, write: Callable[[Path], None]) -> None:
-        """Put what `write` leaves in a new folder in the place of an earlier run's."""
+        """Replace the folder `name` by what `write` puts into a new folder."""
         temporary = self.folder / f".{name}"
         shutil.rmtree(temporary, ignore_errors=True)
         write(temporary)
@@ -137,12 +137,12 @@ class Learner:
         commit_folder(temporary, self.folder / name)
 
     def checkpoint(self, progress: LearnerProgress) -> None:
-        """Begin to write a checkpoint every few steps and after the last one."""
+        """Start writing a checkpoint if one is due: every few steps, and after the last."""
         if progress.step % self.checkpoints.every == 0 or progress.step == self.config.run.steps:
             self.checkpoints.begin(progress)
 
     def sign(self, folder: Path, step: int, files: dict[str, str]) -> None:
-        """Sign the checkpoint in `folder`, of the state before `step`."""
+        """Sign the checkpoint in `folder`; it holds the state before `step`."""
         if self.node is not None:
             report.sign_folder(self.node, folder, step, files)
 
@@ -155,7 +155,7 @@ class Learner:
         busy_s: float,
         waiting_s: float,
     ) -> None:
-        """Post the step's metrics and what it trained on; `before`: digest of the weights that the step began with."""
+        """Report the last step's metrics and record. `before`: digest of the weights that the step started with."""
         if self.node is None:
             return
         step = progress.step - 1
@@ -183,7 +183,7 @@ class Learner:
     def post(
         self, node: Node, progress: LearnerProgress, before: str, fetched: Fetched, figures: dict[str, float]
     ) -> None:
-        """Post the last step's figures and its signed record."""
+        """Post the last step's metrics and its signed record."""
         step, trained = progress.step - 1, [group.submission for group in fetched.groups]
         record = report.signed_record(node, step, fetched, before, progress.version_digest, self.policy)
         metrics = report.finite(figures)
@@ -192,10 +192,10 @@ class Learner:
     def _flops(self, groups: list[Group]) -> float:
         settings = self.config.learner
         extra = int(settings.loss.beta > 0)
-        return report.training_flops(self.shape, teaching(groups, settings.loss), extra_forwards=extra)
+        return report.training_flops(self.shape, with_gradient(groups, settings.loss), extra_forwards=extra)
 
 
 def drop_old_versions(folder: Path, keep: int) -> None:
-    """Remove all published versions but the newest `keep`."""
+    """Delete all but the newest `keep` published versions."""
     for old in sorted(folder.glob("v*"))[:-keep]:
         shutil.rmtree(old)

@@ -1,15 +1,14 @@
-"""The policy loss as pure functions: one surrogate per `loss.kind`, and a KL penalty and entropy bonus common to all.
+"""The policy loss as pure functions: one surrogate per `loss.kind`, plus the KL penalty and entropy bonus that all share.
 
     r_t = exp(logp_t - behaviour_t)
     loss = 1/D * sum_t w_t * ( -J_t + beta * KL_t - c * entropy_t )
 
-J_t is the kind's surrogate below. D depends on the whole global batch (`denominator`), so the losses of micro-batches and
-ranks add up. w_t is 1, except in gspo, which counts rollouts instead of tokens: there it is 1 / length of the rollout.
+J_t is the surrogate of `loss.kind`. D counts the whole global batch (`denominator`), so the losses of micro-batches and
+ranks add up. w_t is 1; gspo, which averages over rollouts instead of tokens, uses 1 / length of the rollout.
 KL is the k3 estimator exp(d) - d - 1 with d = reference - logp, with gradient (Schulman 2020).
 
-Invariant: functions of tensors only. Finite logprobs, however far apart, never give a NaN loss or gradient, and always
-give finite sums to report.
-Left out: PPO's ratio to a policy between the sampling one and the current one. Here the ratio spans the whole staleness.
+Invariant: finite logprobs, however far apart, give a loss and a gradient without NaN, and finite sums to report.
+Left out: a proximal policy between the sampling one and the current one. The ratio here covers the whole staleness.
 """
 
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from torch import Tensor
 
 from shoal.config.recipe import LossKind, LossSection
 
-MAX_LOG_RATIO = 80.0  # far beyond any delta; exp(89) is inf in float32, and its gradient NaN even if clipped
-MAX_LOG_REFERENCE = 8.0  # k3 grows linearly from there; its slope times the default beta is 3, below delta
+MAX_LOG_RATIO = 80.0  # far beyond any delta; exp(89) is inf in float32, with a NaN gradient even if clipped
+MAX_LOG_REFERENCE = 8.0  # k3 is linear beyond this; its slope times the default beta is 3, below delta
 
 
 class Surrogate(NamedTuple):
-    """For each token: the objective to maximise, and whether each bound applies (bool)."""
+    """Per token: the objective to maximise, and whether each bound applies (bool)."""
 
     objective_N: Tensor
     low_N: Tensor  # A < 0 and the probability fell far enough: no gradient
@@ -47,7 +46,7 @@ class LossTerms:
 
 
 def denominator(kind: LossKind, n_tokens: int, n_rollouts: int, max_tokens: int) -> float:
-    """D of the whole global batch: `n_tokens` trained tokens in `n_rollouts` rollouts of at most `max_tokens`.
+    """Return D for a global batch of `n_tokens` trained tokens in `n_rollouts` rollouts of at most `max_tokens`.
 
     grpo, cispo, dppo   trained tokens: every token has the same weight
     dr_grpo             max_tokens * n_rollouts: a token's weight does not depend on any rollout's length
@@ -79,12 +78,12 @@ def policy_loss(
     reference_N: Tensor | None = None,
     entropy_N: Tensor | None = None,
 ) -> LossTerms:
-    """Loss of N completion tokens of one micro-batch.
+    """Compute the loss of N completion tokens of one micro-batch.
 
-    logp_N: the policy's logprobs, with gradient. behaviour_N: logprobs under the version that sampled. advantage_N: the
+    logp_N: the policy's logprobs, with gradient. behaviour_N: logprobs under the sampling version. advantage_N: the
     advantage of each token's rollout. denominator: `denominator()` of the *global* batch. rollout_N, needed by gspo:
-    int64, the number of each token's rollout, in runs. reference_N is needed if settings.beta > 0, entropy_N if
-    settings.entropy > 0. All but rollout_N are float32, logprobs in nats. Raise ValueError if a needed one is missing.
+    int64, each token's rollout; a rollout's tokens are contiguous. reference_N is needed if settings.beta > 0, entropy_N if
+    settings.entropy > 0. All but rollout_N are float32, logprobs in nats. Raise ValueError if a required one is missing.
     """
     weight_N = torch.ones_like(logp_N)
     match settings.kind:
@@ -152,7 +151,7 @@ def gspo(
 
 
 def cispo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: LossSection) -> Surrogate:
-    """J = detached(min(r, delta)) * A * logp: the weight is clipped, and every token keeps its gradient.
+    """J = detached(min(r, delta)) * A * logp: the weight is clipped, but every token keeps its gradient.
 
     Source: MiniMax-M1 (arXiv 2506.13585, equations 4 and 5), without a lower bound, as there. delta is its
     1 + epsilon_high, for which it gives no value; ScaleRL (arXiv 2510.13786) finds 4 to 8 equally good. The weight is
@@ -165,7 +164,7 @@ def cispo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Lo
 
 
 def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: LossSection) -> Surrogate:
-    """J = M * detached(min(r, delta)) * A * logp; pi, mu: the token's probability now and when it was sampled.
+    """J = M * detached(min(r, delta)) * A * logp; pi, mu: the token's probability now and at sampling.
 
     M = 0 if A > 0 and pi - mu > epsilon, or A < 0 and pi - mu < -epsilon; otherwise 1. So a token is dropped once it
     moved far enough in the direction of its advantage. |pi - mu| is the total variation between the two policies if all
@@ -185,9 +184,9 @@ def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Los
 def k3(logp_N: Tensor, reference_N: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = reference - logp: >= 0, and its mean over the policy's own samples is KL(policy, reference).
 
-    Beyond d = MAX_LOG_REFERENCE its tangent replaces the exponential, so that a token that the policy has left neither
-    decides an update nor loses its pull. Source: Schulman, "Approximating KL divergence" (2020); for the bound,
-    benchmarks/kl_bound.py.
+       Beyond d = MAX_LOG_REFERENCE its tangent replaces the exponential, so that a token that the policy has left neither
+    an update nor loses its pull. Source: Schulman, "Approximating KL divergence" (2020); for the bound,
+       benchmarks/kl_bound.py.
     """
     d_N = reference_N - logp_N
     beyond_N = (d_N - MAX_LOG_REFERENCE).clamp(min=0)
@@ -211,7 +210,7 @@ def _ratio(drift_N: Tensor) -> Tensor:
 
 
 def _rollouts(rollout_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's rollout, numbered in order, and each rollout's length. Raise ValueError if one is not contiguous."""
+    """Return each token's rollout index and each rollout's length. Raise ValueError if a rollout is not contiguous."""
     _, index_N, length_R = torch.unique_consecutive(rollout_N, return_inverse=True, return_counts=True)
     if len(torch.unique(rollout_N)) != len(length_R):
         raise ValueError("a rollout's tokens must be contiguous: rollout_N returns to an earlier rollout")

@@ -1,14 +1,12 @@
-"""What is trained of a model: fp32 masters beside weights that hold them rounded to bf16, as published.
+"""The trained weights: fp32 masters, beside model weights that hold them rounded to bf16, as published.
 
-The optimizer updates the masters. The model computes with what workers sample with. Over several ranks FSDP keeps shards in
-a dtype of their own and casts what it gathers: if it gathers bf16, the shards are the masters, and rounded where they are
-used.
-With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters are trained in place of whole weights. A
-published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply them as
-the learner does, so all compute the same policy, and only adapters travel. At the end they are merged into the base weights,
-and written for peft.
-Invariant: a weight that is its own master is left alone by every function here. The learner computes with exactly what it
-publishes.
+The optimizer updates the masters; the model computes with the rounded weights, like the workers. With several ranks and bf16
+compute, FSDP's fp32 shards are the masters themselves: FSDP casts them to bf16 when it gathers them.
+With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters are trained instead of the weights. A
+published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply the
+adapters as the learner does, so all compute the same policy, and only adapters are transferred. After the last step they
+are merged into the base weights, and also written for peft.
+Invariant: the learner computes with exactly what it publishes. No function here changes a weight that is its own master.
 """
 
 import json
@@ -39,13 +37,13 @@ log = logging.getLogger(__name__)
 
 
 def in_shards(folder: Path, device: str, numerics: Numerics, ranks: Ranks) -> Sharded | None:
-    """How to load the model in shards; None if there is one rank, or if each must load all of it."""
+    """Return a sharded loader; None with one rank, or if every rank must load the whole model."""
     if ranks.size == 1:
         return None
     result = opened(folder, device, numerics, ranks.shard)
     if isinstance(result, Sharded):
         return result
-    log.warning("%s is loaded whole on every rank, and sharded then: %s", folder, result)
+    log.warning("%s is loaded whole on every rank before it is sharded: %s", folder, result)
     return None
 
 
@@ -56,9 +54,9 @@ def prepare(
     compute: torch.dtype,
     stored: Container[str],
 ) -> dict[str, Tensor]:
-    """Shard the model, copy the trained weights as masters, and round the model to bf16, in the compute dtype.
+    """Shard the model, copy its trained weights as masters, and round the model to bf16 values in the compute dtype.
 
-    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Return the masters by name.
+    Frozen weights stay in bf16. `stored`: names of the tensors in a published version. Return the masters by name.
     """
     shards = ranks.size > 1
     for parameter in scorer.model.parameters() if shards else ():
@@ -96,14 +94,14 @@ def round_(weights: Tensors, masters: Tensors) -> None:
 
 
 def collect(weights: Tensors, masters: Tensors) -> None:
-    """Add the weights' gradients to the masters', in fp32, and drop them."""
+    """Move the weights' gradients to the masters, in fp32."""
     for name, weight in weights.items():
         if weight.grad is not None and masters[name] is not weight:
             _add(masters[name], weight)
 
 
 def collect_early(weights: Tensors, masters: Tensors) -> None:
-    """Let every backward pass from now on `collect` a weight's gradient once it is complete: few exist at a time."""
+    """Move each weight's gradient to its master as soon as backward completes it, so that few exist at a time."""
     for name, weight in weights.items():
         if masters[name] is not weight:
             weight.register_post_accumulate_grad_hook(partial(_add, masters[name]))  # type: ignore[no-untyped-call]
@@ -120,7 +118,7 @@ def _add(master: Tensor, weight: Tensor) -> None:
 
 
 def attach_adapters_(model: Any, section: LoraSection) -> None:
-    """Give the model trainable adapters, and freeze everything else. Its output is unchanged at first."""
+    """Add trainable adapters to the model and freeze everything else. Its output does not change yet."""
     attach_(model, Adapters(section.rank, section.alpha), exact=numerics_module.of(model) == "exact")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
@@ -139,7 +137,7 @@ def merge_adapters(version: Path, folder: Path) -> None:
             tensor = file.get_tensor(name)
             layer = name.removesuffix(".weight")
             if f"{layer}.lora_A" in names:
-                down_rI, up_Or = (file.get_tensor(f"{layer}.{one}").float() for one in ("lora_A", "lora_B"))
+                down_rI, up_Or = (file.get_tensor(f"{layer}.{side}").float() for side in ("lora_A", "lora_B"))
                 tensor = tensor.float() + scale * (up_Or @ down_rI)
             merged[name] = tensor
     save_file(merged, folder / WEIGHTS, metadata={"format": "pt"})
@@ -148,7 +146,7 @@ def merge_adapters(version: Path, folder: Path) -> None:
 
 
 def write_adapter(version: Path, folder: Path, base: str) -> None:
-    """Write a published version's adapters as the package peft reads them. `base`: the model's name in the config."""
+    """Write a published version's adapters in peft's format. `base`: `model.name` in the config."""
     section = json.loads((version / "config.json").read_text())[FIELD]
     folder.mkdir(parents=True)
     with safe_open(version / WEIGHTS, framework="pt") as file:

@@ -1,11 +1,11 @@
 """The policy being trained: a model, its fp32 masters, its optimizer, and one update.
 
 The optimizer updates fp32 masters. The model holds the masters rounded to bf16, as published, in this machine's compute
-dtype. So gradients are taken at exactly the weights that workers sample with. At RL learning rates an update is smaller
-than a bf16 step, so gradients at the masters would be those of a policy that no worker samples from.
-The learning rate of update u, the first being 0, is lr (u + 1) / W for u < W, the warm-up, and then lr.
+dtype, so gradients are taken at exactly the weights that workers sample with. At RL learning rates an update is smaller
+than a bf16 step, so gradients at the masters would belong to a policy that no worker samples from.
+The learning rate of update u = 0, 1, ... is lr (u + 1) / W during the warm-up of W updates, and then lr.
 
-Invariant: between updates the model equals the rounded masters. An update happens completely or not at all, on all ranks.
+Invariant: between updates the model equals the rounded masters. An update happens on all ranks or not at all.
 """
 
 import logging
@@ -34,8 +34,8 @@ from shoal.model.numerics import Numerics
 from shoal.model.training import Scorer, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
 
-# AdamW's. The second moment follows a policy that moves on within 100 updates. There is no weight decay: nothing would pull
-# the weights of an RL run back to 0.
+# AdamW's. The second moment averages over about 100 updates, because the policy changes. No weight decay: pulling weights
+# to 0 has no use in an RL run.
 BETAS = (0.9, 0.99)
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Policy:
         betas: tuple[float, float] = BETAS,
         weight_decay: float = 0.0,
     ) -> None:
-        """`seed`: of random weights, in place of those in `folder`. `betas`, `weight_decay`: of AdamW."""
+        """`seed`: initialise random weights instead of loading those in `folder`. `betas`, `weight_decay`: AdamW's."""
         self.config = config
         self.device = torch.device(device)
         self.compute = getattr(torch, dtype)
@@ -68,7 +68,7 @@ class Policy:
         self.model = self._model(folder, numerics, device)
         if config.lora is not None:
             attach_adapters_(self.model, config.lora)
-        self.stored = stored_shapes(self.model)  # of a published version
+        self.stored = stored_shapes(self.model)  # of the tensors in a published version
         self.shape = shape_of(self.model)
         self.scorer = Scorer(self.model)
         self.masters = self._prepare(self.scorer)
@@ -86,25 +86,27 @@ class Policy:
         )
         self.updates = 0  # optimizer steps so far
         self.rate: Callable[[], float] = self._warmed_up  # the next update's learning rate
-        self.lowers = f"learner.row_tokens (now {config.row_tokens})"  # what to lower if a row takes too much memory
-        self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint is written
+        self.memory_hint = (
+            f"learner.row_tokens (now {config.row_tokens})"  # setting to lower if a row runs out of memory
+        )
+        self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint in progress is written
 
     def _model(self, folder: Path, numerics: Numerics, device: str) -> Any:
-        """The model in float32, or a skeleton that `_prepare` fills."""
+        """Return the model in float32, or an empty skeleton that `_prepare` fills."""
         return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", device, numerics, self.seed)
 
     def _prepare(self, scorer: Scorer) -> dict[str, Tensor]:
         return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored)
 
     def update(self, own: Iterable[MicroBatch | None], denominator: float) -> dict[str, float]:
-        """One optimizer step of the RL loss. `own`: this rank's micro-batches, in turns with other ranks'; None: it idles.
+        """Make one optimizer step of the RL loss. `own`: this rank's micro-batches, None for a turn in which it idles.
 
-        Return all ranks' sums and the norms. Raise ShoalError before any change.
+        Return sums over all ranks and the norms. Raise ShoalError before any change.
         """
         return self.apply(self.accumulate(own), denominator)
 
     def accumulate(self, own: Iterable[MicroBatch | None]) -> dict[str, float]:
-        """Add the gradients of this rank's micro-batches to those of the next update. Return this rank's sums."""
+        """Accumulate the gradients of this rank's micro-batches for the next update. Return this rank's sums."""
         sums = dict.fromkeys(SUMMED, 0.0)
 
         def loss(micro: MicroBatch | None) -> Tensor:
@@ -118,32 +120,34 @@ class Policy:
         return {LOSS: self._backward(loss, own)} | sums
 
     def step(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> dict[str, float]:
-        """One optimizer step on the sum of `loss` over `batches`. Raise ShoalError before any change."""
+        """Make one optimizer step on the sum of `loss` over `batches`. Raise ShoalError before any change."""
         own = self.ranks.scatter(batches)
-        return self.apply({LOSS: self._backward(lambda one: self._idle() if one is None else loss(one), own)}, 1.0)
+        return self.apply(
+            {LOSS: self._backward(lambda batch: self._idle() if batch is None else loss(batch), own)}, 1.0
+        )
 
     @torch.no_grad()
     def total(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> float:
-        """The sum of `loss` over `batches`, on every rank. Nothing is updated."""
+        """Return the sum of `loss` over `batches` on every rank, without an update."""
         own = self.ranks.scatter(batches)
-        result = sum(float(self._idle() if one is None else loss(one)) for one in own)
+        result = sum(float(self._idle() if batch is None else loss(batch)) for batch in own)
         self.ranks.reshard(self.scorer)
         return self.ranks.sum({LOSS: result})[LOSS]
 
     def _backward(self, loss: Callable[[Any], Tensor], own: Iterable[Any]) -> float:
-        """Add the gradients of `loss` over this rank's batches to the masters'. Return this rank's sum of losses."""
+        """Accumulate the gradients of `loss` over this rank's batches. Return this rank's sum of losses."""
         total = 0.0
         for batch in own:
-            with explained(self.config, self.lowers):
+            with explain_out_of_memory(self.config, self.memory_hint):
                 value = loss(batch)
                 value.backward()  # type: ignore[no-untyped-call]
             total += float(value.detach())
-        if self.ranks.size > 1:  # FSDP sums the gradients of its shards itself, in float32
+        if self.ranks.size > 1:  # FSDP has summed the gradients over ranks, in float32
             collect(self.weights, self.masters)
         return total
 
     def apply(self, sums: Mapping[str, float], denominator: float) -> dict[str, float]:
-        """Divide loss and gradients by `denominator`, clip, and update. Return all ranks' `sums` and the norms.
+        """Divide loss and gradients by `denominator`, clip, and update. Return `sums` over all ranks, loss, norm and rate.
 
         Raise ShoalError before any change.
         """
@@ -159,7 +163,7 @@ class Policy:
             self._check_finite({"loss": total, "gradient norm": norm})
             self._update_masters()
         finally:
-            self.optimizer.zero_grad(set_to_none=True)  # now, so that gradients take no memory while waiting
+            self.optimizer.zero_grad(set_to_none=True)  # frees memory while waiting for the next batch
         return figures
 
     def _check_finite(self, figures: Mapping[str, float]) -> None:
@@ -172,7 +176,7 @@ class Policy:
 
     @property
     def trained(self) -> int:
-        """How many parameters are trained, on all ranks together."""
+        """Number of trained parameters over all ranks."""
         return sum(master.numel() for master in self.masters.values())
 
     def _warmed_up(self) -> float:
@@ -192,9 +196,9 @@ class Policy:
         round_(self.weights, self.masters)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version, one at a time: (name, bf16 tensor on the CPU). All ranks must iterate over it.
+        """Yield the tensors of a version: (name, bf16 tensor on the CPU). All ranks must iterate to the end.
 
-        Only the leader gets them; other ranks send it their shards, and get the names.
+        Only the leader gets tensors; the other ranks send it their shards and get empty ones.
         """
         tensors = self.model.state_dict()
         for name in self.stored:
@@ -202,9 +206,9 @@ class Policy:
             yield name, torch.empty(0) if result is None else result
 
     def write(self, final: Path, *, replace: bool = False) -> None:
-        """Write the published model as a Hugging Face folder, which appears whole or not at all. All ranks must call it.
+        """Write the published model as a Hugging Face folder, atomically. All ranks must call it.
 
-        `replace`: in place of one that is there.
+        `replace`: replace an existing folder.
         """
         tensors = self.published()
         if self.ranks.leads:
@@ -218,23 +222,23 @@ class Policy:
             pass
 
     def logprobs(self, packed: Pack, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The policy's logprobs of the pack's completion tokens, with gradient, and the entropies if requested."""
+        """Return the logprobs of the pack's completion tokens, with gradient, and the entropies if requested."""
         result: tuple[Tensor, Tensor | None] = self.scorer(packed.to(self.device), self.temperature, with_entropy)
         return result
 
     def summed(self, packed: Pack, loss_of: LossOf, *, with_entropy: bool = False) -> Tensor:
-        """The sum of `loss_of` over slices of those tokens, with gradient: logits exist for one slice at a time."""
+        """Return the sum of `loss_of` over slices of those tokens, with gradient. Logits exist for one slice at a time."""
         loss: Tensor = self.scorer(packed.to(self.device), self.temperature, with_entropy, loss_of)
         return loss
 
     @torch.no_grad()
     def own_logprobs(self, micro: MicroBatch | None) -> Tensor:
-        """This policy's logprobs of the row's targets, on the CPU. All ranks call it; those that idle with None."""
-        with explained(self.config, self.lowers):
+        """Return this policy's logprobs of the row's targets, on the CPU. All ranks must call it; idle ones pass None."""
+        with explain_out_of_memory(self.config, self.memory_hint):
             return self.logprobs(IDLE if micro is None else micro.pack)[0].cpu()
 
     def _idle(self) -> Tensor:
-        """A loss of 0 by the same calls in the same order, for a rank that has no micro-batch left while others have."""
+        """Compute a loss of 0 with the same collective calls, on a rank that has no micro-batch left."""
         self._reference_logprobs(IDLE)
         return self.logprobs(IDLE)[0].sum() * 0.0
 
@@ -243,11 +247,11 @@ class Policy:
         return None if self.reference is None else self.reference(packed.to(self.device), self.temperature, False)[0]
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, float]]:
-        """The sum over the row's targets to differentiate, and the sums to report."""
+        """Return the loss summed over the row's targets, and the sums to report."""
         settings = self.config.loss
         reference_N = self._reference_logprobs(micro.pack)
         behaviour_N, advantage_N, rollout_N = (
-            of_N.to(self.device) for of_N in (micro.behaviour_N, micro.advantage_N, micro.rollout_N)
+            tensor_N.to(self.device) for tensor_N in (micro.behaviour_N, micro.advantage_N, micro.rollout_N)
         )
         sums = dict.fromkeys(SUMMED, 0.0)
 
@@ -267,7 +271,7 @@ class Policy:
             return terms.loss
 
         with_entropy = settings.entropy > 0
-        if settings.kind == "gspo":  # a token's gradient depends on all of its rollout
+        if settings.kind == "gspo":  # a token's gradient depends on its whole rollout, so do not slice
             return loss_of(slice(None), *self.logprobs(micro.pack, with_entropy=with_entropy)), sums
         return self.summed(micro.pack, loss_of, with_entropy=with_entropy), sums
 
@@ -283,20 +287,20 @@ IDLE = pack([Tree([0], [[0]])])
 class OutOfMemoryError(ShoalError):
     """This machine or device has too little memory for a row. The message says what to lower."""
 
-    restart_helps = True  # another process may have held the memory
+    restart_helps = True  # another process may have used the memory
 
 
 @contextmanager
-def explained(config: LearnerSection, lowers: str) -> Iterator[None]:
+def explain_out_of_memory(config: LearnerSection, memory_hint: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         message = str(error)
-        of_device = isinstance(error, torch.OutOfMemoryError)
-        known = "not enough memory" in message or "can't allocate memory" in message
-        if isinstance(error, RuntimeError) and not of_device and not known:
+        device_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        cpu_out_of_memory = "not enough memory" in message or "can't allocate memory" in message
+        if isinstance(error, RuntimeError) and not device_out_of_memory and not cpu_out_of_memory:
             raise
         hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
         raise OutOfMemoryError(
-            f"out of memory while computing a row: lower {lowers}{hint}; {first_line(error)}"
+            f"out of memory while computing a row: lower {memory_hint}{hint}; {first_line(error)}"
         ) from error

@@ -1,12 +1,12 @@
-"""The processes that train one policy together: their number, their messages, and how weights are sharded over them.
+"""The processes that train one policy: collective messages between them, and the sharding of weights over them.
 
     torchrun --nproc-per-node 4 -m shoal learner --join INVITE --dir DIR
 
-Rank 0 leads and is the only one that talks to the pool. Sharding, gradient reduction and mixed precision are FSDP2's
+Rank 0, the leader, is the only one that talks to the pool. Sharding, gradient reduction and mixed precision are FSDP2's
 (`fully_shard`). Without torchrun there is one rank, and torch.distributed is not used.
-Invariant: ranks exchange bytes and tensors, never pickled objects, and all make the same calls in the same order. Config,
-dtype and whatever else the leader reads are the same on every rank (`start_ranks`, `from_leader`).
-CPU tensors travel over gloo, beside NCCL for those on GPUs.
+Invariant: ranks exchange bytes and tensors, never pickled objects, and make the same calls in the same order. Config,
+dtype and everything else that the leader reads are the same on every rank (`start_ranks`, `from_leader`).
+CPU tensors use gloo, GPU tensors NCCL.
 Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
@@ -29,26 +29,24 @@ from shoal.model.training import blocks, local, shard_rows
 from shoal.protocol.calling import StoppedError
 
 T = TypeVar("T")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Ranks:
-    """A single process, unless made by `start` under torchrun."""
+    """This process's rank, and the collectives. One rank unless made by `start` under torchrun."""
 
     def __init__(self, rank: int = 0, size: int = 1, checkpoint_group: Any = None, waiting_group: Any = None) -> None:
         self.rank = rank
         self.size = size
-        self.checkpoint_group = (
-            checkpoint_group  # separate, because a checkpoint is written while gradients are reduced
-        )
-        self.waiting_group = waiting_group  # of the leader's messages alone, because it may wait for days
+        self.checkpoint_group = checkpoint_group  # separate: checkpoints are written while gradients are reduced
+        self.waiting_group = waiting_group  # for the leader's messages alone: it may wait days for a batch
 
     @classmethod
     def start(cls, timeout_s: float, leader_timeout_s: float) -> "Ranks":
-        """The ranks described by torchrun's environment.
+        """Connect the ranks described by torchrun's environment.
 
-        No rank waits longer than `timeout_s` for another, except for the leader's messages: `leader_timeout_s`. So a rank
-        that hangs in a gather of weights or a reduction of gradients ends the run soon.
+        A collective fails after `timeout_s`, so a rank that hangs ends the run soon. The leader's messages may take
+        `leader_timeout_s`.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
@@ -65,7 +63,7 @@ class Ranks:
 
     @cached_property
     def mesh(self) -> Any:
-        """The ranks as FSDP takes them: all in one dimension."""
+        """All ranks as a one-dimensional device mesh, for FSDP."""
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (self.size,))
@@ -81,7 +79,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """The leader's message, on every rank. The other ranks pass None."""
+        """Return the leader's message on every rank. The other ranks pass None."""
         if self.size == 1:
             assert message is not None
             return message
@@ -97,7 +95,7 @@ class Ranks:
         return data.numpy().tobytes()
 
     def deal(self, messages: Sequence[bytes] | None, size_bytes: int) -> bytes:
-        """This rank's message of the leader's, which has `size_bytes`. The leader passes one for each rank, others None."""
+        """Return this rank's message, of `size_bytes`. The leader passes one message per rank, the others None."""
         import torch.distributed as dist
 
         if messages is None:
@@ -105,18 +103,18 @@ class Ranks:
             if size_bytes:
                 dist.recv(data, src=0, group=self.waiting_group)
             return data.numpy().tobytes()
-        sent = []  # the tensors live until they are sent
+        sends = []  # keeps the tensors alive until they are sent
         for rank, message in enumerate(messages):
             if rank and message:
                 tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-                sent.append((tensor, dist.isend(tensor, dst=rank, group=self.waiting_group)))
-        for _, work in sent:
+                sends.append((tensor, dist.isend(tensor, dst=rank, group=self.waiting_group)))
+        for _, work in sends:
             assert work is not None
             work.wait()
         return messages[0]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each named value, summed over the ranks. All ranks pass the same names."""
+        """Sum each named value over the ranks. All ranks must pass the same names."""
         if self.size == 1:
             return dict(values)
         import torch.distributed as dist
@@ -127,7 +125,7 @@ class Ranks:
         return dict(zip(names, totals.tolist(), strict=True))
 
     def scatter(self, items: Sequence[T]) -> list[T | None]:
-        """This rank's share of `items`, which all ranks pass. Shares are padded with None to equal length."""
+        """Return this rank's share of `items`, which all ranks pass. Shares are padded with None to equal length."""
         rounds = -(-len(items) // self.size)
         return [items[i] if (i := turn * self.size + self.rank) < len(items) else None for turn in range(rounds)]
 
@@ -158,7 +156,7 @@ class Ranks:
             root.reshard()
 
     def gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """A sharded or whole tensor in `dtype` on the leader's CPU, whole; None on other ranks. All ranks must call it."""
+        """Return the full tensor in `dtype` on the leader's CPU; None on other ranks. All ranks must call it."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
@@ -176,7 +174,7 @@ class Ranks:
 
     @torch.no_grad()
     def spread_(self, tensor: Tensor, value: Tensor | None) -> None:
-        """Set a sharded tensor to the leader's whole `value`; other ranks pass None. All ranks must call it."""
+        """Scatter the leader's full `value` into a sharded tensor; other ranks pass None. All ranks must call it."""
         import torch.distributed as dist
         from torch.distributed.tensor import DTensor
 
@@ -193,17 +191,17 @@ class Ranks:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered on every rank; any other tensor unchanged. All ranks must call it."""
+    """Gather a sharded tensor on every rank; return any other tensor unchanged. All ranks must call it."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-RANKS_TIMEOUT_S = 1800.0  # that a rank waits for another in a collective: longer than any step or checkpoint takes
+RANKS_TIMEOUT_S = 1800.0  # of a collective: longer than any step or checkpoint takes
 
 
 def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:
-    """The ranks that torchrun started, the leader's config, and the dtype that it computes in. Raise DeviceError."""
+    """Connect torchrun's ranks. Return them, the leader's config, and its compute dtype. Raise DeviceError."""
     ranks = Ranks.start(RANKS_TIMEOUT_S, RANKS_TIMEOUT_S + GIVE_UP_S)
 
     def decode(message: bytes) -> tuple[Config, DtypeName]:
@@ -220,11 +218,11 @@ def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:
 
 
 def from_leader(
-    ranks: Ranks, read: Callable[[], Found], encode: Callable[[Found], bytes], decode: Callable[[bytes], Found]
-) -> Found:
-    """Return what `read` returns on the leader, on every rank.
+    ranks: Ranks, read: Callable[[], Result], encode: Callable[[Result], bytes], decode: Callable[[bytes], Result]
+) -> Result:
+    """Call `read` on the leader and return its result on every rank.
 
-    If it raises a ShoalError there, so do the others; if it was stopped, StoppedError like the leader.
+    If `read` raises ShoalError on the leader, all ranks raise ShoalError; StoppedError likewise.
     """
     if not ranks.leads:
         message = ranks.broadcast(None)

@@ -1,18 +1,18 @@
-"""What the learner reports of each step: metrics, and a signed record of what was trained on. It signs checkpoints, too.
+"""What the learner reports of each step: metrics, and a signed record of what it trained on. It also signs checkpoints.
 
-Invariant: a figure that is unknown or not finite is left out. Names are those of docs/pages.md. The coordinator adds
+Invariant: a metric that is unknown or not finite is left out. Names are those of docs/pages.md. The coordinator adds
 `reward/mean` and `reward/zero_std_frac`, because only it knows the groups that were not trained on. The record names rows
-and weights by their digests: whoever holds the accepted files can tell whether the step was trained on them, and whoever
-computes as this machine does gets the same weights again.
+and weights by digest: an auditor with the accepted files can check what a step trained on, and a machine that computes alike
+can reproduce the weights.
 
 FLOPs of training on one group (a prompt of P tokens, completions of L_1..L_G), with the prompt counted once:
 
     tokens    S = P + sum(L)                               positions that go through the body
-    pairs     K = P(P+1)/2 + sum( L*P + L(L+1)/2 )         pairs of positions that attention computes
+    pairs     K = P(P+1)/2 + sum( L*P + L(L+1)/2 )         query-key pairs that attention computes
     forward   2*body*S + 2*head*N + 4*layers*width*K       N of them trained; 2 for multiply and add; attention: QK^T, AV
-    training  3 * forward                                  the backward pass has two products for each of the forward's
+    training  3 * forward                                  backward has two products for each one of forward
 
-Source: PaLM (arXiv 2204.02311, appendix B): its 6N + 12LHQT per token, with the tree's own pairs in place of T. As there,
+Source: PaLM (arXiv 2204.02311, appendix B): 6N + 12LHQT per token, with the tree's pairs in place of T. As in PaLM,
 MFU does not count recomputation and padding. Left out: embedding look-ups, norms, activations, softmax and the optimizer
 (together under 1 % at these sizes); mixtures of experts, where a token uses only some of the weights.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shoal.learner.policy import Policy
 
 PER_TOKEN = "policy/"
-LAST = "optim/lr"  # the value of a step's last update, not a mean
+LAST = "optim/lr"  # reported from a step's last update instead of averaged
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ log = logging.getLogger(__name__)
 class Shape:
     """The sizes that determine a model's FLOPs."""
 
-    body: int  # parameters of matrices that every position goes through
+    body: int  # parameters of the matrices between embedding and head
     head: int  # parameters of the output projection, tied or not
     layers: int
-    width: int  # of attention: heads x head size
+    width: int  # attention heads x head size
 
 
 def shape_of(model: Any) -> Shape:
-    """The shape of a dense causal language model of `transformers`. Layers without attention count as if they had it."""
+    """Return the shape of a dense `transformers` causal LM. Layers without attention count as if they had it."""
     config, head = model.config.get_text_config(decoder=True), model.get_output_embeddings().weight
     ends = {id(head), id(model.get_input_embeddings().weight)}
     matrices = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in ends]
@@ -70,9 +70,9 @@ def shape_of(model: Any) -> Shape:
 
 
 def forward_flops(shape: Shape, prompt: int, completions: Sequence[int], trained: int | None = None) -> float:
-    """Floating-point operations of one forward over a tree of these lengths, in tokens. The formula is above.
+    """Return the floating-point operations of one forward pass over a tree of these lengths, in tokens (formula above).
 
-    `trained`: how many of the completions' tokens are trained on; none: all.
+    `trained`: how many completion tokens are trained on; None: all.
     """
     length = sum(completions)
     trained = length if trained is None else trained
@@ -81,7 +81,7 @@ def forward_flops(shape: Shape, prompt: int, completions: Sequence[int], trained
 
 
 def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int) -> float:
-    """Floating-point operations of training on these groups.
+    """Return the floating-point operations of training on these groups.
 
     `extra_forwards`: passes without gradient per training pass: 1 for a reference model.
     """
@@ -90,7 +90,7 @@ def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int
 
 
 def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, float]:
-    """What the step trained on, and what it left out. Of no groups, only the latter."""
+    """Return metrics of what the step trained on and what it left out; of a skipped step, only the latter."""
     left_out = {
         "data/quarantined": float(fetched.quarantined),
         "data/implausible": float(fetched.implausible),
@@ -107,7 +107,7 @@ def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, 
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards of the groups trained on, in the range that the tasks give."""
+    """Return the rewards' mean and std over the groups trained on."""
     rewards = [reward for group in groups for reward in group.rewards]
     return {
         "reward/batch_mean": statistics.fmean(rewards),
@@ -116,7 +116,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def completion_metrics(groups: Sequence[Group], *, max_tokens: int) -> dict[str, float]:
-    """Lengths in tokens that the model wrote, and turns. A completion of `max_tokens` in all counts as truncated."""
+    """Return lengths in tokens that the model wrote, and turns. A completion of `max_tokens` or more counts as truncated."""
     lengths = [length for group in groups for length in group.trained]
     truncated = [len(completion) >= max_tokens for group in groups for completion in group.completions]
     turns = [len(turns) // 2 + 1 for group in groups for turns in group.turns or [[]] * len(group.completions)]
@@ -128,7 +128,7 @@ def completion_metrics(groups: Sequence[Group], *, max_tokens: int) -> dict[str,
 
 
 def age_metrics(groups: Sequence[Group], step: int, *, refused: int) -> dict[str, float]:
-    """Age of the groups: policy versions from the one that sampled to the one trained at `step`."""
+    """Return the groups' ages: policy versions between the sampling one and the one trained at `step`."""
     ages = [step - group.policy_version for group in groups]
     return {
         "async/staleness_mean": statistics.fmean(ages),
@@ -138,7 +138,7 @@ def age_metrics(groups: Sequence[Group], step: int, *, refused: int) -> dict[str
 
 
 def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Metrics of a step's optimizer updates. Each update is the number of tokens computed and `Policy.update`'s figures.
+    """Combine the metrics of a step's updates. An update is its number of computed tokens and `Policy.update`'s result.
 
     `policy/...` are sums over tokens and become means per token, or are left out if no token was computed. `optim/lr` is
     the last update's. Everything else becomes the mean over the updates.
@@ -158,7 +158,7 @@ def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
 def speed_metrics(
     *, n_tokens: int, flops: float, train_s: float, busy_s: float, waiting_s: float, peak_gflops: float
 ) -> dict[str, float]:
-    """Speed of the step. `train_s` is the part of `busy_s` spent on updates, `peak_gflops` a matrix product's here.
+    """Return the step's speed. `train_s`: the part of `busy_s` in updates. `peak_gflops`: measured by a matrix product.
 
     Tokens per second count the whole step, waiting included. MFU counts `train_s` only.
     """
@@ -172,7 +172,7 @@ def speed_metrics(
 
 
 def memory_metrics(device: str) -> dict[str, float]:
-    """Peak memory of this process so far; on CUDA also the peak of tensors on `device`."""
+    """Return the peak memory of this process; on CUDA also the peak of tensors on `device`."""
     unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of macOS counts bytes, Linux's KiB
     metrics = {"memory/rss_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)}
     if device.startswith("cuda"):
@@ -181,13 +181,13 @@ def memory_metrics(device: str) -> dict[str, float]:
 
 
 def sync_metrics(version: Path, seconds: float) -> dict[str, float]:
-    """Size of the published folder `version`, before deltas make the transfer smaller, and seconds to write it."""
+    """Return the size of the published folder `version`, without deltas, and the seconds to write it."""
     size_bytes = sum(path.stat().st_size for path in version.rglob("*") if path.is_file())
     return {"sync/bytes": float(size_bytes), "sync/seconds": seconds}
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures that are finite numbers. The coordinator refuses others, so they are left out with a line in the log."""
+    """Drop metrics that are not finite, which the coordinator would refuse. Log each."""
     for name, value in figures.items():
         if not math.isfinite(value):
             log.error("metric %s is %s and is left out", name, value)
@@ -202,7 +202,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def signed_record(node: Node, step: int, fetched: Fetched, before: str, after: str, policy: "Policy") -> str:
-    """The Signed StepRecord of one step, as JSON; `before` and `after` are digests of weights."""
+    """Sign one step's StepRecord. Return it as JSON. `before`, `after`: digests of the weights."""
     used = dict.fromkeys(group.submission for group in fetched.groups)
     record = StepRecord(
         run=node.invite.run,
@@ -217,14 +217,14 @@ def signed_record(node: Node, step: int, fetched: Fetched, before: str, after: s
 
 
 def sign_folder(node: Node, folder: Path, step: int, files: dict[str, str]) -> None:
-    """Write SIGNED into a checkpoint's folder: which files it has, with their BLAKE3, under the learner's signature."""
+    """Write SIGNED into a checkpoint's folder: its files' BLAKE3, signed by the learner."""
     record = CheckpointRecord(run=node.invite.run, step=step, files=files)
     signed = Signed.make(node.identity, record.model_dump_json(), domain=CHECKPOINT)
     (folder / SIGNED).write_text(signed.model_dump_json())
 
 
 def computed(policy: "Policy") -> Computed:
-    """How this process computes. Equal ones give equal bits; of unequal ones nothing is known."""
+    """Describe how this process computes. Equal descriptions mean equal bits; unequal ones mean nothing."""
     return Computed(
         dtype="bfloat16" if policy.compute is torch.bfloat16 else "float32",
         threads=torch.get_num_threads(),

@@ -1,19 +1,17 @@
-"""The learner at one of several sites. A step is a round of the sites' meeting: each site trains on its own share of the
-step's batch, and one outer step over all of them makes the next policy version, which is equal at all sites to the last bit.
+"""The learner at one of several sites (DiLoCo, arXiv 2311.08105). A step is a round of the sites' meeting: each site trains
+on its share of the step's batch, and one outer step over all sites makes the next policy version, bitwise equal everywhere.
 
-    deal    the meeting says which n sites share the batch: group i goes to site i mod n, so every group has one site
+    deal    the meeting names the n sites that share the batch: group i goes to site i mod n
     train   `learner.optimizer_steps_per_step` updates on this site's share
-    meet    send what this site learned, and continue from the agreed state
+    meet    send this site's pseudo-gradient, and continue from the agreed state
 
-Who publishes: the meeting (`Publisher`), which holds what is agreed and is restarted without loss. So no site's death holds
-a version back. Each site writes the same version for itself too, for its own record. Each reports the step; the coordinator
-takes the first report.
-Under torchrun a site has several ranks. Its leader alone talks to the meeting and holds what is agreed: masters are gathered
-for it in float32, and what it makes of them is spread again.
-Invariant: a site's masters are what all agree on whenever a step begins. What a site learned and could not give in time is
-dropped, with the reason in the log and in the meeting's `rounds.jsonl`. All ranks of a site make the same calls, and each
-learns whether the leader's call came too late, failed or went well.
-DiLoCo: arXiv 2311.08105. Left out: publishing while sites go on.
+The meeting publishes (`Publisher`): it has the agreed state and survives restarts, so a dead site delays no version. Each
+site also writes every version for its own record and reports the step; the coordinator takes the first report.
+Under torchrun a site has several ranks. The leader alone talks to the meeting and has the agreed state: the masters are
+gathered to it in float32, and its result is scattered back.
+Invariant: when a step starts, a site's masters are the agreed ones. Work that a site offers too late is dropped, with the
+reason in the log and in the meeting's `rounds.jsonl`. All ranks of a site make the same calls and get the same outcome.
+Left out: publishing while sites train on.
 """
 
 import json
@@ -54,25 +52,25 @@ log = logging.getLogger(__name__)
 
 
 class PolicySite:
-    """A policy that is trained at one of several sites. Every rank of the site calls the same methods."""
+    """A policy trained at one of several sites. Every rank of the site must call the same methods."""
 
     def __init__(self, name: str, policy: Policy, terms: Terms, link: Remote | None) -> None:
-        """`link`: None on ranks that do not lead."""
+        """`link`: the connection to the meeting; None on ranks other than the leader."""
         self.name, self.policy, self.ranks = name, policy, policy.ranks
         masters = self._gathered()
         self.leader = Participant(name, terms, link, masters) if link else None
         self.spent = self.leader.spent if self.leader else Tally()
 
     def enter(self, about: dict[str, str], why: str, *, placed: bool = True) -> tuple[int, int]:
-        """Join, or join again, and take over what is agreed, as `Participant.enter`. Raise MeetingError."""
-        self.policy.before_update()  # a checkpoint that is being written holds the masters
+        """Join or rejoin, and adopt the agreed state: see `Participant.enter`. Raise MeetingError."""
+        self.policy.before_update()  # a checkpoint in progress reads the masters
         masters = self._gathered()
         round, accepted = self.agree(lambda leader: leader.enter(masters, about, why, placed=placed))
         self._spread(masters)
         return round, accepted
 
     def deal(self, stop: threading.Event) -> list[str]:
-        """The sites that share the open round, this one among them. Raise RoundClosedError if it came too late."""
+        """Return the sites that share the open round, including this one. Raise RoundClosedError if it is too late."""
         started_s = time.monotonic()
 
         def ask(leader: Participant) -> list[str]:
@@ -80,7 +78,7 @@ class PolicySite:
                 dealt = leader.link.deal(leader.site.round)
                 if self.name in dealt:
                     return dealt
-                stop.wait(POLL_S)  # not all are here yet; or the round was dealt before this site came, and will end
+                stop.wait(POLL_S)  # sites are missing, or the round was dealt without this one and will close
             raise StoppedError(f"stopped before round {leader.site.round} was dealt")
 
         try:
@@ -90,11 +88,11 @@ class PolicySite:
         return dealt
 
     def meet(self, loss: float | None, stop: threading.Event) -> RoundOutcome:
-        """Give what was learned and take what all agreed. Raise RoundClosedError: `enter` again."""
+        """Offer this site's result and adopt the agreed state. After RoundClosedError, call `enter` again."""
         self.policy.before_update()
         masters, self.spent.loss = self._gathered(), loss
-        told = self.agree(lambda leader: leader.exchange(masters, stop.is_set).model_dump(mode="json"))
-        outcome = RoundOutcome.model_validate(told)
+        fields = self.agree(lambda leader: leader.exchange(masters, stop.is_set).model_dump(mode="json"))
+        outcome = RoundOutcome.model_validate(fields)
         self._spread(masters)
         if self.name in outcome.left_out:
             self.policy.optimizer.state.clear()
@@ -105,7 +103,7 @@ class PolicySite:
             self.leader.link.leave()
 
     def agree(self, ask: Callable[[Participant], Any]) -> Any:
-        """What the leader's `ask` returns, JSON, on every rank. If it raises RoundClosedError, so do all."""
+        """Call `ask` on the leader and return its JSON result on every rank. All ranks raise its RoundClosedError."""
 
         def read() -> dict[str, Any]:
             assert self.leader is not None
@@ -114,20 +112,20 @@ class PolicySite:
             except RoundClosedError as error:
                 return {"late": str(error)}
 
-        told = from_leader(self.ranks, read, lambda told: json.dumps(told).encode(), json.loads)
-        if "late" in told:
-            raise RoundClosedError(told["late"])
-        return told["result"]
+        answer = from_leader(self.ranks, read, lambda answer: json.dumps(answer).encode(), json.loads)
+        if "late" in answer:
+            raise RoundClosedError(answer["late"])
+        return answer["result"]
 
     def _gathered(self) -> dict[str, Tensor]:
-        """The masters: live where there is one rank; else whole copies on the leader's CPU, none on other ranks."""
+        """Return the live masters with one rank; else full copies on the leader's CPU, and {} on other ranks."""
         if self.ranks.size == 1:
             return self.policy.masters
         result = {name: self.ranks.gathered(master, torch.float32) for name, master in self.policy.masters.items()}
-        return {name: whole for name, whole in result.items() if whole is not None}
+        return {name: master for name, master in result.items() if master is not None}
 
     def _spread(self, masters: Mapping[str, Tensor]) -> None:
-        """Set the policy to what the leader made of `_gathered`."""
+        """Set the policy to the leader's `masters`, which `_gathered` returned."""
         if self.ranks.size > 1:
             for name, master in self.policy.masters.items():
                 self.ranks.spread_(master, masters.get(name))
@@ -144,7 +142,7 @@ class SiteLearner(Learner):
         name: str,
         link: Remote | None,
     ) -> None:
-        """`name`: of this site. `link`: its leader's way to the meeting; like `node`, None elsewhere."""
+        """`name`: this site's. `link`: the leader's connection to the meeting; like `node`, None on other ranks."""
         super().__init__(node, config, policy, folder)
         settings, terms = config.sites, learner_terms(config, policy)
         self.place = PolicySite(name, policy, terms, link)
@@ -179,21 +177,21 @@ class SiteLearner(Learner):
                 synced_s = self.place.spent.synced_s - synced_s
                 busy_s = time.monotonic() - started_s - synced_s
                 self.report(progress, before, counted, figures, busy_s, waiting_s + synced_s)
-            self.leave_model(progress)
+            self.export_model(progress)
             return "finished"
         finally:
             self.checkpoints.finish()
             self.place.leave()
 
     def take_over(self, progress: LearnerProgress, why: str) -> None:
-        """Go on from what is agreed: the weights of all sites, with this site's own moments."""
+        """Continue from the agreed weights, with this site's own optimizer moments."""
         log.warning("taking over what the sites agreed on: %s", why)
         progress.step, _ = self.place.enter(self.about, why)
         self.publish(progress)
         self.report_again(progress)
 
     def train_share(self, progress: LearnerProgress, batch: StepBatch, stop: threading.Event) -> dict[str, float]:
-        """The step's updates on this site's share of the batch. Return the metrics of training. Raise RoundClosedError."""
+        """Run the step's updates on this site's share of the batch. Return training metrics. Raise RoundClosedError."""
         sites = self.place.deal(stop)
 
         def pick(_: Participant) -> list[int]:
@@ -207,7 +205,7 @@ class SiteLearner(Learner):
         return result
 
     def report_again(self, progress: LearnerProgress) -> None:
-        """Report the last step if nobody has: all sites that trained it may have died right after it."""
+        """Report the last step if no site has: all sites that trained it may have died right after it."""
         step = progress.step - 1
         if self.node is None or self.place.leader is None:
             return
@@ -224,17 +222,17 @@ class SiteLearner(Learner):
         self.post(self.node, progress, digest, counted, figures | site_metrics(ended[0]))
 
     def _flops(self, groups: list[Group]) -> float:
-        return super()._flops(groups) / self.sharing  # of this site alone
+        return super()._flops(groups) / self.sharing  # this site's part
 
 
 class Publisher:
-    """Writes what the sites agree on as policy versions, for the origin. The meeting calls it after every round."""
+    """Write the agreed state as policy versions, for the origin. The meeting calls this after every round."""
 
     def __init__(self, policy: Policy, shapes: Shapes, versions: Path, keep: int) -> None:
         self.policy, self.shapes, self.versions, self.keep = policy, shapes, versions, keep
 
     def __call__(self, round: int, agreed: Agreed) -> None:
-        """Version `round` is the state before that round. One that was published stays as it is."""
+        """Write version `round`, the state before that round, unless it exists."""
         final = self.versions / version_name(round)
         if final.exists():
             return
@@ -246,18 +244,18 @@ class Publisher:
 
 
 def shares(batch: Sequence[BatchGroup], sites: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Which site trains each group of a batch: the same at all sites, because a full batch never changes."""
+    """Map each group of a batch to the site that trains it. All sites agree, because a full batch never changes."""
     return {(group.submission, group.group): sites[i % len(sites)] for i, group in enumerate(batch)}
 
 
 def counting(batch: Sequence[BatchGroup], fetched: Fetched, outcome: RoundOutcome) -> Fetched:
-    """The batch without the groups of sites that had no part in the round's average."""
+    """Drop the groups of sites that are not in the round's average."""
     owner = shares(batch, outcome.dealt)
     return replace(fetched, groups=[group for group in fetched.groups if owner[_id(group)] in outcome.kept])
 
 
 def site_metrics(outcome: RoundOutcome) -> dict[str, float]:
-    """How the round went: whose share is in the version, and what each site says of itself (docs/pages.md)."""
+    """Return the round's metrics: sites kept and lost, and each site's own figures (docs/pages.md)."""
     result = {
         "sites/kept": float(len(outcome.kept)),
         "sites/lost": float(len(set(outcome.dealt) - set(outcome.kept))),
@@ -266,13 +264,13 @@ def site_metrics(outcome: RoundOutcome) -> dict[str, float]:
         result[f"sites/{name}/kept"] = float(name in outcome.kept)
         result[f"sites/{name}/left_out"] = float(name in outcome.left_out)
     for name, figures in outcome.figures.items():
-        sent = figures.model_dump(exclude_none=True)
-        result |= {f"sites/{name}/{key}": float(value) for key, value in sent.items()}
+        reported = figures.model_dump(exclude_none=True)
+        result |= {f"sites/{name}/{key}": float(value) for key, value in reported.items()}
     return result
 
 
 def learner_terms(config: Config, policy: Policy) -> Terms:
-    """Return how the sites meet. A round deals the groups of a batch."""
+    """Return the meeting's terms: each round deals the groups of one batch."""
     groups = config.coordinator.prompts_per_step
     return Terms(Shapes.of(policy.masters), rounds=config.run.steps, items=lambda _: groups, **config.sites.terms)
 
@@ -282,7 +280,7 @@ def _id(group: Group) -> tuple[str, int]:
 
 
 def about_of(settings: SitesSection, policy: Policy) -> dict[str, str]:
-    """What must be equal at all sites beside the data: which parameters travel, and how."""
+    """Return what must be equal at all sites besides the data: the trained parameters and the outer optimizer."""
     shapes = {name: list(master.shape) for name, master in sorted(policy.masters.items())}
     result = {"trained parameters": sha256(json.dumps(shapes).encode()).hexdigest()}
     keys = ("kind", "lr", "momentum")

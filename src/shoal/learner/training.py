@@ -1,10 +1,10 @@
-"""A training without a pool: the loop of supervised fine-tuning and pretraining, and the folder that holds it.
+"""Training without a pool: the loop and the output folder that supervised fine-tuning and pretraining share.
 
-    run.json       what the training follows from, by name        metrics.jsonl    one line per step or measurement
+    run.json       settings that determine the result             metrics.jsonl    one line per step or measurement
     checkpoints/   to resume from                                  model/           the result
 
-Under torchrun every rank runs the loop, and the leader alone writes records and logs.
-Invariant: a folder holds one training, and what something else left there is never overwritten.
+Under torchrun every rank runs the loop; only the leader writes records and logs.
+Invariant: a folder holds one training run. Files of another one are never overwritten.
 """
 
 import json
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Training(ABC):
-    """`step` of `steps` steps are done."""
+    """A training run in one folder: `step` of `steps` steps are done."""
 
     def __init__(self, policy: Policy, folder: Path, steps: int) -> None:
         self.policy, self.ranks, self.leads = policy, policy.ranks, policy.ranks.leads
@@ -56,34 +56,34 @@ class Training(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Claim the folder, and take up its newest checkpoint."""
+        """Claim the folder and restore its newest checkpoint."""
 
     @abstractmethod
     def train(self) -> None:
-        """Make one step."""
+        """Train one step."""
 
     @abstractmethod
     def keep(self, *, last: bool) -> None:
-        """Every few steps and at the last one: measure the held-out loss, write a checkpoint."""
+        """Measure the held-out loss and write a checkpoint if they are due: every few steps, and after the last."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Write a checkpoint of a training that is to go on later."""
+        """Write a checkpoint before stopping early."""
 
     def end(self) -> None:
-        """Wait for what is still being written."""
+        """Wait for the checkpoint that is being written."""
         self.checkpoints.finish()
 
     def write_model(self, final: Path) -> None:
-        """Write the model as a Hugging Face folder, in place of what is there."""
+        """Write the model as a Hugging Face folder; replace an existing one."""
         self.policy.write(final, replace=True)
 
     def stops(self, stop: threading.Event) -> bool:
-        """Whether the leader was told to stop, on every rank."""
+        """Return the leader's `stop` on every rank."""
         return bool(self.ranks.broadcast((b"stop" if stop.is_set() else b"") if self.leads else None))
 
     def claim(self, about: Mapping[str, str], differs: str = "") -> None:
-        """Claim the folder, as `claim` does. Raise ConfigError, on the leader; ShoalError on the other ranks."""
+        """Claim the folder: see `claim`. Raise ConfigError on the leader, ShoalError on the other ranks."""
         from_leader(self.ranks, lambda: claim(self.folder, about, differs), lambda _: b"", lambda _: None)
 
     def record(self, **figures: Any) -> None:
@@ -93,7 +93,7 @@ class Training(ABC):
                 file.write(json.dumps({"step": self.step} | figures) + "\n")
 
     def log(self, text: str, *, often: bool = False) -> None:
-        """`often`: leave it out if a step was logged less than a second ago."""
+        """Log on the leader. `often`: at most once per LOG_EVERY_S."""
         if self.leads and not (often and time.monotonic() - self._logged_s <= LOG_EVERY_S):
             self._logged_s = time.monotonic() if often else self._logged_s
             log.info("step %d of %d: %s", self.step, self.steps, text)
@@ -107,22 +107,22 @@ def plain_policy(
     *,
     lr: float,
     warmup_steps: int,
-    lowers: str,
-    **changed: Any,
+    memory_hint: str,
+    **options: Any,
 ) -> Policy:
-    """The model in `folder` with an optimizer for next-token training. `lowers`: see `Policy`; `changed`: its arguments."""
+    """Load the model in `folder` with an optimizer for next-token training. `memory_hint`, `options`: see `Policy`."""
     loss = LossSection(beta=0.0, entropy=0.0)
-    own = {"lr": lr, "warmup_steps": warmup_steps, "grad_clip": GRAD_CLIP, "lora": None, "loss": loss}
-    section = config.learner.model_copy(update=own)
-    policy = Policy(folder, section, dtype, config.model.device, 1.0, ranks, **changed)
-    policy.lowers = lowers
+    changes = {"lr": lr, "warmup_steps": warmup_steps, "grad_clip": GRAD_CLIP, "lora": None, "loss": loss}
+    section = config.learner.model_copy(update=changes)
+    policy = Policy(folder, section, dtype, config.model.device, 1.0, ranks, **options)
+    policy.memory_hint = memory_hint
     return policy
 
 
 def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
-    """Mark `folder` as this training's. `differs` says, in place of the name and both values, what may differ.
+    """Mark `folder` as this run's. `differs` replaces the name and values of a differing setting in the error message.
 
-    Raise ConfigError if the folder holds another training, or files of something else that this one would overwrite.
+    Raise ConfigError if the folder holds another run, or other files that this run would overwrite.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUN
@@ -131,15 +131,15 @@ def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
             raise ConfigError(f"{folder} holds {taken[0]} of something else; choose another --out")
         write_file(path, (json.dumps(about, indent=1) + "\n").encode())
         return
-    held = json.loads(path.read_text())
-    for key in sorted({*held, *about}):
-        if held.get(key) != about.get(key):
-            what = differs or f"{key} = {held.get(key)}, not {about.get(key)}"
+    recorded = json.loads(path.read_text())
+    for key in sorted({*recorded, *about}):
+        if recorded.get(key) != about.get(key):
+            what = differs or f"{key} = {recorded.get(key)}, not {about.get(key)}"
             raise ConfigError(
                 f"{folder} holds a run with {what}: restore it to resume that run, or choose another --out"
             )
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be repeated, and an incomplete last line."""
+    """Drop the lines of later steps, which will be repeated, and an incomplete last line."""
     keep_lines(path, lambda line: step > 0 and line["step"] <= step)

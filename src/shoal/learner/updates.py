@@ -1,14 +1,14 @@
-"""The optimizer updates of one step: rows of groups are dealt to the ranks, and each update trains on its share.
+"""The optimizer updates of one step: split the groups into updates, and deal each update's rows to the ranks.
 
-    share      of n updates, update i trains on the groups i, i + n, ...
-    rows       planned by lengths alone, so every rank plans the same ones
-    deal       FSDP gathers each block for all ranks at once: the ranks compute one row each, in turns, and a turn lasts as
-               long as its costliest row. So rows are dealt by cost, costliest first (one rank keeps their order). The
-               leader, which alone has the tokens, sends each rank those of its own rows: 8 bytes a token
-    behaviour  what nobody checked is computed by the step's first policy, before any update
-    update     a rank packs and computes one row at a time; one denominator counts the tokens of all ranks' rows
+    share      of n updates, update i trains on groups i, i + n, ...
+    rows       planned from lengths alone, so every rank plans the same rows
+    deal       FSDP gathers each block for all ranks at once, so in a turn every rank computes one row, and the turn lasts
+               as long as its costliest row. Rows are dealt by cost, costliest first (a single rank keeps their order). The
+               leader, which alone has the tokens, sends each rank the tokens of its rows: 8 bytes per token
+    behaviour  unchecked logprobs are recomputed by the policy before the step's first update
+    update     a rank packs and computes one row at a time; one denominator counts the tokens of all ranks
 
-Invariant: the ranks together compute each row once; one that has no row left computes a loss of 0.
+Invariant: each row is computed once, by one rank; a rank without a row computes a loss of 0.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.config import Config
-from shoal.learner.batch import Contents, MicroBatch, Row, plan, teaching
-from shoal.learner.groups import Known
+from shoal.learner.batch import Contents, MicroBatch, Row, plan, with_gradient
+from shoal.learner.groups import AnyGroup
 from shoal.learner.loss import denominator
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
@@ -27,14 +27,14 @@ from shoal.learner.report import Shape, forward_flops, update_metrics
 
 @dataclass
 class OwnRow:
-    """What this rank does in one turn, in which every rank computes one row."""
+    """This rank's row in one turn, in which every rank computes one row."""
 
-    row: Row | None  # None: it idles
-    contents: Contents | None  # of the row; None: its groups are known here
-    checked: bool  # all behaviour logprobs of all ranks' rows
+    row: Row | None  # None: the rank idles
+    contents: Contents | None  # None: this rank has the groups
+    checked: bool  # a validator checked the behaviour logprobs of all ranks' rows
 
     def packed(self, *, normalize_std: bool) -> MicroBatch | None:
-        """Return the row as training data; None: this rank idles."""
+        """Pack the row; return None if this rank idles."""
         if self.row is None:
             return None
         return self.row.packed(self.contents or self.row.contents(), normalize_std=normalize_std)
@@ -42,16 +42,16 @@ class OwnRow:
 
 @dataclass
 class UpdateRows:
-    """What one update trains on: this rank's rows, and what all ranks know of all rows."""
+    """This rank's rows of one update, and totals over all ranks."""
 
     own: list[OwnRow]
-    costs: list[float]  # of all rows, as they were dealt
-    n_trained: int  # tokens of all rows
+    costs: list[float]  # of all ranks' rows, in dealing order
+    n_trained: int  # trained tokens of all ranks' rows
     denominator: float
 
 
-def train(policy: Policy, groups: Sequence[Known], config: Config) -> dict[str, float]:
-    """Make the step's optimizer updates. Return the metrics of training. Raise ShoalError, OutOfMemoryError."""
+def train(policy: Policy, groups: Sequence[AnyGroup], config: Config) -> dict[str, float]:
+    """Run the step's optimizer updates. Return training metrics. Raise ShoalError, OutOfMemoryError."""
     settings = config.learner
     n_updates = min(settings.optimizer_steps_per_step, len(groups))
     shares = [share_of(policy, groups[number::n_updates], config) for number in range(n_updates)]
@@ -65,10 +65,10 @@ def train(policy: Policy, groups: Sequence[Known], config: Config) -> dict[str, 
     return update_metrics(figures)
 
 
-def share_of(policy: Policy, groups: Sequence[Known], config: Config) -> UpdateRows:
-    """Plan the rows of one update's groups, and deal them. Groups that teach nothing have no row, but count."""
+def share_of(policy: Policy, groups: Sequence[AnyGroup], config: Config) -> UpdateRows:
+    """Plan and deal the rows of one update's groups. Groups without a gradient have no row but count in the denominator."""
     settings, ranks = config.learner, policy.ranks
-    rows = plan(teaching(groups, settings.loss), row_tokens=settings.row_tokens)
+    rows = plan(with_gradient(groups, settings.loss), row_tokens=settings.row_tokens)
     costs = [cost(row, policy.shape) for row in rows]
     order = dealing_order(costs, ranks.size)
     n_tokens = sum(group.n_tokens for group in groups)
@@ -82,7 +82,7 @@ def share_of(policy: Policy, groups: Sequence[Known], config: Config) -> UpdateR
 
 
 def fix_behaviour(policy: Policy, share: UpdateRows) -> None:
-    """Take the behaviour that rows lack from the policy as it is now."""
+    """Compute the unchecked behaviour logprobs with the current policy."""
     for own in share.own:
         if not own.checked:
             own_N = policy.own_logprobs(own.packed(normalize_std=False))
@@ -95,26 +95,26 @@ def fix_behaviour(policy: Policy, share: UpdateRows) -> None:
 
 
 def cost(row: Row, shape: Shape) -> float:
-    """Return the floating-point operations of one forward over the row; the root of a packed one does not count."""
+    """Return the floating-point operations of one forward pass over the row."""
     flops = sum(forward_flops(shape, span.prompt, span.completions, 0) for span in row.spans)
     return flops + 2.0 * shape.head * row.n_trained
 
 
 def dealing_order(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return the numbers of the rows in the order in which they are dealt."""
+    """Return row indices in dealing order: costliest first if there are several ranks."""
     numbers = list(range(len(costs)))
     return numbers if ranks == 1 else sorted(numbers, key=lambda number: -costs[number])
 
 
 def idle_frac(costs: Sequence[float], ranks: int) -> float:
-    """Return the share of the ranks' time that they wait for the costliest row of a turn; `costs` as dealt."""
+    """Return the fraction of time that ranks wait for the costliest row of a turn. `costs`: in dealing order."""
     turns = [costs[at : at + ranks] for at in range(0, len(costs), ranks)]
-    lasting = ranks * sum(max(turn) for turn in turns)
-    return 1 - sum(costs) / lasting if lasting else 0.0
+    total = ranks * sum(max(turn) for turn in turns)
+    return 1 - sum(costs) / total if total else 0.0
 
 
 def deal(rows: Sequence[Row], ranks: Ranks) -> list[OwnRow]:
-    """Deal these rows in turn: return this rank's own. All ranks call it at once."""
+    """Deal rows to the ranks in turn. Return this rank's rows. All ranks must call it."""
     own = ranks.scatter(rows)
     checked = [all(row.checked for row in rows[at : at + ranks.size]) for at in range(0, len(rows), ranks.size)]
     contents: list[Contents | None] = [None] * len(own)
@@ -122,19 +122,21 @@ def deal(rows: Sequence[Row], ranks: Ranks) -> list[OwnRow]:
         messages = None
         if ranks.leads:
             messages = [encode([row.contents() for row in rows[rank :: ranks.size]]) for rank in range(ranks.size)]
-        mine = [row for row in own if row is not None]
-        size_bytes = 4 * sum(row.n_tokens + row.n_trained for row in mine)
-        contents[: len(mine)] = decode(ranks.deal(messages, size_bytes), mine)  # a rank idles in the last turn alone
+        computed = [row for row in own if row is not None]
+        size_bytes = 4 * sum(row.n_tokens + row.n_trained for row in computed)
+        contents[: len(computed)] = decode(
+            ranks.deal(messages, size_bytes), computed
+        )  # ranks idle in the last turn only
     return [OwnRow(*each) for each in zip(own, contents, checked, strict=True)]
 
 
 def encode(contents: Sequence[Contents]) -> bytes:
-    """Return tokens and behaviour logprobs, row by row, without anything else."""
-    return b"".join(array.tobytes() for of in contents for array in (of.tokens_T, of.behaviour_N))
+    """Concatenate the tokens and behaviour logprobs of each row."""
+    return b"".join(array.tobytes() for row in contents for array in (row.tokens_T, row.behaviour_N))
 
 
 def decode(data: bytes, rows: Sequence[Row]) -> list[Contents]:
-    """Return what `encode` made of these rows. Raise ValueError if the sizes differ."""
+    """Decode a message of `encode` about these rows. Raise ValueError if the sizes differ."""
     result, at = [], 0
     for row in rows:
         tokens_T = np.frombuffer(data, np.int32, row.n_tokens, at)

@@ -115,7 +115,7 @@ def test_a_site_that_differs_is_told_what_and_the_others_go_on(run: Run) -> None
     run.until(invite.exists, "the invite")
     for override, status, words in (
         ("pretrain.lr=2e-3", 1, "has another pretrain.lr: 0.002, and the run has 0.001; give every site the same"),
-        ("pretrain.field=url", 2, "it has no text in 'url'"),
+        ("pretrain.field=url", 2, "no text in 'url'"),
         ("sites.kind=int8", 1, "has another sites.kind: int8"),
     ):
         command = [sys.executable, "-m", "shoal", "pretrain", str(run.config), "--out", str(run.folder / override)]

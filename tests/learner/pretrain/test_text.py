@@ -63,7 +63,7 @@ def test_pieces_of_a_text_file_are_the_file(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, row 2 is not readable as JSON"),
-        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl, row 2: it has no text in 'text'; see pretrain.field"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl, row 2: no text in 'text'; see pretrain.field"),
         ("a.txt", b"\xff\xfe", "not UTF-8"),
         ("a.csv", b"", "ends in none of"),
     ],
@@ -144,7 +144,7 @@ def test_held_out_documents_are_whole_sequences(tmp_path: Path) -> None:
     corpus = Corpus(str(write(tmp_path, "a.jsonl")))
     tokens = tiny_tokenizer()("0:<eos>1:ab<eos>")["input_ids"]
     assert heldout(corpus, tiny_tokenizer(), 2, 3).tolist() == [tokens[:3], tokens[3:6]]
-    with pytest.raises(UserError, match="there are 11 documents"):
+    with pytest.raises(UserError, match="there are only 11 documents"):
         heldout(corpus, tiny_tokenizer(), 12, 3)
     with pytest.raises(UserError, match=r"raise pretrain\.heldout"):
         heldout(corpus, tiny_tokenizer(), 1, 100)

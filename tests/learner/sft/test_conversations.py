@@ -54,7 +54,7 @@ def test_a_path_of_no_file_or_of_another_kind_is_refused(tmp_path: Path) -> None
         ('{"prompt": "a"}', "needs `messages`"),
         ('{"messages": []}', "not a list of messages"),
         ('{"messages": "a"}', "not a list of messages"),
-        ('{"messages": ["a"]}', "message 0: it is not an object"),
+        ('{"messages": ["a"]}', "message 0: not an object"),
         ('{"messages": [{"role": "gpt", "content": "a"}]}', "message 0: `role` is 'gpt', not one of system"),
         ('{"messages": [{"role": "user"}]}', "message 0: `content` is not a string"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "message 0: `content` is not a string"),

@@ -1,1 +1,1 @@
-"""Pretraining on plain text (`text`, `trainer`), alone or as one of several sites."""
+"""Pretraining on plain text, at one or several sites."""

@@ -1,17 +1,15 @@
-"""Text as it is trained: documents from files, by number, tokenised one at a time, laid end to end, and cut into sequences.
+"""Stream text for pretraining: read numbered documents, tokenise them, concatenate them, and cut them into sequences.
 
-    data/c4-train.*.json.gz    one JSON object a line with a field "text", as C4 is stored; also .jsonl, with or without .gz
+    data/c4-train.*.json.gz    JSON Lines with a field "text", like C4; also .json, .jsonl and .jsonl.gz
     data/part-*.parquet        a column "text"
-    notes.txt                  pieces of about 16 KiB, cut at line ends; together they are the file
-    allenai/c4:en/c4-train.0000*.json.gz    files of a data set on the Hugging Face hub, downloaded before the first is read
+    notes.txt                  split at line ends into pieces of about 16 KiB
+    allenai/c4:en/c4-train.0000*.json.gz    files of a Hugging Face data set, downloaded before reading starts
 
-Files are taken in the order of their names, read forwards and never held whole. A document ends with the tokenizer's end
-token, and a sequence may hold parts of several documents, which see each other, as in the papers. Documents come in shares
-of SHARE documents; shares are numbered on through the epochs, and whoever gives numbers out (`take`) decides
-which site reads which. A site goes on with its next share where its last ended.
-Invariant: the same files give the same documents with the same numbers. The place says exactly which token is next: a stream
-that is opened there gives the tokens that the old one would have given. Within an epoch no two shares have a document in
-common.
+Files are read in the order of their names, as streams. A document ends with the tokenizer's EOS token. A sequence may hold
+parts of several documents, which attend to each other, as in the papers. Documents are grouped into shares of SHARE
+documents, numbered on through the epochs. `take` returns the next share for this site.
+Invariant: the same files give the same documents with the same numbers. The place names the next token: a stream opened
+there continues with the same tokens. Within an epoch no two shares have a document in common.
 Left out: shuffling, masking between documents.
 """
 
@@ -32,7 +30,7 @@ from shoal.model.sources import HubError, data_files
 from shoal.tasks.sources.rows import Rows
 
 PIECE_BYTES = 16 << 10
-SHARE = 256  # documents that one site reads
+SHARE = 256  # documents in a share, which one site reads
 HEAD_BYTES = 64 << 10  # of each file, for the fingerprint
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # ORGANISATION/NAME:PATTERN
@@ -48,7 +46,7 @@ class EndError(Exception):
 
 
 def find(source: str) -> list[Path]:
-    """The files that a path, a pattern or a data set on the hub names, in the order of their names. Raise UserError."""
+    """Return the files that a path, a pattern or a hub data set names, sorted by name. Raise UserError."""
     if not (hub := HUB.fullmatch(source)):
         return sorted(Path(name) for name in glob.glob(str(Path(source).expanduser()), recursive=True))  # noqa: PTH207 - a pattern may be absolute
     try:
@@ -64,7 +62,7 @@ def find(source: str) -> list[Path]:
 @dataclass(frozen=True)
 class Document:
     text: str
-    ends: bool  # false for a piece of a file that goes on
+    ends: bool  # false: more pieces of the file follow
 
 
 class Corpus:
@@ -85,7 +83,7 @@ class Corpus:
         self._items, self._next = self._read(), 0
 
     def document(self, number: int) -> Document:
-        """Document `number`, from 0. Raise EndError after the last one, UserError for a faulty one."""
+        """Return document `number`, from 0. Raise EndError after the last one, UserError for a faulty one."""
         if number < self._next:
             self._items, self._next = self._read(), 0
         skipped = number - self._next
@@ -97,7 +95,7 @@ class Corpus:
         return item
 
     def fingerprint(self) -> str:
-        """A hash of the files' sizes and beginnings: equal for sites with the same data."""
+        """Hash the files' sizes and first bytes: equal for sites with the same data."""
         result = sha256(self.field.encode())
         for path in self.files:
             with path.open("rb") as file:
@@ -112,7 +110,7 @@ class Corpus:
         for number, row in Rows(path).read([self.field]):
             text = row.get(self.field)
             if not isinstance(text, str):
-                raise UserError(f"{path}, row {number}: it has no text in {self.field!r}; see pretrain.field")
+                raise UserError(f"{path}, row {number}: no text in {self.field!r}; see pretrain.field")
             yield Document(text, ends=True)
 
 
@@ -133,7 +131,7 @@ def _pieces(path: Path) -> Iterator[Document]:
 
 @dataclass(frozen=True)
 class TextPlace:
-    """The next token: in this share, document of it, and token of that."""
+    """The position of the next token: share, document in the share, token in the document."""
 
     share: int
     document: int = 0
@@ -147,28 +145,28 @@ class TokenStream:
     def __init__(
         self, corpus: Corpus, tokenizer: Any, *, first: int, share: int = SHARE, take: Callable[[], int] | None = None
     ) -> None:
-        """`first`: the first document to train on. `share`: documents in a share. Without `take` all shares are ours."""
+        """`first`: the first document to train on. `share`: documents per share. Without `take`, read every share."""
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end token, which separates documents; set eos_token in its config")
         self.corpus, self.tokenizer, self.take = corpus, tokenizer, take or self._following
         self.first, self.share = first, share
-        self.place: TextPlace | None = None  # None: at the start of a share that is not taken yet
-        self.shares: int | None = None  # in an epoch; known once the end was met
-        self._tokens: list[int] | None = None  # of the document at the place
+        self.place: TextPlace | None = None  # None: before the first token of the next share
+        self.shares: int | None = None  # in an epoch; None until its end is reached
+        self._tokens: list[int] | None = None  # of the document at `place`
 
     def sequences(self, count: int, length: int) -> Tensor:
-        """The next tokens, (count, length)."""
+        """Return the next tokens, (count, length)."""
         result: list[int] = []
         while len(result) < count * length:
-            result += self._some(count * length - len(result))
+            result += self._read(count * length - len(result))
         return torch.tensor(result).view(count, length)
 
     def move(self, place: TextPlace | None) -> None:
-        """Go on elsewhere."""
+        """Continue from `place`."""
         self.place, self._tokens = place, None
 
-    def _some(self, most: int) -> list[int]:
-        """Tokens from the document at the place, and the place after them."""
+    def _read(self, max_tokens: int) -> list[int]:
+        """Return tokens of the current document, and advance past them."""
         place = self.place or TextPlace(self.take())
         if self._tokens is None:
             tokens = self._document(place)
@@ -176,7 +174,7 @@ class TokenStream:
                 self.move(TextPlace(self.take()))
                 return []
             self._tokens = tokens
-        result = self._tokens[place.token : place.token + most]
+        result = self._tokens[place.token : place.token + max_tokens]
         self.place = replace(place, token=place.token + len(result))
         if self.place.token == len(self._tokens):
             last = place.document + 1 == self.share
@@ -184,7 +182,7 @@ class TokenStream:
         return result
 
     def _document(self, place: TextPlace) -> list[int] | None:
-        """Its tokens; None behind the last document of an epoch."""
+        """Return the document's tokens; None after the last document of an epoch."""
         try:
             document = self.corpus.document(self._number(place))
         except EndError as end:
@@ -213,13 +211,13 @@ def encoded(tokenizer: Any, text: str, *, ends: bool) -> list[int]:
 
 
 def heldout(corpus: Corpus, tokenizer: Any, count: int, length: int) -> Tensor:
-    """The first `count` documents as whole sequences, (sequences, length); what is left over is dropped."""
+    """Return the first `count` documents as full sequences, (sequences, length). Drop the remainder."""
     tokens: list[int] = []
     for number in range(count):
         try:
             document = corpus.document(number)
         except EndError as end:
-            raise UserError(f"pretrain.heldout = {count}, and there are {end.count} documents: lower it") from end
+            raise UserError(f"pretrain.heldout = {count}, but there are only {end.count} documents: lower it") from end
         tokens += encoded(tokenizer, document.text, ends=document.ends)
     whole = len(tokens) // length
     if count and not whole:

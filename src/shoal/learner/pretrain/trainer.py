@@ -1,13 +1,13 @@
-"""Pretraining: next-token training on a stream of text, alone or as one of several sites.
+"""Pretraining: next-token training on a stream of text, at one or several sites.
 
-    loss   mean over the predicted tokens of a step's sequences     rate   linear warm-up, then a cosine to 0
+    loss   mean over the predicted tokens of a step's sequences     rate   linear warm-up, then cosine decay to 0
     inner optimizer AdamW, gradients clipped by their norm: DiLoCo (arXiv 2311.08105), section 3 and table 5
 
-It uses the policy, the checkpoints and the sites of reinforcement learning.
-Invariant: a step's result is a function of the weights, moments and place in the data, all of which a checkpoint holds. So
-a resumed training equals the uninterrupted one, bit for bit on the CPU. A site that comes back takes over what the sites
-agree on, with its own moments and its place in the data.
-Under torchrun every rank runs this loop. The leader alone reads the text, and tells the others a step's tokens.
+It shares the policy, checkpoints and sites with reinforcement learning.
+Invariant: a step depends on the weights, moments and place in the data alone, and a checkpoint holds all three. So a resumed
+run equals an uninterrupted one, bitwise on the CPU. A site that comes back adopts the agreed weights and keeps its own
+moments and place in the data.
+Under torchrun every rank runs this loop. The leader alone reads the text and broadcasts a step's tokens.
 Left out: masks between documents.
 """
 
@@ -38,7 +38,7 @@ from shoal.learner.training import METRICS, Training, drop_after, plain_policy
 from shoal.model.dtype import DtypeName
 from shoal.model.tree import Pack, Tree, pack
 
-OWN = {  # what may differ from site to site, or between a stop and a resumption
+OWN = {  # fields that may differ between sites, or when a run is resumed
     "pretrain": {"data", "micro_batch", "checkpoint_every"},
     "sites": {"wait_s", "quorum", "sites", "listen", "url"},
 }
@@ -56,7 +56,7 @@ class Pretraining(Training):
         about: dict[str, str],
         site: "TextSite | None" = None,
     ) -> None:
-        """`about`: what the training follows from, by name. It and `stream` are the leader's alone."""
+        """`about`: settings that determine the result, by name. `about` and `stream` are used on the leader alone."""
         self.stream, self.heldout_ST, self.about, self.site = stream, heldout_ST, about, site
         self.settings: PretrainSection = config.pretrain
         self.kept = 0  # the step of the newest checkpoint
@@ -65,7 +65,7 @@ class Pretraining(Training):
         policy.rate = lambda: rate(self.step, self.settings)
 
     def begin(self) -> None:
-        """Take up the newest checkpoint, and the place in the sites' meeting."""
+        """Restore the newest checkpoint and join the sites' meeting."""
         self.claim(self.about)
         progress = self.checkpoints.restore()
         if self.site is not None:
@@ -75,11 +75,11 @@ class Pretraining(Training):
             drop_after(self.folder / METRICS, self.step)
             self.stream.move(TextPlace(**progress.place) if progress.place else None)
         if self.step:
-            self.log("going on after it")
+            self.log("resuming after it")
         self.evaluate()
 
     def train(self) -> None:
-        """One inner step; then, where a round is due, give to the other sites and take from them."""
+        """Train one inner step; meet the other sites if a round is due."""
         started_s = time.monotonic()
         ids_BT = self._sequences()
         update = self.policy.step(self._mean_loss(ids_BT), self._micro_batches(ids_BT))
@@ -98,21 +98,21 @@ class Pretraining(Training):
             self.meet(self.site, update["loss"])
 
     def meet(self, site: "TextSite", loss: float) -> None:
-        """Give to the other sites, and go on with what all agreed; or take over what they agreed if it came too late."""
+        """Offer this site's result and continue from the agreed state. If the offer is late, adopt the agreed state."""
         outcome, before = None, site.round
         site.spent.computed_s = self.computed_s
         try:
             outcome = site.give(loss, self._place())
         except RoundClosedError as error:
             self.step = site.take_over(self.about, str(error))
-        if site.round != before and site.leader is not None:  # applied, or healed after a round it was late for
+        if site.round != before and site.leader is not None:  # applied, or adopted after a late offer
             self.record(
                 round=site.round,
                 quorum=outcome.kept if outcome else None,
                 left_out=outcome.left_out if outcome else None,
                 missing=outcome.missing if outcome else None,
                 digest=site.leader.site.agreed.digest,
-                sent_bytes=site.spent.sent_bytes,  # since the start, like the rest
+                sent_bytes=site.spent.sent_bytes,  # since the start, like the figures below
                 received_bytes=site.spent.received_bytes,
                 computed_s=round(self.computed_s, 3),
                 waited_s=round(site.spent.synced_s, 3),
@@ -146,7 +146,7 @@ class Pretraining(Training):
             self.site.leave()
 
     def _sequences(self) -> Tensor:
-        """The step's tokens, on every rank."""
+        """Return the step's tokens on every rank."""
         count, length = self.settings.batch, self.settings.tokens
 
         def read() -> Tensor:
@@ -156,7 +156,7 @@ class Pretraining(Training):
         return from_leader(self.ranks, read, encode, lambda data: decode(data, length))
 
     def _mean_loss(self, ids_BT: Tensor) -> Callable[[Pack], Tensor]:
-        """The loss of one micro-batch of these sequences; over all of them it adds up to the mean, in nats per token."""
+        """Return the loss function of a micro-batch. Summed over all micro-batches it is the mean, in nats per token."""
         n_predicted = ids_BT[:, 1:].numel()
 
         def loss(micro: Pack) -> Tensor:
@@ -173,17 +173,17 @@ class Pretraining(Training):
 
 
 def encode(ids_BT: Tensor) -> bytes:
-    """Return token ids for `decode` on other ranks."""
+    """Encode token ids for `decode` on other ranks."""
     return ids_BT.numpy().tobytes()
 
 
 def decode(data: bytes, length: int) -> Tensor:
-    """Return sequences of so many tokens."""
+    """Decode sequences of `length` tokens."""
     return torch.from_numpy(np.array(memoryview(data).cast("q"), np.int64)).view(-1, length)
 
 
 def rate(step: int, settings: PretrainSection) -> float:
-    """The learning rate of step `step`, from 0: linear warm-up, then half a cosine from `lr` to 0."""
+    """Return the learning rate of step `step`, from 0: linear warm-up, then cosine decay from `lr` to 0."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -191,15 +191,17 @@ def rate(step: int, settings: PretrainSection) -> float:
 
 
 def text_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
-    """The model in `folder` as `[pretrain]` begins with it."""
+    """Load the model in `folder`, or initialise it at random, as `[pretrain]` says."""
     settings = config.pretrain
     seed = config.run.seed if settings.init == "random" else None
-    lowers = f"pretrain.micro_batch (now {settings.micro_batch})"
-    return plain_policy(folder, config, dtype, ranks, lr=settings.lr, warmup_steps=0, lowers=lowers, seed=seed, **ADAMW)
+    memory_hint = f"pretrain.micro_batch (now {settings.micro_batch})"
+    return plain_policy(
+        folder, config, dtype, ranks, lr=settings.lr, warmup_steps=0, memory_hint=memory_hint, seed=seed, **ADAMW
+    )
 
 
 def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -> dict[str, str]:
-    """`folder` is the model's. Without a corpus, whoever has one says which data it is."""
+    """Return the settings that determine the result, by name. `folder`: the model's. Without a corpus, omit the data."""
     result = about_model(folder) | {"run.seed": str(config.run.seed)}
     if corpus is not None:
         result["data"] = corpus.fingerprint()
@@ -213,10 +215,10 @@ def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -
 
 
 class TextSite(PolicySite):
-    """A policy that is pretrained at one of several sites.
+    """A policy pretrained at one of several sites.
 
-    No sequence is trained twice for an offer that was accepted: the place in the data after each offer is on disk before
-    the offer leaves.
+    Invariant: no sequence of an accepted offer is trained again, because the place after each offer is written to disk
+    before the offer is sent.
     """
 
     def __init__(
@@ -231,45 +233,45 @@ class TextSite(PolicySite):
     ) -> None:
         super().__init__(name, policy, terms, link)
         self.inner_steps, self.stop, self.round = settings.inner_steps, stop, 0
-        self.places = folder / "places.json"  # the leader's: after its last offers, by round
+        self.places = folder / "places.json"  # the place after each recent offer, by round; the leader's
 
     @property
     def due(self) -> int:
-        """The number of inner steps after which the open round's offer leaves."""
+        """The inner step after which the open round's offer is sent."""
         return (self.round + 1) * self.inner_steps
 
     def begin(self, about: dict[str, str], progress: LearnerProgress) -> None:
-        """Enter the meeting with what a checkpoint holds. Set where to go on. Raise MeetingError."""
-        places = self._held_places()
+        """Enter the meeting, and set the progress from which to continue. Raise MeetingError."""
+        places = self._saved_places()
         placed = progress.place is not None or bool(places)
         why = "it comes back" if placed else "it joins"
         self.round, accepted = self.enter(about, why, placed=placed)
         progress.step, progress.place = self.round * self.inner_steps, places.get(str(accepted), progress.place)
 
     def give(self, loss: float, place: dict[str, int] | None) -> RoundOutcome:
-        """Meet, with `place` as the next token's. Raise RoundClosedError: `take_over`."""
+        """Record `place`, the next token's, and meet. After RoundClosedError, call `take_over`."""
         if self.leader is not None:
-            held = {round: where for round, where in self._held_places().items() if int(round) >= self.round - 1}
-            write_file(self.places, json.dumps(held | {str(self.round): place}).encode())
+            saved = {round: where for round, where in self._saved_places().items() if int(round) >= self.round - 1}
+            write_file(self.places, json.dumps(saved | {str(self.round): place}).encode())
         outcome = self.meet(loss, self.stop)
         self.round = outcome.round + 1
         return outcome
 
     def take_over(self, about: dict[str, str], why: str) -> int:
-        """Enter again. Return the inner step that belongs to what is agreed."""
+        """Enter again. Return the inner step of the agreed state."""
         self.round, _ = self.enter(about, why)
         return self.round * self.inner_steps
 
-    def _held_places(self) -> dict[str, Any]:
+    def _saved_places(self) -> dict[str, Any]:
         return json.loads(self.places.read_text()) if self.leader and self.places.exists() else {}
 
 
 def terms_of(config: Config, shapes: Shapes) -> Terms:
-    """How the sites of this run meet. Raise ConfigError if the steps are no whole number of rounds."""
+    """Return the meeting's terms. Raise ConfigError if the steps are not a whole number of rounds."""
     settings, steps = config.sites, config.pretrain.steps
     if steps % settings.inner_steps:
         raise ConfigError(
             f"pretrain.steps = {steps} is not a multiple of sites.inner_steps = {settings.inner_steps}: "
-            "the last steps would reach no other site"
+            "the last steps would never be exchanged"
         )
     return Terms(shapes, rounds=steps // settings.inner_steps, **settings.terms)

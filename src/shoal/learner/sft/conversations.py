@@ -1,24 +1,24 @@
-"""Conversations for supervised fine-tuning: read from files, and encoded. Tokens that the assistant wrote are trained.
+"""Read conversations for supervised fine-tuning and encode them. Only tokens that the assistant wrote are trained.
 
-    examples/chat.jsonl, ./data/chat.parquet   a local file: its name ends in .jsonl, .jsonl.gz or .parquet
-    org/name                                   the files of a hub data set whose names contain "train"
-    org/name:data/train-*.parquet              those that match the pattern
+    examples/chat.jsonl, ./data/chat.parquet   a local .jsonl, .jsonl.gz or .parquet file
+    org/name                                   files of a hub data set with "train" in their names
+    org/name:data/train-*.parquet              files of a hub data set that match the pattern
 
 A row holds `messages`, a list of {"role", "content"}, or `prompt` and `completion`: one user message and one assistant
 message. An optional `tools` is passed to the chat template. Other columns are ignored.
 
-An assistant's turn is trained from the first token after the generation prompt to the token that ends the turn. Both are
-found by applying the model's chat template to prefixes of the conversation:
+An assistant's turn is trained from the first token after the generation prompt to the token that ends the turn. To locate
+them, the model's chat template is applied to prefixes of the conversation:
 
     up to the turn, with generation prompt    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
     up to and including the turn              <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nYo<|im_end|>\\n
     trained                                                                                        Yo<|im_end|>
 
 Invariant: every row is a conversation, or an error that names its file and row. The tokens before a trained token are those
-that generation would see. If the tokens of one prefix are not a prefix of the next one's (the template rewrites earlier
-turns, or tokens merge across the boundary), that is an error, unless the template itself marks what the assistant writes
-({% generation %}).
-Left out: images and sound; other field names ("from" and "value"); text without a chat template; weights of messages.
+that generation would see. It is an error if a prefix's tokens are not a prefix of the whole conversation's (the template
+rewrites earlier turns, or tokens merge across the boundary), unless the template marks the assistant's text with
+{% generation %}.
+Left out: images and audio; other field names ("from", "value"); text without a chat template; per-message weights.
 """
 
 from __future__ import annotations  # array[int] fails at run time before Python 3.12
@@ -51,14 +51,14 @@ class Dialogue:
 
 
 def read(source: str) -> Iterator[Dialogue]:
-    """Every conversation of `source` in order. Raise UserError."""
+    """Yield every conversation of `source`. Raise UserError."""
     for path in find(source):
         for number, row in Rows(path).read(COLUMNS):
             yield _conversation(f"{path}, row {number}", row)
 
 
 def find(source: str) -> list[Path]:
-    """The files that `source` names, downloaded if they are on the hub. Raise UserError."""
+    """Return the files that `source` names, downloading them from the hub if needed. Raise UserError."""
     if ":" in source or not (source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)):
         return _from_hub(*source.split(":", 1))
     path = Path(source).expanduser()
@@ -73,8 +73,8 @@ def _from_hub(name: str, pattern: str = "") -> list[Path]:
     from huggingface_hub import HfApi
 
     try:
-        listed = [] if pattern else ask(lambda: HfApi().list_repo_files(name, repo_type="dataset"))
-        result = data_files(name, [pattern] if pattern else _training_files(name, listed))
+        repo_files = [] if pattern else ask(lambda: HfApi().list_repo_files(name, repo_type="dataset"))
+        result = data_files(name, [pattern] if pattern else _training_files(name, repo_files))
     except HubError as error:
         raise UserError(
             f"data set {name!r} could not be fetched from the Hugging Face hub ({error}); for a local file "
@@ -87,29 +87,29 @@ def _from_hub(name: str, pattern: str = "") -> list[Path]:
 
 
 def _training_files(name: str, files: list[str]) -> list[str]:
-    known = [file for file in files if file.endswith(SUFFIXES)]
-    chosen = [file for file in known if "train" in PurePosixPath(file).name]
-    if len({PurePosixPath(file).parent for file in chosen}) != 1:  # several sets in one repository, or none
+    readable = [file for file in files if file.endswith(SUFFIXES)]
+    chosen = [file for file in readable if "train" in PurePosixPath(file).name]
+    if len({PurePosixPath(file).parent for file in chosen}) != 1:  # several data sets in one repository, or none
         raise UserError(
-            f"data set {name!r}: choose the files to train on with {name}:PATTERN; it has {', '.join(known[:12])}"
+            f"data set {name!r}: choose the files to train on with {name}:PATTERN; it has {', '.join(readable[:12])}"
         )
     return chosen
 
 
 def _conversation(where: str, row: dict[str, Any]) -> Dialogue:
-    held = {name: row[name] for name in COLUMNS if row.get(name) is not None}
-    if "messages" in held:
-        messages = held["messages"]
-    elif isinstance(held.get("prompt"), str) and isinstance(held.get("completion"), str):
+    fields = {name: row[name] for name in COLUMNS if row.get(name) is not None}
+    if "messages" in fields:
+        messages = fields["messages"]
+    elif isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
         messages = [
-            {"role": "user", "content": held["prompt"]},
-            {"role": "assistant", "content": held["completion"]},
+            {"role": "user", "content": fields["prompt"]},
+            {"role": "assistant", "content": fields["completion"]},
         ]
     else:
         raise UserError(f"{where}: needs `messages`, a list, or `prompt` and `completion`, two strings")
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where}: `messages` is not a list of messages")
-    tools = held.get("tools")
+    tools = fields.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: `tools` is not a list")
     return Dialogue(where, [_message(f"{where}, message {i}", m) for i, m in enumerate(messages)], tools or None)
@@ -117,16 +117,15 @@ def _conversation(where: str, row: dict[str, Any]) -> Dialogue:
 
 def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise UserError(f"{where}: it is not an object with `role` and `content`")
-    held = {
-        str(name): value for name, value in message.items() if value is not None
-    }  # Parquet stores absent fields as null
-    if held.get("role") not in ROLES:
-        raise UserError(f"{where}: `role` is {held.get('role')!r}, not one of {', '.join(ROLES)}")
-    calls = held["role"] == "assistant" and bool(held.get("tool_calls"))
-    if not isinstance(held.get("content"), str) and not (calls and "content" not in held):
+        raise UserError(f"{where}: not an object with `role` and `content`")
+    # Parquet stores absent fields as null
+    fields = {str(name): value for name, value in message.items() if value is not None}
+    if fields.get("role") not in ROLES:
+        raise UserError(f"{where}: `role` is {fields.get('role')!r}, not one of {', '.join(ROLES)}")
+    calls = fields["role"] == "assistant" and bool(fields.get("tool_calls"))
+    if not isinstance(fields.get("content"), str) and not (calls and "content" not in fields):
         raise UserError(f"{where}: `content` is not a string")
-    return held
+    return fields
 
 
 # --- as tokens -----------------------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation's tokens up to the last trained one, and the spans [start, stop) that are trained, in order."""
+    """A conversation's tokens up to the last trained one, and the trained spans [start, stop), in order."""
 
     tokens: array[int]
     spans: tuple[tuple[int, int], ...]
@@ -147,12 +146,12 @@ class Example:
 
     @property
     def tree(self) -> Tree:
-        """The first turn's prompt, with all that follows as its only completion."""
+        """The first turn's prompt, with all later tokens as its only completion."""
         first = self.spans[0][0]
         return Tree(self.tokens[:first], [self.tokens[first:]])
 
     def trained_N(self) -> Tensor:
-        """bool, for each token of the tree's completion: whether it is trained."""
+        """Return a bool per token of the tree's completion: whether it is trained."""
         first = self.spans[0][0]
         trained = torch.zeros(len(self.tokens) - first, dtype=torch.bool)
         for start, stop in self.spans:
@@ -161,10 +160,10 @@ class Example:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template. `ends` are the tokens that ended an assistant's turn so far."""
+    """A tokenizer's chat template. `ends` collects the tokens that end an assistant's turn."""
 
     def __init__(self, tokenizer: Any, eos: Collection[int]) -> None:
-        """`eos`: the tokens that the model declares as ends of a completion."""
+        """`eos`: the model's end-of-sequence tokens."""
         if not tokenizer.chat_template:
             raise UserError(
                 "the model's tokenizer has no chat template; choose a model that has one (often named `-Instruct`)"
@@ -174,14 +173,14 @@ class ChatTemplate:
         self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ends: set[int] = set()
 
-    def exceeds(self, conversation: Dialogue, most_tokens: int) -> bool:
-        """Whether what precedes the last turn alone is longer. `example` encodes a conversation once for each turn."""
+    def exceeds(self, conversation: Dialogue, max_tokens: int) -> bool:
+        """Whether the prompt of the last turn is longer than `max_tokens`: a cheap check before `example`."""
         messages = conversation.messages
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-        return last > 0 and len(self._tokens(conversation, messages[:last], prompt=True)) > most_tokens
+        return last > 0 and len(self._tokens(conversation, messages[:last], prompt=True)) > max_tokens
 
     def example(self, conversation: Dialogue) -> Example:
-        """Raise UserError, naming the conversation, if the template does not determine the spans."""
+        """Encode a conversation. Raise UserError, naming it, if the template does not determine the trained spans."""
         where, messages = conversation.where, conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
@@ -200,7 +199,7 @@ class ChatTemplate:
     def _derived(
         self, conversation: Dialogue, until: list[dict[str, Any]], turns: list[int]
     ) -> tuple[array[int], list[tuple[int, int]]]:
-        """The conversation's tokens, and each turn's span, between the ends of two prefixes."""
+        """Return the conversation's tokens and each turn's span, located by encoding the prefixes before and after it."""
         whole = self._tokens(conversation, until)
         spans = []
         for turn in turns:
@@ -225,18 +224,18 @@ class ChatTemplate:
         return array("i", encoded["input_ids"]), list(zip(starts, stops, strict=True))
 
     def _end(self, where: str, tokens: array[int], start: int, stop: int, *, last: bool) -> int:
-        """The end of the trained span of the turn in tokens[start:stop]: after the token that ends the turn.
+        """Return where the trained span of the turn in tokens[start:stop] ends: after the token that ends the turn.
 
-        That token is searched in the special tokens and white space after the turn's text. A token that the model declares
-        as an end is preferred over another special token. If the template writes neither, EOS is added after the last turn.
+        Search the special tokens and white space after the turn's text; prefer an EOS token over other special tokens. If
+        there is neither, add EOS after the last turn.
         """
         if tokens[stop - 1] not in self.eos | self.special and set(tokens[stop : stop + 1]) & (self.eos | self.special):
-            stop += 1  # a template may not include the end in what it marks
+            stop += 1  # a template may mark the turn without its end token
         tail = stop
         while tail > start and self._follows_text(tokens[tail - 1]):
             tail -= 1
-        for known in (self.eos, self.special):
-            end = next((i for i in range(tail, stop) if tokens[i] in known), None)
+        for candidates in (self.eos, self.special):
+            end = next((i for i in range(tail, stop) if tokens[i] in candidates), None)
             if end is not None:
                 self.ends.add(tokens[end])
                 return end + 1

@@ -1,6 +1,6 @@
-"""Trains `bundled:tiny`: a character-level llama of about 3 M parameters that adds two-digit numbers right half the time.
+"""Train `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers right half the time.
 
-It is trained on questions and answers, with loss only on the answer's tokens, and leaves room for reinforcement learning.
+The loss covers only the answer's tokens. Training stops early, to leave room for reinforcement learning.
 Invariant: it never sees a sum that `tasks` holds out.
 Left out: what `shoal sft` has for real data (chat templates, epochs, checkpoints).
 """
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def tiny() -> Path:
-    """Return the folder of `bundled:tiny`, trained into the cache first where it is not there yet."""
+    """Return the folder of `bundled:tiny`; train it into the cache first if it is missing."""
     folder = tiny_dir()
     if (folder / "config.json").exists():
         return folder
@@ -50,7 +50,7 @@ def tiny() -> Path:
         policy = Policy(start, settings, "float32", "cpu", temperature=1.0)
         train(policy, TINY_TASKS, batch=BATCH, until_loss=UNTIL_LOSS, max_steps=MAX_STEPS)
         save_model(policy.model, policy.tokenizer, done)
-        if not folder.exists():  # another process may have trained it too
+        if not folder.exists():  # another process may have trained it meanwhile
             done.rename(folder)
     return folder
 

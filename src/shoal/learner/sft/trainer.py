@@ -1,12 +1,12 @@
-"""Supervised fine-tuning: next-token training on conversations, with loss on what the assistant wrote.
+"""Supervised fine-tuning: next-token training on conversations, with loss on the assistant's tokens.
 
-It uses the policy, packing and checkpoints of reinforcement learning, so a run can start from its result. One update's
-loss is the mean over all trained tokens of its conversations, with one denominator for all its micro-batches.
+It shares the policy, packing and checkpoints with reinforcement learning. The loss of an update is the mean over the trained
+tokens of all its micro-batches.
 Invariant: the conversations of an update are a pure function of seed, epoch and data, and every conversation that fits
-appears once per epoch. So the position in the data is the number of updates done, and a resumed run equals the uninterrupted
-one (bitwise on the CPU).
-Under torchrun every rank runs this loop: each computes its share of an update's micro-batches, and the leader writes the
-files. Left out: learning rates that decay, LoRA, data sets that do not fit in memory (four bytes per token are kept).
+appears once per epoch. So the number of updates is the position in the data, and a resumed run equals an uninterrupted one
+(bitwise on the CPU).
+Under torchrun every rank runs this loop and computes its share of each update's micro-batches; the leader writes the files.
+Left out: learning-rate decay, LoRA, data sets that do not fit in memory (at four bytes per token).
 """
 
 import hashlib
@@ -50,10 +50,10 @@ class SftBatch:
 class Data:
     train: list[Example]
     heldout: list[Example]
-    ends: set[int]  # tokens that end an assistant's turn
+    ends: set[int]  # tokens that end assistant turns
 
     def to_bytes(self) -> bytes:
-        """For `from_bytes` on the other ranks of this machine: a line of JSON, then all tokens."""
+        """Encode for `from_bytes` on the other ranks of this machine: a line of JSON, then all tokens."""
         parts = [[[len(each.tokens), each.spans] for each in part] for part in (self.train, self.heldout)]
         tokens = b"".join(each.tokens.tobytes() for each in (*self.train, *self.heldout))
         return json.dumps([*parts, sorted(self.ends)]).encode() + b"\n" + tokens
@@ -93,22 +93,22 @@ def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
             settings.max_tokens,
         )
     order = random.Random(f"{config.run.seed}:heldout").sample(range(len(fitting)), len(fitting))
-    kept = max(1, round(settings.eval_frac * len(fitting))) if settings.eval_frac else 0
-    if len(fitting) <= kept:
+    n_heldout = max(1, round(settings.eval_frac * len(fitting))) if settings.eval_frac else 0
+    if len(fitting) <= n_heldout:
         raise UserError(
             f"{settings.data}: of {count} conversations, {len(fitting)} fit sft.max_tokens = "
-            f"{settings.max_tokens} and {kept} are held out, so none is left to train on; add data or raise sft.max_tokens"
+            f"{settings.max_tokens} and {n_heldout} are held out; none is left to train on: add data or raise sft.max_tokens"
         )
-    heldout, train = [fitting[i] for i in sorted(order[:kept])], [fitting[i] for i in sorted(order[kept:])]
+    heldout, train = [fitting[i] for i in sorted(order[:n_heldout])], [fitting[i] for i in sorted(order[n_heldout:])]
     log.info("%d conversations to train on, %d held out", len(train), len(heldout))
     return Data(train, heldout, template.ends)
 
 
 def plan(count: int, settings: SftSection, seed: int) -> list[tuple[int, list[int]]]:
-    """Return each update's epoch and conversations, of `count`.
+    """Plan the updates over `count` conversations. Return each update's epoch and conversation indices.
 
-    Every conversation appears once per epoch, in a different order. An epoch's last update takes the rest. A plan with
-    more epochs begins with the updates of a shorter one.
+    Every conversation appears once per epoch, in a new order. An epoch's last update may be smaller. More epochs only append
+    updates to the plan.
     """
     updates: list[tuple[int, list[int]]] = []
     for epoch in range(settings.epochs):
@@ -119,7 +119,7 @@ def plan(count: int, settings: SftSection, seed: int) -> list[tuple[int, list[in
 
 
 def micro_batches(examples: Sequence[Example], *, row_tokens: int) -> list[SftBatch]:
-    """Pack conversations side by side into rows of `row_tokens`. Every token appears exactly once."""
+    """Pack conversations into rows of `row_tokens`. Every token appears exactly once."""
     rows = assign_rows([len(example.tokens) for example in examples], row_tokens)
     return [
         SftBatch(
@@ -131,7 +131,7 @@ def micro_batches(examples: Sequence[Example], *, row_tokens: int) -> list[SftBa
 
 
 def fingerprint(data: Data, config: Config) -> str:
-    """A hash of everything that determines the order and content of every update."""
+    """Hash everything that determines the content and order of the updates."""
     settings = config.sft
     result = hashlib.sha256(repr([config.model.name, config.run.seed, settings.batch]).encode())
     for example in data.train:
@@ -149,7 +149,7 @@ class Sft(Training):
         super().__init__(policy, folder, len(self.plan))
 
     def begin(self) -> None:
-        """Raise ConfigError if the folder holds another run; ShoalError on the other ranks."""
+        """Claim the folder and restore the newest checkpoint. Raise ConfigError for another run's folder."""
         self.claim({"fingerprint": fingerprint(self.data, self.config)}, DIFFERS)
         self.step = self.checkpoints.restore().step
         if self.leads:
@@ -203,7 +203,7 @@ class Sft(Training):
         super().write_model(final)
 
     def _mean_loss(self, examples: Sequence[Example]) -> Any:
-        """The loss of one micro-batch of `examples`. Over all micro-batches it adds up to the mean, in nats per token."""
+        """Return the loss function of a micro-batch; summed over all of them it is the mean, in nats per token."""
         n_trained = sum(example.n_trained for example in examples)
 
         def loss(micro: SftBatch) -> Tensor:
@@ -221,7 +221,7 @@ class Sft(Training):
 
 
 def open_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
-    """The model in `folder` with the rate of `[sft]`."""
+    """Load the model in `folder` with the learning rate of `[sft]`."""
     settings = config.sft
     return plain_policy(
         folder,
@@ -230,13 +230,13 @@ def open_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | N
         ranks,
         lr=settings.lr,
         warmup_steps=settings.warmup_steps,
-        lowers=f"sft.max_tokens (now {settings.max_tokens})",
+        memory_hint=f"sft.max_tokens (now {settings.max_tokens})",
     )
 
 
 def _declare_ends(model: Any, ends: set[int]) -> None:
-    """Add the tokens that ended its training turns to the model's generation config as ends of a completion."""
+    """Add the tokens that ended training turns to the EOS tokens in the model's generation config."""
     declared = model.generation_config.eos_token_id
-    known = declared if isinstance(declared, list) else [declared] if declared is not None else []
-    if ends - set(known):
-        model.generation_config.eos_token_id = [*known, *sorted(ends - set(known))]
+    eos = declared if isinstance(declared, list) else [declared] if declared is not None else []
+    if ends - set(eos):
+        model.generation_config.eos_token_id = [*eos, *sorted(ends - set(eos))]
