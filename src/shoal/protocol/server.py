@@ -279,7 +279,7 @@ async def listen(
 def _asked(request: web.Request) -> None:
     """Note that the connection of this request has a right to be open."""
     if (listener := request.config_dict.get(LISTENER)) and request.transport:
-        listener.asked(request.transport.get_extra_info("peername"))
+        listener.note_request(request.transport.get_extra_info("peername"))
 
 
 def _response(answer: Answer) -> web.StreamResponse:

@@ -210,7 +210,7 @@ class Service:
 async def _mark_active(request: web.Request, handler: Any) -> web.StreamResponse:
     """Tell the listener that this connection sent a request, so it may stay open."""
     if (listener := request.app.get(LISTENER)) and request.transport:
-        listener.asked(request.transport.get_extra_info("peername"))
+        listener.note_request(request.transport.get_extra_info("peername"))
     response: web.StreamResponse = await handler(request)
     return response
 

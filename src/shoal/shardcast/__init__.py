@@ -2,11 +2,11 @@
 
     origin (publishes)  ->  server  <-  relay (mirrors)  ->  server  <-  client (fetches)
 
-    origin     a folder of files into a signed version     manifest    what is signed: versions, statements, lists
-    store      the folder of versions that is served       files       the files of a version, cut into shards
-    relay      mirrors a store, serves arriving shards     delta       the exact difference between two versions
-    server     HTTP, with guard and connections            fetch/      from servers into a folder
-    alone      all of it without a pool
+    origin     publishes a folder as a signed version     manifest    signed manifests, statements, version lists
+    store      the folder of versions to serve             files       a version's files, cut into shards
+    relay      mirrors a store, serves arriving shards    delta       the exact difference between two versions
+    server     HTTP, with guard and connections           fetch/      downloads from servers into a folder
+    alone      the API for use without a pool
 
 Usable alone: it imports only `errors` and `files` of Shoal. docs/shardcast.md says how it works and what it costs.
 Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.

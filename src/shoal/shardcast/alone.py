@@ -1,6 +1,6 @@
 """SHARDCAST without a pool: publish a folder, run a relay, fetch.
 
-    publish(Path("model"), Path("store"), key)                    into a store that `serve_origin` or nginx serves
+    publish(Path("model"), Path("store"), key)                    to a store that `serve_origin` or nginx serves
     fetch(["http://relay:8080"], Path("weights"), public_key)     the newest version: weights/v000003/
     for folder, manifest in watch([...], Path("weights"), public_key): ...
 
@@ -27,9 +27,9 @@ from shoal.shardcast.relay import Relay
 from shoal.shardcast.server import app, serve, url_of
 from shoal.shardcast.store import ShardStore
 
-LOOK_AGAIN_S = 0.1
-IDLE_S = 0.5  # between two looks at whether to stop, where nothing is watched
-A_DAY_S = 24 * 3600.0
+POLL_S = 0.1
+IDLE_S = 0.5  # between checks of `stop` when no folder is watched
+DAY_S = 24 * 3600.0
 
 
 def publish(
@@ -50,10 +50,10 @@ def fetch(
     *,
     version: int | None = None,
     wait_s: float = 0.0,
-    timeout_s: float = A_DAY_S,
+    timeout_s: float = DAY_S,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Path, Manifest]:
-    """Fetch a version (default: the newest) into `out`/v000007/. Raise FetchError, at the latest after `timeout_s`."""
+    """Fetch a version (default: the newest) into `out`/v000007/. Raise FetchError, after `timeout_s` at the latest."""
     client = Client(urls, Access(public_key), out, wait_s=wait_s, timeout_s=timeout_s)
     return fetch_with(client, version, progress)
 
@@ -63,18 +63,18 @@ def watch(
     out: Path,
     public_key: str,
     *,
-    timeout_s: float = A_DAY_S,
+    timeout_s: float = DAY_S,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Yield each newest version, for ever, and never an older one after a newer. A fetch that fails, or takes more than
-    `timeout_s`, is reported to `progress` and tried again."""
-    client = Client(urls, Access(public_key), out, wait_s=A_DAY_S, timeout_s=timeout_s)
+    """Yield each new version forever, never an older one after a newer. Report a fetch that fails or exceeds `timeout_s` to
+    `progress`, and retry."""
+    client = Client(urls, Access(public_key), out, wait_s=DAY_S, timeout_s=timeout_s)
     last: Manifest | None = None
     while True:
         try:
             newest = client.latest()
             if newest is None or (last and not newest.supersedes(last)):
-                time.sleep(LOOK_AGAIN_S)
+                time.sleep(POLL_S)
                 continue
             folder, manifest = fetch_with(client, None, progress)
         except FetchError as error:
@@ -86,11 +86,11 @@ def watch(
 
 
 def fetch_with(client: Client, version: int | None, progress: Callable[[Progress], None]) -> tuple[Path, Manifest]:
-    """`client.fetch`, with progress reports a few times a second."""
+    """Call `client.fetch` and report progress several times a second."""
     done = threading.Event()
 
     def report() -> None:
-        while not done.wait(LOOK_AGAIN_S):
+        while not done.wait(POLL_S):
             progress(client.progress)
 
     reporting = threading.Thread(target=report, daemon=True)
@@ -110,7 +110,7 @@ async def serve_origin(
     stop: threading.Event,
     say: Callable[[dict[str, object]], None],
 ) -> None:
-    """Publish and serves `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
+    """Publish and serve `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
     including later ones. Raise what `Origin.publish` raises."""
     check_apart(path, origin.store.path)
 
@@ -121,11 +121,11 @@ async def serve_origin(
         while not stop.is_set():
             origin.state()
             if watched:
-                known = max(origin.published(), default=-1)
+                newest = max(origin.published(), default=-1)
                 for folder in sorted(folder for folder in path.iterdir() if _version(folder)):
-                    if (version := parse_version(folder.name)) is not None and version > known:
+                    if (version := parse_version(folder.name)) is not None and version > newest:
                         report(await asyncio.to_thread(origin.publish, folder, version))
-            await asyncio.sleep(LOOK_AGAIN_S if watched else IDLE_S)
+            await asyncio.sleep(POLL_S if watched else IDLE_S)
 
     def report(manifest: Manifest) -> None:
         sizes = {part: stream.size_bytes for part, stream in manifest.streams.items()}
@@ -138,7 +138,7 @@ async def serve_origin(
 async def serve_relay(
     relay: Relay, listen: tuple[str, int], stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
-    """Mirror and serves until `stop`. Reports each version that becomes complete, and each new error."""
+    """Mirror and serve until `stop`. Report each version that becomes complete, and each new error."""
 
     async def live() -> None:
         task = asyncio.ensure_future(relay.mirror())
@@ -154,9 +154,9 @@ async def serve_relay(
                 if status.last_error and status.last_error != error:
                     error = status.last_error
                     say({"error": error})
-                await asyncio.sleep(LOOK_AGAIN_S)
+                await asyncio.sleep(POLL_S)
             if task.done():
-                await task  # raises the exception that ended it
+                await task  # raises its exception
         finally:
             task.cancel()
 

@@ -1,13 +1,12 @@
-"""The listening socket of a server: limits the number of open connections, and cuts useless ones.
+"""The listening socket of a server: it limits open connections and resets idle or stalled ones.
 
-Invariant: every accepted connection counts until it is closed, and a server accepts no more than it can open files for. A
-connection over the limit of its address, or of all, is closed unread. At the limit of all, the oldest that has
-not asked anything is cut too, so idle strangers keep nobody out: whoever comes next finds its place. One that sends no
-request within `headers_s`, or does not take the response, is reset even in the middle of a `sendfile`. So no reader holds
-more than a socket for long. Only time in which this process ran counts: one that is overloaded, or was frozen, cuts nobody
-for what it left unread itself. A request that is not HTTP is answered with 400 and not logged, nor is a reader that leaves
-before its answer: aiohttp would log a traceback with what was sent, hundreds of kilobytes for each.
-Left out: limits across processes, and detection of slow readers on systems other than Linux.
+Invariant: every accepted connection counts until it is closed, and a server accepts no more than its file limit allows. A
+connection over its address's limit, or the total, is closed unread. At the total limit the oldest connection without a
+request is reset too, so idle clients cannot lock others out. A client that sends no request within `headers_s`, or does not
+read the response, is reset even in the middle of a `sendfile`. Only time in which this process ran counts: an overloaded or
+frozen server blames no client for its own delay. Malformed requests (answered with 400) and clients that disconnect early
+are not logged: aiohttp would log a traceback with the request, hundreds of kilobytes each.
+Left out: limits across processes; slow-reader detection on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
 
@@ -31,25 +30,25 @@ from typing import Any
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-THEIRS = (HttpProcessingError, ClientConnectionResetError)
+CLIENT_ERRORS = (HttpProcessingError, ClientConnectionResetError)
 
 LOG = logging.getLogger("shoal.serve")
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], THEIRS))
+def _is_server_error(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], CLIENT_ERRORS))
 
 
-LOG.addFilter(_is_ours)
+LOG.addFilter(_is_server_error)
 
 
-RESERVED = 128  # for databases, logs, libraries, and connections that this process makes itself
+RESERVED = 128  # files for databases, logs, libraries and outgoing connections
 
 log = logging.getLogger(__name__)
 
 
 def raise_limit() -> int:
-    """Raise this process's limit of open files as far as the system lets it. Return the limit."""
+    """Raise this process's open-file limit as far as the system allows. Return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or soft == resource.RLIM_INFINITY:
         return soft if soft != resource.RLIM_INFINITY else sys.maxsize
@@ -59,12 +58,12 @@ def raise_limit() -> int:
 
 
 def affordable(wanted: int) -> int:
-    """At most `wanted`: as many connections as the limit of open files allows. Says so where that is fewer."""
+    """Return `wanted` connections, or fewer if the open-file limit requires it; then log a warning."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if soft == resource.RLIM_INFINITY else max(1, (soft - RESERVED) // 2)
     if allowed < wanted < sys.maxsize:
         log.warning(
-            "this process may open %d files, so it accepts %d connections of the %d it is set to; raise `ulimit -n`",
+            "this process may open %d files, so it accepts %d connections instead of %d; raise `ulimit -n`",
             soft,
             allowed,
             wanted,
@@ -72,9 +71,9 @@ def affordable(wanted: int) -> int:
     return min(wanted, allowed)
 
 
-# On long lossy links BBR is several times faster than CUBIC, which takes each loss for congestion.
+# On long lossy links BBR is several times faster than CUBIC, which treats each loss as congestion.
 CONGESTION = b"bbr"
-# Limits unsent bytes in the kernel, so that a stalled reader does not cost megabytes of its memory.
+# Limits unsent bytes in the kernel, so that a stalled reader does not cost megabytes of memory.
 UNSENT_BYTES = 2 << 20
 BACKLOG = 1024
 LONGEST_PERIOD_S = 1.0
@@ -85,11 +84,11 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a connection may be useless."""
+    """How long a connection may be idle or slow."""
 
-    headers_s: float = 10.0  # from accepting it to its first complete request
+    headers_s: float = 10.0  # from accept to the first complete request
     idle_s: float = 75.0  # between two requests
-    stall_s: float = 30.0  # taking nothing, or less than slowest_Bps on average, while data is waiting
+    stall_s: float = 30.0  # reading nothing, or less than slowest_Bps on average, while data is waiting
     slowest_Bps: float = 10_000.0
 
 
@@ -97,13 +96,13 @@ PATIENCE = Patience()
 
 
 class ClientConnection(socket.socket):
-    """An accepted socket. Closing it removes it from the listener's table."""
+    """An accepted socket. Closing it unregisters it from its listener."""
 
     def __init__(self, listener: Listener, peer: tuple[str, int], fd: int) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=fd)
         self.listener, self.peer = listener, peer
-        self.asked = False
-        self.reader: str | None = None  # of its last request, if tokens are used
+        self.requested = False  # it sent a complete request
+        self.reader: str | None = None  # who sent the last request, if passes are used
         self.accepted_s = self.moved_s = self.since_s = time.monotonic()
         self.taken_bytes = self.since_bytes = 0
 
@@ -112,22 +111,22 @@ class ClientConnection(socket.socket):
         self.listener.forget(self)
 
     def cut(self) -> None:
-        """Reset the connection. The transport's `abort` would leave a `sendfile` waiting for a closed socket."""
+        """Reset the connection. The transport's `abort` would leave a running `sendfile` hanging."""
         with suppress(OSError):  # the reader has already closed it
             self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
             self.shutdown(socket.SHUT_RDWR)
 
     def excuse(self, late_s: float) -> None:
-        """Time in which this process did not get to read or send does not count against the peer."""
+        """Do not count `late_s`, in which this process did not run, against the peer."""
         self.accepted_s += late_s
         self.moved_s += late_s
         self.since_s += late_s
 
-    def useless(self, now_s: float, patience: Patience) -> bool:
-        if not self.asked:
+    def stalled(self, now_s: float, patience: Patience) -> bool:
+        if not self.requested:
             return now_s - self.accepted_s >= patience.headers_s
         progress = _progress(self)
-        if progress is None:  # the reader has all bytes, or the system does not say
+        if progress is None:  # all bytes are acknowledged, or the system does not say
             self.moved_s = self.since_s = now_s
             return False
         if progress != self.taken_bytes:
@@ -146,12 +145,12 @@ class Listener(socket.socket):
 
     def __init__(self, host: str, port: int, patience: Patience, *, per_address: int, total: int) -> None:
         """Raise OSError if the address cannot be bound."""
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)  # IPv4 if it has both
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, proto, _, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)  # prefer IPv4
         super().__init__(family, kind, proto)
         self.patience, self.per_address, self.total = patience, per_address, affordable(total)
         self.open: dict[tuple[str, int], ClientConnection] = {}  # by the peer's address and port
-        self._silent: dict[ClientConnection, None] = {}  # those that asked nothing yet, oldest first
+        self._silent: dict[ClientConnection, None] = {}  # without a request yet, oldest first
         self.refused = self.cut = 0
         self._of_address: Counter[str] = Counter()
         try:
@@ -189,7 +188,7 @@ class Listener(socket.socket):
         if oldest := next(iter(self._silent), None):
             del self._silent[oldest]
             self.cut += 1
-            oldest.cut()  # it counts until it is closed, so the process never has more files open than it may
+            oldest.cut()  # counts until it is closed, so the file limit is never exceeded
         return False
 
     def forget(self, connection: ClientConnection) -> None:
@@ -201,10 +200,10 @@ class Listener(socket.socket):
             if not self._of_address[address]:
                 del self._of_address[address]
 
-    def asked(self, peer: tuple[str, int]) -> None:
+    def note_request(self, peer: tuple[str, int]) -> None:
         """Note that this peer sent a complete request."""
         if connection := self.open.get(peer[:2]):
-            connection.asked = True
+            connection.requested = True
             self._silent.pop(connection, None)
 
     def read_by(self, peer: tuple[str, int], reader: str) -> None:
@@ -235,7 +234,7 @@ class Listener(socket.socket):
                 connection.excuse(late_s)
                 if connection.fileno() == -1:
                     self.forget(connection)
-                elif connection.useless(now_s, self.patience):
+                elif connection.stalled(now_s, self.patience):
                     self._cut(connection)
 
     def _cut(self, connection: ClientConnection) -> None:
@@ -255,7 +254,7 @@ async def started(
     backlog: int = BACKLOG,
     **more: Any,
 ) -> web.AppRunner:
-    """Serve the application behind this listener, until the runner's `cleanup`, which gives requests `shutdown_s`."""
+    """Serve the application on this listener until the runner's `cleanup`, which gives requests `shutdown_s`."""
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
     runner = web.AppRunner(
@@ -271,7 +270,7 @@ async def started(
 
 
 def prefer_bbr(connection: socket.socket) -> str:
-    """Return the congestion control in use afterwards; "unknown" if the system does not say."""
+    """Select BBR if possible. Return the congestion control in use; "unknown" if the system does not say."""
     option = getattr(socket, "TCP_CONGESTION", None)
     if option is None:
         return "unknown"
@@ -295,7 +294,7 @@ def network(address: str) -> str:
 
 
 def _progress(connection: socket.socket) -> int | None:
-    """The bytes acknowledged so far; None if all sent bytes are, or if the system does not say."""
+    """Return the bytes acknowledged so far; None if all sent bytes are, or if the system does not say."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         unacked, acked_bytes, unsent_bytes = TCP_INFO.unpack_from(info)

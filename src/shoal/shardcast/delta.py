@@ -1,8 +1,7 @@
-"""The exact difference between two versions of a model folder: `encode` needs both, `apply` needs the old one.
+"""Encode and apply the exact difference between two versions of a model folder.
 
-Between two steps of reinforcement learning at most a few per cent of the bf16 words change. A safetensors file whose
-header is the same in both versions is encoded as the changed words of each tensor. Any other file is either unchanged or
-sent whole.
+In one RL step at most a few per cent of the bf16 words change. A safetensors file with the same header
+in both versions is encoded as the changed words of each tensor. Any other file is unchanged or sent whole.
 
     delta    MAGIC, one kind per file of the new version, then the bodies of the files that are not SAME
     file     TENSORS: blake3 of the safetensors header, the pieces of all its tensors     WHOLE: its bytes, in pieces
@@ -16,10 +15,10 @@ A gap is the number of unchanged words before a changed one, so positions ascend
 modulo the word size, in zigzag coding (0, -1, 1, -2 as 0, 1, 2, 3). It is often one unit in the last place. Numbers have
 four bytes, kinds have one; all are little-endian.
 
-Invariant: paths, sizes and headers come from the caller and the old version, never from the delta, and no length in it makes
-the reader allocate more. A malformed delta ends in DeltaError, or in wrong words: the caller must verify the files that
-`apply` writes against the manifest. `encode` reads each file of the new version once, except unchanged files without
-tensors. `apply` takes a chain of deltas and reads and writes each file once, however long the chain is.
+Invariant: paths, sizes and headers come from the caller and the old version, never from the delta, and no length in a delta
+can make the reader allocate more. A malformed delta causes DeltaError or wrong words, so the caller must verify the files
+that `apply` writes against the manifest. `encode` reads each new file once, except unchanged files without tensors. `apply`
+reads and writes each file once for a whole chain of deltas.
 Left out: merging the deltas of several versions into one (readers fetch the chain), renamed files (sent whole), and grouping
 words by exponent, which makes smaller deltas but takes more CPU time (benchmarks/deltas.py compares encodings).
 Source: docs/shardcast.md has the measurements; the paper sends whole checkpoints.
@@ -99,7 +98,7 @@ class Writer:
 
 
 class Reader:
-    """Reads a delta front to back. Every method raises DeltaError for bytes that no writer produces."""
+    """Read a delta sequentially. Every method raises DeltaError for malformed bytes."""
 
     def __init__(self, file: BinaryIO, files: int) -> None:
         self._file = file
@@ -118,7 +117,7 @@ class Reader:
         return _kind_of(self.take(1)[0], Kind.SAME, Kind.WHOLE, Kind.CHANGES)
 
     def changes(self, words: int, word_bytes: int) -> tuple[Places, Words]:
-        """For a piece of `words` words: the positions of changed words, ascending, and the steps to add there."""
+        """Read the CHANGES of a piece: ascending positions of changed words, and the steps to add."""
         count = self._number()
         if not 0 < count <= words:
             raise DeltaError(f"{count} changes in {words} words")
@@ -145,7 +144,7 @@ class Reader:
         if size_bytes == raw_bytes:
             return data
         try:
-            # Check first: the decompressor allocates the size that the frame claims.
+            # Check before decompressing, which allocates the size that the frame claims.
             if zstandard.frame_content_size(data) != raw_bytes:
                 raise DeltaError(f"a zstd frame does not have the {raw_bytes} bytes of its plane")
             return self._decompressor.decompress(data, allow_extra_data=False)
@@ -186,7 +185,7 @@ class DeltaStats:
 
 @dataclass(frozen=True)
 class Link:
-    """A delta on disk, and the paths and sizes of the files that it leads to, in encoded order."""
+    """A delta on disk, and the paths and sizes of the files it produces, in encoded order."""
 
     delta: Path
     files: tuple[tuple[str, int], ...]
@@ -197,10 +196,10 @@ def encode(
     new: Path,
     files: Sequence[str],
     sink: Callable[[bytes], None],
-    passed: Callable[[memoryview], None] = lambda data: None,
+    on_read: Callable[[memoryview], None] = lambda data: None,
 ) -> DeltaStats:
-    """Pass `sink` the delta from the folder `old` to `new`. `files` are the paths in `new`. `passed` gets all bytes of
-    these files, in that order, so that they need not be read again to be hashed.
+    """Write the delta from the folder `old` to `new` to `sink`. `files` are the paths in `new`. `on_read` gets all bytes of
+    these files, in that order, so that the caller can hash them without reading again.
     Raise OSError, and DeltaError if a file is truncated while it is read."""
     writer = Writer(sink)
     kinds = [_kind(old / path, new / path) for path in files]
@@ -211,19 +210,19 @@ def encode(
             if kind is Kind.TENSORS:
                 layout = read_layout(new / path)
                 writer.write(blake3(layout.header).digest())
-                passed(memoryview(layout.header))
+                on_read(memoryview(layout.header))
                 size_bytes += len(layout.header)
                 with (old / path).open("rb") as before:
                     for piece in pieces(*layout.tensors):
                         words = _read(after, piece)
-                        passed(_bytes(words))
+                        on_read(_bytes(words))
                         compared_words += piece.words
                         changed_words += writer.piece(_read(before, piece), words)
                         size_bytes += words.nbytes
                 continue
             for piece in pieces(as_one_tensor(path, (new / path).stat().st_size)):
                 words = _read(after, piece)
-                passed(_bytes(words))
+                on_read(_bytes(words))
                 size_bytes += words.nbytes
                 if kind is Kind.WHOLE:
                     writer.words(words)
@@ -231,25 +230,27 @@ def encode(
 
 
 def passes(chain: Iterable[Link]) -> list[list[Link]]:
-    """Cut a chain of deltas into runs that `apply` takes at once: they lead to files of the same names and sizes, and none
-    changes tensors of a file that another one sends whole. Raise DeltaError."""
+    """Split a chain of deltas into runs that `apply` can merge: all produce files of the same names and sizes, and none
+    changes tensors of a file that another sends whole. Raise DeltaError."""
     runs: list[list[Link]] = []
     kinds: list[Kind] = []  # of the files in the last run
     for link in chain:
         with link.delta.open("rb") as file:
-            here = Reader(file, len(link.files)).file_kinds
-        if runs and runs[-1][0].files == link.files and all(map(_fit, kinds, here)):
+            file_kinds = Reader(file, len(link.files)).file_kinds
+        if runs and runs[-1][0].files == link.files and all(map(_compatible, kinds, file_kinds)):
             runs[-1].append(link)
-            kinds = list(map(max, kinds, here))  # SAME is the least
+            kinds = list(map(max, kinds, file_kinds))  # SAME is the smallest
         else:
             runs.append([link])
-            kinds = here
+            kinds = file_kinds
     return runs
 
 
-def apply(old: Path, run: Sequence[Link], out: Path, written: Callable[[memoryview], None] = lambda data: None) -> None:
-    """Write into `out`, which must not be `old`, the version that `run` leads to: one delta, or several of `passes`.
-    `written` gets all bytes of the new files, in encoded order, so that they need not be read again to be verified.
+def apply(
+    old: Path, run: Sequence[Link], out: Path, on_write: Callable[[memoryview], None] = lambda data: None
+) -> None:
+    """Apply `run`, one delta or a run of `passes`, to the folder `old`, and write the result into another folder `out`.
+    `on_write` gets all bytes of the new files, in encoded order, so that the caller can verify them without reading again.
 
     Raise DeltaError, and OSError from the disk. The files in `out` are then incomplete.
     """
@@ -260,7 +261,7 @@ def apply(old: Path, run: Sequence[Link], out: Path, written: Callable[[memoryvi
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             kinds = [reader.file_kinds[place] for reader in readers]
             changing = [reader for reader, kind in zip(readers, kinds, strict=True) if kind is not Kind.SAME]
-            with _Told(out / path, written) as target:
+            with _TeeFile(out / path, on_write) as target:
                 if Kind.WHOLE in kinds:
                     for piece in pieces(as_one_tensor(path, size_bytes)):
                         *_, words = (reader.words(piece.words, 1) for reader in changing)
@@ -274,7 +275,7 @@ def apply(old: Path, run: Sequence[Link], out: Path, written: Callable[[memoryvi
             reader.end()
 
 
-def _fit(kind: Kind, other: Kind) -> bool:
+def _compatible(kind: Kind, other: Kind) -> bool:
     return kind is other or Kind.SAME in (kind, other)
 
 
@@ -299,14 +300,14 @@ def _equal(old: Path, new: Path) -> bool:
     return True
 
 
-class _Told:
-    """A file that is written front to back, and tells what is written."""
+class _TeeFile:
+    """A sequentially written file that passes what is written to a callback."""
 
-    def __init__(self, path: Path, written: Callable[[memoryview], None]) -> None:
+    def __init__(self, path: Path, on_write: Callable[[memoryview], None]) -> None:
         self._file = path.open("wb")
-        self._written = written
+        self._on_write = on_write
 
-    def __enter__(self) -> _Told:
+    def __enter__(self) -> _TeeFile:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -318,12 +319,12 @@ class _Told:
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
         self._file.write(view)
-        self._written(view)
+        self._on_write(view)
         return len(view)
 
 
-def _write_changed(readers: Sequence[Reader], source: BufferedReader, target: _Told) -> None:
-    """Write a file of tensors up to the end of its last changed piece. Each reader has the changes of one version."""
+def _write_changed(readers: Sequence[Reader], source: BufferedReader, target: _TeeFile) -> None:
+    """Write a tensor file up to the end of its last changed piece. Each reader has the changes of one version."""
     try:
         layout = read_layout(Path(source.name))
     except LayoutError as error:
@@ -347,12 +348,11 @@ def _write_changed(readers: Sequence[Reader], source: BufferedReader, target: _T
 
 
 def pieces(*tensors: StoredTensor) -> Iterator[StoredTensor]:
-    """The tensors in file order, each cut into pieces of at most PIECE_WORDS words."""
-    most = PIECE_WORDS
+    """Cut the tensors, in file order, into pieces of at most PIECE_WORDS words."""
     for tensor in tensors:
-        for start in range(0, tensor.words, most):
+        for start in range(0, tensor.words, PIECE_WORDS):
             offset_bytes = tensor.offset_bytes + start * tensor.word_bytes
-            yield replace(tensor, offset_bytes=offset_bytes, words=min(most, tensor.words - start))
+            yield replace(tensor, offset_bytes=offset_bytes, words=min(PIECE_WORDS, tensor.words - start))
 
 
 @contextmanager
@@ -362,9 +362,9 @@ def _old_file(path: Path, size_bytes: int) -> Iterator[BufferedReader]:
     except OSError as error:
         raise DeltaError(f"the delta was made against another version: {error}") from error
     with file:
-        if (held_bytes := path.stat().st_size) != size_bytes:
+        if (actual_bytes := path.stat().st_size) != size_bytes:
             raise DeltaError(
-                f"the delta was made against another version: {path} has {held_bytes} bytes, expected {size_bytes}"
+                f"the delta was made against another version: {path} has {actual_bytes} bytes, expected {size_bytes}"
             )
         yield file
 
@@ -381,7 +381,7 @@ def _bytes(words: Words) -> memoryview:
     return words.data.cast("B") if len(words) else memoryview(b"")
 
 
-def _copy(source: BufferedReader, target: _Told, end_bytes: int) -> None:
+def _copy(source: BufferedReader, target: _TeeFile, end_bytes: int) -> None:
     """Copy `source` to `target`, from the end of `target` to `end_bytes`."""
     at_bytes = target.tell()
     source.seek(at_bytes)

@@ -1,7 +1,7 @@
-"""The files of a version: where safetensors store their tensors, and all files as the byte string that is cut into shards.
+"""A version's files: where safetensors store their tensors, and how all files, concatenated, are cut into shards.
 
 Invariant: the tensors of a `Layout` fill the file from the end of the header to its end without gaps, and each holds a
-whole number of words (numbers of 1, 2 or 4 bytes). A `Cutter` hashes each byte that it is given once.
+whole number of words (numbers of 1, 2 or 4 bytes). A `Cutter` hashes each byte once.
 Left out: words of other widths (such tensors are treated as bytes).
 Source: the safetensors format: eight bytes of header length (little-endian), the header in JSON, the data.
 """
@@ -25,11 +25,11 @@ from shoal.files import CHUNK_BYTES, NewFile
 from shoal.shardcast.manifest import FileEntry, ShardEntry, Stream
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # of all others: 1
+WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # all others: 1
 
 
 class LayoutError(ValueError):
-    """This is not a valid safetensors file, or not the file that it was, and why."""
+    """A file is not valid safetensors, or changed while it was read."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Layout:
 
 
 def as_one_tensor(name: str, size_bytes: int) -> StoredTensor:
-    """Any other file, as one tensor of bytes."""
+    """Treat any other file as one tensor of bytes."""
     return StoredTensor(name, 0, size_bytes, 1)
 
 
 def read_layout(path: Path) -> Layout:
-    """The layout of a safetensors file. Raise LayoutError, and OSError from the disk."""
+    """Read the layout of a safetensors file. Raise LayoutError, and OSError from the disk."""
     with path.open("rb") as file:
         prefix = file.read(8)
         rest_bytes = int.from_bytes(prefix, "little")
@@ -72,7 +72,7 @@ def read_layout(path: Path) -> Layout:
 
 
 def _tensors(header: bytes, name: str) -> list[StoredTensor]:
-    """In file order."""
+    """Parse the header. Return the tensors in file order."""
     try:
         entries = json.loads(header[8:])
         entries.pop("__metadata__", None)
@@ -104,7 +104,7 @@ class StreamFiles:
         self._ends = list(accumulate(self.sizes_bytes))
 
     def ranges(self, position: int, size_bytes: int) -> Iterator[tuple[Path, int, int]]:
-        """(file, offset in the file, size) for each file in a range of the byte string, in order."""
+        """Yield (file, offset in the file, size) for each file in a range of the byte string, in order."""
         index = bisect_right(self._ends, position)
         while size_bytes:
             start = self._ends[index] - self.sizes_bytes[index]
@@ -126,7 +126,7 @@ class StreamFiles:
         return self.sizes_match() and next(self.missing(stream), None) is None
 
     def missing(self, stream: Stream) -> Iterator[ShardEntry]:
-        """Read all files, and yield the shards whose bytes are not in them."""
+        """Read all files and yield the shards that do not match."""
         for shard in stream.entries():
             if self._hash(shard.index * stream.shard_size_bytes, shard.size_bytes) != shard.hash:
                 yield shard
@@ -138,7 +138,7 @@ class StreamFiles:
             return False
 
     def stamps(self) -> tuple[tuple[int, int, int], ...]:
-        """Inode, size and modification time of each file: the same again if nobody has written to it.
+        """Return inode, size and modification time of each file; they change when it is written to.
         Raise FileNotFoundError."""
         stats = [path.stat() for path in self.paths]
         return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
@@ -151,18 +151,18 @@ class StreamFiles:
 
 
 class Cutter:
-    """Takes a byte string in pieces and hashes its shards. With `create`, writes each shard to the file it returns."""
+    """Hash the shards of a byte string that comes in pieces. With `create`, write each shard to the file it returns."""
 
     def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None = None) -> None:
         self.shard_size_bytes = shard_size_bytes
         self.create = create
         self.shards: list[str] = []
-        self.taken_bytes = 0
+        self.added_bytes = 0
         self._file: NewFile | None = None
         self._hash, self._size_bytes = blake3(), 0
 
     def add(self, data: memoryview) -> None:
-        self.taken_bytes += len(data)
+        self.added_bytes += len(data)
         while data:
             piece = data[: self.shard_size_bytes - self._size_bytes]
             data = data[len(piece) :]
@@ -176,11 +176,11 @@ class Cutter:
                 self._finish_shard()
 
     def finish(self, size_bytes: int) -> Stream:
-        """The stream. Raise LayoutError unless it has `size_bytes`."""
+        """Return the stream. Raise LayoutError unless it has `size_bytes`."""
         if self._size_bytes:
             self._finish_shard()
-        if self.taken_bytes != size_bytes:
-            raise LayoutError(f"{self.taken_bytes} bytes came, expected {size_bytes}")
+        if self.added_bytes != size_bytes:
+            raise LayoutError(f"got {self.added_bytes} bytes, expected {size_bytes}")
         return Stream(size_bytes=size_bytes, shard_size_bytes=self.shard_size_bytes, shards=tuple(self.shards))
 
     def _finish_shard(self) -> None:
@@ -199,7 +199,7 @@ class Cutter:
 def cut(
     chunks: Iterable[memoryview], size_bytes: int, shard_size_bytes: int, create: Callable[[int], NewFile] | None
 ) -> Stream:
-    """The stream of a byte string of `size_bytes`. Raise LayoutError if it has another length."""
+    """Cut a byte string of `size_bytes` into shards. Raise LayoutError if it has another length."""
     cutter = Cutter(shard_size_bytes, create)
     try:
         for chunk in chunks:
@@ -214,7 +214,7 @@ T = TypeVar("T")
 
 @contextmanager
 def alongside(act: Callable[[T], None]) -> Iterator[Callable[[T], None]]:
-    """Give a function that passes its argument to `act`. The caller must not change that argument afterwards."""
+    """Yield a function that runs `act` on its argument in another thread. The caller must not change the argument later."""
     with ThreadPoolExecutor(1) as thread:
         running: list[Future[None]] = []
 

@@ -1,13 +1,13 @@
-"""Who may read from a server: passes and bans.
+"""Access control of a server: passes and bans.
 
-    grant   the pool signed: this key may read this run's weights until then. Every reader gets one, and keeps it.
-    pass    grant~visit.signature: the key in the grant signed which server it visits, and when.
+    grant   signed by the pool: this key may read this run's weights until a time. Every reader gets one.
+    pass    grant~visit.signature: signed by the key in the grant, for one server at one time.
 
-Invariant: with a `pool_key`, every request except /healthz needs a pass. This key granted it for this audience, and its
-reader, who is not banned, signed it for this server's URL within `PASS_S`: a relay that keeps what its readers show it can
-use none of it elsewhere. A ban also cuts the reader's connections.
-Left out: a nonce (who repeats a pass to the same server within the minute reads what the pool's nodes may read anyway), and
-a rate for each reader (`connections` limits how many each address may have open).
+Invariant: with a `pool_key`, every request except /healthz needs a pass. Its grant is signed by `pool_key` for this
+audience, and a reader who is not banned signed it for this server's URL within `PASS_S`. So a relay cannot use its readers'
+passes elsewhere. A ban also resets the reader's connections.
+Left out: a nonce (a pass replayed to the same server within a minute reveals nothing new), and a rate limit
+per reader (`connections` limits each address).
 Source: RFC 6750 (bearer tokens), RFC 9449 (proof of possession).
 """
 
@@ -28,19 +28,19 @@ from pydantic import BaseModel, ConfigDict
 from shoal.shardcast.connections import LISTENER
 from shoal.shardcast.manifest import Hash
 
-# Domain separation: nothing else that these keys sign can be taken for a grant or a visit.
+# Domain separation: nothing else that these keys sign is a valid grant or visit.
 GRANT_DOMAIN = b"shoal shardcast reader token 1\n"
 VISIT_DOMAIN = b"shoal shardcast visit 1\n"
 MAX_PASS_CHARS = 4096
 PASS_S = 60.0  # clocks of honest machines differ by less, as for signed requests
-RENEW_S = 20.0  # a reader signs a new pass this often, not once a request
-MAX_KNOWN = 4096  # verified passes that are remembered, so that a shard costs no signature check
+RENEW_S = 20.0  # a reader reuses a pass this long
+MAX_KNOWN = 4096  # cached verified passes, so that not every shard costs a signature check
 
 _SIGNED = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{128})")
 
 
 class Refused(ValueError):
-    """This pass is not accepted, and why."""
+    """A pass is not accepted."""
 
 
 class _Claims(BaseModel):
@@ -62,17 +62,17 @@ class Visit(_Claims):
 
 
 def issue(private_key: Ed25519PrivateKey, reader: str, audience: str, expires_s: float) -> str:
-    """A grant, signed by the pool's key. It opens nothing without the reader's own signature."""
+    """Sign a grant with the pool's key. It is useless without the reader's own signature."""
     return _sign(private_key, Grant(reader=reader, audience=audience, expires_s=expires_s), GRANT_DOMAIN)
 
 
 def visit(private_key: Ed25519PrivateKey, grant: str, server: str, now_s: float) -> str:
-    """A pass for `Authorization: Bearer ...` that shows `grant` to the server at this URL, and to no other."""
+    """Return a pass for `Authorization: Bearer ...`, valid only for the server at this URL."""
     return f"{grant}~{_sign(private_key, Visit(server=server.rstrip('/'), created_s=now_s), VISIT_DOMAIN)}"
 
 
 def check(text: str, pool_key: str, audience: str, servers: Collection[str], now_s: float) -> str:
-    """The reader that shows this pass to a server with these URLs. Raise Refused."""
+    """Verify a pass for a server with these URLs. Return the reader. Raise Refused."""
     if len(text) > MAX_PASS_CHARS:
         raise Refused("malformed pass: too long")
     grant, shown = _opened(text, pool_key)
@@ -88,16 +88,16 @@ def check(text: str, pool_key: str, audience: str, servers: Collection[str], now
 
 
 class Passes:
-    """A reader's passes: one per server, renewed before it is too old."""
+    """A reader's passes: one per server, renewed every RENEW_S."""
 
     def __init__(
         self, private_key: Ed25519PrivateKey, grant: Callable[[], str], clock: Callable[[], float] = time.time
     ) -> None:
         self._private_key, self._grant, self._clock = private_key, grant, clock
-        self._made: dict[str, tuple[str, float, str]] = {}  # by server: grant, when, pass
+        self._made: dict[str, tuple[str, float, str]] = {}  # by server: grant, creation time, pass
 
     def __call__(self, server: str) -> str:
-        """The pass for this server now; "" before the pool has granted anything."""
+        """Return a current pass for this server; "" before the pool has sent a grant."""
         grant, now_s = self._grant(), self._clock()
         if not grant:
             return ""
@@ -109,7 +109,7 @@ class Passes:
 
 @lru_cache(MAX_KNOWN)
 def _opened(text: str, pool_key: str) -> tuple[Grant, Visit]:
-    """Grant and visit under the pool's and the reader's signature. Raise Refused. The same text is verified once."""
+    """Verify the signatures of pool and reader. Return grant and visit. Raise Refused."""
     granted, _, visited = text.partition("~")
     grant = _verified(granted, pool_key, GRANT_DOMAIN, Grant, "the pool did not sign this grant")
     shown = _verified(visited, grant.reader, VISIT_DOMAIN, Visit, "the reader did not sign this visit")
@@ -145,8 +145,7 @@ class Guard:
         total_connections: int = 4096,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Without `pool_key` anyone may read; with it, only readers with its grant. `connections` limits each address.
-        `clock` dates passes."""
+        """Without `pool_key` anyone may read; with it, only readers with its grant. `connections`: limit per address."""
         self.audience, self.pool_key = audience, pool_key
         self.servers: Set[str] = frozenset()  # the URLs that readers know this server by; a pass names one of them
         self.connections, self.total_connections = connections, total_connections
@@ -156,7 +155,7 @@ class Guard:
         self._applications: list[web.Application] = []
 
     def ban(self, readers: Set[str]) -> None:
-        """Replace the set of banned readers, and cuts their open connections at once."""
+        """Replace the set of banned readers, and reset their open connections."""
         self.banned = readers
         for application in self._applications:
             if listener := application.get(LISTENER):
@@ -179,7 +178,7 @@ class Guard:
         return await handler(request)
 
     def _check(self, request: web.Request, pool_key: str) -> None:
-        """Raise HTTPException unless the request has a pass of a reader who is not banned."""
+        """Raise HTTPException unless the request has a valid pass of a reader who is not banned."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         try:
             if scheme.lower() != "bearer":

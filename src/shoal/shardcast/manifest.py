@@ -1,16 +1,16 @@
-"""What is signed: the manifest of each policy version, and the statement of the newest one; and the list of versions.
+"""The signed manifest of each version, the signed statement of the newest version, and the list of versions.
 
-The manifest names a version's files, shards and hashes. A publication is what an origin publishes from one store:
-its random id stands in each manifest and statement. An origin that starts over with an empty store begins another
-publication, and readers leave the one before.
-Invariant: a `Manifest` object is always well-formed: sizes add up, paths stay inside the folder, bounds hold. One that
-`SignedManifest.open` returned was also signed by the expected key. `Manifest.digest` names the policy version everywhere
-else in Shoal. It is computed over canonical JSON without the transfer options (anchor, delta) and without when and in which
-publication it was published: the same files, published again as the same version, have the same digest.
-The statements of one publication have increasing serials, also after a restart and whatever the clock does. Of two, the
-one with the higher serial is right. Between publications `latest` decides, by the reader's clock.
-Left out: key rotation, more than one signer, and proof that a reader was shown the latest statement: mirrors that withhold
-it can keep a reader behind. (In a pool the coordinator names each version.)
+A manifest names a version's files, shards and hashes. A publication is everything that an origin publishes from one store.
+Its random id is in each manifest and statement. An origin that starts over with an empty store starts another publication,
+and readers switch to it.
+Invariant: a `Manifest` object is always well-formed: sizes add up, paths stay inside the folder, bounds hold.
+`SignedManifest.open` returns only manifests signed by the expected key. `Manifest.digest` names the version everywhere
+in Shoal. It covers the canonical JSON without the transfer options (anchor, delta), publication and date: publishing the
+same files again as the same version gives the same digest.
+Statements of one publication have increasing serials, even across restarts and clock changes; the highest serial is valid.
+Between publications `latest` decides, by the reader's clock.
+Left out: key rotation, several signers, and proof of freshness: mirrors that withhold the latest statement can keep a reader
+behind. (In a pool the coordinator names each version.)
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: checkpoints are sharded, and clients verify what they assembled.
 Source: the timestamp role of The Update Framework.
 """
@@ -37,26 +37,26 @@ MAX_SHARDS = 100_000
 MAX_FILES = 10_000
 MAX_PATH_CHARS = 512
 MAX_VERSION = 10**9 - 1
-MAX_MANIFEST_BYTES = 16 << 20  # as it is sent; MAX_SHARDS of content and of a delta take 14 MiB
+MAX_MANIFEST_BYTES = 16 << 20  # signed; MAX_SHARDS of content and of a delta take 14 MiB
 
-# Domain separation: nothing else that this key signs can be taken for a manifest.
+# Domain separation: nothing else that this key signs is a valid manifest.
 SIGNATURE_DOMAIN = b"shoal shardcast manifest 5\n"
 
-# How `SignedManifest.to_bytes` ends.
+# The end of what `SignedManifest.to_bytes` writes.
 _ENDING = re.compile(rb',"key":"([0-9a-f]{64})","signature":"([0-9a-f]{128})"}')
 _BEGINNING, _ENDING_BYTES = b'{"manifest":', 217
 
-# An allowlist: every file system takes these names literally.
+# An allowlist: these names are safe on every file system.
 _NAME = re.compile(r"[A-Za-z0-9_.+=@,()-][A-Za-z0-9 _.+=@,()-]{0,254}")
 _FORMAT = re.compile(r'"format":(\d{1,9})')
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Publication = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # the random id of one, see `newest`
+Publication = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # a random id
 Part = Literal["full", "delta"]
 
 
 class ManifestError(ShoalError, ValueError):
-    """This manifest is invalid, and why."""
+    """A manifest is invalid."""
 
 
 class _Record(BaseModel):
@@ -86,7 +86,7 @@ class Stream(_Record):
     def _adds_up(self) -> Stream:
         needed = -(-self.size_bytes // self.shard_size_bytes)
         if len(self.shards) != needed:
-            raise ValueError(f"{len(self.shards)} shards, {needed} hold {self.size_bytes} bytes")
+            raise ValueError(f"{len(self.shards)} shards, but {self.size_bytes} bytes need {needed}")
         return self
 
     def entries(self) -> list[ShardEntry]:
@@ -95,7 +95,7 @@ class Stream(_Record):
 
 
 class Delta(_Record):
-    """Turns the files of the parent version into this version's: see `delta.py`."""
+    """The delta from the parent version's files to this version's: see `delta.py`."""
 
     parent: int = Field(ge=0, le=MAX_VERSION)
     parent_digest: Hash
@@ -103,7 +103,7 @@ class Delta(_Record):
 
 
 class Manifest(_Record):
-    """One policy version. `content` is its files, concatenated in listed order. The content of an anchor can be fetched;
+    """One version. `content` is its files, concatenated in listed order. The content of an anchor can be fetched;
     any other version has only a delta."""
 
     format: Literal[5] = FORMAT
@@ -138,22 +138,22 @@ class Manifest(_Record):
         return streams | ({"delta": self.delta.stream} if self.delta else {})
 
     def canonical(self) -> bytes:
-        """The canonical JSON text of this manifest: sorted keys, no spaces, ASCII."""
+        """Return the canonical JSON text of this manifest: sorted keys, no spaces, ASCII."""
         return _canonical(self.model_dump())
 
     @cached_property
     def digest(self) -> str:
-        """The name of the policy version: blake3, hex, of its contents and not of how they can be fetched."""
-        unnamed = {"anchor", "delta", "publication", "created_s"}
-        return blake3(_canonical(self.model_dump(exclude=unnamed))).hexdigest()
+        """The version's name: BLAKE3, hex, of its contents, not of how they can be fetched."""
+        excluded = {"anchor", "delta", "publication", "created_s"}
+        return blake3(_canonical(self.model_dump(exclude=excluded))).hexdigest()
 
     def supersedes(self, other: Manifest) -> bool:
-        """Whether this was published in another publication than `other`, or later in the same one."""
+        """Whether this is of another publication than `other`, or later in the same one."""
         return self.publication != other.publication or self.created_s > other.created_s
 
 
 class SignedManifest(_Record):
-    """A manifest as it is sent. Untrusted until `open` has verified it."""
+    """A manifest as it is transferred. Untrusted until `open` has verified it."""
 
     manifest: str  # canonical JSON text
     key: Hash  # ed25519 public key, hex
@@ -169,31 +169,30 @@ class SignedManifest(_Record):
         )
         if (size_bytes := len(signed.to_bytes())) > MAX_MANIFEST_BYTES:
             raise ManifestError(
-                f"the manifest of version {manifest.version} has {size_bytes} bytes, and readers take at most "
+                f"the manifest of version {manifest.version} has {size_bytes} bytes, and readers accept at most "
                 f"{MAX_MANIFEST_BYTES}; publish fewer files, or choose larger shards"
             )
         return signed
 
     @classmethod
     def parse(cls, body: bytes) -> SignedManifest:
-        """What `to_bytes` wrote. The bytes may be a stranger's: they are cut up without a JSON parser, which would make
-        far more memory of them than they have. Raise ManifestError."""
+        """Parse the output of `to_bytes`. Do not run a JSON parser on the whole untrusted body, because it could use far
+        more memory than the body's size. Raise ManifestError."""
         ending = _ENDING.fullmatch(body, max(len(body) - _ENDING_BYTES, 0))
         if ending is None or not body.startswith(_BEGINNING + b'"'):
             raise ManifestError("malformed signed manifest: not a text with a key and a signature")
         try:
             text = json.loads(
                 body[len(_BEGINNING) : ending.start()].decode("ascii")
-            )  # a string: its first byte says so
-            text.encode("ascii")  # it may have held escapes
+            )  # a string: it starts with a quote
+            text.encode("ascii")  # escapes may decode to other characters
             return cls(manifest=text, key=ending[1].decode(), signature=ending[2].decode())
         except ValueError as error:
             why = str(error)[:100]
-        raise ManifestError(f"malformed signed manifest: {why}")  # without the error, which holds the whole text
+        raise ManifestError(f"malformed signed manifest: {why}")  # without the error, which contains the whole text
 
     def open(self, public_key: str, *, run: str | None = None, version: int | None = None) -> Manifest:
-        """The verified manifest. A genuine manifest of another `run` or `version` is refused, too, if these are given.
-        Raise ManifestError."""
+        """Verify the signature, and `run` and `version` if given. Return the manifest. Raise ManifestError."""
         if self.key != public_key:
             raise ManifestError(f"wrong signer: signed by {self.key}, expected {public_key}")
         text = self.manifest.encode()
@@ -205,7 +204,7 @@ class SignedManifest(_Record):
             stated = _FORMAT.search(self.manifest)
             if stated and stated[1] != str(FORMAT):
                 raise ManifestError(
-                    f"a manifest of format {stated[1]}, and this version of Shoal reads {FORMAT}"
+                    f"a manifest of format {stated[1]}; this version of Shoal reads {FORMAT}"
                 ) from error
             raise ManifestError(f"bad signature: {public_key} did not sign this manifest") from error
         manifest = self.unchecked()
@@ -218,7 +217,7 @@ class SignedManifest(_Record):
         return manifest
 
     def unchecked(self) -> Manifest:
-        """The manifest, well-formed but not verified. Raise ManifestError."""
+        """Return the manifest, well-formed but not verified. Raise ManifestError."""
         try:
             return Manifest.model_validate_json(self.manifest)
         except ValidationError as error:
@@ -266,20 +265,20 @@ def _is_plain(name: str) -> bool:
 
 
 def _folded(name: str) -> str:
-    """Equal for names that some file system takes for the same: it may ignore case, and spaces and dots at the end."""
+    """Normalise a name as file systems may: they ignore case, or trailing spaces and dots."""
     return name.lower().rstrip(" .") or name
 
 
 def first_problem(error: ValidationError) -> str:
-    """What pydantic refused first, in one line."""
+    """Return pydantic's first error in one line."""
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg']}" if where else problem["msg"]
 
 
-# Domain separation: nothing else that this key signs can be taken for a statement.
+# Domain separation: nothing else that this key signs is a valid statement.
 STATEMENT_DOMAIN = b"shoal shardcast newest 2\n"
-CURRENT_S = 3600.0  # a statement this far from the reader's clock, or less, may come from an origin that is running
+CURRENT_S = 3600.0  # statements within this of the reader's clock count as current
 
 
 MAX_SERIAL = 10**18
@@ -291,11 +290,11 @@ class Newest(BaseModel):
     publication: Publication
     version: int = Field(ge=0, le=MAX_VERSION)
     serial: int = Field(ge=0, le=MAX_SERIAL)  # order within the publication
-    as_of_s: float = Field(ge=0)  # when the origin stated this; seconds since 1970
+    as_of_s: float = Field(ge=0)  # when it was signed; seconds since 1970
 
     @classmethod
     def of(cls, manifest: Manifest) -> Newest:
-        """What a verified manifest states by itself: that it was the newest version when it was created."""
+        """Return the statement that a verified manifest implies: it was the newest version when it was created."""
         return cls(
             run=manifest.run,
             publication=manifest.publication,
@@ -305,12 +304,12 @@ class Newest(BaseModel):
         )
 
     def outdates(self, manifest: Manifest) -> bool:
-        """Whether the manifest is of another publication: of before the origin started over."""
+        """Whether the manifest is of another publication, from before the origin started over."""
         return manifest.publication != self.publication
 
 
 class SignedNewest(BaseModel):
-    """A statement as it is sent. Untrusted until `open` has verified it."""
+    """A statement as it is transferred. Untrusted until `open` has verified it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     statement: str = Field(max_length=1000)  # JSON text
@@ -322,7 +321,7 @@ class SignedNewest(BaseModel):
         return cls(statement=text, signature=private_key.sign(STATEMENT_DOMAIN + text.encode()).hex())
 
     def open(self, public_key: str, *, run: str | None = None) -> Newest | None:
-        """The statement; None unless this key signed it, for this run if one is given."""
+        """Return the statement; None unless this key signed it, for `run` if given."""
         try:
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(
                 bytes.fromhex(self.signature), STATEMENT_DOMAIN + self.statement.encode()
@@ -334,8 +333,8 @@ class SignedNewest(BaseModel):
 
 
 def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest | None:
-    """The one to believe. Between publications: one that is current by the reader's clock, else the one stated later. So
-    statements of an origin whose clock was ahead do not count after that clock was corrected."""
+    """Return the valid one of two statements. Between publications prefer the one that is current by the reader's clock,
+    then the later one, so statements from an origin whose clock was ahead lose once the clock is corrected."""
     if first is None or second is None:
         return first or second
     if first.publication == second.publication:
@@ -345,17 +344,17 @@ def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest 
 
 MAX_VERSIONS = 10_000  # listed by one server
 MAX_HOPS = 64  # servers on a path, origin included
-MAX_LISTING_BYTES = 256 << 10  # of versions.json: twice what the largest Listing has
+MAX_LISTING_BYTES = 256 << 10  # of versions.json: twice the largest Listing
 VERSION_PATTERN = r"v\d{6,9}"
 
 
 class Listing(BaseModel):
-    """versions.json. A listing fetched over HTTP is only a claim: a version exists once its manifest is verified."""
+    """versions.json. A listing fetched over HTTP is only a claim until the versions' manifests are verified."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     versions: tuple[Annotated[int, Field(ge=0, le=MAX_VERSION)], ...] = Field(max_length=MAX_VERSIONS)
     path: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=MAX_HOPS)
-    newest: SignedNewest | None = None  # the latest that this server has heard from the origin
+    newest: SignedNewest | None = None  # the origin's latest statement that this server has
 
 
 def version_name(version: int) -> str:
@@ -365,7 +364,7 @@ def version_name(version: int) -> str:
 
 
 def parse_version(name: str) -> int | None:
-    """The version that a folder name stands for, or None. Each version has one name: v0000007 is not version 7."""
+    """Parse a version folder's name; None if it is not one. Each version has one name: v0000007 is not version 7."""
     if not re.fullmatch(VERSION_PATTERN, name, re.ASCII):
         return None
     version = int(name[1:])

@@ -1,16 +1,13 @@
-"""The origin: publishes a folder of files as a signed version in a store, in full or as a delta.
+"""The origin: publish a folder of files as a signed version in a store, in full or as a delta.
 
-Every `anchor_every`-th version is an anchor, which can be fetched in full. Each other version is a delta of the version
-before. An anchor also has a delta, for readers of the version before. If a delta would save less than half, the version
-becomes an anchor.
+Every `anchor_every`-th version is an anchor, which can be fetched in full. All have a delta from the version before,
+unless it saves nothing. A version whose delta would save less than half becomes an anchor.
 
-Invariant: no file that begins like a private key in text, or has the name of one, is published, not through a symbolic link
-either. A link is followed only
-if it stays inside the folder, or inside the Hugging Face cache entry that the folder is a snapshot of. Files and folders
-whose names start with a dot stay unpublished.
-A version appears in versions.json only with a signed manifest, and each shard that the manifest names is on disk under its
-final name. After a crash at any moment, the next `publish` of the version redoes unfinished work and reproduces finished
-work identically.
+Invariant: a file that looks like a text private key, or is named like one, is never published, even through a symbolic link.
+A link is followed only if it stays inside the folder, or inside the Hugging Face cache entry that the folder is a snapshot
+of. Files and folders whose names start with a dot are not published.
+A version is in versions.json only with a signed manifest and all its shards on disk. After a crash at any moment, publishing
+the version again redoes unfinished work and reproduces finished work identically.
 `server.app` serves the same store.
 Left out: deltas across more than one version (a client chains them); keys in binary formats, or after the first 64 KiB.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the checkpoint and announces it.
@@ -54,14 +51,14 @@ from shoal.shardcast.manifest import (
 )
 from shoal.shardcast.store import ShardStore
 
-ANCHOR_EVERY = 10  # versions from one that can be fetched in full to the next
+ANCHOR_EVERY = 10  # versions
 KEY_NAMES = {"identity.pem", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"}
 KEY_TEXT = re.compile(rb"^[ \t]*-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----", re.MULTILINE)
 SCANNED_BYTES = 64 << 10
 
 
 class PublishError(ShoalError, ValueError):
-    """This cannot be published, and why."""
+    """A folder cannot be published."""
 
 
 def check_apart(path: Path, store: Path, *keys: Path) -> None:
@@ -75,13 +72,13 @@ def check_apart(path: Path, store: Path, *keys: Path) -> None:
 
 
 def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
-    """The folder, and the files in it to publish, in order: all of them, or the one file that `path` names.
+    """Return the folder and its files to publish, in order: all of them, or the one file that `path` names.
     Raise ManifestError, PublishError."""
     folder = path.resolve() if path.is_dir() else path.parent
     paths = _files_in(folder) if path.is_dir() else [path]
-    check_paths([file.relative_to(folder).as_posix() for file in paths])  # before a file is read
+    check_paths([file.relative_to(folder).as_posix() for file in paths])  # before reading any file
     if not paths:
-        raise ManifestError(f"{folder} holds no files; put the files to publish there")
+        raise ManifestError(f"{folder} has no files; put the files to publish there")
     return folder, [_entry(file, folder) for file in paths]
 
 
@@ -101,7 +98,7 @@ def file_times(folder: Path, files: Sequence[FileEntry]) -> list[int]:
 
 
 def file_chunks(folder: Path, files: Sequence[FileEntry]) -> Iterator[memoryview]:
-    """The files' bytes; each view is valid until the next one."""
+    """Yield the files' bytes. Each view is valid until the next one."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     for file_entry in files:
         with (folder / file_entry.path).open("rb", buffering=0) as file:
@@ -110,7 +107,7 @@ def file_chunks(folder: Path, files: Sequence[FileEntry]) -> Iterator[memoryview
 
 
 def _files_in(folder: Path) -> list[Path]:
-    found = []
+    paths = []
     for path in sorted(folder.rglob("*")):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
@@ -123,8 +120,8 @@ def _files_in(folder: Path) -> list[Path]:
                 f"{path} is a link to {path.readlink()}, which is missing; restore it or remove the link"
             )
         if path.is_file():
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _refuse_stray_link(path: Path, folder: Path) -> None:
@@ -133,49 +130,49 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
     target, folder = path.resolve(), folder.resolve()
     # Hugging Face's cache: models--org--name/snapshots/REVISION/config.json -> ../../blobs/HASH
     blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
-    if not any(target.is_relative_to(place) for place in [folder, *blobs]):
+    if not any(target.is_relative_to(allowed) for allowed in [folder, *blobs]):
         raise PublishError(f"{path} is a link to {target}, outside of {folder}; put a copy in its place")
 
 
-STATE_S = 5.0  # between two statements that say the same
+STATE_S = 5.0  # between two statements of the same version
 
 
 class Statement:
     def __init__(self, store: ShardStore, key: Ed25519PrivateKey, run: str, clock: Callable[[], float]) -> None:
         self.store, self.key, self.run, self.clock = store, key, run, clock
         signed = store.newest
-        self._said = signed.open(public_key_hex(key), run=run) if signed else None
+        self._last = signed.open(public_key_hex(key), run=run) if signed else None
 
     def renew(self, newest: Manifest) -> None:
-        """Say that this is the newest version; at most every STATE_S, unless that changed."""
-        said, now_s = self._said, self.clock()
-        serial = int(now_s * 1e6)  # also a store that was restored from a backup continues after what it stated
-        if said is not None:
-            same = (said.publication, said.version) == (newest.publication, newest.version)
-            if same and said.as_of_s <= now_s < said.as_of_s + STATE_S:
+        """Sign that this is the newest version, at most every STATE_S unless the version changed."""
+        last, now_s = self._last, self.clock()
+        serial = int(now_s * 1e6)  # increases even if the store was restored from a backup
+        if last is not None:
+            same = (last.publication, last.version) == (newest.publication, newest.version)
+            if same and last.as_of_s <= now_s < last.as_of_s + STATE_S:
                 return
-            serial = max(serial, said.serial + 1)
-        self._said = Newest.of(newest).model_copy(update={"serial": serial, "as_of_s": now_s})
-        self.store.state(SignedNewest.sign(self._said, self.key))
+            serial = max(serial, last.serial + 1)
+        self._last = Newest.of(newest).model_copy(update={"serial": serial, "as_of_s": now_s})
+        self.store.state(SignedNewest.sign(self._last, self.key))
 
 
 def shard_bytes(size_bytes: int, wanted_bytes: int | None) -> int:
-    """The size of a stream's shards. None wanted: small enough to spread a version over many connections, large enough to
-    make requests cheap. Raise PublishError if the stream is too long, or its shards too many."""
+    """Return a stream's shard size: `wanted_bytes`, or by default about 256 shards of at most 16 MiB. Raise PublishError if
+    the stream is too long or has too many shards."""
     unit = 64 << 10
-    found = wanted_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
+    shard_size_bytes = wanted_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
     if size_bytes > MAX_SIZE_BYTES:
         raise PublishError(f"a version of {size_bytes} bytes is larger than {MAX_SIZE_BYTES}; publish it in parts")
-    if (shards := -(-size_bytes // found)) > MAX_SHARDS:
+    if (shards := -(-size_bytes // shard_size_bytes)) > MAX_SHARDS:
         raise PublishError(
-            f"{size_bytes} bytes make {shards} shards of {found}, and a version has at most {MAX_SHARDS}; "
+            f"{size_bytes} bytes make {shards} shards of {shard_size_bytes}, and a version has at most {MAX_SHARDS}; "
             f"raise the shard size to {-(-size_bytes // MAX_SHARDS)} bytes or more"
         )
-    return found
+    return shard_size_bytes
 
 
 class Latest:
-    """Uses hard links if possible: learners never write into a published version."""
+    """A copy of the last published version, from which deltas are made. Uses hard links if possible."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -197,7 +194,7 @@ class Latest:
         self._known = manifest.version, file_times(target, manifest.files)
 
     def manifest(self, held: dict[int, Manifest]) -> Manifest | None:
-        """The manifest of the version stored here, if its files are still what was published."""
+        """Return the manifest of the version stored here if its files are unchanged, else None."""
         version = parse_version(self.folder.name)
         manifest = None if version is None else held.get(version)
         if manifest is None:
@@ -207,7 +204,7 @@ class Latest:
                 return manifest
         except FileNotFoundError:
             return None
-        # An earlier process left it, or the files were written to.
+        # Left by an earlier process, or the files were modified: compare the contents.
         return manifest if StreamFiles(self.folder, manifest.files).match(manifest.content) else None
 
 
@@ -236,7 +233,9 @@ class Origin:
         self.store.reached_via(())
         self._held = {v: manifest for v in self.store.versions() if (manifest := self._open(v))}
         newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
-        self.publication = newest.publication if newest else secrets.token_hex(16)  # an empty store begins another one
+        self.publication = (
+            newest.publication if newest else secrets.token_hex(16)
+        )  # an empty store starts another publication
         self._created_s = max((manifest.created_s for manifest in self._held.values()), default=0.0)
         self._latest = Latest(self.store.path / ".latest")
         self._statement = Statement(self.store, key, run, clock)
@@ -245,7 +244,7 @@ class Origin:
         return self.store.versions()
 
     def state(self) -> None:
-        """Sign what the newest version is, if that is due. Servers call this all the time."""
+        """Renew the signed statement of the newest version if it is due. Servers call this continually."""
         newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
         if newest is not None:
             self._statement.renew(newest)
@@ -254,11 +253,11 @@ class Origin:
         return max(self._held, default=-1) + 1
 
     def publish(self, path: Path, version: int) -> Manifest:
-        """Publish a file, or every file under a folder, and returns the manifest. Blocks while it reads and writes.
+        """Publish a file, or every file under a folder. Return the manifest. Blocks while it reads and writes.
 
-        A version that is already complete is returned unchanged, whatever is at `path`: published versions never change.
+        A version that is already complete is returned as it is: published versions never change.
         Raise ManifestError for file names that cannot be published; PublishError for a private key, a store inside
-        `path`, a version older than all kept ones or a folder that changes meanwhile; OSError from the disk.
+        `path`, a version older than all kept ones or a folder that changes during publication; OSError from the disk.
         """
         check_apart(path, self.store.path)
         held = self._held.get(version)
@@ -268,9 +267,9 @@ class Origin:
         before = file_times(folder, files)
         # A version damaged on disk is published again with its old date, so that it gets the same digest.
         created_s = self._later() if held is None else held.created_s
-        self._shard_bytes(_total(files))  # refuses too many shards before any is written
+        self._shard_bytes(_total(files))  # raises before any shard is written
         modified = f"{path} was modified while it was published; move complete versions there by a rename"
-        with self._begun(version):
+        with self._publishing(version):
             try:
                 content, delta, anchor = self._cut(version, folder, files)
             except (DeltaError, LayoutError) as error:
@@ -292,7 +291,7 @@ class Origin:
             self.state()
         self._latest.keep(folder, manifest)
         self.store.retain(self._held)
-        self._forget_dropped()
+        self._drop_manifests()
         return manifest
 
     def _cut(self, version: int, folder: Path, files: Sequence[FileEntry]) -> tuple[Stream, Delta | None, bool]:
@@ -312,13 +311,13 @@ class Origin:
     def _compare(
         self, version: int, folder: Path, files: Sequence[FileEntry], parent: Manifest
     ) -> tuple[Stream, Delta | None, bool]:
-        """Make the delta from the last published version, the hashes and, if an anchor is due, its shards. Reads the files
-        once, front to back."""
+        """Make the delta from the last published version, the hashes and, if an anchor is due, its shards. Read the files
+        once, sequentially."""
         anchor, total_bytes = self._anchor_is_due(parent.version), _total(files)
         cutter = Cutter(self._shard_bytes(total_bytes), self._new_shard(version) if anchor else None)
         try:
-            with alongside(cutter.add) as passed:
-                delta = self._encode(folder, files, version, parent, passed)
+            with alongside(cutter.add) as on_read:
+                delta = self._encode(folder, files, version, parent, on_read)
             return cutter.finish(total_bytes), delta, anchor
         finally:
             cutter.close()
@@ -329,9 +328,9 @@ class Origin:
         files: Sequence[FileEntry],
         version: int,
         parent: Manifest,
-        passed: Callable[[memoryview], None],
+        on_read: Callable[[memoryview], None],
     ) -> Delta | None:
-        """Write the delta from the last published version, and its shards. Return None if it saves nothing."""
+        """Write the shards of the delta from the last published version. Return None if it saves nothing."""
         with new_file(self.store.path / "delta") as file:
             size_bytes = 0
 
@@ -340,7 +339,7 @@ class Origin:
                 file.write(size_bytes, data)
                 size_bytes += len(data)
 
-            delta.encode(self._latest.folder, folder, [entry.path for entry in files], sink, passed)
+            delta.encode(self._latest.folder, folder, [entry.path for entry in files], sink, on_read)
             if size_bytes >= _total(files):
                 return None
             chunks = (memoryview(file.read(at, CHUNK_BYTES)) for at in range(0, size_bytes, CHUNK_BYTES))
@@ -354,12 +353,12 @@ class Origin:
         return manifest is None or deltas + 1 >= self.anchor_every
 
     def _later(self) -> float:
-        """The time, but later than that of every manifest before, whatever the clock does."""
+        """Return the current time, but always later than every earlier manifest's."""
         self._created_s = max(self.clock(), math.nextafter(self._created_s, math.inf))
         return self._created_s
 
     @contextmanager
-    def _begun(self, version: int) -> Iterator[None]:
+    def _publishing(self, version: int) -> Iterator[None]:
         newer = [known for known in self._held if known > version]
         if len(newer) >= self.store.keep:
             raise PublishError(f"version {version} is older than the {self.store.keep} kept ({newer}); raise keep")
@@ -370,7 +369,7 @@ class Origin:
             self._forget(version)
             raise
 
-    def _forget_dropped(self) -> None:
+    def _drop_manifests(self) -> None:
         kept = self.store.versions()
         self._held = {version: manifest for version, manifest in self._held.items() if version in kept}
 
@@ -385,7 +384,7 @@ class Origin:
         return shard_bytes(size_bytes, self.shard_size_bytes)
 
     def _open(self, version: int) -> Manifest | None:
-        """The stored manifest; None if it is missing or unreadable. Raise PublishError if it is not ours."""
+        """Return the stored manifest; None if missing or unreadable. Raise PublishError if another key signed it."""
         try:
             signed = self.store.signed(version)
         except ManifestError:

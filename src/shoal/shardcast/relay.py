@@ -1,18 +1,18 @@
-"""The relay: keeps a store equal to the newest versions upstream, and serves shards while they arrive.
+"""The relay: mirror the newest upstream versions into a store, and serve shards while they arrive.
 
-Upstream may list origins and relays in any position. Each server publishes its path from the origin in versions.json.
-The servers nearest to the origin are this relay's parents; those at its own distance are its siblings; those behind it are
-never asked, so there are no loops. Siblings share the parents' uplink: each shard has one owner among them (rendezvous
-hashing), who fetches it from its parent. The others fetch it from the owner while it is still arriving there. So each byte
-leaves the origin about once, however many relays there are. With several parents, each relay prefers another one
-(`by_choice`) and uses the rest if that one fails.
+`upstream` may list origins and relays in any order. Each server publishes its path from the origin in versions.json. The
+servers nearest to the origin are this relay's parents, those at its own distance its siblings; those downstream of it are
+never used, so there are no loops. Siblings share the parents' uplink: each shard has one owner among them (rendezvous
+hashing), which fetches it from a parent; the others fetch it from the owner while it is still arriving. So each byte leaves
+the origin about once, however many relays there are. With several parents, relays spread over them (`by_preference`) and
+use another one if the preferred one fails.
 
     origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
            ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
 
-An owner that is down or slow is skipped for the next in order; the last resort is always a parent.
+An owner that is down or slow is skipped for the next one; the last resort is always a parent.
 Invariant: a version is listed only after its manifest was verified with the learner's key, and a shard gets its final name
-only after its hash matched. So, whatever upstream sends, this store holds nothing that the learner did not publish.
+only after its hash matched. So this store holds only what the learner published, whatever upstream sends.
 `server.app` serves the same store.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays mirror the origin and serve shards before the version is whole.
 """
@@ -46,7 +46,7 @@ from shoal.shardcast.manifest import (
 )
 from shoal.shardcast.store import ShardStore
 
-SLOW = 0.25  # siblings below this share of the best one's speed are skipped
+SLOW = 0.25  # siblings below this fraction of the best sibling's speed are skipped
 
 
 class Place:
@@ -55,24 +55,26 @@ class Place:
         self.own = own
         self.parents: list[Source] = []  # the first is preferred
         self.siblings: dict[str, Source] = {}  # by the id of their store
-        self.behind: set[Source] = set()  # they fetch through this relay, or are this relay
+        self.behind: set[Source] = set()  # downstream of this relay, or this relay itself
 
     def find(self, listings: Mapping[Source, Listing]) -> tuple[str, ...]:
-        """Find parents and siblings from the paths in the listings. Return the first parent's path; () without parents."""
+        """Set parents and siblings from the paths in the listings. Return the first parent's path; () without parents."""
         self.behind = {source for source, listing in listings.items() if self.own in listing.path}
         paths = {source: listing.path for source, listing in listings.items() if source not in self.behind}
         others = {source: path for source, path in paths.items() if 0 < len(path) < MAX_HOPS}
         if not others:
             return ()
-        self.behind = {source for source in listings if source not in others}  # or may be, without a path
+        self.behind = {
+            source for source in listings if source not in others
+        }  # a server without a path may be downstream
         shortest = min(map(len, others.values()))
-        self.parents = by_choice(self.own, [source for source, path in others.items() if len(path) == shortest])
+        self.parents = by_preference(self.own, [source for source, path in others.items() if len(path) == shortest])
         self.siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}
         return others[self.parents[0]]
 
     def order(self, shard: ShardEntry, usable: Sequence[Source]) -> list[Source]:
-        """The sources for a shard, best first: the first healthy owner (a parent, if this relay is the owner), then the
-        parents in order of preference, then all others."""
+        """Rank the sources for a shard: the first healthy owner (a parent, if this relay is the owner), then the parents in
+        order of preference, then all others."""
         best_Bps = max((sibling.standing.speed_Bps() or 0.0 for sibling in self.siblings.values()), default=0.0)
 
         def healthy(source: Source) -> bool:
@@ -89,18 +91,15 @@ class Place:
 
 
 def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
-    """Return the siblings in the order in which they are responsible for fetching this shard from a parent (rendezvous
-    hashing). Any two ids stand in the same order for all who know both. So a relay that does not know all of its siblings
-    still waits only for one that stands before it, and siblings never wait for each other."""
+    """Return the siblings in the order in which they own this shard, that is, fetch it from a parent (rendezvous hashing).
+    Any two ids have the same order on every relay, so siblings never wait for each other, even if some do not know all."""
     return sorted(ids, key=lambda id: blake3(f"{shard.hash} {id}".encode()).digest())
 
 
-def by_choice(own: str, sources: Sequence[Source]) -> list[Source]:
-    """The sources in the order in which the relay with this id prefers them. Each source is the first choice of a share of
-    all relays in proportion to its expected throughput. The order changes only if that changes much."""
-    best_Bps = (
-        max((source.standing.speed_Bps() or 0.0 for source in sources), default=0.0) or 1.0
-    )  # assumed if unmeasured
+def by_preference(own: str, sources: Sequence[Source]) -> list[Source]:
+    """Return the sources in this relay's order of preference. Over all relays, each source is the first choice in proportion
+    to its expected throughput. The order changes only if throughputs change much."""
+    best_Bps = max((source.standing.speed_Bps() or 0.0 for source in sources), default=0.0) or 1.0  # if unmeasured
 
     def draw(source: Source) -> float:
         number = int(blake3(f"{own} {source.url}".encode()).hexdigest()[:13], 16)
@@ -111,7 +110,7 @@ def by_choice(own: str, sources: Sequence[Source]) -> list[Source]:
 
 
 class ShardFile:
-    """Stores one shard; readers may have it while it arrives."""
+    """Store one shard. Readers may read it while it arrives."""
 
     def __init__(self, store: ShardStore, version: int, part: Part, shard: ShardEntry) -> None:
         self.file = store.new_shard(version, part, shard.index)
@@ -126,8 +125,8 @@ class ShardFile:
 
 
 PARTS: tuple[Part, ...] = ("delta", "full")
-FEW = 8  # servers that a relay asks each round
-FORGOTTEN_AFTER_S = 10.0  # a silent server
+MAX_QUERIED = 8  # servers that a relay queries each round
+FORGET_SILENT_S = 10.0  # after the last answer of a silent server
 
 
 @dataclass
@@ -136,7 +135,7 @@ class RelayStatus:
     mirroring: int | None = None
     bytes_in: int = 0
     arrival: Arrival | None = None  # of the last mirrored version
-    last_error: str | None = None  # kept until the next one
+    last_error: str | None = None
 
 
 class Relay:
@@ -155,8 +154,8 @@ class Relay:
         version_timeout_s: float = 3600.0,
         stall_s: float = 15.0,
     ) -> None:
-        """`upstream` as a function is called again each round. `parallel`: shards at once from each owner. A version
-        without progress for `stall_s` is left for the next round, which may find a newer one. Raise FetchError."""
+        """`upstream` may be a function, called each round. `parallel`: concurrent shards per owner. A version without
+        progress for `stall_s` is retried next round, unless there is a newer one. Raise FetchError for a bad URL."""
         for url in () if callable(upstream) else upstream:
             split_server(url)
         self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
@@ -167,28 +166,26 @@ class Relay:
         self.status = RelayStatus()
         self.store.lock()
         self.store.recover()
-        self._held: dict[int, Manifest] = {}  # listed, with all shards or not
-        # Filled by hashing the disk once, so that a failing version is not hashed again each round.
+        self._held: dict[int, Manifest] = {}  # stored manifests, complete or not
+        # Missing shards, from hashing the disk once, so that a failing version is not hashed again each round.
         self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
-        self._asked: list[Source] = []  # in this round
-        self._known: dict[
-            Source, Listing
-        ] = {}  # the last listing of each server that answers, or is silent for a moment
-        self._heard_s: dict[Source, float] = {}  # when it came
+        self._queried: list[Source] = []  # in this round
+        self._known: dict[Source, Listing] = {}  # last listing of each server, until it is silent for long
+        self._heard_s: dict[Source, float] = {}  # when that listing came
         self.place = Place(store.id)
-        self._statements: dict[SignedNewest, Newest | None] = {}  # opened last: the same one comes again and again
+        self._statements: dict[SignedNewest, Newest | None] = {}  # cache of the last opened one
         self._stated: Newest | None = None  # the latest of the origin's statements
         self._open_held()
 
     async def mirror(self) -> None:
-        """Run until cancelled, whatever upstream does. The last failure is in `status`."""
+        """Mirror until cancelled. Failures do not stop it; the last one is in `status`."""
         async with Sources.open(self.access, self.upstream(), strikes=self.strikes, on_failure=self._note) as sources:
             pause_s = self.poll_s
             while True:
                 try:
                     sources.use(self.upstream())
                     reached = await self._round(sources)
-                except OSError as error:  # not even making room on the disk succeeded
+                except OSError as error:  # the disk is full or broken
                     reached = False
                     self._note(error)
                 pause_s = self.poll_s if reached else min(pause_s * 2, self.longest_pause_s)
@@ -203,9 +200,9 @@ class Relay:
         self._pass_on(listings.values())
         self._leave_outdated()
         listed = {version for listing in listings.values() for version in listing.versions}
-        # Only the newest of each source, so that one that lists nonsense cannot displace the others.
+        # Only the newest of each source, so that a server with a bogus list cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
-        needed: set[int] = set()
+        needed: set[int] = set()  # parents of the versions before
         place = 0
         for version in sorted({*listed, *self._held}, reverse=True):
             if version not in needed and (place >= self.store.keep or version not in newest | self._held.keys()):
@@ -217,28 +214,27 @@ class Relay:
                 place += 1
                 if manifest.delta and not manifest.anchor:
                     needed.add(manifest.delta.parent)
-                if version in self.status.versions or (await self._lacks(manifest) and not listings):
+                if version in self.status.versions or (await self._is_incomplete(manifest) and not listings):
                     continue
                 await self._complete(sources, version)
                 return True
             except (FetchError, OSError) as error:
-                self._note(error)  # an older version may be available
+                self._note(error)  # try an older version
                 if listings and version not in listed:
-                    self._drop(version)  # incomplete here and gone upstream
+                    self._drop(version)  # incomplete, and no longer upstream
         return bool(listings)
 
     async def _listings(self, sources: Sources) -> dict[Source, Listing]:
-        """Of all servers if they are few; otherwise of the first parents and of some others, drawn again each round."""
-        self._asked = list(sources.sources)
-        if len(self._asked) > FEW:
-            parents = [source for source in self.place.parents if source in self._asked][: FEW // 2]
-            others = [source for source in self._asked if source not in parents]
-            self._asked = parents + random.sample(others, FEW - len(parents))
-        listings, _ = await sources.ask_all(lambda source: source.listing(), among=self._asked)
+        """Query all servers if they are few; otherwise the first parents and a random sample of the others."""
+        self._queried = list(sources.sources)
+        if len(self._queried) > MAX_QUERIED:
+            parents = [source for source in self.place.parents if source in self._queried][: MAX_QUERIED // 2]
+            others = [source for source in self._queried if source not in parents]
+            self._queried = parents + random.sample(others, MAX_QUERIED - len(parents))
+        listings, _ = await sources.ask_all(lambda source: source.listing(), among=self._queried)
         now_s = time.monotonic()
-        now_s = time.monotonic()
-        for source in self._asked:  # a lost packet makes a server silent for a moment; it is still there
-            late = source.standing.silent() and now_s - self._heard_s.get(source, -math.inf) < FORGOTTEN_AFTER_S
+        for source in self._queried:  # a lost packet makes a server silent for a moment
+            late = source.standing.silent() and now_s - self._heard_s.get(source, -math.inf) < FORGET_SILENT_S
             if source not in listings and not late:
                 self._known.pop(source, None)
         self._known |= listings
@@ -246,7 +242,7 @@ class Relay:
         return listings
 
     def _pass_on(self, listings: Iterable[Listing]) -> None:
-        """Keep the origin's latest statement that any server knows."""
+        """Store the origin's latest statement that any server has."""
         best: SignedNewest | None = None
         self._stated = None
         for signed in (self.store.newest, *(listing.newest for listing in listings)):
@@ -256,7 +252,7 @@ class Relay:
         self.store.state(best)
 
     def _leave_outdated(self) -> None:
-        """Drop all versions of a publication that the origin has left: it may publish others under the same numbers."""
+        """Drop all versions of an abandoned publication: the origin may reuse their numbers."""
         stated = self._stated
         outdated = [version for version, manifest in self._held.items() if stated and stated.outdates(manifest)]
         for version in outdated:
@@ -268,10 +264,10 @@ class Relay:
         return self._statements[signed]
 
     async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
-        """Store the newest manifest of a version and returns it; None if there is none."""
+        """Store and return the newest manifest of a version; None if there is none."""
         held = self._held.get(version)
         if held is not None and not self._missing.get(version):
-            return held  # an incomplete one is asked for again: its origin may have published it anew
+            return held  # an incomplete one is queried again: the origin may have republished it
 
         async def offered(source: Source) -> Offer | None:
             try:
@@ -282,7 +278,7 @@ class Relay:
                 return None
             return None if self._stated and self._stated.outdates(offer[1]) else offer
 
-        answers, _ = await sources.ask_all(offered, among=self._asked)
+        answers, _ = await sources.ask_all(offered, among=self._queried)
         offers = [offer for offer in answers.values() if offer and not (held and held.supersedes(offer[1]))]
         nearest = [o for source, o in answers.items() if source in self.place.parents and o in offers]
         best = max([*nearest, *offers], key=lambda offer: offer[1].created_s, default=None)
@@ -292,10 +288,10 @@ class Relay:
                 return None
             self.store.add_manifest(version, signed)
             self._held[version] = manifest
-            self._missing.pop(version, None)  # what is on disk may be of the manifest before
+            self._missing.pop(version, None)  # the shards on disk may be of the previous manifest
         return self._held.get(version)
 
-    async def _lacks(self, manifest: Manifest) -> bool:
+    async def _is_incomplete(self, manifest: Manifest) -> bool:
         """Whether a shard of this version is missing."""
         if manifest.version not in self._missing:
             self._missing[manifest.version] = set(await asyncio.to_thread(self.store.missing, manifest))
@@ -303,7 +299,7 @@ class Relay:
 
     async def _complete(self, sources: Sources, version: int) -> None:
         """Fetch the missing shards. Raise FetchError, OSError."""
-        await self._lacks(self._held[version])
+        await self._is_incomplete(self._held[version])
         self.status.mirroring = version
         started_s, had_bytes = time.monotonic(), sources.by_source()
         try:

@@ -1,11 +1,11 @@
-"""Serves a store over HTTP, for origins and relays alike: plain files with byte ranges.
+"""Serve a store over HTTP, for origins and relays alike: plain files with byte ranges.
 
     /healthz  /versions.json  /v000007/manifest.json  /v000007/full/00000.shard  /v000007/delta/00000.shard
 
 Invariant: only versions.json and the manifest and shards of stored versions can be requested.
-A shard that is still arriving is sent as it grows. If it stops arriving, the connection is closed, so that the reader
-sees a short body and never a wrong end. A request for a shard that has not started to arrive waits for at most `wait_s`
-and then gets 503 with Retry-After. So a client can read from a relay that is still mirroring.
+A client can read from a relay that is still mirroring. A shard that is still arriving is sent as it grows; if it stops
+arriving, the connection is closed, so the reader sees a truncated body. A request for a shard that has not started to arrive
+waits up to `wait_s` and then gets 503 with Retry-After.
 nginx can serve the same folder, without shards that are still arriving.
 Left out: HTTP/2, compression (weights do not compress), access control (guard.py) and connection limits (connections.py).
 Paper: INTELLECT-2, SHARDCAST: relays are plain HTTP servers, and serve shards before the version is whole.
@@ -40,21 +40,21 @@ HASH_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Held:
+class ServedVersion:
     """The streams of a manifest, with their hashes as bytes."""
 
     streams: dict[Part, Stream]
     hashes: dict[Part, bytes]
 
     def shard_bytes(self, part: Part, index: int) -> int:
-        """The size of a shard, 0 if there is no such shard."""
+        """Return the size of a shard, 0 if there is no such shard."""
         stream = self.streams.get(part)
         if stream is None:
             return 0
         return max(0, min(stream.shard_size_bytes, stream.size_bytes - index * stream.shard_size_bytes))
 
     def shard_hash(self, part: Part, index: int) -> str:
-        """In hex."""
+        """Return the hash of a shard in hex."""
         return self.hashes[part][index * HASH_BYTES : (index + 1) * HASH_BYTES].hex()
 
 
@@ -66,11 +66,11 @@ class Shelf:
         # Cached, because every request needs one.
         self.manifest_path = lru_cache(MAX_PARSED)(store.manifest_path)
         self.shard_path = lru_cache(MAX_PATHS)(store.shard_path)
-        self.served_bytes = 0  # of bodies that were sent completely
-        self._parsed: dict[int, tuple[tuple[int, ...], Held]] = {}
+        self.served_bytes = 0  # in complete bodies
+        self._parsed: dict[int, tuple[tuple[int, ...], ServedVersion]] = {}
 
-    def held(self, version: int) -> Held | None:
-        """None if the version is not here, or its manifest is damaged."""
+    def held(self, version: int) -> ServedVersion | None:
+        """Return a version; None if it is not here, or its manifest is damaged."""
         path = self.manifest_path(version)
         try:
             stat = path.stat()
@@ -85,19 +85,19 @@ class Shelf:
             return None
 
 
-def _parse(store: ShardStore, version: int) -> Held:
-    """Raise FileNotFoundError, ManifestError. The store's writer has verified the signature."""
+def _parse(store: ShardStore, version: int) -> ServedVersion:
+    """Parse a manifest whose signature the store's writer has verified. Raise FileNotFoundError, ManifestError."""
     signed = store.signed(version)
     if signed is None:
         raise FileNotFoundError
     manifest = signed.unchecked()
     streams = {part: stream.model_copy(update={"shards": ()}) for part, stream in manifest.streams.items()}
     hashes = {part: bytes.fromhex("".join(stream.shards)) for part, stream in manifest.streams.items()}
-    return Held(streams, hashes)
+    return ServedVersion(streams, hashes)
 
 
-LOOK_AGAIN_S = 0.05
-PIECE_BYTES = 8 << 20  # between two renewals of the version's lease
+POLL_S = 0.05
+PIECE_BYTES = 8 << 20  # sent between two renewals of the version's lease
 
 BYTES = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
 FRESH = {"Cache-Control": "no-cache"}
@@ -106,14 +106,14 @@ UNCHECKED = {"Cache-Control": "no-store"}  # the shard is not verified yet
 
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII | re.IGNORECASE)
 
-Asked = tuple[int, int | None] | None  # the first and the last byte in a Range header
+ByteRange = tuple[int, int | None] | None  # first and last byte in a Range header; None: the whole body
 
 SHELF = web.AppKey("shelf", Shelf)
 GUARD = web.AppKey("guard", Guard)
 
 
 def app(store: ShardStore | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
-    """`wait_s` must stay below the idle timeout of clients (30 s by default). Without a guard anyone may read."""
+    """`wait_s` must stay below the clients' idle timeout (30 s by default). No guard: anyone may read."""
     application = web.Application(middlewares=[_note_request])
     application[SHELF] = Shelf(store if isinstance(store, ShardStore) else ShardStore(store), wait_s)
     version = f"/{{version:{VERSION_PATTERN}}}"
@@ -154,13 +154,13 @@ async def serve(
         listener,
         shutdown_s=shutdown_s,
         logger=LOG,
-        lingering_time=0,  # no reader sends a body: what is left of one is not read
+        lingering_time=0,  # requests have no body
     )
     return runner, int(listener.getsockname()[1])
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL of a server; the address of an IPv6 host stands in brackets."""
+    """Return the URL of a server, with an IPv6 host in brackets."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -169,12 +169,12 @@ async def _note_request(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     if (listener := request.app.get(LISTENER)) and request.transport:
-        listener.asked(request.transport.get_extra_info("peername"))
+        listener.note_request(request.transport.get_extra_info("peername"))
     return await handler(request)
 
 
 class _File(web.FileResponse):
-    """A list or a manifest, always whole."""
+    """A list or a manifest, sent whole: the Range header is ignored."""
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         request = request.clone(headers={name: text for name, text in request.headers.items() if name != "Range"})
@@ -201,7 +201,7 @@ async def _versions(request: web.Request) -> web.StreamResponse:
 
 async def _manifest(request: web.Request) -> web.StreamResponse:
     version, _ = _version(request)
-    # Caches must ask again: an origin that starts over publishes another one under the same name.
+    # Caches must revalidate: an origin that starts over publishes another manifest under the same name.
     return _File(request.app[SHELF].manifest_path(version), headers=FRESH)
 
 
@@ -214,25 +214,25 @@ async def _shard(request: web.Request) -> web.StreamResponse:
     if not size_bytes:
         raise web.HTTPNotFound
     etag = held.shard_hash(part, index)
-    asked = _asked_range(request)
+    byte_range = _parse_range(request)
     path = shelf.shard_path(version, part, index)
     deadline_s = time.monotonic() + shelf.wait_s
-    while not (found := _open(path, asked, size_bytes)):
+    while not (opened := _open(path, byte_range, size_bytes)):
         if shelf.held(version) is None:
             raise web.HTTPNotFound
         if time.monotonic() >= deadline_s:
             raise web.HTTPServiceUnavailable(
                 headers={"Retry-After": "1", **UNCHECKED}, text="this shard has not arrived yet\n"
             )
-        await asyncio.sleep(LOOK_AGAIN_S)
-        if _left(request):
-            return web.Response(status=503)  # nobody reads it
-    file, size_bytes, caching = found
+        await asyncio.sleep(POLL_S)
+        if _disconnected(request):
+            return web.Response(status=503)
+    file, size_bytes, caching = opened
     with file:
-        start_bytes, end_bytes = _range(asked, size_bytes)
+        start_bytes, end_bytes = _range(byte_range, size_bytes)
         response = web.StreamResponse(headers=BYTES | caching)
         response.etag = etag
-        if asked:
+        if byte_range:
             response.set_status(206)
             response.headers["Content-Range"] = f"bytes {start_bytes}-{end_bytes - 1}/{size_bytes}"
         response.content_length = end_bytes - start_bytes
@@ -244,11 +244,11 @@ async def _shard(request: web.Request) -> web.StreamResponse:
 
 
 async def _send(request: web.Request, file: BinaryIO, version: int, sent_bytes: int, end_bytes: int) -> bool:
-    """Send a file that may still be growing, up to `end_bytes`. On failure it closes the connection."""
+    """Send a file that may still be growing, up to `end_bytes`. On failure close the connection and return False."""
     shelf, grew_s = request.app[SHELF], time.monotonic()
     while sent_bytes < end_bytes:
         transport = request.transport
-        if transport is None or _left(request):
+        if transport is None or _disconnected(request):
             return False
         stat = os.fstat(file.fileno())
         arrived_bytes = min(stat.st_size, end_bytes)
@@ -257,13 +257,13 @@ async def _send(request: web.Request, file: BinaryIO, version: int, sent_bytes: 
             transport.abort()
             return False
         if arrived_bytes == sent_bytes:
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(POLL_S)
             continue
         shelf.store.lease(version)
         try:
             piece_bytes = min(arrived_bytes - sent_bytes, PIECE_BYTES)
             sent_bytes += await asyncio.get_running_loop().sendfile(transport, file, sent_bytes, piece_bytes)
-        except OSError:  # the reader left or the disk failed: the body ends short
+        except OSError:  # the reader left or the disk failed
             if request.transport is not None:  # still open
                 transport.abort()
             return False
@@ -271,13 +271,13 @@ async def _send(request: web.Request, file: BinaryIO, version: int, sent_bytes: 
     return True
 
 
-def _left(request: web.Request) -> bool:
+def _disconnected(request: web.Request) -> bool:
     """Whether the reader has closed its connection."""
     return request.transport is None or request.transport.is_closing()
 
 
-def _version(request: web.Request) -> tuple[int, Held]:
-    """The requested version. Reading from it renews its lease; asking for its headers does not. Raise HTTPNotFound."""
+def _version(request: web.Request) -> tuple[int, ServedVersion]:
+    """Return the requested version. A GET renews its lease; a HEAD does not. Raise HTTPNotFound."""
     shelf, version = request.app[SHELF], parse_version(request.match_info["version"])
     held = None if version is None else shelf.held(version)
     if version is None or held is None:
@@ -287,18 +287,18 @@ def _version(request: web.Request) -> tuple[int, Held]:
     return version, held
 
 
-def _range(asked: Asked, size_bytes: int) -> tuple[int, int]:
-    """The first requested byte, and the one after the last. Raise HTTPRequestRangeNotSatisfiable."""
-    start, last = asked or (0, None)
+def _range(byte_range: ByteRange, size_bytes: int) -> tuple[int, int]:
+    """Return the first requested byte and the one after the last. Raise HTTPRequestRangeNotSatisfiable."""
+    start, last = byte_range or (0, None)
     end = size_bytes if last is None else min(last + 1, size_bytes)
     if start >= end:
         raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size_bytes}"})
     return start, end
 
 
-def _asked_range(request: web.BaseRequest) -> Asked:
-    """The first and the last byte in the Range header. None, which means the whole body, for every other kind of range:
-    RFC 9110 (14.2) lets a server ignore it, and tells it to in another method than GET, or if malformed."""
+def _parse_range(request: web.BaseRequest) -> ByteRange:
+    """Parse the Range header. Return None, the whole body, for anything but a single range in a GET request: RFC 9110 (14.2)
+    lets a server ignore other ranges, and requires it for other methods and malformed ranges."""
     match = RANGE.fullmatch(request.headers.get("Range", "").strip())
     if request.method != "GET" or "If-Range" in request.headers or match is None:
         return None
@@ -306,13 +306,13 @@ def _asked_range(request: web.BaseRequest) -> Asked:
     return None if last is not None and last < first else (first, last)
 
 
-def _open(path: Path, asked: Asked, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:
-    """The complete file, or the growing one once it has the first requested byte; its (final) size, and how it may be
-    cached."""
+def _open(path: Path, byte_range: ByteRange, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:
+    """Open the complete file, or the growing one once it has the first requested byte. Return the file, its final size and
+    its caching headers; None if there is nothing to send yet."""
     with suppress(FileNotFoundError):
         file = path.open("rb", buffering=0)
         return file, os.fstat(file.fileno()).st_size, FOREVER
-    start_bytes, _ = _range(asked, size_bytes)
+    start_bytes, _ = _range(byte_range, size_bytes)
     with suppress(FileNotFoundError):
         file = temporary(path).open("rb", buffering=0)
         if os.fstat(file.fileno()).st_size > start_bytes:

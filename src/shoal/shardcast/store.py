@@ -1,15 +1,14 @@
-"""The folder of published versions that an origin or relay holds: plain files that nginx could serve.
+"""The folder of published versions of an origin or relay: plain files that nginx could serve.
 
     versions.json                {"versions": [newest, ..., oldest], "path": [origin's id, ..., own id]}
     v000007/manifest.json        the signed manifest
     v000007/full/00000.shard     shards of the content, if the version is an anchor
     v000007/delta/00000.shard    shards of the delta, if it has one
 
-Invariant: a shard under its final name is complete and never changes. It is first written under a temporary name, which
-the server also reads while the shard arrives. A manifest is replaced only by a later one, or by one that
-names other shards of the same content. versions.json lists
-the version folders that hold a manifest, the newest MAX_VERSIONS of them, so it can be rebuilt after a crash.
-A process that writes holds the store's lock.
+Invariant: a shard under its final name is complete and never changes. While it arrives it has a temporary name, from which
+the server can read, too. A manifest is replaced only by a later one, or by one with other shards of the same content.
+versions.json lists the newest MAX_VERSIONS folders that have a manifest, so it can be rebuilt after a crash. The writing
+process holds the store's lock.
 The origin or relay (its only writer) and the server (a reader) share one `Store` in one process.
 Left out: object storage, and several writers of one store.
 Paper: INTELLECT-2, SHARDCAST (relays keep the last five versions).
@@ -43,9 +42,9 @@ from shoal.shardcast.manifest import (
     version_name,
 )
 
-KEEP = 5  # newest versions, with the versions that their deltas need; as INTELLECT-2's relays
+KEEP = 5  # newest versions, plus those that their deltas need; like INTELLECT-2's relays
 FILE_MODE, FOLDER_MODE = 0o644, 0o755  # of a public store, so that another user's nginx can serve it
-_LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store; a forked child does not hold its parent's
+_LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store: a forked child has no lock of its parent
 
 
 class ShardStore:
@@ -58,9 +57,9 @@ class ShardStore:
         public: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep the newest `keep` versions and the versions that they are deltas of. A version read within the last
-        `lease_s` stays, but at most `keep` such versions, the newest: otherwise readers could fill the disk. `public`:
-        every user of this machine may read it, whatever the umask."""
+        """Keep the newest `keep` versions and the versions that they are deltas of. Also keep up to `keep` versions that
+        were read within `lease_s`, the newest ones; without that bound, readers could fill the disk. `public`: every user
+        of this machine may read the store, whatever the umask."""
         self.path, self.public = path, public
         self.keep, self.lease_s, self._clock = keep, lease_s, clock
         self._requested_s: dict[int, float] = {}
@@ -68,7 +67,7 @@ class ShardStore:
         self._newest: SignedNewest | None = None
 
     def lock(self) -> None:
-        """Make this process the store's only writer, until `unlock` or its end. Raise ShoalError."""
+        """Make this process the store's only writer until `unlock` or exit. Raise ShoalError if there is another."""
         self._make_folder(self.path)
         place = os.getpid(), self.path.resolve()
         if place in _LOCKS:
@@ -88,7 +87,7 @@ class ShardStore:
 
     @cached_property
     def id(self) -> str:
-        """A permanent name of this store, by which relays find out who fetches from whom."""
+        """The store's permanent random id, from which relays learn who fetches from whom."""
         path = self.path / "id"
         if not path.is_file():
             self._make_folder(self.path)
@@ -96,14 +95,14 @@ class ShardStore:
         return path.read_text()
 
     def reached_via(self, path: Sequence[str]) -> None:
-        """Set the ids of the stores between the origin and this one, the origin first, for versions.json."""
+        """Set the path in versions.json: the ids of the stores from the origin to this one, exclusive."""
         if tuple(path) != self._via:
             self._via = tuple(path)
             self._list(self.versions())
 
     @property
     def newest(self) -> SignedNewest | None:
-        """The latest statement of the origin that this store has."""
+        """The origin's latest statement that this store has."""
         return self._newest
 
     def state(self, newest: SignedNewest | None) -> None:
@@ -131,21 +130,21 @@ class ShardStore:
         self._requested_s[version] = self._clock()
 
     def versions(self) -> list[int]:
-        """The listed versions, newest first."""
+        """Return the listed versions, newest first."""
         try:
             return list(Listing.model_validate_json((self.path / "versions.json").read_bytes()).versions)
         except FileNotFoundError:
             return []
 
     def signed(self, version: int) -> SignedManifest | None:
-        """The stored manifest, None if there is none. Raise ManifestError if it is damaged."""
+        """Return the stored manifest, None if there is none. Raise ManifestError if it is damaged."""
         try:
             return SignedManifest.parse(self.manifest_path(version).read_bytes())
         except FileNotFoundError:
             return None
 
     def missing(self, manifest: Manifest) -> list[tuple[Part, ShardEntry]]:
-        """The shards that are absent or have a wrong hash, deltas first. Reads every stored byte."""
+        """Return the shards that are absent or have a wrong hash, deltas first. Reads every stored byte."""
         return [
             (part, shard)
             for part, stream in sorted(manifest.streams.items())
@@ -154,14 +153,14 @@ class ShardStore:
         ]
 
     def add_manifest(self, version: int, signed: SignedManifest) -> None:
-        """Store the manifest and lists the version in versions.json."""
+        """Store the manifest and list the version in versions.json."""
         self._make_folder(self.folder(version))
         write_file(self.manifest_path(version), signed.to_bytes(), mode=FILE_MODE, exact_mode=self.public)
         self._list(self._on_disk())
 
     def retain(self, held: Mapping[int, Manifest]) -> None:
-        """Remove the versions beyond `keep`, except leased ones and parents of kept ones. `held` are the manifests of all
-        stored versions. Readers keep the files that they have opened."""
+        """Remove all versions but those `wanted`. `held`: the manifests of all stored versions. Readers keep files that are
+        already open."""
         wanted = self.wanted(held)
         self._list([version for version in sorted(held, reverse=True) if version in wanted])
         for version in self._on_disk():
@@ -170,7 +169,7 @@ class ShardStore:
                 self._requested_s.pop(version, None)
 
     def wanted(self, held: Mapping[int, Manifest]) -> set[int]:
-        """The versions that `retain` would keep."""
+        """Return the versions to keep: the newest, leased ones, and their parents."""
         wanted: set[int] = set()
         now_s, leases = self._clock(), self.keep
         for place, version in enumerate(sorted(held, reverse=True)):
@@ -186,7 +185,7 @@ class ShardStore:
         discard(self.folder(version))
 
     def recover(self) -> None:
-        """Repair a store after its writer was killed. Only its writer may call this."""
+        """Repair the store after its writer was killed. Only the writer may call this."""
         self._make_folder(self.path)
         remove_leftovers(self.path)
         self._newest = self._stated()
@@ -211,7 +210,7 @@ class ShardStore:
         return digest.hexdigest() == shard.hash
 
     def _make_folder(self, folder: Path) -> None:
-        """Make it, and the folders between it and the store's."""
+        """Make the folder and its parents up to the store's."""
         for parent in reversed([folder, *folder.parents]):
             if not parent.is_relative_to(self.path):
                 continue
@@ -242,7 +241,7 @@ class ShardStore:
 
 
 def chain(held: Mapping[int, Manifest], version: int) -> list[int]:
-    """The versions needed to build `version` from nothing: itself and its parents, back to an anchor."""
+    """Return the versions needed to build `version` from scratch: itself and its parents, back to an anchor."""
     needed = [version]
     while (manifest := held.get(needed[-1])) and not manifest.anchor and manifest.delta:
         needed.append(manifest.delta.parent)

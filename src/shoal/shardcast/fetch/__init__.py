@@ -1,5 +1,5 @@
-"""Downloads: from servers that nobody trusts into a folder. Here: one server's failure (`SourceError`), or that of a whole
-fetch (`FetchError`)."""
+"""Download versions from untrusted servers into a folder. This file has the errors: of one server (`SourceError`) or of a
+whole fetch (`FetchError`)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shoal.errors import ShoalError
 
 
 class SourceError(Exception):
-    """This server did not deliver now; it may later."""
+    """A server failed to deliver; it may succeed later."""
 
     def __init__(self, url: str, reason: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(f"{url}: {reason}")
         self.url, self.reason = url, reason
-        self.retry_after_s = retry_after_s  # as the server asked in Retry-After
+        self.retry_after_s = retry_after_s  # from the Retry-After header
 
 
 class NotHeld(SourceError):
-    """The server says that it does not have this."""
+    """The server does not have what was requested."""
 
 
 class BadData(SourceError):
@@ -29,7 +29,7 @@ class BadData(SourceError):
 
 
 class FetchError(ShoalError):
-    """What could not be fetched, from which servers, and the next step."""
+    """A fetch failed. The message names the servers and the next step."""
 
     restart_helps = True  # relays come and go
 
@@ -39,7 +39,7 @@ class NoRouteError(FetchError):
 
 
 def first_error(errors: ExceptionGroup) -> Exception:
-    """The first FetchError of several tasks, else the first exception (a bug)."""
+    """Return the first FetchError of several tasks, else the first exception (a bug)."""
     return next((error for error in errors.exceptions if isinstance(error, FetchError)), errors.exceptions[0])
 
 

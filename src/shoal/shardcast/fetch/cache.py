@@ -1,13 +1,13 @@
-"""The complete versions that a client has fetched, the lock that lets several clients share them, and what is arriving.
+"""The client's cache: complete versions, partial downloads, and a lock so that several clients can share it.
 
     cache/v000007/                      exactly the published files
     cache/v000007.manifest.json         their signed manifest
-    cache/.v000007.full/files/...       a stream that is being fetched: files of full size, filled in any order
+    cache/.v000007.full/files/...       a stream in transfer: files of full size, filled in any order
     cache/.v000007.full/layout          names and sizes of the files
 
-Invariant: a version with a manifest beside it is complete. It was verified before it got its name, and a process verifies
-it again before it uses what another process left. Without that manifest a folder is someone else's: it is never touched.
-Of a partial stream nothing is trusted after a restart: its shards are hashed, and those that are not right are fetched.
+Invariant: a version with a manifest beside it is complete. It was verified before it got its name, and each process verifies
+it again before first use. A folder without a manifest is not the cache's and is never touched. After a restart, a partial
+stream's shards are hashed again, and wrong ones are fetched again.
 Left out: leases. A caller that still reads a version older than `keep` must keep its files open.
 """
 
@@ -41,14 +41,14 @@ from shoal.shardcast.manifest import (
 
 
 class Partial:
-    """A stream that is being fetched. Every method raises FetchError, with the folder's name, when the disk fails."""
+    """A stream in transfer. Every method raises FetchError, naming the folder, if the disk fails."""
 
     def __init__(self, folder: Path, files: Sequence[FileEntry], stream: Stream) -> None:
-        """Read what an earlier process left, if it was of the same files."""
+        """Resume from an earlier process's files, if they are of the same stream."""
         self.folder, self.entries, self.shard_size_bytes = folder, list(files), stream.shard_size_bytes
         self.layout = StreamFiles(folder / "files", files)
         with disk_errors(folder):
-            if self._begun():
+            if self._can_resume():
                 self.missing = list(self.layout.missing(stream))
             else:
                 self._start()
@@ -61,8 +61,8 @@ class Partial:
     def sink(self, shard: ShardEntry) -> PartialShard:
         return PartialShard(self, shard)
 
-    def _begun(self) -> bool:
-        """Whether an earlier process began these files. The layout is written after the files."""
+    def _can_resume(self) -> bool:
+        """Whether an earlier process created these files. The layout is written last."""
         try:
             same = (self.folder / "layout").read_bytes() == self._description()
         except FileNotFoundError:
@@ -87,11 +87,11 @@ class Partial:
 
 
 class PartialShard:
-    """Stores one shard: see `download.ShardSink`."""
+    """Store one shard: see `download.ShardSink`."""
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
         self.partial, self._at_bytes = partial, shard.index * partial.shard_size_bytes
-        # One file at a time: a version may have more than a process may open.
+        # One open file at a time: a version may have more files than a process may open.
         self._open: tuple[Path, int] | None = None
 
     def write(self, offset_bytes: int, data: bytes) -> None:
@@ -118,20 +118,18 @@ class PartialShard:
 
 
 def _allocate(path: Path, size_bytes: int) -> None:
-    """Reserve the space now, so that a full disk is noticed before the download and not at its end."""
+    """Reserve the space, so that a full disk fails before the download instead of at its end."""
     with path.open("wb") as file:
         if size_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size_bytes)
         file.truncate(size_bytes)
 
 
-LOOK_AGAIN_S = 0.05
-RESULTS = ("result", "result2")  # of deltas, in turn
-TEMPORARY = ("full", "delta", *RESULTS)  # what a client makes of a version before it is complete
+POLL_S = 0.05
+RESULTS = ("result", "result2")  # of applied deltas, alternating
+TEMPORARY = ("full", "delta", *RESULTS)  # suffixes of an incomplete version's folders
 Stamps = tuple[tuple[int, int, int], ...]
-_VERIFIED: dict[
-    Path, tuple[str, Stamps]
-] = {}  # by folder: the digest that this process found there, and its files then
+_VERIFIED: dict[Path, tuple[str, Stamps]] = {}  # by folder: digest and file stamps when this process verified it
 
 
 class Cache:
@@ -147,13 +145,13 @@ class Cache:
         return self.path / f".{version_name(version)}.{what}"
 
     def offer(self, version: int) -> tuple[SignedManifest, Manifest]:
-        """The verified manifest of a cached version. Raise OSError, ManifestError."""
+        """Return the verified manifest of a cached version. Raise OSError, ManifestError."""
         signed = SignedManifest.parse(manifest_path(self.folder(version)).read_bytes())
         return signed, signed.open(self.public_key, run=self.run, version=version)
 
     def held(self, version: int, digest: str | None = None) -> tuple[Path, Manifest] | None:
-        """A complete version, with this digest if one is given; None if it is not here. Reads its files, unless this
-        process has verified them and nobody has written to them since."""
+        """Return a complete verified version, with `digest` if given; None if it is not cached. Reads its files unless this
+        process has verified them and they were not modified since."""
         manifest = self.manifest(version, digest)
         if manifest is None:
             return None
@@ -169,8 +167,8 @@ class Cache:
         return folder, manifest
 
     def manifest(self, version: int, digest: str | None = None) -> Manifest | None:
-        """The manifest of a version that is here and looks complete, with this digest if one is given. Enough to apply
-        deltas to it: the hashes of the result tell whether it was what it says."""
+        """Return the manifest of a cached version with files of the right sizes, with `digest` if given. That is enough to
+        apply deltas, because the result is verified."""
         try:
             _, manifest = self.offer(version)
         except (OSError, ManifestError):
@@ -182,18 +180,18 @@ class Cache:
         _VERIFIED[self.folder(manifest.version).resolve()] = manifest.digest, files.stamps()
 
     def newest(self, now_s: float) -> Manifest | None:
-        """The manifest of the newest version of the latest publication, of those that are complete."""
+        """Return the manifest of the newest complete version of the latest publication."""
         newest: Manifest | None = None
         for version in self.versions():
             if (manifest := self.manifest(version)) is None:  # of another run or key, or damaged
                 continue
-            known, other = Newest.of(newest) if newest else None, Newest.of(manifest)
-            if known is None or (known.outdates(manifest) and latest(known, other, now_s) is other):
+            best, other = Newest.of(newest) if newest else None, Newest.of(manifest)
+            if best is None or (best.outdates(manifest) and latest(best, other, now_s) is other):
                 newest = manifest
         return newest
 
     def check_free(self, version: int) -> None:
-        """Raise FetchError if a folder that is not ours has the name of this version."""
+        """Raise FetchError if a folder that is not the cache's has this version's name."""
         folder = self.folder(version)
         if folder.exists() and not manifest_path(folder).is_file():
             raise FetchError(f"{folder} is not a fetched version; move it away, or choose another folder")
@@ -201,8 +199,8 @@ class Cache:
     def add(
         self, folder: Path, signed: SignedManifest, manifest: Manifest, *, written: Stream | None = None
     ) -> Path | None:
-        """Verify the files in `folder` and renames it to its final name. Removes it and returns None if they are wrong.
-        `written`: what was hashed while they were written; otherwise they are read back."""
+        """Verify the files in `folder` and rename it to its final name. If they are wrong, remove it and return None.
+        `written`: hashes computed while writing; without them the files are read back."""
         files = StreamFiles(folder, manifest.files)
         right = files.match(manifest.content) if written is None else written == manifest.content
         if not (right and files.sizes_match()):
@@ -233,25 +231,27 @@ class Cache:
         manifest_path(self.folder(version)).unlink(missing_ok=True)
 
     def retain(self, current: int) -> None:
-        """Keep `current`, the newest `keep` versions, and downloads of later versions. Versions of another publication go:
+        """Keep `current`, the newest `keep` versions, and downloads of later versions. Remove other publications:
         their origin has started over."""
         self._drop_outdated(current)
         for version in self.versions()[self.keep :]:
             if version != current:
                 self.drop(version)
         for path in self.path.glob(".v*"):
-            begun, what = parse_version(path.name.split(".")[1]), path.name.split(".")[-1]
-            if begun is not None and begun <= current and what in TEMPORARY:
+            started_version, what = parse_version(path.name.split(".")[1]), path.name.split(".")[-1]
+            if started_version is not None and started_version <= current and what in TEMPORARY:
                 discard(path)
 
     def _drop_outdated(self, current: int) -> None:
-        now = read_manifest(self.folder(current))
+        newest = read_manifest(self.folder(current))
         for version in self.versions():
             try:
-                found = self.offer(version)[1]
+                manifest = self.offer(version)[1]
             except (OSError, ManifestError):
                 continue  # of another run or key
-            if found.publication != now.publication or (version > current and found.created_s < now.created_s):
+            if manifest.publication != newest.publication or (
+                version > current and manifest.created_s < newest.created_s
+            ):
                 self.drop(version)
 
     def _remove_leftovers(self) -> None:
@@ -265,8 +265,8 @@ class Cache:
 
     @contextmanager
     def locked(self, deadline_s: float) -> Iterator[None]:
-        """One writer at a time, across threads and processes. `deadline_s` is in time.monotonic()."""
-        lock = FileLock(self.path / ".lock", poll_interval=LOOK_AGAIN_S)
+        """Lock the cache for one writer, across threads and processes. `deadline_s` is in time.monotonic()."""
+        lock = FileLock(self.path / ".lock", poll_interval=POLL_S)
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             try:
@@ -285,5 +285,5 @@ def manifest_path(folder: Path) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a cached version; its signature was verified when it was fetched. Raise OSError, ManifestError."""
+    """Read a cached version's manifest without verifying it again. Raise OSError, ManifestError."""
     return SignedManifest.parse(manifest_path(folder).read_bytes()).unchecked()

@@ -1,14 +1,14 @@
-"""The client: downloads a published version from relays into a local folder, in full or as deltas of a cached version.
+"""The client: download a version from relays into a local folder, in full or as deltas from a cached version.
 
-    find      the newest version: of those that servers offer, and of those that are here
-    plan      the route with the fewest bytes: an anchor or a cached version, and the deltas after it
+    find      the newest version that servers offer or the cache has
+    plan      the route with the fewest bytes: an anchor or a cached version, plus deltas
     fetch     each stream from several relays at once
-    apply     make the version from the one before and all deltas since, in one pass
-    verify    compare every file with the signed manifest; then the folder gets its final name
+    apply     all deltas to the starting version, in one pass
+    verify    every file against the signed manifest; then give the folder its final name
 
-Invariant: the folder that `fetch` returns holds exactly the files that the learner published. A client never goes back: not
-to a publication that its origin left, nor to an older version than it holds, unless the caller asks for that number.
-A client is used from a thread without an event loop. Several clients may share a cache.
+Invariant: the folder that `fetch` returns holds exactly the files that the learner published. A client never goes back to an
+abandoned publication, or to an older version than it has, unless the caller requests that version.
+Use a client from a thread without an event loop. Several clients may share a cache.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from relays in parallel, assemble and verify.
 """
 
@@ -35,9 +35,9 @@ from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
 from shoal.shardcast.files import Cutter, LayoutError, alongside
 from shoal.shardcast.manifest import FileEntry, Manifest, Newest, Part, Stream, latest
 
-LOOK_AGAIN_S = 0.2
+POLL_S = 0.2
 STALL_S = 60.0
-WITNESSES = 2  # servers asked for their newest version, as one may be behind
+MIN_ANSWERS = 2  # servers queried for the newest version, as one may be behind
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Progress:
 
     doing: str = ""
     version: int | None = None
-    total_bytes: int = 0  # of the streams to fetch
+    total_bytes: int = 0  # in the streams to fetch
     transferred_bytes: int = 0  # over the network, including manifests and rejected shards
     by_source: dict[str, int] = field(default_factory=dict)
     reused_bytes: int = 0  # from the cache or an interrupted fetch
-    complaints: dict[str, str] = field(default_factory=dict)  # the last failure of each server
+    complaints: dict[str, str] = field(default_factory=dict)  # last failure of each server
     parent: int | None = None  # the cached version that the deltas started from
 
     def note(self, error: SourceError) -> None:
@@ -71,9 +71,9 @@ class Client:
         timeout_s: float = 600.0,
         wait_s: float = 0.0,
     ) -> None:
-        """`fallback` servers, such as the origin, are asked only while no relay delivers. `relays` returns the URLs that
-        replace `urls` while a fetch runs. `timeout_s` limits a fetch until all bytes have arrived (verification follows).
-        `wait_s` limits the wait for a relay to answer, for a first version, or for a delta's parent."""
+        """`fallback` servers, such as the origin, are used only while no relay delivers. `relays` returns URLs that replace
+        `urls` during a fetch. `timeout_s` limits a fetch up to the last byte (verification follows). `wait_s` limits the
+        wait for a relay to answer, for a first version, or for a delta's parent."""
         if not urls and not fallback:
             raise FetchError("no relay is known; start one, or wait until one joins")
         for url in (*urls, *fallback):
@@ -85,7 +85,7 @@ class Client:
         self.progress = Progress()
 
     def latest(self) -> Manifest | None:
-        """The newest version that the relays asked, or this client, have; None if nothing is published.
+        """Return the newest version that the queried relays or the cache have; None if nothing is published.
         Raise FetchError if no relay answers."""
 
         async def ask() -> Offer | None:
@@ -97,9 +97,9 @@ class Client:
         return offer and offer[1]
 
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
-        """The folder and manifest of a version (None: the newest; with `digest`: exactly that one).
-        A cached version is returned without a request only if its digest is given, or if no server answers: the origin
-        may have started over. Raise FetchError; finished shards are kept for the next call."""
+        """Fetch a version (None: the newest; with `digest`: exactly that one). Return its folder and manifest.
+        A cached version is returned without a request only if `digest` is given, or if no server answers, because the
+        origin may have started over. Raise FetchError; finished shards are kept for the next call."""
         started_s, self.progress = time.monotonic(), Progress()
         held = None if version is None or digest is None else self.cache.held(version, digest)
         if held is None:
@@ -132,7 +132,7 @@ class Client:
                 except FetchError:
                     if here is None or Freshness(self.access, self.cache).outdated(here[1]):
                         raise
-                    return here  # `progress.complaints` says that nobody has it
+                    return here  # `progress.complaints` has the servers' errors
                 if offer is None:
                     raise FetchError(
                         f"no version is published yet at {', '.join(self.urls)}; wait, or start the origin"
@@ -149,17 +149,17 @@ class Client:
                     except FetchError:
                         if not await self._moved_on(sources, offer, version, digest, deadline_s):
                             raise
-                await asyncio.sleep(LOOK_AGAIN_S)  # the parent or an anchor may arrive
+                await asyncio.sleep(POLL_S)  # wait for the parent or an anchor
 
     async def _moved_on(
-        self, sources: Sources, begun: Offer, version: int | None, digest: str | None, deadline_s: float
+        self, sources: Sources, started: Offer, version: int | None, digest: str | None, deadline_s: float
     ) -> bool:
-        """Whether servers offer another version by now, or publish this one anew: the one that was begun may be gone."""
+        """Whether servers now offer another version, or another publication of this one."""
         try:
             offer = await self._find(sources, version, digest, time.monotonic(), deadline_s)
         except FetchError:
             return False
-        return offer is not None and offer[1] != begun[1]
+        return offer is not None and offer[1] != started[1]
 
     async def _obtain(
         self, sources: Sources, offer: Offer, digest: str | None, deadline_s: float
@@ -188,7 +188,7 @@ class Client:
             self.cache.drop(start)  # damaged on disk: plan without it
 
     def _held(self, offer: Offer, digest: str | None) -> tuple[Path, Manifest] | None:
-        """What is here of the version, unless the offer is newer."""
+        """Return the cached version unless the offer is newer."""
         held = self.cache.held(offer[1].version, digest)
         if held is None:
             return None
@@ -200,13 +200,13 @@ class Client:
     async def _find(
         self, sources: Sources, version: int | None, digest: str | None, wait_until_s: float, deadline_s: float
     ) -> Offer | None:
-        """The manifest to fetch: of `version`, else of the newest version that any relay offers."""
+        """Return the manifest to fetch: of `version`, else of the newest version that any relay offers."""
         fresh = Freshness(self.access, self.cache)
 
         async def ask(number: int | None, enough: int) -> tuple[dict[Source, Offer | None], dict[str, str]]:
             async def question(source: Source) -> Offer | None:
                 if number is not None and digest is None:
-                    await source.listing()  # its statement tells whether the version is of before
+                    await source.listing()  # its statement tells whether the version is outdated
                 outdated = fresh.outdated if digest is None else lambda manifest: False
                 return await offered(source, version=number, digest=digest, outdated=outdated)
 
@@ -217,12 +217,12 @@ class Client:
                 raise FetchError(f"no relay answered in time: {', '.join(self.urls)}; raise timeout_s") from error
 
         while True:
-            answers, reasons = await ask(version, WITNESSES if version is None else 1)
+            answers, reasons = await ask(version, MIN_ANSWERS if version is None else 1)
             offers = [offer for offer in answers.values() if offer is not None]
             if offers or time.monotonic() >= wait_until_s:
                 break
             self.progress.doing = "waiting for a version" if answers else "waiting for a relay"
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(POLL_S)
         if not answers:
             wanted = "version list" if version is None else f"manifest of version {version}"
             why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
@@ -234,7 +234,7 @@ class Client:
     async def _follow_plan(
         self, sources: Sources, start: int | None, steps: list[Step], deadline_s: float
     ) -> tuple[Path, Manifest] | None:
-        """Fetch the streams and applies the deltas; None if the result is not what was published."""
+        """Fetch the streams and apply the deltas. Return None if the result does not match the manifest."""
         signed, manifest = steps[-1][0]
         self.progress.version = manifest.version
         self.progress.total_bytes = sum(offer[1].streams[part].size_bytes for offer, part in steps)
@@ -244,8 +244,7 @@ class Client:
             self.progress.doing = f"fetching version {offer[1].version} ({part})"
             stream = offer[1].streams[part]
             files = offer[1].files if part == "full" else [FileEntry(path="delta", size_bytes=stream.size_bytes)]
-            begun = self.cache.temporary(offer[1].version, part)
-            partial = Partial(begun, files, stream)
+            partial = Partial(self.cache.temporary(offer[1].version, part), files, stream)
             self.progress.reused_bytes += stream.size_bytes - sum(shard.size_bytes for shard in partial.missing)
             await StreamDownload(
                 sources,
@@ -264,7 +263,7 @@ class Client:
                     Link(partial.files / "delta", tuple((file.path, file.size_bytes) for file in offer[1].files))
                 )
         assert folder is not None
-        written: Stream | None = None  # of the last files, hashed while they were written
+        written: Stream | None = None  # hashes computed while writing
         if links:
             made = self._apply(folder, links, manifest)
             if made is None:
@@ -278,7 +277,7 @@ class Client:
         return final, manifest
 
     def _apply(self, folder: Path, links: list[Link], manifest: Manifest) -> tuple[Path, Stream] | None:
-        """The folder that these deltas make of `folder`, and its content; None if they do not fit."""
+        """Apply the deltas to `folder`. Return the new folder and its content; None if they do not fit."""
         with disk_errors(self.cache.path):
             try:
                 runs = delta.passes(links)
@@ -319,20 +318,20 @@ class Client:
 
 
 class Freshness:
-    """For one question: `here` is read once."""
+    """Compare offers with the cache and the origin's statement. `here` is read once."""
 
     def __init__(self, access: Access, cache: Cache) -> None:
         self.access, self.cache = access, cache
         self.here = cache.newest(time.time())
 
     def outdated(self, manifest: Manifest) -> bool:
-        """Whether the origin has left the manifest's publication, as far as this client knows."""
+        """Whether the origin has abandoned the manifest's publication, as far as this client knows."""
         stated = self.access.newest or Newest.of(manifest)
         believed = latest(stated, Newest.of(self.here) if self.here else None, time.time())
         return believed is not None and believed.outdates(manifest)
 
     def newest(self, offers: Sequence[Offer]) -> Offer | None:
-        """The newest of these and of what is here: a server that is behind cannot take a client back."""
+        """Return the newest of the offers and the cached version, so that a lagging server cannot take a client back."""
         current = [offer for offer in offers if not self.outdated(offer[1])]
         best = max(current, key=lambda o: (o[1].version, o[1].created_s), default=None)
         here = self.here
@@ -342,16 +341,16 @@ class Freshness:
         return self.cache.offer(here.version) if behind else best
 
 
-OFFERS_TRIED = 5  # newest versions of one relay, until a manifest is valid
+OFFERS_TRIED = 5  # newest versions of one relay, until one manifest is valid
 
 Step = tuple[Offer, Part]
 
 
 async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None, list[Step]]:
-    """The cached version to start from, or None, and the streams to fetch from there. Raise NoRouteError."""
+    """Return the cached version to start from, or None, and the streams to fetch. Raise NoRouteError."""
     routes: list[tuple[int, int | None, list[Step]]] = []
-    deltas: list[Step] = []  # from the version considered now to the wanted one
-    reasons: dict[str, str] = {}  # by URL, why it does not offer the last parent
+    deltas: list[Step] = []  # from the version under consideration to the target
+    reasons: dict[str, str] = {}  # why each URL does not offer the last parent
     while True:
         manifest = offer[1]
         cost_bytes = sum(o[1].streams[part].size_bytes for o, part in deltas)
@@ -366,13 +365,13 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
             break
         deltas = [(offer, "delta"), *deltas]
         parent, digest = manifest.delta.parent, manifest.delta.parent_digest
-        found = cache.offer(parent) if cache.manifest(parent, digest) else None
-        if found is None:
+        parent_offer = cache.offer(parent) if cache.manifest(parent, digest) else None
+        if parent_offer is None:
             answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest))
-            found = next((answer for answer in answers.values() if answer), None)
-        if found is None:
+            parent_offer = next((answer for answer in answers.values() if answer), None)
+        if parent_offer is None:
             break
-        offer = found
+        offer = parent_offer
     if not routes:
         child = deltas[0][0][1]
         why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
@@ -391,8 +390,8 @@ async def offered(
     digest: str | None,
     outdated: Callable[[Manifest], bool] = lambda manifest: False,
 ) -> Offer | None:
-    """The valid manifest that one server offers; None if it says that nothing is published. Raise SourceError: after one
-    bad manifest the server is not asked for another."""
+    """Return the valid manifest that one server offers; None if it lists no version. Raise SourceError, at the first bad
+    manifest."""
     versions = [version] if version is not None else (await source.listing()).versions[:OFFERS_TRIED]
     refused: SourceError | None = None
     for candidate in versions:
@@ -412,9 +411,6 @@ async def offered(
     return None
 
 
-POLL_S = 0.2
-
-
 def fetch_published(
     client: Client, version: int, *, digest: str | None = None, wait_s: float = 120
 ) -> tuple[Path, Manifest]:
@@ -430,7 +426,7 @@ def fetch_published(
 
 
 class Follower:
-    """`wanted` returns the newest published version, or None. `client` makes a client for the currently known relays."""
+    """Follow the newest version `wanted()` in the background, each with a new `client()`."""
 
     def __init__(self, wanted: Callable[[], int | None], client: Callable[[], Client]) -> None:
         self.wanted = wanted

@@ -1,17 +1,16 @@
-"""All servers that a downloader may use: which one to ask next, and what to do when it fails.
+"""The servers of a downloader: which one to use next, and what to do when it fails.
 
-Every request goes to the first of one ranking (`Sources.ranked`), made of each server's `Standing`. Servers that gave a bad
-answer come last, before them those that rest after a failure, the fallback, the silent. All others are drawn at random, in
-proportion to their expected throughput: this spreads the load and keeps the figures fresh. (A relay passes an order for
-shards instead.)
+Every request goes to the first server of one ranking (`Sources.ranked`), based on each server's `Standing`. Suspect servers
+come last, before them those backing off, then the fallback, then silent ones. All others are ordered at random, weighted by
+expected throughput, which spreads the load and keeps measurements fresh. (A relay passes its own order for shards.)
 
-    questions (lists, manifests)   go to few servers, and to another one when one fails, has nothing or is silent
-    shards                         go to one server at a time; when it fails, is silent or too slow, the next one continues
-                                   at the same byte. One that sends wrong bytes is left out after `strikes` tries, one that
-                                   does not have the shard after a moment.
+    questions (lists, manifests)   go to few servers, and to another when one fails, has nothing or is silent
+    shards                         go to one server at a time; if it fails, is silent or too slow, the next one continues
+                                   at the same byte. A server is left out after `strikes` wrong shards, or if it does not
+                                   have the shard for CATCHES_UP_IN_S
 
-Invariant: a shard is delivered correct or not at all, and `done` of its sink is called once, after its hash matched. Every
-server that was asked has an answer or a reason. A download that does not move ends with an error, whatever servers send.
+Invariant: a shard is delivered correct or not at all, and its sink's `done` is called once, after its hash matched. Every
+queried server has an answer or a reason. A download without progress ends with an error, whatever servers send.
 Paper: INTELLECT-2 (arXiv 2505.07291): success rate times bandwidth, with a healing factor.
 """
 
@@ -37,21 +36,21 @@ Question = Callable[[Source], Coroutine[Any, Any, T]]
 OnFailure = Callable[[SourceError], None]
 Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
 
-HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # until another server is asked the same
-SILENCE = 0.9  # of hedge_s without an answer counts as silence
-NOTHING_YET = 10  # times hedge_s: how long the rest may take after others answered that they have nothing
-CATCHES_UP_IN_S = 1.5  # a server that does not have a version yet
-BROKE_OFF_S = 1.0  # without a byte, in the middle of a shard
-FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one try: multiple of what other servers take, plus a constant
+HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # delay before hedging a request
+SILENCE = 0.9  # fraction of hedge_s without an answer that counts as silence
+NOTHING_YET = 10  # times hedge_s: time left for the rest once others answered that they have nothing
+CATCHES_UP_IN_S = 1.5  # how long a server without the version is retried
+BROKE_OFF_S = 1.0  # silence in the middle of a shard that counts as broken off
+FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one attempt: a multiple of the other servers' time, plus a constant
 
 
 def loop_time() -> float:
-    """The event loop's time, which is time.monotonic() unless a test replaces the loop."""
+    """Return the event loop's time, which is time.monotonic() unless a test replaces the loop."""
     return asyncio.get_running_loop().time()
 
 
 class Silent(SourceError):
-    """The server sent nothing for a while. It may only be far away, or wait for the shard itself."""
+    """The server sent nothing for a while. It may be far away, or wait for the shard itself."""
 
 
 class Sources:
@@ -71,7 +70,7 @@ class Sources:
         self.on_failure = on_failure
         self.sources: list[Source] = []
         self._gone: list[Source] = []
-        self._took_s: deque[float] = deque(maxlen=50)  # by recent shards
+        self._took_s: deque[float] = deque(maxlen=50)  # durations of recent shards
         self.fallback = [Source(session, url, access) for url in fallback]
         self.use(urls)
 
@@ -86,13 +85,12 @@ class Sources:
         strikes: int = 3,
         on_failure: OnFailure = lambda error: None,
     ) -> AsyncIterator[Sources]:
-        """The servers at these URLs, over one session that ends with the block. `fallback` servers are asked only while
-        all others fail."""
+        """Open one session to the servers at these URLs. `fallback` servers are used only while all others fail."""
         async with open_session(access) as session:
             yield cls(access, session, urls, fallback=fallback, strikes=strikes, on_failure=on_failure)
 
     def use(self, urls: Sequence[str]) -> None:
-        """Replace the set of servers; shards in flight continue."""
+        """Replace the set of servers. Shards in transfer continue."""
         known = {source.url: source for source in [*self.sources, *self._gone]}
         wanted = dict.fromkeys(url.rstrip("/") for url in urls)
         self.sources = [known[url] if url in known else Source(self.session, url, self.access) for url in wanted]
@@ -108,7 +106,7 @@ class Sources:
         return {source.url: source.received_bytes for source in everyone if source.received_bytes}
 
     def ranked(self, among: Sequence[Source], strikes: Counter[Source] | None = None) -> list[Source]:
-        """These servers, the one to ask next first. `strikes`: how often each sent wrong bytes of a shard."""
+        """Rank these servers, best first. `strikes`: how often each sent wrong bytes of a shard."""
         best_Bps = max((source.standing.speed_Bps() or 0.0 for source in among), default=0.0) or 1.0
 
         def key(source: Source) -> tuple[bool, float, bool, bool, int, float]:
@@ -123,10 +121,9 @@ class Sources:
         return sorted(among, key=key)
 
     async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
-        """Ask `enough` servers, and another one each time one fails, has nothing (NotHeld or None) or is silent for
-        `hedge_s`, until `enough` have given something. The fallback is asked if none answers, and then those that gave a
-        bad answer not long ago. Return the answers, and for each other URL that was asked the reason. So a silent server
-        delays a question by `hedge_s`, and only the first one: the next ones go to others."""
+        """Query `enough` servers, one more each time one fails, has nothing (NotHeld or None) or is silent for `hedge_s`,
+        until `enough` have given a result. Try the fallback if none answers, then suspect servers. Return the answers, and
+        the reason for each URL without one. A silent server delays only the first question, by `hedge_s`."""
         reasons: dict[str, str] = {}
         answers: dict[Source, T] = {}
         suspects = [source for source in [*self.sources, *self.fallback] if source.standing.suspect()]
@@ -141,46 +138,45 @@ class Sources:
     async def ask_all(
         self, question: Question[T], *, among: Sequence[Source]
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        """Ask these servers at once, except those that were silent or gave a bad answer not long ago. After the first
-        answer the rest have `hedge_s`."""
+        """Query these servers at once, except silent and suspect ones. After the first answer the rest have `hedge_s`."""
         good = [source for source in among if not source.standing.suspect()] or list(among)
         awake = [source for source in good if not source.standing.silent()] or good
         return await self._ask(awake, question, len(awake))
 
     def hedge_s(self) -> float:
-        """After so long without an answer another server is asked, too: several times what answers usually take."""
+        """Delay before hedging a request: several times the usual latency."""
         known_s = [seconds for source in self.sources if (seconds := source.standing.answer_s()) is not None]
         return min(max(HEDGE_S, 3 * median(known_s)), LONGEST_HEDGE_S) if known_s else HEDGE_S
 
     async def _ask(
         self, waiting: list[Source], question: Question[T], enough: int
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        """Ask `enough` servers, in this order, and the next one each time one fails, has nothing or is silent."""
+        """Query `enough` servers, in this order, and the next one each time one fails, has nothing or is silent."""
         hedge_s = self.hedge_s()
-        asked: dict[asyncio.Task[T], tuple[Source, float]] = {}
+        requests: dict[asyncio.Task[T], tuple[Source, float]] = {}
         answers: dict[Source, T] = {}
         reasons: dict[str, str] = {}
         pending: set[asyncio.Task[T]] = set()
-        more = enough  # how many to ask now
+        more = enough  # how many to query now
         try:
             while True:
                 for source in waiting[:more]:
                     task = asyncio.create_task(question(source))
-                    asked[task] = source, loop_time()
+                    requests[task] = source, loop_time()
                     pending.add(task)
                 waiting = waiting[more:]
-                given = sum(answer is not None for answer in answers.values())
-                if given >= enough or not pending:
+                results = sum(answer is not None for answer in answers.values())
+                if results >= enough or not pending:
                     break
                 timeout_s: float | None = hedge_s
-                if not (waiting or given):  # if others have nothing, the rest, who may have it, get longer
+                if not (waiting or results):  # if others have nothing, give the rest more time
                     timeout_s = NOTHING_YET * hedge_s if answers else None
                 done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if not done and (given or not waiting):
+                if not done and (results or not waiting):
                     break
                 more = 0 if done else 1
                 for task in done:
-                    source, asked_s = asked[task]
+                    source, started_s = requests[task]
                     try:
                         answers[source] = task.result()
                         more += answers[source] is None
@@ -190,14 +186,14 @@ class Sources:
                         more += 1
                         if not isinstance(error, NotHeld):
                             continue
-                    source.standing.answered(loop_time() - asked_s)
+                    source.standing.answered(loop_time() - started_s)
         finally:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-        for source, asked_s in (asked[task] for task in pending):
+        for source, started_s in (requests[task] for task in pending):
             reasons[source.url] = "no answer in time, others answered"
-            if loop_time() - asked_s >= SILENCE * hedge_s:
+            if loop_time() - started_s >= SILENCE * hedge_s:
                 source.standing.unanswered()
         return answers, reasons
 
@@ -207,7 +203,7 @@ class Sources:
         """Fetch one shard, from one server after the other; `Source.shard` verifies it.
 
         `deadline_s` is in the event loop's time. `order` replaces the ranking.
-        Raise FetchError that names every server that was tried."""
+        Raise FetchError, which names every server tried."""
         shard, limits = incoming.shard, self.access.limits
         strikes: Counter[Source] = Counter()
         absent_since_s: dict[Source, float] = {}
@@ -232,7 +228,7 @@ class Sources:
             if (rest_s := source.standing.rest_s()) >= deadline_s - loop_time():
                 break
             await asyncio.sleep(rest_s)
-            # A relay waits: its siblings may still be receiving the shard. So does who has no other but the fallback.
+            # Do not give up on silence in a relay (its siblings may still be receiving the shard) or without another server.
             others = any(other not in (source, *self.fallback) for other in candidates)
             silence_s = quiet_s if others and order is None else math.inf
             try:
@@ -250,8 +246,8 @@ class Sources:
                     absent_since_s.clear()  # others may catch up while this one rests
                 if isinstance(error, Silent):
                     source.standing.unanswered()
-                    quiet_s *= 2  # all of them may be slow to begin
-                elif error.retry_after_s or isinstance(error, NotHeld):  # lagging behind is not a failure
+                    quiet_s *= 2  # all servers may be slow to start
+                elif error.retry_after_s or isinstance(error, NotHeld):  # lagging is not a failure
                     source.standing.rest(error.retry_after_s or limits.first_rest_s / 2)
                 else:
                     source.standing.failed(limits.first_rest_s, limits.longest_rest_s)
@@ -274,8 +270,8 @@ class Sources:
         *,
         alone: bool,
     ) -> None:
-        """One attempt. A server that hangs, trickles or takes far longer than others gets all remaining time only if there
-        is no other; one that sends no byte for `silence_s` is left, too. What it sent is kept."""
+        """Try once. Abandon a server that hangs, trickles or is far slower than others (unless `alone`), and one
+        that sends no byte for `silence_s`. Keep what it sent."""
         started_s, had_bytes = loop_time(), incoming.size_bytes
         left_s = deadline_s - started_s
         enough_s = FAR_SLOWER * self._usual_s(source, incoming.shard.size_bytes - had_bytes) + LEAST_S
@@ -310,31 +306,31 @@ class Sources:
         raise SourceError(source.url, f"{what} took longer than {limit_s:.1f} s", retry_after_s=rest_s)
 
     def _quiet_s(self) -> float:
-        """After so long without a byte of a shard another server is asked: twice the time that shards usually take."""
+        """Silence after which a shard moves to another server: twice the usual time of a shard."""
         return max(self.hedge_s(), 2 * median(self._took_s) if self._took_s else 0.0)
 
     def _usual_s(self, source: Source, size_bytes: int) -> float:
-        """The time that the other servers would take for `size_bytes`; infinity if their speed is unknown."""
+        """Return the time that other servers would take for `size_bytes`; infinity if their speed is unknown."""
         known_Bps = [speed for other in self.sources if other is not source and (speed := other.standing.speed_Bps())]
         return size_bytes / median(known_Bps) if known_Bps else math.inf
 
 
 class ShardSink(Sink, Protocol):
-    """Stores one shard."""
+    """Store one shard."""
 
     def done(self) -> None:
-        """Called when all of it was written and verified."""
+        """Called once the shard is written and verified."""
 
     def close(self) -> None: ...
 
 
-LOOK_AGAIN_S = 0.05
-LEAST_BPS = 1024  # below that a download does not move
-TIMES = 4  # the bytes of a shard that count as movement, as a multiple of its size: it may come again and again
+POLL_S = 0.05
+LEAST_BPS = 1024  # slower than this counts as no progress
+TIMES = 4  # bytes of a shard that count as progress, as a multiple of its size: wrong shards come again
 
 
 class StreamDownload:
-    """The shards of one stream, several at a time."""
+    """Download the shards of one stream, several at a time."""
 
     def __init__(
         self,
@@ -350,8 +346,8 @@ class StreamDownload:
         order: Order | None = None,
         on_shard: Callable[[ShardEntry], None] = lambda shard: None,
     ) -> None:
-        """`parallel` shards of each of the `queues` at once, each in order. `deadline_s` is in the event loop's time.
-        `stall_s`: the longest time without another shard or LEAST_BPS. `order` replaces the ranking of servers."""
+        """Fetch `parallel` shards of each of the `queues` at once, in order. `deadline_s` is in the event loop's time.
+        `stall_s`: the longest time without a finished shard or LEAST_BPS. `order` replaces the ranking of servers."""
         self.sources, self.version, self.part, self.sink = sources, version, part, sink
         self.queues = [deque(queue) for queue in queues]
         self.parallel, self.deadline_s, self.stall_s = parallel, deadline_s, stall_s
@@ -361,17 +357,17 @@ class StreamDownload:
         self._done_bytes = 0
 
     async def run(self) -> None:
-        """Return when all shards are stored. Raise FetchError, and what a sink raises."""
+        """Download until all shards are stored. Raise FetchError, and errors of the sinks."""
         try:
             async with asyncio.TaskGroup() as group:
-                workers = [group.create_task(self._empty(queue)) for queue in self.queues for _ in range(self.parallel)]
+                workers = [group.create_task(self._drain(queue)) for queue in self.queues for _ in range(self.parallel)]
                 watching = group.create_task(self._watch())
                 await asyncio.wait(workers)
                 watching.cancel()
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
 
-    async def _empty(self, queue: deque[ShardEntry]) -> None:
+    async def _drain(self, queue: deque[ShardEntry]) -> None:
         while queue:
             await self._fetch(queue.popleft())
 
@@ -390,10 +386,10 @@ class StreamDownload:
         self.on_shard(shard)
 
     async def _watch(self) -> None:
-        """Raise FetchError when the download has not moved for `stall_s`."""
+        """Raise FetchError if the download makes no progress for `stall_s`."""
         left, had_bytes, since_s = self._left, 0, loop_time()
         while True:
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(POLL_S)
             moved_bytes = self._done_bytes + sum(map(_moved_bytes, self._running))
             if self._left != left or moved_bytes >= had_bytes + LEAST_BPS * self.stall_s:
                 left, had_bytes, since_s = self._left, moved_bytes, loop_time()
@@ -406,5 +402,5 @@ class StreamDownload:
 
 
 def _moved_bytes(incoming: Incoming) -> int:
-    """The bytes that came, except those of a shard that comes again and again and is never right."""
+    """Return the bytes that count as progress; repeats of a wrong shard stop counting."""
     return min(incoming.arrived_bytes, TIMES * incoming.shard.size_bytes)

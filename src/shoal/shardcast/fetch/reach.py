@@ -1,14 +1,13 @@
-"""Which addresses a downloader may connect to, where others name the servers, and through which proxy.
+"""Which addresses a downloader may connect to if others name the servers, and through which proxy.
 
     local     everything below, and this machine
     private   everything below, and private networks
     public    the internet
 
-Invariant: no URL of a stranger makes this machine talk to its own services or to its neighbours: the address that is
-connected to is checked, after DNS answered. Link-local addresses (where clouds keep credentials), multicast and unspecified
-ones are in no reach. This machine's own addresses are never reached through a proxy, which could not know them.
-Left out: what an operator's own proxy connects to; SOCKS, proxies that are asked for over https, and the system settings of
-macOS and Windows.
+Invariant: an untrusted URL cannot make this machine connect to its own services or its neighbours (SSRF): the address is
+checked after DNS resolution. Link-local addresses (cloud metadata services), multicast and unspecified addresses are always
+out of reach. Loopback addresses are never reached through a proxy.
+Left out: what an operator's own proxy connects to; SOCKS and https proxies; the system settings of macOS and Windows.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Proxy(NamedTuple):
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """None: the server is asked directly. Raise FetchError for a proxy of another kind."""
+    """Return the proxy for this URL; None for a direct connection. Raise FetchError for an unsupported proxy."""
     parts, proxies = split_server(url), getproxies_environment()
     named = proxies.get(parts.scheme) or proxies.get("all")
     if not named or _is_local(parts.hostname or "") or proxy_bypass(parts.netloc):
@@ -51,11 +50,11 @@ def proxy_for(url: str) -> Proxy | None:
 
 
 def split_server(url: str) -> SplitResult:
-    """The parts of a server's URL. Raise FetchError unless it is http(s)://HOST[:PORT][/PATH]."""
+    """Split a server's URL. Raise FetchError unless it is http(s)://HOST[:PORT][/PATH]."""
     try:
         parts = urlsplit(url)
-        port = parts.port  # raises ValueError for what is not a port
-        URL(url)  # what aiohttp makes of it
+        port = parts.port  # raises ValueError for an invalid port
+        URL(url)  # aiohttp must accept it, too
     except ValueError:
         parts, port = urlsplit(""), 0
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
@@ -82,11 +81,11 @@ NAT64 = IPv6Network("64:ff9b::/96")  # an IPv4 address is in its last 32 bits
 
 
 class OutOfReach(OSError):
-    """An address that this run's nodes must not connect to; the message says what allows it."""
+    """An address that this run's nodes must not connect to. The message says which setting allows it."""
 
 
 def check_host(host: str, reach: Reach) -> None:
-    """Raise OutOfReach if `host` is an address, or a name of this machine, beyond `reach`. Other names are not resolved."""
+    """Raise OutOfReach if `host` is an address or localhost beyond `reach`. Other names are not resolved."""
     if host == "localhost" or host.endswith(".localhost"):
         host = "127.0.0.1"
     try:
@@ -97,7 +96,7 @@ def check_host(host: str, reach: Reach) -> None:
 
 
 def narrowest(host: str) -> Reach:
-    """The narrowest reach that includes `host`; "public" for a name that is not resolved. Raise OutOfReach."""
+    """Return the narrowest reach that includes `host`; "public" for an unresolved name. Raise OutOfReach."""
     for reach in ORDER[:-1]:
         try:
             check_host(host, reach)
@@ -109,7 +108,7 @@ def narrowest(host: str) -> Reach:
 
 
 class Resolver(AbstractResolver):
-    """The system's resolver, without the addresses beyond `reach`. `exempt`: hosts that the operator named."""
+    """The system's resolver, refusing addresses beyond `reach`. `exempt`: hosts that the operator configured."""
 
     def __init__(self, reach: Reach, exempt: Callable[[str], bool] = lambda host: False) -> None:
         self._reach, self._exempt = reach, exempt
@@ -118,11 +117,11 @@ class Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        found = await self._system.resolve(host, port, family)
+        results = await self._system.resolve(host, port, family)
         if not self._exempt(host):
-            for one in found:  # all or nothing: a name that also points inside is not an honest one
-                _check(ip_address(one["host"].partition("%")[0]), host, self._reach)
-        return found
+            for result in results:  # one address out of reach makes the whole name untrustworthy
+                _check(ip_address(result["host"].partition("%")[0]), host, self._reach)
+        return results
 
     async def close(self) -> None:
         await self._system.close()
@@ -137,7 +136,7 @@ def _check(address: IPv4Address | IPv6Address, host: str, reach: Reach) -> None:
 
 
 def _needs(address: IPv4Address | IPv6Address) -> Reach | None:
-    """The narrowest reach that includes the address; None for those that none includes."""
+    """Return the narrowest reach that includes the address; None if no reach does."""
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address in NAT64:

@@ -1,11 +1,10 @@
-"""One server as a downloader sees it: how to reach it, what was learned of it, three requests, and every way in which a
-response can be wrong.
+"""One server from a downloader's view: how to reach it, its record, three requests, and the checks of its responses.
 
-Invariant: what a `Source` returns was verified (manifest signature, shard size and hash). Any other response raises a
-SourceError that names the URL. Bytes that `Incoming` passes on are unverified until `shard` returns.
+Invariant: what a `Source` returns is verified (manifest signature, shard size and hash). Any other response raises a
+SourceError that names the URL. Bytes that `Incoming` writes to its sink are unverified until `shard` returns.
 Left out: redirects (a relay could send a worker into the worker's own network), and compression.
-Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from relays and verify them; a server's worth is
-its success rate times its bandwidth, with a healing factor.
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from relays and verify them; servers are ranked by
+success rate times bandwidth, with a healing factor.
 """
 
 from __future__ import annotations
@@ -43,17 +42,14 @@ from shoal.shardcast.manifest import (
 
 
 class Standing:
-    """The record of one server, which every request to it reads and writes. All of it heals with time, so a server that was
-    down or slow is tried again."""
+    """The record of one server: speed, success, latency, failures. Bad records fade with time, so a
+    server that was down or slow is tried again."""
 
     WEIGHT = 0.25  # of the newest figure in the moving averages
     HEALS_IN_S = 30.0
     FORGOTTEN_AFTER_S = 60.0
-    SUSPECT_S = 60.0  # how long a server that gave a bad answer is asked only where no other answers
-    SILENT_S, SILENT_ONCE_S = (
-        10.0,
-        1.0,
-    )  # how long a silent server is asked last; the first time, as it may only be slow
+    SUSPECT_S = 60.0  # after a bad answer, a server is used only if no other answers
+    SILENT_S, SILENT_ONCE_S = 10.0, 1.0  # a silent server is used last; shorter the first time, as it may just be slow
     HEALTHY = 0.5  # success rate
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,12 +57,12 @@ class Standing:
         self._speed_Bps, self._measured_s = 0.0, -math.inf
         self._success, self._counted_s = 1.0, -math.inf
         self._answer_s: float | None = None
-        self._unanswered, self._silent_s = 0, -math.inf  # requests in a row, and when the last one was given up
+        self._unanswered, self._silent_s = 0, -math.inf  # consecutive requests, and when the last one was given up
         self._bad_s = -math.inf
-        self._failures, self._rest_until_s = 0, -math.inf  # failures in a row
+        self._failures, self._rest_until_s = 0, -math.inf  # consecutive failures
 
     def success(self) -> float:
-        """The share of requests that succeed, a moving average."""
+        """The fraction of requests that succeed, a moving average."""
         return 1 - (1 - self._success) * math.exp(-(self._clock() - self._counted_s) / self.HEALS_IN_S)
 
     def speed_Bps(self) -> float | None:
@@ -74,24 +70,24 @@ class Standing:
         return self._speed_Bps if self._clock() - self._measured_s < self.FORGOTTEN_AFTER_S else None
 
     def answer_s(self) -> float | None:
-        """How long it takes to answer a question, a moving average; None if it never did."""
+        """The latency of listings and manifests, a moving average; None before the first."""
         return self._answer_s
 
     def silent(self) -> bool:
-        """Whether it let a request wait not long ago, and has answered none since."""
+        """Whether it recently left a request unanswered and has answered none since."""
         limit_s = self.SILENT_S if self._unanswered > 1 else self.SILENT_ONCE_S
         return self._unanswered > 0 and self._clock() - self._silent_s < limit_s
 
     def suspect(self) -> bool:
-        """Whether it gave a bad answer not long ago."""
+        """Whether it gave a bad answer recently."""
         return self._clock() - self._bad_s < self.SUSPECT_S
 
     def rest_s(self) -> float:
-        """How long it should be left alone."""
+        """How long to back off."""
         return max(self._rest_until_s - self._clock(), 0.0)
 
     def healthy(self) -> bool:
-        """Whether nothing is wrong with it. To lack something yet is not wrong."""
+        """Whether the server works: not backing off, not silent, mostly successful. Not having a version yet is fine."""
         resting = self._failures > 0 and self.rest_s() > 0
         return not resting and not self.silent() and self.success() >= self.HEALTHY
 
@@ -100,11 +96,11 @@ class Standing:
         self._answer_s, self._unanswered = known_s + self.WEIGHT * (seconds - known_s), 0
 
     def unanswered(self) -> None:
-        """It sent nothing while another server would have. Its success rate stays: it may only be far away."""
+        """Note that it sent nothing while another server would have. Its success rate stays: it may just be far away."""
         self._unanswered, self._silent_s = self._unanswered + 1, self._clock()
 
     def answered_badly(self) -> None:
-        """Its list or manifest was one that no honest server gives: too large, malformed, or not signed by the learner."""
+        """Note a listing or manifest that is too large, malformed, or not signed by the learner."""
         self._bad_s = self._clock()
         self._count(0.0)
 
@@ -116,17 +112,17 @@ class Standing:
         self._count(1.0)
 
     def slowed(self, size_bytes: int, seconds: float) -> None:
-        """The server became far slower than others: replaces the average."""
+        """Replace the average speed: the server became far slower than others."""
         self._speed_Bps, self._measured_s = size_bytes / seconds, self._clock()
 
     def failed(self, first_rest_s: float, longest_rest_s: float) -> None:
-        """Lower the success rate, not the speed, and gives it a rest, which doubles with each failure."""
+        """Lower the success rate, not the speed, and back off; the back-off doubles with each failure."""
         self._count(0.0)
         self.rest(min(first_rest_s * 2 ** min(self._failures, 10), longest_rest_s))
         self._failures += 1
 
     def rest(self, seconds: float) -> None:
-        """It asked for this, or lacks something yet: no failure."""
+        """Back off without a failure: the server asked for it, or does not have something yet."""
         self._rest_until_s = self._clock() + seconds
 
     def _count(self, success: float) -> None:
@@ -140,42 +136,42 @@ class Limits:
     connect_timeout_s: float = 5.0
     idle_timeout_s: float = 30.0  # until the next byte
     answer_timeout_s: float = 30.0  # for one listing or manifest
-    patience_s: float = 15.0  # for one shard while another server could be asked instead; grows on slow links
-    first_rest_s: float = 0.1  # of a server after a failure; doubles with each one
+    patience_s: float = 15.0  # for one shard while another server is available; grows on slow links
+    first_rest_s: float = 0.1  # back-off after a failure; doubles with each one
     longest_rest_s: float = 2.0
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A version that has come, complete and verified."""
+    """A version that arrived, complete and verified."""
 
     version: int
-    size_bytes: int  # that were transferred
+    size_bytes: int  # transferred
     took_s: float
-    at_s: float  # when it was complete, on this process's monotonic clock
+    at_s: float  # completion, on this process's monotonic clock
     rates_Bps: dict[str, float]  # by sender's URL
-    behind_s: float  # from its publication until it was complete here
+    behind_s: float  # from publication to completion here
 
 
 @dataclass
 class Access:
-    """How a downloader reaches servers, and what it has learned about them. Outlives single downloads."""
+    """How a downloader reaches servers, and their records. Shared by many downloads."""
 
     public_key: str  # the learner's, ed25519, hex
     run: str | None = None
     limits: Limits = field(default_factory=Limits)
-    token: Callable[[str], str] | None = None  # a reader's pass for the server at this URL, see `guard.Passes`
-    reach: Reach | None = None  # of addresses that others name; None: any, the user named them
+    token: Callable[[str], str] | None = None  # returns a pass for the server at a URL, see `guard.Passes`
+    reach: Reach | None = None  # allowed addresses; None: any, if the user named the servers
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
     on_fetched: Callable[[Arrival], None] = lambda arrival: None
-    newest: Newest | None = None  # the origin's latest statement, of all that servers passed on
+    newest: Newest | None = None  # the origin's latest statement that any server sent
 
     def heard(self, signed: SignedNewest | None) -> None:
         if signed is not None:
             self.newest = latest(self.newest, signed.open(self.public_key, run=self.run), time.time())
 
 
-LARGE_BYTES = 256 << 10  # a manifest beyond this is parsed beside the event loop
+LARGE_BYTES = 256 << 10  # larger manifests are parsed in a thread
 READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for a shard, for an answer
 LEAST_SENT_BYTES = 32 << 10  # of a shard, within the idle timeout
 LONGEST_RETRY_AFTER_S = 30.0
@@ -184,7 +180,7 @@ Offer = tuple[SignedManifest, Manifest]
 
 
 class Sink(Protocol):
-    """Takes the bytes of one shard, in order, unverified."""
+    """Receive the bytes of one shard, in order, unverified."""
 
     def write(self, offset_bytes: int, data: bytes) -> None: ...
     def restart(self) -> None:
@@ -192,12 +188,12 @@ class Sink(Protocol):
 
 
 class Incoming:
-    """One shard that is being received, possibly in parts from several servers."""
+    """One shard in transfer, possibly in parts from several servers."""
 
     def __init__(self, shard: ShardEntry, sink: Sink) -> None:
         self.shard, self.sink = shard, sink
         self.size_bytes = 0
-        self.arrived_bytes = 0  # what was discarded included
+        self.arrived_bytes = 0  # including discarded bytes
         self.senders: set[str] = set()
         self._digest = blake3()
 
@@ -225,7 +221,7 @@ def open_session(access: Access) -> aiohttp.ClientSession:
             total=None, sock_connect=limits.connect_timeout_s, sock_read=limits.idle_timeout_s
         ),
         auto_decompress=False,  # no decompression bombs; hashes are over plain bytes
-        cookie_jar=aiohttp.DummyCookieJar(),  # else one server could fill the requests to its neighbours
+        cookie_jar=aiohttp.DummyCookieJar(),  # a server must not set cookies for other servers on its host
         headers={"Accept-Encoding": "identity"},
     )
 
@@ -241,7 +237,7 @@ class Source:
         self.received_bytes = 0
 
     async def listing(self) -> Listing:
-        """The versions that the server claims to have, newest first, and its path from the origin."""
+        """Return the versions that the server claims to have, newest first, and its path from the origin."""
         body = await self._small("versions.json", MAX_LISTING_BYTES)
         try:
             listing = Listing.model_validate_json(body)
@@ -263,11 +259,11 @@ class Source:
             raise self._bad(f"manifest of version {version}: {error}") from error
 
     async def shard(self, version: int, part: Part, incoming: Incoming) -> None:
-        """Receive the missing rest of one shard; returns only if all of it is correct. The sink's errors pass through."""
+        """Receive the rest of one shard. Return only if the whole shard is correct. The sink's errors pass through."""
         shard = incoming.shard
         what = f"shard {shard.index} ({part}) of version {version}"
         headers = {"Range": f"bytes={incoming.size_bytes}-"} if incoming.size_bytes else {}
-        # The hash is for caches: an origin that starts over publishes other bytes under the same name.
+        # The hash is a cache key: an origin that starts over publishes other bytes under the same name.
         path = f"{version_name(version)}/{shard_name(part, shard.index)}?{shard.hash[:16]}"
         async with self._get(path, what, headers) as response:
             if incoming.size_bytes and not _continues(response, incoming.size_bytes):
@@ -284,7 +280,7 @@ class Source:
                     if (sent_bytes := incoming.arrived_bytes - since_bytes) < LEAST_SENT_BYTES:
                         raise SourceError(self.url, f"sent {sent_bytes} bytes of {what} in {took_s:.0f} s")
                     since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
-        if incoming.size_bytes != shard.size_bytes:  # although nothing broke: the server says that this is all
+        if incoming.size_bytes != shard.size_bytes:  # a complete response
             raise BadData(self.url, f"{what} ended after {incoming.size_bytes} of {shard.size_bytes} bytes")
         if not incoming.matches():
             alone = incoming.senders == {self.url}
@@ -292,21 +288,21 @@ class Source:
             kind = BadData if alone else SourceError  # with several senders, any of them may be at fault
             raise kind(self.url, f"{what} is corrupt: its hash is not the one in the manifest")
 
-    async def _small(self, path: str, most_bytes: int) -> bytes:
-        """The answer to a question."""
+    async def _small(self, path: str, max_bytes: int) -> bytes:
+        """Fetch a listing or manifest."""
         body = bytearray()
         async with self._get(path, path, {}, answer=True) as response:
-            if (response.content_length or 0) > most_bytes:
-                raise self._bad(f"{path} is longer than {most_bytes} bytes")
+            if (response.content_length or 0) > max_bytes:
+                raise self._bad(f"{path} is longer than {max_bytes} bytes")
             async for chunk in response.content.iter_any():
                 self.received_bytes += len(chunk)
                 body += chunk
-                if len(body) > most_bytes:
-                    raise self._bad(f"{path} is longer than {most_bytes} bytes")
+                if len(body) > max_bytes:
+                    raise self._bad(f"{path} is longer than {max_bytes} bytes")
         return bytes(body)
 
     def _bad(self, reason: str) -> BadData:
-        """A bad answer to a question, which costs the server its standing."""
+        """Return the error for a bad listing or manifest, and mark the server as suspect."""
         self.standing.answered_badly()
         return BadData(self.url, reason)
 
@@ -314,7 +310,7 @@ class Source:
     async def _get(
         self, path: str, what: str, headers: dict[str, str], *, answer: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with its headers, which come within `answer_timeout_s`, as does the body of an `answer`."""
+        """Open a response. Its headers, and the body of an `answer`, must arrive within `answer_timeout_s`."""
         if self.access.token is not None:
             headers = headers | {"Authorization": f"Bearer {self.access.token(self.url)}"}
         try:
@@ -347,7 +343,7 @@ class Source:
             raise SourceError(self.url, str(error)) from error
         except aiohttp.ClientError as error:
             if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, OutOfReach):
-                raise SourceError(self.url, str(error.os_error)) from error  # aiohttp calls it an error of DNS
+                raise SourceError(self.url, str(error.os_error)) from error  # aiohttp reports it as a DNS error
             reason = f"{type(error).__name__} while fetching {what}{self._through()}: {error}"
             raise SourceError(self.url, reason) from error
 
