@@ -131,7 +131,7 @@ def test_why_a_site_heals_is_logged_once_a_round_and_in_one_line(
 
 
 def test_nonces_of_one_site_take_a_bounded_memory_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "MOST_NONCES", 100)
+    monkeypatch.setattr(serve, "MAX_NONCES", 100)
     nonces, now_s = RecentNonces(), int(time.time())
     for number in range(100):
         assert nonces.spend("site", f"{number}", now_s)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal.diloco import codec
 from shoal.diloco.agreed import Agreed, Shapes, digest, outer_step, pseudo_gradient
-from shoal.diloco.codec import KINDS, CodecError, Encoded, ErrorFeedback, Kind, most_bytes
+from shoal.diloco.codec import KINDS, CodecError, Encoded, ErrorFeedback, Kind, max_size_bytes
 from shoal.diloco.meeting import refused
 from tests.diloco.direct import decode, encode
 
@@ -72,7 +72,7 @@ def test_what_is_decoded_is_within_half_a_unit_of_what_was_encoded(kind: Kind, c
     values = numbers(count, 1, 1e-3)
     data = encode(values, kind)
     found = decode(data, kind, count)
-    assert len(data) <= most_bytes(kind, count)
+    assert len(data) <= max_size_bytes(kind, count)
     if kind in ROUNDING:
         assert ((found - values).abs() <= values.abs() * ROUNDING[kind] + 2.0**-25).all()
     else:

@@ -344,7 +344,7 @@ def test_a_stranger_gets_the_reason_and_loses_its_connection_and_a_site_keeps_it
 
 
 def test_an_address_has_only_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.diloco.serve.OF_ADDRESS", 3)
+    monkeypatch.setattr("shoal.diloco.serve.CONNECTIONS_PER_ADDRESS", 3)
     with served(tmp_path / "meet", terms()) as host:
         idle = [socket.create_connection(("127.0.0.1", host.port), timeout=20) for _ in range(3)]
         with socket.create_connection(("127.0.0.1", host.port), timeout=20) as fourth:

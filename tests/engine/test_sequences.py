@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.engine import rows as rows_module
 from shoal.engine.batch import DecodeRequest
-from shoal.engine.rows import Taken, token_bytes
+from shoal.engine.rows import PackedPrompts, token_bytes
 from shoal.engine.scheduler import Scheduler, SchedulerLimits, cache_bytes
 from shoal.model import attention
 from shoal.model.sampling import choose
@@ -35,7 +35,7 @@ def hashed(tokens: Sequence[int]) -> int:
 
 def test_buffers_of_short_rows_have_little_room_to_spare() -> None:
     slots = rows_module.Slots("cpu")
-    slots.receive(0, 0, Taken(0, [40] * 8))
+    slots.receive(0, 0, PackedPrompts(0, [40] * 8))
     slots.update(torch.ones(1, 3, 320, 2), torch.ones(1, 3, 320, 2), 0)
     assert slots.positions == slots.buffers[0, 0].shape[2] <= 64
     slots.begin(torch.full((8,), 4096), 4097)
@@ -46,7 +46,7 @@ def test_buffers_of_short_rows_have_little_room_to_spare() -> None:
 
 def test_buffers_shrink_when_half_of_the_rows_or_positions_is_not_needed() -> None:
     slots = rows_module.Slots("cpu")
-    slots.receive(0, 0, Taken(0, [2] * 8))
+    slots.receive(0, 0, PackedPrompts(0, [2] * 8))
     keys = torch.arange(16.0)[None, None, :, None]
     slots.update(keys, keys, 0)
     slots.keep([7, 1, 2, 3, 4], 2)
@@ -61,8 +61,8 @@ def test_buffers_shrink_when_half_of_the_rows_or_positions_is_not_needed() -> No
 
 def test_prompts_that_came_in_as_one_row_are_whole_again() -> None:
     row_TX = torch.arange(8.0)[:, None]  # two tokens that both begin with, the rests of one and of three, padding
-    assert [x_LX[:, 0].tolist() for x_LX in Taken(2, [1, 3]).split(row_TX)] == [[0, 1, 2], [0, 1, 3, 4, 5]]
-    assert [x_LX[:, 0].tolist() for x_LX in Taken(0, [1, 3]).split(row_TX)] == [[0], [1, 2, 3]]
+    assert [x_LX[:, 0].tolist() for x_LX in PackedPrompts(2, [1, 3]).split(row_TX)] == [[0, 1, 2], [0, 1, 3, 4, 5]]
+    assert [x_LX[:, 0].tolist() for x_LX in PackedPrompts(0, [1, 3]).split(row_TX)] == [[0], [1, 2, 3]]
 
 
 class Fake:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from shoal.files import temporary
 from shoal.shardcast import Access, Relay, ShardStore
-from shoal.shardcast.relay import by_choice, owners_of
+from shoal.shardcast.relay import by_preference, owners_of
 
 from .support import (
     OTHER_KEY,
@@ -491,7 +491,7 @@ def test_relays_spread_over_their_parents_and_keep_to_the_one_they_chose():
     ids = [f"{n:016x}" for n in range(300)]
 
     def firsts(parents: list[Stub]) -> list[str]:
-        return [by_choice(own, parents)[0].url[-1] for own in ids]
+        return [by_preference(own, parents)[0].url[-1] for own in ids]
 
     alike = firsts(sources(None, None, None))
     assert all(70 <= alike.count(name) <= 130 for name in "abc")
@@ -500,7 +500,7 @@ def test_relays_spread_over_their_parents_and_keep_to_the_one_they_chose():
     assert 20 <= unlike.count("b") <= 70 < min(unlike.count("a"), unlike.count("c"))
     left = [name for name, before in zip(unlike, alike, strict=True) if before != "b"]
     assert "b" not in left  # who moves goes away from the slow one
-    assert len(by_choice(ids[0], sources(None, None, None))) == 3
+    assert len(by_preference(ids[0], sources(None, None, None))) == 3
 
 
 def test_second_relays_take_from_different_first_ones_and_no_loop_comes_of_it(tmp_path):
@@ -524,13 +524,13 @@ def test_second_relays_take_from_different_first_ones_and_no_loop_comes_of_it(tm
                 await stack.enter_async_context(mirroring(one))
             await all_hold(second, 7)
             taken_from = {
-                by_choice(one.store.id, one.place.parents)[0].url for one in second.values()
+                by_preference(one.store.id, one.place.parents)[0].url for one in second.values()
             }  # both, in 31 of 32 runs
             await until(lambda: all(len(first[url].place.behind) > 0 for url in taken_from))
             for above in first.values():
                 assert [parent.url for parent in above.place.parents] == [up]
             for one in second.values():
-                chosen = by_choice(one.store.id, one.place.parents)[0].url
+                chosen = by_preference(one.store.id, one.place.parents)[0].url
                 path = json.loads((one.store.path / "versions.json").read_text())["path"]
                 assert path == [source.store.id, first[chosen].store.id, one.store.id]
                 arrival = one.status.arrival

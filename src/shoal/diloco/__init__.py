@@ -1,10 +1,10 @@
-"""DiLoCo: several sites train one model and talk once in hundreds of steps. Usable alone.
+"""DiLoCo: several sites train one model and synchronise once in hundreds of steps. Usable alone.
 
-    agreed    what all sites agree on, and the outer step               codec    numbers as 64 to 4 bits, with error feedback
-    site      what one site holds and does at a round                   remote   its way to the meeting over HTTP
-    meeting   rounds, without a network                                 members  who takes part, and the shares of the data
-    archive   the meeting's folder                                      serve    the meeting over HTTP
-    messages  what sites and meeting tell each other
+    agreed    the agreed state, and the outer step                   codec    64- to 4-bit numbers, with error feedback
+    site      one site's side of a round                           remote   a site's connection to the meeting
+    meeting   rounds, without a network                            members  the sites, and their shares of the data
+    archive   the meeting's folder                                 serve    the meeting over HTTP
+    messages  messages between sites and meeting
 
 Papers: DiLoCo (arXiv 2311.08105), OpenDiLoCo (2407.07852). docs/diloco.md has the rest.
 """

@@ -1,4 +1,4 @@
-"""What all sites agree on: parameters and velocity of the outer optimizer as vectors, and the outer step.
+"""The state that all sites agree on, parameters and velocity of the outer optimizer as vectors, and the outer step.
 
     pseudo-gradient   d_i = θ − θ_i                      DiLoCo (arXiv 2311.08105), algorithm 1, line 11
     average           d   = 1/n Σ d_i                    line 12; weighted where sites were dealt unequal work (`meeting`)
@@ -6,9 +6,8 @@
     parameters        θ'  = θ − η·(d + μ·v')             in the form of torch.optim.SGD(nesterov=True)
 
 θ are the parameters that all sites agree on, θ_i those of site i after its inner steps. The papers use η = 0.7, μ = 0.9.
-Invariant: equal arguments give equal bits on every machine. Each line above is one product or one sum in float64, which IEEE
-754 rounds in one way only, and each result is rounded to float32 once. There is no sum over elements. The state as bytes is
-safetensors, never a pickle.
+Invariant: equal arguments give equal bits on every machine. Every operation above is elementwise in float64, where IEEE 754
+fixes the rounding, and each result is rounded to float32 once. The state is stored as safetensors, never as a pickle.
 """
 
 from collections.abc import Mapping
@@ -25,21 +24,21 @@ from shoal.errors import ShoalError
 
 
 def pseudo_gradient(agreed: Tensor, local: Tensor) -> Tensor:
-    """θ − θ_i in float64, where the difference of two float32 is exact unless one is 2^29 times the other."""
+    """Return θ − θ_i in float64, which is exact unless one number is 2^29 times the other."""
     return agreed.double() - local.double()
 
 
 def outer_step(
     agreed: Tensor, velocity: Tensor, average: Tensor, *, lr: float, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    """θ' and v', both float32."""
+    """Return θ' and v', both float32."""
     moved = velocity.double().mul_(momentum).add_(average.double()).float()
     change = moved.double().mul_(momentum).add_(average.double()).mul_(lr)
     return agreed.double().sub_(change).float(), moved
 
 
 class Shapes:
-    """Parameters as one vector: float32, on the CPU, in the order of their names."""
+    """Flatten parameters into one vector, float32 on the CPU, in the order of their names, and back."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
@@ -55,7 +54,7 @@ class Shapes:
 
     @torch.no_grad()
     def scatter_(self, tensors: Mapping[str, Tensor], values: Tensor) -> None:
-        """Set the parameters to these values."""
+        """Set the parameters to the vector `values`."""
         at = 0
         for name, shape in self.shapes.items():
             tensors[name].copy_(values[at : at + prod(shape)].view(shape))
@@ -63,12 +62,12 @@ class Shapes:
 
 
 def digest(values: Tensor) -> str:
-    """SHA-256 of a vector's bytes: equal for equal bits."""
+    """Return the SHA-256 of a vector's bytes."""
     return sha256(values.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 class StateError(ShoalError):
-    """A file that does not hold the state of this run."""
+    """A file does not hold the state of this run."""
 
 
 class Agreed:
@@ -78,7 +77,7 @@ class Agreed:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], shapes: Shapes) -> "Agreed":
-        """Return the state before the first round, of these parameters."""
+        """Return the state before the first round, with these parameters."""
         parameters = shapes.gather(tensors)
         return cls(parameters, torch.zeros_like(parameters))
 
@@ -95,7 +94,7 @@ class Agreed:
 
     @classmethod
     def take(cls, tensors: Mapping[str, Tensor], shapes: Shapes) -> "Agreed":
-        """Return the state in tensors with the names of `tensors()`. Raise StateError for any other shape."""
+        """Return the state from tensors named as in `tensors()`. Raise StateError if one is missing or has another shape."""
         result = []
         for name in ("parameters", "velocity"):
             vector = tensors.get(f"agreed.{name}")
@@ -106,7 +105,7 @@ class Agreed:
 
     @classmethod
     def from_bytes(cls, data: bytes, shapes: Shapes) -> "Agreed":
-        """Return the state in a file. Raise StateError."""
+        """Parse the state from a safetensors file. Raise StateError."""
         try:
             return cls.take(load(data), shapes)
         except SafetensorError as error:

@@ -1,11 +1,10 @@
-"""The folder of a meeting: what is agreed before each round, the averages, the record, and `meeting.json`.
+"""The folder of a meeting: the agreed state before each round, the averages, the record, and `meeting.json`.
 
-    state-000007.safetensors      parameters and velocity before round 7       rounding-…   what rounding left over then
+    state-000007.safetensors      parameters and velocity before round 7       rounding-…   the error feedback then
     average-000006.safetensors    the result of round 6                        rounds.jsonl one line per round, for people
 
-Invariant: a file is whole under its name (`files`), and `meeting.json`, written last, names only rounds whose files are
-there, with the SHA-256 of each and of itself. What is read back is what was written, or StateError. The newest KEPT rounds
-stay.
+Invariant: files are written atomically. `meeting.json` is written last and holds the SHA-256 of each file and of itself, so
+it names only complete rounds, and a damaged file raises StateError. The newest KEPT rounds are kept.
 """
 
 import json
@@ -23,7 +22,7 @@ from shoal.diloco.codec import ErrorFeedback
 from shoal.diloco.messages import StateDescriptor
 from shoal.files import keep_lines, remove_leftovers, write_file, write_pieces
 
-KEPT = 2  # rounds whose state and average stay
+KEPT = 2  # rounds whose state and average are kept
 
 
 class Archive:
@@ -34,28 +33,28 @@ class Archive:
         self.records = folder / "rounds.jsonl"
         self.sums: dict[str, str] = {}  # SHA-256 of the rounds' files, by name
 
-    def held(self) -> dict[str, Any] | None:
-        """What `hold` wrote; None in a new folder. Raise StateError."""
+    def load(self) -> dict[str, Any] | None:
+        """Return what `save` wrote; None in a new folder. Raise StateError."""
         path = self.folder / "meeting.json"
         if not path.exists():
             return None
         try:
             result: dict[str, Any] = json.loads(path.read_text())
-            whole = result.pop("sha256", None) == _checksum(result)
+            intact = result.pop("sha256", None) == _checksum(result)
         except ValueError:
-            whole = False
-        if not whole:
+            intact = False
+        if not intact:
             raise _damaged(path)
         self.sums = result["files"]
         return result
 
-    def hold(self, held: dict[str, Any]) -> None:
-        held = held | {"files": self.sums}
-        text = json.dumps(held | {"sha256": _checksum(held)}, indent=1)
+    def save(self, fields: dict[str, Any]) -> None:
+        fields = fields | {"files": self.sums}
+        text = json.dumps(fields | {"sha256": _checksum(fields)}, indent=1)
         write_file(self.folder / "meeting.json", (text + "\n").encode())
 
     def drop_records(self, round: int) -> None:
-        """Drop the lines of `round` and later ones, which are not over, and an incomplete last line."""
+        """Drop the lines of `round` and later rounds, which did not finish, and an incomplete last line."""
         keep_lines(self.records, lambda line: line["round"] < round)
 
     def record(self, figures: dict[str, Any]) -> None:
@@ -63,14 +62,14 @@ class Archive:
             file.write(json.dumps(figures) + "\n")
 
     def average(self, round: int) -> bytes:
-        """What `write_average` wrote. Raise StateError."""
+        """Return what `write_average` wrote. Raise StateError."""
         return self._checked("average", round).read_bytes()
 
     def write_average(self, round: int, data: bytes) -> None:
         self._write("average", round, [data])
 
     def state(self, round: int, shapes: Shapes) -> tuple[Agreed, ErrorFeedback]:
-        """What `write_state` wrote. Raise StateError."""
+        """Return what `write_state` wrote. Raise StateError."""
         agreed = Agreed.take(load_file(self._checked("state", round)), shapes)
         return agreed, ErrorFeedback(load_file(self._checked("rounding", round))["left"])
 
@@ -79,7 +78,7 @@ class Archive:
         self._write("state", round, pieces(agreed.tensors()))
 
     def describe(self, round: int) -> StateDescriptor:
-        """The size and hash of a round's state, as it was written."""
+        """Return the size and hash of a round's state file."""
         path = self.path("state", round)
         return StateDescriptor(round=round, sha256=self.sums[path.name], size_bytes=path.stat().st_size)
 
@@ -111,16 +110,16 @@ class Archive:
         return path
 
 
-def _checksum(held: dict[str, Any]) -> str:
-    return sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+def _checksum(fields: dict[str, Any]) -> str:
+    return sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(path: Path) -> StateError:
-    return StateError(f"{path} is damaged: it is not what was written. Restore the meeting's folder from a backup")
+    return StateError(f"{path} is damaged: its checksum differs. Restore the meeting's folder from a backup")
 
 
 def pieces(vectors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The file's bytes: its header, then each vector from where it is."""
+    """Yield a safetensors file of these vectors without copying them: the header, then each vector."""
     entries, end_bytes = {}, 0
     for name, vector in vectors.items():
         begin_bytes, end_bytes = end_bytes, end_bytes + 4 * len(vector)

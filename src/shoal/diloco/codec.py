@@ -1,14 +1,14 @@
-"""Vectors of numbers as bytes of 64 to 4 bits each, and what the rounding left behind.
+"""Encode vectors with 64 to 4 bits per number, with error feedback for what rounding loses.
 
     fp64, fp32, fp16, bf16   the number in that format, to nearest even; fp16 is clamped to ±65,504
     int8                     per block of 1,024 numbers a float32 scale s = max|x| / 127, and round(x / s)
     int4                     per block of 512 numbers a scale max|x| / 7; two numbers in a byte, the first in its low half
 
-Error feedback: a sender adds what rounding took from its last vector to the next one before it rounds again,
-e' = (x + e) − decode(encode(x + e)). So over time what was decoded adds up to what was meant. Seide et al. 2014 (1-bit SGD);
-Karimireddy et al. 2019 (arXiv 1901.09847); for the average as well, which the meeting rounds: DoubleSqueeze (1905.05957).
+Error feedback: a sender adds the rounding error of its last vector to the next one, e' = (x + e) − decode(encode(x + e)), so
+errors do not accumulate. Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019 (arXiv 1901.09847); also for the average,
+which the meeting rounds: DoubleSqueeze (1905.05957).
 
-Invariant: `decode` depends on the bytes alone and gives the same bits everywhere. A number that is not finite stays so.
+Invariant: decoding depends on the bytes alone and gives the same bits everywhere. A non-finite number stays non-finite.
 """
 
 import math
@@ -35,21 +35,21 @@ NAMES = {  # in a file's header
 }
 BLOCK, LARGEST = {"int8": 1024, "int4": 512}, {"int8": 127, "int4": 7}
 FP16_MAX = 65504.0
-HEADER_BYTES = 1024  # most that safetensors adds
-PART = 1 << 20  # numbers, whole blocks, computed at a time: all in float64 would take more memory than the state
+HEADER_BYTES = 1024  # upper bound of safetensors' header
+PART = 1 << 20  # numbers computed at a time, a multiple of all blocks: bounds the memory of float64 copies
 
 
 class CodecError(ShoalError):
-    """Bytes that are not a vector of this kind and length."""
+    """Bytes are not a vector of the expected kind and length."""
 
 
 def parts(length: int) -> Iterator[slice]:
-    """A vector in parts of PART numbers."""
+    """Split a vector into parts of PART numbers."""
     return (slice(at, min(at + PART, length)) for at in range(0, length, PART))
 
 
 class Encoded:
-    """A vector of this kind and length, written and read part by part. No two parts share a block."""
+    """An encoded vector, written and read part by part. No two parts share a block."""
 
     def __init__(self, kind: Kind, length: int, tensors: dict[str, Tensor]) -> None:
         self.kind, self.length, self.tensors = kind, length, tensors
@@ -61,25 +61,25 @@ class Encoded:
 
     @classmethod
     def from_bytes(cls, data: bytes, kind: Kind, length: int) -> "Encoded":
-        """Raise CodecError for any other bytes, before any tensor is made of them."""
+        """Parse safetensors. Raise CodecError for any other bytes, before creating a tensor."""
         try:
             views = dict(deserialize(data))  # type: ignore[no-untyped-call]
         except SafetensorError as error:
             raise CodecError(f"not a safetensors file: {error}") from error
         layout = _layout(kind, length)
         result = {name: (view["dtype"], tuple(view["shape"])) for name, view in views.items()}
-        if result != (wanted := {name: (NAMES[dtype], shape) for name, (dtype, shape) in layout.items()}):
-            raise CodecError(f"expected {length} numbers as {kind}, {wanted}, not {str(result)[:200]}")
+        if result != (expected := {name: (NAMES[dtype], shape) for name, (dtype, shape) in layout.items()}):
+            raise CodecError(f"expected {length} numbers as {kind}, {expected}, not {str(result)[:200]}")
         read = {name: torch.frombuffer(views[name]["data"], dtype=dtype) for name, (dtype, _) in layout.items()}
         return cls(kind, length, read)
 
     def to_bytes(self) -> bytes:
-        """As safetensors."""
+        """Serialise as safetensors."""
         data: bytes = save(self.tensors)
         return data
 
     def put(self, part: slice, values: Tensor) -> None:
-        """`part` is one of `parts(length)`, and `values` are its numbers."""
+        """Encode `values` as `part`, one of `parts(length)`."""
         data = self.tensors["data"]
         if self.kind in FLOATS:
             if self.kind == "fp16":
@@ -98,7 +98,7 @@ class Encoded:
         self.tensors["scale"][_shrunk(part, BLOCK[self.kind])] = scale_B1.flatten()
 
     def get(self, part: slice) -> Tensor:
-        """The numbers of one of `parts(length)`, in float64 for fp64 and else in float32."""
+        """Decode one of `parts(length)`: float64 for fp64, else float32."""
         data = self.tensors["data"]
         if self.kind in FLOATS:
             return data[part] if self.kind == "fp64" else data[part].float()
@@ -108,28 +108,28 @@ class Encoded:
         return (_blocks(whole.float(), BLOCK[self.kind]) * scale_B[:, None]).flatten()[:count]
 
     def norm(self) -> float:
-        """The Euclidean norm; not finite if a number is not."""
+        """Return the Euclidean norm; not finite if any number is not."""
         return math.sqrt(sum(float(self.get(part).double().square().sum()) for part in parts(self.length)))
 
 
-def most_bytes(kind: Kind, length: int) -> int:
-    """The size that no encoding of so many numbers exceeds."""
+def max_size_bytes(kind: Kind, length: int) -> int:
+    """Return an upper bound for the encoded size of `length` numbers."""
     return HEADER_BYTES + sum(shape[0] * dtype.itemsize for dtype, shape in _layout(kind, length).values())
 
 
 class ErrorFeedback:
-    """Rounds a sender's vectors, each with what rounding took from the ones before."""
+    """Encode a sender's vectors, adding the rounding error of earlier ones to each."""
 
     def __init__(self, left: Tensor) -> None:
         self.left = left  # float32; zeros at first
 
     def encode(self, values: Callable[[slice], Tensor], kind: Kind) -> Encoded:
-        """`values` computes one part of the vector."""
+        """Encode a vector. `values` computes one part of it."""
         encoded = Encoded.empty(kind, len(self.left))
         for part in parts(len(self.left)):
-            meant = values(part).double() + self.left[part].double()
-            encoded.put(part, meant)
-            self.left[part] = (meant - encoded.get(part).double()).float()
+            exact = values(part).double() + self.left[part].double()
+            encoded.put(part, exact)
+            self.left[part] = (exact - encoded.get(part).double()).float()
         return encoded
 
 
@@ -143,7 +143,7 @@ def _layout(kind: Kind, length: int) -> dict[str, tuple[torch.dtype, tuple[int, 
 
 
 def _shrunk(part: slice, by: int) -> slice:
-    """Where a part's blocks of `by` numbers are."""
+    """Return the range of a part's blocks of `by` numbers."""
     return slice(part.start // by, -(-part.stop // by))
 
 
@@ -153,7 +153,7 @@ def _blocks(values: Tensor, block: int) -> Tensor:
 
 
 def _packed(whole: Tensor) -> Tensor:
-    """Two numbers of −7 to 7 per byte, each plus 8."""
+    """Pack two numbers of −7 to 7 per byte, each plus 8."""
     halves_N2 = _blocks(whole.to(torch.uint8) + 8, 2)
     return (halves_N2[:, 0] & 15) | (halves_N2[:, 1] & 15) << 4
 

@@ -1,15 +1,15 @@
-"""The meeting of all sites: who takes part, the open round, and what is agreed. It knows no network and no clock of its own.
+"""The meeting of all sites: its members, the open round, and the agreed state. Network and clock are its caller's.
 
 A round is open until every expected site has offered, or until `wait_s` after the first offer if a quorum has. Then the
-offers that stand (`refused` names the others) are averaged, the average is rounded once, and its bytes are the round's
-result: every site and the meeting decode the same bytes and make the same step. A site that was missing is not waited for
-again until it is back.
+offers that are not outliers (`refused`) are averaged, the average is rounded once, and its bytes are the round's result:
+every site and the meeting decode the same bytes and make the same step. Rounds stop waiting for a missing site until it
+comes back.
 
-Invariant: what was answered survives a kill at any moment. A round's files are written before `meeting.json` names the next
-round, and a restarted meeting takes up the round that it names; only the open round's offers are lost, and sites give them
-again. So at most one outer step is lost, and never a part of one.
-One call at a time. Left out: sites that lie (a majority of them can move the median of norms, and one can send a wrong
-direction of modest length); sharing the work of averaging.
+Invariant: answers survive a kill at any moment. A round's files are written before `meeting.json` names the next round, and
+a restarted meeting continues with the round named there; only the open round's offers are lost, and sites send them again.
+So at most one outer step is lost, and never a part of one.
+Not thread-safe. Left out: lying sites (a majority can move the median of norms; a single one can send a wrong direction of
+modest length), and distributing the work of averaging.
 """
 
 import logging
@@ -41,7 +41,7 @@ from shoal.diloco.messages import (
     compare,
 )
 
-PAST = 16  # norms that say what is usual
+PAST = 16  # recent norms whose median is the usual norm
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class SiteOffer:
 
 
 def nothing(round: int, agreed: Agreed) -> None:
-    """No one else uses what is agreed."""
+    """Publish nothing."""
 
 
 class Meeting:
@@ -69,22 +69,22 @@ class Meeting:
         clock: Callable[[], float] = time.monotonic,
         publish: Callable[[int, Agreed], None] = nothing,
     ) -> None:
-        """Open the meeting in `folder`, or found it with the state of `first`. Raise MeetingError for another run's.
+        """Open the meeting in `folder`, or create it with the state of `first`. Raise MeetingError for another run's folder.
 
-        `publish` is given the open round and what is agreed before it: at the start, and after each round.
+        `publish` gets the open round and the agreed state before it: at the start, and after each round.
         """
         self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
         self.round, self.publish, self.archive, self.members = 0, publish, Archive(folder), SiteMembers()
         self.norms: list[float] = []
         self.outcomes: dict[int, RoundOutcome] = {}
         self.offers: dict[str, SiteOffer] = {}
-        self.dealt: list[str] = []  # the sites that share the open round's work, once one has asked
+        self.dealt: list[str] = []  # sites that share the open round's work, once it is dealt
         self.healed: dict[str, str] = {}
         self.first_offer_s: float | None = None
         self.first_deal_s: float | None = None
         self.opened_s = clock()
-        if held := self.archive.held():
-            self._reopen(held)
+        if saved := self.archive.load():
+            self._reopen(saved)
         else:
             self.agreed = first()
             self.feedback = ErrorFeedback(torch.zeros(terms.shapes.size))
@@ -99,26 +99,26 @@ class Meeting:
     # --- members ---------------------------------------------------------------------------------------------------
 
     def join(self, name: str, greeting: Greeting) -> Welcome:
-        """Raise MeetingError if the site trains another model, tokenizer, data or recipe."""
-        wanted = {key: greeting.about[key] for key in ("data",) if key in greeting.about} | self.about
-        compare(name, greeting.about, wanted)
-        self.about = wanted  # the meeting itself reads no data: the first site that may join says which
+        """Add a site. Raise MeetingError if it trains another model, tokenizer, data or recipe."""
+        expected = {key: greeting.about[key] for key in ("data",) if key in greeting.about} | self.about
+        compare(name, greeting.about, expected)
+        self.about = expected  # the meeting reads no data: the first site defines which data the run uses
         member = self.members.join(name, greeting, self.round)
         self._save()
         return Welcome(accepted=member.accepted)
 
     def take(self, name: str) -> int:
-        """The next share of the data."""
+        """Give the site the next share of the data."""
         share = self.members.take(name)
         self._save()
         return share
 
     def deal(self, name: str, round: int) -> list[str]:
-        """The sites that share the open round's work, in order, equal for all who ask. Empty: not all are here yet.
+        """Return the sites that share the open round's work, in the same order for all. Empty: sites are missing.
 
-        A site that joins after the first answer has no share of the round. Raise ClosedError if the round is over.
+        A site that joins after the first deal has no share of the round. Raise RoundClosedError if the round is over.
         """
-        self.members[name]  # it has joined
+        self.members[name]  # raises MeetingError if it has not joined
         if round != self.round or self.over:
             raise RoundClosedError(f"round {round} is over; round {self.round} is open")
         if self.first_deal_s is None:
@@ -135,7 +135,7 @@ class Meeting:
         self._save()
 
     def heal(self, name: str, why: str) -> None:
-        """Note that a site takes over the state, and why, once a round. The next round waits for the site."""
+        """Note once per round that a site adopts the state, and why. The next round waits for the site."""
         self.members.expect(name, self.round)
         if name not in self.healed:
             self.healed[name] = "".join(each if each.isprintable() else " " for each in why)
@@ -148,7 +148,7 @@ class Meeting:
         member = self.members[name]
         ended = self.outcomes.get(round)
         if ended is not None and name in {*ended.kept, *ended.left_out}:
-            return  # it counted, and only the answer was lost
+            return  # it was counted; only the answer was lost
         if round != self.round or self.over:
             raise RoundClosedError(f"round {round} is over; round {self.round} is open")
         if digest != self.agreed.digest:
@@ -156,7 +156,7 @@ class Meeting:
         if self.dealt and name not in self.dealt:
             raise RoundClosedError(f"the work of round {round} was shared before {name} came")
         if name in self.offers:
-            return  # the first one stands: decoding more would keep the others waiting
+            return  # keep the first one: decoding more would delay the others
         try:
             change = Encoded.from_bytes(data, self.terms.kind, self.terms.shapes.size)
         except CodecError as error:
@@ -168,7 +168,7 @@ class Meeting:
             self.first_offer_s = self.clock()
 
     def outcome(self, name: str, round: int) -> RoundOutcome | None:
-        """How the round ended; None while it is open."""
+        """Return how the round ended; None while it is open."""
         if round == self.round and not self.over:
             if name not in self.offers:
                 raise ForgottenError(f"no offer of {name} for round {round} is here: offer it again")
@@ -182,17 +182,17 @@ class Meeting:
             raise RoundClosedError(f"the average of round {round} is not kept; round {self.round} is open")
         try:
             return self.archive.average(round)
-        except StateError as error:  # what is agreed has a file of its own, which is checked too
+        except StateError as error:  # the agreed state has its own file
             raise RoundClosedError(f"the average of round {round} is lost: {error}") from error
 
     def state(self) -> tuple[StateDescriptor, Path]:
-        """What is agreed before the open round: its descriptor, and the file."""
+        """Return the agreed state before the open round: its descriptor and file."""
         return self.archive.describe(self.round), self.archive.path("state", self.round)
 
     def waiting_for(self) -> list[str]:
-        here = self.members.expected()
-        expected = {name for name, each in here.items() if each.since <= self.round}
-        return sorted((here.keys() & self.dealt if self.dealt else expected) - self.offers.keys())
+        present = self.members.expected()
+        expected = {name for name, each in present.items() if each.since <= self.round}
+        return sorted((present.keys() & self.dealt if self.dealt else expected) - self.offers.keys())
 
     def due(self) -> bool:
         """Whether the open round can close now."""
@@ -202,11 +202,11 @@ class Meeting:
         return (self._gathered() and not self.waiting_for()) or waited_s >= self.terms.wait_s
 
     def close(self) -> RoundOutcome:
-        """Average what was offered, make the outer step, and open the next round."""
+        """Average the offers, make the outer step, and open the next round."""
         terms, missing = self.terms, self.waiting_for()
         norms = {name: each.norm for name, each in self.offers.items()}
         own = 0.0
-        if not self.norms:  # nothing else says what is usual
+        if not self.norms:  # no past norms: compare with the parameters
             own = float(torch.linalg.vector_norm(self.agreed.parameters, dtype=torch.float64))
         left_out = refused(norms, self.norms, terms.outlier, own)
         kept = sorted(set(self.offers) - set(left_out))
@@ -239,15 +239,15 @@ class Meeting:
 
     def _average(self, kept: list[str]) -> Encoded:
         weights = [self.terms.weight(self.round, name, self.dealt) for name in kept]
-        shared = math.gcd(*weights) or 1  # equal weights change no bit
-        weighted = [(weight // shared, self.offers[name].change) for weight, name in zip(weights, kept, strict=True)]
-        whole = sum(weights) // shared or 1
+        divisor = math.gcd(*weights) or 1  # so that equal weights become 1, which changes no bit
+        weighted = [(weight // divisor, self.offers[name].change) for weight, name in zip(weights, kept, strict=True)]
+        total_weight = sum(weights) // divisor or 1
 
         def mean(part: slice) -> Tensor:
             total = torch.zeros(part.stop - part.start, dtype=torch.float64)
-            for weight, change in weighted:  # by name, so that the sum's bits do not depend on who came first
+            for weight, change in weighted:  # in the order of names, so that the bits do not depend on who came first
                 total += weight * change.get(part).double()
-            return total / whole
+            return total / total_weight
 
         return self.feedback.encode(mean, self.terms.kind)
 
@@ -255,7 +255,7 @@ class Meeting:
         for name, why in outcome.left_out.items():
             log.warning("%s is left out of round %d: %s", name, outcome.round, why)
         for name in outcome.missing:
-            log.warning("%s is missing in round %d: nobody waits for it until it is back", name, outcome.round)
+            log.warning("%s is missing in round %d: later rounds do not wait until it is back", name, outcome.round)
             self.members[name].expected = False
         for name in {*outcome.missing, *outcome.dealt} - self.offers.keys():
             self.members.fail(name, outcome.round)
@@ -269,7 +269,7 @@ class Meeting:
         self.round, self.opened_s = self.round + 1, self.clock()
 
     def _record_line(self, outcome: RoundOutcome, data: bytes) -> dict[str, Any]:
-        """The round's line of the record."""
+        """Return the round's line in rounds.jsonl."""
         return {
             **outcome.model_dump(),
             "norms": {name: each.norm for name, each in sorted(self.offers.items())},
@@ -283,7 +283,7 @@ class Meeting:
         }
 
     def _save(self) -> None:
-        held: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "run": self.run,
             "about": self.about,
             "round": self.round,
@@ -291,30 +291,30 @@ class Meeting:
             "norms": self.norms,
             "outcomes": [outcome.model_dump() for outcome in self.outcomes.values()],
         }
-        self.archive.hold(held | self.members.held())
+        self.archive.save(fields | self.members.to_json())
 
-    def _reopen(self, held: dict[str, Any]) -> None:
-        self.about = {key: text for key, text in held["about"].items() if key == "data"} | self.about
-        compare(f"the meeting in {self.folder}", held["about"], self.about)
-        self.round, self.norms, self.dealt = held["round"], held["norms"], held.get("dealt", [])
-        self.members.restore(held)
-        self.outcomes = {each["round"]: RoundOutcome.model_validate(each) for each in held["outcomes"]}
+    def _reopen(self, saved: dict[str, Any]) -> None:
+        self.about = {key: text for key, text in saved["about"].items() if key == "data"} | self.about
+        compare(f"the meeting in {self.folder}", saved["about"], self.about)
+        self.round, self.norms, self.dealt = saved["round"], saved["norms"], saved.get("dealt", [])
+        self.members.restore(saved)
+        self.outcomes = {each["round"]: RoundOutcome.model_validate(each) for each in saved["outcomes"]}
         self.agreed, self.feedback = self.archive.state(self.round, self.terms.shapes)
         self.archive.drop_records(self.round)
-        log.info("the meeting goes on in round %d", self.round)
+        log.info("the meeting resumes in round %d", self.round)
 
 
-FEWEST = 3  # norms that a median of one round needs; it would follow one of two
+MIN_NORMS = 3  # for a median of one round: with fewer, one site could set it
 
 
 def refused(norms: Mapping[str, float], past: Sequence[float], factor: float, parameters: float) -> dict[str, str]:
-    """The sites that are left out, and why. `past` are norms that were averaged in recent rounds.
+    """Return the sites to leave out, and why. `past`: norms that were averaged in recent rounds.
 
-    `parameters`: the parameters' norm when the round began. It replaces the median where there is none.
+    `parameters`: the parameters' norm when the round opened; used if there is no median.
     """
     why = {name: "not finite" for name, norm in norms.items() if not math.isfinite(norm)}
     usual = [median(past)] if past else []
-    if len(norms) - len(why) >= FEWEST:
+    if len(norms) - len(why) >= MIN_NORMS:
         usual.append(median(norm for name, norm in norms.items() if name not in why))
     if not usual and parameters:
         usual.append(parameters)

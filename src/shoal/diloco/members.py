@@ -1,8 +1,8 @@
-"""Who takes part in a meeting, and which share of the data each site reads.
+"""The sites of a meeting, and which share of the data each reads.
 
-A site that is missing again and again, because it crashes or lies, is waited for less and less often: after n rounds in a
-row that waited for it in vain, the next one to wait is the 2^(n−1)-th from then. One offer that comes in time ends that.
-Invariant: a share is given once. What is left of one whose site lost its place is lost, and counted.
+Waiting for a site backs off exponentially: after n consecutive rounds that waited in vain, the next one to wait is the
+2^(n−1)-th from then. One offer in time resets that.
+Invariant: a share is given once. If a site loses its place, the rest of its share is lost, and counted.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.diloco.messages import Greeting, MeetingError
 
-LONGEST_PAUSE = 64  # rounds
+LONGEST_PAUSE = 64  # rounds between two that wait
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 class SiteMember:
     expected: bool = False  # rounds wait for it
     since: int = 0  # the first round that waits for it
-    failed: int = 0  # rounds in a row that waited for it in vain
-    share: int | None = None  # of the data, which it reads
+    failed: int = 0  # consecutive rounds that waited for it in vain
+    share: int | None = None  # of the data
     accepted: int = -1  # the last round that took its offer
 
 
 class SiteMembers:
     def __init__(self) -> None:
-        self.named: dict[str, SiteMember] = {}  # all who ever joined
+        self.named: dict[str, SiteMember] = {}  # all that ever joined
         self.next_share, self.lost_shares = 0, 0
 
     def __getitem__(self, name: str) -> SiteMember:
@@ -37,31 +37,31 @@ class SiteMembers:
         return self.named[name]
 
     def join(self, name: str, greeting: Greeting, round: int) -> SiteMember:
-        """A site comes, or comes back, while `round` is open. The next one waits for it."""
+        """Add a site, or take one back, while `round` is open. The next round waits for it."""
         member = self.named.setdefault(name, SiteMember())
         self.expect(name, round)
         if not greeting.placed and member.share is not None:
-            log.warning("%s lost its place in the data: what was left of share %d is lost", name, member.share)
+            log.warning("%s lost its place in the data: the rest of share %d is lost", name, member.share)
             self.lost_shares, member.share = self.lost_shares + 1, None
         return member
 
     def expect(self, name: str, round: int) -> None:
-        """Wait for this site from the round after `round` on, or later if it failed lately."""
+        """Wait for this site from the round after `round` on, or later if it failed recently."""
         member = self[name]
         if not member.expected:
             log.info("%s is here in round %d", name, round)
             member.expected, member.since = True, max(member.since, round + (round > 0))
 
     def fail(self, name: str, round: int) -> None:
-        """This round waited for it in vain."""
+        """Count a round that waited for it in vain."""
         member = self[name]
         member.failed += 1
         member.since = max(member.since, round + min(2 ** min(member.failed - 1, 32), LONGEST_PAUSE))
 
     def sharing(self, round: int, quorum: int) -> list[str]:
-        """The sites that can share a round's work, in order: without those that failed lately, if the others are enough.
+        """Return the sites that can share a round's work, sorted, without recently failed ones if the others suffice.
 
-        Empty: too few are here.
+        Empty: too few sites.
         """
         here = self.expected()
         steady = sorted(name for name, each in here.items() if each.failed < 2 or each.since <= round)
@@ -69,7 +69,7 @@ class SiteMembers:
         return result if len(result) >= quorum else []
 
     def take(self, name: str) -> int:
-        """The next share of the data."""
+        """Give the site the next share of the data."""
         share = self[name].share = self.next_share
         self.next_share += 1
         return share
@@ -78,15 +78,14 @@ class SiteMembers:
         return {name: each for name, each in self.named.items() if each.expected}
 
     def unfinished(self) -> int:
-        """Shares of the data whose work is lost: of sites that are away, came back without their place, or missed a round
-        whose work they shared."""
+        """Count shares whose work is lost: the site is away, lost its place, or missed a round that it shared."""
         return self.lost_shares + sum(not each.expected and each.share is not None for each in self.named.values())
 
-    def held(self) -> dict[str, Any]:
-        """For `restore`, as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the state for `restore`."""
         members = {name: asdict(member) for name, member in self.named.items()}
         return {"next_share": self.next_share, "lost_shares": self.lost_shares, "members": members}
 
-    def restore(self, held: dict[str, Any]) -> None:
-        self.next_share, self.lost_shares = held["next_share"], held["lost_shares"]
-        self.named = {name: SiteMember(**member) for name, member in held["members"].items()}
+    def restore(self, saved: dict[str, Any]) -> None:
+        self.next_share, self.lost_shares = saved["next_share"], saved["lost_shares"]
+        self.named = {name: SiteMember(**member) for name, member in saved["members"].items()}

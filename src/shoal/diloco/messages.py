@@ -1,8 +1,7 @@
-"""What sites and the meeting tell each other, the terms they meet on, what must be equal at all sites, and the invite
-that the meeting signs for each site.
+"""Messages between sites and the meeting: the terms, what must be equal at all sites, and the site invites.
 
-Invariant: every field is bounded. Vectors travel beside these messages, as bytes of `codec`. Two sites whose `about` agree
-compute the same thing from the same data. Nothing is believed that the meeting's key, which is in the invite, did not sign.
+Invariant: every field is bounded. Vectors are transferred separately, encoded by `codec`. Two sites with equal `about`
+compute the same thing from the same data. Sites believe only what the meeting's key, which is in the invite, signed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,26 +28,26 @@ Size = Annotated[int, Field(ge=0, le=1 << 60)]
 
 @dataclass(frozen=True)
 class Terms:
-    """How the sites of one run meet; equal at all of them."""
+    """Settings of a run's meeting; equal at all sites."""
 
     shapes: Shapes
     rounds: int  # of the whole run
     kind: Kind = "fp16"
     lr: float = 0.7
     momentum: float = 0.9
-    wait_s: float = 60.0  # from a round's first offer until it closes without the others
-    quorum: int = 1  # fewest offers that close a round
+    wait_s: float = 60.0  # from a round's first offer until it closes without missing sites
+    quorum: int = 1  # minimum number of offers to close a round
     sites: int = 1  # that the first round waits for
     outlier: float = 10.0  # norms above this many times the usual one are left out
-    items: Callable[[int], int] | None = None  # of work that a round deals to its sites; None: each has as much
+    items: Callable[[int], int] | None = None  # number of work items that a round deals; None: equal work
 
     def weight(self, round: int, name: str, dealt: Sequence[str]) -> int:
-        """How much a site's pseudo-gradient counts: the items that it was dealt, by the meeting's own rule (`dealt_to`)."""
+        """Return the weight of a site's pseudo-gradient: the number of items dealt to it (`dealt_to`), or 1."""
         return len(dealt_to(name, dealt, self.items(round))) if self.items and dealt else 1
 
 
 def dealt_to(name: str, dealt: Sequence[str], items: int) -> range:
-    """The numbers of the items of a round's work that a site has: of n sites, site i has i, i + n, ..."""
+    """Return the items that a site gets: of n sites, site i gets i, i + n, ..."""
     return range(dealt.index(name), items, len(dealt))
 
 
@@ -57,18 +56,18 @@ class SiteMessage(BaseModel):
 
 
 class Greeting(SiteMessage):
-    """A site that comes or comes back."""
+    """A site joins or rejoins."""
 
     about: dict[Annotated[str, Field(max_length=64)], Words] = Field(max_length=64)  # what must be equal at all sites
     placed: bool  # it knows where it was in the data
 
 
 class Welcome(SiteMessage):
-    accepted: int  # the last round to which this site's offer was accepted; −1: none
+    accepted: int  # the last round that took this site's offer; −1: none
 
 
 class Figures(SiteMessage):
-    """What a site says of itself with an offer, for people: nothing is decided by it. Seconds and bytes since it started."""
+    """A site's own report with an offer, informational only. Seconds and bytes count since its start."""
 
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # of its last inner step
     computed_s: Seconds = 0.0
@@ -82,13 +81,13 @@ SILENT = Figures()
 
 
 class RoundOutcome(SiteMessage):
-    """How a round ended. The average lies beside it, as bytes; with nobody in `kept` there is none."""
+    """How a round ended. Its average is fetched separately; with no site in `kept` there is none."""
 
     round: int
     kept: list[str]
     left_out: dict[str, str]  # site and reason
     missing: list[str]
-    dealt: list[str] = []  # the sites that shared the round's work, if it was shared
+    dealt: list[str] = []  # the sites that shared the round's work, if it was dealt
     figures: dict[str, Figures] = {}  # of each site that offered
     digest: Digest  # of the agreed parameters afterwards
 
@@ -103,7 +102,7 @@ class Share(SiteMessage):
 
 
 class Dealt(SiteMessage):
-    sites: list[str]  # empty: not all are here yet
+    sites: list[str]  # empty: sites are missing
 
 
 class Why(SiteMessage):
@@ -111,7 +110,7 @@ class Why(SiteMessage):
 
 
 class StateDescriptor(SiteMessage):
-    """A state file: the meeting signs this, as it signs every answer."""
+    """Describes a state file. The meeting signs this, like every answer."""
 
     round: int
     sha256: Digest
@@ -119,13 +118,13 @@ class StateDescriptor(SiteMessage):
 
 
 class MeetingError(Refusal):
-    """The meeting refuses."""
+    """The meeting refuses a request."""
 
     status = 403
 
 
 class RoundClosedError(MeetingError):
-    """The round is over, or this site holds other parameters than the others: fetch the state and go on from there."""
+    """The round is over, or this site's parameters differ from the others': fetch the state and continue from there."""
 
     status = 409
 
@@ -147,14 +146,14 @@ FILES = {
 
 
 def about_model(folder: Path) -> dict[str, str]:
-    """Architecture and tokenizer of the model in this folder."""
+    """Return digests of the model's architecture and tokenizer."""
     return {what: _digest([folder / name for name in names]) for what, names in FILES.items()}
 
 
 def compare(name: str, about: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raise MeetingError, which names what differs, if a site trains something else than the run.
+    """Raise MeetingError, naming the difference, if a site trains something else than the run.
 
-    Data come last: if the tokenizer differs, so may they.
+    Data is compared last, because it may differ because of another difference.
     """
     for key in sorted({*ours, *about}, key=lambda key: (key == "data", key)):
         if ours.get(key) != about.get(key):
@@ -180,7 +179,7 @@ DOMAIN = "site-invite"
 
 
 class SiteInvite(BaseModel):
-    """What the meeting signed for one site."""
+    """The signed payload of a site's invite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -194,13 +193,13 @@ class JoinRequest(SiteMessage):
 
 
 def site_invite(identity: Identity, url: str, run: str, name: str) -> Invite:
-    """The text that one site joins with."""
+    """Sign an invite for one site."""
     payload = SiteInvite(run=run, name=name).model_dump_json()
     return Invite(url=url, key=identity.public, run=run, signed=Signed.make(identity, payload, domain=DOMAIN))
 
 
 def name_of(invite: Invite) -> str:
-    """The site that an invite is for. Raise MeetingError for an invite of another kind."""
+    """Return the name of the site that an invite is for. Raise MeetingError for another kind of invite."""
     try:
         return SiteInvite.model_validate_json(invite.signed.open(invite.key, domain=DOMAIN)).name
     except (IdentityError, ValidationError) as error:

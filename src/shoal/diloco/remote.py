@@ -1,7 +1,7 @@
-"""A site's side of a meeting over HTTP: signed requests, repeated while the meeting is away.
+"""A site's client of the meeting over HTTP: signed requests, retried while the meeting is down.
 
-Invariant: it believes only answers that the meeting's key, which is in the invite, signed for its own request, and a state
-only if its bytes are those of such a descriptor. It opens no port.
+Invariant: it believes only answers to its own requests, signed by the invite's key, and only a state
+that matches a signed descriptor. It opens no port.
 """
 
 import threading
@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
 
-from shoal.diloco.codec import most_bytes
+from shoal.diloco.codec import max_size_bytes
 from shoal.diloco.messages import (
     PIECE_BYTES,
     SILENT,
@@ -37,12 +37,12 @@ from shoal.protocol.messages import Ok
 from shoal.protocol.node import KEY, Node
 
 ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: RoundClosedError}
-GOOD_BYE_S = 3.0
-STATE_TRIES = 3  # a round may end before the whole file has come
+LEAVE_TIMEOUT_S = 3.0
+STATE_TRIES = 3  # a round may end during the download
 
 
 class Remote:
-    """A site's way to the meeting. All but `leave` raise MeetingError."""
+    """A site's connection to the meeting. All methods but `leave` raise MeetingError."""
 
     def __init__(
         self,
@@ -66,65 +66,65 @@ class Remote:
         try:
             return self.node.post("/v1/join", JoinRequest(invite=self.invite.signed, greeting=greeting), Welcome)
         except RefusedError as error:
-            raise _meant(error) from error
+            raise _meeting_error(error) from error
 
     def take(self) -> int:
         """Return the number of the next share of the data, which no other site gets."""
         return self.node.post("/v1/shares", None, Share).number
 
     def deal(self, round: int) -> list[str]:
-        """Return the sites that share the work of a round, in order; empty: not settled yet. Raise RoundClosedError."""
+        """Return the sites that share a round's work, in order; empty: not dealt yet. Raise RoundClosedError."""
         try:
             return self.node.post(f"/v1/rounds/{round}/deal", None, Dealt).sites
         except RefusedError as error:
-            raise _meant(error) from error
+            raise _meeting_error(error) from error
 
     def leave(self) -> None:
-        """Say good-bye. A meeting that does not hear it finds out by itself, after `sites.wait_s`."""
-        self.node.patience_s = GOOD_BYE_S
+        """Announce that this site leaves. Otherwise the meeting notices after `sites.wait_s`."""
+        self.node.patience_s = LEAVE_TIMEOUT_S
         with suppress(NodeError):
             self.node.post("/v1/leave", None, Ok)
 
     def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
-        """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raise RoundClosedError."""
+        """Send this site's pseudo-gradient; `digest` names the parameters it starts from. Raise RoundClosedError."""
         try:
             self.node.put(f"/v1/rounds/{round}/{digest}?figures={quote(figures.model_dump_json())}", data, Ok)
         except RefusedError as error:
-            raise _meant(error) from error
+            raise _meeting_error(error) from error
 
     def outcome(self, round: int) -> tuple[RoundOutcome, bytes] | list[str]:
-        """Return how it ended and the average, or the sites still waited for. Raise ForgottenError, RoundClosedError."""
+        """Return the outcome and the average, or the missing sites. Raise ForgottenError, RoundClosedError."""
         try:
             progress = self.node.get(f"/v1/rounds/{round}", RoundProgress)
             if progress.outcome is None:
                 return progress.waiting_for
             if not progress.outcome.kept:
                 return progress.outcome, b""
-            most = most_bytes(self.terms.kind, self.terms.shapes.size)
-            return progress.outcome, self.node.get_bytes(f"/v1/rounds/{round}/average", most_bytes=most)
+            limit = max_size_bytes(self.terms.kind, self.terms.shapes.size)
+            return progress.outcome, self.node.get_bytes(f"/v1/rounds/{round}/average", most_bytes=limit)
         except RefusedError as error:
-            raise _meant(error) from error
+            raise _meeting_error(error) from error
 
     def state(self, why: str) -> tuple[int, bytes]:
-        """Return the open round and what is agreed before it, verified."""
+        """Return the open round and the agreed state before it, verified."""
         for _ in range(STATE_TRIES):
-            described = self.node.post("/v1/state", Why(why=why), StateDescriptor)
+            descriptor = self.node.post("/v1/state", Why(why=why), StateDescriptor)
             try:
-                data = self._download(described)
+                data = self._download(descriptor)
             except RoundClosedError:
                 continue
-            if sha256(data).hexdigest() != described.sha256:
-                raise MeetingError(f"the state of round {described.round} is not the one that the meeting signed")
-            return described.round, data
+            if sha256(data).hexdigest() != descriptor.sha256:
+                raise MeetingError(f"the state of round {descriptor.round} is not the one that the meeting signed")
+            return descriptor.round, data
         raise MeetingError(
             f"{STATE_TRIES} times a round ended before the state had come: this link is too slow for rounds this short; "
             "raise sites.inner_steps"
         )
 
-    def _download(self, described: StateDescriptor) -> bytes:
-        """The file in pieces, each signed and asked for until it comes: a connection that breaks costs one of them."""
+    def _download(self, descriptor: StateDescriptor) -> bytes:
+        """Download the file in signed pieces, each retried: a broken connection costs only one piece."""
         pieces, at_bytes = [], 0
-        while at_bytes < described.size_bytes and (piece := self._piece(described.round, at_bytes)):
+        while at_bytes < descriptor.size_bytes and (piece := self._piece(descriptor.round, at_bytes)):
             pieces.append(piece)
             at_bytes += len(piece)
         return b"".join(pieces)
@@ -133,9 +133,9 @@ class Remote:
         try:
             return self.node.get_bytes(f"/v1/state/{round}/{at_bytes}", most_bytes=PIECE_BYTES)
         except RefusedError as error:
-            raise _meant(error) from error
+            raise _meeting_error(error) from error
 
 
-def _meant(error: RefusedError) -> MeetingError:
-    """The meeting's own words, without the request."""
+def _meeting_error(error: RefusedError) -> MeetingError:
+    """Convert a refusal to the meeting's own error, without the request."""
     return ERRORS.get(error.status, MeetingError)(str(error).partition(": ")[2])

@@ -2,16 +2,16 @@
 
     POST /v1/join                    an invite, and what must be equal at all sites
     PUT  /v1/rounds/{round}/{digest} a site's pseudo-gradient, from the parameters with this digest
-    GET  /v1/rounds/{round}          how it ended; the answer waits up to POLL_S for that
+    GET  /v1/rounds/{round}          its outcome; long poll of up to POLL_S
     GET  /v1/rounds/{round}/average  the average that every site applies
-    POST /v1/state                   the descriptor of what is agreed
+    POST /v1/state                   the descriptor of the agreed state
     GET  /v1/state/{round}/{offset}  a piece of that file, of at most PIECE_BYTES
-    POST /v1/shares, /v1/leave       the next share of the data; good-bye
-    POST /v1/rounds/{round}/deal     the sites that share the work of a round
+    POST /v1/shares, /v1/leave       take the next share of the data; leave
+    POST /v1/rounds/{round}/deal     the sites that share a round's work
 
-Invariant: every request is signed by a key that a valid invite brought, and every answer for the request that
-it answers (`protocol.server`). An invite works for one key. If the disk fails, the meeting ends; a restart goes on from the
-last round that was written.
+Invariant: every request is signed by a key that joined with a valid invite, and every answer is signed for its request
+(`protocol.server`). An invite works for one key. If the disk fails, the meeting ends; a restart continues from the last
+round written.
 Left out: several meetings that share the work.
 """
 
@@ -29,7 +29,7 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import ValidationError
 
-from shoal.diloco.codec import most_bytes
+from shoal.diloco.codec import max_size_bytes
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
     DOMAIN,
@@ -55,32 +55,32 @@ from shoal.protocol.pace import MEMBER_UNTAKEN, Pace, Refusal, Untaken
 from shoal.protocol.server import IDENTITY, Admission, Front, Request, listen
 from shoal.protocol.signing import MAX_AGE_S, SignatureError
 
-POLL_S = 8.0  # below the 30 s that a site waits for an answer
+POLL_S = 8.0  # below a site's timeout of 30 s
 LOOK_S = 0.1
-OF_ADDRESS, CONNECTIONS = 64, 1024
+CONNECTIONS_PER_ADDRESS, CONNECTIONS = 64, 1024
 MEMBERS = ["sites that joined with an invite"]  # the one role
 MESSAGE_BYTES = 64 << 10
-MOST_NONCES = 10_000  # of one site: more than `pace.MEMBER_RATE` lets it need
+MAX_NONCES = 10_000  # per site: more than `pace.MEMBER_RATE` allows
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class RecentNonces:
-    """Which requests were served, in memory: a restart forgets, and the clock bounds what can be served again."""
+    """Nonces of recent requests, in memory. After a restart the signatures' age limit bounds replays."""
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[str, float]] = {}  # by key
 
     def spend(self, key: str, nonce: str, created_s: int) -> bool:
-        """Raise Refusal for a key that asked more often than its rate allows, which would fill the memory."""
+        """Record a nonce; return False for a replay. Raise Refusal if a key sent more than MAX_NONCES."""
         now_s, seen = time.time(), self._seen.setdefault(key, {})
         if nonce in seen:
             return False
-        if len(seen) >= MOST_NONCES:
+        if len(seen) >= MAX_NONCES:
             seen = self._seen[key] = {each: end_s for each, end_s in seen.items() if end_s > now_s}
-            if len(seen) >= MOST_NONCES:
-                raise Refusal(f"more than {MOST_NONCES} requests in {2 * MAX_AGE_S} s; wait", 429)
+            if len(seen) >= MAX_NONCES:
+                raise Refusal(f"more than {MAX_NONCES} requests in {2 * MAX_AGE_S} s; wait", 429)
         seen[nonce] = created_s + 2 * MAX_AGE_S
         return True
 
@@ -90,7 +90,7 @@ class MeetingServer:
         self.meeting, self.identity = meeting, identity
         self.keys_path = meeting.folder / "keys.json"
         self.names: dict[str, str] = json.loads(self.keys_path.read_text()) if self.keys_path.exists() else {}
-        self.largest = most_bytes(meeting.terms.kind, meeting.terms.shapes.size)
+        self.largest = max_size_bytes(meeting.terms.kind, meeting.terms.shapes.size)
         self.front = Front(untaken=Untaken(member_bytes=2 * self.largest + MEMBER_UNTAKEN))
         self.admission = Admission(meeting.run, RecentNonces(), self._role, time.time, Pace())
         self.lock = asyncio.Lock()
@@ -122,7 +122,7 @@ class MeetingServer:
         return MEMBERS[0] if key in self.names else None
 
     async def live(self, stop: Callable[[], bool]) -> None:
-        """Close rounds when they are due, until the run is over and every site left, or `stop`. Raise what broke it."""
+        """Close rounds when they are due, until the run is over and every site left, or `stop`. Raise its failure."""
         over_s: float | None = None
         while not stop():
             if self.failure is not None:
@@ -138,7 +138,7 @@ class MeetingServer:
             self.offered.clear()
 
     async def _alone(self, call: Callable[[], T]) -> T:
-        """One call of the meeting at a time, beside the event loop. What is not a refusal ends the meeting."""
+        """Run one call of the meeting at a time, in a thread. Any error but a refusal ends the meeting."""
         async with self.lock:
             if self.failure is not None:
                 raise web.HTTPServiceUnavailable(reason="the meeting failed and ends")
@@ -161,15 +161,15 @@ class MeetingServer:
     # --- routes --------------------------------------------------------------------------------------------------------
 
     async def _join(self, request: Request) -> Welcome:
-        asked = JoinRequest.model_validate_json(request.body)
-        invited = self._invited(asked.invite)
+        join_request = JoinRequest.model_validate_json(request.body)
+        invited = self._invited(join_request.invite)
 
         def join() -> Welcome:
             holder = next((holder for holder, name in self.names.items() if name == invited.name), request.key)
             if holder != request.key or self.names.get(request.key, invited.name) != invited.name:
-                raise MeetingError(f"the invite of {invited.name} is used by another key: ask for one of your own")
-            request.head.spend(self.admission.nonces)  # only of who may join: strangers could fill the memory
-            welcome = self.meeting.join(invited.name, asked.greeting)
+                raise MeetingError(f"the invite of {invited.name} is used by another key: request one for this site")
+            request.head.spend(self.admission.nonces)  # only for valid invites: strangers could fill the memory
+            welcome = self.meeting.join(invited.name, join_request.greeting)
             if request.key not in self.names:
                 write_file(self.keys_path, json.dumps(self.names | {request.key: invited.name}).encode())
                 self.names[request.key] = invited.name
@@ -230,11 +230,11 @@ class MeetingServer:
 
 
 async def serve(server: MeetingServer, host: str, port: int, listening: Path) -> tuple[web.AppRunner, int]:
-    """Listen; port 0 is the one from before a restart, or a free one."""
+    """Start listening. Port 0: the port from before a restart, or a free one."""
     last = listening.read_text() if port == 0 and listening.exists() else ""
     port = int(last) if last.isdecimal() else port
     try:
-        runner, bound = await listen(server.app(), host, port, per_address=OF_ADDRESS, total=CONNECTIONS)
+        runner, bound = await listen(server.app(), host, port, per_address=CONNECTIONS_PER_ADDRESS, total=CONNECTIONS)
     except OSError as error:
         raise ShoalError(f"{error.strerror}: set the port of the sites' meeting to a free one") from error
     write_file(listening, str(bound).encode())
@@ -247,7 +247,7 @@ def _piece(path: Path, offset_bytes: int) -> bytes:
 
 
 def summary(outcome: RoundOutcome, rounds: int) -> str:
-    """One line about a round that ended: who counted, with what loss, and how each spent its time."""
+    """Summarise a finished round in one line: the sites kept, their losses, and how each spent its time."""
     parts = [f"{name} {_time_spent(outcome.figures[name])}" for name in outcome.kept]
     parts += [f"{name} left out" for name in outcome.left_out] + [f"{name} missing" for name in outcome.missing]
     return f"round {outcome.round + 1} of {rounds}: " + "; ".join(parts)

@@ -1,10 +1,10 @@
-"""One site's side of the outer steps: its copy of what is agreed, what it gives in a round, what it does with the outcome.
+"""One site's side of the outer steps: its copy of the agreed state, its offers, and applying the outcomes.
 
-    Site           state alone: `offer` after the inner steps, `apply` with the outcome, `adopt` to take over the meeting's
-    Participant    a site and its link: enters the meeting, and exchanges once a round
+    Site           the state: `offer` after the inner steps, `apply` the outcome, or `adopt` the meeting's state
+    Participant    a site with a link: enter the meeting, and exchange once per round
 
-A site takes over the meeting's state when it comes, was late, or holds other bits.
-Invariant: after `apply` or `adopt` the copy of what is agreed is the meeting's, bit for bit, or an error says so.
+A site adopts the meeting's state when it joins, was late, or has other bits.
+Invariant: after `apply` or `adopt` the site's copy equals the meeting's agreed state bit for bit, or an error is raised.
 """
 
 import logging
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class SilenceError(ShoalError):
-    """A round did not end in time; the message says who is missing."""
+    """A round did not end in time. The message names the missing sites."""
 
     restart_helps = True
 
@@ -41,18 +41,18 @@ class SilenceError(ShoalError):
 class Site:
     def __init__(self, name: str, terms: Terms, agreed: Agreed, round: int = 0) -> None:
         self.name, self.terms, self.agreed, self.round = name, terms, agreed, round
-        self.offered = False  # an offer whose outcome was not applied
+        self.offered = False  # there is an offer whose outcome was not applied
         self.feedback = ErrorFeedback(torch.zeros(terms.shapes.size))
 
     def offer(self, tensors: Mapping[str, Tensor]) -> tuple[str, bytes]:
-        """Return the digest of the parameters this round started from, and the encoded way from them to `tensors`."""
+        """Return the digest of the parameters this round started from, and the encoded pseudo-gradient of `tensors`."""
         agreed, local = self.agreed.parameters, self.terms.shapes.gather(tensors)
         self.offered = True
         encoded = self.feedback.encode(lambda part: pseudo_gradient(agreed[part], local[part]), self.terms.kind)
         return self.agreed.digest, encoded.to_bytes()
 
     def apply(self, tensors: Mapping[str, Tensor], outcome: RoundOutcome, data: bytes) -> None:
-        """Make the round's outer step and go on from there. Raise RoundClosedError if the result is not the meeting's."""
+        """Make the round's outer step and set `tensors` to it. Raise RoundClosedError if it differs from the meeting's."""
         terms = self.terms
         if outcome.kept:
             average = Encoded.from_bytes(data, terms.kind, terms.shapes.size)
@@ -65,21 +65,21 @@ class Site:
         self.offered, self.round = False, outcome.round + 1
 
     def forget(self) -> None:
-        """Drop what rounding left of an offer that did not count."""
+        """Drop the rounding error of an offer that was not counted."""
         self.feedback.left.zero_()
 
     def adopt(self, tensors: Mapping[str, Tensor], round: int, data: bytes) -> None:
-        """Take over the meeting's state as it is before `round`."""
+        """Adopt the meeting's state before `round`."""
         self.agreed = Agreed.from_bytes(data, self.terms.shapes)
         self.terms.shapes.scatter_(tensors, self.agreed.parameters)
-        if self.offered:  # nobody told whether it counted
+        if self.offered:  # unknown whether it was counted
             self.forget()
         self.offered, self.round = False, round
 
 
 @dataclass
 class Tally:
-    """What a site says of itself with each offer: seconds and bytes since it started (`Figures`)."""
+    """What a site reports with each offer (`Figures`): seconds and bytes since its start."""
 
     loss: float | None = None  # of its last inner step
     computed_s: float = 0.0
@@ -89,7 +89,7 @@ class Tally:
     received_bytes: int = 0
 
 
-GIVE_UP_S = 900.0  # that a site waits for a round, or for a meeting that does not answer
+GIVE_UP_S = 900.0  # how long a site waits for a round, or for an unreachable meeting
 
 
 class Participant:
@@ -100,7 +100,7 @@ class Participant:
     def enter(
         self, tensors: Mapping[str, Tensor], about: dict[str, str], why: str, *, placed: bool = True
     ) -> tuple[int, int]:
-        """Join, or join again, and set `tensors` to what is agreed. `placed`: this site knows where it was in the data.
+        """Join or rejoin, and set `tensors` to the agreed state. `placed`: this site knows its place in the data.
 
         Return the open round, and the last one that took this site's offer (-1: none). Raise MeetingError.
         """
@@ -111,7 +111,7 @@ class Participant:
         return round, accepted
 
     def exchange(self, tensors: Mapping[str, Tensor], stopped: Callable[[], bool] = lambda: False) -> RoundOutcome:
-        """Give what was learned in this round, and set `tensors` to what all agree on after it.
+        """Offer this round's result, wait for the outcome, and set `tensors` to the new agreed state.
 
         Raise RoundClosedError if this site has to `enter` again, SilenceError after GIVE_UP_S, StoppedError.
         """
@@ -139,7 +139,7 @@ def meet(
     give_up_s: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[RoundOutcome, bytes]:
-    """Give an offer and wait until its round is over; give it again to a meeting that was restarted.
+    """Send an offer and wait until its round is over. Send it again to a meeting that was restarted.
 
     Raise RoundClosedError if the round is over already, SilenceError after `give_up_s`, StoppedError when `stopped`.
     """

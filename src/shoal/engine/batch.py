@@ -1,9 +1,9 @@
-"""The completions of one model that are being decoded, and one step of all of them.
+"""The batch of one model: all sequences being decoded, and one decoding step.
 
-    drop_cancelled -> prefill: new prompts join -> decode: sample a token a row, drop who has finished, compute the others on
+    drop_cancelled -> prefill: add new prompts -> decode: sample a token per row, drop finished rows, compute the next states
 
-A prompt is computed once for all its completions that are there: later ones begin as a copy of a sibling's keys and values.
-The last live row takes the place of a finished one, so the batch shrinks without copying the other rows.
+A prompt is prefilled once for its completions: later ones start with a copy of a sibling's keys and values. The last live
+row moves into a finished one's place, so the batch shrinks without copying the other rows.
 Invariant: a completion sees its tokens in order and none after its last.
 """
 
@@ -21,18 +21,18 @@ from shoal.model.numerics import ROW_UNIT
 from shoal.model.sampling import choose
 
 LOGITS_BYTES = 64 << 20  # float32 logits in memory at once
-CACHED = 16  # rows whose float32 logits are worked on together: what fits the CPU's cache
+CACHED = 16  # rows whose float32 logits are processed together: they fit the CPU's cache
 
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """What is asked of a model. Raise ValueError for what would end the step of all others."""
+    """One completion to decode. Raise ValueError for values that would fail the whole batch."""
 
     prompt: tuple[int, ...]
     seed: int
     temperature: float
     max_tokens: int
-    echo: bool = False  # the prompt's own states are wanted
+    echo: bool = False  # also return the prompt's hidden states
 
     def __post_init__(self) -> None:
         if not self.prompt or self.max_tokens < 1:
@@ -46,7 +46,7 @@ class DecodeRequest:
 
 
 class Decoding(Protocol):
-    """A completion while it is decoded."""
+    """A sequence that is being decoded."""
 
     @property
     def model(self) -> Any: ...
@@ -55,24 +55,24 @@ class Decoding(Protocol):
     def ask(self) -> DecodeRequest: ...
 
     @property
-    def cancelled(self) -> bool: ...  # it is given up at the next step
+    def cancelled(self) -> bool: ...  # dropped at the next step
 
     def began(self, hidden_LH: Tensor) -> None:
-        """The final hidden states of the prompt's positions."""
+        """Receive the final hidden states of the prompt's positions."""
         ...
 
     def position(self) -> int:
-        """Of the token that comes next, in the completion."""
+        """Return the next token's position in the completion."""
         ...
 
     def allowed(self) -> Tensor | None:
-        """Which tokens may come next, (V,) bool; None: all."""
+        """Return which tokens may come next, (V,) bool; None: all."""
         ...
 
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
-        """What was sampled, its logprob at the sampling temperature, and the hidden state and logits it was sampled from.
+        """Receive the sampled token, its logprob at the sampling temperature, and its hidden state and logits.
 
-        Return the token that stands at this position: the sampled one or a given one; None: the completion ends here.
+        Return the token to append: the sampled one or a given one; None: the completion ends here.
         """
         ...
 
@@ -82,29 +82,29 @@ class DecodeBatch:
         self.model = model
         self.rows = CachedRows(model)
         self.live: list[Decoding] = []  # by row
-        self.prompt_H: list[Tensor] = []  # by row: the hidden state behind its prompt
-        self.hidden_BH: Tensor | None = None  # that each row's next token is drawn from
+        self.prompt_H: list[Tensor] = []  # by row: the hidden state of its prompt's last token
+        self.hidden_BH: Tensor | None = None  # from which each row's next token is sampled
 
     @torch.inference_mode()
     def prefill(self, new: Sequence[Decoding]) -> None:
-        """Add rows. Prompts that no live row has are prefilled."""
-        known = {one.ask.prompt: row for row, one in enumerate(self.live)}
+        """Add rows. Prefill prompts that no live row has."""
+        known = {seq.ask.prompt: row for row, seq in enumerate(self.live)}
         groups: dict[tuple[int, ...], list[Decoding]] = {}
-        for one in new:
-            groups.setdefault(one.ask.prompt, []).append(one)
+        for seq in new:
+            groups.setdefault(seq.ask.prompt, []).append(seq)
         fresh = [
-            prompt for prompt, group in groups.items() if prompt not in known or any(one.ask.echo for one in group)
+            prompt for prompt, group in groups.items() if prompt not in known or any(seq.ask.echo for seq in group)
         ]
         for prompt, hidden_LH in zip(fresh, self.rows.join(fresh) if fresh else [], strict=True):
             known[prompt] = len(self.live)
             self._add(groups[prompt][:1], [hidden_LH[-1].clone()])
-            for one in groups[prompt]:
-                if one.ask.echo:
-                    one.began(hidden_LH)
-        copies = [(known[prompt], one) for prompt, group in groups.items() for one in group[prompt in fresh :]]
+            for seq in groups[prompt]:
+                if seq.ask.echo:
+                    seq.began(hidden_LH)
+        copies = [(known[prompt], seq) for prompt, group in groups.items() for seq in group[prompt in fresh :]]
         if copies:
-            self.rows.fork([source for source, _ in copies], [len(one.ask.prompt) for _, one in copies])
-            self._add([one for _, one in copies], [self.prompt_H[source] for source, _ in copies])
+            self.rows.fork([source for source, _ in copies], [len(seq.ask.prompt) for _, seq in copies])
+            self._add([seq for _, seq in copies], [self.prompt_H[source] for source, _ in copies])
 
     def _add(self, new: Sequence[Decoding], states: Sequence[Tensor]) -> None:
         self.live += new
@@ -114,15 +114,15 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def drop_cancelled(self) -> list[Decoding]:
-        """Finish who was cancelled. Return them."""
-        cancelled = [one.cancelled for one in self.live]  # each is asked once: other threads cancel meanwhile
-        left = [one for one, gone in zip(self.live, cancelled, strict=True) if gone]
+        """Drop cancelled sequences and return them."""
+        cancelled = [seq.cancelled for seq in self.live]  # read each once: other threads cancel concurrently
+        dropped = [seq for seq, gone in zip(self.live, cancelled, strict=True) if gone]
         self._keep([row for row, gone in enumerate(cancelled) if not gone])
-        return left
+        return dropped
 
     @torch.inference_mode()
     def decode(self) -> list[Decoding]:
-        """Sample a token for each row, and compute the next states of unfinished rows. Return everyone who got a token."""
+        """Sample a token for each row and compute the next states of unfinished rows. Return all that got a token."""
         drawn = list(self.live)
         placed = self._sample()
         staying = [row for row, token in enumerate(placed) if token is not None]
@@ -132,28 +132,28 @@ class DecodeBatch:
         return drawn
 
     def _sample(self) -> list[int | None]:
-        """One token a row, by its own seed and temperature; some rows at a time, so that logits stay small."""
+        """Sample one token per row, by its seed and temperature, in chunks of rows to bound the logits' memory."""
         placed: list[int | None] = [None] * len(self.live)
-        alike: dict[float, list[int]] = {}
-        for row, one in enumerate(self.live):
-            alike.setdefault(one.ask.temperature, []).append(row)
+        by_temperature: dict[float, list[int]] = {}
+        for row, seq in enumerate(self.live):
+            by_temperature.setdefault(seq.ask.temperature, []).append(row)
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         step = max(1, LOGITS_BYTES // (4 * vocabulary * ROW_UNIT)) * ROW_UNIT
-        for temperature, rows in alike.items():
+        for temperature, rows in by_temperature.items():
             for start in range(0, len(rows), step):
-                some = rows[start : start + step]
-                for row, token in zip(some, self._sample_alike(some, temperature), strict=True):
+                chunk = rows[start : start + step]
+                for row, token in zip(chunk, self._sample_chunk(chunk, temperature), strict=True):
                     placed[row] = token
         return placed
 
-    def _sample_alike(self, rows: Sequence[int], temperature: float) -> list[int | None]:
+    def _sample_chunk(self, rows: Sequence[int], temperature: float) -> list[int | None]:
         assert self.hidden_BH is not None
         hidden_NH = self.hidden_BH if len(rows) == len(self.live) else self.hidden_BH[torch.tensor(rows)]
         logits_NV = logprobs.logits(self.model, hidden_NH)
         drawn = [self.live[row] for row in rows]
-        scores_NV = _barred(logits_NV, [one.allowed() for one in drawn])
-        seeds = [one.ask.seed for one in drawn]
-        positions = [one.position() for one in drawn]
+        scores_NV = _masked(logits_NV, [seq.allowed() for seq in drawn])
+        seeds = [seq.ask.seed for seq in drawn]
+        positions = [seq.position() for seq in drawn]
         parts = [
             choose(scores_NV[i : i + CACHED], seeds[i : i + CACHED], positions[i : i + CACHED], temperature)
             for i in range(0, len(drawn), CACHED)
@@ -161,12 +161,12 @@ class DecodeBatch:
         tokens_N, logprobs_N = (torch.cat(part) for part in zip(*parts, strict=True))
         states_NH = hidden_NH.to("cpu", torch.bfloat16, copy=True)
         return [
-            one.take(token, logprob, states_NH[n], logits_NV[n : n + 1])
-            for n, (one, token, logprob) in enumerate(zip(drawn, tokens_N.tolist(), logprobs_N.tolist(), strict=True))
+            seq.take(token, logprob, states_NH[n], logits_NV[n : n + 1])
+            for n, (seq, token, logprob) in enumerate(zip(drawn, tokens_N.tolist(), logprobs_N.tolist(), strict=True))
         ]
 
     def _keep(self, staying: Sequence[int]) -> Sequence[int]:
-        """Drop all rows but these. Return the old row that each new one holds."""
+        """Drop all rows but these. Return the old index of each new row."""
         if len(staying) == len(self.live):
             return staying
         kept = close_gaps(len(self.live), staying)
@@ -178,8 +178,8 @@ class DecodeBatch:
         return kept
 
 
-def _barred(logits_NV: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
-    """The logits, without those of tokens that may not be drawn."""
+def _masked(logits_NV: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
+    """Set the logits of tokens that are not allowed to -inf."""
     rows = [row for row, own_V in enumerate(allowed) if own_V is not None]
     if not rows:
         return logits_NV
@@ -190,7 +190,7 @@ def _barred(logits_NV: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
 
 
 def close_gaps(n_rows: int, staying: Sequence[int]) -> list[int]:
-    """The old row that each remaining row holds after rows from the end took the places of those that left.
+    """Return the old index of each remaining row after rows from the end moved into the places of dropped ones.
 
     >>> close_gaps(6, [0, 2, 3, 5])
     [0, 5, 2, 3]

@@ -1,8 +1,8 @@
-"""The interface of an inference engine, and what engines do alike: completions in the making, calls that share a batch.
+"""The interface of an inference engine, and what engines share: unfinished completions, and calls that share a batch.
 
-A completion may have several turns: when the model ends one, `Respond` may append tokens of an environment, after which
-the model goes on. Tokens in, tokens out: what the model wrote is never tokenised again.
-The torch engine (`torch_engine`) is the default and the tests' double; `vllm.client` is another.
+A completion may have several turns: when the model ends one, `Respond` may append an environment's tokens, and the model
+continues. Tokens in, tokens out: the model's output is never tokenised again.
+The torch engine (`torch_engine`) is the default and the test double; `vllm.client` is another.
 """
 
 import threading
@@ -17,14 +17,14 @@ from torch import Tensor
 T = TypeVar("T")
 IDLE_S = 1.0
 
-# (group, number within the group, tokens so far, lengths of the turns before the last) -> what an environment appends to a
-# completion whose last token ends a turn; None or nothing: the completion ends. Room for one more token must be left.
+# (group, number within the group, tokens so far, lengths of the turns before the last) -> tokens that an environment appends
+# to a completion whose last token ends a turn; None or empty: the completion ends. Must leave room for one more token.
 Respond = Callable[[int, int, Sequence[int], Sequence[int]], Sequence[int] | None]
 Compute = Callable[[Callable[[], Any]], Any]  # runs a job somewhere, and returns its result
 
 
 def here(job: Callable[[], T]) -> T:
-    """Run a job in the thread that asks."""
+    """Run a job in the calling thread."""
     return job()
 
 
@@ -39,12 +39,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion, including its end token if there is one. The model sampled T of its tokens; the rest are given."""
+    """One completion, including its end token if there is one. The model sampled T of its tokens; the rest were given."""
 
     tokens: list[int]
     logprobs: list[float]  # of each sampled token, at the sampling temperature
-    hidden_TH: Tensor  # bfloat16: the final hidden state that each sampled token was sampled from
-    turns: list[int] = field(default_factory=list)  # see `model/turns`; []: the model wrote all of it
+    hidden_TH: Tensor  # bfloat16: the final hidden state from which each token was sampled
+    turns: list[int] = field(default_factory=list)  # see `model/turns`; []: the model wrote every token
 
 
 class Engine(Protocol):
@@ -59,16 +59,16 @@ class Engine(Protocol):
         sampling: Sampling,
         respond: Respond | None = None,
     ) -> list[list[Completion]]:
-        """One completion per seed, for each prompt. A prompt is computed once for all its completions.
+        """Return one completion per seed, for each prompt. A prompt is computed once for all its completions.
 
-        `max_tokens` bounds a whole completion, and seeds count positions of the whole: given tokens are included.
+        `max_tokens` and the positions that seed the noise count all tokens of a completion, given ones included.
         """
         ...
 
 
 @dataclass(eq=False)
 class Draft:
-    """A completion while it is written."""
+    """An unfinished completion."""
 
     prompt: tuple[int, ...]
     group: int
@@ -88,9 +88,9 @@ class Draft:
         self.error, self.done = self.error or error, True
 
     def reply(self) -> Sequence[int]:
-        """What an environment appends to the last token, which may end a turn; nothing: the completion ends.
+        """Return the tokens that the environment appends after the last token, or none.
 
-        An error of the environment finishes this completion alone: `generate` raises it in the thread that asked.
+        An error of the environment finishes this completion alone; `generate` raises it in the calling thread.
         """
         if self.respond is None or self.tokens[-1] not in self.sampling.eos_ids:
             return ()
@@ -112,9 +112,9 @@ class Draft:
 
 
 class Calls:
-    """Calls of `generate` by several threads: one of the threads advances everybody's completions, the others wait.
+    """Concurrent calls of `generate`: one thread advances the completions of all, the others wait.
 
-    `changed` guards what an engine queues.
+    `changed` guards the engine's queue.
     """
 
     def __init__(self) -> None:
@@ -123,9 +123,9 @@ class Calls:
         self._advancing = False
 
     def wait(self, own: Sequence[Draft], advance: Callable[[], None]) -> None:
-        """Return when these completions are done; until then advance all, or wait while another thread does.
+        """Advance all completions, or wait while another thread does, until these are done.
 
-        Raises what finished one of them, or what `advance` raises.
+        Raise the error of one of them, or of `advance`.
         """
         with self.changed:
             self.open += 1
@@ -136,7 +136,7 @@ class Calls:
             with self.changed:
                 self.open -= 1
                 for draft in own:
-                    draft.cancelled = True  # what is left of an interrupted call
+                    draft.cancelled = True  # if the call was interrupted
         for draft in own:
             if draft.error:
                 raise draft.error

@@ -1,14 +1,14 @@
-"""The rows of one model that are being decoded, with their keys and values. Rows join and leave between two steps.
+"""The live rows of one model and their KV cache. Rows join and leave between steps.
 
     join: prefill new prompts in one packed row, keep their keys and values -> fork: copy a live row's prompt into new rows
-    -> step: one token a row -> keep: drop rows
+    -> step: one token per row -> keep: drop rows
 
-With exact numerics a row's hidden states are those of a prefill of it alone, bit for bit, whoever joins or leaves
+With exact numerics a row's hidden states equal those of a prefill of the row alone, bit for bit, whichever rows join
 (`model/exact`).
-Invariant: a row attends to its own tokens only. With exact numerics as many rows pass through the model as is a multiple of
-ROW_UNIT; those behind the live ones have no keys and are never read.
-Left out: reuse of a conversation's earlier turns, prefill in parts; pages: slots are as long as the longest row's, so a long
-row beside short ones takes room that the scheduler reserves for it.
+Invariant: a row attends to its own tokens only. With exact numerics the batch is padded to a multiple of ROW_UNIT rows; the
+padding has no keys and is never read.
+Left out: reuse of a conversation's earlier turns, chunked prefill, and paging: all slots are as long as the longest row, and
+the scheduler reserves that memory.
 """
 
 from collections.abc import Sequence
@@ -25,24 +25,24 @@ from shoal.model.exact import KEYS, Step, rounded
 from shoal.model.numerics import ROW_UNIT
 from shoal.model.tree import Tree, body, forward_row, pack
 
-GROW_BY = 128  # positions by which full buffers grow at most: by a quarter while they are short
+GROW_BY = 128  # full buffers grow by a quarter, but at most by this many positions
 
 
 def token_bytes(model: Any) -> int:
-    """Keys and values of one position in all blocks."""
+    """Return the bytes of one position's keys and values in all blocks."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     depth = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * depth * model.dtype.itemsize)
 
 
-def most_positions(prompt_tokens: int, max_tokens: int) -> int:
-    """For how many positions a row of that many tokens ever makes buffers grow."""
+def max_positions(prompt_tokens: int, max_tokens: int) -> int:
+    """Return the number of positions to which a row of this length can make the buffers grow."""
     return rounded(prompt_tokens + max_tokens + GROW_BY, KEYS)
 
 
 class CachedRows:
-    """The rows of one model, with a cache of its own."""
+    """The live rows of one model, with their KV cache."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -53,19 +53,19 @@ class CachedRows:
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Append a row for each prompt. Return hidden_LH of each prompt's L positions."""
         packed = pack([Tree(prompt, []) for prompt in prompts]).to(self.model.device)
-        taken = Taken(packed.layout.root, [span.prompt for span in packed.layout.spans])
+        taken = PackedPrompts(packed.layout.root, [span.prompt for span in packed.layout.spans])
         self.cache.receive(len(self.lengths_B), self._longest(), taken)
         hidden_TH = forward_row(self.model, packed, self.cache)
         self.lengths_B = torch.cat([self.lengths_B, torch.tensor([len(prompt) for prompt in prompts])])
         return taken.split(hidden_TH)
 
     def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
-        """Append a row for each live row in `sources`: a copy of as many of its first tokens as `lengths` says."""
+        """Append a copy of each live row in `sources`, cut to its first `lengths` tokens."""
         self.cache.fork(len(self.lengths_B), self._longest(), sources, max(lengths))
         self.lengths_B = torch.cat([self.lengths_B, torch.tensor(lengths)])
 
     def step(self, tokens_B: Tensor) -> Tensor:
-        """Append a token to each row. Return hidden_BH, that the next ones are drawn from."""
+        """Append a token to each row. Return hidden_BH, from which the next tokens are sampled."""
         self.lengths_B = self.lengths_B + 1
         at_B, longest = self.lengths_B - 1, self._longest()
         used = rounded(longest, KEYS) if self.exact else longest
@@ -88,13 +88,13 @@ class CachedRows:
         return hidden_BH
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep the given old rows, in this order."""
+        """Keep these old rows, in this order."""
         self.lengths_B = self.lengths_B[torch.tensor(rows, dtype=torch.long)]
         self.cache.keep(rows, self._longest())
 
     @property
     def held_bytes(self) -> int:
-        """Of keys and values, whether they are used or not."""
+        """The size of the allocated buffers."""
         return token_bytes(self.model) * self.cache.rows * self.cache.positions
 
     def _longest(self) -> int:
@@ -105,8 +105,8 @@ class CachedRows:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Prompts in one row: what all begin with, once, then the rest of each."""
+class PackedPrompts:
+    """Prompts packed in one row: their common root, once, then the rest of each."""
 
     root: int  # tokens
     rests: list[int]
@@ -116,19 +116,19 @@ class Taken:
         return self.root + max(self.rests)
 
     def split(self, x_TX: Tensor) -> list[Tensor]:
-        """What belongs to each prompt. Behind the last one may be padding."""
+        """Split a packed tensor by prompt, and drop padding at the end."""
         root_LX, *parts = torch.split(x_TX[: self.root + sum(self.rests)], [self.root, *self.rests])
         return [torch.cat([root_LX, part]) for part in parts] if self.root else parts
 
 
 class Slots(Cache):  # type: ignore[misc]
-    """Keys and values of the live rows: buffers of every block, [rows, key heads, positions, depth].
+    """The KV cache of the live rows: buffers of every block, [rows, key heads, positions, depth].
 
-    receive: take in a prompt of each new row -> fork: a new row begins as a copy of a live one -> begin: one position a row
+    receive: store the prompts of new rows -> fork: copy live rows into new ones -> begin: append one position per row
 
-    Buffers grow with the rows, shrink when half of them is not needed, and end with the last row. Row b's keys stand at its
-    own positions 0, 1, 2, ... in slot b, whatever the lengths of the others. What stands behind them is finite, and
-    attention gives it no weight. Buffers that grow take what the live rows need then, however large they were before.
+    Buffers grow with the rows, shrink when half of them is unused, and are freed with the last row. Row b's keys are at its
+    own positions 0, 1, 2, ... in slot b, whatever the lengths of the others. Values beyond them are finite, and attention
+    gives them no weight.
     """
 
     def __init__(self, device: Any) -> None:
@@ -137,13 +137,13 @@ class Slots(Cache):  # type: ignore[misc]
         self.rows = self.positions = 0  # capacity
         self.used = 0  # keys that attention reads
         self.first = 0  # slot of the first new row
-        self.taken: Taken | None = None  # the prompts that are taken in; None: decoding
+        self.taken: PackedPrompts | None = None  # the prompts being stored; None: decoding
         self.line_N = torch.empty(0)  # where a step writes, in lines of a buffer [rows * key heads * positions, depth]
         self.batch = 0
         self.buffers: dict[tuple[int, int], Tensor] = {}  # by (block, 0 for keys or 1 for values)
 
-    def receive(self, first: int, longest: int, taken: Taken) -> None:
-        """From now on, `update` takes in these prompts, into slots from `first` on.
+    def receive(self, first: int, longest: int, taken: PackedPrompts) -> None:
+        """Make `update` store these prompts into slots from `first` on.
 
         `longest`: tokens of the longest live row.
         """
@@ -151,14 +151,14 @@ class Slots(Cache):  # type: ignore[misc]
         self._grow(first + len(taken.rests), max(longest, taken.longest) + 1)
 
     def fork(self, first: int, longest: int, sources: Sequence[int], length: int) -> None:
-        """Slots from `first` on become copies of live ones, as far as position `length`."""
+        """Copy live slots into those from `first` on, up to position `length`."""
         self._grow(first + len(sources), longest + 1)
         source_N = torch.tensor(sources, device=self.device)
         for buffer in self.buffers.values():
             buffer[first : first + len(sources), :, :length] = buffer[source_N, :, :length]
 
     def begin(self, at_B: Tensor, used: int) -> None:
-        """From now on, `update` writes one position a row: at_B."""
+        """Make `update` write one position per row: at_B."""
         self.taken, self.used, self.batch = None, used, len(at_B)
         self._grow(len(at_B), used)
         heads = self.buffers[0, 0].shape[1]
@@ -167,8 +167,8 @@ class Slots(Cache):  # type: ignore[misc]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self.taken is not None:
-            self._take_in(layer_idx, 0, key)
-            self._take_in(layer_idx, 1, value)
+            self._store(layer_idx, 0, key)
+            self._store(layer_idx, 1, value)
             return key, value
         return self._write(self.buffers[layer_idx, 0], key), self._write(self.buffers[layer_idx, 1], value)
 
@@ -176,9 +176,9 @@ class Slots(Cache):  # type: ignore[misc]
         return 0 if self.taken is not None else self.used
 
     def keep(self, rows: Sequence[int], length: int) -> None:
-        """Row b becomes a copy of old row rows[b], as far as position `length`. Only rows that move are copied.
+        """Make row b a copy of old row rows[b], up to position `length`. Only rows that move are copied.
 
-        With no row left, all memory is freed; with few or short ones left, some.
+        Free all memory if no row is left, some if the remaining rows are few or short.
         """
         if not rows:
             self.buffers, self.rows, self.positions = {}, 0, 0
@@ -192,22 +192,22 @@ class Slots(Cache):  # type: ignore[misc]
             self._resize(len(rows), length)
 
     def _grow(self, rows: int, positions: int) -> None:
-        """Make room for that many rows and positions, which are all that is needed."""
+        """Make room for this many rows and positions."""
         if rows > self.rows or positions > self.positions:
             self._resize(rows, positions)
 
     def _resize(self, rows: int, positions: int) -> None:
         self.rows, self.positions = rows, _with_room(positions)
-        for name, old in self.buffers.items():  # one after the other, so that only one of them is held twice
+        for name, old in self.buffers.items():  # one at a time, so that only one exists twice
             self.buffers[name] = self._empty(old)
             part = slice(min(rows, len(old))), slice(None), slice(min(self.positions, old.shape[2]))
             self.buffers[name][part] = old[part]
 
     def _empty(self, like_BkPD: Tensor) -> Tensor:
-        # zeros: attention multiplies what stands unused by 0
+        # zeros, because attention multiplies unused values by 0
         return like_BkPD.new_zeros(self.rows, like_BkPD.shape[1], self.positions, like_BkPD.shape[3])
 
-    def _take_in(self, block: int, part: int, x_1kTD: Tensor) -> None:
+    def _store(self, block: int, part: int, x_1kTD: Tensor) -> None:
         assert self.taken is not None
         if (block, part) not in self.buffers:
             self.buffers[block, part] = self._empty(x_1kTD)
@@ -223,5 +223,5 @@ class Slots(Cache):  # type: ignore[misc]
 
 
 def _with_room(positions: int) -> int:
-    """For how many positions there is room in buffers that were made for these."""
+    """Return the capacity of buffers made for `positions`."""
     return rounded(positions + min(GROW_BY, positions // 4), KEYS)

@@ -1,17 +1,16 @@
-"""Does this machine compute a token alike in every batch? A sweep over shapes, in a few seconds; kept on disk.
+"""Test whether this machine computes a token with the same bits in every batch, by a quick sweep over shapes.
 
-Completions are decoded together, alone and behind a prompt that begins alike, on one thread and on all, then prefilled in
-several packings. Every hidden state, logit and logprob must have the same bits. What passes may claim an exactness class
-(`fingerprint`).
+Completions are decoded together, alone, and with another prompt of the same beginning, on one thread and on all, then
+prefilled in several packings. Every hidden state, logit and logprob must have the same bits. A machine that passes may claim
+an exactness class (`fingerprint`). Results are cached on disk.
 
-A fingerprint is the digest of what a model computes here for fixed inputs: hidden states and logits of a packed tree whose
-branches cross the borders of attention's tiles. Machines with equal ones compute alike. It covers the weights too: a flipped
-bit in most of them changes it.
+A fingerprint is the digest of a model's hidden states and logits for fixed inputs: a packed tree whose branches cross the
+borders of attention's tiles. Machines with equal fingerprints compute alike. It depends on the weights, too.
 
 Invariants: a fingerprint depends on weights, dtype and arithmetic alone; not on time, thread count or what else the process
-computes, provided that the machine passed the self-test. The self-test's result is kept for one model config, dtype, device,
-CPU, libraries and this package's own code; anything else is measured anew. Left out: a proof for all shapes (the property
-tests try many more), and a proof that the node computed its fingerprint: a false one gains nothing (docs/trust.md).
+computes, provided that the machine passed the self-test. A cached result is valid for one model config, dtype, device, CPU,
+library versions and code of this package. Left out: a proof for all shapes (the property tests try many more), and a proof
+that the node computed its fingerprint: a false one gains nothing (docs/trust.md).
 """
 
 import fcntl
@@ -41,7 +40,7 @@ from shoal.model.tree import Tree, forward_hidden, pack
 PROMPTS = (3, 61, 250)  # tokens; with their completions they cross the borders of attention's tiles
 COMPLETIONS, TOKENS = 2, 8
 ALONE = 1  # the prompt whose completions are decoded without the others, too
-ALIKE, BEGINNING = slice(1, 3), 40  # prompts that begin with the same tokens, and their number
+ALIKE, BEGINNING = slice(1, 3), 40  # prompts that share their first tokens, and how many
 SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # environment that changes kernels
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # numbers of threads, which results must not depend on
 CODE = [Path(room.__path__[0]) for room in (model_room, engine_room)]
@@ -49,23 +48,23 @@ PROMPT, BRANCHES = 5, (67, 3)  # tokens; attention's tiles are powers of two
 
 
 def passes(model: Any, dtype: DtypeName, device: str) -> bool:
-    """Whether no shape of the sweep changes a bit; from disk if it was measured before.
+    """Whether no shape of the sweep changes a bit. Use a cached result if there is one.
 
-    Of several processes that start together one measures; the others wait for its result, or measure if it dies.
+    A lock makes one of several processes measure; the others wait for its result, or measure if it dies.
     """
-    kept = cache_dir() / "selftests" / f"{_conditions(model, dtype, device)}.json"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with kept.with_suffix(".lock").open("w") as lock:
+    path = cache_dir() / "selftests" / f"{_conditions(model, dtype, device)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
+        if not path.exists():
             differences = disagreements(model, dtype, device)
-            write_file(kept, (json.dumps({"disagreements": differences}) + "\n").encode())
-    return not json.loads(kept.read_text())["disagreements"]
+            write_file(path, (json.dumps({"disagreements": differences}) + "\n").encode())
+    return not json.loads(path.read_text())["disagreements"]
 
 
 @torch.inference_mode()
 def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
-    """What differs from decoding everything together, one line each; none on a machine that computes alike in all shapes."""
+    """Return which shapes differ from decoding everything together, one line each."""
     engine = TorchEngine(dtype, device)
     engine.model = model
     vocabulary, differences = vocabulary_of(model), []
@@ -90,17 +89,17 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
 
 
 def _packings(prompts: Sequence[list[int]], groups: Sequence[Sequence[Completion]]) -> dict[str, list[list[Tree]]]:
-    """Rows of trees, each packing with all completions in the same order."""
+    """Return several packings into rows of trees, each with all completions in the same order."""
     trees = [
         Tree(prompt, [completion.tokens for completion in group]) for prompt, group in zip(prompts, groups, strict=True)
     ]
     branches = [Tree(tree.prompt, [completion]) for tree in trees for completion in tree.completions]
     alike = [trees[: ALIKE.start], trees[ALIKE]]
-    return {"in one row": [trees], "behind a common beginning": alike, "one by one": [[one] for one in branches]}
+    return {"in one row": [trees], "behind a common beginning": alike, "one by one": [[branch] for branch in branches]}
 
 
 def _same_states(model: Any, hidden_NH: Tensor, completions: Sequence[Completion]) -> bool:
-    """Whether these states, and the logprobs they yield in one product and in several, are the engine's."""
+    """Whether these states, and their logprobs from one product and from several, equal the engine's."""
     engines_NH = torch.cat([completion.hidden_TH for completion in completions])
     if not torch.equal(hidden_NH.to("cpu", torch.bfloat16), engines_NH):
         return False
@@ -124,10 +123,10 @@ def _alike(ones: Sequence[Completion], others: Sequence[Completion]) -> bool:
 
 
 def _conditions(model: Any, dtype: DtypeName, device: str) -> str:
-    """Digest of everything that the result may depend on."""
+    """Return the digest of everything that the result may depend on."""
     config: dict[str, Any] = json.loads(
         model.config.to_json_string(use_diff=False),
-        object_hook=lambda fields: {name: of for name, of in fields.items() if not name.startswith("_")},  # folders
+        object_hook=lambda fields: {name: value for name, value in fields.items() if not name.startswith("_")},  # paths
     )
     conditions = {
         "config": config,
@@ -145,7 +144,7 @@ def _conditions(model: Any, dtype: DtypeName, device: str) -> str:
 
 
 def _cpu() -> list[str]:
-    """The names and instruction sets of this machine's cores."""
+    """Return the names and instruction sets of this machine's cores."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else [platform.platform(), platform.processor()]
     return sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))} or set(lines))
@@ -155,20 +154,20 @@ def _cpu() -> list[str]:
 
 
 def fixed_tokens(name: str, length: int, vocabulary: int) -> list[int]:
-    """Token ids that follow from a name, the same everywhere."""
+    """Derive token ids from a name, the same on every machine."""
     digests = (hashlib.sha256(f"shoal/tokens\n{name}\n{number}".encode()).digest() for number in range(length))
     return [int.from_bytes(digest[:8], "big") % vocabulary for digest in digests]
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many token ids the model knows."""
+    """Return the model's vocabulary size."""
     size: int = model.config.get_text_config(decoder=True).vocab_size
     return size
 
 
 @torch.inference_mode()
 def fingerprint(model: Any) -> str:
-    """SHA-256 of hidden states and logits at 70 positions, as hex: about the cost of 70 prefilled tokens."""
+    """Return the SHA-256 of hidden states and logits at 70 positions. Costs about as much as prefilling 70 tokens."""
     vocabulary = vocabulary_of(model)
     branches = [fixed_tokens(f"branch {number}", length, vocabulary) for number, length in enumerate(BRANCHES)]
     packed = pack([Tree(fixed_tokens("prompt", PROMPT, vocabulary), branches)]).to(model.device)

@@ -1,13 +1,13 @@
 """The default engine: continuous batching in plain torch. A group's prompt is prefilled once.
 
-    generate: queue a completion for each seed -> step the scheduler until all of them are written
+    generate: queue a completion for each seed -> step the scheduler until all are finished
 
-Calls from several threads share one batch (`Calls`): the places of finished completions go to the next ones, of whichever
-call. Tokens that an environment gives take the place of sampled ones, one a step.
+Calls from several threads share one batch (`Calls`): finished completions are replaced by the next ones, of any call. Tokens
+that an environment gives replace sampled ones, one per step.
 
-With exact numerics a completion depends on its prompt, its seed and the weights alone; with fast ones it depends on the
-other rows of its batch through rounding. The noise is seeded in both.
-Invariant: weights never change while a completion is written. Left out: reuse of keys and values from one call to the next.
+With exact numerics a completion depends on its prompt, its seed and the weights alone; with fast numerics rounding also
+depends on the other rows of the batch. The sampling noise is seeded in both.
+Invariant: weights never change during generation. Left out: prefix caching between calls.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from shoal.model.numerics import Numerics
 
 
 class TorchEngine:
-    """Holds one model. `load` replaces its weights in place."""
+    """An engine with one model. `load` replaces its weights in place."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TorchEngine:
         limits: SchedulerLimits | None = None,
         compute: Compute = here,
     ) -> None:
-        """`compute`: runs a step; with `OneThread`, all steps run in one thread, whoever waits."""
+        """`compute` runs a step; with `OneThread`, all steps run in one thread, whichever thread waits."""
         self.dtype = dtype
         self.compute = compute
         self.device = device
@@ -46,10 +46,10 @@ class TorchEngine:
         self.model: Any = None
         self._scheduler = Scheduler(limits or SchedulerLimits())
         self._calls = Calls()
-        self._new: list[_Draft] = []  # not in the scheduler yet
+        self._new: list[_Draft] = []  # queued, not in the scheduler yet
 
     def load(self, folder: Path) -> None:
-        """Raise RuntimeError while something is generated: its weights must not change."""
+        """Load or replace the weights. Raise RuntimeError during a `generate` call."""
         with self._calls.changed:
             if self._calls.open:
                 raise RuntimeError(
@@ -67,7 +67,7 @@ class TorchEngine:
         sampling: Sampling,
         respond: Respond | None = None,
     ) -> list[list[Completion]]:
-        """As `Engine` says. Raise ValueError for what the model cannot take, before anything of it is queued."""
+        """See `Engine`. Raise ValueError for invalid prompts before queueing anything."""
         if self.model is None:
             raise RuntimeError("the engine has no weights yet: call load() first")
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
@@ -87,7 +87,7 @@ class TorchEngine:
         return completions
 
     def _step(self) -> None:
-        """One step of everybody's completions. A failure of the model ends them all."""
+        """Run one step of all completions. A failure of the model ends them all."""
         with self._calls.changed:
             self._scheduler.add(self._new)
             self._new = []
@@ -106,7 +106,7 @@ class _Draft(Draft):
     """A `Decoding` of the scheduler."""
 
     model: Any = None
-    given: deque[int] = field(default_factory=deque)  # what an environment wrote and is not in `tokens` yet
+    given: deque[int] = field(default_factory=deque)  # the environment's tokens that are not in `tokens` yet
     ask: DecodeRequest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,13 +114,13 @@ class _Draft(Draft):
         self.ask = DecodeRequest(self.prompt, self.seed, sampling.temperature, sampling.max_tokens)
 
     def began(self, hidden_LH: Tensor) -> None:
-        """Nobody asks for the prompt's states."""
+        """Ignore the prompt's states."""
 
     def position(self) -> int:
         return len(self.tokens)
 
     def allowed(self) -> None:
-        """Nothing is ruled out."""
+        """Allow every token."""
 
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         if self.given:
