@@ -214,7 +214,7 @@ def test_a_manifest_takes_memory_in_proportion_before_its_signature_is_checked(t
 
 def test_a_manifest_that_no_reader_takes_is_not_published(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", 500)
-    with pytest.raises(ManifestError, match="readers take at most 500"):
+    with pytest.raises(ManifestError, match="readers accept at most 500"):
         published(tmp_path, 7)
 
 

@@ -609,10 +609,10 @@ def watched(monkeypatch, taken_bytes, until_s: int = 10) -> int | None:
         closing(theirs),
         closing(connections.ClientConnection(listener, ("", 0), ours.detach())) as held,
     ):
-        held.asked, held.moved_s, held.since_s = True, 0.0, 0.0
+        held.requested, held.moved_s, held.since_s = True, 0.0, 0.0
         for second in range(1, until_s + 1):
             monkeypatch.setattr(connections, "_progress", lambda _, at=second: taken_bytes(at))
-            if held.useless(float(second), patience):
+            if held.stalled(float(second), patience):
                 return second
         return None
 
