@@ -18,7 +18,7 @@ class ShoalError(Exception):
 
 
 class UserError(ShoalError):
-    """What was given is wrong: an argument, or a file, folder, address or config that it names. The command exits with 2."""
+    """An argument is wrong, or a file, folder, address or config that it names. The command exits with 2."""
 
 
 def restart_helps(error: Exception) -> bool:

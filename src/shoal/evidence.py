@@ -74,7 +74,7 @@ def allocation(
 
 
 def centre(exposures: Sequence[float], values: Sequence[float], tilt: float) -> float:
-    """The largest mean of the values under weights exposures[i] * d_i, d_i in [1, tilt].
+    """Return the largest mean of the values under weights exposures[i] * d_i, d_i in [1, tilt].
 
     It is reached at d = tilt for the values above some threshold and d = 1 for the others: all thresholds are tried.
     """
@@ -93,7 +93,7 @@ def centre(exposures: Sequence[float], values: Sequence[float], tilt: float) -> 
 
 @dataclass(frozen=True)
 class Process:
-    """What is kept of a worker's observations: how many there were, and each bettor's running money."""
+    """The state of a worker's test: the number of observations, and each bettor's capital."""
 
     observations: int = 0
     money: Mapping[str, float] = field(default_factory=dict)  # ln R_b by the bet's name

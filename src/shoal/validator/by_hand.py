@@ -1,8 +1,8 @@
 """Checks one submission by hand and explains every check. For operators, and for workers whose work was rejected.
 
-The file is checked against the task that its own header names. Only the pool knows whether the coordinator gave out that
-task, whether these rollouts were submitted before, and which exactness class the worker claimed. So it is judged by the
-limits, and then compared bit for bit as well: within a class, what differs would be `inexact`.
+The file is checked against the task that its own header names. Only the pool knows whether the coordinator assigned that
+task, whether these rollouts were submitted before, and which exactness class the worker claimed. So the file is judged by
+the tolerances, and then also compared bit for bit: within a class, any difference would be `inexact`.
 """
 
 from collections.abc import Callable

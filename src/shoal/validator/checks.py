@@ -1,4 +1,4 @@
-"""The list of lies: one small function for each, in the order in which the judge asks.
+"""The checks: one function for each lie, in the order in which the judge runs them.
 
 A check takes a `Case` and returns an `Outcome`: what is wrong, if anything, and what it measured. It changes nothing. Its
 docstring begins with the question it asks, which `shoal audit` prints.

@@ -160,8 +160,8 @@ class Judge:
     def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
         """Run the checks on each case. `cheaply`: which cases to accept after a spot check, if their logprobs are plausible.
 
-        What a spot check finds is not held against anyone: the case is prefilled whole, and that decides. So is one whose
-        grading takes long. All must be of the loaded version.
+        A failed spot check rejects nothing: the case is then prefilled whole, and that decides. So is a case whose grading
+        takes long. All must be of the loaded version.
         """
         examined = [self._check(FILE, Examined(case, None)) for case in cases]
         share_s = self.grading_s / max(len(cases), 1)
@@ -207,7 +207,7 @@ class Judge:
             self.budget.stop()
 
     def _prefill_s(self, case: Case) -> float:
-        """What a prefill of the whole case probably takes."""
+        """Estimate the seconds for a prefill of the whole case."""
         return max(self.position_s * _positions(case), LEAST_S)
 
     def _prefilled_whole(self, cases: Sequence[Case]) -> list[Case]:

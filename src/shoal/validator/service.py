@@ -1,7 +1,7 @@
 """The validator: claims submissions, judges them, uploads accepted files and verdicts, and co-signs the ledger.
 
-Invariant: no lie is found in a prefill before it was computed a second time, with weights that were loaded again: a flipped
-bit in this machine's memory is this machine's fault.
+Invariant: a rejection that rests on a prefill is repeated with reloaded weights first, because a flipped bit in this
+machine's memory would look like a lie.
 Several may run: claims are leases, and an expired claim goes to another validator.
 """
 
@@ -44,10 +44,8 @@ from shoal.validator.verdict import group_results, unreadable, verdict_on
 
 IDLE_S = 0.1
 BATCH = 4  # submissions of one version checked in one prefill
-RELOADING = (
-    0.05  # most of the time spent on loading weights again for inexact work: who sends it must not stop the others
-)
-GRADING = 0.5  # of a lease: what the programs of all claims may take, whoever wrote them
+RELOADING = 0.05  # largest share of time for reloading weights after inexact work, so that it cannot block other claims
+GRADING = 0.5  # share of a lease for running the programs of all claims
 GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
 HEAD = "head.json"
 EVERY_S = 30.0
@@ -57,10 +55,10 @@ log = logging.getLogger(__name__)
 
 
 class Witness:
-    """Follows the ledger and co-signs its newest entry now and then.
+    """Follows the ledger and co-signs its newest entry every EVERY_S.
 
-    What it co-signed follows from all that it co-signed before, also after a restart: `head.json` in its folder holds its
-    newest head. If the coordinator's ledger does not, it was cut off or rewritten, and the validator ends.
+    Each co-signed head extends the one before, also after a restart: `head.json` in its folder has the newest. If the
+    coordinator's ledger lacks that entry, it was truncated or rewritten, and the validator exits.
     """
 
     def __init__(self, node: Node, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -171,7 +169,7 @@ class Validator:
         return claims
 
     def check(self, claims: list[Claim]) -> list[tuple[Verdict, bytes | None]]:
-        """A verdict for each claim, and the accepted file if it is accepted. All must be of the loaded version."""
+        """Return a verdict for each claim, with the file of each accepted one. All must be of the loaded version."""
         opened = [self.open(claim) for claim in claims]
         pairs = [(claim, case) for claim, case in zip(claims, opened, strict=True) if isinstance(case, Case)]
         examined = iter(self.examine([case for _, case in pairs], [claim for claim, _ in pairs]))
@@ -181,10 +179,9 @@ class Validator:
         ]
 
     def examine(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Examined]:
-        """What the checks conclude. What a prefill is to be held against is prefilled again, with weights loaded again.
+        """Run the checks. Repeat each prefill that leads to a rejection, with reloaded weights.
 
-        Where all that is wrong is `inexact`, which costs its worker little and may come again and again, the weights may
-        have been loaded again a while ago.
+        If all findings are `inexact`, which are cheap for a worker to cause, reload at most RELOADING of the time.
         """
         examined = self.judge.examine(self._by_class(cases, claims), cheaply=[not claim.full for claim in claims])
         doubtful = [n for n, one in enumerate(examined) if _rests_on_prefill(one)]
@@ -206,7 +203,7 @@ class Validator:
         return examined
 
     def _by_class(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Case]:
-        """The cases, with those `exact` whose workers claim to compute like this validator; or all, if the run says so."""
+        """Mark cases as `exact` whose workers claim this validator's exactness class; or all, if the config requires it."""
         own = self.node.fingerprint.value if self.node.fingerprint else ""
         always = self.config.validator.classes == "exact"
         return [

@@ -20,7 +20,7 @@ SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
 
 
 def unreadable(claim: Claim, finding: Finding) -> Verdict:
-    """Of a file that is no case."""
+    """Return the verdict on an unreadable file."""
     return Verdict(submission=claim.assignment.id, reason=finding.reason, detail=finding.detail[:2000], evidence={})
 
 

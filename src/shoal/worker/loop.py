@@ -1,12 +1,12 @@
 """The worker's loop: get tasks, produce their submissions, upload them. Untrusted; it makes outbound requests only.
 
-    deliver what is done, oldest first -> if nothing is left: take newer weights -> ask for a task -> produce it in a thread
+    upload finished submissions in order -> load newer weights if idle -> request a task -> produce it in a thread
 
-Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. What computes runs in
-this thread, while it waits for them (`OneThread`). An upload that takes longer than SHORT_S continues meanwhile: the worker
-names the file's hash, by which the coordinator knows that this task is done. One upload at a time.
-Invariant: weights change only while nothing is generated, and submissions are uploaded in the order of their tasks. Only the
-coordinator's refusal drops one.
+Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. All computation runs in
+the loop's own thread while it waits for them (`OneThread`). An upload that takes longer than SHORT_S continues in the
+background: the worker announces the file's hash, so the coordinator knows that this task is done. One upload at a time.
+Invariant: weights change only while nothing is generated, and submissions are uploaded in the order of their tasks. Only a
+refusal by the coordinator drops one.
 Left out: keeping a finished file over a restart.
 """
 
@@ -30,22 +30,22 @@ from shoal.shardcast.fetch.client import Follower
 from shoal.worker.produce import Producer
 
 IDLE_S = 0.1
-BUSY_S = 1.0  # it looks after its upload so often while it can take no other task
+BUSY_S = 1.0  # between checks of the upload while no other task fits
 FOREVER_S = 1e9
-SHORT_S = 0.25  # an upload is waited for so long before the next task is asked for
+SHORT_S = 0.25  # wait for an upload before requesting the next task
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class OneThread:
-    """Everything that computes, in the thread that made this, whichever thread asks for it; jobs run one after another.
+    """An executor that runs the jobs of all threads in the thread that created it, one at a time.
 
     OpenMP keeps a team of threads for each thread that computes. A second team slows both down: GNU's OpenMP puts waiting
     threads to sleep sooner when there are more of them than cores. With two threads on two cores, a worker that decoded in
     another thread than the one that had loaded the weights was a third slower.
 
-    Within `with`, other threads may ask. At its end whoever still waits, or asks later, gets CancelledError.
+    Other threads may submit jobs inside the `with` block. After it, waiting and later jobs raise CancelledError.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class OneThread:
         self._refuse()
 
     def __call__(self, job: Callable[[], T]) -> T:
-        """The job's result."""
+        """Run a job and return its result."""
         if threading.get_ident() == self._home:
             return job()
         done: Future[T] = Future()
@@ -71,30 +71,30 @@ class OneThread:
             self._refuse()
         return done.result()
 
-    def compute_until(self, done: Future[Any], most_s: float) -> None:
-        """Run what other threads ask for, until this is done or so much time has passed. `wake` has to be its callback."""
-        end_s = time.monotonic() + most_s
+    def compute_until(self, done: Future[Any], max_s: float) -> None:
+        """Run other threads' jobs until `done` is done, for at most `max_s`. `wake` must be a callback of `done`."""
+        end_s = time.monotonic() + max_s
         while not done.done() and (left_s := end_s - time.monotonic()) > 0:
             try:
-                job, asked = self._jobs.get(timeout=left_s)
+                job, future = self._jobs.get(timeout=left_s)
             except queue.Empty:
                 return
             try:
-                asked.set_result(job())
+                future.set_result(job())
             except BaseException as error:  # noqa: BLE001 - raised in the thread that asked
-                asked.set_exception(error)
+                future.set_exception(error)
 
     def wake(self, _: object = None) -> None:
-        """Let `compute_until` look again."""
+        """Make `compute_until` check its condition."""
         self._jobs.put((lambda: None, Future()))
 
     def _refuse(self) -> None:
         while True:
             try:
-                _, asked = self._jobs.get_nowait()
+                _, future = self._jobs.get_nowait()
             except queue.Empty:
                 return
-            asked.set_exception(CancelledError("the thread that computes has ended"))
+            future.set_exception(CancelledError("the thread that computes has ended"))
 
 
 class Worker:
@@ -156,7 +156,7 @@ class Worker:
         produced.add_done_callback(self.compute.wake)
 
     def deliver(self) -> None:
-        """Send what is done, up to the first that is not. Raises what producing it raised."""
+        """Upload finished submissions, up to the first unfinished one. Raise a producer's error."""
         for assignment, produced in list(self.working.items()):
             if not produced.done():
                 break
@@ -164,16 +164,16 @@ class Worker:
             self.node.tokens = self.producer.tokens
             self.send(assignment, data)
 
-    def wait(self, most_s: float) -> None:
+    def wait(self, max_s: float) -> None:
         """Compute until the oldest submission is done, which is delivered first."""
-        self.compute.compute_until(next(iter(self.working.values())), most_s)
+        self.compute.compute_until(next(iter(self.working.values())), max_s)
 
     def waits_to_load(self, newest: tuple[Path, Manifest] | None) -> bool:
-        """Whether it takes no task until what it works on is done, because it then loads weights."""
+        """Return whether to finish the current tasks before requesting another, because weights must be loaded."""
         return (newest is not None and newest[1].version != self.loaded) or self.node.renewal() is not None
 
     def idle(self, answer: HeartbeatAnswer, follower: Follower, stop: threading.Event) -> None:
-        """Wait a moment before it asks again."""
+        """Wait before the next heartbeat."""
         pause_s = self.node.pause_s(IDLE_S)
         if self.working:
             self.wait(pause_s)
@@ -204,7 +204,7 @@ class Worker:
         self.check_upload(SHORT_S)
 
     def check_upload(self, wait_s: float) -> None:
-        """Wait for the upload under way, and compute meanwhile. Raises what it raised."""
+        """Run jobs until the upload in progress ends, for at most `wait_s`. Raise its error."""
         if self.upload is None:
             return
         self.compute.compute_until(self.upload, wait_s)
@@ -240,7 +240,7 @@ class Worker:
         self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
     def put(self, assignment: Assignment, data: bytes) -> None:
-        """One upload. A refusal costs this submission at most: an earlier upload of it may have arrived, unanswered."""
+        """Upload once. A refusal drops only this submission: an earlier upload of it may have arrived without a response."""
         try:
             self.node.send_file(assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))
