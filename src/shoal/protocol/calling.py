@@ -1,4 +1,4 @@
-"""Signed requests to one coordinator: repeated while it is away, until a deadline, and ended soon after a stop.
+"""Signed requests to one coordinator, retried until a deadline and cancelled soon after a stop.
 
 Invariants: no answer is believed that the coordinator's key, which is in the invite, has not signed for this very request
 (`signing`): another counts as none, and the request is repeated. No answer takes more memory than its caller allows. Once
@@ -27,12 +27,12 @@ from shoal.protocol.signing import UnsignedAnswerError, check_answer
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
 LONGEST_PAUSE_S = 2.0  # between two of its attempts; the first are closer
 STOP_S = 1.0  # for a request in flight when this process is told to stop
-ASKING = 0.2  # of its time, at most, a node waits for answers to what it asks again and again
-LOOK_S = 0.1  # between two looks at the stop event
+ASKING = 0.2  # largest share of its time that a polling node waits for responses
+LOOK_S = 0.1  # between two checks of the stop event
 SEND_BYTES = 1 << 20  # of a body, handed over at once
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
 PLAIN = {"accept-encoding": "identity"}  # of a request
-LEAST_BPS, GRACE_S = 1024, 30.0  # how fast a body comes at least, and after how long that is looked at
+LEAST_BPS, GRACE_S = 1024, 30.0  # minimum rate of a body, enforced after GRACE_S
 # HTTP statuses. 425: signed before the coordinator started, which cannot tell whether it served the request then. 503:
 # what it needs, such as a chain, does not answer.
 BUSY = (425, 429, 503)
@@ -63,11 +63,11 @@ class RefusedError(NodeError):
 
 
 class BodyError(httpx.HTTPError):
-    """This body is not read on; the message says why."""
+    """Reading a body was aborted; the message says why."""
 
 
 class AgainError(Exception):
-    """An answer of which nothing follows; the same request may get another one later."""
+    """The attempt failed temporarily; retry it."""
 
 
 class Pieces(httpx.ByteStream):
@@ -95,7 +95,7 @@ class Caller:
         return self._parse(answer, self._request("GET", path, most_bytes=most_bytes))
 
     def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
-        """A file. Raises NodeError if it has more bytes than that."""
+        """Return a file. Raise NodeError if it is larger than `most_bytes`."""
         return self._request("GET", path, most_bytes=most_bytes).content
 
     def post(self, path: str, message: BaseModel | None, answer: type[M]) -> M:
@@ -104,9 +104,9 @@ class Caller:
         return self._parse(answer, response)
 
     def pause_s(self, least_s: float) -> float:
-        """How long to wait before the same is asked again: longer, the longer the coordinator takes for its answers.
+        """Return the pause before the next poll, in proportion to the coordinator's response time.
 
-        So nodes that wait for something, or only say that they live, do not ask more of a coordinator than it can answer.
+        So polling nodes and heartbeats do not overload a slow coordinator.
         """
         return max(least_s, self.answered_in_s * (1 - ASKING) / ASKING)
 
@@ -131,10 +131,7 @@ class Caller:
         return response
 
     def patiently(self, attempt: Callable[[], T], server: str, request: str, try_this: str) -> T:
-        """Repeat an attempt that gets no answer, at growing intervals, until the node's patience or its time ends.
-
-        Raises NodeError, StoppedError.
-        """
+        """Retry an attempt with exponential backoff, for at most `patience_s`. Raise NodeError, StoppedError."""
         deadline_s = time.monotonic() + self.patience_s
         pause_s = 0.1
         while True:
@@ -242,7 +239,7 @@ def read_body(response: httpx.Response, most_bytes: int, clock: Callable[[], flo
 
 
 def get(client: httpx.Client, url: str, most_bytes: int, **options: object) -> httpx.Response:
-    """`client.get`, with a body of at most so many bytes. Raises httpx.HTTPError, httpx.InvalidURL."""
+    """Call `client.get` with a body of at most `most_bytes`. Raise httpx.HTTPError, httpx.InvalidURL."""
     with client.stream("GET", url, headers=PLAIN, **options) as response:  # type: ignore[arg-type]
         body = read_body(response, most_bytes)
     return httpx.Response(response.status_code, headers=response.headers, content=body, request=response.request)

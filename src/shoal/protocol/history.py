@@ -82,7 +82,7 @@ class Exactness(Message):
 
 
 class Signal(Message):
-    """Whether the accepted groups teach anything: the rewards of a useful group differ."""
+    """Whether accepted groups give a training signal: the rewards of a useful group differ."""
 
     groups: int = Field(default=0, ge=0)  # accepted while the open step has been open
     useful: int = Field(default=0, ge=0)  # of these
@@ -92,7 +92,7 @@ class Signal(Message):
 
 
 class Grading(Message):
-    """How the reward fared with the newest accepted rollouts."""
+    """Grader errors among the newest accepted rollouts."""
 
     total: int = Field(default=0, ge=0)  # rollouts accepted in the whole run
     recent: int = Field(default=0, ge=0)  # the newest of them, which the next figure is about

@@ -152,7 +152,7 @@ class Node(Caller):
         stop: threading.Event | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> "Node":
-        """A node that only asks: it does not register."""
+        """Return a node that is not registered."""
         auth = SignedAuth(identity, invite.run)
         client = httpx.Client(base_url=invite.url, auth=auth, timeout=30, transport=transport)
         return cls(identity, invite, client, patience_s, stop or threading.Event())
@@ -237,7 +237,7 @@ class Node(Caller):
     # --- heartbeats and what they report -----------------------------------------------------------------------------
 
     def access(self, publisher: str, config: Config) -> Access:
-        """How this node reaches relays and the origin, whose key is `publisher`. Heartbeats report each download."""
+        """Return this node's access to relays and the origin, whose key is `publisher`. Heartbeats report downloads."""
         return Access(
             publisher,
             self.invite.run,
@@ -264,7 +264,7 @@ class Node(Caller):
         )
 
     def reader_grant(self) -> str:
-        """What the pool grants this key; each heartbeat's answer renews it."""
+        """Return this key's read grant, renewed by each heartbeat response."""
         return self.answer.reader_grant if self.answer else ""
 
     def renewal(self) -> int | None:

@@ -1,4 +1,4 @@
-"""How much one member may ask of its run, and one address of strangers of the whole listener.
+"""Rate limits: per member of a run, and per address for requests that no member signed.
 
 Requests are counted, and the bytes of their answers, which stand for what making, signing and sending them costs.
 Invariant: what a member may ask does not depend on what others ask, nor on its address: several nodes may share one with an
@@ -72,7 +72,7 @@ class Rates:
 
 
 class Pace:
-    """Of one run's members."""
+    """Rate limits of one run's members."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -102,7 +102,7 @@ class Pace:
 
     @contextmanager
     def under_way(self, key: str, *, large: bool = False) -> Iterator[None]:
-        """Around a request of this key. Raises Refusal with status 429 if it has too many at once."""
+        """Count a request of this key while it is in progress. Raise Refusal with status 429 if it has too many."""
         places = [(key, False), (key, True)] if large else [(key, False)]
         for place in places:
             most, what = (LARGE_AT_ONCE, "large requests") if place[1] else (AT_ONCE, "requests")
@@ -119,7 +119,7 @@ class Pace:
 
 
 class Strangers:
-    """Of one listener."""
+    """Rate limits of one listener's unsigned requests, by address."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic

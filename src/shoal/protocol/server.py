@@ -1,4 +1,4 @@
-"""What happens to every signed request before and after its route, at the coordinator and at the meeting of sites.
+"""Middleware of every signed route, at the coordinator and at the meeting of sites: admission, body, signed response.
 
     head verified -> role, length, rates -> nonce spent -> bounded body -> handler -> answer signed and sent
 
@@ -130,7 +130,7 @@ class Front:
 
 @dataclass(frozen=True)
 class Admission:
-    """Who may ask one run for what, and the frame of its signed routes."""
+    """Authorises requests to one run's signed routes."""
 
     run: str
     nonces: NonceStore
@@ -277,7 +277,7 @@ async def listen(
 
 
 def _asked(request: web.Request) -> None:
-    """Note that the connection of this request has a right to be open."""
+    """Allow this request's connection to stay open."""
     if (listener := request.config_dict.get(LISTENER)) and request.transport:
         listener.note_request(request.transport.get_extra_info("peername"))
 
