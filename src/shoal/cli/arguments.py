@@ -1,7 +1,7 @@
-"""What the commands share: the parser, bounded numbers, the arguments that several of them take, and how they print.
+"""Shared by all commands: the parser, bounded numbers, common arguments, and printing.
 
-Invariant: nothing heavy is imported, so `--help` answers at once. Each module of commands holds their arguments next to what
-they do.
+Invariant: nothing heavy is imported, so `--help` is instant. Each module of commands defines their arguments beside their
+code.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ USAGE = 2
 RUN_NAME = re.compile("[!-~]{1,100}")
 # argparse has no public name for what `add_subparsers` returns
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-Action = Callable[[argparse.Namespace], int | None]  # what a command calls
+Action = Callable[[argparse.Namespace], int | None]  # the function that runs a command
 N = TypeVar("N", int, float)
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong usage in one line, as every other error."""
+    """Reports wrong usage in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message.removeprefix('argument ')} (usage: {self.prog} --help)\n")
@@ -37,7 +37,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a command that runs `call`, with one line of help and one example, which a test parses.
 
-    `call` None: each of its own commands has one.
+    `call` None: a group, whose commands have their own.
     """
     example = f"example: {title} {name} {example}".rstrip()
     parser = commands.add_parser(name, help=what, description=what, epilog=example)
@@ -45,21 +45,21 @@ def add_command(
     return parser
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """A type for argparse: a whole number in this range."""
-    return _number(int, least, most, f"is not a whole number from {least} to {most}")
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Return an argparse type: an integer in [low, high]."""
+    return _number(int, low, high, f"is not a whole number from {low} to {high}")
 
 
-def real(least: float, most: float) -> Callable[[str], float]:
-    """A type for argparse: a number in this range."""
-    return _number(float, least, most, f"is not a number from {least:g} to {most:g}")
+def real(low: float, high: float) -> Callable[[str], float]:
+    """Return an argparse type: a number in [low, high]."""
+    return _number(float, low, high, f"is not a number from {low:g} to {high:g}")
 
 
-def _number(read: Callable[[str], N], least: N, most: N, refusal: str) -> Callable[[str], N]:
+def _number(read: Callable[[str], N], low: N, high: N, refusal: str) -> Callable[[str], N]:
     def number(text: str) -> N:
         try:
             value = read(text)
-            if least <= value <= most:  # nan is in no range
+            if low <= value <= high:  # false for nan
                 return value
         except ValueError:
             pass
@@ -69,7 +69,7 @@ def _number(read: Callable[[str], N], least: N, most: N, refusal: str) -> Callab
 
 
 def run_name(text: str, hint: str) -> str:
-    """`text`, if requests and rollout files can carry it as a run's name. Raises UserError."""
+    """Return `text` if it is a valid run name, usable in requests and rollout files. Raise UserError."""
     if not RUN_NAME.fullmatch(text):
         raise UserError(f"{text[:100]!r} cannot name a run: use 1 to 100 ASCII characters without spaces; {hint}")
     return text
@@ -102,14 +102,14 @@ def takes_dashboard(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> Config:
-    """The config that `takes_config` asked for. Raises ConfigError."""
+    """Load the config named by the arguments of `takes_config`. Raise ConfigError."""
     return config_module.load(arguments.config, arguments.overrides, arguments.overlays)
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Print lines at once, into a pipe too; by default to standard output. Every command prints by this.
+    """Print and flush; to standard output by default. Every command prints with this.
 
-    Names, errors and texts may be other machines': what is not printable is not printed.
+    Unprintable characters are removed, because names and errors may come from other machines.
     """
     to = to or sys.stdout
     to.write(printable(text) + "\n")

@@ -1,23 +1,22 @@
-"""Measures what honest work looks like to the validator on this machine, and writes the limits that follow.
+"""Calibrate the validator: measure honest work on this machine, and write limits from it.
 
-Machines that compute differently, in another dtype for example, do not agree to the last bit on proofs and tokens. Every
-worker condition is judged under every validator condition, in submissions of the configured size and of one group. The
-limit of each statistic is its worst honest value times a margin.
-The limits are for workers outside of a validator's exactness class, so they are measured with fast numerics. Within a class
-nothing is tolerated. The self-test says, for each dtype, whether this machine may claim a class.
+Machines with different numerics, such as another dtype, differ in the last bits of proofs and tokens. Every worker
+condition is judged under every validator condition, in submissions of the configured size and of one group. The limit of
+each statistic is its worst honest value times a margin.
+The limits apply outside a validator's exactness class, so they are measured with fast numerics. Within a class the tolerance
+is zero. The self-test reports, for each dtype, whether this machine may claim a class.
 
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
-    measured.json   every submission's figures, by condition; and by pair of dtypes what the bounds follow from
+    measured.json   every submission's figures, by condition; and the figures behind the bounds, by pair of dtypes
 
 Each engine of `workers.engines` is measured. vLLM's limits go to `[validator.limits."vllm/DEVICE"]`.
 
-The bounds are for averages over all of a worker's submissions, so they are far below the limits. Each is the figure of the
-noisiest pair of dtypes. A worker that says it is of a quieter kind gets no tighter bounds. To let only such workers in, set
-`model.dtype` and calibrate again.
+The bounds apply to averages over all of a worker's submissions, so they are far below the limits. Each comes from the
+noisiest pair of dtypes; a worker cannot claim tighter ones. To admit only a less noisy dtype, set `model.dtype` and
+calibrate again.
 
 Measure both the initial policy, which is least certain and whose logprobs differ most, and a trained one.
-Left out: other machines. Run it on each kind of machine that will join, and use the widest
-limits.
+Left out: other machines. Run it on each kind of machine that will join, and use the widest limits.
 """
 
 import itertools
@@ -56,7 +55,7 @@ from shoal.worker.produce import Producer
 
 RUN = "calibration"
 MARGIN = 1.5  # limit = this times the worst honest value, or the floor below if that is larger
-TAIL_MARGIN = 3.0  # the same for the mean margin, which a few rare tokens can dominate
+TAIL_MARGIN = 3.0  # for the mean margin, which a few rare tokens can dominate
 LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "proof_exponent_mean": ("proof_exponent_mean", 4.0, MARGIN),
     "proof_mantissa_mean": ("proof_mantissa_mean", 0.5, MARGIN),
@@ -64,7 +63,7 @@ LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "margin_max": ("sampling_margin", 0.75, MARGIN),
     "margin_mean": ("sampling_margin_mean", 0.005, TAIL_MARGIN),
 }
-RATE_MARGIN = 3.0  # of [evidence] rates; one more miss than was seen is assumed, since rare ones may not have shown
+RATE_MARGIN = 3.0  # for [evidence] rates; assumes one miss more than observed, because misses are rare
 AVERAGES = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")  # in LIMITS and in [evidence]
 
 
@@ -73,7 +72,7 @@ class Generating:
     """How a worker computes."""
 
     dtype: DtypeName
-    groups: int  # decoded together
+    groups: int  # decoded at once
     threads: int
     engine: EngineName = "torch"
 
@@ -88,7 +87,7 @@ class Checking:
 
 
 def conditions(config: Config, cores: int) -> tuple[list[Generating], list[Checking]]:
-    """The conditions to measure: both dtypes, small and large batches, tight and loose packing, one thread and all.
+    """Return the conditions to measure: both dtypes, small and large batches, tight and loose packing, one thread and all.
 
     If the config sets model.dtype, only that dtype is measured, which gives tighter limits. bf16 is skipped on machines
     that only emulate it, a hundred times slower than fp32.
@@ -127,14 +126,14 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                     judge.load(folder)
                 for number in range(submissions):
                     groups = 1 if number % 2 else None  # the mean of few tokens is noisier
-                    asked = offline_assignment(config, identity.public, number, groups=groups)
+                    assignment = offline_assignment(config, identity.public, number, groups=groups)
                     with temporarily_on(generation.threads):
-                        data = producer.submission(asked)
+                        data = producer.submission(assignment)
                     for checking, judge in zip(checkings, judges, strict=True):
                         with temporarily_on(checking.threads):
-                            figures = honest_figures(judge, asked, identity.public, data)
-                        what = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
-                        measured.append(what | {"number": number} | figures)
+                            figures = honest_figures(judge, assignment, identity.public, data)
+                        condition = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
+                        measured.append(condition | {"number": number} | figures)
             say(f"{folder.name}, {generation}: {submissions} submissions under {len(checkings)} validators")
     for dtype in dict.fromkeys(generation.dtype for generation in generations):
         say(f"{dtype}: {_exactness(folders[0], dtype, config.model.device)}")
@@ -143,7 +142,7 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     worst = {
         engine: {name: max(float(row[name]) for row in rows) for name in LIMITS} for engine, rows in rows_of.items()
     }
-    limits = {engine: limits_of(of_engine) for engine, of_engine in worst.items()}
+    limits = {engine: limits_of(values) for engine, values in worst.items()}
     pairs = {
         pair: figures
         for engine, rows in rows_of.items()
@@ -151,7 +150,9 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     }
     evidence = bounds(pairs)
     device = torch.device(config.model.device).type
-    validator = limits.pop("torch", {}) | {"limits": {f"{engine}/{device}": found for engine, found in limits.items()}}
+    validator = limits.pop("torch", {}) | {
+        "limits": {f"{engine}/{device}": values for engine, values in limits.items()}
+    }
     out.mkdir(parents=True, exist_ok=True)
     machine = {"platform": platform.platform(), "cores": torch.get_num_threads(), "torch": torch.__version__}
     figures = {"machine": machine, "worst": worst, "pairs": pairs, "rows": measured}
@@ -159,9 +160,9 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     sections = {"validator": {name: value for name, value in validator.items() if value}, "evidence": evidence}
     title = f"# {config.model.name}: the worst of {len(measured)} honest judgements, times a margin\n"
     (out / "limits.toml").write_text(title + tomli_w.dumps(sections))
-    for engine, of_engine in worst.items():
+    for engine, values in worst.items():
         for name, (limit, _, _) in LIMITS.items():
-            say(f"{engine}: validator.{limit} = {limits_of(of_engine)[limit]:g}  (worst honest {of_engine[name]:.4g})")
+            say(f"{engine}: validator.{limit} = {limits_of(values)[limit]:g}  (worst honest {values[name]:.4g})")
     for bound, value in evidence.items():
         say(f"evidence.{bound} = {value}")
     failed = sum(row["failed_checks"] > 0 for row in measured)
@@ -171,31 +172,31 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
 
 
 def limits_of(worst: Mapping[str, float]) -> dict[str, float]:
-    """[validator] limits, by name, from the worst honest value of each statistic."""
+    """Return [validator] limits, by name, from the worst honest value of each statistic."""
     return {limit: round(max(margin * worst[name], floor), 4) for name, (limit, floor, margin) in LIMITS.items()}
 
 
 def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict[str, Any]]:
-    """For each pair of a worker's and a validator's dtype: exposure, tokens beyond each part of `margin`, mean figures."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return, by pair of worker's and validator's dtype: exposure, tokens beyond fractions of `margin`, mean figures."""
+    pairs: dict[str, dict[str, Any]] = {}
     kinds = [f"{_maker(row['worker'])}|{row['validator']['dtype']}" for row in measured]
     for pair in dict.fromkeys(kinds):
         rows = [row for row, kind in zip(measured, kinds, strict=True) if kind == pair]
         misses = [nats for row in rows for nats in row["misses"]]
-        found[pair] = {
+        pairs[pair] = {
             "exposure": sum(row["exposure"] for row in rows),
             "beyond": [sum(nats > part * margin for nats in misses) for part in BEYOND],
         } | {name: statistics.fmean(row[name] for row in rows) for name in AVERAGES}
-    return found
+    return pairs
 
 
 def _maker(worker: Mapping[str, Any]) -> str:
-    """Its dtype, behind the engine where that is not torch's."""
+    """Return a worker's dtype, prefixed with the engine unless that is torch."""
     return str(worker["dtype"]) if worker.get("engine", "torch") == "torch" else f"{worker['engine']} {worker['dtype']}"
 
 
 def bounds(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """[evidence] that holds for every pair: the noisiest one's rates and averages, times a margin."""
+    """Return [evidence] bounds: the noisiest pair's rates and averages, times a margin."""
     rates = [
         max(RATE_MARGIN * (pair["beyond"][part] + 1) / max(pair["exposure"], 1.0) for pair in pairs.values())
         for part in range(len(BEYOND))
@@ -207,12 +208,12 @@ def bounds(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"rates": [min(round(rate, 6), 1.0) for rate in rates]} | averages
 
 
-def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) -> dict[str, Any]:
-    """What the expensive checks measure on an honest file, whether or not it is within their limits.
+def honest_figures(judge: Judge, assignment: Assignment, worker: str, data: bytes) -> dict[str, Any]:
+    """Return the figures of the expensive checks on an honest file, within their limits or not.
 
-    `misses` are the margins above 0, in nats; `exposure` is how many tokens numerics could have moved.
+    `misses` are the margins above 0, in nats; `exposure` counts the tokens that numerics could have changed.
     """
-    case = judge.open(asked, worker, data)
+    case = judge.open(assignment, worker, data)
     if isinstance(case, Finding):
         raise ShoalError(f"honest work cannot be read: {case.detail}")
     examined = judge.examine_cheaply(case)
@@ -235,17 +236,17 @@ def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) ->
 
 
 def _exactness(folder: Path, dtype: DtypeName, device: str) -> str:
-    """Whether this machine may claim an exactness class in this dtype, in words."""
+    """Describe whether this machine may claim an exactness class in this dtype."""
     if numerics.pick("auto", dtype, device) == "fast":
         return "no exact numerics here: work is judged by the limits"
-    found = selftest.disagreements(load_model(folder, dtype, device, "exact"), dtype, device)
-    if found:
-        return f"results depend on batch shapes here ({', '.join(found)}): work is judged by the limits"
+    disagreements = selftest.disagreements(load_model(folder, dtype, device, "exact"), dtype, device)
+    if disagreements:
+        return f"results depend on batch shapes here ({', '.join(disagreements)}): work is judged by the limits"
     return "results do not depend on batch shapes here: within a class of such machines nothing is tolerated"
 
 
 def _judge(config: Config, checking: Checking) -> Judge:
-    # limits are for machines that compute unlike each other
+    # limits apply between machines with different numerics
     model = config.model.model_copy(update={"numerics": "fast"})
     return Judge(config.model_copy(update={"model": model}), RUN, checking.dtype, row_tokens=checking.row_tokens)
 
@@ -256,14 +257,14 @@ def _producer(config: Config, generation: Generating, identity: Identity, folder
     if generation.engine == "vllm":
         engine = VllmEngine(generation.dtype, generation.threads)
         kind = f"{generation.engine}/{torch.device(config.model.device).type}"
-    producer = _InParts(config, RUN, identity, engine, kind=kind)
+    producer = _BatchedProducer(config, RUN, identity, engine, kind=kind)
     producer.groups = generation.groups
     producer.load(folder, 0)
     return producer
 
 
-class _InParts(Producer):
-    """Decodes `groups` groups at a time: another batch shape, and so other rounding."""
+class _BatchedProducer(Producer):
+    """Decodes `groups` groups at a time, to vary the batch shape and so the rounding."""
 
     groups = 1
 
@@ -274,4 +275,4 @@ class _InParts(Producer):
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         parts = [slice(start, start + self.groups) for start in range(0, len(prompts), self.groups)]
-        return [group for part in parts for group in super(_InParts, self).complete(prompts[part], plans[part])]
+        return [group for part in parts for group in super(_BatchedProducer, self).complete(prompts[part], plans[part])]

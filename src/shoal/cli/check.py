@@ -1,6 +1,6 @@
-"""Looks before a run: `shoal check`, `shoal config`, `shoal calibrate`.
+"""Checks before a run: `shoal check`, `shoal config`, `shoal calibrate`.
 
-`shoal check [CONFIG]` has one line for each answer: will it run here, how long, how much memory and disk, and what to do?
+`shoal check [CONFIG]` prints one line per finding: does it run here, how long, how much memory and disk, and what to do.
 Invariant: it starts and changes nothing. Exit status 0: nothing fails, 1: something does.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.cli.preflight.machine import CheckLine
     from shoal.config import Config
 
-PROMPT = 64  # tokens, where the model's tokenizer is not on this machine
+PROMPT = 64  # tokens; used if the model's tokenizer is not on this machine
 
 
 def add_commands(commands: Commands) -> None:
@@ -49,15 +49,15 @@ def check(arguments: argparse.Namespace) -> int:
     from shoal.cli.preflight.machine import examine
 
     findings = list(examine(arguments.dir, config.model.device if config else "cpu"))
-    if config and not any(one.level == "fails" for one in findings):
-        general = "disk"  # what a run of this config needs takes its place
-        findings = [one for one in findings if one.name != general] + list(of_config(config, arguments.dir))
-    say("\n".join(one.line() for one in findings))
-    return int(any(one.level == "fails" for one in findings))
+    if config and not any(finding.level == "fails" for finding in findings):
+        general = "disk"  # replaced by the finding for this config
+        findings = [finding for finding in findings if finding.name != general] + list(of_config(config, arguments.dir))
+    say("\n".join(finding.line() for finding in findings))
+    return int(any(finding.level == "fails" for finding in findings))
 
 
 def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
-    """What would stop a run of this config here; if nothing does, its time, memory and disk."""
+    """Yield what would stop a run of this config here; if nothing does, its time, memory and disk."""
     from shoal.cli.launch.prepare import check_length, load_tasks
     from shoal.cli.preflight import disk, estimate
     from shoal.cli.preflight.machine import fails, free_bytes, ok
@@ -73,11 +73,11 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
         loaded = load_tasks(config)
         yield from (ok("tasks", note) for note in loaded.notes)
         yield ok("tasks", f"rewards and environments answered a trial; tasks.digest = {loaded.digest}")
-        # without a look at the hub's cache
+        # do not search the hub's cache
         own = {sources.SMOLLM2: sources.smollm2_dir, sources.TINY: sources.tiny_dir}
-        held = own[name]() if name in own else sources.resolve(name) if name.startswith((".", "/", "~")) else None
-        if held is not None and (held / "config.json").is_file():
-            prompt = estimate.mean_prompt(load_tokenizer(held), config, loaded.heldout[: estimate.SAMPLE])
+        model = own[name]() if name in own else sources.resolve(name) if name.startswith((".", "/", "~")) else None
+        if model is not None and (model / "config.json").is_file():
+            prompt = estimate.mean_prompt(load_tokenizer(model), config, loaded.heldout[: estimate.SAMPLE])
     except UserError as error:
         stops.append(str(error))
     for stop in stops:
@@ -91,7 +91,7 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     try:
         needs = disk.needs(config, estimate.model_sizes(name).parameters)
     except estimate.SizesError:
-        return  # the line about time says so
+        return  # the finding about time says so
     yield disk.finding(needs, free_bytes(folder))
 
 

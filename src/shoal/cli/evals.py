@@ -2,8 +2,7 @@
 
 `shoal eval SUITE,...` runs public benchmarks with models on this machine or behind an OpenAI-compatible URL.
 The table goes to standard output, progress to standard error, everything else into a folder. `shoal filter` measures pass
-rates of training tasks, and writes which ones are worth training on. Either continues, with the same command, where it was
-stopped.
+rates of training tasks, and selects those worth training on. Repeat the same command to continue after a stop.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
     if not arguments.models and not arguments.url:
         raise UserError("name a model: --model MODEL, or --url http://HOST:PORT/v1 --served-name NAME")
     check_installed()
-    asked = {"k": arguments.k, "temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
-    changed = {name: value for name, value in asked.items() if value is not None}
+    options = {"k": arguments.k, "temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
+    changed = {name: value for name, value in options.items() if value is not None}
     suites = [replace(suite, **changed) for suite in find(arguments.suites)]
     out: Path = arguments.out or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
     from shoal.evals.evaluate import RESULTS, evaluate, table, write_results
@@ -95,7 +94,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
 
 
 def _contestants(arguments: argparse.Namespace, out: Path) -> Iterator[Contestant]:
-    """Models on this machine, the newest version where a run is named; then those behind a URL, whose weights none knows."""
+    """Yield models on this machine (for a run, its newest version); then those behind a URL, whose weights are unknown."""
     from shoal.evals.evaluate import Contestant
     from shoal.evals.harness import Endpoint, serving
     from shoal.serve.versions import digest, label_of, source_of

@@ -1,7 +1,7 @@
-"""Every command by its name, and every error by its exit status. `GROUPS` is what `shoal --help` shows.
+"""Dispatch each command, and map each error to an exit status. `GROUPS` is what `shoal --help` shows.
 
-Exit status: 0 done, 1 failed (audit: a broken link, or a rejected file), 2 wrong usage or configuration, or something that
-was named is not there or unreadable, 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not fix,
+Exit status: 0 done, 1 failed (audit: a broken link, or a rejected file), 2 wrong usage or configuration, or a named file
+is missing or unreadable, 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not fix,
 130 interrupted.
 """
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def answer(call: Action, arguments: argparse.Namespace) -> int:
-    """Call it, and return its exit status; an error that its message explains becomes one line and a status."""
+    """Run a command and return its exit status; print an explained error as one line."""
     try:
         return call(arguments) or DONE
     except KeyboardInterrupt:
@@ -53,7 +53,7 @@ def answer(call: Action, arguments: argparse.Namespace) -> int:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of `shoal`; it stores the command's name as `command_name`, and what it calls as `call`."""
+    """Return the parser of `shoal`; it stores the command's name as `command_name`, and its function as `call`."""
     parser = Parser(
         prog="shoal",
         usage="shoal COMMAND ...",
@@ -75,7 +75,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _status_of(error: Exception, arguments: argparse.Namespace) -> int | None:
-    """The exit status of an error that its message explains; None for one that needs its traceback."""
+    """Return the exit status of an error that its message explains; None if it needs a traceback."""
     if isinstance(error, UserError) or _is_missing(error, arguments):
         return USAGE
     if arguments.command_name in ("coordinator", *ROLES) and not restart_helps(error):
@@ -84,7 +84,7 @@ def _status_of(error: Exception, arguments: argparse.Namespace) -> int | None:
 
 
 def _is_missing(error: Exception, arguments: argparse.Namespace) -> bool:
-    """Whether a file or folder that was named is not there, or not of its kind."""
+    """Return whether a file or folder named in the arguments is missing, or of the wrong kind."""
     if not isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)) or error.filename is None:
         return False
     path = Path(os.fsdecode(error.filename))

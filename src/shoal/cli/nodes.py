@@ -122,10 +122,10 @@ def _need(arguments: argparse.Namespace, names: list[str], given: str) -> None:
 
 
 def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
-    """Raises UserError: starting the same command again does not help."""
+    """Read and check the invite. Raise UserError: a restart does not help."""
     from shoal.protocol.invite import InviteError, read_invite
 
-    joined_before = (arguments.dir / "identity.pem").exists()  # such a node may return after its invite has expired
+    joined_before = (arguments.dir / "identity.pem").exists()  # such a node may rejoin after its invite has expired
     try:
         invite = read_invite(arguments.join)
         invite.check(role, None if joined_before else time.time())
@@ -161,7 +161,7 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
 
 
 def serve_or_join(arguments: argparse.Namespace) -> int:
-    """An origin or a relay: with --join in a pool, else alone."""
+    """Run an origin or a relay: with --join in a pool, else standalone."""
     if arguments.join:
         return join(arguments)
     name = arguments.command_name
@@ -223,7 +223,7 @@ def _store(arguments: argparse.Namespace) -> ShardStore:
 
 
 def _public_key(arguments: argparse.Namespace) -> str:
-    """The origin's. Raises UserError."""
+    """Return the origin's public key. Raise UserError."""
     key: str = arguments.key
     if not PUBLIC_KEY.fullmatch(key):
         raise UserError(f"--key {key[:80]!r} is not a public key: 64 hex digits, which the origin prints")
@@ -235,17 +235,17 @@ def _public_key(arguments: argparse.Namespace) -> str:
 
 def _listen(text: str) -> tuple[str, int]:
     try:
-        found = Listening(listen=text)
+        address = Listening(listen=text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:0") from error
-    return found.host, found.port
+    return address.host, address.port
 
 
 def _url(text: str) -> str:
     from shoal.protocol.invite import AddressError, server_url
 
     try:
-        if text:  # argparse passes the default, too
+        if text:  # argparse also passes the default
             server_url(text)
     except AddressError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

@@ -26,7 +26,7 @@ from shoal.shardcast.server import url_of
 Listen = tuple[str, int]  # host and port
 
 WATCH_S = 0.1
-LOOK_S = 2.0  # between two looks at where the origin is, while it is not reached
+LOOK_S = 2.0  # between two lookups of the origin's address, while it is unreachable
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
         looked_s = time.monotonic()
 
         def upstream() -> list[str]:
-            """The origin and the relays that are up now, in any order: the relay finds its own place among them."""
+            """Return the origin and the live relays, in any order: the relay finds its own position."""
             return origins + (node.answer.relays if node.answer else [])
 
         relay = Relay(upstream, store, node.access(publisher, config))
@@ -90,10 +90,10 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
                 if (relay.status.last_error or not origins) and time.monotonic() - looked_s >= LOOK_S:
                     origins[:] = await asyncio.to_thread(_origins, node)
                     looked_s = time.monotonic()
-                held = relay.status.versions
-                if held and node.policy_version != max(held):
-                    log.info("version %d is mirrored", max(held))
-                node.policy_version = max(held) if held else None
+                mirrored = relay.status.versions
+                if mirrored and node.policy_version != max(mirrored):
+                    log.info("version %d is mirrored", max(mirrored))
+                node.policy_version = max(mirrored) if mirrored else None
                 if relay.status.arrival:
                     node.came(relay.status.arrival)
                 node.doing(relay.status.last_error or "the origin", waiting=True)
@@ -112,7 +112,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
 
 
 def _origins(node: Node) -> list[str]:
-    """Where the origin is. A status may be a moment old: without an origin that has just joined, or its new address."""
+    """Return the origin's URLs. The status may lag: an origin that just joined or moved may be missing."""
     status = node.get("/v1/status", Status)
     return [member.url for member in status.nodes if member.role == "origin" and member.url]
 
@@ -127,7 +127,7 @@ async def serve_store(
     live: Callable[[Node], Awaitable[str]],
     stop: threading.Event,
 ) -> str:
-    """Serve the store to the pool's nodes, join with the address, and run `live`. `url`: a proxy's in front of it, or ""."""
+    """Serve the store to the pool's nodes, join with the address, and run `live`. `url`: that of a proxy in front, or ""."""
     guard = Guard(audience=invite.run, pool_key=invite.key)
     runner, bound = await _bind(app(store, guard=guard), *listen, folder / "port")
     try:
@@ -147,7 +147,7 @@ async def serve_store(
 
 
 async def _ban(node: Node, guard: Guard) -> None:
-    """Nodes that the coordinator evicts get no weights after the next heartbeat."""
+    """Stop serving nodes that the coordinator evicts, from the next heartbeat on."""
     while True:
         if node.answer:
             guard.ban(frozenset(node.answer.banned))
@@ -155,7 +155,7 @@ async def _ban(node: Node, guard: Guard) -> None:
 
 
 async def _bind(application: web.Application, host: str, port: int, last_port: Path) -> tuple[web.AppRunner, int]:
-    """Listen on `port`. Port 0 means the port from before a restart, or a free one."""
+    """Listen on `port`; 0 reuses the port from before a restart, or takes a free one."""
     last = last_port.read_text() if port == 0 and last_port.exists() else ""
     port = int(last) if last else port
     runner, bound = await serve(application, host, port)

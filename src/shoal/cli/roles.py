@@ -1,4 +1,4 @@
-"""How each role that computes starts: check the device, join the pool, get config and tasks, build the process, run it.
+"""Start each role that computes: check the device, join the pool, get config and tasks, build the process, run it.
 
 Invariant: each `run_*` returns how the run ended. torch is imported only by the functions that compute, so that the commands
 which import this module answer at once. Origin and relay: `origin_and_relay`.
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from shoal.model.dtype import DtypeName
     from shoal.tasks import TaskSet
 
-TASKS = "tasks"  # in a node's folder: what it fetched of the task set
-LEADER_TIMEOUT_S = 7 * 86_400.0  # a rank waits for the leader's next batch as long as a pool may be idle
-RANKS_TIMEOUT_S = 1800.0  # and for another rank in a collective: longer than any row, load or file takes
+TASKS = "tasks"  # in a node's folder: the fetched part of the task set
+LEADER_TIMEOUT_S = 7 * 86_400.0  # for the leader's next batch: as long as a pool may be idle
+RANKS_TIMEOUT_S = 1800.0  # for another rank in a collective: longer than any row, load or file takes
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def join(
 
 
 def capability(engine: str = "torch") -> Capability:
-    """Return what this machine reports about itself: its best device, and what it generates with."""
+    """Return what this machine reports about itself: its best device, and its engine."""
     import torch
 
     return Capability(device="cuda" if torch.cuda.is_available() else "cpu", engine=engine)
@@ -105,7 +105,7 @@ def run_worker(
     producer_type: type | None = None,
     engine: EngineName = "torch",
 ) -> str:
-    """Follow the newest weights and generate rollouts. `producer_type`: `Producer`, or one that lies."""
+    """Follow the newest weights and generate rollouts. `producer_type`: `Producer`, or a dishonest one for tests."""
     from shoal.worker.loop import OneThread, Worker, follow
     from shoal.worker.produce import Producer
 
@@ -114,8 +114,7 @@ def run_worker(
     with node.heart(), generator(engine, config, dtype, threads, compute) as (generates, kind, fingerprint):
         publisher = node.wait_for_key("origin", stop)
         tasks = task_set(node, config, folder)
-        made = producer_type or Producer
-        producer = made(config, node.invite.run, node.identity, generates, tasks, kind, compute)
+        producer = (producer_type or Producer)(config, node.invite.run, node.identity, generates, tasks, kind, compute)
         with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
             return Worker(node, producer, fingerprint, compute).run(follower, stop)
 
@@ -126,7 +125,7 @@ def generator(
 ) -> Iterator[tuple[Engine, str, Callable[[], str]]]:
     """Yield the engine, its kind for the headers of files, and what gives the fingerprint of its weights.
 
-    `compute`: what the torch engine runs its steps with; None: the thread that generates.
+    `compute`: runs the torch engine's steps; None: the calling thread.
     vLLM's results depend on its batches, so it claims no exactness class. Raises ShoalError.
     """
     device = config.model.device

@@ -1,5 +1,5 @@
 """Pages and endpoints: `shoal dashboard RUN`, a run in a browser or in one HTML file; `shoal serve RUN|MODEL`, the
-OpenAI-compatible endpoint and the chat page; and what `shoal audit` asks of a reply.
+OpenAI-compatible endpoint and the chat page; and the reply check of `shoal audit`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def serve(arguments: argparse.Namespace) -> None:
         raise UserError("--open has no login, so it serves this machine only; leave --host out, or --open")
     stop = process.begin("serve", threads=arguments.threads)
     source = source_of(arguments.what)
-    # a port that is taken costs no loading of weights
+    # fail on a taken port before loading weights
     process.listen(arguments.host, arguments.port, "the endpoint").close()
     from shoal.model.dtype import compute_on
     from shoal.serve.service import Settings, serve_forever
@@ -93,11 +93,11 @@ def serve(arguments: argparse.Namespace) -> None:
     )
     if not serve_forever(source, settings, stop, say):
         sys.stdout.flush()
-        os._exit(0)  # not after a forward pass that nobody waits for
+        os._exit(0)  # do not wait for an abandoned forward pass
 
 
 def audit_reply(data: bytes, model: str, threads: int) -> int:
-    """Recompute a reply that the chat page or the API gave out, with the weights of `model`. Return the exit status."""
+    """Recompute a reply file of the chat page or the API with the weights of `model`. Return the exit status."""
     from shoal.serve.versions import source_of
 
     source = source_of(model)
@@ -114,9 +114,9 @@ def audit_reply(data: bytes, model: str, threads: int) -> int:
         say(f"unreadable: {error}")
         return USAGE
     offers = source.offers()
-    offer = next((one for one in offers if one.version == reply.version), offers[0] if len(offers) == 1 else None)
+    offer = next((offer for offer in offers if offer.version == reply.version), offers[0] if len(offers) == 1 else None)
     if offer is None:
-        raise UserError(f"{model} no longer holds version {reply.version}; name that version's folder")
+        raise UserError(f"{model} no longer has version {reply.version}; name that version's folder")
     verdict = proof.verify(reply, load(offer, engine_of(source)()), source.config)
     say("\n".join(verdict.lines()))
     return 0 if verdict.passed else 1

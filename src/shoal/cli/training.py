@@ -1,6 +1,6 @@
-"""What trains: `shoal run`, `shoal sft`, `shoal pretrain`.
+"""The training commands: `shoal run`, `shoal sft`, `shoal pretrain`.
 
-`shoal run` is everything on this machine. sft and pretrain print one line to standard output, the finished model's folder;
+`shoal run` starts every role on this machine. sft and pretrain print the finished model's folder to standard output;
 progress goes to the log. Under torchrun several ranks act as one: rank 0 leads, and the others need only the model. With
 --join, `shoal pretrain` is one of several sites.
 """
@@ -76,10 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
     from shoal.cli.launch.swarm import Swarm
 
     if arguments.resume:
-        held = config_module.load(arguments.config).model.name  # its checkpoints fit no other
-        if config.model.name != held:
+        model = config_module.load(arguments.config).model.name  # checkpoints fit only this model
+        if config.model.name != model:
             raise UserError(
-                f"the run in {arguments.resume} trains {held}, not {config.model.name}: start a new run for that model"
+                f"the run in {arguments.resume} trains {model}, not {config.model.name}: start a new run for that model"
             )
         name, address = stopped_run(arguments.resume)
         return Swarm(config, name, arguments.resume, address, dashboard=arguments.dashboard).run()
@@ -141,11 +141,11 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
 
 
 def _out(arguments: argparse.Namespace, ranks: Ranks) -> Path:
-    """The folder to write to: the leader's, on every rank."""
+    """Return the leader's output folder, on every rank."""
     from shoal.learner.ranks import from_leader
 
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return from_leader(ranks, lambda: out, lambda path: str(path).encode(), lambda told: Path(told.decode()))
+    return from_leader(ranks, lambda: out, lambda path: str(path).encode(), lambda data: Path(data.decode()))
 
 
 def _pretraining(

@@ -1,4 +1,4 @@
-"""The processes of a run as children of `shoal run`: started, restarted when they die, stopped together.
+"""Child processes of `shoal run`: start them, restart those that die, stop them together.
 
 Each child runs a `shoal` command, as it would on its own machine. Where forking is safe, children are forked from one
 process that has imported everything they need (`preload`). This saves each child ten seconds of a laptop's time and a
@@ -23,14 +23,14 @@ from setproctitle import setproctitle
 from shoal.cli.launch import process
 from shoal.errors import ShoalError
 
-MAX_RESTARTS = 5  # of one process; then the run gives up
+MAX_RESTARTS = 5  # per process; then the run fails
 MEASURE_S = 5.0  # between two measurements of memory: one takes the kernel milliseconds per gigabyte
 STOP_S = 10.0  # between SIGTERM and SIGKILL
-LONGEST_BACKOFF_S = 8.0
+MAX_BACKOFF_S = 8.0
 # The tracker of multiprocessing's semaphores removes those of a killed child; it need not say so after the prompt.
 QUIET = "ignore:resource_tracker:UserWarning"
 MAX_WORDS = 1000  # characters of a child's last line that an error repeats
-USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli
+USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli.main
 
 # For every child: only large pieces of memory go back to the system (fewer page faults), idle threads sleep, and no library
 # starts threads during its import. Each role then takes its share of the cores (`--threads`).
@@ -57,7 +57,7 @@ class Child:
     restarts: int = 0
     start_at_s: float = 0.0
     process: BaseProcess | None = None
-    ended: bool = False  # as intended: it is done, or evicted
+    ended: bool = False  # exited as intended: done, or evicted
 
     def start(self) -> None:
         arguments = (self.module, self.command, self.log)
@@ -65,7 +65,7 @@ class Child:
         self.process.start()
 
     def exit_status(self) -> int | None:
-        """Negative: the signal that ended it. None while it runs, and before its start."""
+        """Return the exit status; negative for a signal; None before the start and while it runs."""
         return self.process.exitcode if self.process else None
 
     def last_line(self) -> str:
@@ -73,7 +73,7 @@ class Child:
         return lines[-1] if lines else "nothing in its log"
 
     def last_words(self) -> str:
-        """The beginning of its last line: an error's message starts with what failed."""
+        """Return the start of the last log line, which names what failed."""
         line = self.last_line()
         return line if len(line) <= MAX_WORDS else f"{line[:MAX_WORDS]}…"
 
@@ -98,7 +98,7 @@ class Children:
         return child
 
     def run(self, name: str, command: list[str], module: str = "shoal.cli") -> str:
-        """Run a command to its end. Returns the last line it printed. Raises ShoalError if it fails."""
+        """Run a command to its end and return its last output line. Raise ShoalError if it fails."""
         child = Child(name, command, self.logs / f"{name}.log", self.context, module)
         child.start()
         assert child.process is not None
@@ -111,18 +111,18 @@ class Children:
         return child.last_line()
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name of the children that were started (they may have ended since)."""
+        """Return the process ids of started children by name (they may have exited since)."""
         return {child.name: child.process.pid for child in self.all if child.process and child.process.pid}
 
     def has_ended(self, name: str) -> bool:
-        """Whether the child of this name is done, as intended."""
+        """Return whether the child of this name has exited as intended."""
         return any(child.ended for child in self.all if child.name == name)
 
     def restarts(self) -> dict[str, int]:
         return {child.name: child.restarts for child in self.all}
 
     def revive(self, say: Callable[[str], None]) -> None:
-        """Restart children that died, with a longer pause each time. Raises ShoalError if a restart does not help."""
+        """Restart children that died, with exponential backoff. Raise ShoalError if restarts do not help."""
         for child in self.all:
             self._revive(child, say)
 
@@ -148,7 +148,7 @@ class Children:
             raise ShoalError(f"{child.name} cannot run: {child.last_words()} (see {child.log})")
         if child.restarts >= self.max_restarts:
             raise ShoalError(f"{child.name} ended {child.restarts + 1} times: {child.last_words()} (see {child.log})")
-        backoff_s = min(0.5 * 2**child.restarts, LONGEST_BACKOFF_S)
+        backoff_s = min(0.5 * 2**child.restarts, MAX_BACKOFF_S)
         child.restarts += 1
         child.process, child.start_at_s = None, time.monotonic() + backoff_s
         how = f"by signal {-code}" if code < 0 else f"with status {code}: {child.last_words()}"
@@ -184,18 +184,18 @@ def _become(module: str, command: list[str], log: Path) -> None:
 
 @dataclass
 class MemoryPeaks:
-    """How much memory processes hold, read from Linux's /proc; a peak never falls, even when its process has died.
+    """Peak memory of processes, from Linux's /proc; peaks are kept after a process has died.
 
     Without /proc every figure is 0. Left out: the process that children are forked from, which shares all but some 40 MB of
     its pages with them.
     """
 
     rss_bytes: dict[str, int] = field(default_factory=dict)  # of each process
-    together_bytes: int = 0  # the most that all processes held at one moment, shared pages counted once
+    together_bytes: int = 0  # peak of all processes at once, shared pages counted once
     measured_s: float = 0.0
 
     def measure(self, pids: Mapping[str, int]) -> bool:
-        """Measure these processes, by name. Returns False if the last measurement is less than MEASURE_S ago."""
+        """Measure these processes, by name. Return False if the last measurement is less than MEASURE_S ago."""
         if time.monotonic() - self.measured_s <= MEASURE_S:
             return False
         for name, pid in pids.items():

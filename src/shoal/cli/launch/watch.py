@@ -1,6 +1,6 @@
-"""Watches a running run: its state, its progress, and the reasons to stop it.
+"""Watch a run: its state, its progress, and reasons to stop it.
 
-Invariant: a run that cannot get anywhere is stopped with the reason. It stalls (STALL_S), its groups teach nothing
+Invariant: a run that cannot make progress is stopped with the reason. It stalls (STALL_S), its groups teach nothing
 (NO_SIGNAL_GROUPS in a row), its grader fails too often (GRADER_ERRORS), or its disk is full.
 """
 
@@ -18,8 +18,8 @@ from shoal.watch.figures import grader_errors, no_signal
 
 NO_SIGNAL_GROUPS = 512  # accepted groups in a row with equal rewards after which a run is stopped
 STALL_S = 900.0  # without an accepted submission or a trained step
-LEAST_GRADED = 64  # rollouts before grader errors are judged
-RECENT_GRADED = 512  # of an earlier leg, whose grader may have been another, fewer are ignored
+MIN_GRADED = 64  # rollouts before the grader's error rate is checked
+RECENT_GRADED = 512  # after a resume, ignore errors of the earlier leg until this many rollouts
 
 
 class Watch:
@@ -44,7 +44,7 @@ class Watch:
         self._flat_before = math.inf  # groups in a row without a signal at the first look: of an earlier leg
 
     def look(self) -> Status | None:
-        """The state of the run now; None while the coordinator is away (it may be restarting)."""
+        """Return the run's current state; None while the coordinator is unreachable (it may be restarting)."""
         try:
             self.status = self.pool.look()
         except UnreachableError:
@@ -78,9 +78,9 @@ class Watch:
             )
 
     def _grader_fails(self, grading: Grading) -> str:
-        """What is wrong with the newest rollouts' grading; "" if not too much."""
+        """Return the problem with the newest rollouts' grading; "" if errors are within the limit."""
         graded = grading.total - self._graded_before
-        enough = RECENT_GRADED if self._graded_before else LEAST_GRADED
+        enough = RECENT_GRADED if self._graded_before else MIN_GRADED
         if graded < enough or grading.errors <= GRADER_ERRORS * grading.recent:
             return ""
         return grader_errors(grading) + f", more than {GRADER_ERRORS:.0%}"

@@ -1,7 +1,7 @@
-"""Will this machine do? PyTorch, device, speed, numerics, memory, disk, sandbox: measured, and judged.
+"""Check this machine: PyTorch, device, speed, numerics, memory, disk, sandbox.
 
-Invariant: every finding that is not "ok" has a remedy. Nothing is changed. It takes a few seconds, most of them the import
-of torch. Left out: the speed of a disk and of the network, which a run shows better than a probe of seconds.
+Invariant: every finding that is not "ok" has a remedy. Nothing is changed. It takes a few seconds, mostly the import of
+torch. Left out: disk and network speed, which a short probe cannot measure well.
 """
 
 import os
@@ -16,8 +16,8 @@ from shoal.errors import first_line
 from shoal.watch.figures import memory as size
 
 GIB = 1 << 30
-LEAST_MEMORY_BYTES = 4 * GIB  # for all of `shoal run` with a small model
-LEAST_DISK_BYTES, SCARCE_DISK_BYTES = GIB, 10 * GIB
+MIN_MEMORY_BYTES = 4 * GIB  # for all of `shoal run` with a small model
+MIN_DISK_BYTES, SCARCE_DISK_BYTES = GIB, 10 * GIB
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
 SLOW_GFLOPS = 20.0  # below it, even the smallest model trains for hours
 
@@ -26,7 +26,7 @@ Level = Literal["ok", "warning", "fails"]  # "fails" stops a run; "warning" cost
 
 @dataclass(frozen=True)
 class CheckLine:
-    """One line of the report: what was looked at, how it stands, and what to do about it."""
+    """One line of the report: the subject, its level, and the remedy."""
 
     name: str
     level: Level
@@ -50,7 +50,7 @@ def fails(name: str, text: str, remedy: str) -> CheckLine:
 
 
 def examine(folder: Path, device: str = "cpu") -> Iterator[CheckLine]:
-    """Look at this machine, in the order in which to mend it. `folder`: where a run would be."""
+    """Yield findings in the order in which to fix them. `folder`: where the run's folder would be."""
     from shoal.sandbox import TIERS, problem
 
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
@@ -66,10 +66,10 @@ def examine(folder: Path, device: str = "cpu") -> Iterator[CheckLine]:
 
 
 def _computing(device: str) -> Iterator[CheckLine]:
-    """What torch says and does, if it can be imported."""
+    """Yield findings about torch, if it can be imported."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # a missing package, or a library of its own that does not load here
+    except (ImportError, OSError) as error:  # not installed, or its native library does not load
         why = f"cannot be imported: {first_line(error)}"
         yield fails("torch", why, "pip install torch (make setup takes the CPU build)")
         return
@@ -104,7 +104,7 @@ def of_speed(gflops: Mapping[str, float], threads: int) -> CheckLine:
 
 
 def of_numerics(inexact: Mapping[str, str]) -> CheckLine:
-    """`inexact`: by dtype, why exact numerics cannot be had; "" if they can."""
+    """`inexact`: by dtype, why exact numerics are not available; "" if they are."""
     if exact := [name for name, why in inexact.items() if not why]:
         return ok("numerics", f"exact in {' and '.join(exact)}: work is checked to the last bit within a class")
     why = next(iter(inexact.values()))
@@ -117,10 +117,10 @@ def of_numerics(inexact: Mapping[str, str]) -> CheckLine:
 
 
 def of_memory(total_bytes: int, unused_bytes: int) -> CheckLine:
-    text, least = f"{size(total_bytes)}, {size(unused_bytes)} free", size(LEAST_MEMORY_BYTES)
-    if total_bytes < LEAST_MEMORY_BYTES:
+    text, least = f"{size(total_bytes)}, {size(unused_bytes)} free", size(MIN_MEMORY_BYTES)
+    if total_bytes < MIN_MEMORY_BYTES:
         return fails("memory", text, f"a run takes {least} or more: use another machine")
-    if unused_bytes < LEAST_MEMORY_BYTES:
+    if unused_bytes < MIN_MEMORY_BYTES:
         return warning("memory", text, f"free {least} before you start: end other programs")
     return ok("memory", text)
 
@@ -131,7 +131,7 @@ def of_disk(folder: Path, unused_bytes: int) -> CheckLine:
         return fails("disk", f"{there} is not a folder", "choose another folder")
     if not os.access(there, os.W_OK):
         return fails("disk", f"{there} cannot be written by this user", "choose another folder, or change its owner")
-    if unused_bytes < LEAST_DISK_BYTES:
+    if unused_bytes < MIN_DISK_BYTES:
         return fails("disk", text, "free space, or choose a folder on another disk")
     if unused_bytes < SCARCE_DISK_BYTES:
         return warning("disk", text, "enough for a small model; `shoal check CONFIG` says what a run needs")
@@ -147,7 +147,7 @@ def of_sandbox(problems: Mapping[str, str]) -> CheckLine:
 
 
 def memory_bytes() -> int:
-    """The machine's memory, or the limit of the container that this process is in, if that is less."""
+    """Return the machine's memory, or its container's limit if that is less."""
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(path).read_text().strip() if Path(path).is_file() else ""
@@ -157,7 +157,7 @@ def memory_bytes() -> int:
 
 
 def _free_memory() -> int:
-    """What could be used without swapping, by Linux's own estimate; elsewhere all of it."""
+    """Return Linux's MemAvailable; on other systems all memory."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
@@ -165,10 +165,10 @@ def _free_memory() -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free disk where `folder` is, or would be."""
+    """Return the free disk space where `folder` is or would be."""
     return shutil.disk_usage(_above(folder)).free
 
 
 def _above(folder: Path) -> Path:
-    """The folder, or the first of those above it that is there."""
+    """Return the folder or its closest existing ancestor."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
