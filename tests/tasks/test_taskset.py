@@ -333,7 +333,7 @@ def test_two_reward_files_of_one_name_and_one_too_large_are_refused(source: Path
     with pytest.raises(TasksNotFoundError, match=r"two files of your own are named mine.py; rename"):
         tasks.load(TaskSection(sources=sources, heldout=4))
     (tmp_path / "a" / "mine.py").write_text("#" * (2 << 20))
-    with pytest.raises(TasksNotFoundError, match="holds 2.1 MB"):
+    with pytest.raises(TasksNotFoundError, match="has 2.1 MB"):
         tasks.load(TaskSection(sources=sources, heldout=4))
 
 

@@ -1,13 +1,12 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + scale * B (A x), with W as it was and A, B to train.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + scale * B (A x), with W frozen and A, B trained.
 
 A version of a model with adapters holds W, A and B. Learner, engine and validator compute with this module, so they compute
-the same policy. Merged into bf16, an adapter of a few small updates would vanish: W + scale * B A is nearer to W than to any
-other bf16 number.
+the same policy. Adapters are not merged into bf16 weights, because small updates would be rounded away.
 
     names    A and B of layer `l` are `l.lora_A` and `l.lora_B` beside `l.weight`
     config   `shoal_lora` in config.json: rank, alpha, targets
 
-Invariant: with B = 0, its first value, the output has the bits of the layer alone. With exact numerics the output's bits
+Invariant: with B = 0, its initial value, the output equals the layer's bit for bit. With exact numerics the output's bits
 depend on its row alone, as those of `products.linear` do.
 Left out: adapters of the embeddings and the output head.
 """
@@ -50,9 +49,7 @@ class Adapted(nn.Linear):
             super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
         self.weight, self.bias = layer.weight, layer.bias
         self.scale, self.exact = section.scale, exact
-        device = (
-            "cpu" if layer.weight.is_meta else layer.weight.device
-        )  # adapters are drawn also where weights come later
+        device = "cpu" if layer.weight.is_meta else layer.weight.device  # initialise A even if weights are loaded later
         self.lora_A = nn.Parameter(layer.weight.new_empty(section.rank, layer.in_features, device=device))
         self.lora_B = nn.Parameter(layer.weight.new_zeros(layer.out_features, section.rank, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
@@ -66,9 +63,9 @@ class Adapted(nn.Linear):
 
 
 def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
-    """Give the model adapters that do nothing yet, and note them in its config. Those of the same section are kept.
+    """Add zero-initialised adapters to the model and record them in its config. Keep existing ones of the same section.
 
-    Raise ShoalError if the model has others, or no layer of these names.
+    Raise ShoalError if the model has other adapters, or no target layer.
     """
     stored = stored_in(model.config)
     if stored is not None and any(layers(model)):
@@ -82,22 +79,22 @@ def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
                 setattr(parent, name, Adapted(layer, section, exact=exact).train(layer.training))
                 attached = True
     if not attached:
-        known = sorted({name.rpartition(".")[2] for name, of in model.named_modules() if isinstance(of, nn.Linear)})
+        linear = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         raise ShoalError(
-            f"none of {', '.join(section.targets)} is a linear layer of {type(model).__name__}, which has {known}: "
+            f"none of {', '.join(section.targets)} is a linear layer of {type(model).__name__}, which has {sorted(linear)}: "
             "train all weights"
         )
     setattr(model.config, FIELD, asdict(section))
 
 
 def stored_in(config: Any) -> Adapters | None:
-    """The adapters of a version with this config."""
+    """Return the adapters of a version with this config, or None."""
     fields = getattr(config, FIELD, None)
     return Adapters(int(fields["rank"]), float(fields["alpha"]), tuple(fields["targets"])) if fields else None
 
 
 def layers(model: Any) -> Iterator[tuple[str, Adapted]]:
-    """The layers that have an adapter, by name."""
+    """Return the layers that have an adapter, by name."""
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, Adapted))
 
 

@@ -1,8 +1,8 @@
 """Attention over trees packed into one row: a token attends to its prompt and to earlier tokens of its completion.
 
-Prompts may begin alike. Their common beginning, the root, then stands once in the row, before all trees.
+If prompts share a prefix, that prefix, the root, is in the row once, before all trees.
 
-Three kernels compute the same result. The device decides:
+Three kernels compute the same result; the device determines which:
 
     cascade  CPU. Root, prompts and completions attend causally to themselves, batched by length. Then the completions of a
              tree attend to its prompt, and all trees to the root, whose keys are read once for all of them. The parts of
@@ -39,10 +39,10 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class Span:
-    """The position of one tree in the row: its prompt (behind the row's root), then its completions, without gaps."""
+    """One tree's place in the row: its prompt without the root, then its completions, without gaps."""
 
     start: int
-    prompt: int  # tokens of it that stand here
+    prompt: int  # tokens, without the root
     completions: tuple[int, ...]  # tokens of each one
 
     @property
@@ -55,7 +55,7 @@ class Span:
         return self.branches + sum(self.completions)
 
     def parts(self) -> Iterator[tuple[range, range]]:
-        """What attends causally to itself, and the prompt that it attends to as well: the prompt and each completion.
+        """Yield each causal part (the prompt, each completion), and the prompt range that it also attends to.
 
         A tree of one completion is one part.
         """
@@ -76,13 +76,13 @@ class Segments:
 
     index_BL: Tensor  # int64, positions in the row; 0 for padding
     padded_BL11: Tensor  # bool
-    start: int | None  # of the first, if they lie side by side in the row and none is padded
+    start: int | None  # of the first, if they are contiguous in the row and none is padded
 
 
 class RowLayout:
-    """Which position attends to which in a row of T positions, and the kernel that computes it on `device`.
+    """The attention pattern of a row of T positions, and the kernel that computes it on `device`.
 
-    `root`: positions at the row's beginning that belong to every tree's prompt.
+    `root`: positions at the start of the row that belong to every tree's prompt.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class RowLayout:
         self.device = device
         self.kernel = kernel or {"cpu": "cascade", "cuda": "flex"}.get(device.type, "masked")
         self.length = spans[-1].end if spans else 0
-        self.derived: dict[tuple[int, int], Any] = {}  # what exact attention works out once, by heads and depth
+        self.derived: dict[tuple[int, int], Any] = {}  # cache of exact attention, by heads and depth
 
     def to(self, device: torch.device) -> "RowLayout":
-        """The same object for the same spans while few other rows come between: policy and reference share its masks."""
+        """Move to a device. Recent results are cached, so that policy and reference share masks."""
         return self if device == self.device else _moved(tuple(self.spans), device, self.root)
 
     def parts(self) -> Iterator[tuple[range, tuple[range, range]]]:
-        """Each stretch that attends causally to itself, and what comes before it in its sequence: root and prompt."""
+        """Yield each causal range and what precedes it in its sequence: root and prompt."""
         if self.root:
             yield range(self.root), (range(0), range(0))
         for span in self.spans:
@@ -108,7 +108,7 @@ class RowLayout:
 
     @cached_property
     def segments(self) -> list[Segments]:
-        """What attends causally to itself, in batches of similar length."""
+        """The causal ranges, in batches of similar length."""
         segments = [(own.start, len(own)) for own, _ in self.parts()]
         segments.sort(key=lambda segment: -segment[1])
         batches: list[list[tuple[int, int]]] = []
@@ -138,17 +138,17 @@ class RowLayout:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether `home_T` changes nothing but what is behind the last position."""
+        """Whether `home_T` is the identity."""
         return bool((self.home_T == torch.arange(self.length, device=self.device)).all())
 
     def home(self, parts: Sequence[Tensor]) -> Tensor:
-        """What was computed of each batch of the segments, position by position of the row."""
+        """Reorder the batches' results into the row's positions."""
         together = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
         return together[: self.length] if self.in_order else together.index_select(0, self.home_T)
 
     @cached_property
     def across(self) -> list[tuple[slice, slice]]:
-        """(queries, keys) beyond the segments: completions of a tree that has several and its prompt; trees and root."""
+        """(queries, keys) of non-causal attention: several completions to their prompt; all trees to the root."""
         pairs = [
             (slice(span.branches, span.end), slice(span.start, span.branches))
             for span in self.spans
@@ -160,7 +160,7 @@ class RowLayout:
 
     @cached_property
     def owners(self) -> tuple[Tensor, Tensor]:
-        """tree_T and branch_T: each position's tree (-1: the root), and its part of that tree; part 0 is the prompt."""
+        """tree_T and branch_T: each position's tree (-1: the root), and its branch of that tree; branch 0 is the prompt."""
         tree, branch = [-1] * self.root, [0] * self.root
         for i, span in enumerate(self.spans):
             tree += [i] * (span.end - span.start)
@@ -170,7 +170,7 @@ class RowLayout:
 
     @cached_property
     def mask_11TT(self) -> Tensor:
-        """bool, True if the row's query attends to the column's key."""
+        """bool: whether query (row) attends to key (column)."""
         at_T = torch.arange(self.length, device=self.device)
         return self.sees(at_T[:, None], at_T)[None, None]
 
@@ -179,7 +179,7 @@ class RowLayout:
         return block_mask(self.length, self.sees, self.device)
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether the query at one position attends to the key at the other; both int64, broadcast."""
+        """Return whether queries attend to keys, by position; both int64, broadcast."""
         tree_T, branch_T = self.owners
         same_branch = (branch_T[query] == branch_T[key]) | (branch_T[key] == 0)
         same_tree = (tree_T[query] == tree_T[key]) & same_branch
@@ -202,7 +202,7 @@ def attend(
     layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. Return (output_1ThD, None)."""
+    """Implement transformers' attention interface. Return (output_1ThD, None)."""
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -276,7 +276,7 @@ def cascade_backward(
     layout: RowLayout,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, from the output and the log-sum-exp of each query's scores."""
+    """Return the gradients of query, key and value, from the output and the log-sum-exp of each query's scores."""
     grads: tuple[list[Tensor], ...] = ([], [], [])
     for batch in layout.segments:
         grad_BhLD = _gather(grad_ThD, batch)
@@ -333,7 +333,7 @@ def _flash_backward(
 
 
 def _gather(x_ThD: Tensor, batch: Segments) -> Tensor:
-    """A batch's segments of a row: a view if they lie side by side. Return x_BhLD."""
+    """Gather a batch's segments, as a view if they are contiguous. Return x_BhLD."""
     size = batch.index_BL.shape
     if batch.start is None:
         x_NhD = x_ThD.index_select(0, batch.index_BL.flatten())
@@ -343,7 +343,7 @@ def _gather(x_ThD: Tensor, batch: Segments) -> Tensor:
 
 
 def _row(x_ThD: Tensor, where: slice) -> Tensor:
-    """A stretch of a row as a batch of one. Return x_1hLD."""
+    """Return a range of a row as a batch of one, x_1hLD."""
     return x_ThD[where].transpose(0, 1)[None]
 
 
@@ -355,7 +355,7 @@ def _flex() -> Any:
 
 
 def block_mask(length: int, sees: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> Any:
-    """The block mask of flex attention: that of PyTorch's `create_block_mask`, built a tile of queries at a time.
+    """Build flex attention's block mask, like PyTorch's `create_block_mask`, but one tile of queries at a time.
 
     `create_block_mask` first holds all pairs of query and key: 17 GB at 40,960 positions, eagerly. Here the largest tensor
     is BLOCK rows of them. `sees(query, key)` tells which attends to which, broadcast over int64 positions.
@@ -380,7 +380,7 @@ def block_mask(length: int, sees: Callable[[Tensor, Tensor], Tensor], device: to
 
 
 def _ordered(chosen_QK: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block has, and all key blocks, the chosen ones first, in order; int32."""
+    """Return the number of chosen key blocks per query block, and all key blocks, chosen ones first; int32."""
     chosen_11QK = chosen_QK[None, None].to(torch.int32)
     order_11QK = torch.argsort(chosen_11QK, dim=-1, descending=True, stable=True)
     return chosen_11QK.sum(-1, dtype=torch.int32), order_11QK.to(torch.int32)

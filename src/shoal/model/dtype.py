@@ -1,4 +1,4 @@
-"""What this process computes with: its dtype, picked by measurement, its threads, and memory that it gives back.
+"""How this process computes: its dtype, chosen by measurement, its threads, and returning freed memory.
 
 The dtype is measured on this machine, because a CPU's name and vendor do not predict it. Two 2-core CPUs, measured: fp32 170
 and bf16 1 GFLOP/s on one, fp32 190 and bf16 850 on the other. `shoal run` writes the result into the resolved config.
@@ -37,7 +37,7 @@ def check_device(device: str) -> None:
 
 
 def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
-    """GFLOP/s of a square matrix product in `dtype` with torch's current thread count: the best of several."""
+    """Measure the GFLOP/s of a square matrix product in `dtype` with the current thread count: the best of several."""
     a = torch.randn(SIZE, SIZE, device=device).to(dtype)
     best_s = float("inf")
     for _ in range(REPEATS):
@@ -52,7 +52,7 @@ def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
 
 
 def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]:
-    """The dtype to compute in, and GFLOP/s for each that was measured (none where `wanted` is not "auto").
+    """Return the dtype to compute in, and the GFLOP/s measured for each (empty unless `wanted` is "auto").
 
     Raise DeviceError.
     """
@@ -80,7 +80,7 @@ def compute_on(threads: int) -> None:
 
 @contextmanager
 def temporarily_on(threads: int) -> Iterator[None]:
-    """Use `threads` cores within it."""
+    """Use `threads` cores within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -90,10 +90,10 @@ def temporarily_on(threads: int) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Give memory that was freed back to the system, where something large has just ended. Takes milliseconds a gigabyte.
+    """Return freed memory to the system, after something large has ended. Takes milliseconds per gigabyte.
 
-    glibc keeps freed pieces below its threshold (32 MB in children of `shoal run`), and returns only those at the end of the
-    heap by itself: what loading or evaluating a model leaves in between would be held for the rest of the run.
+    glibc keeps freed blocks below its threshold (32 MB in children of `shoal run`) unless they are at the end of the heap,
+    so memory freed after loading or evaluating a model would stay allocated for the rest of the run.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -102,7 +102,7 @@ def give_back() -> None:
 
 @cache
 def _malloc_trim() -> Any:
-    """glibc's function; None with another C library."""
+    """Return glibc's malloc_trim; None with another C library."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # not in this library; no library of the process can be opened

@@ -1,18 +1,18 @@
-"""Logprobs and entropies of chosen tokens from hidden states, for a slice of tokens at a time.
+"""Compute logprobs and entropies of chosen tokens from hidden states, a slice of tokens at a time.
 
 The full logits of a batch (tokens x vocabulary) are the largest tensor in training a small model. Here they exist for a
-few hundred tokens at a time. `chosen_loss` takes a slice's gradients while its logits are there, as Liger Kernel does
-(arXiv 2410.10989). `chosen_logprobs`, which does not know the loss, computes them again in the backward pass. With z the
-logits over the temperature, p their softmax and H its entropy:
+few hundred tokens at a time. `chosen_loss` computes a slice's gradients while its logits exist, as Liger Kernel does (arXiv
+2410.10989). `chosen_logprobs`, which does not know the loss, recomputes the logits in the backward pass. With z the logits
+divided by the temperature, p their softmax and H its entropy:
 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 
 `token_logprobs` is the one definition of a logprob: engine, validator and learner get equal bits from equal logits.
-So is `logits`, which takes final hidden states through the output head and what some models do behind it:
+`logits` is the one definition of logits. It includes the scaling and soft-capping that some models apply after the head:
 
     logits = cap * tanh(scale * (hidden W^T + b) / cap)         Gemma 2, Cohere, Granite and others
 
-A plain head's logits are its output, unchanged; others are float32. `support` finds scale and cap when a model is loaded.
+Without scale and cap, logits are the head's output, unchanged; otherwise float32. `support` reads scale and cap at load.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +27,8 @@ from torch.autograd.function import once_differentiable
 from shoal.model import products
 
 PRODUCT_BYTES = 128 << 20  # float32 logits of one matrix product: large, for full speed
-CACHED_BYTES = 4 << 20  # part of them exponentiated together: small enough for the CPU's cache
-ATTRIBUTE = "shoal_logits"  # of a model, where its logits are changed: (scale, cap)
+CACHED_BYTES = 4 << 20  # chunk processed together: fits the CPU's cache
+ATTRIBUTE = "shoal_logits"  # a model's attribute with its LogitChange
 
 LossOf = Callable[
     [slice, Tensor, Tensor | None], Tensor
@@ -36,20 +36,20 @@ LossOf = Callable[
 
 
 class LogitChange(NamedTuple):
-    """What happens to logits behind the head."""
+    """Scaling and soft-capping after the output head."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def __call__(self, raw_NV: Tensor) -> Tensor:
-        """float32, unless nothing is changed."""
+        """Apply the change. Return float32, or the input if there is no change."""
         if self == NOTHING:
             return raw_NV
         scaled_NV = raw_NV.float() * self.scale
         return scaled_NV if self.cap is None else torch.tanh(scaled_NV / self.cap) * self.cap
 
     def slope(self, changed_NV: Tensor) -> Tensor | float | None:
-        """d changed / d raw, from the changed logits; None where it is 1 everywhere."""
+        """Return d changed / d raw from the changed logits; None if it is 1 everywhere."""
         if self.cap is not None:
             return (changed_NV / self.cap).square_().neg_().add_(1.0).mul_(self.scale)
         return None if self.scale == 1.0 else self.scale
@@ -63,12 +63,12 @@ def change_of(model: Any) -> LogitChange:
 
 
 def logits(model: Any, hidden_NH: Tensor) -> Tensor:
-    """The model's logits of final hidden states, before the temperature. Return logits_NV."""
+    """Compute the logits of final hidden states, before the temperature. Return logits_NV."""
     return change_of(model)(model.get_output_embeddings()(hidden_NH))
 
 
 class Likelihoods(NamedTuple):
-    """Likelihoods relative to the likeliest token's: of all tokens, their sum, and of the likeliest (its scaled logit)."""
+    """Likelihoods relative to the likeliest token: each token's, their sum, and the likeliest token's scaled logit."""
 
     each_NV: Tensor
     total_N: Tensor
@@ -76,7 +76,7 @@ class Likelihoods(NamedTuple):
 
 
 def likelihoods(scaled_NV: Tensor) -> Likelihoods:
-    """float32. Summed in the same order for any number of rows: PyTorch splits the sum of a single row over threads."""
+    """Compute likelihoods in float32. Avoid a single row, whose sum PyTorch would split over threads in another order."""
     top_N1 = scaled_NV.amax(-1, keepdim=True)
     each_NV = (scaled_NV - top_N1).exp_()
     single = len(each_NV) == 1
@@ -85,7 +85,7 @@ def likelihoods(scaled_NV: Tensor) -> Likelihoods:
 
 
 def token_logprobs(scaled_NV: Tensor, tokens_N: Tensor, known: Likelihoods | None = None) -> Tensor:
-    """log softmax(scaled)[token], float32, nats: the one definition for engine, validator and learner."""
+    """Return log softmax(scaled)[token], float32, nats: the one definition for engine, validator and learner."""
     scaled_NV = scaled_NV.float()
     _, total_N, top_N1 = known or likelihoods(scaled_NV)
     return (scaled_NV.gather(-1, tokens_N[:, None]) - top_N1)[:, 0] - total_N.log()
@@ -102,7 +102,7 @@ def chosen_logprobs(
     bias_V: Tensor | None = None,
     change: LogitChange = NOTHING,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprob of each target under softmax(change(hidden @ head.T + bias) / temperature), and the entropy if requested.
+    """Compute each target's logprob under softmax(change(hidden @ head.T + bias) / temperature), and optionally the entropy.
 
     hidden_NH and head_VH are in the compute dtype, target_N is int64. Return (logp_N, entropy_N or None), float32, in
     nats, differentiable in hidden, head and bias. `exact`: with the bits of `products.linear`.
@@ -124,9 +124,9 @@ def chosen_loss(
     bias_V: Tensor | None = None,
     change: LogitChange = NOTHING,
 ) -> Tensor:
-    """The sum of `loss_of` over slices of the targets, whose logprobs are those of `chosen_logprobs`. A scalar.
+    """Return the sum of `loss_of` over slices of the targets, with the logprobs of `chosen_logprobs`. A scalar.
 
-    Each slice's gradients are taken while its logits are there, so logits are neither kept nor computed twice. The loss of a
+    Each slice's gradients are computed while its logits exist, so logits are neither kept nor recomputed. The loss of a
     token must therefore depend on no other slice's logprobs.
     """
     how = _How(temperature, with_entropy, exact, change)
@@ -206,12 +206,12 @@ class _ChosenLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plain = float(grad) == 1.0
-        return (*(of if of is None or plain else of * grad for of in ctx.saved_tensors), None, None, None)
+        return (*(g if g is None or plain else g * grad for g in ctx.saved_tensors), None, None, None)
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """Of each target, as its logits are read."""
+    """Logprob, log-sum-exp and entropy of each target, filled slice by slice."""
 
     target_N: Tensor
     how: _How
@@ -225,7 +225,7 @@ class _Scores:
         return _Scores(target_N, how, logp_N, torch.empty_like(logp_N), torch.zeros_like(logp_N))
 
     def read(self, start: int, z_CV: Tensor) -> None:
-        """The scores of the targets from number `start` on, from their logits."""
+        """Fill the scores of the targets from index `start` on, from their logits."""
         for i, z_RV in _cached(z_CV, start, self.how):
             relative = likelihoods(z_RV)
             self.logsumexp_N[i] = relative.top_N1[:, 0] + relative.total_N.log()
@@ -255,7 +255,7 @@ class _Scores:
 
 
 class _Gradients:
-    """Of hidden, head and bias, as far as they are wanted; summed in float32."""
+    """Accumulate the requested gradients of hidden, head and bias, in float32."""
 
     def __init__(self, hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, wanted: Sequence[bool]) -> None:
         self.inputs = (hidden_NH, head_VH, bias_V)
@@ -266,7 +266,7 @@ class _Gradients:
         self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
 
     def add(self, rows: slice, grad_CV: Tensor) -> None:
-        """Those of a slice of the targets, from the gradients with respect to its logits."""
+        """Add a slice's gradients, from the gradients with respect to its logits."""
         hidden_NH, head_VH, _ = self.inputs
         if self.hidden_NH is not None:
             torch.mm(grad_CV, head_VH, out=self.hidden_NH[rows])
@@ -280,15 +280,15 @@ class _Gradients:
             self.bias_V += grad_CV.sum(0, dtype=torch.float32)
 
     def take(self) -> list[Tensor | None]:
-        """In the inputs' dtypes."""
+        """Return the gradients in the inputs' dtypes."""
         if self.wants_head and self.head_VH is None:  # there are no targets
             self.head_VH = torch.zeros_like(self.inputs[1])
         sums = (self.hidden_NH, self.head_VH, self.bias_V)
-        return [None if of is None or x is None else of.to(x.dtype) for of, x in zip(sums, self.inputs, strict=True)]
+        return [None if g is None or x is None else g.to(x.dtype) for g, x in zip(sums, self.inputs, strict=True)]
 
 
 def _logits(hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, exact: bool) -> Iterator[tuple[int, Tensor]]:
-    """(first row, logits_CV in the compute dtype), one slice of rows at a time."""
+    """Yield (first row, logits_CV in the compute dtype), one slice of rows at a time."""
     step = max(1, PRODUCT_BYTES // (4 * len(head_VH)))
     step -= step % products.FEW if step > products.FEW else 0
     head = products.linear if exact else F.linear
@@ -297,7 +297,7 @@ def _logits(hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, exact: bo
 
 
 def _cached(z_CV: Tensor, start: int, how: _How, *, in_place: bool = False) -> Iterator[tuple[slice, Tensor]]:
-    """(rows as a slice of all N, float32 logits over the temperature), a few rows of a product at a time.
+    """Yield (slice of all N rows, float32 logits divided by the temperature), a few rows at a time.
 
     Plain float32 logits are not copied: `in_place` divides them by the temperature where they are.
     """

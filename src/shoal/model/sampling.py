@@ -1,12 +1,12 @@
-"""Seeded sampling: every sampled token can be derived again from the logits and public numbers.
+"""Seeded sampling: anyone can re-derive every sampled token from the logits and public numbers.
 
 A token is the argmax of `logits / temperature + Gumbel noise` (the Gumbel-max trick: its distribution is the softmax). The
 noise is a counter-based hash of (run, step, worker, submission, rollout, nonce, position, token id): splitmix64 of seed and
-position gives a key of 64 bits, and two rounds of MurmurHash3's finaliser add the token. So a validator with its own logits
-finds the same token, up to numerics, and a worker cannot choose.
+position gives a 64-bit key, and two rounds of MurmurHash3's finaliser add the token. So a validator with its own logits
+derives the same token, up to numerics, and a worker cannot choose.
 
-Invariants: noise depends only on integers. The integers and the uniforms are exact; the float32 logarithms that follow are
-exact on one kind of machine, and within a few units in the last place elsewhere (GPUs have fast ones).
+Invariants: noise depends only on integers. The integers and the uniforms are exact; the float32 logarithms are exact between
+machines of one kind, and differ by a few units in the last place elsewhere.
 Left out: top-k, top-p and penalties, because the recipe samples from the full distribution.
 Sources: Gumbel-max, Maddison et al. 2014 (arXiv 1411.0030); splitmix64, Steele et al. 2014; MurmurHash3, Appleby (public
 domain).
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from shoal.model.logprobs import token_logprobs
 
-LOWEST_LOGPROB = -50.0  # no sampled token's is below about -26 less the likeliest token's; the rest is for numerics
-LARGEST_NOISE = 16.7  # nats; of 23 bits
+LOWEST_LOGPROB = -50.0  # a sampled token is at most about 26 nats below the likeliest one; the rest is a margin
+LARGEST_NOISE = 16.7  # nats; from uniforms of 23 bits
 
 
 def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int, nonce: str = "") -> int:
-    """The 63-bit seed of one rollout: a hash of everything that identifies it.
+    """Return the 63-bit seed of one rollout: a hash of everything that identifies it.
 
-    `nonce` is the assignment's: nobody can compute the seed before it is given out. Rollouts without assignment have none.
+    `nonce`: the assignment's, which makes seeds unpredictable before it is given out; "" without an assignment.
     """
     name = f"shoal/seed\n{run}\n{step}\n{worker}\n{submission}\n{rollout}" + (f"\n{nonce}" if nonce else "")
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
@@ -38,7 +38,7 @@ def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int
 
 
 def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """One 64-bit key per position: splitmix64 of seed + position times its odd constant (Steele et al. 2014)."""
+    """Return one 64-bit key per position: splitmix64 of seed + position times its odd constant (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = np.asarray(seeds, np.uint64)
         x = x + (np.asarray(positions, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -49,9 +49,9 @@ def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 
 
 def gumbel(keys: np.ndarray, ids: np.ndarray) -> Tensor:
-    """The standard Gumbel noise of token ids under keys, broadcast together; float32, on the CPU.
+    """Return the standard Gumbel noise of token ids under keys, broadcast together; float32, on the CPU.
 
-    In [-2.9, LARGEST_NOISE]: uniforms carry 23 bits, so a token of probability below about 6e-8 is never drawn.
+    It is in [-2.9, LARGEST_NOISE]: uniforms have 23 bits, so a token of probability below about 6e-8 is never sampled.
     """
     bits = ids.astype(np.uint32) * np.uint32(0x9E3779B1)  # 2**32 / golden ratio
     bits = _fmix32_(_fmix32_(bits + keys.astype(np.uint32)) ^ (keys >> np.uint64(32)).astype(np.uint32))
@@ -60,7 +60,7 @@ def gumbel(keys: np.ndarray, ids: np.ndarray) -> Tensor:
 
 
 def _fmix32_(bits: np.ndarray) -> np.ndarray:
-    """MurmurHash3's 32-bit finaliser of uint32 numbers, in place."""
+    """Apply MurmurHash3's 32-bit finaliser to uint32 numbers, in place."""
     shifted = bits >> 16
     bits ^= shifted
     bits *= np.uint32(0x85EBCA6B)
@@ -76,9 +76,9 @@ def _fmix32_(bits: np.ndarray) -> np.ndarray:
 def choose(
     logits_NV: Tensor, seeds: Sequence[int], positions: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token a row. Return tokens_N (int64) and their logprobs_N (float32) at this temperature.
+    """Sample one token per row. Return tokens_N (int64) and their logprobs_N (float32) at this temperature.
 
-    `positions` are those within the completion. `temperature` 0 is greedy (no noise; logprobs at temperature 1).
+    `positions` are within the completion. `temperature` 0 is greedy (no noise; logprobs at temperature 1).
     """
     scaled_NV = logits_NV.float() if temperature in (0.0, 1.0) else logits_NV.float() / temperature
     tokens_N = torch.from_numpy(scaled_NV.numpy(force=True).argmax(-1)).to(
@@ -90,10 +90,10 @@ def choose(
 
 
 def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """How far each claimed token is from the token that the seed yields. Return margins_N, float32, >= 0, in nats.
+    """Return how far each claimed token is from the token that the seed yields: margins_N, float32, >= 0, in nats.
 
     The margin is 0 if the token is the argmax of scaled_NV (logits / temperature) plus its noise. Otherwise it is the
-    amount by which the best token's score exceeds its own, which numerics would have to explain for an honest claim.
+    amount by which the best token's score exceeds its own. For an honest claim only numerics can explain it.
     """
     return _outscore(scaled_NV.float(), tokens_N, seeds, positions)[0]
 
@@ -101,7 +101,7 @@ def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], po
 def _outscore(
     scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The amount by which the best score of a row (logit plus noise) exceeds the given token's, and the best token.
+    """Return the margin of each row's best score (logit plus noise) over the given token's, and the best token.
 
     Noise is computed only for tokens whose logit plus the largest possible noise reaches the given token's score.
     """

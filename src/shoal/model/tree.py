@@ -1,9 +1,9 @@
-"""A group as a tree: one prompt and its G completions in one forward pass. The prompt is computed once.
+"""A group as a tree: one forward pass over a prompt and its G completions, with the prompt computed once.
 
 Trees are packed side by side into one row without padding. A token attends only to its own prompt and to earlier tokens
 of its own completion (`attention`), and keeps the position id of its own sequence. So packed and unpacked logprobs are
-equal. If all prompts of a row begin alike, as with one system prompt, that beginning, the root, is computed once, too.
-`predictor` is the position of the row that predicts each target: a completion token that the model wrote. Tokens of an
+equal. If all prompts of a row share a prefix, such as a system prompt, that prefix, the root, is computed once, too.
+Targets are the completion tokens that the model wrote; `predictor` is the position that predicts each of them. Tokens of an
 environment (`turns`) are attended to, but are not targets.
 
     row:   p0 p1 p2 | a0 a1 a2 | b0 b1 || q0 q1 | c0 c1
@@ -13,7 +13,7 @@ environment (`turns`) are attended to, but are not targets.
     pos:    0  1    2    3  4  5    3  4     2  3    4  5     both prompts begin with the root r
 
 Invariant: targets keep their order (tree by tree, completion by completion).
-Left out: beginnings that only some of a row's prompts share; models that this would compute wrongly (`support`).
+Left out: prefixes that only some prompts of a row share; models that packing would compute wrongly (`support`).
 The learner (training) and the validator (prefill) compute trees. The engine decodes with a KV cache instead.
 """
 
@@ -32,19 +32,19 @@ from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
 
 Ids = Sequence[int] | np.ndarray[Any, Any]  # token ids
-SHORTEST_ROOT = 8  # tokens; attending to fewer apart saves next to nothing
+SHORTEST_ROOT = 8  # tokens; sharing fewer saves next to nothing
 
 
 @dataclass(frozen=True)
 class Tree:
-    """One prompt and completions of it."""
+    """One prompt and its completions."""
 
     prompt: Ids
     completions: Sequence[Ids]
     turns: Sequence[Turns] = ()  # of each completion; () if all are single turns
 
     def branches(self) -> Iterator[tuple[Ids, Turns]]:
-        """Each completion with its turns."""
+        """Yield each completion with its turns."""
         return zip(self.completions, self.turns or [()] * len(self.completions), strict=True)
 
     @property
@@ -74,7 +74,7 @@ def split(tree: Tree, row_tokens: int) -> list[Tree]:
 
 
 def split_lengths(prompt: int, completions: Sequence[int], row_tokens: int) -> list[range]:
-    """Which completions of these lengths, by number, come together behind a prompt of this length."""
+    """Divide completions into ranges that fit a row together with the prompt. Raise ValueError if one does not fit."""
     parts: list[range] = []
     first, used = 0, prompt
     for number, length in enumerate(completions):
@@ -96,7 +96,7 @@ def _tree(prompt: Ids, branches: Sequence[tuple[Ids, Turns]]) -> Tree:
 
 
 def assign_rows(sizes: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Which trees (by index) share a row of `row_tokens`, one row after the other. Every size must be <= row_tokens."""
+    """Fill rows of `row_tokens` in order. Return the tree indices of each row. Every size must be <= row_tokens."""
     rows: list[list[int]] = []
     free = 0
     for index, size in enumerate(sizes):
@@ -137,25 +137,25 @@ def pack(trees: Sequence[Tree]) -> Pack:
 
 
 def common_beginning(prompts: Sequence[Ids]) -> int:
-    """How many tokens all prompts of a row begin with, so that something is left of each; 0 if sharing is not worth it."""
+    """Return the length of the prompts' common prefix, shorter than every prompt; 0 if sharing is not worth it."""
     if len(prompts) < 2:
         return 0
-    first, alike = np.asarray(prompts[0]), min(map(len, prompts)) - 1
+    first, shared = np.asarray(prompts[0]), min(map(len, prompts)) - 1
     for prompt in prompts[1:]:
-        if alike < SHORTEST_ROOT:
+        if shared < SHORTEST_ROOT:
             return 0
-        differs = first[:alike] != np.asarray(prompt[:alike])
-        alike = int(differs.argmax()) if differs.any() else alike
-    return alike if alike >= SHORTEST_ROOT else 0
+        differs = first[:shared] != np.asarray(prompt[:shared])
+        shared = int(differs.argmax()) if differs.any() else shared
+    return shared if shared >= SHORTEST_ROOT else 0
 
 
 def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:
-    """Final hidden states (after the last norm) that predict each target. Return hidden_NH."""
+    """Compute the final hidden states (after the last norm) that predict each target. Return hidden_NH."""
     return forward_row(model, packed).index_select(0, packed.predictor_N)
 
 
 def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
-    """Final hidden states of every position of the row. Return hidden_TH, with padding behind it if numerics are exact.
+    """Compute the final hidden states of every position. Return hidden_TH, with padding at the end for exact numerics.
 
     `cache`: a transformers cache, which sees each block's keys and values.
     """
@@ -173,7 +173,7 @@ def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
 
 
 def body(model: Any) -> Any:
-    """The model without its output head."""
+    """Return the model without its output head."""
     for inner in (model.base_model, model.get_decoder()):
         if inner is not model:
             return inner

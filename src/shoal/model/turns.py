@@ -1,10 +1,10 @@
-"""Turns of a completion: which of its tokens the model wrote, and which an environment.
+"""Turns of a completion: which tokens the model wrote, and which an environment.
 
     tokens   m m m e e m m m m        turns = [3, 2]: the lengths of all turns but the last, which has the rest
 
 Turns alternate. The first and the last are the model's, so there is an even number of lengths; [] is a single turn.
 Only the model's tokens have logprobs, hidden states, proofs and a loss.
-Invariant: the functions below take turns that `fit`. Rows of rollout files have no others (`store/rollouts`).
+Invariant: the functions below require turns that `fit`; rollout files are checked (`store/rollouts`).
 Nothing here imports torch. Left out: what the environment writes (`tasks/environments`).
 """
 
@@ -19,7 +19,7 @@ def fit(turns: Turns, n_tokens: int) -> bool:
 
 
 def model_spans(turns: Turns, n_tokens: int) -> list[tuple[int, int]]:
-    """Start and end of each turn of the model.
+    """Return start and end of each turn of the model.
 
     >>> model_spans([3, 2], 9)
     [(0, 3), (5, 9)]
@@ -32,12 +32,12 @@ def model_spans(turns: Turns, n_tokens: int) -> list[tuple[int, int]]:
 
 
 def model_positions(turns: Turns, n_tokens: int) -> list[int]:
-    """The positions of the model's tokens within the completion."""
+    """Return the positions of the model's tokens within the completion."""
     return [position for start, end in model_spans(turns, n_tokens) for position in range(start, end)]
 
 
 def model_tokens(turns: Turns, n_tokens: int) -> int:
-    """How many of the tokens the model wrote."""
+    """Return how many of the tokens the model wrote."""
     return n_tokens - sum(turns[1::2])
 
 

@@ -1,9 +1,9 @@
 """Tasks: questions for models, and rewards for their answers.
 
-sources/, compiling, taskset   rows become tasks on disk     task, prompt     one task; text to tokens and back
-derive                         which tasks are drawn         budget           length targets
-rewards/, environments/        scores; answers between turns own, libraries   your own; other libraries'
-inside/                        what runs in the sandbox's children
+sources/, compiling, taskset   rows to tasks on disk         task, prompt     one task; text to tokens and back
+derive                         which tasks a submission has  budget           length targets
+rewards/, environments/        scores; multi-turn answers    own, libraries   user code; other libraries
+inside/                        code that runs in the sandbox
 """
 
 import shutil
@@ -33,13 +33,13 @@ def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=parent))
     store = TaskStore(folder)
-    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)  # every view of the tasks holds the store
+    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)  # every view of the tasks references the store
     built = compile_tasks(section, folder)
     return TaskSet(section, built.digest, store, built.notes)
 
 
 def join(section: TaskSection, folder: Path, fetch: Fetch) -> TaskSet:
-    """Return the task set that `section.digest` names, kept in `folder` and fetched by hash as it is needed.
+    """Return the task set named by `section.digest`, stored in `folder` and fetched by hash on demand.
 
     Raises TasksNotFoundError, and what `fetch` raises.
     """

@@ -2,8 +2,8 @@
 
     reward = score - alpha * |target - length|
 
-INTELLECT-2's (arXiv 2505.07291, section 4.1; after L1, arXiv 2503.04697), prompt text included. A group without a target (0)
-has no penalty.
+As in INTELLECT-2 (arXiv 2505.07291, section 4.1; after L1, arXiv 2503.04697), including the prompt text. A target of 0
+means none, without a penalty.
 Invariant: worker, validator and the tools get rewards and prompts from here.
 """
 
@@ -15,12 +15,12 @@ EPSILON = 1e-6  # rewards that differ by less count as equal
 
 
 def instruction(target_length: int) -> str:
-    """Return what the prompt says of a group's target length; "" without one."""
+    """Return the sentence that states a target length in the prompt; "" without a target."""
     return f"Think for {target_length} tokens before giving the answer." if target_length else ""
 
 
 def in_turn(section: TaskSection, number: int) -> int:
-    """Return the target of a task by its number where none is drawn (evaluation, filter); 0: there are no targets."""
+    """Return a target by task number, where none is drawn at random (evaluation, filter); 0: there are no targets."""
     targets = section.length_targets
     return targets[number % len(targets)] if targets else 0
 

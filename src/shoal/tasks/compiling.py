@@ -1,8 +1,8 @@
-"""Compiles the sources of a config into a task set on disk: held-out tasks apart, duplicates merged, hashed in chunks.
+"""Compile the sources of a config into a task set on disk: split off held-out tasks, merge duplicates, write hashed chunks.
 
-    read     each split of each source goes to a spool on disk, row by row
-    split    held-out tasks are those with the smallest hash of their question, or from `heldout_split`
-    write    training tasks per source and held-out tasks of all sources, in chunks; then the manifest
+    read     write the rows of each split of each source to a spool on disk
+    split    hold out the tasks with the smallest question hashes, or those of `heldout_split`
+    write    chunks of training tasks per source and of all held-out tasks; then the manifest
 
 Invariants: equal rows give the same files, in any order and split over any files; no question is on both sides. No more
 than one batch of rows is held as Python objects; 48 bytes a row sort them.
@@ -46,7 +46,7 @@ BUILT = "built.json"
 
 
 class Spool:
-    """The rows of all sources in reading order on disk, and in memory what sorts and splits them."""
+    """All rows on disk, in reading order, and their sort keys in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class Spool:
         self._reward = array("I")  # of each row, as its number there
 
     def add(self, part: int, source: str, fields: TaskFields) -> None:
-        """`part` keeps the splits of sources apart: tasks are sorted and merged within one."""
+        """Add a row. Tasks are sorted and merged within a `part`, one per split of a source."""
         name = content_id(fields)
         self._keys += order_key(fields.question)
         self._ids.append(int(name, 16))
@@ -74,9 +74,9 @@ class Spool:
             self._flush()
 
     def finish(self) -> None:
-        """No more rows: sort the keys, map the file. Equal tasks are one.
+        """Close the spool: sort the keys, merge equal tasks, and map the file.
 
-        Of tasks that differ in nothing but their reward, the one whose reward is first by name remains.
+        Of tasks that differ only in their reward, keep the one whose reward is first by name.
         """
         self._flush()
         self._writer.close()
@@ -88,15 +88,13 @@ class Spool:
         same = [held[order][1:] == held[order][:-1] for held in (parts, keys, ids)]
         first[1:] = ~np.logical_and.reduce(same)
         self.merged = np.bincount(parts[order[~first]], minlength=parts.max(initial=0) + 1)  # by part
-        self.rows: Numbers = order[
-            first
-        ]  # where to find the tasks: part by part, in the order of their questions' hash
+        self.rows: Numbers = order[first]  # indices of the tasks: part by part, ordered by question hash
         self.keys, self.ids, self.parts = keys[self.rows], ids[self.rows], parts[self.rows]
         self.sizes = np.frombuffer(self._sizes, "I")[self.rows]
         self.table = pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
 
     def tables(self, chosen: Numbers) -> Iterator[pa.Table]:
-        """Yield tables of the chosen tasks: at most CHUNK_ROWS and, but for a single larger task, CHUNK_BYTES of text."""
+        """Yield tables of the chosen tasks, of at most CHUNK_ROWS and CHUNK_BYTES of text (unless one task is larger)."""
         start, size_bytes = 0, 0
         for at, position in enumerate(chosen):
             size = int(self.sizes[position])
@@ -117,7 +115,7 @@ class Spool:
 
 
 def order_key(question: str) -> bytes:
-    """Return where a question stands, and on which side of the split: a hash of its words, spaces apart, in hex."""
+    """Return the hash by which questions are ordered and split, in hex. It ignores white space."""
     words = " ".join(question.split())
     return hashlib.sha256(f"shoal/tasks/{words}".encode()).hexdigest()[:KEY_BYTES].encode()
 
@@ -133,9 +131,9 @@ def content_id(fields: TaskFields) -> str:
 
 
 class Built(BaseModel):
-    """What is in a folder of task data."""
+    """The record of a compiled task set, stored in its folder."""
 
-    asked: str  # hash of the part of the config that it follows from
+    asked: str  # hash of the part of the config that determines the set
     digest: str  # of the set, which is the name of its manifest
     notes: list[str]  # for people: counts per source
 
@@ -155,7 +153,7 @@ class Portion:
 
 
 def compile_tasks(section: TaskSection, folder: Path) -> Built:
-    """Build the set in `folder`, or take the one that is there if it was built for the same section.
+    """Build the set in `folder`, or reuse the existing one if it was built for the same section.
 
     Raises TasksNotFoundError.
     """
@@ -198,7 +196,7 @@ def _check_digest(section: TaskSection, built: Built) -> None:
 
 
 def read_built(folder: Path) -> Built | None:
-    """Return what `compile_tasks` left in a folder, or None."""
+    """Return the record that `compile_tasks` wrote, or None."""
     try:
         built = Built.model_validate_json((folder / BUILT).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -214,9 +212,8 @@ def _compile(section: TaskSection, store: TaskStore) -> tuple[TaskManifest, list
         shares = _shares([source.weight for source in section.sources], section.heldout)
         portions = [_split(spool, number, readings[number], share) for number, share in enumerate(shares)]
         heldout = np.sort(np.concatenate([portion.heldout for portion in portions]))
-        heldout = heldout[
-            np.argsort(spool.keys[heldout], kind="stable")
-        ]  # one order, so that the first are a mixture too
+        # Sorted together, so that any first n are a mixture of sources, too.
+        heldout = heldout[np.argsort(spool.keys[heldout], kind="stable")]
         for number, (portion, share) in enumerate(zip(portions, shares, strict=True)):
             held_out = np.isin(spool.keys[portion.train], spool.keys[heldout])  # in this source or another
             portion.train, portion.dropped = portion.train[~held_out], int(held_out.sum())
@@ -309,7 +306,7 @@ def _check_counts(portion: Portion, heldout: int) -> None:
 
 
 def _shares(weights: Sequence[float], total: int) -> list[int]:
-    """`total` in whole shares proportional to the weights.
+    """Divide `total` into integer shares proportional to the weights.
 
     >>> _shares([1, 1, 2], 10)
     [2, 3, 5]
@@ -322,7 +319,7 @@ def _shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
-    """Source files of rewards and environments of your own, "file.py:name", by file name without folders."""
+    """Read the source files of user rewards and environments, "file.py:name". Return them by file name without folders."""
     files: dict[str, bytes] = {}
     for source in sources:
         rewards = [source.reward] if isinstance(source.reward, str) else list(source.reward)
@@ -339,14 +336,14 @@ def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
                     f"the source's {kind}"
                 ) from error
             if len(data) > FILE_BYTES:
-                raise TasksNotFoundError(f"{path} holds {len(data) / 1e6:.1f} MB; such a file holds at most 1 MB")
+                raise TasksNotFoundError(f"{path} has {len(data) / 1e6:.1f} MB; the limit is 1 MB")
             if files.setdefault(path.name, data) != data:
                 raise TasksNotFoundError(f"two files of your own are named {path.name}; rename one of them")
     return files
 
 
 def _note(portion: Portion) -> str:
-    """One line that says what became of a source's rows."""
+    """Summarise a source's rows in one line."""
     schemas = f" ({', '.join(portion.schemas)})" if portion.schemas else ""
     counts = f"{len(portion.train):,} tasks to train on, {len(portion.heldout):,} held out"
     return f"{portion.source.label}{schemas}: {counts}{_aside(portion)}"

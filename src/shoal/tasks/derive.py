@@ -1,6 +1,6 @@
-"""Which tasks a submission must contain: a hash of the assignment, so that nobody chooses them.
+"""Derive the tasks of a submission from a hash of its assignment, so that nobody can choose them.
 
-The assignment's nonce makes them unpredictable before it is given out, also for the worker (`coordinator/assignment`).
+The assignment's nonce makes them unpredictable before it is given out, even for the worker (`coordinator/assignment`).
 
 Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call.
 """

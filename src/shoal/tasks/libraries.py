@@ -56,7 +56,7 @@ def rows(library: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 class LibraryReward:
-    """The reward of a library's tasks: what the library gives. Its processes start with the first completion."""
+    """A library's own score for its tasks. Its processes start with the first completion."""
 
     def __init__(self, library: str, budget: Budget | None = None) -> None:
         self.library, self.budget = library, budget
@@ -97,5 +97,5 @@ def _grader(
     python = os.environ.get(PYTHON) if library == "verifiers" else None
     grader = Grader(library, FILES[library], function, limits, prepare=prepare, python=python or None, budget=budget)
     if library == "verifiers":
-        grader.tier = "trusted"  # its rewards may ask others: no two machines need agree on a score
+        grader.tier = "trusted"  # its rewards may call other services, so machines need not agree on a score
     return grader

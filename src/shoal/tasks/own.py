@@ -1,12 +1,12 @@
-"""Rewards and environments of your own: a function or a class in a file that travels with the run, `"my_rewards.py:exact"`.
+"""User rewards and environments: a function or class in a file that is part of the task set, `"my_rewards.py:exact"`.
 
 Invariants: whatever the author's code does, each completion gets a grade and each turn an answer in bounded time. A
-reward that fails is a `grader_error` with what it raised. An environment's answer that differs between machines slashes
-nobody, because the class may read a clock or come near a limit: it is rejected as `unrepeatable`. The code runs in the
-sandbox, a fresh process for each call, because a machine need not trust the author of a run. Where the person who runs
-the node says SHOAL_TRUST_RUN=1, these processes are forked from a plain one that has imported the file already and may
-import what is installed there.
-Left out: other files of the author's; state of an environment between calls.
+reward that fails is a `grader_error` with the error's text. An environment's answer that differs between machines is
+rejected as `unrepeatable` and slashes nobody, because the class may read a clock or come near a limit. The code runs in the
+sandbox, a fresh process for each call, because a machine need not trust the author of a run. If the node's operator sets
+SHOAL_TRUST_RUN=1, these processes are forked from an unsandboxed one that has imported the file and may import installed
+packages.
+Left out: further files of the author; environment state between calls.
 """
 
 import logging
@@ -19,8 +19,8 @@ from shoal.sandbox import Budget, CallResult, ProgramLimits, SandboxError
 from shoal.tasks.inside import Grader, source
 from shoal.tasks.task import TRUST, Environment, Grade, GradeError, Task, trusted
 
-TRUSTED = "trusted"  # tier of scores that no wall surrounds: two machines need not agree on what a plain process sees
-WAIT_S = 10.0  # by the clock, beyond the limit of CPU time: for a busy machine, and for what sleeps
+TRUSTED = "trusted"  # tier of unsandboxed scores, on which two machines need not agree
+WAIT_S = 10.0  # wall time beyond the CPU limit, for a busy machine and for code that sleeps
 FIELDS = ("id", "question", "answer", "source", "tests", "metadata")
 LONGEST_ANSWER = 10_000  # characters of an environment's answer; a longer one is cut
 FAILED = "error: the environment failed"
@@ -33,7 +33,7 @@ def is_own(name: str) -> bool:
 
 
 def file_of(name: str) -> str:
-    """Return the name that the file of a reward or an environment of your own has in the task set."""
+    """Return the name in the task set of a user reward's or environment's file."""
     return Path(name.rpartition(":")[0]).name
 
 
@@ -80,18 +80,18 @@ class AuthorCode(Grader):
 
 
 def _seen(task: Task) -> dict[str, str]:
-    """Return what the author's code sees of a task."""
+    """Return the fields of a task that the author's code gets."""
     return {field: getattr(task, field) for field in FIELDS}
 
 
 class OwnReward:
-    """The reward that a function of the author's is."""
+    """The author's function as a reward."""
 
     def __init__(self, code: AuthorCode) -> None:
         self.code = code
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Raises SandboxError if this machine fails, which says nothing of any completion."""
+        """Grade the completions. Raises SandboxError if this machine fails, which says nothing about a completion."""
         calls = [[_seen(task), completion] for task, completion in zip(tasks, completions, strict=True)]
         return self.code.grades(calls, _score)
 
@@ -108,7 +108,7 @@ def _score(score: Any) -> Grade:
 
 
 class OwnEnvironment(Environment):
-    """A class of the author's. Raises GradeError if the file does not work, SandboxError if this machine does not."""
+    """The author's class as an environment. Raises GradeError if the file fails, SandboxError if this machine fails."""
 
     def __init__(self, code: AuthorCode) -> None:
         self.code, self.reported = code, ""
@@ -123,13 +123,13 @@ class OwnEnvironment(Environment):
         try:
             return self.ask(task, seed, turns)
         except (GradeError, SandboxError) as error:
-            if str(error) != self.reported:  # it may fail a thousand times in the same way
+            if str(error) != self.reported:  # log the same error once
                 self.reported = str(error)
                 log.warning("environment %s: %s; the model is answered %r", self.code.name, error, FAILED)
             return FAILED
 
     def ask(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
-        """Return what `respond` returns. Raises GradeError if the class fails, SandboxError if this machine does."""
+        """Call the author's `respond`. Raises GradeError if the class fails, SandboxError if this machine fails."""
         text = self._value([_seen(task), seed, list(turns)])
         if not isinstance(text, str | None):
             raise GradeError("its process answers with something else than text or None")

@@ -1,13 +1,12 @@
-"""Text to tokens and back: prompts, completions, and what an environment answers between two turns of the model.
+"""Text to tokens and back: prompts, completions, and an environment's answers between turns of the model.
 
     ... 12*7)  <|im_end|>  \\n <|im_start|>user \\n  84  <|im_end|> \\n <|im_start|>assistant \\n  ...
     the model's            the answer's tokens
 
-The answer is a user message, which every template has. The text around it is read from a conversation of sentinels that
-the template renders.
-Invariants: worker, validator and evaluator use this code. An answer cannot write control tokens: their names are
-deleted from its text. Left out: templates that write earlier turns again, as some do with a model's reasoning: what the
-model wrote stays.
+The answer becomes a user message, which every template supports. The text around it is taken from a rendered conversation of
+sentinels.
+Invariants: worker, validator and evaluator use this code. An answer cannot contain control tokens: their names are deleted
+from its text. Left out: templates that rewrite earlier turns, for example to drop reasoning: the model's tokens stay.
 """
 
 from collections.abc import Sequence
@@ -31,13 +30,13 @@ class ChatTemplateError(UserError):
 def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
     """Return the token ids of the prompt: the model's chat template around the question. Raises ChatTemplateError."""
     content = config.prompt.replace("{question}", task.question)  # not str.format: other braces are literal
-    if asked := instruction(target_length):
-        content += f"\n{asked}"
+    if length_instruction := instruction(target_length):
+        content += f"\n{length_instruction}"
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": content})
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except ValueError as error:  # transformers' answer to a tokenizer without one
+    except ValueError as error:  # transformers' error for a tokenizer without a template
         raise ChatTemplateError(
             f"the tokenizer in {tokenizer.name_or_path} has no chat template; use an instruct model, or put a "
             "chat_template.jinja into the model's folder"
@@ -54,7 +53,7 @@ def completion_text(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 class TurnFrame:
-    """What surrounds an answer. Raises ChatTemplateError if the tokenizer's template does not tell."""
+    """The template's text around an answer. Raises ChatTemplateError if it cannot be determined."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
@@ -76,7 +75,7 @@ class TurnFrame:
         self.tokens("0")
 
     def tokens(self, answer: str) -> list[int]:
-        """Return the tokens from behind the end token of one turn to where the model's next turn begins."""
+        """Return the tokens between the end token of one turn and the start of the model's next turn."""
         text = self.end + self.before + without(self.control, answer) + self.after
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         first, *rest = ids
@@ -89,7 +88,7 @@ class TurnFrame:
 
 
 def without(names: Sequence[str], text: str) -> str:
-    """Return the text without any of these, also those that a deletion brings about."""
+    """Delete all of these names from the text, including those that a deletion creates."""
     changed = True
     while changed:
         before = text
@@ -100,7 +99,7 @@ def without(names: Sequence[str], text: str) -> str:
 
 
 def _around(tokenizer: Any) -> tuple[str, str]:
-    """Return what a template writes between an answer and the next question, and from there to the next answer."""
+    """Return the template's text from an answer to the next question, and from there to the next answer."""
     messages = [{"role": role, "content": text} for role, text in zip(ROLES, SENTINELS, strict=True)]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

@@ -1,4 +1,4 @@
-"""What a task is, what a grade is, and what every reward and every environment does.
+"""Tasks, grades, and the interfaces of rewards and environments.
 
 Invariants: a task is data and is the same on every machine; a grade follows from task and completion alone. Only the
 machine's environment says whether its owner trusts the author of a run with it, never the config.
@@ -19,11 +19,11 @@ TRUST = "SHOAL_TRUST_RUN"  # set to 1 by the person who runs this machine, if th
 class Task:
     id: str  # "<source>/<16 hex digits of the SHA-256 of its content>"
     question: str
-    answer: str  # "" where the reward needs none
+    answer: str  # "" if the reward needs none
     source: str = ""  # name of its source
     tests: str = ""  # JSON: the unit tests of a code task
-    metadata: str = ""  # JSON: whatever else a reward or an environment needs
-    reward: str = ""  # the reward that grades it where its source names none
+    metadata: str = ""  # JSON: other data for a reward or environment
+    reward: str = ""  # the reward that grades it if its source names none
 
 
 Outcome = Literal["graded", "wrong_format", "grader_error"]
@@ -31,7 +31,7 @@ Outcome = Literal["graded", "wrong_format", "grader_error"]
 
 @dataclass(frozen=True)
 class Grade:
-    """What a reward says of one completion."""
+    """A reward's result for one completion."""
 
     score: float  # in [0, 1]
     outcome: Outcome = "graded"  # wrong_format: no answer found; grader_error: the grader failed, so the score is 0
@@ -63,7 +63,7 @@ class Reward(Protocol):
 
 
 class Environment(Protocol):
-    """What answers the model between its turns. An environment inherits from this; `respond` alone is needed.
+    """Answers the model between its turns. Subclass it; only `respond` is required.
 
     It keeps no state between calls. Its answer follows from the task, the rollout's seed and the model's turns alone: a
     validator computes it again from the model's own tokens and rejects another one. It slashes the worker unless an honest
@@ -80,13 +80,13 @@ class Environment(Protocol):
     def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
         """Return answers that an honest machine may give where another one gives another answer; None: any answer.
 
-        Asked only where a worker reports another answer than `respond` gives here. A tolerated answer does not slash the
-        worker. It is rejected all the same.
+        Called only if a worker reported an answer that differs from `respond`. A tolerated answer is rejected, but does not
+        slash the worker.
         """
         return ()
 
     def within(self, budget: Budget) -> None:
-        """Stop the programs that it runs at the end of this budget, from now on."""
+        """Stop the programs that it runs at the end of this budget."""
         return
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class TasksNotFoundError(UserError, ValueError):
 
 
 class GradeError(ShoalError):
-    """A reward or an environment that cannot start, or breaks its contract; the message names it."""
+    """A reward or environment cannot start, or breaks its contract. The message names it."""
 
 
 def trusted() -> bool:

@@ -1,9 +1,8 @@
 """The task set of a run, read from disk: a manifest in JSON that names chunks of tasks in Arrow's IPC format.
 
-Invariants: every file is named by its SHA-256, and what is read has the hash by which it was asked for. A task's name
-is a hash of its content, and `digest` is the hash of the manifest, so two machines with the same digest draw the same
-tasks. Opening a set reads its manifest alone; a chunk is mapped into memory, and fetched where it is not on this
-machine, when a task in it is first needed. So a million tasks need no memory, and travel by need.
+Invariants: every file is named by its SHA-256, which is verified when it is read. A task's name is a hash of its content,
+and `digest` is the hash of the manifest, so two machines with the same digest draw the same tasks. Opening a set reads only
+its manifest; a chunk is fetched and memory-mapped when one of its tasks is first needed.
 """
 
 import bisect
@@ -27,16 +26,16 @@ from shoal.tasks.task import Task, TasksNotFoundError
 FORMAT = "shoal-tasks-1"
 CHUNK_ROWS = 4096
 CHUNK_BYTES = 32 << 20  # characters in a chunk, unless one task alone has more
-MAX_CHUNK_BYTES = 256 << 20  # of a chunk's file: that many characters of four bytes, or one task with 64 MB of tests
+MAX_CHUNK_BYTES = 256 << 20  # of a chunk's file: characters of up to four bytes, or one task with 64 MB of tests
 MAX_CHUNKS = 1 << 18  # of a source, or of the held-out tasks
 MAX_SOURCES = MAX_FILES = 1024
 MANIFEST_BYTES = 64 << 20
 FILE_BYTES = 1 << 20  # of a reward's source
-OPEN_CHUNKS = 64  # mapped at once: each holds a file open
+OPEN_CHUNKS = 64  # mapped at once: each keeps a file open
 COLUMNS = [field.name for field in fields(Task)]
 SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in COLUMNS])
 
-Fetch = Callable[[str, int], bytes]  # a file by its SHA-256, and the most bytes it may have
+Fetch = Callable[[str, int], bytes]  # (SHA-256, size limit in bytes) -> the file
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Field(ge=0, le=2**40)
 
@@ -57,14 +56,14 @@ class SourceTasks(TaskPart):
     name: str
     chunks: list[TaskChunk] = Field(max_length=MAX_CHUNKS)
     train: int = Count
-    heldout: int = Count  # how many of the held-out tasks are its
+    heldout: int = Count  # how many held-out tasks are of this source
 
 
 class TaskManifest(TaskPart):
     format: str = Field(default=FORMAT, pattern=f"^{FORMAT}$")
     sources: list[SourceTasks] = Field(min_length=1, max_length=MAX_SOURCES)
     heldout: list[TaskChunk] = Field(max_length=MAX_CHUNKS)  # of all sources
-    files: dict[str, Sha256] = Field(default={}, max_length=MAX_FILES)  # that travel with the tasks, by name
+    files: dict[str, Sha256] = Field(default={}, max_length=MAX_FILES)  # of user code, by name
 
     def encode(self) -> bytes:
         return self.model_dump_json().encode()
@@ -80,7 +79,7 @@ class TaskManifest(TaskPart):
 
 
 class TaskStore:
-    """Files by their SHA-256 in a folder, which `fetch` fills on demand."""
+    """A folder of files named by their SHA-256. `fetch` gets missing ones."""
 
     def __init__(self, folder: Path, fetch: Fetch | None = None) -> None:
         self.folder = folder
@@ -97,10 +96,10 @@ class TaskStore:
         self.verified.add(sha256)
         return sha256
 
-    def path(self, sha256: str, most_bytes: int) -> Path:
-        """Return the file, fetched if it is not here, with its hash verified once. Raises TasksNotFoundError.
+    def path(self, sha256: str, max_bytes: int) -> Path:
+        """Return the file's path; fetch it if it is missing, and verify its hash once. Raises TasksNotFoundError.
 
-        Nothing larger than `most_bytes` is fetched.
+        Nothing larger than `max_bytes` is fetched.
         """
         path = self.folder / sha256
         if sha256 in self.verified:
@@ -114,12 +113,12 @@ class TaskStore:
             path.unlink()
         if self.fetch is None:
             raise TasksNotFoundError(f"no task data {sha256} in {self.folder}; prepare the tasks again")
-        if self.put(self.fetch(sha256, most_bytes)) != sha256:
+        if self.put(self.fetch(sha256, max_bytes)) != sha256:
             raise TasksNotFoundError(f"the task data {sha256} that the coordinator served has another hash; try again")
         return path
 
-    def read(self, sha256: str, most_bytes: int) -> bytes:
-        return self.path(sha256, most_bytes).read_bytes()
+    def read(self, sha256: str, max_bytes: int) -> bytes:
+        return self.path(sha256, max_bytes).read_bytes()
 
     def batch(self, chunk: TaskChunk) -> pa.RecordBatch:
         """Return a chunk's tasks, mapped into memory. Raises TasksNotFoundError."""
@@ -150,7 +149,7 @@ class TaskStore:
 
 
 class TaskView(Sequence[Task]):
-    """Tasks of a list of chunks. A task is built when it is asked for; none is kept."""
+    """The tasks of a list of chunks, as a sequence. Tasks are built on access and not kept."""
 
     def __init__(self, store: TaskStore, chunks: Sequence[TaskChunk]) -> None:
         self.store = store
@@ -179,7 +178,7 @@ class TaskView(Sequence[Task]):
         return (self[n] for n in range(len(self)))
 
     def having(self, ids: Sequence[str]) -> Iterator[Task]:
-        """Return the tasks with these ids. Only they are built, but every chunk is read."""
+        """Yield the tasks with these ids. Reads every chunk."""
         wanted = pa.array(ids, pa.string())
         for chunk in self.chunks:
             for row in self.store.batch(chunk).filter(pc.is_in(self.store.batch(chunk)["id"], wanted)).to_pylist():
@@ -187,7 +186,7 @@ class TaskView(Sequence[Task]):
 
 
 def _mapped(path: Path) -> pa.RecordBatch:
-    """Validated in full: offsets that a hostile file points beyond its text would be read as they are."""
+    """Map and fully validate a chunk: Arrow would follow a hostile file's offsets beyond its text."""
     try:
         with pa.memory_map(str(path)) as source:
             batch = pa.ipc.open_file(source).get_batch(0)
@@ -208,7 +207,7 @@ class TaskSet:
     def __init__(self, section: TaskSection, digest: str, store: TaskStore, notes: Sequence[str] = ()) -> None:
         self.digest = digest
         self.store = store
-        self.notes = notes  # for people: what became of each source's rows
+        self.notes = notes  # for people: counts of each source's rows
         self.manifest = TaskManifest.decode(store.read(digest, MANIFEST_BYTES))
         names = [source.name for source in self.manifest.sources]
         if names != [source.label for source in section.sources]:
@@ -216,13 +215,12 @@ class TaskSet:
         self.train = TaskView(store, [chunk for source in self.manifest.sources for chunk in source.chunks])
         self.heldout = TaskView(store, self.manifest.heldout)
         self.weights = [source.weight for source in section.sources]
-        self.ends = list(
-            itertools.accumulate(source.train for source in self.manifest.sources)
-        )  # of each source in `train`
+        # The end of each source in `train`.
+        self.ends = list(itertools.accumulate(source.train for source in self.manifest.sources))
 
     @cached_property
     def files(self) -> Mapping[str, bytes]:
-        """Source files of rewards and environments of your own, by file name."""
+        """Source files of user rewards and environments, by file name."""
         return {name: self.store.read(sha256, FILE_BYTES) for name, sha256 in self.manifest.files.items()}
 
     @property

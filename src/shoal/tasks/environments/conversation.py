@@ -1,12 +1,12 @@
-"""Environments, and whether a conversation continues after a turn of the model, and with which tokens.
+"""Multi-turn conversations: whether a completion continues after a turn of the model, and with which tokens.
 
     the model's turn ends with an end token -> its text -> the environment of the task's source -> text -> tokens
 
 It ends when the environment says so, after `sampling.max_turns` turns of the model, at a token limit that leaves no room for
 the answer and one more token, or with a turn that is cut off.
-Invariants: `reply` depends on its arguments alone if the environment's answers do. If an honest machine could have given
-an answer, `fault` does not call it a lie. Tokens in, tokens out: what the model wrote is decoded for the environment to
-read, and never tokenised again. Worker, validator and evaluator use this code.
+Invariants: `reply` depends on its arguments alone if the environment's answers do. `fault` never calls an answer a lie that
+an honest machine could give. Tokens in, tokens out: the model's output is decoded for the environment, but never tokenised
+again. Worker, validator and evaluator use this code.
 """
 
 import logging
@@ -20,13 +20,11 @@ from shoal.tasks.prompt import TurnFrame, completion_text
 from shoal.tasks.task import Environment, Task
 
 log = logging.getLogger(__name__)
-Reply = Callable[
-    [int, int, Sequence[int], Sequence[int]], list[int] | None
-]  # what an engine asks, see `engine/protocol`
+Reply = Callable[[int, int, Sequence[int], Sequence[int]], list[int] | None]  # see `Respond` in `engine/protocol`
 
 
 def responder(conversation: "Conversation", tasks: Sequence[Task], seeds: Sequence[Sequence[int]]) -> Reply:
-    """Return what the environments answer, for an engine: `tasks` and `seeds` are those of the groups that it is given."""
+    """Return an engine's `Respond` function for groups with these `tasks` and `seeds`."""
 
     def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
         return conversation.reply(tasks[group], seeds[group][number], tokens, turns)
@@ -36,7 +34,7 @@ def responder(conversation: "Conversation", tasks: Sequence[Task], seeds: Sequen
 
 @dataclass(frozen=True)
 class Fault:
-    """An answer that is not the environment's here. `lie`: on no honest machine either."""
+    """An answer that differs from the environment's. `lie`: no honest machine would give it."""
 
     detail: str
     lie: bool
@@ -53,7 +51,7 @@ class Conversation:
         self.environments = environments
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
-        self.told = False  # that an answer did not fit
+        self.warned = False  # that an answer did not fit
         self.frame = TurnFrame(tokenizer, eos_ids) if self.possible else None
 
     @property
@@ -62,23 +60,23 @@ class Conversation:
         return self.max_turns > 1 and bool(self.environments)
 
     def reply(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
-        """Return the tokens that follow a completion so far, whose last turn is the model's; None: the completion ends.
+        """Return the environment's tokens after the model's last turn; None: the completion ends.
 
         `turns` are the lengths of the turns before the last, see `model/turns`.
         """
-        asked = self._asked(task, tokens, turns)
-        if asked is None:
+        open_turn = self._open_turn(task, tokens, turns)
+        if open_turn is None:
             return None
-        environment, texts = asked
+        environment, texts = open_turn
         text = environment.respond(task, seed, texts)
         if text is None:
             return None
         answer = self._tokens(text, len(tokens))
-        if not answer and not self.told:
-            self.told = True
+        if not answer and not self.warned:
+            self.warned = True
             log.warning(
                 "an answer to a model's call does not fit into sampling.max_tokens = %d, so the completion ends with the "
-                "call; if this is so for most, raise it",
+                "call; if this happens often, raise it",
                 self.max_tokens,
             )
         return answer or None
@@ -102,8 +100,10 @@ class Conversation:
                 faults.append(Fault(detail, lie=not self._tolerates(task, seed, tokens[:end], before, reported)))
         return next((fault for fault in faults if fault.lie), faults[0] if faults else None)
 
-    def _asked(self, task: Task, tokens: Sequence[int], turns: Sequence[int]) -> tuple[Environment, list[str]] | None:
-        """Return the environment that a completion asks, and the text of each turn; None: the completion ends anyway."""
+    def _open_turn(
+        self, task: Task, tokens: Sequence[int], turns: Sequence[int]
+    ) -> tuple[Environment, list[str]] | None:
+        """Return the environment to call, and the text of each turn; None: the completion ends."""
         environment = self.environments.get(task.source)
         if self.frame is None or environment is None or tokens[-1] not in self.eos_ids:
             return None
@@ -113,7 +113,7 @@ class Conversation:
         return environment, [completion_text(self.tokenizer, tokens[start:end]) for start, end in spans]
 
     def _tokens(self, text: str, length: int) -> list[int]:
-        """Return an answer's tokens behind `length` others; empty if that leaves no room."""
+        """Return an answer's tokens after `length` others; empty if there is no room."""
         assert self.frame is not None
         answer = self.frame.tokens(text)
         return answer if length + len(answer) < self.max_tokens else []
@@ -122,9 +122,9 @@ class Conversation:
         self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int], reported: Sequence[int]
     ) -> bool:
         """Return whether an honest machine may have computed these tokens."""
-        asked = self._asked(task, tokens, turns)
-        if asked is None:
+        open_turn = self._open_turn(task, tokens, turns)
+        if open_turn is None:
             return False
-        environment, texts = asked
+        environment, texts = open_turn
         tolerated = environment.tolerated(task, seed, texts)
         return tolerated is None or any(self._tokens(text, len(tokens)) == reported for text in tolerated)

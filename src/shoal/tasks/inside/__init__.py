@@ -1,4 +1,4 @@
-"""What runs in children of the sandbox, as text, and how its functions become grades.
+"""Code that runs in the sandbox's child processes, as text, and how its results become grades.
 
 candidate, checker               the two sides of a code task
 own                              code of a run's author
@@ -18,7 +18,7 @@ from shoal.sandbox import PLAIN, Budget, CallResult, ProgramLimits, RemoteFuncti
 from shoal.tasks.task import Grade, GradeError
 
 RUN = "import inside; inside.main()"  # the program of a file with a `main`
-# One time zone and one way to compute on every machine; hashes, and with them the order of sets, are fixed anyway.
+# The same time zone and thread count on every machine; hash seeds are fixed elsewhere.
 SAME = """
 import os, sys, time
 os.environ |= {"OMP_NUM_THREADS": "1", "TZ": "UTC"}
@@ -63,16 +63,16 @@ class Grader:
         self.function = RemoteFunction(sandbox, program, setup)
 
     def calls(self, values: Sequence[Any]) -> list[CallResult]:
-        """Return how each call ended, in order. Raises GradeError if it cannot start, SandboxError if this machine fails."""
+        """Call with each value, in order. Raises GradeError if it does not start, SandboxError if this machine fails."""
         try:
             return self.function.calls(values)
         except StartError as error:
             if self.function.sandbox.tier != PLAIN:
-                raise  # nothing but Shoal's own code starts there
+                raise  # only Shoal's own code starts there
             raise GradeError(f"the grader {self.name} does not start ({error}): install what it imports") from error
 
     def grades(self, values: Sequence[Any], grade: Callable[[Any], Grade]) -> list[Grade]:
-        """Return a grade per value: `grade(answer)`, or a grader error where the call gave none."""
+        """Return a grade per value: `grade(answer)`, or a grader error if the call failed."""
         return [self._graded(call, grade) for call in self.calls(values)]
 
     def failure(self, call: CallResult) -> str:
@@ -95,7 +95,7 @@ class Grader:
 
     def _graded(self, call: CallResult, grade: Callable[[Any], Grade]) -> Grade:
         if call.ending == "answered":
-            found = grade(call.value)
-            return replace(found, repeatable=found.repeatable and call.repeatable, tier=self.tier)
+            result = grade(call.value)
+            return replace(result, repeatable=result.repeatable and call.repeatable, tier=self.tier)
         repeatable = call.repeatable and call.ending == "raised" and not self.tier
         return Grade(0.0, "grader_error", self.failure(call), repeatable=repeatable, tier=self.tier)

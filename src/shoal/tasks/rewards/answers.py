@@ -1,4 +1,4 @@
-"""The reward `number`: 1 if the last number of the completion, or of its last box, is the answer, as usual for GSM8K.
+"""The reward `number`: 1 if the last number of the completion, or of its last box, is the answer, as in GSM8K.
 
 Invariant: a grade follows from the task's answer and the completion alone. Numbers are compared in a canonical form, so that
 none is too long or rounded. A task whose answer is no number is a `grader_error`: no completion could be right.
@@ -21,7 +21,7 @@ class Number:
         return [_grade(task, completion) for task, completion in zip(tasks, completions, strict=True)]
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: no process was started."""
 
 
 def _grade(task: Task, completion: str) -> Grade:

@@ -1,4 +1,4 @@
-"""Compares what a program gave with what its tests expect, outside of the sandbox.
+"""Compare a program's output with its tests' expectations, outside of the sandbox.
 
 Invariant: only builtins are compared, by their own operators, in time linear in the smaller side; a program's
 objects never get here.
@@ -25,7 +25,7 @@ NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,5})?", re.ASCII)
 
 @dataclass(frozen=True)
 class Pairs:
-    """A dict as it crossed the wall. Hostile keys can make a real dict's construction quadratic."""
+    """A dict from the sandbox, as pairs: hostile keys could make building a real dict quadratic."""
 
     items: Sequence[tuple[Any, Any]]
 
@@ -60,7 +60,7 @@ def same_value(actual: Any, expected: Any) -> bool:
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """Return a value for a person, bounded: a long int's digits alone would take quadratic time."""
+    """Format a value for people, in bounded time: a long int's digits alone would take quadratic time."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, (str, bytes)):

@@ -1,4 +1,4 @@
-"""Grades completions of any task of a task set, each with its source's reward, or with its own where the source names none.
+"""Grade completions of any task of a task set, with its source's reward, or the task's own if the source names none.
 
 Invariant: worker, validator, evaluator and the tools grade through this, so the same completion gets the same score.
 Rewards start on first use and end with `close`.
@@ -26,12 +26,12 @@ REWARDS: dict[str, Callable[[SandboxSection, Budget], Reward]] = {
     "verifiers": lambda _, budget: libraries.LibraryReward("verifiers", budget),
     "code": lambda section, budget: Code(limits_of(section), budget=budget),
 }
-# Packages that decide scores, or the text that is scored.
+# Packages that affect scores or the scored text.
 PACKAGES = "shoal tokenizers transformers math-verify latex2sympy2-extended sympy reasoning-gym verifiers".split()  # noqa: SIM905
 
 
 class CannotGradeError(GradeError):
-    """The sandbox failed, and failed again."""
+    """The sandbox failed twice."""
 
     restart_helps = True
 
@@ -42,8 +42,8 @@ class Graders:
     def __init__(
         self, section: TaskSection, *, files: Mapping[str, bytes] | None = None, budget: Budget | None = None
     ) -> None:
-        """`files`: the source of rewards of your own, by file name, from the task set. `budget`: after its end nothing more
-        is run, and no grade means anything.
+        """`files`: source files of user rewards by name, from the task set. `budget`: after its end nothing runs, and grades
+        are meaningless.
 
         Raises GradeError, and TasksNotFoundError for an environment of verifiers that this machine does not allow.
         """
@@ -68,7 +68,7 @@ class Graders:
         self.rewards.clear()
 
     def try_out(self, tasks: Sequence[Task]) -> None:
-        """Grade an empty completion and the gold answer of each task, to learn now what cannot grade. Raises GradeError."""
+        """Grade an empty completion and the gold answer of each task, so a broken reward fails now. Raises GradeError."""
         for task in tasks:
             for completion in ("", task.answer):
                 [grade] = self.grade([task], [completion])
@@ -79,7 +79,7 @@ class Graders:
                     )
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """One grade per completion, in order. Raises GradeError for a score outside of [0, 1], and if this machine fails."""
+        """Return one grade per completion. Raises GradeError for a score outside of [0, 1], or if this machine fails."""
         grades: dict[int, Grade] = {}
         for label, own in dict.fromkeys((task.source, task.reward) for task in tasks):
             alike = [n for n, task in enumerate(tasks) if (task.source, task.reward) == (label, own)]
@@ -99,10 +99,10 @@ class Graders:
         return [combine({name: by_name[name][n] for name in weights}, weights) for n in range(len(tasks))]
 
     def _by_one(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Try twice. A failure of this machine is no grade: a worker that claimed 0 for it would be taken for a liar."""
+        """Grade, with one retry. A failure of this machine is not a grade: a reported 0 would look like a lie."""
         try:
             return reward.grade(tasks, completions)
-        except SandboxError:  # its servers are replaced by now
+        except SandboxError:  # its servers were replaced
             pass
         try:
             return reward.grade(tasks, completions)
@@ -164,7 +164,7 @@ def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
 
 
 def versions() -> str:
-    """Return what else scores depend on: interpreter, libraries, and whether the author of the run is trusted."""
+    """Return what scores depend on besides the run: interpreter, libraries, and whether the run's author is trusted."""
     return _installed() + (", trusted" if trusted() else "")
 
 
@@ -180,7 +180,7 @@ def _installed() -> str:
 
 
 def weights_of(source: SourceSection) -> dict[str, float]:
-    """Return the rewards that a source names, with their weights; empty if it leaves them to its tasks."""
+    """Return the rewards that a source names, with weights; empty if each task names its own."""
     if isinstance(source.reward, dict):
         return source.reward
     return {source.reward: 1.0} if source.reward else {}
