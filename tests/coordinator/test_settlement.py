@@ -41,7 +41,7 @@ class Away(RevmChain):
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(credit, "POLL_S", 0.01)
-        monkeypatch.setattr(credit, "LONGEST_PAUSE_S", 0.01)
+        monkeypatch.setattr(credit, "MAX_PAUSE_S", 0.01)
         monkeypatch.setattr(credit, "FINISH_S", 0.2)
         self.chain = Away()
         self.address = deploy(self.chain)
