@@ -55,7 +55,7 @@ from shoal.worker.produce import Producer
 
 RUN = "calibration"
 MARGIN = 1.5  # limit = this times the worst honest value, or the floor below if that is larger
-TAIL_MARGIN = 3.0  # for the mean margin, which a few rare tokens can dominate
+TAIL_MARGIN = 3.0  # factor for the mean margin: a few rare tokens can dominate it
 LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "proof_exponent_mean": ("proof_exponent_mean", 4.0, MARGIN),
     "proof_mantissa_mean": ("proof_mantissa_mean", 0.5, MARGIN),

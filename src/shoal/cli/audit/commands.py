@@ -42,7 +42,7 @@ def add_commands(commands: Commands) -> None:
 def audit(arguments: argparse.Namespace) -> int:
     """Audit what is named, by what it is: a folder, a Parquet file, or else a reply."""
     if arguments.what.is_dir():
-        if arguments.ledger and not arguments.ledger.is_file():  # which is no broken link
+        if arguments.ledger and not arguments.ledger.is_file():  # a usage error, not a broken link
             raise UserError(f"no file at {arguments.ledger}: `shoal audit RUN --export FILE` writes one")
         return _export(arguments) if arguments.export else _run(arguments)
     data = arguments.what.read_bytes()

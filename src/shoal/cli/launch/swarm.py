@@ -312,8 +312,8 @@ class PoolSwarm(Swarm):
         folder/NAME           of each process: learner, origin, relay-0, validator-0, evaluator
         folder/logs/NAME.log  what it says
 
-    Invariant: it starts one process for each invite in folder/invites that is not a worker's, and uses up no other. Started
-    again, it goes on where it stopped. Left out: sites (`shoal pool meet`).
+    Invariant: it starts one process for each invite in folder/invites that is not a worker's, and uses up no other. After a
+    restart it continues where it stopped. It does not start the meeting of sites (`shoal pool meet`).
     """
 
     def __init__(self, folder: Path, config: Config, address: Address, dashboard: int | None = None) -> None:

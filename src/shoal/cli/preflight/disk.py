@@ -32,7 +32,7 @@ class Needs:
 
 
 def needs(config: Config, parameters: int) -> Needs:
-    """Return what a run of this config needs, for a model of so many parameters."""
+    """Return the disk space that a run of this config needs, for a model with this number of parameters."""
     learner, steps, sites = config.learner, config.run.steps, max(1, config.learner.sites)
     version = VERSION_BYTES * parameters
     checkpoint = version if learner.lora else CHECKPOINT_BYTES * parameters

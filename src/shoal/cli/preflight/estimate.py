@@ -34,7 +34,7 @@ Memory of a role is BASE_BYTES, what a process with torch holds before any model
     validator   weights, one layer's activations, logits as above
 
 Invariant: pure functions of numbers, except for `measure`. `generated` counts groups that the online filter drops too;
-completions are as long as the config lets them be, unless it sets targets. A model that is no dense decoder is refused, not
+completions are as long as the config lets them be, unless it sets targets. A model of another form is refused, not
 guessed. Left out: biases and norms (under 0.1 %), stragglers, tasks' rewards, the first use of a model, evaluations between
 the first and the last, GPUs, several devices, fragmentation.
 """
