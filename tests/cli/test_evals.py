@@ -65,6 +65,15 @@ def test_incomplete_arguments_say_what_is_missing(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("suites", ["sums", "HumanEval,MBPP"])
+def test_rows_of_a_file_are_those_of_one_code_suite(
+    suites: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ["--url", "http://127.0.0.1:1/v1", "--served-name", "right-3"]
+    assert main(["eval", suites, *server, "--path", "rows.jsonl", "--out", str(folder / "out")]) == USAGE
+    assert "--path holds the rows of one code suite" in capsys.readouterr().err
+
+
 def test_two_models_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = ["--model", str(folder / "first")]
     assert main(["eval", "sums", *first, *first, "--out", str(folder / "out")]) == USAGE

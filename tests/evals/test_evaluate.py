@@ -15,6 +15,7 @@ from shoal.errors import ShoalError, UserError
 from shoal.evals.evaluate import CONFIG, Contestant, Difference, Score, evaluate, sentence
 from shoal.evals.harness import Endpoint, check_installed
 from shoal.evals.suites import TABLE, Suite, find, read_tasks
+from shoal.tasks import Grade
 from shoal.watch.estimates import Estimate
 
 from .support import install_lm_eval, lines, quiet
@@ -179,6 +180,14 @@ def test_programs_of_a_code_suite_run_in_the_sandbox(name: str, row: dict[str, o
     assert [(result.avg.mean, len(result.values)) for result in results] == [(1, 1), (0, 1)]
     [message] = lines(tmp_path / "out" / right / "tasks" / f"{suite.task}.jsonl")
     assert "{question}" not in str(message)
+
+
+def test_a_program_that_cannot_be_graded_ends_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would count as a wrong one, and the model would look worse than it is."""
+    failed = Grade(0.0, "grader_error", "no sandbox here")
+    monkeypatch.setattr("shoal.evals.evaluate.grade", lambda suite, tasks, completions: [failed for _ in tasks])
+    with pytest.raises(ShoalError, match="1 programs of MBPP cannot be graded; the first, .*: no sandbox here"):
+        run(tmp_path / "out", "say-pass", suite=code_suite("MBPP", tmp_path, MBPP))
 
 
 def test_part_of_a_code_suite_is_the_same_in_any_order_of_rows(tmp_path: Path) -> None:

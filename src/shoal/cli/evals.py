@@ -38,6 +38,7 @@ def add_commands(commands: Commands) -> None:
     add("--url", help="an OpenAI-compatible server, up to and with /v1; its key: OPENAI_API_KEY")
     served = "with --url: its model"
     add("--served-name", action="append", default=[], dest="served", metavar="NAME", help=served)
+    add("--path", help="a code suite's rows: a file or a folder (default: from the hub)")
     add("--n", type=whole(1, 10**9), default=0, help="evaluate n tasks of each suite only")
     add("--k", type=whole(1, MAX_K), help="completions per task (default: the suite's)")
     add("--temperature", type=real(0, 10), help="0: greedy (default: the suite's)")
@@ -74,6 +75,10 @@ def run_eval(arguments: argparse.Namespace) -> None:
     options = {"k": arguments.k, "temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     changed = {name: value for name, value in options.items() if value is not None}
     suites = [replace(suite, **changed) for suite in find(arguments.suites)]
+    if arguments.path is not None:
+        if len(suites) > 1 or not suites[0].prompt:
+            raise UserError("--path holds the rows of one code suite: HumanEval, MBPP or LiveCodeBench")
+        suites = [replace(suites[0], path=arguments.path)]
     out: Path = arguments.out or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
     from shoal.evals.evaluate import RESULTS, evaluate, table, write_results
     from shoal.watch.terminal.live import Terminal
