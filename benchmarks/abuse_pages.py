@@ -184,38 +184,6 @@ class Person:
         _, body = await self.site.ask("POST", "/chat/conversations", json={}, headers=self.headers)
         return str(json.loads(body)["id"])
 
-    async def reply_file(self) -> Json:
-        id = await self.begin()
-        asked = {"content": "one", "models": [self.site.model], "max_tokens": 8}
-        _, events = await self.site.ask("POST", f"/chat/conversations/{id}/replies", json=asked, headers=self.headers)
-        message = json.loads(events.strip().splitlines()[-1][6:])["message"]["id"]
-        _, file = await self.site.ask("GET", f"/chat/conversations/{id}/messages/{message}/proof", headers=self.headers)
-        found: Json = json.loads(file)
-        return found
-
-
-async def left_proofs(site: Site) -> None:
-    """Ten reply files of 1.4 MB, each hung up after 1.5 s: long tokens that almost are two stop strings."""
-    person = await Person.enter(site)
-    file = await person.reply_file()
-    tokenizer = load_tokenizer(sources.resolve(sources.SMOLLM2))
-    token = next(id for text, id in tokenizer.get_vocab().items() if text == "#" * 64)
-    tokens = [token] * (8100 - len(file["prompt"])) + file["tokens"][:1]
-    lie = {"stops": ["#" * 700_000] * 2, "tokens": tokens, "proofs": file["proofs"][:1] * -(-len(tokens) // 32)}
-    body = json.dumps(file | lie)
-    headers = person.headers | {"Content-Type": "application/json"}
-    for _ in range(10):
-        await site.attack("POST", "/chat/verify", data=body, headers=headers, within_s=1.5)
-    await asyncio.sleep(FILL_S)
-
-
-async def junk_proofs(site: Site) -> None:
-    """Reply files of 1 MiB, all of it wrong values, four at a time."""
-    person = await Person.enter(site)
-    body = b'{"tokens":[' + b'"",' * ((1 << 20) // 3) + b'""]}'
-    headers = person.headers | {"Content-Type": "application/json"}
-    await together(4, lambda: site.attack("POST", "/chat/verify", data=body, headers=headers))
-
 
 async def long_texts(site: Site) -> None:
     """Requests of 4 MB, four at a time, with one key."""
@@ -273,8 +241,6 @@ async def together(count: int, request: Callable[[], Awaitable[int]]) -> None:
 
 PAGES = {"serve": Page(start_serve, {"health": health, "completion": completion, "login": login})}
 ROWS = {
-    "left proofs": Row("serve", left_proofs, 20.0),
-    "junk proofs": Row("serve", junk_proofs),
     "long texts": Row("serve", long_texts),
     "longest texts": Row("serve", longest_texts),
     "filled conversations": Row("serve", filled_conversations, FILL_S),

@@ -3,10 +3,9 @@
     python benchmarks/sdk_table.py                      makes throwaway environments for the clients: minutes
     python benchmarks/sdk_table.py --environments DIR   makes them in DIR, or takes those that are there
 
-The server is a process with the bundled SmolLM2 and a chat template with tools, which that model lacks. Whether its
-words make sense does not matter: a feature works if the client takes the answer and finds in it what it must find. The
-clients run in processes of their own, each in an environment of its own: they need different versions of `openai`.
-Left out: features that a client has no way to ask for, marked "-".
+The server is a process with the bundled SmolLM2. A feature works if the client accepts the response and its content is
+right. Each client runs in its own process and environment, because they need different versions of `openai`.
+Left out: features that a client cannot request, marked "-".
 """
 
 import argparse
@@ -22,26 +21,9 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent / "results" / "sdk_table.json"
-FEATURES = ["chat", "stream", "seed", "logprobs", "stop", "tool", "schema", "list", "error"]
+FEATURES = ["chat", "stream", "seed", "logprobs", "stop", "list", "error"]
 MODEL = "model"
 SAYS = [{"role": "user", "content": "What is the capital of France?"}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather of a city", "parameters": CITY}}
-NAMED = {"type": "function", "function": {"name": "weather"}}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": CITY, "strict": True}}
-CITIES = ("Paris", "Rome", "Oslo")
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nYou may call functions:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n"
-    'A call is written as\n<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n{% endif %}'
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}\n<tool_call>\n"
-    "{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 Checks = dict[str, Callable[[], bool]]
 
 
@@ -63,34 +45,15 @@ def with_openai(url: str) -> Checks:
             return error.param == "top_p" and "full distribution" in error.message
         return False
 
-    def parsed() -> bool:
-        from pydantic import BaseModel
-
-        class Answer(BaseModel):
-            born: bool
-
-        found = client.chat.completions.parse(model=MODEL, messages=SAYS, max_tokens=64, response_format=Answer)
-        return isinstance(found.choices[0].message.parsed, Answer)
-
     return {
         "chat": lambda: bool(text()),
         "stream": lambda: "".join(c.choices[0].delta.content or "" for c in chat(stream=True)) == text(),
         "seed": lambda: text() == text() != text(seed=-2),
         "logprobs": lambda: len(chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content[0].top_logprobs) == 2,
         "stop": lambda: (whole := text()) and text(stop=[whole[3:6]]) == whole[: whole.index(whole[3:6])],
-        "tool": lambda: called(
-            chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=64).choices[0]
-        ),
-        "schema": lambda: json.loads(text(response_format=FORMAT, max_tokens=64))["city"] in CITIES and parsed(),
         "list": lambda: MODEL in [one.id for one in client.models.list()],
         "error": refused,
     }
-
-
-def called(choice: Any) -> bool:
-    [call] = choice.message.tool_calls
-    arguments = json.loads(call.function.arguments)
-    return choice.finish_reason == "tool_calls" and call.function.name == "weather" and arguments["city"] in CITIES
 
 
 def with_litellm(url: str) -> Checks:
@@ -116,8 +79,6 @@ def with_litellm(url: str) -> Checks:
         "seed": lambda: text() == text() != text(seed=-2),
         "logprobs": lambda: len(chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content[0].top_logprobs) == 2,
         "stop": lambda: (whole := text()) and text(stop=[whole[3:6]]) == whole[: whole.index(whole[3:6])],
-        "tool": lambda: called(chat(tools=[TOOL], tool_choice=NAMED, max_tokens=64).choices[0]),
-        "schema": lambda: json.loads(text(response_format=FORMAT, max_tokens=64))["city"] in CITIES,
         "error": refused,
     }
 
@@ -125,12 +86,6 @@ def with_litellm(url: str) -> Checks:
 def with_langchain(url: str) -> Checks:
     from langchain_openai import ChatOpenAI
     from openai import BadRequestError
-    from pydantic import BaseModel
-
-    class City(BaseModel):
-        """Weather of a city."""
-
-        rainy: bool
 
     def model(**more: Any) -> Any:
         given = {"max_tokens": 32, "seed": 1, "max_retries": 0} | more
@@ -152,28 +107,20 @@ def with_langchain(url: str) -> Checks:
         "seed": lambda: text() == text() != text(seed=-2),
         "logprobs": lambda: bool(model(logprobs=True).invoke("one").response_metadata["logprobs"]["content"]),
         "stop": lambda: (whole := text()) and text(stop=[whole[3:6]]) == whole[: whole.index(whole[3:6])],
-        "tool": lambda: isinstance(
-            model().with_structured_output(City, method="function_calling").invoke("Rain in Rome?"), City
-        ),
-        "schema": lambda: isinstance(model().with_structured_output(City).invoke("Rain in Rome?"), City),
         "error": refused,
     }
 
 
 def with_pydantic_ai(url: str) -> Checks:
-    from pydantic import BaseModel
-    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai import Agent
     from pydantic_ai.exceptions import ModelHTTPError
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    class City(BaseModel):
-        rainy: bool
-
     chosen = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=url, api_key="none"))
 
-    def run(of: Any = str, **settings: Any) -> Any:
-        agent = Agent(chosen, output_type=of, model_settings={"max_tokens": 32, "seed": 1, **settings})
+    def run(**settings: Any) -> Any:
+        agent = Agent(chosen, model_settings={"max_tokens": 32, "seed": 1, **settings})
         return agent.run_sync("What is the capital of France?").output
 
     def streamed() -> str:
@@ -191,8 +138,6 @@ def with_pydantic_ai(url: str) -> Checks:
         "chat": lambda: bool(run()),
         "stream": lambda: streamed() == run(),
         "seed": lambda: run() == run() != run(seed=-2),
-        "tool": lambda: isinstance(run(ToolOutput(City), parallel_tool_calls=False), City),
-        "schema": lambda: isinstance(run(NativeOutput(City)), City),
         "error": refused,
     }
 
@@ -200,67 +145,28 @@ def with_pydantic_ai(url: str) -> Checks:
 def with_inspect(url: str) -> Checks:
     import asyncio
 
-    from inspect_ai.model import GenerateConfig, ResponseSchema, get_model
-    from inspect_ai.tool import ToolFunction, ToolInfo, ToolParams
-    from inspect_ai.util import json_schema
-    from pydantic import BaseModel
+    from inspect_ai.model import GenerateConfig, get_model
 
-    class City(BaseModel):
-        rainy: bool
-
-    def run(tools: Any = (), choice: Any = None, **config: Any) -> Any:
+    def run(**config: Any) -> Any:
         given = GenerateConfig(**({"max_tokens": 32, "seed": 1, "max_retries": 0} | config))
         model = get_model(f"openai-api/shoal/{MODEL}", base_url=url, api_key="none", memoize=False)
-        asked = model.generate("What is the capital of France?", tools=list(tools), tool_choice=choice, config=given)
-        return asyncio.run(asked).choices[0]
+        return asyncio.run(model.generate("What is the capital of France?", config=given)).choices[0]
 
     def text(**config: Any) -> str:
         return run(**config).message.text
 
-    def tool() -> bool:
-        info = ToolInfo(
-            name="weather",
-            description="Weather of a city",
-            parameters=ToolParams(properties={"rainy": json_schema(bool)}, required=["rainy"]),
-        )
-        [call] = run([info], ToolFunction("weather")).message.tool_calls
-        return call.function == "weather" and isinstance(call.arguments["rainy"], bool)
-
-    form = ResponseSchema(name="city", json_schema=json_schema(City))
     return {
         "chat": lambda: bool(text()),
         "seed": lambda: text() == text() != text(seed=2),
         "logprobs": lambda: len(run(logprobs=True, top_logprobs=2).logprobs.content[0].top_logprobs) == 2,
         "stop": lambda: (whole := text()) and text(stop_seqs=[whole[3:6]]) == whole[: whole.index(whole[3:6])],
-        "tool": tool,
-        "schema": lambda: isinstance(City.model_validate_json(text(response_schema=form)), City),
-    }
-
-
-def with_instructor(url: str) -> Checks:
-    import instructor
-    import openai
-    from pydantic import BaseModel
-
-    class City(BaseModel):
-        rainy: bool
-
-    def run(mode: Any) -> Any:
-        client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none", max_retries=0), mode=mode)
-        return client.chat.completions.create(
-            model=MODEL, messages=SAYS, response_model=City, max_tokens=64, seed=1, max_retries=1
-        )
-
-    return {
-        "tool": lambda: isinstance(run(instructor.Mode.TOOLS), City),
-        "schema": lambda: isinstance(run(instructor.Mode.JSON_SCHEMA), City),
     }
 
 
 NODE = """
 import OpenAI from 'openai';
 const [url, model, given] = process.argv.slice(2);
-const { says, tool, format } = JSON.parse(given);
+const says = JSON.parse(given);
 const client = new OpenAI({ baseURL: url, apiKey: 'none', maxRetries: 0 });
 const chat = more => client.chat.completions.create({ model, messages: says, max_tokens: 16, seed: 1, ...more });
 const text = async more => (await chat(more)).choices[0].message.content;
@@ -280,13 +186,6 @@ const checks = {
     const stop = whole.slice(3, 6);
     return await text({ stop: [stop] }) === whole.slice(0, whole.indexOf(stop));
   },
-  tool: async () => {
-    const asked = { tools: [tool], tool_choice: 'required', parallel_tool_calls: false, max_tokens: 64 };
-    const choice = (await chat(asked)).choices[0];
-    const call = choice.message.tool_calls[0];
-    return choice.finish_reason === 'tool_calls' && 'city' in JSON.parse(call.function.arguments);
-  },
-  schema: async () => 'city' in JSON.parse(await text({ response_format: format, max_tokens: 64 })),
   list: async () => (await client.models.list()).data.some(one => one.id === model),
   error: async () => {
     try { await chat({ top_p: 0.5 }); } catch (error) { return error.status === 400 && error.param === 'top_p'; }
@@ -305,7 +204,6 @@ CLIENTS: dict[str, tuple[str, Callable[[str], Checks]]] = {
     "langchain-openai": ("langchain-openai", with_langchain),
     "pydantic-ai": ("pydantic-ai-slim[openai]", with_pydantic_ai),
     "inspect-ai": ("inspect-ai openai", with_inspect),
-    "instructor": ("instructor", with_instructor),
 }
 
 
@@ -366,15 +264,10 @@ def installed(folder: Path) -> dict[str, str]:
 
 
 def served(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """A server of the bundled model with a template that has tools, and the API's address."""
+    """Start a server of the bundled model; return it and the API's address."""
     from shoal.model.sources import SMOLLM2, resolve
 
     shutil.copytree(resolve(SMOLLM2), folder / MODEL)
-    (folder / MODEL / "chat_template.jinja").write_text(TEMPLATE)
-    config = folder / MODEL / "tokenizer_config.json"
-    own = json.loads(config.read_text())
-    own.pop("chat_template", None)
-    config.write_text(json.dumps(own))
     command = [sys.executable, "-m", "shoal", "serve", str(folder / MODEL), "--open", "--api-only", "--port", "0"]
     process = subprocess.Popen([*command, "--dir", str(folder / "serve")], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -390,8 +283,7 @@ def asked_by(folder: Path, name: str, url: str) -> dict[str, str]:
 
 def asked_by_node(folder: Path, url: str) -> dict[str, str]:
     (folder / "client.mjs").write_text(NODE)
-    given = json.dumps({"says": SAYS, "tool": TOOL, "format": FORMAT})
-    return answered(["node", str(folder / "client.mjs"), url, MODEL, given], folder)
+    return answered(["node", str(folder / "client.mjs"), url, MODEL, json.dumps(SAYS)], folder)
 
 
 def answered(command: list[str], folder: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ STORIES = {
     "heartbeat to task": "tests/coordinator/test_assignments.py::test_a_worker_that_asks_gets_a_task_of_its_version",
     "upload to ledger": "tests/coordinator/http/test_routes.py::test_a_submission_goes_from_worker_to_validator_to_learner",
     "batch to published weights": "tests/learner/test_loop.py::test_old_versions_go",
-    "chat request to answer": "tests/serve/test_openai.py::test_a_seed_gives_the_same_text_again_and_other_seeds_others",
+    "chat request to answer": "tests/serve/test_openai.py::test_a_seed_repeats_its_text_and_other_seeds_give_others",
 }
 
 

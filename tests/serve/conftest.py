@@ -1,4 +1,4 @@
-"""Servers for the tests: one that no test changes, and one for each file with people in it."""
+"""Servers shared by the tests: `api`, which no test changes, and `page`, one per file, with users."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from shoal.files import copy_tree
+from shoal.serve.versions import LoadedModel, Offer, load
 
-from .people import Person
-from .support import CHEAP, Running, serving
+from .support import CHEAP, Running, User, engine, serving
 
 
 @pytest.fixture(scope="session")
@@ -24,15 +24,18 @@ def page(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def ada(page: Running) -> Person:
-    person = Person(page)
-    assert person.enter().status_code == 200
-    return person
+def tiny(tiny_folder: Path) -> LoadedModel:
+    return load(Offer("tiny", None, tiny_folder), engine())
+
+
+@pytest.fixture(scope="module")
+def ada(page: Running) -> User:
+    return User.registered(page, "ada")
 
 
 @pytest.fixture(scope="module")
 def run_folder(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with length targets that began with one tiny model and has published another."""
+    """A run with length targets: a tiny base model, and another one as version 3."""
     folder = tmp_path_factory.mktemp("run") / "steps"
     (folder / "learner" / "versions").mkdir(parents=True)
     copy_tree(tiny_folders[1], folder / "learner" / "versions" / "v000003")

@@ -1,6 +1,7 @@
-"""A server in a thread, over real sockets, with the tiny random llama."""
+"""A server in a thread, over real sockets, with a tiny random Llama; API clients, and users of the chat page."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +15,12 @@ from aiohttp import web
 from argon2 import PasswordHasher
 
 from shoal.engine.torch_engine import TorchEngine
+from shoal.serve import proof
 from shoal.serve.service import Service, Settings
-from shoal.serve.versions import ModelSource, source_of
+from shoal.serve.versions import LoadedModel, ModelSource, source_of
 
 KEY = "sk-a-key-for-these-tests"
+PASSWORD = "correct horse battery"  # noqa: S105
 DEADLINE_S = 60.0
 CHEAP = PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
 
@@ -28,12 +31,43 @@ class Running:
     service: Service
     model: str
 
-    def client(self, **more: Any) -> httpx.Client:
-        """Without `verify`, every client would first read all of the system's certificates."""
-        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, verify=False, **more)
+    @property
+    def newest(self) -> LoadedModel:
+        assert self.service.versions.newest is not None
+        return self.service.versions.newest
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def client(self, **options: Any) -> httpx.Client:
+        """Return a client without `verify`, because reading the system's certificates is slow."""
+        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, verify=False, **options)
 
     def api(self) -> httpx.Client:
         return self.client(headers={"Authorization": f"Bearer {KEY}"})
+
+    def chat(self, messages: list[Any], **params: Any) -> httpx.Response:
+        """Request a chat completion."""
+        body = {"model": self.model, "messages": messages, "max_tokens": 12, "seed": 3} | params
+        with self.api() as client:
+            return client.post("/v1/chat/completions", json=body)
+
+    def complete(self, **params: Any) -> httpx.Response:
+        with self.api() as client:
+            return client.post("/v1/completions", json={"model": self.model} | params)
+
+    def verify(self, reply: dict[str, Any]) -> proof.ReplyVerdict:
+        """Verify a reply file with the newest version."""
+        return proof.verify(proof.Reply.read(json.dumps(reply).encode()), self.newest)
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the server-sent events of a streamed response."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def engine() -> TorchEngine:
@@ -49,18 +83,18 @@ def serving(
     new_engine: Callable[[], TorchEngine] = engine,
     **settings: Any,
 ) -> Iterator[Running]:
-    """The whole application at a free port; with `ready`, once its model is loaded."""
+    """Run the whole application on a free port; with `ready`, wait until its model is loaded."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "api.keys").write_text(f"tester {KEY}\n")
-    found = source if isinstance(source, ModelSource) else source_of(str(source))
-    service = Service(found, Settings(folder=folder, **settings), new_engine)
+    source = source if isinstance(source, ModelSource) else source_of(str(source))
+    service = Service(source, Settings(folder=folder, **settings), new_engine)
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
         asyncio.run_coroutine_threadsafe(_listen(runner), loop).result(DEADLINE_S)
-        running = Running(f"http://127.0.0.1:{runner.addresses[0][1]}", service, found.name)
+        running = Running(f"http://127.0.0.1:{runner.addresses[0][1]}", service, source.name)
         if ready:
             until(lambda: service.versions.newest is not None)
         yield running
@@ -76,9 +110,61 @@ async def _listen(runner: web.AppRunner) -> None:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
 
 
-def until(true: Any) -> None:
-    """Wait for something that must come."""
+def until(condition: Callable[[], Any]) -> None:
+    """Wait until a condition holds."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not come"
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not become true"
         time.sleep(0.01)
+
+
+class User:
+    """A user of the chat page, with the requests that a browser would send."""
+
+    def __init__(self, running: Running, name: str = "ada") -> None:
+        self.name = name
+        self.model = running.model
+        self.http = running.client(headers={"Origin": running.url})
+        self.csrf = ""
+
+    @classmethod
+    def registered(cls, running: Running, name: str = "ada") -> "User":
+        user = cls(running, name)
+        assert user.enter().status_code == 200
+        return user
+
+    def enter(self, route: str = "register", password: str = PASSWORD) -> httpx.Response:
+        response = self.http.post(f"/chat/{route}", json={"name": self.name, "password": password})
+        self.csrf = response.json().get("csrf", "")
+        return response
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        headers = {"X-CSRF-Token": self.csrf} | options.pop("headers", {})
+        return self.http.post(f"/chat/{path}", json={} if body is None else body, headers=headers, **options)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.http.get(f"/chat/{path}")
+
+    def delete(self, path: str) -> httpx.Response:
+        headers = {"X-CSRF-Token": self.csrf, "Content-Type": "application/json"}
+        return self.http.request("DELETE", f"/chat/{path}", headers=headers)
+
+    def begin(self) -> str:
+        """Create a conversation and return its id."""
+        return str(self.post("conversations").json()["id"])
+
+    def say(self, conversation: str, content: str | None = "one", **form: Any) -> list[dict[str, Any]]:
+        """Send a message and return the events of the reply."""
+        body = {"content": content, "models": [self.model], "max_tokens": 12} | form
+        response = self.post(f"conversations/{conversation}/replies", body)
+        assert response.status_code == 200, response.text
+        return [json.loads(line[6:]) for line in response.text.splitlines() if line]
+
+    def read(self, conversation: str) -> dict[str, Any]:
+        body: dict[str, Any] = self.get(f"conversations/{conversation}").json()
+        return body
+
+    def reply(self) -> str:
+        """Get a reply in a new conversation; return the message's path."""
+        id = self.begin()
+        return f"conversations/{id}/messages/{self.say(id)[-1]['message']['id']}"

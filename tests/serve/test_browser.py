@@ -1,10 +1,9 @@
-"""The chat page in a real Chromium: what a person does, and what the browser itself reports.
+"""The chat page in a real Chromium: what a user does, and what the browser itself reports.
 
-The first tests run by default where Chromium and Playwright are installed (`make browser`); the rest are slow.
+Two security tests run by default if Chromium and Playwright are installed (`make browser`); the others are slow.
 """
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +11,11 @@ from typing import Any
 
 import pytest
 
-from .support import CHEAP, Running, serving
+from tests.watch.page.browsing import WAIT_MS, launch_chromium, record_activity, serious_violations
+
+from .support import CHEAP, PASSWORD, Running, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: make browser")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("Chromium is not installed: make browser", allow_module_level=True)
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
-PASSWORD = "correct horse battery"
-DEADLINE_MS = 60_000
-AXE = Path(__file__).parents[2] / ".browser" / "node_modules" / "axe-core" / "axe.min.js"
 HOSTILE = (
     "so $x^2$ and $\\href{javascript:document.title=1}{y}$\n\n"
     '<img src=x onerror="document.title=1"><script>document.title=1</script>\n\n[x](javascript:document.title=1)\n\n'
@@ -37,31 +31,25 @@ def run(run_folder: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield started
-        started.close()
+    with launch_chromium() as browser:
+        yield browser
 
 
 class Visit:
-    """A page with a person before it. What the browser complained about, and whom it asked, is kept."""
+    """One browser context with the chat page; records console errors and requested URLs."""
 
     def __init__(self, browser: Any, running: Running, **context: Any) -> None:
         self.running = running
         self.context = browser.new_context(base_url=running.url, **context)
-        self.context.set_default_timeout(DEADLINE_MS)
+        self.context.set_default_timeout(WAIT_MS)
         self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.errors, self.urls = record_activity(self.page)
 
     def enter(self, name: str) -> "Visit":
         self.page.goto("/")
         self.page.get_by_label("Name or email").fill(name)
-        if (another := self.page.get_by_role("button", name="New here? Create an account")).is_visible():
-            another.click()  # the first account has a page of its own
+        if (register := self.page.get_by_role("button", name="New here? Create an account")).is_visible():
+            register.click()  # the first account needs no click
         self.page.get_by_label("Password").fill(PASSWORD)
         self.page.get_by_role("button", name="Create account").click()
         self.page.get_by_role("textbox", name="Message", exact=True).wait_for()
@@ -72,15 +60,20 @@ class Visit:
         self.page.keyboard.press("Enter")
 
     def replies(self, count: int) -> Any:
-        """The finished replies, once there are that many."""
-        found = self.page.locator("article.reply:not(.writing)")
-        sync_api.expect(found).to_have_count(count, timeout=DEADLINE_MS)
-        return found
+        """Wait for this many finished replies and return them."""
+        replies = self.page.locator("article.reply:not(.writing)")
+        sync_api.expect(replies).to_have_count(count, timeout=WAIT_MS)
+        return replies
+
+    @property
+    def conversation(self) -> str:
+        return str(self.page.url.rpartition("#")[2])
 
     def close(self) -> None:
+        """Close the page; check that it contacted only its own server and that nothing failed."""
         own = self.running.url
-        assert [url for url in self.asked if not url.startswith((own, "blob:" + own))] == []
-        assert self.complaints == []
+        assert [url for url in self.urls if not url.startswith((own, "blob:" + own))] == []
+        assert self.errors == []
         self.context.close()
 
 
@@ -102,10 +95,9 @@ def test_a_tampered_reply_is_refused_on_the_page(browser: Any, run: Running) -> 
     visit.say("one and two")
     reply = visit.replies(1).first
     assert run.service.replies is not None
-    db = run.service.replies.conversations.db
-    id = visit.page.url.rpartition("#")[2]
+    db, id = run.service.replies.conversations.db, visit.conversation
     row = db.execute("SELECT id, proof FROM message WHERE conversation = ? AND role = 'assistant'", (id,)).fetchone()
-    changed = json.loads(row["proof"]) | {"text": "what the operator would rather have said"}
+    changed = json.loads(row["proof"]) | {"text": "what the operator prefers"}
     db.execute("UPDATE message SET proof = ? WHERE id = ?", (json.dumps(changed), row["id"]))
     reply.get_by_role("button", name="Proof").click()
     reply.get_by_role("button", name="Recompute it").click()
@@ -114,13 +106,12 @@ def test_a_tampered_reply_is_refused_on_the_page(browser: Any, run: Running) -> 
     visit.close()
 
 
-def test_what_a_model_writes_never_runs(browser: Any, run: Running) -> None:
+def test_text_of_a_model_never_runs_as_code(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("mallory")
     visit.say("hello")
     visit.replies(1)
     assert run.service.replies is not None
-    db = run.service.replies.conversations.db
-    id = visit.page.url.rpartition("#")[2]
+    db, id = run.service.replies.conversations.db, visit.conversation
     db.execute("UPDATE message SET content = ? WHERE conversation = ?", (HOSTILE, id))
     db.execute("UPDATE conversation SET title = '<img src=x onerror=alert(1)>' WHERE id = ?", (id,))
     visit.page.reload()
@@ -132,7 +123,7 @@ def test_what_a_model_writes_never_runs(browser: Any, run: Running) -> None:
         == 0
     )
     assert visit.page.locator("a[href^=javascript]").count() == 0
-    sync_api.expect(reply.locator("math")).to_have_count(2)  # drawn, the second without its link
+    sync_api.expect(reply.locator("math")).to_have_count(2)  # rendered, the second without its link
     visit.close()
 
 
@@ -141,17 +132,17 @@ def test_the_browser_refuses_foreign_code(browser: Any, run: Running) -> None:
     visit.page.goto("/")
     refused = visit.page.evaluate(
         """async () => {
-            const found = [];
-            document.addEventListener("securitypolicyviolation", (event) => found.push(event.effectiveDirective));
+            const refused = [];
+            document.addEventListener("securitypolicyviolation", (event) => refused.push(event.effectiveDirective));
             const script = document.createElement("script");
-            try { script.text = "document.title = 'run'"; } catch { found.push("trusted types"); }
-            try { document.body.innerHTML = "<b>"; } catch { found.push("innerHTML"); }
+            try { script.text = "document.title = 'run'"; } catch { refused.push("trusted types"); }
+            try { document.body.innerHTML = "<b>"; } catch { refused.push("innerHTML"); }
             const style = document.createElement("style");
             style.textContent = "body { color: red }";
             document.head.append(style);
-            try { await fetch("https://example.com/"); } catch { found.push("fetch"); }
+            try { await fetch("https://example.com/"); } catch { refused.push("fetch"); }
             await new Promise((resolve) => setTimeout(resolve, 100));
-            return found;
+            return refused;
         }"""
     )
     assert {"trusted types", "innerHTML", "fetch", "style-src-elem"} <= set(refused)
@@ -168,16 +159,16 @@ def test_stop_regenerate_edit_and_branch(browser: Any, run: Running) -> None:
     sync_api.expect(page.locator("article.reply .switch")).to_have_text("2 / 2")
     page.get_by_role("button", name="Previous version").click()
     sync_api.expect(page.locator("article.reply .switch")).to_have_text("1 / 2")
-    page.locator("article.said").hover()
+    page.locator("article.user").hover()
     page.get_by_role("button", name="Edit the message").click()
     page.get_by_role("textbox", name="Edit the message").fill("two")
     page.keyboard.press("Enter")
-    sync_api.expect(page.locator("article.said .switch")).to_have_text("2 / 2")
-    sync_api.expect(page.locator("article.said .bubble")).to_have_text("two")
+    sync_api.expect(page.locator("article.user .switch")).to_have_text("2 / 2")
+    sync_api.expect(page.locator("article.user .bubble")).to_have_text("two")
     page.reload()
-    sync_api.expect(page.locator("article.said .bubble")).to_have_text("two")
-    page.locator("article.said").get_by_role("button", name="Previous version").click()
-    sync_api.expect(page.locator("article.said .bubble")).to_have_text("one")
+    sync_api.expect(page.locator("article.user .bubble")).to_have_text("two")
+    page.locator("article.user").get_by_role("button", name="Previous version").click()
+    sync_api.expect(page.locator("article.user .bubble")).to_have_text("one")
     with page.expect_download() as download:
         page.get_by_role("button", name="Export this conversation").click()
     assert len(json.loads(Path(download.value.path()).read_text())["messages"]) == 5
@@ -185,10 +176,10 @@ def test_stop_regenerate_edit_and_branch(browser: Any, run: Running) -> None:
 
 
 @pytest.mark.slow
-def test_escape_stops_and_keeps_what_was_written(browser: Any, tiny_folder: Path, tmp_path: Path) -> None:
+def test_escape_stops_a_reply_and_keeps_its_text(browser: Any, tiny_folder: Path, tmp_path: Path) -> None:
     with serving(tiny_folder, tmp_path) as running:
         assert running.service.versions.newest is not None
-        running.service.versions.newest.eos_ids = ()  # it would go on for long
+        running.service.versions.newest.eos_ids = ()  # it would continue for long
         step = running.service.scheduler._step
         running.service.scheduler._step = lambda: (step(), time.sleep(0.05))
         visit = Visit(browser, running).enter("stopper")
@@ -219,7 +210,7 @@ def test_two_versions_and_a_budget(browser: Any, run: Running) -> None:
 
 
 @pytest.mark.slow
-def test_log_out_and_expiry_lead_back_to_the_login(browser: Any, run: Running) -> None:
+def test_expiry_and_logging_out_lead_to_the_login(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("leaver")
     visit.context.clear_cookies(name="shoal_session")  # as if it had expired
     visit.say("hello")
@@ -229,11 +220,11 @@ def test_log_out_and_expiry_lead_back_to_the_login(browser: Any, run: Running) -
     visit.page.keyboard.press("Enter")
     visit.page.get_by_role("button", name="Log out").click()
     visit.page.get_by_role("heading", name="Welcome back").wait_for()
-    visit.context.close()  # the refused request was a complaint
+    visit.context.close()  # without its check: the refused request is a console error
 
 
 @pytest.mark.slow
-def test_the_keyboard_alone_is_enough(browser: Any, run: Running) -> None:
+def test_the_page_works_with_the_keyboard_alone(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("typist")
     page = visit.page
     page.keyboard.type("hello")
@@ -252,7 +243,7 @@ def test_the_keyboard_alone_is_enough(browser: Any, run: Running) -> None:
 
 
 @pytest.mark.slow
-def test_on_a_phone_nothing_is_cut_off_and_the_list_is_a_drawer(browser: Any, run: Running) -> None:
+def test_on_a_phone_nothing_is_cut_off_and_the_sidebar_is_a_drawer(browser: Any, run: Running) -> None:
     visit = Visit(browser, run, viewport={"width": 390, "height": 844}, has_touch=True).enter("phone")
     page = visit.page
     visit.say("a rather long message with " + "x" * 200)
@@ -267,26 +258,16 @@ def test_on_a_phone_nothing_is_cut_off_and_the_list_is_a_drawer(browser: Any, ru
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(browser: Any, run: Running, scheme: str) -> None:
-    if not AXE.exists():
-        pytest.skip("axe-core is not installed: make browser")
     visit = Visit(browser, run, color_scheme=scheme)
     visit.page.goto("/")
     visit.page.get_by_role("heading", name="Welcome back").wait_for()
-    assert serious(visit.page) == []
+    assert serious_violations(visit.page) == []
     visit.enter(f"axe-{scheme}")
-    assert serious(visit.page) == []
+    assert serious_violations(visit.page) == []
     visit.say("hello")
     reply = visit.replies(1).first
     reply.get_by_role("button", name="Proof").click()
     reply.get_by_role("button", name="Recompute it").click()
     reply.get_by_role("button", name="Verified").wait_for()
-    assert serious(visit.page) == []
+    assert serious_violations(visit.page) == []
     visit.close()
-
-
-def serious(page: Any) -> list[str]:
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("axe.run()")["violations"]
-    return [
-        f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found if one["impact"] in ("serious", "critical")
-    ]

@@ -1,60 +1,57 @@
-"""How a reply ends is derived from its tokens: a file cannot say that a cut reply is whole."""
+"""How a reply ends follows from its tokens, so a file cannot claim that a cut reply is complete."""
 
-from pathlib import Path
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shoal.serve import proof
-from shoal.serve.errors import UnwantedError
+from shoal.serve.detokenizer import MAX_CHARACTER_TOKENS, Detokenizer, StopMatcher, detokenize
+from shoal.serve.errors import ClientGoneError
 from shoal.serve.generation import Generation, ServeRequest
 from shoal.serve.prompt import encode
 from shoal.serve.scheduler import ServeLimits, ServeScheduler
-from shoal.serve.text import MAX_CHARACTER_TOKENS, Stop, Text, replay
 from shoal.serve.versions import LoadedModel
 
-from .test_decoding import held
-
 MESSAGES = [{"role": "user", "content": "one"}]
+ENDING = "Does it end where it says?"
 
 
-@pytest.fixture(scope="module")
-def of(tiny_folder: Path) -> LoadedModel:
-    return held(tiny_folder)
-
-
-def reply_of(of: LoadedModel, **asked: Any) -> proof.Reply:
-    """What the server gives out for these stops, this seed and this limit."""
-    import asyncio
+def reply_of(loaded: LoadedModel, **params: Any) -> proof.Reply:
+    """Generate a reply as the server does."""
 
     async def main() -> proof.Reply:
         scheduler = ServeScheduler(ServeLimits())
         scheduler.start()
-        ask = ServeRequest(
-            encode(of, MESSAGES), proof=True, **({"seed": 1, "temperature": 1.0, "max_tokens": 100} | asked)
-        )
-        one = Generation(ask, of, asyncio.get_running_loop())
-        scheduler.submit([one])
-        pieces = [piece async for piece in one.pieces()]
+        params_with_defaults: dict[str, Any] = {"seed": 1, "temperature": 1.0, "max_tokens": 100} | params
+        ask = ServeRequest(encode(loaded, MESSAGES), proof=True, **params_with_defaults)
+        generation = Generation(ask, loaded, asyncio.get_running_loop())
+        scheduler.submit([generation])
+        pieces = [piece async for piece in generation.pieces()]
         await asyncio.to_thread(scheduler.stop)
         text = "".join(piece.text for piece in pieces)
-        return proof.build(one, pieces[-1].finish or "", text, MESSAGES)
+        return proof.build(generation, pieces[-1].finish or "", text, MESSAGES)
 
     return asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
-def reply(of: LoadedModel) -> proof.Reply:
-    """Longer than the one chunk that the lies below leave of it."""
-    found = next(one for seed in range(100) if len((one := reply_of(of, seed=seed)).tokens) > 40)
-    assert proof.verify(found, of).passed
-    return found
+def reply(tiny: LoadedModel) -> proof.Reply:
+    """A reply longer than one chunk of proofs, so that it can be cut after the first."""
+    reply = next(reply for seed in range(100) if len((reply := reply_of(tiny, seed=seed)).tokens) > 40)
+    assert proof.verify(reply, tiny).passed
+    return reply
 
 
-def cut(reply: proof.Reply, of: LoadedModel, **lies: Any) -> proof.Reply:
+def cut(reply: proof.Reply, loaded: LoadedModel, **lies: Any) -> proof.Reply:
     tokens = reply.tokens[:32]
-    text = replay(Text(of.tokenizer, lies.get("stops", ()), of.eos_ids), tokens)
+    text = detokenize(Detokenizer(loaded.tokenizer, lies.get("stops", ()), loaded.eos_ids), tokens)
     return reply.model_copy(update={"tokens": tokens, "proofs": reply.proofs[:1], "text": text} | lies)
+
+
+def failed(verdict: proof.ReplyVerdict) -> list[str]:
+    return [finding.question for finding in verdict.findings if not finding.passed]
 
 
 @pytest.mark.parametrize(
@@ -68,75 +65,72 @@ def cut(reply: proof.Reply, of: LoadedModel, **lies: Any) -> proof.Reply:
         {"finish": "length", "max_tokens": 31},
     ],
 )
-def test_a_cut_reply_does_not_pass_for_one_that_ended(
-    of: LoadedModel, reply: proof.Reply, lies: dict[str, Any]
-) -> None:
-    verdict = proof.verify(cut(reply, of, **lies), of)
-    assert not verdict.passed
-    assert [one.question for one in verdict.findings if not one.passed] == ["Does it end where it says?"]
+def test_a_cut_reply_cannot_claim_to_have_ended(tiny: LoadedModel, reply: proof.Reply, lies: dict[str, Any]) -> None:
+    assert failed(proof.verify(cut(reply, tiny, **lies), tiny)) == [ENDING]
 
 
 @pytest.mark.parametrize(
-    ("lies", "says"),
+    ("lies", "ending"),
     [
         ({"finish": "length", "max_tokens": 32}, "it was cut at its limit of 32 tokens"),
         ({"finish": "cancelled"}, "it was stopped before its end"),
     ],
 )
-def test_a_cut_reply_that_says_so_passes_and_the_verdict_says_so_too(
-    of: LoadedModel, reply: proof.Reply, lies: dict[str, Any], says: str
+def test_the_verdict_on_a_cut_reply_says_that_it_was_cut(
+    tiny: LoadedModel,
+    reply: proof.Reply,
+    lies: dict[str, Any],
+    ending: str,
 ) -> None:
-    verdict = proof.verify(cut(reply, of, **lies), of)
-    assert verdict.passed and says in verdict.sentence
+    verdict = proof.verify(cut(reply, tiny, **lies), tiny)
+    assert verdict.passed and ending in verdict.sentence
 
 
-def test_tokens_behind_the_end_are_refused(of: LoadedModel, reply: proof.Reply) -> None:
+def test_tokens_after_the_end_are_refused(tiny: LoadedModel, reply: proof.Reply) -> None:
     stop = reply.text[2:5]
-    lie = reply.model_copy(update={"stops": (stop,), "finish": "stop", "text": reply.text[: reply.text.index(stop)]})
-    verdict = proof.verify(lie, of)
-    assert [one.question for one in verdict.findings if not one.passed] == ["Does it end where it says?"]
+    lie = {"stops": (stop,), "finish": "stop", "text": reply.text[: reply.text.index(stop)]}
+    assert failed(proof.verify(reply.model_copy(update=lie), tiny)) == [ENDING]
 
 
-def test_every_honest_ending_passes(of: LoadedModel, reply: proof.Reply) -> None:
-    seed = int(reply.seed)
-    stop = reply.text[3:6]
-    asked: list[dict[str, Any]] = [{"max_tokens": 20}, {"max_tokens": 33}, {"stops": (stop, "never so")}]
-    for more in asked:
-        verdict = proof.verify(reply_of(of, seed=seed, **more), of)
+def test_every_honest_ending_passes(tiny: LoadedModel, reply: proof.Reply) -> None:
+    seed, stop = int(reply.seed), reply.text[3:6]
+    params: list[dict[str, Any]] = [{"max_tokens": 20}, {"max_tokens": 33}, {"stops": (stop, "never so")}]
+    for each in params:
+        verdict = proof.verify(reply_of(tiny, seed=seed, **each), tiny)
         assert verdict.passed, verdict.lines()
     assert repr(stop) in verdict.sentence
-    ended = next(one for n in range(200) if (one := reply_of(of, seed=n, max_tokens=200)).tokens[-1] in of.eos_ids)
-    assert "the model ended it" in proof.verify(ended, of).sentence
+    replies = (reply_of(tiny, seed=n, max_tokens=200) for n in range(200))
+    complete = next(reply for reply in replies if reply.tokens[-1] in tiny.eos_ids)
+    assert "the model ended it" in proof.verify(complete, tiny).sentence
 
 
-def test_the_version_of_a_file_is_checked_where_it_is_known(of: LoadedModel, reply: proof.Reply) -> None:
-    from dataclasses import replace
-
-    known = replace(of, offer=replace(of.offer, version=3))
-    assert proof.verify(reply.model_copy(update={"version": 3}), known).passed
-    assert not proof.verify(reply.model_copy(update={"version": 9}), known).passed
+def test_the_version_of_a_file_is_checked_if_known(tiny: LoadedModel, reply: proof.Reply) -> None:
+    loaded = replace(tiny, offer=replace(tiny.offer, version=3))
+    assert proof.verify(reply.model_copy(update={"version": 3}), loaded).passed
+    assert not proof.verify(reply.model_copy(update={"version": 9}), loaded).passed
 
 
-def test_a_verification_that_nobody_waits_for_ends(of: LoadedModel, reply: proof.Reply) -> None:
-    with pytest.raises(UnwantedError):
-        proof.verify(reply, of, unwanted=lambda: True)
-    asked = iter([False] * 20 + [True])
-    with pytest.raises(UnwantedError):  # between two tokens
-        proof.verify(reply, of, unwanted=lambda: next(asked))
+def test_a_verification_ends_when_the_client_disconnects(tiny: LoadedModel, reply: proof.Reply) -> None:
+    with pytest.raises(ClientGoneError):
+        proof.verify(reply, tiny, client_left=lambda: True)
+    answers = iter([False] * 20 + [True])
+    with pytest.raises(ClientGoneError):  # between two tokens
+        proof.verify(reply, tiny, client_left=lambda: next(answers))
 
 
-def test_what_is_refused_already_costs_no_forward_pass(
-    of: LoadedModel, reply: proof.Reply, monkeypatch: pytest.MonkeyPatch
+def test_a_reply_with_another_text_is_refused_without_a_forward_pass(
+    tiny: LoadedModel,
+    reply: proof.Reply,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(proof, "forward_hidden", None)
-    assert not proof.verify(reply.model_copy(update={"text": "another"}), of).passed
+    assert not proof.verify(reply.model_copy(update={"text": "another"}), tiny).passed
 
 
-class Letters:
-    """A token is a character; those above 1000 are no text, and 999 is an unfinished one. Counts what it decodes."""
+class CountingDecoder:
+    """A token is a character; 999 is an incomplete one, and tokens above 1000 have no text. Counts decoded tokens."""
 
-    def __init__(self) -> None:
-        self.decoded = 0
+    decoded = 0
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         self.decoded += len(tokens)
@@ -144,34 +138,32 @@ class Letters:
 
 
 @pytest.mark.parametrize("token", [999, 1001])
-def test_tokens_that_make_no_text_cost_what_others_cost(token: int) -> None:
-    letters, count = Letters(), 2000
-    text = replay(Text(letters), [token] * count)
-    assert text == ("\ufffd" * count if token == 999 else "")
-    assert letters.decoded < 6 * MAX_CHARACTER_TOKENS * count
+def test_tokens_without_text_cost_no_more_than_others(token: int) -> None:
+    decoder, count = CountingDecoder(), 2000
+    assert detokenize(Detokenizer(decoder), [token] * count) == ("\ufffd" * count if token == 999 else "")
+    assert decoder.decoded < 6 * MAX_CHARACTER_TOKENS * count
 
 
-def naive(text: str, stops: list[str]) -> str:
-    """The text before the stop string that is whole first; of several that are, the longest."""
+def before_first_stop(text: str, stops: list[str]) -> str:
+    """Return the text before the stop string that is complete first; of several, the longest."""
     for end in range(1, len(text) + 1):
-        if met := [stop for stop in stops if text[:end].endswith(stop)]:
-            return text[: end - len(max(met, key=len))]
+        if complete := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - len(max(complete, key=len))]
     return text
 
 
 @pytest.mark.parametrize("stops", [["aab"], ["abab", "baa"], ["aabaa", "ba"], ["bbbb"], ["aaaab", "ab", "abb"]])
-def test_the_first_stop_string_ends_the_text_whatever_the_tokens_are(stops: list[str]) -> None:
+def test_the_first_stop_string_ends_the_text_wherever_tokens_end(stops: list[str]) -> None:
     for number in range(1 << 9):
         text = "".join("ab"[number >> bit & 1] for bit in range(9))
         for size in (1, 2, 4, 9):
-            row = Text(None, stops)
-            pieces = [row._release(text[at : at + size]) for at in range(0, 9, size)]
-            shown = "".join([*pieces, row.end()])
-            assert shown == naive(text, stops), (text, size)
+            detokenizer = Detokenizer(None, stops)
+            pieces = [detokenizer._release(text[at : at + size]) for at in range(0, 9, size)]
+            assert "".join([*pieces, detokenizer.end()]) == before_first_stop(text, stops), (text, size)
 
 
 def test_a_stop_string_is_matched_in_linear_time() -> None:
-    stop, steps = Stop("a" * 399 + "b"), 0
+    stop, steps = StopMatcher("a" * 399 + "b"), 0
 
     class Counted(list[int]):
         def __getitem__(self, index: Any) -> Any:
@@ -179,7 +171,7 @@ def test_a_stop_string_is_matched_in_linear_time() -> None:
             steps += 1
             return super().__getitem__(index)
 
-    stop._shorter = Counted(stop._shorter)
+    stop._fallback = Counted(stop._fallback)
     for character in ("a" * 398 + "c") * 20:
         assert not stop.add(character)
     assert steps <= 399 * 20

@@ -1,4 +1,4 @@
-"""What one user may store: every addition is charged before it is stored, proofs and facts included."""
+"""What one user may store. Every addition, with proof and facts, is charged before it is stored."""
 
 import asyncio
 import sqlite3
@@ -9,12 +9,11 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.serve.chat import accounts as database
 from shoal.serve.chat import conversations as module
-from shoal.serve.chat.accounts import BROWSERS, Accounts
+from shoal.serve.chat.accounts import MAX_BROWSERS, Accounts
 from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, ROW_BYTES, Conversations
 from shoal.watch.page.guard import HttpError
 
-from .people import Person
-from .support import CHEAP, Running, serving
+from .support import CHEAP, PASSWORD, Running, User, serving
 
 TEXT = "x" * MESSAGE_CHARACTERS
 LIMIT = 10 * (MESSAGE_CHARACTERS + ROW_BYTES)
@@ -27,7 +26,7 @@ def db(tmp_path: Path) -> sqlite3.Connection:
 
 @pytest.fixture
 def user(db: sqlite3.Connection) -> int:
-    return asyncio.run(Accounts(db, hasher=CHEAP).register("ada", "correct horse battery", "here")).session.user
+    return asyncio.run(Accounts(db, hasher=CHEAP).register("ada", PASSWORD, "here")).session.user
 
 
 def stored_bytes(db: sqlite3.Connection) -> int:
@@ -36,13 +35,13 @@ def stored_bytes(db: sqlite3.Connection) -> int:
 
 
 def fill(tree: Conversations, user: int, ids: list[str], *, content: str = TEXT, proof: str | None = None) -> None:
-    """Add to each of them in turn until nothing more is taken."""
+    """Add messages to each conversation in turn until one is refused."""
     for _ in range(1000):
         for id in ids:
             tree.add(user, id, None, "assistant", content, proof=proof)
 
 
-def test_conversations_made_first_and_filled_later_stay_within_the_users_space(
+def test_conversations_created_first_and_filled_later_stay_within_the_quota(
     db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
@@ -54,7 +53,7 @@ def test_conversations_made_first_and_filled_later_stay_within_the_users_space(
     with pytest.raises(HttpError, match="fill your quota"):
         tree.add(user, ids[0], None, "user", TEXT)
     tree.delete(user, ids[0])
-    tree.add(user, ids[1], None, "user", TEXT)  # what is deleted is free again
+    tree.add(user, ids[1], None, "user", TEXT)  # deleting frees quota
 
 
 @pytest.mark.parametrize(("content", "proof"), [("x", TEXT), ("\U0001f600" * 25_000, None)])
@@ -68,14 +67,14 @@ def test_proofs_and_the_bytes_of_characters_are_charged(
     assert stored_bytes(db) <= LIMIT
 
 
-def test_one_conversation_has_an_end_and_proofs_count(db: sqlite3.Connection, user: int) -> None:
+def test_one_conversation_is_bounded_with_its_proofs(db: sqlite3.Connection, user: int) -> None:
     tree = Conversations(db)
     with pytest.raises(HttpError, match="this conversation is full"):
         fill(tree, user, [tree.create(user)], content="x", proof="y" * 500_000)
     assert stored_bytes(db) <= module.CONVERSATION_BYTES
 
 
-def test_many_empty_messages_are_charged_for_their_rows(
+def test_short_messages_are_charged_for_their_rows(
     db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", 100 * ROW_BYTES)
@@ -85,18 +84,16 @@ def test_many_empty_messages_are_charged_for_their_rows(
     assert db.execute("SELECT count(*) FROM message").fetchone()[0] < 100
 
 
-def test_another_users_space_is_their_own(db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_user_has_a_quota(db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
-    other = asyncio.run(Accounts(db, hasher=CHEAP).register("bob", "correct horse battery", "here")).session.user
+    other = asyncio.run(Accounts(db, hasher=CHEAP).register("bob", PASSWORD, "here")).session.user
     tree = Conversations(db)
     with pytest.raises(HttpError, match="fill your quota"):
         fill(tree, user, [tree.create(user)])
     tree.add(other, tree.create(other), None, "user", TEXT)
 
 
-def test_a_reply_without_space_for_its_proof_is_kept_without_it(
-    page: Running, ada: Person, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_whose_proof_does_not_fit_is_saved_without_it(ada: User, monkeypatch: pytest.MonkeyPatch) -> None:
     id = ada.begin()
     monkeypatch.setattr(module, "CONVERSATION_BYTES", 4 * ROW_BYTES + 400)
     done = ada.say(id, "one", max_tokens=4)[-1]
@@ -105,45 +102,41 @@ def test_a_reply_without_space_for_its_proof_is_kept_without_it(
     assert ada.read(id)["messages"][-1]["content"] == done["message"]["content"]
 
 
-def test_a_full_user_is_refused_before_anything_is_generated(
-    page: Running, ada: Person, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_quota_nothing_is_generated(page: Running, ada: User, monkeypatch: pytest.MonkeyPatch) -> None:
     id = ada.begin()
     question = ada.say(id)[0]["message"]
     monkeypatch.setattr(module, "USER_BYTES", 0)
     before = page.service.scheduler.counts.completions
-    answer = ada.post(f"conversations/{id}/replies", {"parent": question, "models": [page.model]})
-    assert answer.status_code == 409 and page.service.scheduler.counts.completions == before
+    response = ada.post(f"conversations/{id}/replies", {"parent": question, "models": [page.model]})
+    assert response.status_code == 409 and page.service.scheduler.counts.completions == before
 
 
-def test_logging_in_again_and_again_keeps_few_sessions(db: sqlite3.Connection) -> None:
+def test_a_user_has_a_bounded_number_of_sessions(db: sqlite3.Connection) -> None:
     accounts = Accounts(db, hasher=CHEAP)
-    asyncio.run(accounts.register("ada", "correct horse battery", "here"))
-    for _ in range(BROWSERS + 5):
-        newest = asyncio.run(accounts.log_in("ada", "correct horse battery", "here"))
+    asyncio.run(accounts.register("ada", PASSWORD, "here"))
+    for _ in range(MAX_BROWSERS + 5):
+        newest = asyncio.run(accounts.log_in("ada", PASSWORD, "here"))
     for table in ("session", "device"):
-        assert db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == BROWSERS
+        assert db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == MAX_BROWSERS
     assert accounts.session(newest.token)
 
 
-def test_nothing_is_stored_where_little_of_the_disk_is_left(
+def test_nothing_is_stored_on_a_nearly_full_disk(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(tiny_folder, tmp_path, hasher=CHEAP) as running:
-        person = Person(running)
-        person.enter()
-        id = person.begin()
+        user = User.registered(running)
+        id = user.begin()
         monkeypatch.setattr(database, "RESERVE_BYTES", 1 << 62)
-        asked = {"content": "one", "models": [running.model]}
-        refused = [
-            person.post("conversations"),
-            person.post(f"conversations/{id}/replies", asked),
-            Person(running, "bob").enter(),
+        responses = [
+            user.post("conversations"),
+            user.post(f"conversations/{id}/replies", {"content": "one", "models": [running.model]}),
+            User(running, "bob").enter(),
         ]
-        assert [one.status_code for one in refused] == [507] * 3
+        assert [response.status_code for response in responses] == [507] * 3
 
 
-def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_database_of_another_format_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "db") as old:
         old.execute("CREATE TABLE user(id INTEGER PRIMARY KEY)")
     with pytest.raises(ShoalError, match="move it away"):

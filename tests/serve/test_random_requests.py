@@ -1,4 +1,4 @@
-"""Random requests, drawn from the models that parse them: no 5xx, and what a model rules out is refused."""
+"""Random requests, generated from the request schemas: none gives a 5xx, and invalid ones are refused."""
 
 import json
 import re
@@ -17,11 +17,11 @@ from .support import KEY, Running
 ROUTES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 
 
-def described(model: str) -> dict[str, Any]:
-    """OpenAPI of both routes, so narrow that most of what is drawn is answered soon."""
+def openapi(model: str) -> dict[str, Any]:
+    """Return the OpenAPI description of both routes, narrowed so that most requests are quick."""
     template = "#/components/schemas/{model}"
-    _, found = models_json_schema([(kind, "validation") for kind in ROUTES.values()], ref_template=template)
-    schemas: dict[str, Any] = found["$defs"]
+    _, definitions = models_json_schema([(kind, "validation") for kind in ROUTES.values()], ref_template=template)
+    schemas: dict[str, Any] = definitions["$defs"]
     for kind in ROUTES.values():
         schema = schemas[kind.__name__]
         schema["properties"] |= {
@@ -32,8 +32,8 @@ def described(model: str) -> dict[str, Any]:
     paths = {}
     for path, kind in ROUTES.items():
         body = {"application/json": {"schema": {"$ref": template.format(model=kind.__name__)}}}
-        answers = {status: {"description": "an answer"} for status in ("200", "4XX")}
-        paths[path] = {"post": {"requestBody": {"required": True, "content": body}, "responses": answers}}
+        responses = {status: {"description": "a response"} for status in ("200", "4XX")}
+        paths[path] = {"post": {"requestBody": {"required": True, "content": body}, "responses": responses}}
     key = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
@@ -47,7 +47,7 @@ def described(model: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_random_requests_are_answered_or_refused(api: Running, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install 'schemathesis>=4,<5'")
-    (tmp_path / "openapi.json").write_text(json.dumps(described(api.model)))
+    (tmp_path / "openapi.json").write_text(json.dumps(openapi(api.model)))
     (tmp_path / "schemathesis.toml").write_text(
         "[checks.negative_data_rejection]\nexpected-statuses = [400, 401, 404, 405, 413, 415]\n"
     )

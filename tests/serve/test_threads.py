@@ -1,4 +1,4 @@
-"""Turns of callers, and calls in threads whose clients leave."""
+"""Fair turns of callers, and calls in threads whose clients disconnect."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from shoal.serve.errors import BusyError
-from shoal.serve.threads import WAITING, Places, Threads
+from shoal.serve.threads import MAX_WAITING, FairSemaphore, FairThreadPool
 from shoal.serve.versions import LoadedModel
 
 from .support import DEADLINE_S
@@ -21,85 +21,85 @@ async def until_idle() -> None:
 
 def test_callers_take_turns_however_many_requests_one_has() -> None:
     async def main() -> list[str]:
-        places, order = Places(1), list[str]()
+        slots, order = FairSemaphore(1), list[str]()
 
-        async def ask(caller: str) -> None:
-            await places.take(caller)
+        async def use(caller: str) -> None:
+            await slots.acquire(caller)
             order.append(caller)
             await asyncio.sleep(0)
-            places.leave(caller)
+            slots.release(caller)
 
-        await asyncio.gather(*(ask("greedy") for _ in range(5)), ask("other"), ask("third"))
+        await asyncio.gather(*(use("greedy") for _ in range(5)), use("other"), use("third"))
         return order
 
     assert asyncio.run(main()) == ["greedy", "greedy", "other", "third", "greedy", "greedy", "greedy"]
 
 
-def test_one_caller_never_has_all_places() -> None:
+def test_one_caller_never_holds_all_slots() -> None:
     async def main() -> None:
-        places = Places(3, per_caller=2)
-        first = [asyncio.create_task(places.take("greedy")) for _ in range(3)]
+        slots = FairSemaphore(3, per_caller=2)
+        tasks = [asyncio.create_task(slots.acquire("greedy")) for _ in range(3)]
         await until_idle()
-        assert [one.done() for one in first] == [True, True, False]
-        await places.take("other")
+        assert [task.done() for task in tasks] == [True, True, False]
+        await slots.acquire("other")
 
     asyncio.run(main())
 
 
-def test_who_leaves_the_line_or_gets_a_place_while_leaving_holds_none() -> None:
+def test_a_cancelled_waiter_holds_no_slot_even_if_it_was_just_granted() -> None:
     async def main() -> None:
-        places = Places(1)
-        await places.take("one")
-        waiting = [asyncio.create_task(places.take(caller)) for caller in ("two", "three")]
+        slots = FairSemaphore(1)
+        await slots.acquire("one")
+        waiting = [asyncio.create_task(slots.acquire(caller)) for caller in ("two", "three")]
         await until_idle()
         waiting[0].cancel()
         await until_idle()
-        places.leave("one")  # given to the third ...
-        waiting[1].cancel()  # ... who leaves at this moment
+        slots.release("one")  # grants the slot to "three" ...
+        waiting[1].cancel()  # ... which is cancelled at the same moment
         await until_idle()
-        await asyncio.wait_for(places.take("four"), DEADLINE_S)
+        await asyncio.wait_for(slots.acquire("four"), DEADLINE_S)
 
     asyncio.run(main())
 
 
-def test_a_line_has_an_end_and_waiting_a_deadline() -> None:
+def test_a_queue_is_bounded_and_waiting_has_a_deadline() -> None:
     async def main() -> None:
-        places = Places(1, wait_s=0.01)
-        await places.take("one")
+        slots = FairSemaphore(1, wait_s=0.01)
+        await slots.acquire("one")
         with pytest.raises(BusyError, match="no slot became free within"):
-            await places.take("two")
-        places.wait_s = DEADLINE_S
-        tasks = [asyncio.create_task(places.take("two")) for _ in range(WAITING)]
+            await slots.acquire("two")
+        slots.wait_s = DEADLINE_S
+        tasks = [asyncio.create_task(slots.acquire("two")) for _ in range(MAX_WAITING)]
         await until_idle()
         with pytest.raises(BusyError, match="waiting already"):
-            await places.take("two")
+            await slots.acquire("two")
         for task in tasks:
             task.cancel()
 
     asyncio.run(main())
 
 
-def test_a_place_is_free_when_the_thread_ends_not_when_the_client_leaves() -> None:
-    go, running = threading.Event(), list[int]()
+def test_a_slot_is_free_when_the_thread_ends_not_when_the_client_disconnects() -> None:
+    go, started = threading.Event(), list[int]()
 
     def work() -> int:
-        running.append(1)
+        started.append(1)
         assert go.wait(DEADLINE_S)
         return 5
 
     async def main() -> int:
-        threads, version = Threads("test", 1), cast(LoadedModel, SimpleNamespace(users=0))
+        threads, version = FairThreadPool("test", 1), cast(LoadedModel, SimpleNamespace(users=0))
         for _ in range(3):
             task = asyncio.create_task(threads.run("one", work, version))
             await until_idle()
             task.cancel()
         last = asyncio.create_task(threads.run("two", lambda: 7))
         await until_idle()
-        assert version.users == 1 and not last.done()  # those that left before their turn never run
+        assert version.users == 1 and not last.done()  # calls cancelled before their turn never run
         go.set()
-        found = await asyncio.wait_for(last, DEADLINE_S)
+        result = await asyncio.wait_for(last, DEADLINE_S)
         assert version.users == 0
-        return found
+        return result
 
     assert asyncio.run(main()) == 7
-    assert len(running) == 1
+    assert len(started) == 1

@@ -1,4 +1,4 @@
-"""Which versions stay in memory while a run goes on."""
+"""Which versions a source offers, and which stay in memory while a run continues."""
 
 import asyncio
 from pathlib import Path
@@ -6,36 +6,40 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.config import Config
+from shoal.errors import UserError
 from shoal.files import copy_tree, discard
 from shoal.serve.errors import NoSlotError, UnknownVersionError
-from shoal.serve.versions import ModelSource, Versions, digest, label_of
+from shoal.serve.versions import ModelSource, Versions, digest, label_of, source_of
 
 from .support import engine
 
 
 @pytest.fixture
 def source(tiny_folders: tuple[Path, Path], tmp_path: Path) -> ModelSource:
-    assert (tmp_path / "versions").mkdir() is None
+    (tmp_path / "versions").mkdir()
     for version in (1, 2):
         copy_tree(tiny_folders[version - 1], tmp_path / "versions" / f"v{version:06d}")
     return ModelSource("run", tmp_path / "versions", None)
 
 
-def test_a_version_in_use_stays_and_the_longest_unused_one_goes(source: ModelSource, tiny_folder: Path) -> None:
+def test_a_version_in_use_stays_and_the_least_recently_used_one_is_evicted(
+    source: ModelSource, tiny_folder: Path
+) -> None:
     assert source.folder is not None
     copy_tree(tiny_folder, source.folder / "v000003")
 
     async def main() -> None:
-        versions = Versions(source, engine, places=2)
+        versions = Versions(source, engine, max_loaded=2)
         await versions.poll()
-        async with versions.take("run@1") as one:
+        async with versions.borrow("run@1") as one:
             with pytest.raises(NoSlotError, match="in use"):
-                async with versions.take("run@2"):
+                async with versions.borrow("run@2"):
                     pass
             before = one.engine.model.lm_head.weight.clone()
-        async with versions.take("run@2") as two:
+        async with versions.borrow("run@2") as two:
             assert not versions.is_loaded("run@1") and versions.is_loaded("run@3")
-            assert two.engine is one.engine  # its memory was used again
+            assert two.engine is one.engine  # its memory is reused
             assert not torch.equal(two.engine.model.lm_head.weight, before)
             assert two.digest != one.digest
         versions.close()
@@ -43,16 +47,16 @@ def test_a_version_in_use_stays_and_the_longest_unused_one_goes(source: ModelSou
     asyncio.run(main())
 
 
-def test_a_version_that_vanished_is_an_error_of_its_request_alone(source: ModelSource) -> None:
+def test_only_the_request_for_a_removed_version_fails(source: ModelSource) -> None:
     async def main() -> None:
         versions = Versions(source, engine)
         await versions.poll()
         assert source.folder is not None
         discard(source.folder / "v000001")
         with pytest.raises(UnknownVersionError, match="run@1"):
-            async with versions.take("run@1"):
+            async with versions.borrow("run@1"):
                 pass
-        async with versions.take("run") as newest:
+        async with versions.borrow("run") as newest:
             assert newest.id == "run@2"
         versions.close()
 
@@ -66,7 +70,7 @@ def model(folder: Path) -> Path:
     return folder
 
 
-def test_the_digest_covers_weights_and_template_and_not_the_place(tmp_path: Path) -> None:
+def test_the_digest_covers_weights_and_template_but_not_the_path(tmp_path: Path) -> None:
     one, same = model(tmp_path / "a"), model(tmp_path / "b")
     assert digest(one) == digest(same)
     (same / "model.safetensors").write_bytes(b"weighty")
@@ -79,8 +83,18 @@ def test_the_digest_covers_weights_and_template_and_not_the_place(tmp_path: Path
     assert digest(one) == kept
 
 
-def test_labels_are_short_where_that_is_clear() -> None:
+def test_labels_are_short_unless_ambiguous() -> None:
     assert label_of("org/name", ["org/name"]) == "name"
     assert label_of("bundled:tiny", ["bundled:tiny"]) == "bundled:tiny"
     assert label_of("runs/a/", ["runs/a/", "runs/b"]) == "a"
     assert label_of("a/model", ["a/model", "b/model"]) == "a/model"
+
+
+def test_a_source_is_a_run_or_a_folder_of_versions(run_folder: Path) -> None:
+    source = source_of(str(run_folder))
+    assert isinstance(source.config, Config)
+    assert [offer.version for offer in source.offers()] == [3, 0]
+    fetched = source_of(str(run_folder / "learner" / "versions"))
+    assert [offer.id for offer in fetched.offers()] == ["versions@3"]
+    with pytest.raises(UserError, match="neither a run"):
+        source_of(str(run_folder / "learner"))

@@ -65,10 +65,6 @@ class Decoding(Protocol):
         """Return the next token's position in the completion."""
         ...
 
-    def allowed(self) -> Tensor | None:
-        """Return which tokens may come next, (V,) bool; None: all."""
-        ...
-
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         """Receive the sampled token, its logprob at the sampling temperature, and its hidden state and logits.
 
@@ -151,11 +147,10 @@ class DecodeBatch:
         hidden_NH = self.hidden_BH if len(rows) == len(self.live) else self.hidden_BH[torch.tensor(rows)]
         logits_NV = logprobs.logits(self.model, hidden_NH)
         drawn = [self.live[row] for row in rows]
-        scores_NV = _masked(logits_NV, [seq.allowed() for seq in drawn])
         seeds = [seq.ask.seed for seq in drawn]
         positions = [seq.position() for seq in drawn]
         parts = [
-            choose(scores_NV[i : i + CACHED], seeds[i : i + CACHED], positions[i : i + CACHED], temperature)
+            choose(logits_NV[i : i + CACHED], seeds[i : i + CACHED], positions[i : i + CACHED], temperature)
             for i in range(0, len(drawn), CACHED)
         ]
         tokens_N, logprobs_N = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -176,17 +171,6 @@ class DecodeBatch:
         assert self.hidden_BH is not None
         self.hidden_BH = self.hidden_BH[torch.tensor(kept)] if kept else None
         return kept
-
-
-def _masked(logits_NV: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
-    """Set the logits of tokens that are not allowed to -inf."""
-    rows = [row for row, own_V in enumerate(allowed) if own_V is not None]
-    if not rows:
-        return logits_NV
-    scores_NV = logits_NV.clone()
-    for row in rows:
-        scores_NV[row, ~allowed[row].to(scores_NV.device)] = -math.inf  # type: ignore[union-attr]
-    return scores_NV
 
 
 def close_gaps(n_rows: int, staying: Sequence[int]) -> list[int]:

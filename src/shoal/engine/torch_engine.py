@@ -119,9 +119,6 @@ class _Draft(Draft):
     def position(self) -> int:
         return len(self.tokens)
 
-    def allowed(self) -> None:
-        """Allow every token."""
-
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         if self.given:
             self.tokens.append(self.given.popleft())

@@ -1,11 +1,11 @@
-"""Errors of the server: `RequestError` carries the HTTP status and OpenAI's fields; subclasses name the cause."""
+"""Errors of the server. `RequestError` carries the HTTP status and the fields of OpenAI's error object."""
 
 from shoal.errors import ShoalError
 from shoal.watch.page.guard import HttpError
 
 
 class RequestError(HttpError):
-    """A request that is refused. `param` is the field at fault; `kind` and `code` are OpenAI's `type` and `code`."""
+    """A refused request. `param` is the invalid field; `kind` and `code` are OpenAI's `type` and `code`."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class BusyError(RequestError):
     """The server is at capacity. The client may retry after `retry_s`."""
 
     def __init__(self, message: str, retry_s: int) -> None:
-        words = f"{message}; try again in {retry_s} s"
-        super().__init__(words, status=429, kind="rate_limit_error", code="busy", retry_s=retry_s)
+        message = f"{message}; try again in {retry_s} s"
+        super().__init__(message, status=429, kind="rate_limit_error", code="busy", retry_s=retry_s)
 
 
-class UnwantedError(ShoalError):
-    """The client no longer waits for the result."""
+class ClientGoneError(ShoalError):
+    """The client disconnected, so nobody needs the result."""

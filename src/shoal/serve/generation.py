@@ -1,76 +1,23 @@
-"""One completion in progress: its request, its tokens so far, and the queue its pieces go to.
+"""One completion in progress: its request, its tokens so far, and the queue of its pieces.
 
 Invariant: only the scheduler's thread writes it, except for `cancelled`. The client gets the pieces in order, and the last
-one has `finish` set, whatever happens. A reply constrained to a JSON schema (`Grammar`) fits it if it ends with `stop`. Its
-tokens are sampled among the allowed ones, not from the full distribution, so it has no proof.
+one alone has `finish` set.
 """
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.engine import batch
 from shoal.model import logprobs
 from shoal.model.logprobs import likelihoods, token_logprobs
-from shoal.serve.errors import RequestError
-from shoal.serve.text import Finish, Text
+from shoal.serve.detokenizer import Detokenizer, Finish
 from shoal.serve.versions import LoadedModel
-
-# Whitespace as json.dumps writes it: with free whitespace a model may write spaces forever.
-SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-class Grammar:
-    """Mask the tokens that would break a JSON schema (llguidance, an optional extra)."""
-
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
-
-    def allowed(self) -> Tensor:
-        """Return the mask of allowed next tokens, (V,) bool."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        return torch.from_numpy(np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_))
-
-    def take(self, token: int) -> Finish | None:
-        """Advance by one token; return why the reply ends here, if it does. A matcher at its own limit gives `length`."""
-        if not self._matcher.consume_token(token):
-            return "length"
-        return "stop" if self._matcher.is_stopped() else None
-
-
-def compile_grammars(schema: Mapping[str, Any], loaded: LoadedModel, count: int) -> list[Grammar]:
-    """Compile the schema into one grammar per completion. The first call may take seconds. Raises RequestError."""
-    try:
-        import llguidance
-        import llguidance.hf
-    except ImportError as error:
-        raise RequestError(
-            "this server cannot force a reply's form: pip install 'shoal[guided]' there, or ask for JSON in the prompt",
-            param="response_format",
-        ) from error
-    vocabulary = loaded.engine.model.config.get_text_config(decoder=True).vocab_size
-    if loaded.guide is None:
-        try:
-            loaded.guide = llguidance.hf.from_tokenizer(
-                loaded.tokenizer, n_vocab=vocabulary, eos_token=list(loaded.eos_ids)
-            )
-        except ValueError as error:
-            message = f"this model's tokenizer does not support structured output: {error}"
-            raise RequestError(message, param="response_format") from error
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES)
-    matcher = llguidance.LLMatcher(loaded.guide, grammar, log_level=0)
-    if matcher.is_error():
-        message = f"this schema cannot be followed: {matcher.get_error().splitlines()[0][:300]}"
-        raise RequestError(message, param="response_format")
-    return [Grammar(matcher.deep_copy(), vocabulary) for _ in range(count)]
-
 
 ECHO_CHUNK = 256  # prompt positions whose logits are in memory at once
 
@@ -86,7 +33,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Piece:
-    """The text released by one step, and that step's tokens."""
+    """The text that one step adds, and that step's tokens."""
 
     text: str
     tokens: tuple[TokenLogprobs, ...] = ()
@@ -101,7 +48,6 @@ class ServeRequest(batch.DecodeRequest):
     top: int | None = None
     proof: bool = False  # keep hidden states
     prompt_only: bool = False  # return the prompt's logprobs and generate nothing
-    shown: frozenset[int] = frozenset()  # control tokens to keep in the text
     caller: str = ""  # whose quota it counts against
 
 
@@ -110,8 +56,7 @@ class Generation:
     ask: ServeRequest
     loaded: LoadedModel
     loop: asyncio.AbstractEventLoop
-    grammar: Grammar | None = None
-    text: Text = field(init=False)
+    text: Detokenizer = field(init=False)
     ready: Piece | None = None  # the last step's piece, until it is delivered
     cancelled: bool = False
     submitted_s: float = field(default_factory=time.monotonic)
@@ -119,14 +64,12 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)  # bfloat16; the hidden state each token was sampled from
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the prompt's second token on
-    queue: "asyncio.Queue[tuple[Generation, Piece]]" = field(
-        default_factory=asyncio.Queue
-    )  # n completions of a stream share one
+    # The completions of one streamed request share a queue.
+    queue: "asyncio.Queue[tuple[Generation, Piece]]" = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        self.text = Text(
-            self.loaded.tokenizer, self.ask.stops, self.loaded.eos_ids, self.ask.max_tokens, self.ask.shown
-        )
+        ask, loaded = self.ask, self.loaded
+        self.text = Detokenizer(loaded.tokenizer, ask.stops, loaded.eos_ids, ask.max_tokens)
 
     @property
     def model(self) -> Any:
@@ -142,9 +85,6 @@ class Generation:
     def position(self) -> int:
         return len(self.tokens)
 
-    def allowed(self) -> Tensor | None:
-        return self.grammar.allowed() if self.grammar else None
-
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         """Record this step's token and piece; return the token to continue from, or None at the end."""
         if self.cancelled:
@@ -154,12 +94,10 @@ class Generation:
             return None
         self.tokens.append(token)
         if self.ask.proof:
-            self.states.append(state_H.clone())  # a view would keep the whole batch's states alive
+            self.states.append(state_H.clone())  # a view would keep the whole batch's states in memory
         text, finish = self.text.add(token), self.text.finish
-        if self.grammar and not finish and (finish := self.grammar.take(token)):
-            text += self.text.end()
-        likely = () if self.ask.top is None else tuple(score_tokens(logits_1V, (token,), self.ask.top))
-        self.ready = Piece(text, likely, finish)
+        scores = () if self.ask.top is None else tuple(score_tokens(logits_1V, (token,), self.ask.top))
+        self.ready = Piece(text, scores, finish)
         return None if finish else token
 
     def piece(self) -> Piece:
@@ -168,16 +106,12 @@ class Generation:
         return piece or Piece(self.text.end(), finish="cancelled")
 
     def final_piece(self) -> Piece:
-        """Return the final piece when no step will follow: undelivered text and the rest."""
+        """Return all undelivered text as the final piece, when no step will follow."""
         piece, self.ready = self.ready or Piece(""), None
         return Piece(piece.text + self.text.end(), piece.tokens, piece.finish or "cancelled")
 
-    def deliver(self, piece: Piece) -> None:
-        """Queue a piece for the client; call from the event loop's thread."""
-        self.queue.put_nowait((self, piece))
-
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield pieces as they arrive. A reader that leaves early must call `cancel`."""
+        """Yield pieces as they arrive. A reader that stops early must call `cancel`."""
         while True:
             _, piece = await self.queue.get()
             yield piece
@@ -185,7 +119,7 @@ class Generation:
                 return
 
     def cancel(self) -> None:
-        """Free the row at the next step."""
+        """End the completion at the next step, which frees its row."""
         self.cancelled = True
 
 
@@ -201,6 +135,4 @@ def score_tokens(logits_LV: Tensor, tokens: Sequence[int], top: int) -> list[Tok
     ids_LC = torch.cat([own_L[:, None], best_LT], -1)
     logprobs_LC = torch.stack([token_logprobs(scaled_LV, ids_L, normalizers) for ids_L in ids_LC.T], -1)
     rows = zip(ids_LC.tolist(), logprobs_LC.tolist(), strict=True)
-    return [
-        TokenLogprobs(ids[0], logprobs[0], tuple(zip(ids[1:], logprobs[1:], strict=True))) for ids, logprobs in rows
-    ]
+    return [TokenLogprobs(ids[0], values[0], tuple(zip(ids[1:], values[1:], strict=True))) for ids, values in rows]

@@ -3,53 +3,42 @@
     build    a finished generation -> a Reply, which is one JSON file
     verify   a Reply and a loaded model -> one finding per question
 
-A passed verification means that these weights, this prompt and this seed yield this text. It does not mean that the text is
-true, that the server did not try several seeds and pick one, or that the run published these weights under this version:
+A verified reply is what these weights, this prompt and this seed yield. Verification does not show that the text is true,
+that the server did not try several seeds and pick one, or that the run published these weights under this version:
 `shoal audit --model` names weights that you trust.
 Invariant: nothing in a Reply is trusted; everything is recomputed from messages, seed and weights. Within one exactness
 class the bits must be equal; elsewhere they must stay within the validator's limits.
-Left out: a signature (verification does not cover who served a reply).
+Left out: a signature; a reply file does not show who served it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    Required,  # pydantic needs this one on Python 3.11
-)
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
-from typing_extensions import TypedDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict  # pydantic needs this one on Python 3.11
 
 from shoal import toploc
 from shoal.config import Config
 from shoal.model import logprobs
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
-from shoal.serve.errors import PromptError, ReplyError, UnwantedError
+from shoal.serve.detokenizer import MAX_STOP_CHARACTERS, MAX_STOPS, Detokenizer, Finish, detokenize
+from shoal.serve.errors import ClientGoneError, PromptError, ReplyError
 from shoal.serve.generation import Generation
-from shoal.serve.openai.tools import shown_tokens
 from shoal.serve.prompt import encode
-from shoal.serve.text import STOP_CHARACTERS, STOPS, Finish, Text, replay
 from shoal.serve.versions import LoadedModel
-from shoal.watch.page.guard import json_fault
+from shoal.watch.page.guard import json_size_error
 
 CHUNK_TOKENS = 32
-LARGEST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 MAX_TOKENS = 1 << 20
-FAR_FACTOR = 4.0  # times the margin: more than numerics can explain
+FAR_FACTOR = 4.0  # a difference of this many margins is more than numerics can explain
 VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once
-EXACT = (
-    "These weights, this prompt and this seed give exactly this text; that says nothing about who chose the seed, or "
-    "whether the text is true."
-)
-CLOSE = (
-    "These weights, this prompt and this seed give this text up to rounding, which leaves a choice between near ties; that "
-    "says nothing about who chose the seed, or whether the text is true."
-)
+CAVEAT = "that does not show who chose the seed, or whether the text is true."
+EXACT = f"These weights, this prompt and this seed give exactly this text; {CAVEAT}"
+CLOSE = f"These weights, this prompt and this seed give this text, except for a choice between near ties; {CAVEAT}"
 REFUSED = "This is not what these weights, this prompt and this seed give."
 
 ENDINGS = {
@@ -63,15 +52,12 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 
 
-class ReplyMessage(TypedDict, total=False):
+class ReplyMessage(TypedDict):
     """A message as passed to the chat template."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    role: Required[Literal["system", "user", "assistant", "tool"]]
-    content: Required[str]
-    name: str
-    tool_calls: list[dict[str, JsonValue]]
-    tool_call_id: str
+    role: Literal["system", "user", "assistant"]
+    content: str
 
 
 class Reply(BaseModel):
@@ -83,12 +69,12 @@ class Reply(BaseModel):
     version: int | None
     weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # BLAKE3 of the version's files
     messages: tuple[ReplyMessage, ...] = Field(max_length=10_000, fail_fast=True)
-    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=128, fail_fast=True)
+    tools: tuple[()] = ()  # always empty; part of the format
     prompt: Tokens
     seed: Annotated[str, Field(pattern="^[0-9]{1,19}$")]  # as text: JSON numbers lose digits in a browser
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    stops: tuple[Annotated[str, Field(max_length=STOP_CHARACTERS)], ...] = Field(default=(), max_length=STOPS)
+    stops: tuple[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)], ...] = Field(default=(), max_length=MAX_STOPS)
     tokens: Tokens
     finish: Finish
     text: str
@@ -99,9 +85,9 @@ class Reply(BaseModel):
     @classmethod
     def read(cls, data: bytes) -> "Reply":
         """Parse a reply file. Raise ReplyError."""
-        if len(data) > LARGEST_BYTES:
-            raise ReplyError(f"the file has {len(data)} bytes; a reply has at most {LARGEST_BYTES}")
-        if fault := json_fault(data):
+        if len(data) > MAX_BYTES:
+            raise ReplyError(f"the file has {len(data)} bytes; a reply has at most {MAX_BYTES}")
+        if fault := json_size_error(data):
             raise ReplyError(f"this is not a reply file: {fault}")
         try:
             return cls.model_validate_json(data)
@@ -122,7 +108,7 @@ class ReplyFinding:
 class ReplyVerdict:
     findings: tuple[ReplyFinding, ...]
     exact: bool  # everything is bitwise equal
-    ending: str = ""  # how the text ends, according to its tokens
+    ending: str = ""  # why the text ends, as recomputed
 
     @property
     def passed(self) -> bool:
@@ -142,8 +128,8 @@ class ReplyVerdict:
         return [*lines, f"{'verified' if self.passed else 'refused'}: {self.sentence}"]
 
 
-def build(generation: Generation, finish: str, text: str, messages: Sequence[Any], tools: Sequence[Any] = ()) -> Reply:
-    """Build the reply file of a finished generation that kept its states. Takes milliseconds. Raise ReplyError."""
+def build(generation: Generation, finish: str, text: str, messages: Sequence[Any]) -> Reply:
+    """Build the reply file of a finished generation that kept its states, in milliseconds. Raise ReplyError."""
     ask, loaded = generation.ask, generation.loaded
     if not generation.states:
         raise ReplyError("nothing was generated, so there is nothing to prove")
@@ -157,7 +143,6 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
         version=loaded.offer.version,
         weights=loaded.digest,
         messages=tuple(messages),
-        tools=tuple(tools),
         prompt=ask.prompt,
         seed=str(ask.seed),
         temperature=ask.temperature,
@@ -171,31 +156,31 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
 
 
 def verify(
-    reply: Reply, loaded: LoadedModel, config: Config | None = None, unwanted: Callable[[], bool] = lambda: False
+    reply: Reply, loaded: LoadedModel, config: Config | None = None, client_left: Callable[[], bool] = lambda: False
 ) -> ReplyVerdict:
-    """Recompute the whole reply. Takes one forward pass over prompt and reply: do not call it in the event loop.
+    """Recompute the whole reply with a forward pass over prompt and reply. Do not call it in the event loop.
 
-    `config` is the run's, for its limits. `unwanted` is polled; when it returns true, raise UnwantedError.
+    `config` is the run's, for its limits. `client_left` is polled; if it returns true, raise ClientGoneError.
     """
 
     def check() -> None:
-        if unwanted():
-            raise UnwantedError("the client no longer waits for this verdict")
+        if client_left():
+            raise ClientGoneError("the client disconnected before the verdict")
 
-    cheap = [_weights(reply, loaded), _bounds(reply, loaded)]
+    cheap = [_check_weights(reply, loaded), _check_bounds(reply, loaded)]
     if not all(finding.passed for finding in cheap):
         return ReplyVerdict(tuple(cheap), exact=False)
     check()
-    cheap.append(_prompt(reply, loaded))
-    text, ending = _ending(reply, loaded, check)
+    cheap.append(_check_prompt(reply, loaded))
+    text, ending = _check_text(reply, loaded, check)
     cheap += [text, ending]
     if not all(finding.passed for finding in cheap):  # already refused: skip the forward pass
         return ReplyVerdict(tuple(cheap), exact=False)
-    tokens, proofs, exact = _recomputed(reply, loaded, config or Config(), check)
+    tokens, proofs, exact = _check_tokens(reply, loaded, config or Config(), check)
     return ReplyVerdict((*cheap, tokens, proofs), exact, ending.detail)
 
 
-def _weights(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
+def _check_weights(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
     own, detail = loaded.offer.version, ""
     if reply.weights != loaded.digest:
         detail = f"the file names {reply.weights[:16]}, this machine has {loaded.digest[:16]}"
@@ -204,7 +189,7 @@ def _weights(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
     return ReplyFinding("Are these the weights that the file names?", not detail, detail)
 
 
-def _bounds(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
+def _check_bounds(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
     vocabulary = loaded.engine.model.config.vocab_size
     length = len(reply.prompt) + len(reply.tokens)
     expected = -(-len(reply.tokens) // CHUNK_TOKENS)
@@ -218,33 +203,32 @@ def _bounds(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
     return ReplyFinding("Are all figures within the model's bounds?", not detail, detail)
 
 
-def _prompt(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
+def _check_prompt(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
     try:
-        same = encode(loaded, reply.messages, reply.tools) == reply.prompt
+        same = encode(loaded, reply.messages) == reply.prompt
         detail = "" if same else "the messages give other tokens"
     except PromptError as error:
         same, detail = False, str(error)
     return ReplyFinding("Do the messages give this prompt?", same, detail)
 
 
-def _ending(reply: Reply, loaded: LoadedModel, check: Callable[[], None]) -> tuple[ReplyFinding, ReplyFinding]:
-    """Decode the tokens as the server does; that gives the text, and where and why it ends."""
-    shown = shown_tokens(loaded.tokenizer, reply.tools)
-    row = Text(loaded.tokenizer, reply.stops, loaded.eos_ids, reply.max_tokens, shown)
-    same = replay(row, reply.tokens, check) == reply.text
+def _check_text(reply: Reply, loaded: LoadedModel, check: Callable[[], None]) -> tuple[ReplyFinding, ReplyFinding]:
+    """Decode the tokens as the server does: compare the text, and where and why it ends."""
+    decoder = Detokenizer(loaded.tokenizer, reply.stops, loaded.eos_ids, reply.max_tokens)
+    same = detokenize(decoder, reply.tokens, check) == reply.text
     text = ReplyFinding("Do the tokens give this text?", same, "" if same else "the text was changed")
-    finish = row.finish or "cancelled"
-    fits = (finish, row.count) == (reply.finish, len(reply.tokens))
+    finish = decoder.finish or "cancelled"
+    fits = (finish, decoder.count) == (reply.finish, len(reply.tokens))
     detail = ENDINGS[finish].format(limit=reply.max_tokens)
-    if row.stopped is not None and finish == "stop":
-        detail = f"it was cut before {row.stopped!r}, one of its stop strings"
+    if decoder.stopped is not None and finish == "stop":
+        detail = f"it was cut before {decoder.stopped!r}, one of its stop strings"
     if not fits:
-        detail = f"the file says {reply.finish!r} after {len(reply.tokens)} tokens; after {row.count}, {detail}"
+        detail = f"the file says {reply.finish!r} after {len(reply.tokens)} tokens; after {decoder.count}, {detail}"
     return text, ReplyFinding("Does it end where it says?", fits, detail)
 
 
 @torch.inference_mode()
-def _recomputed(
+def _check_tokens(
     reply: Reply, loaded: LoadedModel, config: Config, check: Callable[[], None]
 ) -> tuple[ReplyFinding, ReplyFinding, bool]:
     check()
@@ -267,15 +251,15 @@ def _recomputed(
     beyond = int((margins_N > limits.sampling_margin).sum())
     far = int((margins_N > FAR_FACTOR * limits.sampling_margin).sum())
     mean = float(margins_N.clamp(max=1.0).mean())
-    yielded = far == 0 and beyond <= limits.allowed_mismatches(len(margins_N)) and mean <= limits.sampling_margin_mean
-    missed = int((margins_N != 0).sum())
-    detail = f"{len(margins_N) - missed} of {len(margins_N)} are"
-    tokens = ReplyFinding("Are the tokens those that the seed yields?", yielded, detail)
-    proofs, equal = _proofs(reply, hidden_NH.to("cpu", torch.bfloat16), config)
-    return tokens, proofs, missed == 0 and equal
+    within = far == 0 and beyond <= limits.allowed_mismatches(len(margins_N)) and mean <= limits.sampling_margin_mean
+    unequal = int((margins_N != 0).sum())
+    detail = f"{len(margins_N) - unequal} of {len(margins_N)} are"
+    tokens = ReplyFinding("Are the tokens those that the seed yields?", within, detail)
+    proofs, equal = _check_proofs(reply, hidden_NH.to("cpu", torch.bfloat16), config)
+    return tokens, proofs, unequal == 0 and equal
 
 
-def _proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tuple[ReplyFinding, bool]:
+def _check_proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tuple[ReplyFinding, bool]:
     question = "Do the proofs match the recomputed hidden states?"
     limits = config.validator
     try:

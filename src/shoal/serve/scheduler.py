@@ -1,10 +1,10 @@
-"""The server's scheduler: admits requests, steps the engine, and sends each piece back to its client.
+"""The server's scheduler: admit requests, step the engine, and send each piece back to its client.
 
     add new requests -> one step of the engine's scheduler (`engine/scheduler`) -> deliver the pieces
 
-It runs in its own thread; requests come from the event loop, and pieces return to it once per step.
-Invariant: no queue grows without bound. At most `limits.waiting` completions wait; beyond that, a request is refused with
-the time to retry after.
+It runs in its own thread. Requests come from the event loop, and pieces return to the loop once per step.
+Invariant: no queue grows without bound. At most `limits.waiting` completions wait. Further requests are refused and told
+when to retry.
 """
 
 import math
@@ -20,7 +20,7 @@ from shoal.serve.generation import Generation, Piece
 
 IDLE_S = 0.5
 STOP_S = 1.0
-LONGEST_RETRY_S = 60
+MAX_RETRY_S = 60
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ServeLimits(engine.SchedulerLimits):
     rows: int = 64
     cache_bytes: int = 4 << 30
     waiting: int = 128  # completions that wait for a row
-    per_caller: int = 64  # completions of one caller, waiting or decoded
+    per_caller: int = 64  # completions of one caller, waiting or being decoded
 
 
 @dataclass
@@ -49,10 +49,10 @@ class ServeScheduler:
         self.limits = limits
         self._observe = observe or (lambda generation, piece: None)
         self.counts = Counts()
-        self.error: Exception | None = None  # the error that ended the loop
+        self.error: Exception | None = None  # what ended the loop
         self._engine = engine.Scheduler(limits)
-        self._new: list[Generation] = []  # not in the engine's queue yet
-        self._open: dict[int, Generation] = {}  # by `id`: the last piece is not delivered yet
+        self._submitted: list[Generation] = []  # not passed to the engine yet
+        self._unfinished: dict[int, Generation] = {}  # by `id`, until the last piece is delivered
         self._callers: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._stopping = False
@@ -63,7 +63,7 @@ class ServeScheduler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancel everything and end the loop. Do not wait for a step longer than STOP_S, such as a long prefill."""
+        """Cancel everything and end the loop. Wait at most STOP_S for the current step, which may be a long prefill."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -73,7 +73,7 @@ class ServeScheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._new) + len(self._engine.waiting)
+        return len(self._submitted) + len(self._engine.waiting)
 
     @property
     def live(self) -> int:
@@ -88,12 +88,12 @@ class ServeScheduler:
                 raise BusyError("the server is stopping", 5)
             caller = generations[0].ask.caller
             self.check_caller(caller, len(generations))
-            if self.waiting + len(generations) > self.limits.waiting + self._free():
+            if self.waiting + len(generations) > self.limits.waiting + self._free_rows():
                 self.counts.refused += len(generations)
                 raise BusyError(f"{self.waiting} completions are waiting already", self._retry_s())
             self._callers[caller] += len(generations)
-            self._new.extend(generations)
-            self._open |= {id(generation): generation for generation in generations}
+            self._submitted.extend(generations)
+            self._unfinished |= {id(generation): generation for generation in generations}
             self._changed.notify()
 
     def check_caller(self, caller: str, count: int) -> None:
@@ -102,12 +102,12 @@ class ServeScheduler:
             self.counts.refused += count
             raise BusyError(f"at most {self.limits.per_caller} completions of one caller at a time", self._retry_s())
 
-    def _free(self) -> int:
+    def _free_rows(self) -> int:
         return max(0, self.limits.rows - self.live)
 
     def _retry_s(self) -> int:
-        turns = 1 + self.waiting / self.limits.rows
-        return max(1, min(LONGEST_RETRY_S, math.ceil(turns * self._row_s)))
+        rounds = 1 + self.waiting / self.limits.rows
+        return max(1, min(MAX_RETRY_S, math.ceil(rounds * self._row_s)))
 
     def _check_size(self, generation: Generation) -> None:
         needed_bytes = engine.cache_bytes(generation.model, [generation])
@@ -134,50 +134,46 @@ class ServeScheduler:
 
     def _step(self) -> None:
         with self._changed:
-            self._engine.add(self._new)
-            self._new = []
+            self._engine.add(self._submitted)
+            self._submitted = []
         stepped = [generation for generation in self._engine.step() if isinstance(generation, Generation)]
-        out = [(generation, generation.piece()) for generation in stepped]
-        started = [
-            generation for generation, piece in out if not generation.last_piece_s and piece.finish != "cancelled"
-        ]
+        pieces = [(generation, generation.piece()) for generation in stepped]
+        decoded = [generation for generation, piece in pieces if piece.finish != "cancelled"]
+        started = [generation for generation in decoded if not generation.last_piece_s]
         self.counts.completions += len(started)
         self.counts.prompt_tokens += sum(len(generation.ask.prompt) for generation in started)
         self.counts.steps += 1
-        self.counts.tokens += sum(
-            piece.finish != "cancelled" and not generation.ask.prompt_only for generation, piece in out
-        )
-        self._dispatch(out)
+        self.counts.tokens += sum(not generation.ask.prompt_only for generation in decoded)
+        self._dispatch(pieces)
 
     def _cancel_all(self) -> None:
         with self._changed:
             self._stopping = True
-            generations, self._new = list(self._open.values()), []
+            generations, self._submitted = list(self._unfinished.values()), []
         for generation in generations:
             generation.cancel()
         self._dispatch([(generation, generation.final_piece()) for generation in generations])
 
-    def _dispatch(self, out: Sequence[tuple[Generation, Piece]]) -> None:
+    def _dispatch(self, pieces: Sequence[tuple[Generation, Piece]]) -> None:
         now_s = time.monotonic()
         with self._changed:
-            out = [(generation, piece) for generation, piece in out if id(generation) in self._open]
-            for generation, piece in out:
+            pieces = [(generation, piece) for generation, piece in pieces if id(generation) in self._unfinished]
+            for generation, piece in pieces:
                 self._observe(generation, piece)
                 generation.last_piece_s = now_s
                 if piece.finish:
-                    del self._open[id(generation)]
+                    del self._unfinished[id(generation)]
                     self._row_s += 0.1 * (now_s - generation.submitted_s - self._row_s)
                     self._callers[generation.ask.caller] -= 1
                     if not self._callers[generation.ask.caller]:
                         del self._callers[generation.ask.caller]
                     self.counts.cancelled += piece.finish == "cancelled"
-        loops = {id(generation.loop): generation.loop for generation, _ in out}
+        loops = {id(generation.loop): generation.loop for generation, _ in pieces}
         for loop in loops.values():
-            pieces = [(generation, piece) for generation, piece in out if generation.loop is loop]
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_deliver, pieces)
+                loop.call_soon_threadsafe(_deliver, [pair for pair in pieces if pair[0].loop is loop])
 
 
 def _deliver(pieces: Sequence[tuple[Generation, Piece]]) -> None:
     for generation, piece in pieces:
-        generation.deliver(piece)
+        generation.queue.put_nowait((generation, piece))

@@ -24,18 +24,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import dtype, numerics
 from shoal.serve.chat.accounts import Accounts, connect
-from shoal.serve.chat.conversations import Conversations, StoredConversations
+from shoal.serve.chat.conversations import ConversationReader, Conversations
 from shoal.serve.chat.replies import Replies
 from shoal.serve.chat.routes import Chat
 from shoal.serve.generation import Generation, Piece
-from shoal.serve.openai.routes import Keys, OpenAI, unknown
+from shoal.serve.openai.routes import Keys, OpenAI, unknown_route
 from shoal.serve.scheduler import ServeLimits, ServeScheduler
-from shoal.serve.threads import Places, Threads
+from shoal.serve.threads import FairSemaphore, FairThreadPool
 from shoal.serve.versions import ModelSource, Versions
 from shoal.shardcast.connections import LISTENER, Listener, Patience, started
 from shoal.watch.page.files import secure
 
-FIRST_TOKEN_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 COUNTERS = {  # fields of `scheduler.Counts`
     "completions": "completions that began",
     "prompt_tokens": "prompt tokens prefilled",
@@ -44,11 +43,12 @@ COUNTERS = {  # fields of `scheduler.Counts`
     "cancelled": "completions whose client left",
     "refused": "completions refused for lack of room",
 }
+FIRST_TOKEN_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class Metrics:
-    """Serve /metrics in Prometheus' text format. It contains no prompt, name or key."""
+    """Serve /metrics in Prometheus' text format, without prompts, names or keys."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -69,32 +69,27 @@ class Metrics:
             self._first.observe(now_s - generation.submitted_s)
 
     def watch(self, scheduler: ServeScheduler, versions: Versions) -> None:
-        self.registry.register(Gauges(scheduler, versions))
-
-    async def respond(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self.registry), headers={"Content-Type": "text/plain; version=0.0.4"})
-
-
-class Gauges:
-    """Read the state of scheduler and versions at scrape time."""
-
-    def __init__(self, scheduler: ServeScheduler, versions: Versions) -> None:
+        """Read the state of scheduler and versions at each scrape."""
         self.scheduler, self.versions = scheduler, versions
+        self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         counts, newest = self.scheduler.counts, self.versions.newest
-        for name, words, value in (
+        for name, help, value in (
             ("rows", "completions being decoded", self.scheduler.live),
             ("waiting", "completions waiting for a row", self.scheduler.waiting),
             ("ready", "1 once a version is loaded", newest is not None),
             ("policy_version", "newest loaded version", (newest.offer.version or 0) if newest else -1),
         ):
-            yield GaugeMetricFamily(f"shoal_serve_{name}", words, float(value))
-        for name, words in COUNTERS.items():
-            yield CounterMetricFamily(f"shoal_serve_{name}", words, getattr(counts, name))
+            yield GaugeMetricFamily(f"shoal_serve_{name}", help, float(value))
+        for name, help in COUNTERS.items():
+            yield CounterMetricFamily(f"shoal_serve_{name}", help, getattr(counts, name))
+
+    async def respond(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self.registry), headers={"Content-Type": "text/plain; version=0.0.4"})
 
 
-PATIENCE = Patience(slowest_Bps=1.0)  # replies stream slowly: cut only a reader that reads nothing
+PATIENCE = Patience(slowest_Bps=1.0)  # replies stream slowly: disconnect only a client that reads nothing
 PER_ADDRESS, CONNECTIONS = 256, 2000
 POLL_S = 0.2
 JOIN_S = 1.0  # how long threads get to end
@@ -131,12 +126,13 @@ class Service:
 
     def __init__(self, source: ModelSource, settings: Settings, new_engine: Callable[[], TorchEngine]) -> None:
         self.source, self.settings = source, settings
-        self.metrics = Metrics()
+        metrics = Metrics()
         self.versions = Versions(source, new_engine)
-        self.scheduler = ServeScheduler(settings.limits, self.metrics.observe)
-        self.metrics.watch(self.scheduler, self.versions)
-        self.threads = Threads("prepare", 2)  # tokenizing, rendering, building proofs
-        self.bodies = Places(16, per_caller=2)  # large bodies: up to 4 MiB, reply files up to 16 MiB
+        self.scheduler = ServeScheduler(settings.limits, metrics.observe)
+        metrics.watch(self.scheduler, self.versions)
+        self.metrics = metrics
+        self.threads = FairThreadPool("prepare", 2)  # tokenizing, rendering, building proofs
+        self.bodies = FairSemaphore(16, per_caller=2)  # large request bodies in memory, of up to 4 MiB
         self.replies: Replies | None = None
         self._closing: list[Callable[[], None]] = [self.threads.close]
         self._following: asyncio.Task[None] | None = None
@@ -146,7 +142,7 @@ class Service:
         settings = self.settings
         application = web.Application(client_max_size=1)  # only `guard.json_body` reads bodies
         secure(application, LOOPBACK if settings.open else settings.hosts)
-        application.middlewares.extend([_mark_active, unknown])
+        application.middlewares.extend([_mark_active, unknown_route])
         application.cleanup_ctx.append(self._running)
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics.respond)
@@ -188,13 +184,13 @@ class Service:
         settings = self.settings
         path = settings.folder / "chat.sqlite"
         db = connect(path)
-        conversations, stored = Conversations(db), StoredConversations(connect(path))
+        conversations, reader = Conversations(db), ConversationReader(connect(path))
         accounts = Accounts(db, hasher=settings.hasher)
-        self.replies = Replies(self.versions, self.scheduler, conversations, stored, self.source.config, self.threads)
+        self.replies = Replies(self.versions, self.scheduler, conversations, reader, self.source.config, self.threads)
         chat = Chat(
             accounts,
             conversations,
-            stored,
+            reader,
             self.replies,
             self.versions,
             self.bodies,
@@ -202,7 +198,7 @@ class Service:
             registration=settings.registration,
             secure_cookies=settings.secure_cookies,
         )
-        self._closing += [stored.close, accounts.hashing.close, chat.verifying.close]
+        self._closing += [reader.close, accounts.hashing.close, chat.verifying.close]
         return chat
 
 
@@ -216,7 +212,7 @@ async def _mark_active(request: web.Request, handler: Any) -> web.StreamResponse
 
 
 def serve_forever(source: ModelSource, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> bool:
-    """Serve until `stop` is set. Raise the error that ended it; OSError if the port is taken.
+    """Serve until `stop` is set. Raise the error that ended the server, or OSError if the port is taken.
 
     Return whether all its threads have ended. A forward pass cannot be interrupted, but all data is stored by then.
     """
@@ -234,9 +230,8 @@ async def _serve(service: Service, stop: threading.Event, say: Callable[[str], N
     settings = service.settings
     settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     listener = Listener(settings.host, settings.port, PATIENCE, per_address=PER_ADDRESS, total=CONNECTIONS)
-    runner = await started(
-        service.app(), listener, logger=log, handler_cancellation=True
-    )  # a client that disconnects frees its rows
+    # With `handler_cancellation`, a client that disconnects frees its rows.
+    runner = await started(service.app(), listener, logger=log, handler_cancellation=True)
     try:
         url = f"http://{settings.host}:{listener.getsockname()[1]}"
         say(f"{service.source.name} at {url}{' (the page)' if settings.chat else ''} and {url}/v1 (the API)")

@@ -1,11 +1,11 @@
-"""Threads for work that would block the event loop, shared fairly among callers.
+"""Run work that would block the event loop in threads, shared fairly among callers.
 
-    Places     a semaphore that serves callers in turn; each holds at most `per_caller` slots
-    Threads    a thread pool; the calls of one caller run one after another
-    received   reads a request's body; bounds the large bodies in memory
+    FairSemaphore     slots for callers in turn; each caller holds at most `per_caller` of them
+    FairThreadPool    a thread pool; the calls of one caller run one after another
+    read_body         reads a request's body, with a bound on the large bodies in memory
 
-Invariant: a call's slot is released when its thread ends, even if its client has left. A call whose client left before its
-turn never runs.
+Invariant: a call keeps its slot until its thread ends, even if its client disconnects. A call whose client disconnected
+before its turn never runs.
 Left out: interrupting a running call. A long call polls whether it should stop.
 """
 
@@ -23,26 +23,26 @@ from shoal.serve.versions import LoadedModel
 from shoal.watch.page.guard import json_body
 
 WAIT_S = 30.0  # for a slot
-WAITING = 256  # calls of one caller
+MAX_WAITING = 256  # calls of one caller
 RETRY_S = 5
 SMALL_BYTES = 64 << 10  # smaller bodies need no slot: the connection limit bounds their memory
 
 Result = TypeVar("Result")
 
 
-class Places:
+class FairSemaphore:
     def __init__(self, count: int, per_caller: int = 1, wait_s: float = WAIT_S) -> None:
         self.count, self.per_caller, self.wait_s = count, per_caller, wait_s
         self._held: Counter[str] = Counter()
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by caller; the first caller is next
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # by caller; the first caller is next
 
-    async def take(self, caller: str) -> None:
-        """Wait for a slot; release it with `leave`. Raise BusyError."""
-        line = self._lines.setdefault(caller, deque())
-        if len(line) >= WAITING:
-            raise BusyError(f"{WAITING} requests of one caller are waiting already", RETRY_S)
+    async def acquire(self, caller: str) -> None:
+        """Wait for a slot; free it with `release`. Raise BusyError."""
+        queue = self._queues.setdefault(caller, deque())
+        if len(queue) >= MAX_WAITING:
+            raise BusyError(f"{MAX_WAITING} requests of one caller are waiting already", RETRY_S)
         turn = asyncio.get_running_loop().create_future()
-        line.append(turn)
+        queue.append(turn)
         self._grant()
         try:
             async with asyncio.timeout(self.wait_s):
@@ -54,7 +54,7 @@ class Places:
             self._withdraw(caller, turn)
             raise
 
-    def leave(self, caller: str) -> None:
+    def release(self, caller: str) -> None:
         self._held[caller] -= 1
         if not self._held[caller]:
             del self._held[caller]
@@ -62,40 +62,40 @@ class Places:
 
     def _withdraw(self, caller: str, turn: asyncio.Future[None]) -> None:
         if turn.done() and not turn.cancelled():  # granted at the same moment
-            self.leave(caller)
-        elif turn in (line := self._lines.get(caller, deque())):
-            line.remove(turn)
-            if not line:
-                del self._lines[caller]
+            self.release(caller)
+        elif turn in (queue := self._queues.get(caller, deque())):
+            queue.remove(turn)
+            if not queue:
+                del self._queues[caller]
 
     def _grant(self) -> None:
         while self._held.total() < self.count:
-            caller = next((name for name in self._lines if self._held[name] < self.per_caller), None)
+            caller = next((name for name in self._queues if self._held[name] < self.per_caller), None)
             if caller is None:
                 return
-            line = self._lines.pop(caller)
-            turn = line.popleft()
-            if line:
-                self._lines[caller] = line  # after all other callers
+            queue = self._queues.pop(caller)
+            turn = queue.popleft()
+            if queue:
+                self._queues[caller] = queue  # after all other callers
             if not turn.done():
                 self._held[caller] += 1
                 turn.set_result(None)
 
 
-class Threads:
+class FairThreadPool:
     def __init__(self, name: str, count: int) -> None:
-        self.places = Places(count)
+        self._slots = FairSemaphore(count)
         self._pool = ThreadPoolExecutor(count, name)
 
     async def run(self, caller: str, call: Callable[[], Result], loaded: LoadedModel | None = None) -> Result:
         """Run `call` in a thread and return its result. `loaded` stays in memory until the call ends. Raise BusyError."""
-        await self.places.take(caller)
+        await self._slots.acquire(caller)
         future = asyncio.get_running_loop().run_in_executor(self._pool, call)
         if loaded:
             loaded.users += 1
 
         def ended(_: object) -> None:
-            self.places.leave(caller)
+            self._slots.release(caller)
             if loaded:
                 loaded.users -= 1
 
@@ -108,14 +108,14 @@ class Threads:
 
 
 @asynccontextmanager
-async def received(places: Places, request: web.Request, caller: str, max_bytes: int) -> AsyncIterator[bytes]:
+async def read_body(slots: FairSemaphore, request: web.Request, caller: str, max_bytes: int) -> AsyncIterator[bytes]:
     """Read a request's JSON body; a large one holds a slot until the block ends. Raise HttpError or BusyError."""
     size_bytes = request.content_length
     if size_bytes is not None and (size_bytes <= SMALL_BYTES or size_bytes > max_bytes):
         yield await json_body(request, max_bytes)  # small, or refused as too large
         return
-    await places.take(caller)
+    await slots.acquire(caller)
     try:
         yield await json_body(request, max_bytes)
     finally:
-        places.leave(caller)
+        slots.release(caller)

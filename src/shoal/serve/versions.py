@@ -1,6 +1,6 @@
 """The policy versions in memory: requests borrow one, and a live run adds new ones.
 
-    poll the source -> load a new version in a thread -> make it the newest; rows of the previous version finish on it
+    poll the source -> load a new version in a thread -> make it the newest; running requests finish on the previous one
 
 A source is a model, the folder of a run (live or finished), or a folder of fetched versions:
 
@@ -9,8 +9,8 @@ A source is a model, the folder of a run (live or finished), or a folder of fetc
     bundled:tiny, PATH  one model
 
 Invariant: a version in use is never evicted or overwritten. An offer's folder holds complete weights when it is listed; a
-live run may remove it later. One version is loaded at a time, and at most `places` (two or more) are in memory. If a version
-vanishes before it is loaded, only that request fails.
+live run may remove it later. One version is loaded at a time, and at most `max_loaded` (two or more) are in memory. If a
+version is removed before it is loaded, only that request fails.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ VERSIONS = Path("learner") / "versions"
 
 @dataclass(frozen=True)
 class Offer:
-    """A version that can be loaded. `version` is None for a model without a run."""
+    """A version that can be loaded. `version` is None for a model that belongs to no run."""
 
     id: str
     version: int | None
@@ -55,7 +55,7 @@ class ModelSource:
     name: str
     folder: Path | None  # holds the versions; None: a single model
     base: Path | None  # the single model, or the run's base model
-    config: Config | None = None  # the run's
+    config: Config | None = None  # of the run
 
     def offers(self) -> list[Offer]:
         """List the versions that can be loaded now, newest first."""
@@ -109,17 +109,17 @@ def label_of(name: str, names: Sequence[str]) -> str:
 def digest(folder: Path) -> str:
     """Return the BLAKE3 digest over names and contents of a model's files."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in MODEL_SUFFIXES)
-    whole = blake3()
+    combined = blake3()
     for path in files:
         content = blake3(max_threads=blake3.AUTO)
         content.update_mmap(path.resolve())
-        whole.update(f"{path.name} {content.hexdigest()}\n".encode())
-    return whole.hexdigest()
+        combined.update(f"{path.name} {content.hexdigest()}\n".encode())
+    return combined.hexdigest()
 
 
 POLL_S = 1.0
-PLACES = 3  # versions in memory
-WAITING = 8  # requests that may wait for a version to load
+MAX_LOADED = 3  # versions in memory
+MAX_WAITING = 8  # requests that may wait for a version to load
 DEFAULT_POSITIONS = 4096  # for a model whose config states none
 
 
@@ -133,11 +133,10 @@ class LoadedModel:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     positions: int
-    characters: int  # upper bound on a text that fits the context
+    max_characters: int  # upper bound on a text that fits the context
     token_bytes: int  # bytes of KV cache per token
     users: int = 0
-    used: int = 0  # `Versions._clock` at its last use
-    guide: Any = None  # llguidance's form of the tokenizer, built on first use
+    last_used: int = 0  # `Versions._clock` at its last use
     _texts: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -156,7 +155,7 @@ class LoadedModel:
 class Versions:
     source: ModelSource
     new_engine: Callable[[], TorchEngine]
-    places: int = PLACES
+    max_loaded: int = MAX_LOADED
     newest: LoadedModel | None = None
     failure: str = ""  # why the newest version could not be loaded
     _loaded: dict[str, LoadedModel] = field(default_factory=dict)
@@ -193,10 +192,10 @@ class Versions:
         except (OSError, UnknownVersionError) as error:
             if not self.newest:
                 raise
-            self.failure = str(error)  # the folder was removed meanwhile; poll again
+            self.failure = str(error)  # the folder was removed in the meantime; the next poll tries again
 
     @asynccontextmanager
-    async def take(self, id: str) -> AsyncIterator[LoadedModel]:
+    async def borrow(self, id: str) -> AsyncIterator[LoadedModel]:
         """Borrow version `id`, loading it if needed; it is not evicted meanwhile. The source's name means the newest.
 
         Raise UnknownVersionError or NoSlotError.
@@ -204,7 +203,7 @@ class Versions:
         loaded = await self._find(id)
         loaded.users += 1
         self._clock += 1
-        loaded.used = self._clock
+        loaded.last_used = self._clock
         try:
             yield loaded
         finally:
@@ -219,9 +218,9 @@ class Versions:
             raise NoSlotError(f"{self.source.name} is being loaded; try again")
         offer = next((offer for offer in self._offers if offer.id == id), None)
         if offer is None:
-            raise UnknownVersionError(f"there is no model {id[:100]!r}; GET /v1/models lists the models")
-        if self._waiting >= WAITING:
-            raise NoSlotError("other versions are being loaded; try again")
+            raise UnknownVersionError(f"there is no model {id[:100]!r}; GET /v1/models lists them")
+        if self._waiting >= MAX_WAITING:
+            raise NoSlotError("too many requests wait for other versions to load; try again")
         self._waiting += 1
         try:
             async with self._loading:
@@ -230,7 +229,7 @@ class Versions:
             self._waiting -= 1
 
     async def _load(self, offer: Offer) -> LoadedModel:
-        self._make_room()
+        self._evict()
         spare = self._spare.pop() if self._spare else None
         loop = asyncio.get_running_loop()
         try:
@@ -240,18 +239,18 @@ class Versions:
         self._loaded[offer.id] = loaded
         return loaded
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """Evict unused versions, least recently used first, until one more fits."""
-        while len(self._loaded) >= self.places:
+        while len(self._loaded) >= self.max_loaded:
             idle = [loaded for loaded in self._loaded.values() if not loaded.users and loaded is not self.newest]
             if not idle:
-                raise NoSlotError(f"all {self.places} versions in memory are in use; try again")
-            oldest = min(idle, key=lambda loaded: loaded.used)
+                raise NoSlotError(f"all {self.max_loaded} versions in memory are in use; try again")
+            oldest = min(idle, key=lambda loaded: loaded.last_used)
             del self._loaded[oldest.id]
             self._spare.append(oldest.engine)
 
     def close(self) -> None:
-        """Do not wait for a load in progress."""
+        """Stop without waiting for a load in progress."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -267,6 +266,6 @@ def load(offer: Offer, engine: TorchEngine) -> LoadedModel:
         tokenizer=tokenizer,
         eos_ids=eos_ids(offer.folder),
         positions=context,
-        characters=context * max(map(len, tokenizer.get_vocab())),
+        max_characters=context * max(map(len, tokenizer.get_vocab())),
         token_bytes=token_bytes(engine.model),
     )

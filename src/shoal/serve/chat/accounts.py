@@ -3,14 +3,12 @@
     register or log in -> a new session: a random token in a cookie, its digest and a CSRF token in the database
 
 Invariant: the database holds only hashes of passwords and tokens. Each login creates a new token; a session ends by logout,
-age, or idleness. Every query filters by user, so another user's conversation looks as if it did not exist. Wrong passwords
-are rate-limited by address and by name. An attacker cannot lock a user out of a browser that has logged in before: its
-device token has its own limit.
-Left out: mail, password recovery, second factors.
+age, or idleness. Wrong passwords are rate-limited by address and by name. A browser that has logged in before has a device
+token with its own limit, so that an attacker cannot lock its user out.
+Left out: mail, password recovery, second factors, deleting an account.
 """
 
 import hashlib
-import hmac
 import re
 import secrets
 import shutil
@@ -24,11 +22,11 @@ from argon2 import PasswordHasher
 from argon2.exceptions import InvalidHashError, VerificationError
 
 from shoal.errors import ShoalError
-from shoal.serve.threads import Threads
-from shoal.watch.page.guard import Allowance, HttpError
+from shoal.serve.threads import FairThreadPool
+from shoal.watch.page.guard import HttpError, RateLimit
 
 FORMAT = 2
-RESERVE_BYTES = 1 << 30  # of free disk, which a run may need too
+RESERVE_BYTES = 1 << 30  # free disk space to leave, because a run may need it
 SCHEMA = f"""
 PRAGMA user_version = {FORMAT};
 CREATE TABLE IF NOT EXISTS user(
@@ -59,29 +57,29 @@ def connect(path: Path) -> sqlite3.Connection:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     db.execute("PRAGMA foreign_keys = ON")
-    [written] = db.execute("PRAGMA user_version").fetchone()
-    if written != FORMAT and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+    [version] = db.execute("PRAGMA user_version").fetchone()
+    if version != FORMAT and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         db.close()
         raise ShoalError(
-            f"{path} is in format {written}, and this version reads {FORMAT}; move it away to start with an empty one"
+            f"{path} has format {version}, and this version reads {FORMAT}; move it away to start with an empty one"
         )
     db.executescript(SCHEMA)
     return db
 
 
-def check_room(db: sqlite3.Connection) -> None:
+def check_disk_space(db: sqlite3.Connection) -> None:
     """Raise HttpError if the disk is nearly full."""
     path = db.execute("PRAGMA database_list").fetchone()["file"]
     if path and shutil.disk_usage(Path(path).parent).free < RESERVE_BYTES:
-        raise HttpError(507, "this server's disk is full; ask whoever runs it to make room")
+        raise HttpError(507, "this server's disk is full; ask its operator to free space")
 
 
 NAME = re.compile(r"[\w.@+-]{2,64}", re.ASCII)
 MIN_PASSWORD, MAX_PASSWORD = 10, 256  # characters
 SESSION_S, IDLE_S = 14 * 86_400.0, 3 * 86_400.0
 SEEN_EVERY_S = 60.0
-BROWSERS = 50  # sessions, and known devices, of one user
-LOCAL = "local"  # the user of `--open`, without a password
+MAX_BROWSERS = 50  # sessions, and device tokens, of one user
+LOCAL = "local"  # the user of `--open`, who has no password
 WRONG = "name or password is wrong"
 
 
@@ -93,7 +91,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class OpenedSession:
+class NewSession:
     """A new session with the secrets that go into cookies."""
 
     token: str
@@ -112,21 +110,21 @@ class Accounts:
     ) -> None:
         self.db, self.clock = db, clock
         self.hasher = hasher or PasswordHasher()
-        self._nobody = self.hasher.hash(secrets.token_hex(16))  # so that an unknown name takes as long as a known one
-        self.hashing = Threads("passwords", 2)  # each hash takes 64 MiB and 0.1 s of a core
-        self._of_address = Allowance(20, 600, monotonic)
-        self._of_name = Allowance(30, 3600, monotonic)
-        self._of_device = Allowance(10, 600, monotonic)
-        self._registered = Allowance(10, 3600, monotonic)
+        self._dummy_hash = self.hasher.hash(secrets.token_hex(16))  # an unknown name takes as long as a known one
+        self.hashing = FairThreadPool("passwords", 2)  # each hash takes 64 MiB and 0.1 s of a core
+        self._by_address = RateLimit(20, 600, monotonic)
+        self._by_name = RateLimit(30, 3600, monotonic)
+        self._by_device = RateLimit(10, 600, monotonic)
+        self._registrations = RateLimit(10, 3600, monotonic)
 
-    async def register(self, name: str, password: str, address: str) -> OpenedSession:
+    async def register(self, name: str, password: str, address: str) -> NewSession:
         """Create an account and log in. Raise HttpError."""
         if not NAME.fullmatch(name):
             raise HttpError(400, "a name has 2 to 64 characters: letters, digits and . _ - + @")
         if not MIN_PASSWORD <= len(password) <= MAX_PASSWORD:
             raise HttpError(400, f"a password has {MIN_PASSWORD} to {MAX_PASSWORD} characters")
-        check_room(self.db)
-        self._registered.take(address, "new accounts from this address")
+        check_disk_space(self.db)
+        self._registrations.take(address, "new accounts from this address")
         hashed = await self.hashing.run(address, lambda: self.hasher.hash(password))
         try:
             inserted = self.db.execute(
@@ -134,33 +132,33 @@ class Accounts:
             )
         except sqlite3.IntegrityError:
             raise HttpError(409, "this name is taken") from None
-        return self._open(int(inserted.lastrowid or 0), name)
+        return self._new_session(int(inserted.lastrowid or 0), name)
 
-    async def log_in(self, name: str, password: str, address: str, device: str = "", old: str = "") -> OpenedSession:
+    async def log_in(self, name: str, password: str, address: str, device: str = "", old: str = "") -> NewSession:
         """Check the password and open a session. `old` is the session token to replace. Raise HttpError."""
         if len(password) > MAX_PASSWORD or len(name) > 64:
             raise HttpError(401, WRONG)
         row = self.db.execute("SELECT id, name, password FROM user WHERE name = ?", (name,)).fetchone()
-        known = bool(row and device) and bool(
+        is_known = bool(row and device) and bool(
             self.db.execute(
                 "SELECT 1 FROM device WHERE token = ? AND user = ?", (_digest(device), row["id"])
             ).fetchone()
         )
-        counters = (
-            [(self._of_device, device)] if known else [(self._of_address, address), (self._of_name, name.lower())]
+        limits = (
+            [(self._by_device, device)] if is_known else [(self._by_address, address), (self._by_name, name.lower())]
         )
-        for counter, key in counters:  # count before checking: parallel attempts get no free guesses
-            counter.take(key, "attempts")
-        hashed = row["password"] if row else self._nobody
+        for limit, key in limits:  # charge before checking: parallel attempts get no free guesses
+            limit.take(key, "attempts")
+        hashed = row["password"] if row else self._dummy_hash
         correct = await self.hashing.run(
-            f"device {device}" if known else address, lambda: self._matches(hashed, password)
+            f"device {device}" if is_known else address, lambda: self._matches(hashed, password)
         )
         if not correct or row is None:
             raise HttpError(401, WRONG)
-        for counter, key in counters:
-            counter.give_back(key)
+        for limit, key in limits:
+            limit.refund(key)
         self.log_out(old)
-        return self._open(row["id"], row["name"])
+        return self._new_session(row["id"], row["name"])
 
     def log_out(self, token: str) -> None:
         if token:
@@ -186,20 +184,14 @@ class Accounts:
         """Return whether nobody has registered."""
         return self.db.execute("SELECT 1 FROM user WHERE name != ? LIMIT 1", (LOCAL,)).fetchone() is None
 
-    def local(self) -> OpenedSession:
+    def local(self) -> NewSession:
         """Open a session for the single user of `--open`."""
         self.db.execute("INSERT OR IGNORE INTO user(name, password, created_s) VALUES(?, '', ?)", (LOCAL, self.clock()))
-        return self._open(self.db.execute("SELECT id FROM user WHERE name = ?", (LOCAL,)).fetchone()["id"], LOCAL)
+        return self._new_session(
+            self.db.execute("SELECT id FROM user WHERE name = ?", (LOCAL,)).fetchone()["id"], LOCAL
+        )
 
-    async def delete(self, session: Session, password: str, address: str) -> None:
-        """Delete the user and all their data. Raise HttpError."""
-        self._of_address.take(address, "attempts")
-        row = self.db.execute("SELECT password FROM user WHERE id = ?", (session.user,)).fetchone()
-        if not row or not await self.hashing.run(address, lambda: self._matches(row["password"], password)):
-            raise HttpError(401, "the password is wrong")
-        self.db.execute("DELETE FROM user WHERE id = ?", (session.user,))
-
-    def _open(self, user: int, name: str) -> OpenedSession:
+    def _new_session(self, user: int, name: str) -> NewSession:
         token, device, csrf = (secrets.token_urlsafe(32) for _ in range(3))
         now_s = self.clock()
         self.db.execute("DELETE FROM session WHERE created_s < ?", (now_s - SESSION_S,))
@@ -209,20 +201,15 @@ class Accounts:
             self.db.execute(
                 f"DELETE FROM {table} WHERE user = ?1 AND token NOT IN "
                 f"(SELECT token FROM {table} WHERE user = ?1 ORDER BY created_s DESC, rowid DESC LIMIT ?2)",
-                (user, BROWSERS),
+                (user, MAX_BROWSERS),
             )
-        return OpenedSession(token, device, Session(user, name, csrf))
+        return NewSession(token, device, Session(user, name, csrf))
 
     def _matches(self, hashed: str, password: str) -> bool:
         try:
             return self.hasher.verify(hashed, password)
         except (VerificationError, InvalidHashError):
             return False
-
-
-def same(first: str, second: str) -> bool:
-    """Compare in constant time."""
-    return hmac.compare_digest(first.encode(), second.encode())
 
 
 def _digest(token: str) -> bytes:

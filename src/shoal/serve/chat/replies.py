@@ -1,6 +1,6 @@
-"""Replies in progress: each request is a task that saves its replies even if the reader leaves.
+"""Replies in progress: each request runs as a task that saves its replies even if the client disconnects.
 
-    submit -> relay pieces to the reader -> build the proof -> save the message
+    submit -> relay pieces to the client -> build the proof -> save the message
 
 Invariant: a reply is saved once, complete or up to where it was stopped, with the seed and proof of exactly that text.
 """
@@ -18,13 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.config import Config
 from shoal.serve import proof
-from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, StoredConversations
+from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, ConversationReader, Conversations
 from shoal.serve.errors import BusyError, ReplyError
 from shoal.serve.generation import Generation, ServeRequest
-from shoal.serve.openai.routes import new_seed, tokens_left
+from shoal.serve.openai.routes import new_seed, resolve_max_tokens
 from shoal.serve.prompt import as_trained, encode
 from shoal.serve.scheduler import ServeScheduler
-from shoal.serve.threads import Threads
+from shoal.serve.threads import FairThreadPool
 from shoal.serve.versions import LoadedModel, Versions
 from shoal.watch.page.guard import HttpError
 
@@ -43,17 +43,17 @@ class ReplyForm(BaseModel):
 
 
 @dataclass
-class Writing:
-    """One reply in progress. `events` go to the reader; None ends them."""
+class ReplyInProgress:
+    """One reply in progress. `events` go to the client; None ends them."""
 
     lane: int
     generation: Generation
     messages: Sequence[Any]
     events: asyncio.Queue[dict[str, Any] | None]
-    pair: str | None = None  # shared id of replies shown side by side
+    pair: str | None = None  # the id that replies shown side by side share
     text: list[str] = field(default_factory=list)
     finish: str = "cancelled"
-    took_s: float = 0.0
+    duration_s: float = 0.0
 
 
 class Replies:
@@ -62,47 +62,47 @@ class Replies:
         versions: Versions,
         scheduler: ServeScheduler,
         conversations: Conversations,
-        stored: StoredConversations,
+        reader: ConversationReader,
         config: Config | None,
-        threads: Threads,
+        threads: FairThreadPool,
     ) -> None:
         self.versions, self.scheduler, self.threads = versions, scheduler, threads
-        self.conversations, self.stored, self.config = conversations, stored, config
+        self.conversations, self.reader, self.config = conversations, reader, config
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def write(self, user: int, id: str, parent: str, form: ReplyForm) -> AsyncIterator[dict[str, Any]]:
-        """Yield events for the page: `text` and `done` of each lane. Leaving early stops the replies and saves them.
+        """Yield events for the page: `text` and `done` of each lane. Closing the iterator stops the replies and saves them.
 
         Raise HttpError only before the first event.
         """
-        self.conversations.check_space(user)
-        path = await self.stored.run(user, lambda stored: stored.path(user, id, parent))
+        self.conversations.check_quota(user)
+        path = await self.reader.run(user, lambda stored: stored.path(user, id, parent))
         if not path or path[-1]["role"] != "user":
-            raise HttpError(400, "a reply needs a message of the user before it")
+            raise HttpError(400, "the message to reply to is not from the user")
         messages = as_trained(self.config, path, form.target) if form.as_trained and self.config else path
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         pair = secrets.token_hex(6) if len(form.models) > 1 else None
         async with AsyncExitStack() as stack:
-            writings = []
+            replies = []
             for lane, model in enumerate(form.models):
-                loaded = await stack.enter_async_context(self.versions.take(model))
+                loaded = await stack.enter_async_context(self.versions.borrow(model))
                 prompt = await self.threads.run(f"user {user}", partial(encode, loaded, messages), loaded)
                 generation = self._generation(user, loaded, prompt, form)
-                writings.append(Writing(lane, generation, messages, events, pair))
-            self.scheduler.submit([writing.generation for writing in writings])
-            keep = stack.pop_all()
-        task = asyncio.create_task(self._finish(user, id, parent, form, writings, keep))
+                replies.append(ReplyInProgress(lane, generation, messages, events, pair))
+            self.scheduler.submit([reply.generation for reply in replies])
+            borrowed = stack.pop_all()
+        task = asyncio.create_task(self._finish(user, id, parent, form, replies, borrowed))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
-            for writing in writings:
-                yield {"event": "begin", "lane": writing.lane, "model": writing.generation.loaded.id}
+            for reply in replies:
+                yield {"event": "begin", "lane": reply.lane, "model": reply.generation.loaded.id}
             while (event := await events.get()) is not None:
                 yield event
             await task
         finally:
-            for writing in writings:
-                writing.generation.cancel()
+            for reply in replies:
+                reply.generation.cancel()
 
     async def close(self) -> None:
         """Wait until the replies in progress are saved; the scheduler has cancelled them."""
@@ -113,27 +113,33 @@ class Replies:
             prompt=prompt,
             seed=new_seed(),
             temperature=form.temperature,
-            max_tokens=tokens_left(loaded, prompt, form.max_tokens),
+            max_tokens=resolve_max_tokens(loaded, prompt, form.max_tokens),
             proof=True,
             caller=f"user {user}",
         )
         return Generation(ask, loaded, asyncio.get_running_loop())
 
     async def _finish(
-        self, user: int, id: str, parent: str, form: ReplyForm, writings: Sequence[Writing], keep: AsyncExitStack
+        self,
+        user: int,
+        id: str,
+        parent: str,
+        form: ReplyForm,
+        replies: Sequence[ReplyInProgress],
+        versions: AsyncExitStack,
     ) -> None:
         """Relay all lanes until they end, then save them in order."""
-        events = writings[0].events
+        events = replies[0].events
         try:
-            async with keep:
-                await asyncio.gather(*(_relay(writing) for writing in writings))
-                for writing in writings:
-                    events.put_nowait(await self._save(user, id, parent, form, writing))
+            async with versions:
+                await asyncio.gather(*(_relay(reply) for reply in replies))
+                for reply in replies:
+                    events.put_nowait(await self._save(user, id, parent, form, reply))
         finally:
             events.put_nowait(None)
 
-    async def _save(self, user: int, id: str, parent: str, form: ReplyForm, writing: Writing) -> dict[str, Any]:
-        generation, text = writing.generation, "".join(writing.text)
+    async def _save(self, user: int, id: str, parent: str, form: ReplyForm, reply: ReplyInProgress) -> dict[str, Any]:
+        generation, text = reply.generation, "".join(reply.text)
         loaded, ask = generation.loaded, generation.ask
         facts: dict[str, Any] = {
             "model": loaded.id,
@@ -141,20 +147,20 @@ class Replies:
             "weights": loaded.digest,
             "seed": str(ask.seed),
             "temperature": ask.temperature,
-            "finish": writing.finish,
+            "finish": reply.finish,
             "prompt_tokens": len(ask.prompt),
             "tokens": len(generation.tokens),
-            "seconds": round(writing.took_s, 3),
+            "seconds": round(reply.duration_s, 3),
             "target": form.target,
             "as_trained": form.as_trained,
-            "pair": writing.pair,
+            "pair": reply.pair,
         }
         file = None
         if generation.tokens:
             try:
                 file = await self.threads.run(
                     ask.caller,
-                    lambda: proof.build(generation, writing.finish, text, writing.messages).model_dump_json(),
+                    lambda: proof.build(generation, reply.finish, text, reply.messages).model_dump_json(),
                 )
             except (ReplyError, BusyError) as error:
                 facts["unproven"] = str(error)
@@ -167,10 +173,10 @@ class Replies:
                 file, facts["unproven"] = None, str(error)  # the text may fit without its proof
                 message = self.conversations.add(user, id, parent, "assistant", text, facts)
         except HttpError as error:  # even the text does not fit, or the conversation was deleted
-            return {"event": "failed", "lane": writing.lane, "error": str(error)}
+            return {"event": "failed", "lane": reply.lane, "error": str(error)}
         return {
             "event": "done",
-            "lane": writing.lane,
+            "lane": reply.lane,
             "message": {
                 "id": message,
                 "parent": parent,
@@ -182,14 +188,14 @@ class Replies:
         }
 
 
-async def _relay(writing: Writing) -> None:
+async def _relay(reply: ReplyInProgress) -> None:
     start_s = time.monotonic()
-    async for piece in writing.generation.pieces():
-        writing.text.append(piece.text)
+    async for piece in reply.generation.pieces():
+        reply.text.append(piece.text)
         if piece.text or not piece.finish:
-            writing.events.put_nowait(
-                {"event": "text", "lane": writing.lane, "text": piece.text, "tokens": len(writing.generation.tokens)}
+            reply.events.put_nowait(
+                {"event": "text", "lane": reply.lane, "text": piece.text, "tokens": len(reply.generation.tokens)}
             )
         if piece.finish:
-            writing.finish = piece.finish
-    writing.took_s = time.monotonic() - start_s
+            reply.finish = piece.finish
+    reply.duration_s = time.monotonic() - start_s

@@ -2,10 +2,11 @@
 
 Invariant: every change needs a session, its CSRF token in a header, a JSON body, and a request from this page. Users see
 only their own data.
-Left out: mail, teams, files.
+Left out: mail, teams, uploaded files.
 """
 
 import asyncio
+import hmac
 import json
 import threading
 from collections.abc import Awaitable, Callable
@@ -16,15 +17,15 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.serve import proof
-from shoal.serve.chat.accounts import Accounts, OpenedSession, Session, same
-from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations, StoredConversations
+from shoal.serve.chat.accounts import SESSION_S, Accounts, NewSession, Session
+from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, ConversationReader, Conversations
 from shoal.serve.chat.replies import Replies, ReplyForm
 from shoal.serve.errors import BusyError
-from shoal.serve.threads import Places, Threads, received
+from shoal.serve.threads import FairSemaphore, FairThreadPool, read_body
 from shoal.serve.versions import Versions
 from shoal.shardcast.connections import network
 from shoal.watch.page.files import SHARED, Files
-from shoal.watch.page.guard import Allowance, HttpError, from_own_page, json_body
+from shoal.watch.page.guard import HttpError, RateLimit, check_same_origin, json_body
 
 SMALL_BYTES, LARGE_BYTES = 4096, 4 * MESSAGE_CHARACTERS + 4096
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -43,13 +44,13 @@ class ConversationForm(Strict):
     leaf: Annotated[str, Field(max_length=40)]
 
 
-async def body(request: web.Request, kind: type[Kind], max_bytes: int) -> Kind:
-    """Read and validate a JSON body. Raise HttpError."""
-    return parsed(await json_body(request, max_bytes), kind)
+async def read_form(request: web.Request, kind: type[Kind]) -> Kind:
+    """Read and validate a small JSON body. Raise HttpError."""
+    return parse_form(await json_body(request, SMALL_BYTES), kind)
 
 
-def parsed(data: bytes, kind: type[Kind]) -> Kind:
-    """Validate a JSON body, naming the first field at fault. Raise HttpError."""
+def parse_form(data: bytes, kind: type[Kind]) -> Kind:
+    """Validate a JSON body, naming the first invalid field. Raise HttpError."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
@@ -60,9 +61,8 @@ def parsed(data: bytes, kind: type[Kind]) -> Kind:
 STATIC = Path(__file__).parent / "static"
 SESSION, DEVICE = "shoal_session", "shoal_device"
 DEVICE_S = 180 * 86_400
-SESSION_S = 14 * 86_400
 VERIFY_S, VERIFY_RETRY_S = 120.0, 30
-SESSION_KEY = web.RequestKey("own", Session)
+SESSION_KEY = web.RequestKey("session", Session)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -71,21 +71,22 @@ class Chat:
         self,
         accounts: Accounts,
         conversations: Conversations,
-        stored: StoredConversations,
+        reader: ConversationReader,
         replies: Replies,
         versions: Versions,
-        bodies: Places,
+        bodies: FairSemaphore,
         *,
         is_open: bool,
         registration: bool,
         secure_cookies: bool,
     ) -> None:
-        self.accounts, self.conversations, self.stored = accounts, conversations, stored
+        self.accounts, self.conversations, self.reader = accounts, conversations, reader
         self.replies, self.versions, self.bodies = replies, versions, bodies
-        self.is_open, self.registration, self.secure_cookies = is_open, registration, secure_cookies
+        self.is_open, self.registration, self.secure_cookies = is_open, registration and not is_open, secure_cookies
+        self._access = {"open": is_open, "registration": self.registration}
         self.files = Files([SHARED, STATIC])
-        self.verifying = Threads("verify", 1)  # a verification costs a forward pass
-        self._verified = Allowance(30, 60)
+        self.verifying = FairThreadPool("verify", 1)  # a verification costs a forward pass
+        self._verifications = RateLimit(30, 60)
 
     def attach(self, application: web.Application) -> None:
         get, post = application.router.add_get, application.router.add_post
@@ -95,35 +96,33 @@ class Chat:
         post("/chat/register", self._guarded(self.register, session=False))
         post("/chat/login", self._guarded(self.login, session=False))
         post("/chat/logout", self._guarded(self.logout))
-        post("/chat/delete-account", self._guarded(self.delete_account))
         get("/chat/models", self._guarded(self.models))
-        get("/chat/conversations", self._guarded(self.listed))
+        get("/chat/conversations", self._guarded(self.summaries))
         post("/chat/conversations", self._guarded(self.create))
         get("/chat/conversations/{id}", self._guarded(self.read))
-        post("/chat/conversations/{id}", self._guarded(self.change))
+        post("/chat/conversations/{id}", self._guarded(self.select_leaf))
         application.router.add_delete("/chat/conversations/{id}", self._guarded(self.delete))
         post("/chat/conversations/{id}/replies", self._guarded(self.reply))
         get("/chat/conversations/{id}/messages/{message}/proof", self._guarded(self.proof))
         post("/chat/conversations/{id}/messages/{message}/verify", self._guarded(self.verify))
-        post("/chat/verify", self._guarded(self.verify_file))
 
     def _guarded(self, route: Route, *, session: bool = True) -> Route:
-        """Wrap a route in its checks; a refusal becomes {"error": ...}."""
+        """Wrap a route in its checks; an HttpError becomes {"error": ...}."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
             try:
                 if request.method != "GET":
-                    from_own_page(request)
+                    check_same_origin(request)
                 if session:
                     own = self.accounts.session(request.cookies.get(SESSION, ""))
                     if own is None:
                         raise HttpError(401, "log in first")
-                    if request.method != "GET" and not same(request.headers.get("X-CSRF-Token", ""), own.csrf):
+                    if request.method != "GET" and not _has_csrf_token(request, own):
                         raise HttpError(403, "this page is out of date; reload it")
                     request[SESSION_KEY] = own
                 return await route(request)
             except HttpError as error:
-                return _refusal(error.status, str(error), error.retry_s)
+                return _error_response(error)
 
         return respond
 
@@ -139,27 +138,27 @@ class Chat:
         """Return who is logged in, if anyone; with `--open`, log the caller in."""
         own = self.accounts.session(request.cookies.get(SESSION, ""))
         if own is None and self.is_open:
-            from_own_page(request)
-            return self._welcome(request, self.accounts.local())
-        facts: dict[str, Any] = {"open": self.is_open, "registration": self.registration and not self.is_open}
-        who = {"name": own.name, "csrf": own.csrf} if own else {"name": None, "first": self.accounts.is_empty()}
-        return web.json_response(facts | who)
+            check_same_origin(request)
+            return self._session_response(self.accounts.local())
+        user = {"name": own.name, "csrf": own.csrf} if own else {"name": None, "first": self.accounts.is_empty()}
+        return web.json_response(user | self._access)
 
     # --- accounts ----------------------------------------------------------------------------------------------------
 
     async def register(self, request: web.Request) -> web.Response:
-        form = await body(request, LoginForm, SMALL_BYTES)
-        if self.is_open or not self.registration:
-            raise HttpError(403, "nobody can register here")
-        return self._welcome(request, await self.accounts.register(form.name, form.password, self._address(request)))
+        form = await read_form(request, LoginForm)
+        if not self.registration:
+            raise HttpError(403, "registration is closed")
+        return self._session_response(await self.accounts.register(form.name, form.password, self._address(request)))
 
     async def login(self, request: web.Request) -> web.Response:
-        form = await body(request, LoginForm, SMALL_BYTES)
+        form = await read_form(request, LoginForm)
         if self.is_open:
             raise HttpError(403, "this server needs no login")
         old, device = request.cookies.get(SESSION, ""), request.cookies.get(DEVICE, "")
-        opened = await self.accounts.log_in(form.name, form.password, self._address(request), device, old)
-        return self._welcome(request, opened)
+        return self._session_response(
+            await self.accounts.log_in(form.name, form.password, self._address(request), device, old)
+        )
 
     async def logout(self, request: web.Request) -> web.Response:
         self.accounts.log_out(request.cookies.get(SESSION, ""))
@@ -167,26 +166,15 @@ class Chat:
         response.del_cookie(SESSION, path="/", httponly=True, samesite="Strict", secure=self.secure_cookies)
         return response
 
-    async def delete_account(self, request: web.Request) -> web.Response:
-        form = await body(request, LoginForm, SMALL_BYTES)
-        await self.accounts.delete(request[SESSION_KEY], form.password, self._address(request))
-        return web.json_response({})
-
     def _address(self, request: web.Request) -> str:
-        """Return the address to rate-limit. A proxy appends the client's address; without one the header is not trusted."""
+        """Return the address to rate-limit. X-Forwarded-For counts only behind a proxy, which appends the client."""
         forwarded = request.headers.get("X-Forwarded-For", "") if self.secure_cookies else ""
         return network(forwarded.rpartition(",")[2].strip() or request.remote or "")
 
-    def _welcome(self, request: web.Request, opened: OpenedSession) -> web.Response:
-        response = web.json_response(
-            {
-                "name": opened.session.name,
-                "csrf": opened.session.csrf,
-                "open": self.is_open,
-                "registration": self.registration and not self.is_open,
-            }
-        )
-        for name, value, age_s in ((SESSION, opened.token, SESSION_S), (DEVICE, opened.device, DEVICE_S)):
+    def _session_response(self, opened: NewSession) -> web.Response:
+        body = {"name": opened.session.name, "csrf": opened.session.csrf}
+        response = web.json_response(body | self._access)
+        for name, value, age_s in ((SESSION, opened.token, int(SESSION_S)), (DEVICE, opened.device, DEVICE_S)):
             response.set_cookie(
                 name, value, max_age=age_s, path="/", httponly=True, samesite="Strict", secure=self.secure_cookies
             )
@@ -213,22 +201,22 @@ class Chat:
             }
         )
 
-    async def listed(self, request: web.Request) -> web.Response:
-        return web.json_response(self.conversations.listed(request[SESSION_KEY].user))
+    async def summaries(self, request: web.Request) -> web.Response:
+        return web.json_response(self.conversations.summaries(request[SESSION_KEY].user))
 
     async def create(self, request: web.Request) -> web.Response:
-        await body(request, Strict, SMALL_BYTES)
+        await read_form(request, Strict)
         return web.json_response({"id": self.conversations.create(request[SESSION_KEY].user)})
 
     async def read(self, request: web.Request) -> web.Response:
         """Return the whole message tree; the page's export uses it too."""
         user, id = request[SESSION_KEY].user, request.match_info["id"]
-        text = await self.stored.run(user, lambda stored: json.dumps(stored.read(user, id), ensure_ascii=False))
+        text = await self.reader.run(user, lambda stored: json.dumps(stored.read(user, id), ensure_ascii=False))
         return web.Response(text=text, content_type="application/json")
 
-    async def change(self, request: web.Request) -> web.Response:
-        form = await body(request, ConversationForm, SMALL_BYTES)
-        self.conversations.show(request[SESSION_KEY].user, request.match_info["id"], form.leaf)
+    async def select_leaf(self, request: web.Request) -> web.Response:
+        form = await read_form(request, ConversationForm)
+        self.conversations.select_leaf(request[SESSION_KEY].user, request.match_info["id"], form.leaf)
         return web.json_response({})
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -239,8 +227,8 @@ class Chat:
 
     async def reply(self, request: web.Request) -> web.StreamResponse:
         """Stream server-sent events until all replies are done. Closing the connection stops and saves them."""
-        async with received(self.bodies, request, _caller(request), LARGE_BYTES) as data:
-            form = parsed(data, ReplyForm)
+        async with read_body(self.bodies, request, _caller(request), LARGE_BYTES) as data:
+            form = parse_form(data, ReplyForm)
         user, id, parent = request[SESSION_KEY].user, request.match_info["id"], form.parent
         if form.content is not None:
             if parent is not None:
@@ -253,7 +241,7 @@ class Chat:
             first = await anext(events)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
             await response.prepare(request)
-            await _send(response, {"event": "asked", "message": parent})
+            await _send(response, {"event": "question", "message": parent})
             await _send(response, first)
             async for event in events:
                 await _send(response, event)
@@ -267,34 +255,26 @@ class Chat:
 
     async def _proof(self, request: web.Request) -> str:
         user, ids = request[SESSION_KEY].user, request.match_info
-        return await self.stored.run(user, lambda stored: stored.proof(user, ids["id"], ids["message"]))
+        return await self.reader.run(user, lambda stored: stored.proof(user, ids["id"], ids["message"]))
 
     async def verify(self, request: web.Request) -> web.Response:
-        await body(request, Strict, SMALL_BYTES)
-        self._verified.take(str(request[SESSION_KEY].user), "verifications")
-        return await self._verdict(request, (await self._proof(request)).encode())
-
-    async def verify_file(self, request: web.Request) -> web.Response:
-        """Verify an uploaded reply file of a version that this server has."""
-        self._verified.take(str(request[SESSION_KEY].user), "verifications")
-        async with received(self.bodies, request, _caller(request), proof.LARGEST_BYTES) as data:
-            return await self._verdict(request, data)
-
-    async def _verdict(self, request: web.Request, data: bytes) -> web.Response:
-        """Verify a reply file within VERIFY_S; stop if the client leaves. Raise ReplyError or BusyError."""
-        caller, left = _caller(request), threading.Event()
+        """Recompute a reply within VERIFY_S; stop if the client disconnects. Raise ReplyError or BusyError."""
+        await read_form(request, Strict)
+        self._verifications.take(str(request[SESSION_KEY].user), "verifications")
+        data = (await self._proof(request)).encode()
+        caller, client_left = _caller(request), threading.Event()
         try:
             async with asyncio.timeout(VERIFY_S):
                 reply = await self.verifying.run(caller, lambda: proof.Reply.read(data))
-                async with self.versions.take(reply.model) as loaded:
+                async with self.versions.borrow(reply.model) as loaded:
                     config = self.versions.source.config
                     verdict = await self.verifying.run(
-                        caller, lambda: proof.verify(reply, loaded, config, left.is_set), loaded
+                        caller, lambda: proof.verify(reply, loaded, config, client_left.is_set), loaded
                     )
         except TimeoutError:
             raise BusyError(f"the verification did not finish within {VERIFY_S:g} s", VERIFY_RETRY_S) from None
         finally:
-            left.set()
+            client_left.set()
         findings = [vars(finding) for finding in verdict.findings]
         return web.json_response(
             {"passed": verdict.passed, "exact": verdict.exact, "sentence": verdict.sentence, "findings": findings}
@@ -309,6 +289,10 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
 
 
-def _refusal(status: int, message: str, retry_s: int = 0) -> web.Response:
-    headers = {"Retry-After": str(retry_s)} if retry_s else {}
-    return web.json_response({"error": message}, status=status, headers=headers)
+def _has_csrf_token(request: web.Request, session: Session) -> bool:
+    return hmac.compare_digest(request.headers.get("X-CSRF-Token", "").encode(), session.csrf.encode())
+
+
+def _error_response(error: HttpError) -> web.Response:
+    headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
+    return web.json_response({"error": str(error)}, status=error.status, headers=headers)

@@ -1,1 +1,1 @@
-"""The /v1 routes: requests and answers in the shape of OpenAI's API."""
+"""The /v1 routes: requests and responses in the shape of OpenAI's API."""

@@ -1,10 +1,10 @@
 """GET /v1/models, POST /v1/chat/completions, POST /v1/completions.
 
-    read and check -> take the version -> tokenize in a thread -> submit n completions
+    read and validate -> borrow the version -> tokenize in a thread -> submit n completions
     -> one JSON body at the end, or server-sent events
 
-Invariant: a client that leaves early frees its rows. Errors have OpenAI's shape; a 429 or 503 has Retry-After.
-API keys are compared by their digests in constant time, and never render to a log.
+Invariant: a client that disconnects frees its rows. Errors have OpenAI's shape; a 429 or 503 has Retry-After.
+API keys are compared by their digests in constant time, and are never logged.
 """
 
 import asyncio
@@ -23,13 +23,12 @@ from shoal.config import Config
 from shoal.errors import UserError
 from shoal.files import write_new_file
 from shoal.serve.errors import RequestError, UnknownVersionError
-from shoal.serve.generation import Generation, Grammar, ServeRequest, compile_grammars
-from shoal.serve.openai.answers import Answer
-from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, Kind, read
-from shoal.serve.openai.tools import detect_call_format, forced_schema, offered_tools
+from shoal.serve.generation import Generation, ServeRequest
+from shoal.serve.openai.requests import ChatRequest, CommonParams, CompletionRequest, Kind, parse_request
+from shoal.serve.openai.responses import ApiResponse
 from shoal.serve.prompt import as_trained, check_length, encode
 from shoal.serve.scheduler import ServeScheduler
-from shoal.serve.threads import SMALL_BYTES, Places, Threads, received
+from shoal.serve.threads import SMALL_BYTES, FairSemaphore, FairThreadPool, read_body
 from shoal.serve.versions import LoadedModel, Versions
 from shoal.shardcast.connections import network
 from shoal.watch.page.guard import HttpError
@@ -51,7 +50,7 @@ class Keys:
         try:
             lines = path.read_text().splitlines()
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; it should hold one `NAME KEY` per line") from error
+            raise UserError(f"{path}: {error.strerror}; the file needs one `NAME KEY` per line") from error
         for number, line in enumerate(lines, 1):
             if not line.strip() or line.startswith("#"):
                 continue
@@ -65,7 +64,7 @@ class Keys:
 
     @classmethod
     def read_or_make(cls, path: Path) -> "Keys":
-        """Read a key file; if there is none, create one with a random key."""
+        """Read a key file; if it is missing, create it with a random key."""
         if not path.exists():
             write_new_file(path, f"local sk-{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
         return cls.read(path)
@@ -77,9 +76,9 @@ class Keys:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer":
             return None
-        claimed, caller = _digest(key.strip()), None
+        received, caller = _digest(key.strip()), None
         for digest, name in self._names.items():
-            if hmac.compare_digest(digest, claimed):
+            if hmac.compare_digest(digest, received):
                 caller = f"key {name}"
         return caller
 
@@ -90,14 +89,14 @@ def _digest(key: str) -> bytes:
 
 BODY_BYTES = 4 << 20
 DEFAULT_TOKENS = 1024  # for a chat request without a limit; less if the context is full
-MAX_LOGPROBS = 1 << 17  # in one answer that is not streamed: tens of MiB
+MAX_LOGPROBS = 1 << 17  # in one response that is not streamed: tens of MiB
 SEEDS = 1 << 63  # negative seeds wrap around
 CALLER = web.RequestKey("caller", str)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def seed_of(seed: int, index: int) -> int:
-    """Return the seed of choice `index`: the request's for the first, hashes of it for the others."""
+def choice_seed(seed: int, index: int) -> int:
+    """Return the seed of choice `index`: the request's seed for the first, hashes of it for the others."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"shoal/serve\n{seed}\n{index}".encode()).digest()[:8], "big") >> 1
@@ -107,17 +106,17 @@ def new_seed() -> int:
     return secrets.randbits(48)
 
 
-def tokens_left(loaded: LoadedModel, prompt: Sequence[int], wanted: int | None) -> int:
+def resolve_max_tokens(loaded: LoadedModel, prompt: Sequence[int], requested: int | None) -> int:
     """Return `max_tokens` for this prompt. Raise RequestError if prompt and reply exceed the context."""
-    room, least = loaded.positions - len(prompt), 1 if wanted is None else wanted
-    if room < least:
+    room, needed = loaded.positions - len(prompt), 1 if requested is None else requested
+    if room < needed:
         raise RequestError(
             f"This model's maximum context length is {loaded.positions} tokens; the prompt has {len(prompt)} and "
-            f"max_tokens is {least}.",
+            f"max_tokens is {needed}.",
             param="max_tokens" if room >= 1 else "messages",
             code="context_length_exceeded",
         )
-    return min(room, DEFAULT_TOKENS) if wanted is None else wanted
+    return min(room, DEFAULT_TOKENS) if requested is None else requested
 
 
 @dataclass
@@ -125,9 +124,9 @@ class OpenAI:
     versions: Versions
     scheduler: ServeScheduler
     keys: Keys
-    config: Config | None  # the served run's
-    threads: Threads
-    bodies: Places
+    config: Config | None  # of the served run
+    threads: FairThreadPool
+    bodies: FairSemaphore
 
     def attach(self, application: web.Application) -> None:
         application.router.add_get("/v1/models", self._guarded(self.models))
@@ -141,29 +140,29 @@ class OpenAI:
         async def respond(request: web.Request) -> web.StreamResponse:
             caller = self.keys.caller(request)
             if caller is None:
-                words, kind = "Incorrect API key provided.", "authentication_error"
-                return refusal(RequestError(words, status=401, kind=kind, code="invalid_api_key"))
+                message, kind = "Incorrect API key provided.", "authentication_error"
+                return error_response(RequestError(message, status=401, kind=kind, code="invalid_api_key"))
             request[CALLER] = caller
             try:
                 return await route(request)
             except RequestError as error:
-                return refusal(error)
+                return error_response(error)
             except HttpError as error:
-                return refusal(RequestError(str(error), status=error.status))
+                return error_response(RequestError(str(error), status=error.status))
 
         return respond
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": self._listed()})
+        return web.json_response({"object": "list", "data": self._models()})
 
     async def model(self, request: web.Request) -> web.Response:
-        wanted = request.match_info["id"]
-        model = next((model for model in self._listed() if model["id"] == wanted), None)
+        id = request.match_info["id"]
+        model = next((model for model in self._models() if model["id"] == id), None)
         if model is None:
-            raise UnknownVersionError(f"The model {wanted[:100]!r} does not exist")
+            raise UnknownVersionError(f"The model {id[:100]!r} does not exist")
         return web.json_response(model)
 
-    def _listed(self) -> list[dict[str, Any]]:
+    def _models(self) -> list[dict[str, Any]]:
         newest = self.versions.newest
         names = [self.versions.source.name] if newest else []
         ids = dict.fromkeys([*names, *(offer.id for offer in self.versions.offers())])
@@ -171,51 +170,33 @@ class OpenAI:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
-            async with received(self.bodies, request, request[CALLER], BODY_BYTES) as data:
+            async with read_body(self.bodies, request, request[CALLER], BODY_BYTES) as data:
                 params = await self._read(request, ChatRequest, data)
-                loaded = await stack.enter_async_context(self.versions.take(params.model))
-                tools, messages = offered_tools(params), self._messages(params)
-                schema = forced_schema(params) or params.schema_of_reply
-                form, prompt, grammars = await self.threads.run(
-                    request[CALLER],
-                    lambda: (
-                        detect_call_format(loaded.tokenizer, is_forced=schema is not None) if tools else None,
-                        encode(loaded, messages, tools),
-                        compile_grammars(schema, loaded, params.n or 1) if schema is not None else [],
-                    ),
-                    loaded,
-                )
-            shown = form.shown if form else frozenset()
+                loaded = await stack.enter_async_context(self.versions.borrow(params.model))
+                messages = self._messages(params)
+                prompt = await self.threads.run(request[CALLER], lambda: encode(loaded, messages), loaded)
             generations = self._generations(
-                request,
-                loaded,
-                params,
-                [prompt],
-                params.top,
-                params.max_reply_tokens,
-                proof=params.proof,
-                shown=shown,
-                grammars=grammars,
+                request, loaded, params, [prompt], params.top, params.max_reply_tokens, proof=params.proof
             )
-            answer = Answer(params, loaded, generations, chat=True, messages=messages, tools=tools, form=form)
-            return await answer.respond(request, self.scheduler, self.threads)
+            response = ApiResponse(params, loaded, generations, chat=True, messages=messages)
+            return await response.send(request, self.scheduler, self.threads)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
-            async with received(self.bodies, request, request[CALLER], BODY_BYTES) as data:
+            async with read_body(self.bodies, request, request[CALLER], BODY_BYTES) as data:
                 params = await self._read(request, CompletionRequest, data)
-                loaded = await stack.enter_async_context(self.versions.take(params.model))
+                loaded = await stack.enter_async_context(self.versions.borrow(params.model))
                 prompts = await self.threads.run(request[CALLER], lambda: _prompts(params, loaded), loaded)
             generations = self._generations(
                 request, loaded, params, prompts, params.logprobs, params.max_tokens, echo=bool(params.echo)
             )
-            answer = Answer(params, loaded, generations, chat=False)
-            return await answer.respond(request, self.scheduler, self.threads)
+            response = ApiResponse(params, loaded, generations, chat=False)
+            return await response.send(request, self.scheduler, self.threads)
 
     async def _read(self, request: web.Request, kind: type[Kind], data: bytes) -> Kind:
         if len(data) <= SMALL_BYTES:
-            return read(kind, data)
-        return await self.threads.run(request[CALLER], lambda: read(kind, data))
+            return parse_request(kind, data)
+        return await self.threads.run(request[CALLER], lambda: parse_request(kind, data))
 
     def _messages(self, params: ChatRequest) -> list[Any]:
         messages: list[Any] = [message.as_template_message() for message in params.messages]
@@ -233,25 +214,23 @@ class OpenAI:
         self,
         request: web.Request,
         loaded: LoadedModel,
-        params: Common,
+        params: CommonParams,
         prompts: Sequence[tuple[int, ...]],
         top: int | None,
         max_tokens: int | None,
         *,
         echo: bool = False,
         proof: bool = False,
-        shown: frozenset[int] = frozenset(),
-        grammars: Sequence[Grammar] = (),
     ) -> list[Generation]:
         loop = asyncio.get_running_loop()
         n = params.n or 1
         self.scheduler.check_caller(request[CALLER], n * len(prompts))
-        token_limits = [tokens_left(loaded, prompt, max_tokens) for prompt in prompts]
+        token_limits = [resolve_max_tokens(loaded, prompt, max_tokens) for prompt in prompts]
         if top is not None:
             length = sum(0 if params.stream else limit for limit in token_limits) + sum(map(len, prompts)) * echo
             if n * length * (1 + top) > MAX_LOGPROBS:
                 raise RequestError(
-                    f"{n * length * (1 + top)} logprobs exceed the {MAX_LOGPROBS} of one answer; ask for fewer "
+                    f"{n * length * (1 + top)} logprobs exceed the {MAX_LOGPROBS} of one response; ask for fewer "
                     "completions, tokens or top logprobs, or for a stream",
                     param="logprobs",
                 )
@@ -261,7 +240,7 @@ class OpenAI:
             for index in range(n):
                 ask = ServeRequest(
                     prompt=prompt,
-                    seed=seed_of(seed, index),
+                    seed=choice_seed(seed, index),
                     temperature=1.0 if params.temperature is None else params.temperature,
                     max_tokens=max(1, limit),
                     stops=params.stops,
@@ -270,9 +249,8 @@ class OpenAI:
                     proof=proof,
                     caller=request[CALLER],
                     prompt_only=limit == 0,
-                    shown=shown,
                 )
-                generations.append(Generation(ask, loaded, loop, grammars[index] if grammars else None))
+                generations.append(Generation(ask, loaded, loop))
         return generations
 
 
@@ -294,23 +272,23 @@ def _prompts(params: CompletionRequest, loaded: LoadedModel) -> list[tuple[int, 
 
 
 @web.middleware
-async def unknown(request: web.Request, handler: Route) -> web.StreamResponse:
-    """Return unknown paths and methods as errors in OpenAI's shape."""
+async def unknown_route(request: web.Request, handler: Route) -> web.StreamResponse:
+    """Respond to unknown paths and methods with errors in OpenAI's shape."""
     target = f"{request.method[:20]} {request.path[:200]}"
     try:
         return await handler(request)
     except web.HTTPNotFound:
-        words = f"Unknown request URL: {target}; there are /v1/models, /v1/chat/completions, /v1/completions"
-        return refusal(RequestError(words, status=404, code="unknown_url"))
+        message = f"Unknown request URL: {target}; there are /v1/models, /v1/chat/completions, /v1/completions"
+        return error_response(RequestError(message, status=404, code="unknown_url"))
     except web.HTTPMethodNotAllowed as error:
         allowed = error.headers["Allow"]
-        words = f"{target} is not allowed; use {allowed}"
-        answer = refusal(RequestError(words, status=405, code="method_not_allowed"))
-        answer.headers["Allow"] = allowed
-        return answer
+        message = f"{target} is not allowed; use {allowed}"
+        response = error_response(RequestError(message, status=405, code="method_not_allowed"))
+        response.headers["Allow"] = allowed
+        return response
 
 
-def refusal(error: RequestError) -> web.Response:
+def error_response(error: RequestError) -> web.Response:
     """Return an error in OpenAI's shape."""
     body = {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
     headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}

@@ -1,4 +1,4 @@
-"""Checks on a request before its body is parsed: origin, type, size, deadline; and rate limits.
+"""Checks on a request before its body is parsed: origin, content type, size, deadline; and rate limits.
 
 Invariant: requests that another site makes a browser send are refused (CSRF). A body is read only up to its size limit and
 deadline. The routes of every page use this.
@@ -20,14 +20,14 @@ STRINGS, CONTAINERS = 50_000, 20_000  # limits of one JSON document
 
 
 class HttpError(ShoalError):
-    """A response's error status and message; `retry_s` becomes Retry-After."""
+    """An error response: its status, its message, and `retry_s` for Retry-After."""
 
     def __init__(self, status: int, message: str, retry_s: int = 0) -> None:
         super().__init__(message)
         self.status, self.retry_s = status, retry_s
 
 
-def from_own_page(request: web.Request) -> None:
+def check_same_origin(request: web.Request) -> None:
     """Raise HttpError if another site's page sent this request."""
     if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
         raise HttpError(403, "this request comes from another site")
@@ -54,26 +54,26 @@ async def json_body(request: web.Request, max_bytes: int, within_s: float = BODY
                     raise HttpError(413, f"the body is larger than {max_bytes} bytes")
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {within_s:g} s") from None
-    if fault := json_fault(body):
-        raise HttpError(400, fault)
+    if error := json_size_error(body):
+        raise HttpError(400, error)
     return bytes(body)
 
 
-def json_fault(data: bytes | bytearray) -> str:
-    """Return why this JSON must not be parsed, or "". Takes milliseconds.
+def json_size_error(data: bytes | bytearray) -> str:
+    """Return why this JSON would need too much memory to parse, or "". Takes milliseconds.
 
     A parser allocates an object per string and list, and an error per unknown field: gigabytes for a few MiB of JSON.
     """
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # leaves only the quotes that delimit strings
-    if plain.count(b'"') > 2 * STRINGS:
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # leaves only the quotes that delimit strings
+    if unescaped.count(b'"') > 2 * STRINGS:
         return f"the JSON has more than {STRINGS} strings"
-    structure = b"".join(plain.split(b'"')[::2])
+    structure = b"".join(unescaped.split(b'"')[::2])
     if structure.count(b"[") + structure.count(b"{") > CONTAINERS:
         return f"the JSON has more than {CONTAINERS} lists and objects"
     return ""
 
 
-class Allowance:
+class RateLimit:
     """A rate limit: `count` uses per `per_s` seconds for each key, refilled evenly."""
 
     def __init__(self, count: int, per_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -87,5 +87,5 @@ class Allowance:
             raise HttpError(429, f"too many {what}; try again in {int(wait_s) + 1} s", int(wait_s) + 1)
         self._rates.charge(key, 1, self._monotonic())
 
-    def give_back(self, key: str) -> None:
+    def refund(self, key: str) -> None:
         self._rates.charge(key, -1, self._monotonic())

@@ -2,24 +2,24 @@
 
 let csrf = "";
 
-export class Refused extends Error {
+export class RequestError extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
   }
 }
 
-export const trust = (token) => { csrf = token ?? ""; };
+export const setCsrfToken = (token) => { csrf = token ?? ""; };
 
-export async function ask(path, { method = "GET", body, signal, raw } = {}) {
+export async function request(path, { method = "GET", body, signal } = {}) {
   const headers = method === "GET" ? {} : { "X-CSRF-Token": csrf, "Content-Type": "application/json" };
-  const content = body === undefined ? (method === "POST" ? "{}" : undefined) : raw ? body : JSON.stringify(body);
+  const content = method === "POST" ? JSON.stringify(body ?? {}) : undefined;
   const response = await fetch(`/chat/${path}`, { method, headers, body: content, signal });
   if (response.ok) return response;
-  const answer = await response.json().catch(() => ({}));
-  throw new Refused(response.status, answer.error ?? `the server answers ${response.status}`);
+  const error = await response.json().catch(() => ({}));
+  throw new RequestError(response.status, error.error ?? `the server responded with status ${response.status}`);
 }
 
-export const get = async (path) => (await ask(path)).json();
-export const post = async (path, body) => (await ask(path, { method: "POST", body })).json();
-export const remove = async (path) => (await ask(path, { method: "DELETE" })).json();
+export const get = async (path) => (await request(path)).json();
+export const post = async (path, body) => (await request(path, { method: "POST", body })).json();
+export const remove = async (path) => (await request(path, { method: "DELETE" })).json();

@@ -1,51 +1,46 @@
-// The message field and what a reply is asked with: version, comparison, thinking budget.
+// The message field and the options of a reply: version, comparison, thinking budget, the run's prompt.
 
 import { h, icon } from "./dom.js";
 
+const MAX_HEIGHT_PX = 260;
+
 export function composer({ models, onsend, onstop }) {
-  const settings = { compare: false, target: 0 };
+  let comparing = false, target = 0;
   const text = h("textarea", { id: "message", rows: "1", placeholder: "Message", "aria-label": "Message", maxlength: "100000" });
   const send = h("button.send", { "aria-label": "Send", type: "submit" }, icon("send"));
   const stop = h("button.send", { "aria-label": "Stop", type: "button", hidden: true, onclick: onstop }, icon("stop"));
-  const choice = (label) => h("select.version", { "aria-label": label });
-  const first = choice("Version");
-  const second = choice("Second version");
+  const first = h("select.version", { "aria-label": "Version" });
+  const second = h("select.version", { "aria-label": "Second version", hidden: true });
   const compare = h("button.quiet", { type: "button", "aria-pressed": "false", onclick: () => {
-    settings.compare = !settings.compare;
-    compare.setAttribute("aria-pressed", String(settings.compare));
-    second.hidden = !settings.compare;
+    comparing = !comparing;
+    compare.setAttribute("aria-pressed", String(comparing));
+    second.hidden = !comparing;
   } }, icon("columns"), "Compare");
-  second.hidden = true;
 
-  const budget = h("div.budgets", { role: "radiogroup", "aria-label": "Think for this many tokens" });
-  if (models.targets.length) {
-    budget.append(h("span.label", { "aria-hidden": "true" }, "Think"));
-    for (const target of [0, ...models.targets]) {
-      const input = h("input", { type: "radio", name: "target", value: String(target), checked: target === 0, onchange: () => { settings.target = target; } });
-      budget.append(h("label", {}, input, h("span", {}, target ? short(target) : "Auto")));
-    }
+  const budget = h("div.budgets", { role: "radiogroup", "aria-label": "Think for this many tokens" }, h("span.label", { "aria-hidden": "true" }, "Think"));
+  for (const tokens of [0, ...models.targets]) {
+    const input = h("input", { type: "radio", name: "target", value: String(tokens), checked: tokens === 0, onchange: () => { target = tokens; } });
+    budget.append(h("label", {}, input, h("span", {}, tokens ? short(tokens) : "Auto")));
   }
   const trained = h("input", { type: "checkbox", checked: true });
-  const asTrained = models.as_trained ? h("label.check", { title: "With the run's system prompt and its template around your words" }, trained, "As in training") : null;
+  const asTrained = h("label.checkbox", { title: "With the run's system prompt, and its template around your message" }, trained, "As in training");
 
-  function fill(next) {
-    models = next;
+  function fill(newModels) {
+    models = newModels;
     for (const [select, fallback] of [[first, models.name], [second, models.versions.at(-1)?.id]]) {
-      const old = select.value || fallback;
+      const selected = select.value || fallback;
       const newest = models.newest && models.newest !== models.name ? `Newest (${label(models.newest)})` : models.name;
       select.replaceChildren(h("option", { value: models.name }, newest),
-        ...models.versions.filter((one) => one.id !== models.name).map((one) => h("option", { value: one.id }, one.version === 0 ? "Before training" : label(one.id))));
-      select.value = [...select.options].some((option) => option.value === old) ? old : models.name;
+        ...models.versions.filter(({ id }) => id !== models.name).map(({ id, version }) => h("option", { value: id }, version === 0 ? "Before training" : label(id))));
+      select.value = [...select.options].some((option) => option.value === selected) ? selected : models.name;
     }
-    const many = models.versions.length > 1;
-    compare.hidden = !many;
-    first.hidden = !many;
+    first.hidden = compare.hidden = models.versions.length < 2;
   }
   const label = (id) => (id.includes("@") ? `version ${id.split("@").at(-1)}` : id);
 
   const fit = () => {
     text.style.height = "auto";
-    text.style.height = `${Math.min(text.scrollHeight, 260)}px`;
+    text.style.height = `${Math.min(text.scrollHeight, MAX_HEIGHT_PX)}px`;
     send.disabled = !text.value.trim();
   };
   text.addEventListener("input", fit);
@@ -60,22 +55,21 @@ export function composer({ models, onsend, onstop }) {
     fit();
     onsend(content);
   } },
-    h("div.box", {}, text, h("div.tools", {}, first, compare, second, models.targets.length ? budget : null, asTrained, h("span.gap"), stop, send)),
-    h("p.hint", {}, "Small models are often wrong. Every reply carries a proof of where it came from."));
+    h("div.box", {}, text, h("div.tools", {}, first, compare, second, models.targets.length ? budget : null, models.as_trained ? asTrained : null, h("span.spacer"), stop, send)),
+    h("p.hint", {}, "Small models are often wrong. Every reply has a proof of its weights, prompt and seed."));
   fill(models);
   fit();
 
   return {
     element: form, text, fill,
-    busy(is) { stop.hidden = !is; send.hidden = is; },
-    asked: () => ({
-      models: settings.compare ? [first.value, second.value] : [first.value],
-      target: settings.target,
+    setBusy(busy) { stop.hidden = !busy; send.hidden = busy; },
+    options: () => ({
+      models: comparing ? [first.value, second.value] : [first.value],
+      target,
       as_trained: models.as_trained && trained.checked,
       temperature: models.temperature,
     }),
-    put(content) { text.value = content; fit(); text.focus(); },
   };
 }
 
-const short = (target) => (target >= 1000 && target % 500 === 0 ? `${target / 1000}k` : String(target));
+const short = (tokens) => (tokens >= 1000 && tokens % 500 === 0 ? `${tokens / 1000}k` : String(tokens));

@@ -1,44 +1,41 @@
-// One message: what was said, what was thought, and for a reply its facts, its proof and its check.
+// One message: the user's text, or a reply with its thinking, facts, proof and verification.
 
-import { ask, post } from "./api.js";
+import { post, request } from "./api.js";
 import { h, icon } from "./dom.js";
-import { parse, render, thinking } from "./markdown.js";
+import { parse, render, splitThinking } from "./markdown.js";
 import { math } from "./math.js";
 
-const code = (lang, text) => {
-  const copy = h("button.quiet", { "aria-label": "Copy the code" }, icon("copy"), "Copy");
-  copy.addEventListener("click", () => copied(copy, text));
-  return h("figure.code", {}, h("figcaption", {}, h("span", {}, lang || "text"), copy), h("pre", { tabindex: "0" }, h("code", {}, text)));
-};
+const code = (lang, text) => h("figure.code", {}, h("figcaption", {}, h("span", {}, lang || "text"), copyButton("Copy the code", text)), h("pre", { tabindex: "0" }, h("code", {}, text)));
 
-export async function copied(button, text) {
-  await navigator.clipboard.writeText(text);
-  button.replaceChildren(icon("check"), "Copied");
-  setTimeout(() => button.replaceChildren(icon("copy"), "Copy"), 1500);
+function copyButton(label, text) {
+  const button = h("button.quiet", { "aria-label": label, onclick: async () => {
+    await navigator.clipboard.writeText(text);
+    button.replaceChildren(icon("check"), "Copied");
+    setTimeout(() => button.replaceChildren(icon("copy"), "Copy"), 1500);
+  } }, icon("copy"), "Copy");
+  return button;
 }
 
 export function prose(text, { writing = false } = {}) {
-  const { thought, said, open } = thinking(text);
+  const { thinking, answer, open } = splitThinking(text);
   const parts = [];
-  if (thought !== null) {
-    const words = thought.trim().split(/\s+/).filter(Boolean).length;
-    parts.push(h("details.thought", { open: open && writing },
+  if (thinking !== null) {
+    const words = thinking.trim().split(/\s+/).filter(Boolean).length;
+    parts.push(h("details.thinking", { open: open && writing },
       h("summary", {}, open && writing ? "Thinking" : `Thought for ${words} word${words === 1 ? "" : "s"}`),
-      h("div.prose", {}, render(parse(thought), h, code, math))));
+      h("div.prose", {}, render(parse(thinking), h, code, math))));
   }
-  parts.push(h("div.prose", {}, render(parse(said), h, code, math)));
+  parts.push(h("div.prose", {}, render(parse(answer), h, code, math)));
   return parts;
 }
 
-// `at`: the message's path in the API.
 export const versionName = (version, id) => (version === null || version === undefined ? id : version === 0 ? "Before training" : `Version ${version}`);
 
-export function reply(message, { at, alternatives, onagain, onpick, onbranch }) {
+// `path`: the message's path in the API.
+export function replyMessage(message, { path, alternatives, onregenerate, onpick, onbranch }) {
   const { facts } = message;
   const panel = h("section.facts", { hidden: true, "aria-label": "How to check this reply" });
   const badge = h("button.quiet.badge", { "aria-expanded": "false", onclick: toggle }, icon("shield"), h("span", {}, "Proof"));
-  const copy = h("button.quiet", { "aria-label": "Copy the reply" }, icon("copy"), "Copy");
-  copy.addEventListener("click", () => copied(copy, message.content));
 
   function toggle() {
     panel.hidden = !panel.hidden;
@@ -48,49 +45,49 @@ export function reply(message, { at, alternatives, onagain, onpick, onbranch }) 
   }
 
   function details() {
-    const outcome = h("div.outcome", { role: "status" });
+    const result = h("div.result", { role: "status" });
     const check = h("button.primary.small", { onclick: recompute }, "Recompute it");
 
     async function recompute() {
       check.disabled = true;
       check.textContent = "Recomputing…";
       try {
-        const verdict = await post(`${at}/verify`, {});
+        const verdict = await post(`${path}/verify`, {});
         badge.className = `quiet badge ${verdict.passed ? "verified" : "refused"}`;
         badge.replaceChildren(icon(verdict.passed ? "shield" : "cross"), h("span", {}, verdict.passed ? "Verified" : "Refused"));
-        outcome.replaceChildren(
-          h("ul", {}, verdict.findings.map((one) => h(`li.${one.passed ? "yes" : "no"}`, {}, icon(one.passed ? "check" : "cross"),
-            h("span", {}, one.question, one.detail ? h("small", {}, ` ${one.detail}`) : null)))),
+        result.replaceChildren(
+          h("ul", {}, verdict.findings.map(({ passed, question, detail }) => h(`li.${passed ? "passed" : "failed"}`, {}, icon(passed ? "check" : "cross"),
+            h("span", {}, question, detail ? h("small", {}, ` ${detail}`) : null)))),
           h("p", {}, verdict.sentence));
-      } catch (refused) {
-        outcome.replaceChildren(h("p.error", {}, refused.message));
+      } catch (error) {
+        result.replaceChildren(h("p.error", {}, error.message));
       }
       check.textContent = "Recompute it";
       check.disabled = false;
       panel.scrollIntoView({ block: "nearest", behavior: "smooth" });
     }
 
-    const download = h("button.quiet", { onclick: async () => save(await (await ask(`${at}/proof`)).blob(), "reply.json") }, icon("down"), "Download the proof");
+    const download = h("button.quiet", { onclick: async () => save(await (await request(`${path}/proof`)).blob(), "reply.json") }, icon("down"), "Download the proof");
     const rows = [["Weights", `${facts.model} · ${facts.weights.slice(0, 16)}`], ["Seed", facts.seed],
       ["Temperature", String(facts.temperature)], ["Tokens", `${facts.prompt_tokens} in, ${facts.tokens} out, ${facts.seconds.toFixed(1)} s`]];
     return [
       h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
       message.proven ? h("div.row", {}, check, download) : h("p.error", {}, facts.unproven ?? "Nothing was generated, so there is nothing to prove."),
-      outcome,
-      h("p.hint", {}, "Elsewhere: ", h("code", {}, "shoal audit reply.json --model RUN|MODEL")),
+      result,
+      h("p.hint", {}, "On another machine: ", h("code", {}, "shoal audit reply.json --model RUN|MODEL")),
     ];
   }
 
   return h("article.reply", { "aria-label": `Reply by ${facts.model}` },
     facts.pair ? h("header", {}, versionName(facts.version, facts.model)) : null,
     prose(message.content),
-    message.content ? null : h("p.none", {}, "The reply is empty: the model ended at once."),
+    message.content ? null : h("p.empty", {}, "The reply is empty: the model ended at once."),
     note(facts),
-    h("div.acts", {},
-      copy,
-      onagain ? h("button.quiet", { "aria-label": "Regenerate the reply", onclick: onagain }, icon("again"), "Again") : null,
+    h("div.actions", {},
+      copyButton("Copy the reply", message.content),
+      onregenerate ? h("button.quiet", { "aria-label": "Regenerate the reply", onclick: onregenerate }, icon("again"), "Again") : null,
       onpick ? h("button.quiet", { onclick: onpick }, icon("check"), "Continue with this") : null,
-      switcher(alternatives, message, onbranch),
+      branchSwitch(alternatives, message, onbranch),
       badge),
     panel);
 }
@@ -106,9 +103,9 @@ function note(facts) {
   return parts.length ? h("p.note", {}, parts) : null;
 }
 
-export function said(message, { alternatives, onedit, onbranch }) {
-  const article = h("article.said", { "aria-label": "You" }, h("div.bubble", {}, message.content),
-    h("div.acts", {}, switcher(alternatives, message, onbranch),
+export function userMessage(message, { alternatives, onedit, onbranch }) {
+  const article = h("article.user", { "aria-label": "You" }, h("div.bubble", {}, message.content),
+    h("div.actions", {}, branchSwitch(alternatives, message, onbranch),
       h("button.quiet", { "aria-label": "Edit the message", onclick: edit }, icon("edit"))));
 
   function edit() {
@@ -125,10 +122,11 @@ export function said(message, { alternatives, onedit, onbranch }) {
   return article;
 }
 
-function switcher(groups, message, onbranch) {
+// Buttons to the previous and the next alternative of a message.
+function branchSwitch(groups, message, onbranch) {
   if (!groups || groups.length < 2) return null;
-  const at = groups.findIndex((group) => group.some((one) => one.id === message.id));
-  const step = (by, label, picture) => h("button.quiet", { "aria-label": label, disabled: !groups[at + by], onclick: () => onbranch(groups[at + by][0]) }, icon(picture));
+  const at = groups.findIndex((group) => group.some(({ id }) => id === message.id));
+  const step = (by, label, name) => h("button.quiet", { "aria-label": label, disabled: !groups[at + by], onclick: () => onbranch(groups[at + by][0]) }, icon(name));
   return h("span.switch", {}, step(-1, "Previous version", "left"), h("span", {}, `${at + 1} / ${groups.length}`), step(1, "Next version", "right"));
 }
 

@@ -1,6 +1,6 @@
-// Server-sent events from a fetch: `data:` lines to objects, whatever the borders of the chunks are.
+// Server-sent events of a response: `data:` lines to objects, wherever the chunks are cut.
 
-export class Events {
+export class EventParser {
   #rest = "";
 
   feed(text) {
@@ -10,12 +10,12 @@ export class Events {
   }
 }
 
-export async function* read(response) {
-  const events = new Events();
+export async function* readEvents(response) {
+  const parser = new EventParser();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    yield* events.feed(value);
+    yield* parser.feed(value);
   }
 }

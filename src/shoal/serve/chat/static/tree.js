@@ -7,14 +7,14 @@ export function pathTo(messages, leaf) {
   return path.reverse();
 }
 
-// The alternatives at one place of the tree. Replies that stand side by side are one alternative.
+// The alternatives to a message: groups of one message, or of replies that are shown side by side.
 export function alternatives(messages, message) {
   const groups = [];
-  for (const one of messages) {
-    if (one.parent !== message.parent || one.role !== message.role) continue;
+  for (const sibling of messages) {
+    if (sibling.parent !== message.parent || sibling.role !== message.role) continue;
     const last = groups.at(-1);
-    if (last && one.facts?.pair && last[0].facts?.pair === one.facts.pair) last.push(one);
-    else groups.push([one]);
+    if (last && sibling.facts?.pair && last[0].facts?.pair === sibling.facts.pair) last.push(sibling);
+    else groups.push([sibling]);
   }
   return groups;
 }
@@ -28,10 +28,10 @@ export function newestBelow(messages, id) {
   }
 }
 
-// "Today", "Yesterday", "Earlier" for a list that is sorted by `changed_s`, newest first.
+// Group a list that is sorted by `changed_s`, newest first, into "Today", "Yesterday" and "Earlier".
 export function byDay(conversations, now = new Date()) {
   const midnight = new Date(now.getFullYear(), now.getMonth(), now.getDate()).getTime() / 1000;
-  const names = [["Today", midnight], ["Yesterday", midnight - 86400], ["Earlier", -Infinity]];
-  return names.map(([name, from], n) => [name, conversations.filter((one) =>
-    one.changed_s >= from && (n === 0 || one.changed_s < names[n - 1][1]))]).filter(([, own]) => own.length);
+  const days = [["Today", midnight, Infinity], ["Yesterday", midnight - 86400, midnight], ["Earlier", -Infinity, midnight - 86400]];
+  const within = (from, to) => conversations.filter((conversation) => conversation.changed_s >= from && conversation.changed_s < to);
+  return days.map(([day, from, to]) => [day, within(from, to)]).filter(([, group]) => group.length);
 }

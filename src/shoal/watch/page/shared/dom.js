@@ -1,4 +1,4 @@
-// Elements from data. Text is only ever set as text, so nothing that a model or a person wrote becomes markup.
+// Build elements from data. Text is set only as text, so nothing that a model or a user wrote becomes markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -10,13 +10,13 @@ export function h(kind, attributes = {}, ...children) {
   return fill(element, attributes, children);
 }
 
-// The same for a drawing's elements.
+// The same for SVG elements.
 export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
 export function replace(host, ...children) {
-  host.replaceChildren(...there(children));
+  host.replaceChildren(...present(children));
 }
 
 function fill(element, attributes, children) {
@@ -24,14 +24,14 @@ function fill(element, attributes, children) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "value") element.value = value;
-    else if (name === "width%") element.style.width = `${value}%`; // the page's policy forbids a style attribute
+    else if (name === "width%") element.style.width = `${value}%`; // the content security policy forbids style attributes
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...there(children));
+  element.append(...present(children));
   return element;
 }
 
-const there = (children) => children.flat(9).filter((child) => child !== null && child !== undefined && child !== false);
+const present = (children) => children.flat(9).filter((child) => child !== null && child !== undefined && child !== false);
 
 const PATHS = {
   plus: "M12 5v14M5 12h14",

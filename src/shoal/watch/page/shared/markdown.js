@@ -1,10 +1,10 @@
-// Markdown to a tree of plain objects (`parse`), and that tree to elements (`render`). HTML in the text stays text.
+// Parse Markdown into a tree of plain objects (`parse`), and turn the tree into elements (`render`). HTML stays text.
 //
-// Blocks: p h code math list quote table hr. Inline: text code math strong em del link br. Nesting is bounded, time is linear in
-// practice. Left out: images (no third party is ever asked), reference links, footnotes, raw HTML.
+// Blocks: p h code math list quote table hr. Inline: text code math strong em del link br. Nesting is bounded, and time is
+// linear in practice. Left out: images (the page contacts no third party), reference links, footnotes, raw HTML.
 
-const DEEPEST = 8;
-const SAFE = /^(https?:\/\/|mailto:)[^\s<>"]+$/i;
+const MAX_DEPTH = 8;
+const SAFE_URL = /^(https?:\/\/|mailto:)[^\s<>"]+$/i;
 
 export function parse(text, depth = 0) {
   const lines = text.replace(/\r\n?/g, "\n").replace(/\t/g, "    ").split("\n");
@@ -19,10 +19,10 @@ export function parse(text, depth = 0) {
       const [, fence, lang] = match;
       const body = [];
       at += 1;
-      while (at < lines.length && !closes(lines[at], fence)) body.push(lines[at++]);
+      while (at < lines.length && !closesFence(lines[at], fence)) body.push(lines[at++]);
       blocks.push({ kind: "code", lang, text: body.join("\n"), open: at >= lines.length });
       at += 1;
-    } else if ((match = /^ {0,3}(\$\$|\\\[)(.*)$/.exec(line)) && lines.slice(at, at + LONGEST_MATH).some((one, n) => (n ? one : match[2]).includes(ENDS[match[1]]))) {
+    } else if ((match = /^ {0,3}(\$\$|\\\[)(.*)$/.exec(line)) && lines.slice(at, at + MAX_MATH_LINES).some((other, n) => (n ? other : match[2]).includes(ENDS[match[1]]))) {
       const end = ENDS[match[1]];
       const body = [];
       for (let rest = match[2]; ; rest = lines[at]) {
@@ -40,47 +40,47 @@ export function parse(text, depth = 0) {
     } else if (/^ {0,3}([-*_])(\s*\1){2,}\s*$/.test(line)) {
       blocks.push({ kind: "hr" });
       at += 1;
-    } else if (/^ {0,3}>/.test(line) && depth < DEEPEST) {
+    } else if (/^ {0,3}>/.test(line) && depth < MAX_DEPTH) {
       const body = [];
       while (at < lines.length && /^ {0,3}>/.test(lines[at])) body.push(lines[at++].replace(/^ {0,3}> ?/, ""));
       blocks.push({ kind: "quote", blocks: parse(body.join("\n"), depth + 1) });
-    } else if (item(line) && depth < DEEPEST) {
+    } else if (matchItem(line) && depth < MAX_DEPTH) {
       const [list, next] = listAt(lines, at, depth);
       blocks.push(list);
       at = next;
     } else if (line.includes("|") && at + 1 < lines.length && /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/.test(lines[at + 1])) {
-      const head = cells(line);
+      const head = splitCells(line);
       const rows = [];
       at += 2;
-      while (at < lines.length && lines[at].includes("|") && lines[at].trim()) rows.push(cells(lines[at++]));
+      while (at < lines.length && lines[at].includes("|") && lines[at].trim()) rows.push(splitCells(lines[at++]));
       blocks.push({ kind: "table", head: head.map(inline), rows: rows.map((row) => head.map((_, n) => inline(row[n] ?? ""))) });
     } else {
       const body = [line.trim()];
       at += 1;
-      while (at < lines.length && lines[at].trim() && !begins(lines[at])) body.push(lines[at++].replace(/^ +/, ""));
+      while (at < lines.length && lines[at].trim() && !startsBlock(lines[at])) body.push(lines[at++].replace(/^ +/, ""));
       blocks.push({ kind: "p", inline: inline(body.join("\n")) });
     }
   }
   return blocks;
 }
 
-const LONGEST_MATH = 60; // lines
+const MAX_MATH_LINES = 60;
 const ENDS = { "$$": "$$", "\\[": "\\]" };
-const closes = (line, fence) => {
+const closesFence = (line, fence) => {
   const trimmed = line.trim();
   return trimmed.length >= fence.length && trimmed === fence[0].repeat(trimmed.length);
 };
-const item = (line) => /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/.exec(line);
-const begins = (line) => /^ {0,3}(```|~~~|#{1,6}\s|>|\$\$|\\\[)/.test(line) || item(line);
-const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+const matchItem = (line) => /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/.exec(line);
+const startsBlock = (line) => /^ {0,3}(```|~~~|#{1,6}\s|>|\$\$|\\\[)/.test(line) || matchItem(line);
+const splitCells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
 
 function listAt(lines, at, depth) {
-  const first = item(lines[at]);
+  const first = matchItem(lines[at]);
   const indent = first[1].length;
   const ordered = /\d/.test(first[2]);
   const items = [];
   while (at < lines.length) {
-    const match = item(lines[at]);
+    const match = matchItem(lines[at]);
     if (!match || match[1].length !== indent || /\d/.test(match[2]) !== ordered) break;
     const inner = indent + match[2].length + 1;
     const body = [match[3]];
@@ -88,7 +88,7 @@ function listAt(lines, at, depth) {
     while (at < lines.length) {
       const line = lines[at];
       const leading = line.length - line.trimStart().length;
-      if (line.trim() && (leading > indent || (!begins(line) && lines[at - 1].trim()))) {
+      if (line.trim() && (leading > indent || (!startsBlock(line) && lines[at - 1].trim()))) {
         body.push(line.slice(Math.min(leading, inner)));
       } else if (!line.trim() && at + 1 < lines.length && /^ /.test(lines[at + 1]) && lines[at + 1].length - lines[at + 1].trimStart().length > indent) {
         body.push("");
@@ -98,7 +98,7 @@ function listAt(lines, at, depth) {
       at += 1;
     }
     items.push(parse(body.join("\n"), depth + 1));
-    const next = at + 1 < lines.length ? item(lines[at + 1]) : null;
+    const next = at + 1 < lines.length ? matchItem(lines[at + 1]) : null;
     if (at < lines.length && !lines[at].trim() && next && next[1].length === indent) at += 1;
   }
   return [{ kind: "list", ordered, start: ordered ? parseInt(first[2], 10) : 1, items }, at];
@@ -119,14 +119,14 @@ const TOKENS = [
 ];
 
 export function inline(text, depth = 0) {
-  const found = [];
+  const parts = [];
   let plain = "";
   const flush = () => {
-    if (plain) found.push({ kind: "text", text: plain });
+    if (plain) parts.push({ kind: "text", text: plain });
     plain = "";
   };
   for (let at = 0; at < text.length; ) {
-    const hit = "\\`*_~[h $".includes(text[at]) && depth < DEEPEST ? tokenAt(text, at, plain) : null;
+    const hit = "\\`*_~[h $".includes(text[at]) && depth < MAX_DEPTH ? tokenAt(text, at, plain) : null;
     if (!hit) {
       plain += text[at];
       at += 1;
@@ -139,20 +139,20 @@ export function inline(text, depth = 0) {
       continue;
     }
     const inner = match[1] ?? match[2];
-    if ((kind === "link" && !SAFE.test(match[2])) || (kind === "auto" && !SAFE.test(match[0]))) {
+    if ((kind === "link" && !SAFE_URL.test(match[2])) || (kind === "auto" && !SAFE_URL.test(match[0]))) {
       plain += match[0];
       continue;
     }
     flush();
-    if (kind === "math") found.push({ kind, text: match[1], display: false });
-    else if (kind === "code") found.push({ kind, text: match[2].replace(/^ (.+) $/, "$1") });
-    else if (kind === "link") found.push({ kind, href: match[2], inline: inline(match[1], DEEPEST) });
-    else if (kind === "auto") found.push({ kind: "link", href: match[0], inline: [{ kind: "text", text: match[0] }] });
-    else if (kind === "br") found.push({ kind });
-    else found.push({ kind, inline: inline(inner, depth + 1) });
+    if (kind === "math") parts.push({ kind, text: match[1], display: false });
+    else if (kind === "code") parts.push({ kind, text: match[2].replace(/^ (.+) $/, "$1") });
+    else if (kind === "link") parts.push({ kind, href: match[2], inline: inline(match[1], MAX_DEPTH) });
+    else if (kind === "auto") parts.push({ kind: "link", href: match[0], inline: [{ kind: "text", text: match[0] }] });
+    else if (kind === "br") parts.push({ kind });
+    else parts.push({ kind, inline: inline(inner, depth + 1) });
   }
   flush();
-  return found;
+  return parts;
 }
 
 function tokenAt(text, at, before) {
@@ -166,17 +166,17 @@ function tokenAt(text, at, before) {
   return null;
 }
 
-// What the model thought, and what it said. `open`: it is still thinking.
-export function thinking(text) {
+// Split a reply into its thinking and its answer. `open`: the model is still thinking.
+export function splitThinking(text) {
   const start = /^\s*<think(?:ing)?>\n?/.exec(text);
-  if (!start) return { thought: null, said: text, open: false };
+  if (!start) return { thinking: null, answer: text, open: false };
   const rest = text.slice(start[0].length);
   const end = /\n?<\/think(?:ing)?>\s*/.exec(rest);
-  if (!end) return { thought: rest, said: "", open: true };
-  return { thought: rest.slice(0, end.index), said: rest.slice(end.index + end[0].length), open: false };
+  if (!end) return { thinking: rest, answer: "", open: true };
+  return { thinking: rest.slice(0, end.index), answer: rest.slice(end.index + end[0].length), open: false };
 }
 
-// `h` as in dom.js; `code(lang, text)` makes a block of code, `math(text, display)` a formula.
+// `h` is that of dom.js; `code(lang, text)` makes a code block, `math(text, display)` a formula.
 export function render(blocks, h, code, math) {
   const spans = (parts) =>
     parts.map((part) => {

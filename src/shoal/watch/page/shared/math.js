@@ -1,4 +1,4 @@
-// Formulas by KaTeX as MathML, which browsers draw themselves: no fonts, no styles. It is loaded with the first formula.
+// Render formulas with KaTeX as MathML, which browsers draw without fonts or styles. KaTeX is loaded for the first formula.
 
 import { h } from "./dom.js";
 
@@ -8,7 +8,7 @@ let loading = null;
 export function math(text, display) {
   const element = h(display ? "div.math" : "span.math", {}, text);
   if (katex) draw(element, text, display);
-  else (loading ??= load()).then(() => draw(element, text, display), () => {}); // the source stays readable
+  else (loading ??= load()).then(() => draw(element, text, display), () => {}); // on failure the source stays readable
   return element;
 }
 

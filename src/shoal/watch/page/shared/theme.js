@@ -1,15 +1,15 @@
-// Sets the theme before the first paint: what was chosen here, else what the system prefers. A classic script, in <head>.
+// Set the theme before the first paint: the user's choice on this site, or the system's preference. A classic script in <head>.
 (() => {
-  const wanted = () => {
+  const chosen = () => {
     try { return localStorage.getItem("theme"); } catch { return null; }
   };
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const apply = () => { document.documentElement.dataset.theme = wanted() ?? (system.matches ? "dark" : "light"); };
+  const apply = () => { document.documentElement.dataset.theme = chosen() ?? (system.matches ? "dark" : "light"); };
   system.addEventListener("change", apply);
   apply();
   globalThis.toggleTheme = () => {
     const other = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    try { localStorage.setItem("theme", other); } catch { /* private mode: until the page is left */ }
+    try { localStorage.setItem("theme", other); } catch { /* private mode: the choice lasts until the page is closed */ }
     document.documentElement.dataset.theme = other;
   };
 })();

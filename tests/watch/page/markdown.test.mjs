@@ -1,13 +1,13 @@
 import assert from "node:assert/strict";
 import test from "node:test";
-import { inline, parse, render, thinking } from "../../../src/shoal/watch/page/shared/markdown.js";
+import { inline, parse, render, splitThinking } from "../../../src/shoal/watch/page/shared/markdown.js";
 
 const h = (kind, attributes = {}, ...children) => ({ kind, attributes, children: children.flat(9).filter(Boolean) });
 const code = (lang, text) => ({ kind: "code", lang, text });
 const kinds = (text) => parse(text).map((block) => block.kind);
 const flat = (parts) => parts.map((part) => part.text ?? `${part.kind}(${part.inline ? flat(part.inline) : ""})`).join("");
 
-test("every kind of block is found", () => {
+test("every kind of block is parsed", () => {
   const text = "# Title\n\nwords\nmore\n\n- a\n- b\n\n1. c\n\n> quoted\n\n```py\nx = 1\n```\n\n---\n\n| a | b |\n|---|---|\n| 1 | 2 |";
   assert.deepEqual(kinds(text), ["h", "p", "list", "list", "quote", "code", "hr", "table"]);
 });
@@ -19,20 +19,20 @@ test("HTML stays text", () => {
 });
 
 test("only web and mail addresses become links", () => {
-  for (const bad of ["javascript:alert(1)", "JaVaScRiPt:alert(1)", "data:text/html,x", "vbscript:x", "//evil", "\u0001javascript:x", "file:///etc/passwd"]) {
-    assert.ok(!inline(`[x](${bad})`).some((part) => part.kind === "link"), bad);
+  for (const unsafe of ["javascript:alert(1)", "JaVaScRiPt:alert(1)", "data:text/html,x", "vbscript:x", "//evil", "\u0001javascript:x", "file:///etc/passwd"]) {
+    assert.ok(!inline(`[x](${unsafe})`).some((part) => part.kind === "link"), unsafe);
   }
   assert.equal(inline("[x](https://a.example/b)")[0].href, "https://a.example/b");
   assert.equal(inline("see https://a.example/b.")[1].href, "https://a.example/b");
 });
 
-test("emphasis needs its borders", () => {
+test("emphasis needs delimiters next to its text", () => {
   assert.equal(flat(inline("**a** *b* ~~c~~ snake_case_name 2 * 3 * 4")), "strong(a) em(b) del(c) snake_case_name 2 * 3 * 4");
   assert.equal(flat(inline("\\*no\\*")), "*no*");
   assert.deepEqual(inline("`a*b*`"), [{ kind: "code", text: "a*b*" }]);
 });
 
-test("code that is still being written is code already", () => {
+test("an unclosed fence is already code", () => {
   assert.deepEqual(parse("```js\nlet a"), [{ kind: "code", lang: "js", text: "let a", open: true }]);
   assert.equal(parse("```\n``\n```")[0].text, "``");
 });
@@ -44,7 +44,7 @@ test("lists nest and keep their numbers", () => {
   assert.equal(parse("- a\n\n- b").length, 1);
 });
 
-test("formulas are found, prices and shell variables are not", () => {
+test("formulas are recognized, but not prices and shell variables", () => {
   assert.deepEqual(inline("so \\(a_1 * b_2\\) and $x^2$.").filter((part) => part.kind === "math").map((part) => part.text), ["a_1 * b_2", "x^2"]);
   for (const plain of ["it costs $5 and $6", "$HOME", "a $ b $ c", "\\$5", "\\( open"]) assert.ok(!inline(plain).some((part) => part.kind === "math"), plain);
   assert.deepEqual(parse("so\n$$\na\n+b\n$$\nthen"), [
@@ -59,14 +59,14 @@ test("a short row of a table is filled, a long one is cut", () => {
   assert.equal(parse("a|b\n-|-\n1|2|3")[0].rows[0].length, 2);
 });
 
-test("hostile text is read in time that grows with its length", () => {
-  const begun = process.cpuUsage().user;
+test("hostile text is parsed in linear time", () => {
+  const start = process.cpuUsage().user;
   for (const text of ["*a ".repeat(4000), "_".repeat(8000), "[".repeat(8000), "`".repeat(8000), "> ".repeat(4000) + "x", "- ".repeat(3000), "**".repeat(6000), "~~a".repeat(4000), "http://".repeat(2000)]) parse(text);
-  assert.ok(process.cpuUsage().user - begun < 20e6);
+  assert.ok(process.cpuUsage().user - start < 20e6);
 });
 
-test("thoughts are apart from what is said", () => {
-  assert.deepEqual(thinking("plain"), { thought: null, said: "plain", open: false });
-  assert.deepEqual(thinking("<think>\na\nb\n</think>\n\nc"), { thought: "a\nb", said: "c", open: false });
-  assert.deepEqual(thinking("<think>a"), { thought: "a", said: "", open: true });
+test("thinking is separate from the answer", () => {
+  assert.deepEqual(splitThinking("plain"), { thinking: null, answer: "plain", open: false });
+  assert.deepEqual(splitThinking("<think>\na\nb\n</think>\n\nc"), { thinking: "a\nb", answer: "c", open: false });
+  assert.deepEqual(splitThinking("<think>a"), { thinking: "a", answer: "", open: true });
 });
