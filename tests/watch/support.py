@@ -1,22 +1,19 @@
-"""Statuses of a run at its start, half-way and at its end."""
+"""Statuses of a run at its start, half-way and at its end, and the screen drawn from them."""
 
+import io
 from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from shoal.protocol.history import NodeStatus, RunHistory, Status
 from shoal.protocol.messages import Evaluation
+from shoal.watch.terminal.screen import Screen
 
 
 def node(name: str, role: str = "worker", **values: Any) -> NodeStatus:
     stats = values.pop("stats", {})
-    known = {
-        "url": None,
-        "policy_version": 3,
-        "seen_s": 1000.0,
-        "evicted": False,
-        "accepted": 0,
-        "rejected": 0,
-    }
-    return NodeStatus.model_validate({"name": name, "role": role, "stats": stats} | known | values)
+    defaults = {"url": None, "policy_version": 3, "seen_s": 1000.0, "evicted": False, "accepted": 0, "rejected": 0}
+    return NodeStatus.model_validate({"name": name, "role": role, "stats": stats} | defaults | values)
 
 
 def step(number: int, reward: float) -> dict[str, float]:
@@ -34,31 +31,22 @@ def step(number: int, reward: float) -> dict[str, float]:
 
 
 class Seen(NamedTuple):
-    """What the view is given."""
+    """What a view draws."""
 
     status: Status
     history: RunHistory
 
 
 def status(**values: Any) -> Seen:
-    known: dict[str, Any] = {"run": "sums", "state": "running", "step": 0, "steps": 30, "have": 0, "need": 16}
-    times: dict[str, Any] = {
-        "newest_version": None,
-        "started_s": 70.0,
-        "now_s": 70.0,
-        "nodes": [],
-    }
-    rest: dict[str, Any] = {
-        "notices": [],
-        "reject_reasons": {},
-        "slashed": [],
-        "stale_groups": 0,
-        "tokens_generated": 0,
-    }
+    defaults: dict[str, Any] = {
+        "run": "sums", "state": "running", "step": 0, "steps": 30, "have": 0, "need": 16, "newest_version": None,
+        "started_s": 70.0, "now_s": 70.0, "nodes": [], "notices": [], "reject_reasons": {}, "slashed": [],
+        "stale_groups": 0, "tokens_generated": 0,
+    }  # fmt: skip
     samples = values.pop("samples", [])
     history = RunHistory(samples=samples, metrics=values.pop("metrics", []), evaluations=values.pop("evaluations", []))
     trained = {"trained": len(history.metrics)}
-    return Seen(Status.model_validate(known | times | rest | trained | values), history)
+    return Seen(Status.model_validate(defaults | trained | values), history)
 
 
 def mid_run(**values: Any) -> Seen:
@@ -72,24 +60,24 @@ def mid_run(**values: Any) -> Seen:
         node("validator", "validator", seen_s=170.0, policy_version=None),
         node("evaluator", "evaluator", seen_s=170.0),
     ]
-    found = [
+    evaluations = [
         Evaluation(version=0, greedy=0.12, sampled=0.105, n=256, final=False),
         Evaluation(version=2, greedy=0.52, sampled=None, n=64, final=False),
     ]
-    known: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "step": 3,
         "have": 5,
         "newest_version": 3,
         "now_s": 170.0,
         "nodes": nodes,
         "metrics": [step(0, 0.1), step(1, 0.25), step(2, 0.375)],
-        "evaluations": found,
+        "evaluations": evaluations,
         "reject_reasons": {"proof": 2, "unreadable": 1},
         "slashed": ["worker-liar"],
         "stale_groups": 4,
         "tokens_generated": 40_000,
     }
-    return status(**(known | values))
+    return status(**(defaults | values))
 
 
 def finished() -> Seen:
@@ -97,3 +85,10 @@ def finished() -> Seen:
     last = Evaluation(version=30, greedy=0.61, sampled=0.58, n=256, final=True)
     evaluations = [*mid_run().history.evaluations, last]
     return mid_run(state="finished", step=30, metrics=metrics, evaluations=evaluations, now_s=1010.0)
+
+
+def screen(shown: Seen, width: int, height: int | None = None) -> str:
+    """Draw the screen for a log of this width, or with `height` for a terminal."""
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=height is not None, record=True)
+    console.print(Screen(*shown))
+    return console.export_text()

@@ -1,4 +1,4 @@
-"""Estimators against known values, enumeration and simulation. All random numbers are seeded."""
+"""Estimators compared with known values, enumeration and simulation. All random numbers are seeded."""
 
 import itertools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_one(n: int, correct:
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
-def test_pass_at_k_refuses_what_it_cannot_estimate(n: int, correct: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_arguments(n: int, correct: int, k: int) -> None:
     with pytest.raises(ValueError, match="cannot be estimated"):
         pass_at_k(n, correct, k)
 
@@ -28,16 +28,16 @@ def test_pass_at_k_refuses_what_it_cannot_estimate(n: int, correct: int, k: int)
     ("correct", "n", "low", "high"), [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)]
 )
 def test_wilson_has_its_published_values(correct: int, n: int, low: float, high: float) -> None:
-    found = wilson(correct, n)
-    assert (round(found.low, 4), round(found.high, 4)) == (low, high)
-    assert found.mean == correct / n
+    estimate = wilson(correct, n)
+    assert (round(estimate.low, 4), round(estimate.high, 4)) == (low, high)
+    assert estimate.mean == correct / n
 
 
 def test_binary_values_get_wilson_and_graded_ones_the_bootstrap() -> None:
     assert mean_over_questions([0.0, 1.0, 1.0, 0.0]) == wilson(2, 4)
-    found = mean_over_questions([0.0, 0.5, 1.0, 0.25])
-    assert found.method == "bootstrap over questions"
-    assert found.low < found.mean < found.high
+    estimate = mean_over_questions([0.0, 0.5, 1.0, 0.25])
+    assert estimate.method == "bootstrap over questions"
+    assert estimate.low < estimate.mean < estimate.high
 
 
 def test_the_same_scores_give_the_same_interval() -> None:
@@ -55,9 +55,9 @@ def test_equal_values_do_not_claim_certainty() -> None:
 
 
 def test_a_paired_difference_has_the_sign_of_the_change_and_stays_in_range() -> None:
-    found = paired_difference([0.0] * 10, [1.0] * 9 + [0.0])
-    assert found.mean == pytest.approx(0.9)
-    assert 0.5 < found.low <= found.high <= 1
+    estimate = paired_difference([0.0] * 10, [1.0] * 9 + [0.0])
+    assert estimate.mean == pytest.approx(0.9)
+    assert 0.5 < estimate.low <= estimate.high <= 1
     assert paired_difference([1.0, 1.0], [0.0, 0.0]).low == -1
 
 
@@ -83,12 +83,12 @@ def pass_at_2_of_4(rng: np.random.Generator) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize("draw", [binary, avg_at_4, pass_at_2_of_4])
-def test_intervals_cover_the_truth_as_often_as_they_say(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intervals_cover_the_truth_at_their_nominal_rate(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimates, "RESAMPLES", 1_000)
     rng = np.random.default_rng(5)
     covered = 0
     for _ in range(400):
         values, truth = draw(rng)
-        found: Estimate = mean_over_questions(values)
-        covered += found.low <= truth <= found.high
-    assert 0.91 <= covered / 400 <= 0.985  # 95 % nominal; its own standard error here is 1.1 %
+        estimate: Estimate = mean_over_questions(values)
+        covered += estimate.low <= truth <= estimate.high
+    assert 0.91 <= covered / 400 <= 0.985  # nominal 95 %, with a standard error of 1.1 %

@@ -1,4 +1,4 @@
-"""A resumed run's summary covers all its legs."""
+"""Legs of a resumed run, and what its summary makes of them."""
 
 import json
 import os
@@ -17,7 +17,7 @@ FIRST = Leg(wall_s=100.0, restarts={"learner": 1, "worker-0": 0}, peak_rss_bytes
 SECOND = Leg(wall_s=50.0, restarts={"learner": 2}, peak_rss_bytes={"learner": 3, "origin": 1}, peak_together_bytes=4)
 
 
-def test_seconds_and_restarts_are_summed_and_peaks_are_the_highest() -> None:
+def test_merged_legs_sum_times_and_restarts_and_keep_the_highest_peaks() -> None:
     assert all_legs([FIRST, SECOND]) == Leg(
         wall_s=150.0,
         restarts={"learner": 3, "worker-0": 0},
@@ -26,14 +26,14 @@ def test_seconds_and_restarts_are_summed_and_peaks_are_the_highest() -> None:
     )
 
 
-def test_legs_are_kept_in_the_folder(tmp_path: Path) -> None:
+def test_legs_are_stored_in_the_folder(tmp_path: Path) -> None:
     assert read_legs(tmp_path) == []
     write_legs(tmp_path, [FIRST, SECOND])
     assert read_legs(tmp_path) == [FIRST, SECOND]
 
 
 @pytest.mark.parametrize(("steps", "finished"), [(2, False), (4, True)])
-def test_a_leg_that_was_killed_before_its_summary_is_finished_by_the_next(
+def test_a_run_killed_before_its_summary_is_not_finished(
     steps: int, finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swarm, "summary_table", lambda summary, folder: "")
@@ -44,17 +44,17 @@ def test_a_leg_that_was_killed_before_its_summary_is_finished_by_the_next(
     assert resumed._is_finished() == finished
 
 
-def test_the_line_that_resumes_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+def test_the_command_that_resumes_a_run_is_valid_shell(tmp_path: Path) -> None:
     (tmp_path / "my run" / "coordinator").mkdir(parents=True)
     (tmp_path / "my run" / "coordinator" / "coordinator.json").touch()
     stopped = swarm.Swarm(parse({}), "run-0", tmp_path / "my run", "http://127.0.0.1:1")
     assert shlex.split(stopped._how_to_resume())[-3:] == ["run", "--resume", str(tmp_path / "my run")]
 
 
-def test_a_run_took_what_its_legs_took_and_a_running_one_since(tmp_path: Path) -> None:
+def test_a_runs_time_is_that_of_its_legs_and_of_the_current_one(tmp_path: Path) -> None:
     assert wall_s(tmp_path, 0.0, running=True) is None
     write_legs(tmp_path, [Leg(wall_s=40.0), Leg(wall_s=16.0)])
     os.utime(tmp_path / "legs.json", (1000.0, 1000.0))
     assert wall_s(tmp_path, 1007.0, running=True) == 63.0
     assert wall_s(tmp_path, 1007.0, running=False) == 56.0
-    assert wall_s(tmp_path, 9999.0, running=True) == 56.0, "its coordinator goes on without it"
+    assert wall_s(tmp_path, 9999.0, running=True) == 56.0, "the coordinator continues without it"

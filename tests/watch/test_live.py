@@ -1,11 +1,14 @@
-"""Each event is reported once, and the screen is redrawn in a terminal."""
+"""The live view: each event is logged once, the screen is redrawn in a terminal, and progress of long commands."""
 
 import io
+import sys
 
+import pytest
 from rich.console import Console
 
 from shoal.protocol.history import Signal, WorkerSample
 from shoal.watch.terminal.live import LiveView
+from shoal.watch.terminal.progress import CommandProgress, FetchBar
 
 from .support import Seen, finished, mid_run, node, status, step
 
@@ -13,12 +16,12 @@ from .support import Seen, finished, mid_run, node, status, step
 def plain_lines(*shown: Seen) -> list[str]:
     out = io.StringIO()
     with LiveView(Console(file=out, width=70)) as view:
-        for one in shown:
-            view.update(*one)
+        for each in shown:
+            view.update(*each)
     return out.getvalue().splitlines()
 
 
-def test_plain_mode_prints_each_event_exactly_once() -> None:
+def test_the_log_reports_each_event_exactly_once() -> None:
     here = [node("worker-0", seen_s=100.0, stats={"pid": 7}), node("worker-1", seen_s=100.0)]
     start = status(nodes=here, now_s=101.0)
     lines = plain_lines(status(), start, start, mid_run(), mid_run(), finished(), finished())
@@ -37,10 +40,10 @@ def test_plain_mode_prints_each_event_exactly_once() -> None:
         "slashed: worker-liar",
     ]
     assert sum(line.startswith("joined: ") for line in lines) == 8
-    assert not [line for line in plain_lines(finished()) if line.startswith("silent")], "it has finished"
+    assert not [line for line in plain_lines(finished()) if line.startswith("silent")]
 
 
-def test_a_plain_line_of_a_step_is_not_wrapped() -> None:
+def test_the_line_of_a_step_is_not_wrapped() -> None:
     (line,) = [line for line in plain_lines(mid_run()) if line.startswith("step 2 ")]
     assert line == (
         "step 2 of 30: reward 0.250 (+0.150 since step 1), 5.0k tokens, rollout age mean 0.8 max 2, "
@@ -48,13 +51,13 @@ def test_a_plain_line_of_a_step_is_not_wrapped() -> None:
     )
 
 
-def test_a_later_rejection_prints_only_what_is_new() -> None:
+def test_a_later_rejection_prints_only_the_difference() -> None:
     nodes = [node("worker-1", seen_s=170.0, rejected=2)]
     lines = plain_lines(mid_run(), mid_run(nodes=nodes, reject_reasons={"proof": 2, "unreadable": 1, "bounds": 1}))
     assert lines[-1] == "rejected: 1 of worker-1; reason: 1 bounds"
 
 
-def test_coming_and_going_is_told() -> None:
+def test_nodes_that_join_and_leave_are_logged() -> None:
     def at(now_s: float, seen_s: float, pid: int, evicted: bool = False) -> Seen:
         return status(now_s=now_s, nodes=[node("w", seen_s=seen_s, evicted=evicted, stats={"pid": pid})])
 
@@ -75,7 +78,7 @@ def test_coming_and_going_is_told() -> None:
     ]
 
 
-def test_a_suspension_is_told_once() -> None:
+def test_a_suspension_is_logged_once() -> None:
     def at(now_s: float, left_s: float) -> Seen:
         why = "3 tasks expired" if left_s else ""
         return status(now_s=now_s, nodes=[node("w", seen_s=now_s, suspended_s=left_s, suspension=why)])
@@ -88,7 +91,7 @@ def test_a_suspension_is_told_once() -> None:
     ]
 
 
-def test_a_worker_that_drained_is_told_to_have_left_and_not_to_be_silent() -> None:
+def test_a_drained_worker_has_left_and_is_not_silent() -> None:
     def at(now_s: float, seen_s: float, state: str) -> Seen:
         return status(now_s=now_s, nodes=[node("w", seen_s=seen_s, state=state, reason="it asked to leave")])
 
@@ -96,7 +99,7 @@ def test_a_worker_that_drained_is_told_to_have_left_and_not_to_be_silent() -> No
     assert lines == ["joined: w (worker)", "left: w (worker), it asked to leave"]
 
 
-def test_in_a_terminal_the_screen_is_redrawn_and_lines_go_above_it() -> None:
+def test_in_a_terminal_the_screen_is_redrawn_below_messages() -> None:
     out = io.StringIO()
     with LiveView(Console(file=out, width=100, height=60, force_terminal=True)) as view:
         view.update(*mid_run())
@@ -106,7 +109,7 @@ def test_in_a_terminal_the_screen_is_redrawn_and_lines_go_above_it() -> None:
     assert "stopping" in text and "soon ?[2J" in text and "\x1b[2J" not in text
     assert "joined:" not in text
     assert text.rindex("step 30 of 30") > text.index("stopping") > text.index("step 3 of 30")
-    assert text.endswith("\x1b[?25h")  # the cursor is shown again
+    assert text.endswith("\x1b[?25h")  # shows the cursor again
 
 
 def sample(n: int, completion: str = "four") -> WorkerSample:
@@ -116,7 +119,7 @@ def sample(n: int, completion: str = "four") -> WorkerSample:
     )  # fmt: skip
 
 
-def test_groups_without_a_signal_are_reported_with_completions_and_again_when_doubled() -> None:
+def test_groups_with_equal_rewards_are_reported_with_completions_and_again_when_doubled() -> None:
     def flat(n: int) -> Seen:
         signal = Signal(groups=n, useful=0, flat=n, lowest=0.0, highest=0.0)
         return status(signal=signal, samples=[sample(n) for n in range(9)])
@@ -131,7 +134,7 @@ def test_groups_without_a_signal_are_reported_with_completions_and_again_when_do
     assert len(lines) == 8
 
 
-def test_a_line_a_minute_says_how_far_the_step_is() -> None:
+def test_progress_of_the_open_step_is_logged_every_minute() -> None:
     def at(now_s: float, have: int) -> Seen:
         signal = Signal(groups=2 * have, useful=have)
         return status(now_s=now_s, have=have, step=3, nodes=[], signal=signal)
@@ -145,13 +148,13 @@ def test_a_line_a_minute_says_how_far_the_step_is() -> None:
     assert lines == ["progress: step 1 of 30: 0 of 16 groups accepted, no group accepted yet, expected in –"]
 
 
-def test_a_step_with_length_targets_says_what_they_cost() -> None:
-    def told(**more: float) -> str:
-        [line] = [line for line in plain_lines(status(metrics=[step(0, 0.5) | more])) if line.startswith("step 1 ")]
+def test_a_step_with_length_targets_reports_their_penalty() -> None:
+    def line_of(**metrics: float) -> str:
+        [line] = [line for line in plain_lines(status(metrics=[step(0, 0.5) | metrics])) if line.startswith("step 1 ")]
         return line
 
-    assert "tokens, length penalty 0.250, rollout" in told(**{"length_penalty/mean": 0.25})
-    assert "length" not in told()
+    assert "tokens, length penalty 0.250, rollout" in line_of(**{"length_penalty/mean": 0.25})
+    assert "length" not in line_of()
 
 
 def test_grader_errors_are_reported_once_and_again_when_doubled() -> None:
@@ -159,6 +162,30 @@ def test_grader_errors_are_reported_once_and_again_when_doubled() -> None:
         return status(grading={"total": 99, "recent": 99, "errors": errors, "error": "no module named numpy"})
 
     lines = plain_lines(*(graded(n) for n in (0, 1, 1, 2, 3, 4)))
-    told = [line for line in lines if "the grader failed" in line]
-    assert [line.partition("failed for ")[2][:2] for line in told] == ["1 ", "2 ", "4 "]
-    assert "(last: no module named numpy)" in told[0]
+    reported = [line for line in lines if "the grader failed" in line]
+    assert [line.partition("failed for ")[2][:2] for line in reported] == ["1 ", "2 ", "4 "]
+    assert "(last: no module named numpy)" in reported[0]
+
+
+def test_a_command_reports_progress_every_ten_seconds_with_the_eta() -> None:
+    now_s = 0.0
+    console = Console(file=io.StringIO(), record=True)
+    progress = CommandProgress(console, "tasks", 100, lambda: now_s)
+    for now_s, done in ((0.0, 20), (4.0, 30), (10.0, 40), (12.0, 50), (30.0, 80), (31.0, 100)):  # noqa: B007
+        progress(done)
+    assert console.export_text().splitlines() == [
+        "tasks: 20 of 100",
+        "tasks: 40 of 100, ETA 30s",
+        "tasks: 80 of 100, ETA 10s",
+        "tasks: 100 of 100",
+    ]
+
+
+def test_the_bar_of_a_download_leaves_standard_output_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with FetchBar() as bar:
+        assert bar.bar.console.is_terminal
+        sys.stdout.write("weights/v000003\n")
+    assert capsys.readouterr().out == "weights/v000003\n"

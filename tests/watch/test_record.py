@@ -1,3 +1,5 @@
+"""The files and the tracker of a run's record."""
+
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from shoal.watch.record import RunRecord
 
 
 class Memory:
-    """A tracker that remembers, and fails from the call after `good` ones."""
+    """A tracker that keeps its calls in memory, and fails after `good` of them."""
 
     def __init__(self, good: int = 100) -> None:
         self.good = good
@@ -36,13 +38,13 @@ class Memory:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def record(tmp_path: Path, said: list[str]) -> RunRecord:
-    return RunRecord(tmp_path, said.append)
+def record(tmp_path: Path, messages: list[str]) -> RunRecord:
+    return RunRecord(tmp_path, messages.append)
 
 
 def steps(n: int) -> list[dict[str, float]]:
@@ -74,17 +76,17 @@ def test_the_files_hold_the_whole_run_so_far(record: RunRecord, tmp_path: Path) 
     assert record.take(news(5, metrics=steps(3)[1:], evaluations=[evaluation(3, final=True)]))
     assert not record.take(news(5))
     assert lines(tmp_path / "metrics.jsonl") == steps(3)
-    assert [found["version"] for found in lines(tmp_path / "evaluations.jsonl")] == [0, 3]
+    assert [line["version"] for line in lines(tmp_path / "evaluations.jsonl")] == [0, 3]
 
 
 def test_the_newest_sample_completions_are_kept(record: RunRecord, tmp_path: Path) -> None:
     record.take(news(3, samples=[sample(n) for n in range(3)]))
     record.take(news(4, samples=[sample(n) for n in range(3, MAX_SAMPLES + 3)]))
-    kept = [found["submission"][-6:] for found in lines(tmp_path / "rollouts.jsonl")]
+    kept = [line["submission"][-6:] for line in lines(tmp_path / "rollouts.jsonl")]
     assert (len(kept), kept[0], kept[-1]) == (MAX_SAMPLES, "000003", f"{MAX_SAMPLES + 2:06d}")
 
 
-def test_the_tracker_gets_the_newest_samples(record: RunRecord) -> None:
+def test_the_tracker_gets_only_the_newest_samples(record: RunRecord) -> None:
     record.tracker = memory = Memory()
     record.take(news(1, samples=[sample(n) for n in range(20)]))
     record.take(news(2, samples=[sample(20)]))
@@ -113,16 +115,16 @@ def test_the_tracker_gets_each_step_and_evaluation_once_at_its_version(record: R
     assert memory.closed
 
 
-def test_a_tracker_that_fails_is_reported_once_and_the_files_are_complete(
-    record: RunRecord, said: list[str], tmp_path: Path
+def test_a_failing_tracker_is_reported_once_and_the_files_are_complete(
+    record: RunRecord, messages: list[str], tmp_path: Path
 ) -> None:
     record.tracker = Memory(good=1)
     for n in range(5):
         record.take(news(n, metrics=steps(n)))
     record.close()
-    (line,) = said
+    (line,) = messages
     assert "Memory failed: ConnectionError: no route to host. Training continues" in line
     assert lines(tmp_path / "metrics.jsonl") == steps(4)
     record.tracker = Memory(good=0)
     record.close()
-    assert "Memory did not close: ConnectionError" in said[1]
+    assert "Memory did not close: ConnectionError" in messages[1]

@@ -1,25 +1,16 @@
-"""What a person sees: the words and figures are there, no line is too long, and no node can break it."""
+"""The terminal's screen: it shows every figure, no line is too long, and no node can break it."""
 
-import io
 import re
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from shoal.protocol.history import Signal
 from shoal.protocol.messages import LARGEST
-from shoal.watch.terminal.screen import Screen
 
-from .support import Seen, finished, mid_run, node, status, step
+from .support import Seen, finished, mid_run, node, screen, status, step
 
 WIDTHS = [40, 70, 100, 160]
-
-
-def screen(shown: Seen, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(Screen(*shown))
-    return console.export_text()
 
 
 def row(text: str, name: str) -> str:
@@ -33,16 +24,17 @@ def test_no_line_is_wider_than_the_console(shown: Seen, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS[1:])
-def test_an_empty_status_says_that_nothing_is_known_yet(width: int) -> None:
+def test_an_empty_status_shows_that_nothing_happened_yet(width: int) -> None:
     text = screen(status(), width)
-    for words in ("sums", "running", "step 0 of 30", "ETA –", "no step trained yet", "not evaluated yet"):
-        assert words in text
-    for words in ("no node yet", "0 of 16 groups accepted for step 1", "none"):
+    for words in (
+        *("sums", "running", "step 0 of 30", "ETA –", "no step trained yet", "not evaluated yet"),
+        *("no node yet", "0 of 16 groups accepted for step 1", "none"),
+    ):
         assert words in text
 
 
 @pytest.mark.parametrize("width", WIDTHS[1:])
-def test_a_run_under_way_shows_where_it_stands(width: int) -> None:
+def test_a_run_in_progress_shows_its_figures(width: int) -> None:
     text = screen(mid_run(), width)
     for words in (
         "step 3 of 30",
@@ -65,7 +57,7 @@ def test_a_run_under_way_shows_where_it_stands(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS[1:])
-def test_every_node_has_its_line(width: int) -> None:
+def test_every_node_has_a_row(width: int) -> None:
     text = screen(mid_run(), width)
     assert re.search(r"v3 +serving v3 .*now", row(text, "origin"))
     assert re.search(r"v2 +fetching v3 .*5s", row(text, "relay-0"))
@@ -84,12 +76,12 @@ def test_a_finished_run_has_no_eta_and_shows_its_last_evaluation(width: int) -> 
     assert "every step has its rollouts" in text
 
 
-def test_metrics_without_the_expected_keys_are_shown_as_unknown() -> None:
+def test_missing_metrics_are_shown_as_unknown() -> None:
     text = screen(mid_run(metrics=[{}]), 100)
     assert "no step trained yet" in text and "mean –, max – versions" in text and "busy –, waiting –" in text
 
 
-def test_what_a_node_says_cannot_break_the_screen() -> None:
+def test_text_and_numbers_of_a_node_cannot_break_the_screen() -> None:
     stats = {"doing": "\x1b[2J[red]\u202e\nhi", "tokens": LARGEST, "busy_s": 1e-9, "rss_bytes": LARGEST}
     evil = node("worker-0", policy_version=10**400, stats=stats, seen_s=1e300)
     text = screen(mid_run(nodes=[evil]), 100)
@@ -100,29 +92,22 @@ def test_what_a_node_says_cannot_break_the_screen() -> None:
 
 @pytest.mark.parametrize("height", [14, 18, 30])
 def test_the_screen_is_never_higher_than_the_terminal(height: int) -> None:
-    lines = in_terminal(mid_run(), height)
-    assert len(lines) <= height and "nodes (8)" in "\n".join(lines)
+    text = screen(mid_run(), 80, height)
+    assert len(text.splitlines()) <= height and "nodes (8)" in text
 
 
-def test_a_terminal_that_is_too_low_shows_the_troubled_nodes_and_counts_the_rest() -> None:
+def test_a_low_terminal_shows_nodes_with_problems_and_counts_the_rest() -> None:
     nodes = [node(f"worker-{i:02}", seen_s=170.0, rejected=int(i == 29)) for i in range(30)]
-    text = "\n".join(in_terminal(mid_run(nodes=nodes), 35, 100))
+    text = screen(mid_run(nodes=nodes), 100, 35)
     shown = len(re.findall(r"│ worker-", text))
     assert "worker-29" in text and shown >= 12 and f"+{30 - shown} more" in text
     assert len(text.splitlines()) <= 35
 
 
-def in_terminal(shown: Seen, height: int, width: int = 80) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, record=True)
-    console.print(Screen(*shown))
-    return console.export_text().splitlines()
-
-
 @pytest.mark.parametrize("shown", [mid_run(), finished()], ids=["mid-run", "finished"])
 def test_a_terminal_of_80x24_shows_what_matters(shown: Seen) -> None:
-    lines = in_terminal(shown, 24)
-    assert len(lines) <= 24
-    text = "\n".join(lines)
+    text = screen(shown, 80, 24)
+    assert len(text.splitlines()) <= 24
     for words in ("step ", "reward", "held-out", "next batch", "nodes (8)", "verdicts  79 accepted, 3 rejected"):
         assert words in text
     assert shown.status.state == "finished" or "ETA 13m 20s" in text
@@ -130,29 +115,27 @@ def test_a_terminal_of_80x24_shows_what_matters(shown: Seen) -> None:
 
 
 def busy(workers: int, **values: Any) -> Seen:
-    """A pool whose nodes say the longest things that honest ones say, with two servers."""
-    told = [
+    """Return a pool whose nodes report the longest texts of honest nodes, with two servers."""
+    nodes = [
         node("evaluator", "evaluator", seen_s=170.0, stats={"doing": "a version to evaluate", "waiting": True}),
         node("learner", "learner", seen_s=170.0, stats={"doing": "step 24's batch", "waiting": True}),
         node("validator", "validator", seen_s=170.0, stats={"doing": "submissions", "waiting": True}),
         node("origin", "origin", url="http://o"),
         node("relay-0", "relay", url="http://r"),
     ]
-    told += [
-        node(f"worker-{number}", seen_s=170.0, stats={"doing": "generating for step 24"}) for number in range(workers)
-    ]
-    return mid_run(nodes=told, **values)
+    doing = {"doing": "generating for step 24"}
+    nodes += [node(f"worker-{number}", seen_s=170.0, stats=doing) for number in range(workers)]
+    return mid_run(nodes=nodes, **values)
 
 
 @pytest.mark.parametrize("workers", [1, 3, 4, 9])
 def test_every_node_has_a_row_in_80x24_or_is_counted(workers: int) -> None:
-    lines = in_terminal(busy(workers), 24)
-    text = "\n".join(lines)
-    assert len(lines) <= 24
+    text = screen(busy(workers), 80, 24)
+    assert len(text.splitlines()) <= 24
     shown = len(re.findall(r"│ (worker-|learner  +v|validator|evaluator|origin|relay)", text))
     assert shown >= min(workers + 5, 6) and (shown == workers + 5 or f" +{workers + 5 - shown} more ─╯" in text)
     for words in ("waiting for a version to evaluate", "waiting for step 24's batch", "waiting for submissions"):
-        assert words in text, "what a node does is told whole"
+        assert words in text, "the activity is not cut"
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (40, 12)])
@@ -164,15 +147,16 @@ def test_no_line_breaks_a_word(width: int, height: int) -> None:
         "errors": 3,
         "error": "ModuleNotFoundError: no module named somethingratherlong",
     }
-    seen = busy(3, reject_reasons=reasons, grading=grading, slashed=["worker-a", "worker-b", "worker-c", "worker-d"])
-    text = " ".join("\n".join(in_terminal(seen, height, width)).replace("│", " ").split())
+    slashed = ["worker-a", "worker-b", "worker-c", "worker-d"]
+    drawn = screen(busy(3, reject_reasons=reasons, grading=grading, slashed=slashed), width, height)
+    text = " ".join(drawn.replace("│", " ").split())
     for word in ("distribution", "unrepeatable", "termination", "verdicts", "worker-d"):
         assert re.search(rf"(^| ){word}[ ,:…]", f"{text} "), word
-    assert max(len(line) for line in in_terminal(seen, height, width)) <= width
+    assert max(len(line) for line in drawn.splitlines()) <= width
 
 
 def test_a_long_name_is_cut_in_its_middle() -> None:
-    text = "\n".join(in_terminal(mid_run(run="words-of-seven-letters-by-the-second-site-17-0123456789abcdef"), 24))
+    text = screen(mid_run(run="words-of-seven-letters-by-the-second-site-17-0123456789abcdef"), 80, 24)
     assert "words-of-seven-" in text and "…" in text and "0123456789abcdef" in text
 
 
@@ -183,7 +167,7 @@ def test_kl_is_shown_only_if_it_is_computed() -> None:
     assert "KL 0.0123" in screen(mid_run(metrics=[step(0, 0.1), step(1, 0.1) | {"policy/kl": 0.0123}]), 100)
 
 
-def test_the_screen_says_that_all_groups_have_equal_rewards() -> None:
+def test_groups_with_equal_rewards_are_reported() -> None:
     signal = Signal(groups=39, useful=0, flat=39, lowest=0.0, highest=0.0)
     text = screen(mid_run(signal=signal), 160)
     assert "39 of the newest 39 groups had equal rewards, all 0.0: nothing to learn from" in text
@@ -191,7 +175,7 @@ def test_the_screen_says_that_all_groups_have_equal_rewards() -> None:
     assert "no signal" not in screen(mid_run(signal=Signal(groups=20, useful=4, flat=16, lowest=0, highest=1)), 160)
 
 
-def test_sources_and_target_lengths_have_a_line_where_there_are_any() -> None:
+def test_sources_and_target_lengths_have_a_line_if_there_are_any() -> None:
     targets = {"length/100/mean": 90.4, "length/2000/mean": 800.0, "length_penalty/mean": 0.25}
     figures = step(0, 0.5) | {"reward/sums/mean": 0.25, "reward/code/mean": 0.5, "filtered/code": 3.0} | targets
     text = screen(status(metrics=[figures]), 100)
@@ -208,7 +192,7 @@ def test_sources_beyond_the_width_are_counted() -> None:
     assert 0 < shown < 20 and f"+{20 - shown} more" in row(text, "sources")
 
 
-def test_the_screen_says_that_the_grader_fails() -> None:
+def test_grader_errors_are_reported() -> None:
     grading = {"total": 40, "recent": 40, "errors": 3, "error": "no module named \x1b[31mnumpy"}
     text = screen(status(grading=grading), 160)
     assert "the grader failed for 3 of the newest 40 completions (last: no module named ?[31mnumpy)" in text
@@ -222,5 +206,5 @@ def test_the_screen_says_that_the_grader_fails() -> None:
         ({"suspended_s": 90.0, "suspension": "3 tasks expired"}, "suspended for 1m 30s: 3 tasks expired"),
     ],
 )
-def test_a_worker_without_tasks_is_shown_with_the_reason(state: dict[str, Any], words: str) -> None:
+def test_a_worker_that_gets_no_tasks_is_shown_with_the_reason(state: dict[str, Any], words: str) -> None:
     assert words in row(screen(status(nodes=[node("worker-0", **state)]), 120), "worker-0")

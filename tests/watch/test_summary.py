@@ -1,4 +1,4 @@
-"""What a run leaves behind: exact keys and values, whole files, a curve that can be looked at."""
+"""The final report of a run: summary, curve and table."""
 
 import io
 import json
@@ -32,8 +32,8 @@ def step(number: int, reward: float, age: float) -> dict[str, float]:
     return {"step": float(number), "time_s": 30.0 * number, "reward/mean": reward} | figures
 
 
-def status(**values: Any) -> tuple[Status, RunHistory]:
-    known: dict[str, Any] = {
+def status(**changes: Any) -> tuple[Status, RunHistory]:
+    values = {
         "run": "sums",
         "state": "finished",
         "step": 3,
@@ -58,10 +58,9 @@ def status(**values: Any) -> tuple[Status, RunHistory]:
         "useful_groups": 200,
         "tokens_generated": 40_000,
         "exact": Exactness(submissions=39, tokens=38_000),
-    }
-    known |= values
-    history = RunHistory(metrics=known.pop("metrics"), evaluations=known.pop("evaluations"))
-    return Status.model_validate(known | {"trained": len(history.metrics), "notices": []}), history
+    } | changes
+    history = RunHistory(metrics=values.pop("metrics"), evaluations=values.pop("evaluations"))
+    return Status.model_validate(values | {"trained": len(history.metrics), "notices": []}), history
 
 
 def report(folder: Path, shown: tuple[Status, RunHistory]) -> dict[str, Any]:
@@ -119,7 +118,7 @@ def test_the_summary_has_exactly_these_keys_and_values(tmp_path: Path) -> None:
     }
 
 
-def test_the_files_hold_the_newest_summary_and_a_curve_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_the_folder_holds_the_newest_summary_and_a_curve_and_nothing_else(tmp_path: Path) -> None:
     report(tmp_path, status(slashed=[]))
     summary = report(tmp_path, status())
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
@@ -127,7 +126,7 @@ def test_the_files_hold_the_newest_summary_and_a_curve_and_nothing_else_is_left(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reward.png", "summary.json"]
 
 
-def test_a_run_that_knows_nothing_yet_reports_nulls(tmp_path: Path) -> None:
+def test_a_run_without_results_reports_nulls(tmp_path: Path) -> None:
     summary = report(tmp_path, status(metrics=[], evaluations=[], nodes=[], reject_reasons={}, slashed=[]))
     for key in ("heldout_before", "heldout_after", "reward_first", "reward_last", "learner_busy_frac"):
         assert summary[key] is None, key
@@ -137,7 +136,7 @@ def test_a_run_that_knows_nothing_yet_reports_nulls(tmp_path: Path) -> None:
     assert "– → –" in shown_text(summary)
 
 
-def test_an_untrained_policy_evaluated_as_final_is_not_the_one_before(tmp_path: Path) -> None:
+def test_a_final_evaluation_of_the_untrained_policy_is_only_the_one_after(tmp_path: Path) -> None:
     summary = report(tmp_path, status(evaluations=[evaluation(0, 0.2, 0.1, final=True)]))
     assert summary["heldout_before"] is None
     assert summary["heldout_after"] == {"greedy": 0.2, "sampled": 0.1, "n": 256}
@@ -159,7 +158,7 @@ def test_smoothing_keeps_length_and_level() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_the_table_at_the_end_tells_the_run_in_short(tmp_path: Path, width: int) -> None:
+def test_the_table_summarizes_the_run(tmp_path: Path, width: int) -> None:
     text = shown_text(report(tmp_path, status()), width, Path("runs/sums"))
     assert max(len(line) for line in text.splitlines()) <= width
     for words in (
@@ -175,11 +174,11 @@ def test_the_table_at_the_end_tells_the_run_in_short(tmp_path: Path, width: int)
         "2.5 GiB",
         "runs/sums/: summary.json, reward.png",
     ):
-        assert words in " ".join(text.split())  # lines may fold
+        assert words in " ".join(text.split())  # lines may be folded
     assert any(line.split() == ["slashed", "liar"] for line in text.splitlines())
 
 
-def test_a_pool_on_several_machines_is_reported_without_restarts_and_memory(tmp_path: Path) -> None:
+def test_a_pool_on_several_machines_has_no_restarts_and_memory(tmp_path: Path) -> None:
     shown, history = status()
     summary = write_report(tmp_path, config=CONFIG, status=shown, history=history)
     assert summary["wall_s"] == 100.0

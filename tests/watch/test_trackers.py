@@ -1,4 +1,4 @@
-"""Trackers against stand-ins for their packages, and TensorBoard's own where it is installed."""
+"""Trackers with fake packages, and TensorBoard with its own if it is installed."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def fake(name: str, calls: list[Any]) -> ModuleType:
     return module
 
 
-def test_none_is_asked_for_by_default(tmp_path: Path) -> None:
+def test_there_is_no_tracker_by_default(tmp_path: Path) -> None:
     assert open_tracker("r", tmp_path, Config()) is None
 
 
@@ -59,7 +59,7 @@ def test_wandb_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.Monke
     assert calls[-1] == ({"version": 3, "samples": table}, None)
 
 
-def test_an_unknown_tracker_is_refused_with_the_config() -> None:
+def test_the_config_refuses_an_unknown_tracker() -> None:
     with pytest.raises(ConfigError, match=r"run\.tracker"):
         config("mlflow")
 
@@ -71,14 +71,14 @@ def test_wandb_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: py
     tracker = open_tracker("mine", tmp_path, config("wandb"))
     tracker.log({"reward/mean": 0.5}, 3)
     tracker.close()
-    begun, axis, logged, finished = calls
-    assert (begun["project"], begun["name"], begun["dir"]) == ("shoal", "mine", str(tmp_path))
-    assert begun["config"]["run"]["seed"] == 7
+    init, axis, logged, finished = calls
+    assert (init["project"], init["name"], init["dir"]) == ("shoal", "mine", str(tmp_path))
+    assert init["config"]["run"]["seed"] == 7
     assert axis == ("*", "version") and logged == ({"version": 3, "reward/mean": 0.5}, None)
     assert finished == "finished"
 
 
-def test_tensorboard_can_read_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_can_read_the_written_curves(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'shoal[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -87,7 +87,7 @@ def test_tensorboard_can_read_what_was_written(tmp_path: Path) -> None:
     tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(found.step, found.value) for found in events.Scalars("reward/mean")] == [(3, 0.5)]
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("reward/mean")] == [(3, 0.5)]
 
 
 @pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
@@ -99,7 +99,7 @@ def test_a_missing_package_names_what_to_install(tmp_path: Path, kind: str, monk
     assert f"pip install 'shoal[{kind}]'" in str(refused.value)
 
 
-def test_one_that_is_not_set_up_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_set_up_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**arguments: Any) -> None:
         raise RuntimeError("no API key configured")
 

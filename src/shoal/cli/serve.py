@@ -58,7 +58,7 @@ def dashboard(arguments: argparse.Namespace) -> None:
 
     others = [open_run(other) for other in arguments.compare]
     for other in others:
-        other.look()
+        other.refresh()
     page = Dashboard(open_run(arguments.run), others)
     listener = process.listen(arguments.host, arguments.port, "the dashboard")
     host, taken = listener.getsockname()[:2]

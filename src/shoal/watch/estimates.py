@@ -14,7 +14,7 @@ import numpy as np
 
 Z = 1.959963984540054  # 95 % of the standard normal distribution lie within ±Z
 RESAMPLES = 10_000
-CHUNK = 500  # resamples at a time, to bound memory
+CHUNK = 500  # resamples in memory at once
 SEED = 20210707
 
 

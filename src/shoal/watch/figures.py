@@ -1,4 +1,4 @@
-"""Figures derived from a run, and formatting of numbers and text for the terminal, the page and pictures.
+"""What the terminal, the page and pictures derive from a run, each figure computed once; and how they format it.
 
 Invariant: any number that a node reports formats to a short text, and text from other machines loses its control characters.
 """
@@ -7,17 +7,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Literal
 
 from shoal.protocol.history import Exactness, Grading, NodeStatus, Signal, Status
 from shoal.protocol.messages import HARD, Reason, Role
 
-SILENT_S = 30.0  # mark a node after this long without a heartbeat; only the coordinator reassigns its work
-ETA_STEPS = 10  # newest steps that the ETA extrapolates from
+SILENT_S = 30.0  # mark a node after this long without a heartbeat; only the coordinator reassigns its tasks
+ETA_STEPS = 10  # newest steps from which the ETA is extrapolated
 NO_SIGNAL_GROUPS = 32  # warn after this many accepted groups in a row with equal rewards
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONE = "–"
 SERVERS: tuple[Role, ...] = ("origin", "relay")
 MAX_DEPTH = 4  # indentation levels of the weights tree
+Tone = Literal["good", "warn", "bad", "none"]
 LONG_HEX = re.compile(r"\b[0-9a-f]{16,}\b")
 ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://\S+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", re.IGNORECASE)
 SITE_STEPS = 64  # newest steps searched for sites
@@ -27,27 +29,51 @@ REASONS: dict[Reason, str] = {
     Reason.UNREADABLE: "The file could not be read as rollouts: damaged, cut off, or larger than allowed.",
     Reason.SIGNATURE: "The file is not signed by the worker that has the task, or its rows were changed after signing.",
     Reason.CONTEXT: "The file was made for a different task than the one it was uploaded for.",
-    Reason.REPLAYED: "The worker submitted rollouts that had been accepted before.",
-    Reason.TASKS: "The worker answered tasks that it was not assigned, or used other seeds.",
+    Reason.REPLAYED: "The worker submitted rollouts that were accepted before.",
+    Reason.TASKS: "The worker solved tasks that it was not assigned, or used other seeds.",
     Reason.BOUNDS: "Token ids, lengths or numbers are outside their range, or proofs are missing.",
-    Reason.ENVIRONMENT: "The file contains a tool answer that the tool does not give, or lacks one.",
+    Reason.ENVIRONMENT: "The file holds a tool answer that the tool does not give, or lacks one.",
     Reason.UNREPEATABLE: "A tool gave a different answer when called again; this can happen to an honest worker.",
     Reason.REWARD: "The worker claimed a different reward than its completions earn.",
     Reason.PROOF: "The proofs do not match the stated weights: another model, an older version, or quantised weights.",
     Reason.LOGPROBS: "The stated probabilities are not those of the stated weights.",
-    Reason.SAMPLING: "The tokens are not what the seeds yield: sampled differently, or by another model.",
+    Reason.SAMPLING: "The tokens are not those that the seeds yield: sampled differently, or by another model.",
     Reason.TERMINATION: "Completions stop earlier than the model would have stopped.",
     Reason.DISTRIBUTION: "The tokens are too likely, or too unlikely, to be samples at the stated temperature.",
     Reason.SPECIAL_TOKENS: "The text contains tokens that only templates use and that the seeds do not yield.",
     Reason.INEXACT: "Within the limits, but not bitwise what this exactness class computes; the machine may be faulty.",
-    Reason.SPENDING: "Over all its submissions, the worker used the tolerance of the checks as no honest machine does.",
+    Reason.SPENDING: "Over all its submissions, the worker exploited the tolerance of the checks as no honest machine does.",
 }
 
 
 def is_silent(node: NodeStatus, status: Status, *, running: bool) -> bool:
-    """Return whether a node that should send heartbeats does not. After the last step nodes exit as they finish."""
+    """Return whether a node sends no heartbeats although it should. After the last step, nodes exit as they finish."""
     away = status.now_s - node.seen_s > SILENT_S
     return running and away and not node.evicted and node.state != "left" and status.newest_version != status.steps
+
+
+def node_condition(node: NodeStatus, status: Status, *, running: bool) -> tuple[str, Tone]:
+    """Return a node's state in a word, and how alarming it is."""
+    if node.evicted:
+        return ("slashed" if node.name in status.slashed and node.role == "worker" else "evicted"), "bad"
+    if is_silent(node, status, running=running):
+        return "silent", "bad"
+    if node.suspended_s:
+        return "suspended", "warn"
+    if node.state == "left" or not running:
+        return ("left" if node.state == "left" else "ended"), "none"
+    return ("here", "good") if node.state == "active" else (node.state, "warn")
+
+
+def activity(node: NodeStatus) -> str:
+    """Return what a node says it is doing, as it says it: the caller cleans the text."""
+    doing = node.stats.doing
+    return f"waiting for {doing}" if node.stats.waiting and doing else doing
+
+
+def verdict_totals(status: Status) -> tuple[int, int]:
+    """Return how many submissions were accepted and how many rejected."""
+    return sum(node.accepted for node in status.nodes), sum(node.rejected for node in status.nodes)
 
 
 def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
@@ -58,12 +84,12 @@ def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
         return None
     start_s, steps = (times_s[0], len(times_s) - 1) if len(times_s) > 1 else (status.started_s, 1)
     step_s = max(times_s[-1] - start_s, 0.0) / steps
-    # The learner's clock may differ from the coordinator's: never count more than one step as in progress.
+    # The learner's clock may differ from the coordinator's, so at most one step counts as in progress.
     in_progress_s = min(max(status.now_s - times_s[-1], 0.0), step_s)
     return max(left * step_s - in_progress_s, 0.0)
 
 
-def no_signal(signal: Signal) -> str:
+def no_signal_warning(signal: Signal) -> str:
     """`39 of the newest 39 groups had equal rewards, all 0.0`; empty below NO_SIGNAL_GROUPS."""
     if signal.flat < NO_SIGNAL_GROUPS or signal.lowest is None or signal.highest is None:
         return ""
@@ -72,7 +98,7 @@ def no_signal(signal: Signal) -> str:
     return f"{signal.flat} of the newest {signal.flat} groups had equal rewards, {values}: nothing to learn from"
 
 
-def grader_errors(grading: Grading) -> str:
+def grader_warning(grading: Grading) -> str:
     """`the grader failed for 70 of the newest 512 completions (last: no module named numpy)`; empty if it did not."""
     if not grading.errors:
         return ""
@@ -80,14 +106,14 @@ def grader_errors(grading: Grading) -> str:
     return f"the grader failed for {grading.errors} of the newest {grading.recent} completions{last}"
 
 
-def exactness(exact: Exactness) -> str:
-    """`exact  80 of these, 12.3k tokens`: accepted work whose tokens are all bitwise equal."""
+def format_exactness(exact: Exactness) -> str:
+    """`exact  80 of these, 12.3k tokens`: accepted submissions whose tokens are all bitwise equal."""
     unequal = f", {count(exact.mismatched_tokens)} unequal tokens rejected" if exact.mismatched_tokens else ""
     return f"exact  {exact.submissions} of these, {count(exact.tokens)} tokens{unequal}"
 
 
-def by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str, float]:
-    """Return a step's metrics `kind/NAME/last` by NAME, such as per source or per target length."""
+def metrics_by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str, float]:
+    """Return a step's metrics `kind/NAME/last` by NAME, which is a source or a target length."""
     split = {tuple(name.split("/")): value for name, value in metrics.items()}
     return {
         parts[1]: value for parts, value in split.items() if len(parts) == 3 and (parts[0], parts[2]) == (kind, last)
@@ -95,18 +121,18 @@ def by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str, float]
 
 
 def useful_share(signal: Signal) -> str:
-    """`63 % of 40 useful`: of the groups accepted for the open step; empty before the first."""
+    """`63 % of 40 useful`: the share of useful groups among those accepted for the open step; empty before the first."""
     share = ratio(signal.useful, signal.groups)
     return "" if share is None else f"{percent(share, 0)} of {signal.groups} useful"
 
 
 def busy_frac(metrics: Sequence[dict[str, float]]) -> float | None:
-    """Return the share of the learner's time not spent waiting for rollouts, over all trained steps."""
+    """Return the share of its time that the learner computed rather than waited for rollouts, over all steps."""
     busy_s, waiting_s = total(metrics, "perf/busy_s"), total(metrics, "perf/waiting_s")
     return ratio(busy_s, busy_s + waiting_s)
 
 
-def first_of(metrics: Sequence[dict[str, float]], key: str) -> float | None:
+def first_value(metrics: Sequence[dict[str, float]], key: str) -> float | None:
     return next((step[key] for step in metrics if key in step), None)
 
 
@@ -180,45 +206,45 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86_400}d {whole % 86_400 // 3600:02}h"
 
 
-def counted(counts: dict[str, int], of: str = "") -> str:
-    """`2 proof, 1 reward`, the most frequent first; `2 of worker-0`."""
+def format_counts(counts: dict[str, int], of: str = "") -> str:
+    """`2 proof, 1 reward`, the most frequent first; with `of="of "`: `2 of worker-0`."""
     return ", ".join(f"{n} {of}{clean(name)}" for name, n in sorted(counts.items(), key=lambda item: -item[1]) if n)
 
 
-def rejections(rejected: int, reasons: dict[str, int]) -> str:
+def format_rejections(rejected: int, reasons: dict[str, int]) -> str:
     """`1 rejected: proof`, or `3 rejected: 2 proof, 1 unreadable`."""
-    known = [name for name, n in reasons.items() if n]
-    why = clean(known[0]) if len(known) == 1 else counted(reasons)
+    nonzero = [name for name, n in reasons.items() if n]
+    why = clean(nonzero[0]) if len(nonzero) == 1 else format_counts(reasons)
     return f"{rejected} rejected" + (f": {why}" if why else "")
 
 
-def more(hidden: int) -> str:
+def and_more(hidden: int) -> str:
     """`+2 more` if rows or items are hidden; else empty."""
     return f"+{hidden} more" if hidden else ""
 
 
-def middle(text: str, cells: int) -> str:
+def ellipsize(text: str, cells: int) -> str:
     """Shorten `text` to `cells` characters by cutting its middle: names differ at their start and end.
 
-    >>> middle("words-of-seven-letters-3", 16)
+    >>> ellipsize("words-of-seven-letters-3", 16)
     'words-of…tters-3'
     """
     end = (cells - 1) // 2
     return text if len(text) <= cells else f"{text[: cells - 1 - end]}…{text[len(text) - end :]}"
 
 
-def reason_words(reason: str) -> str:
+def explain_reason(reason: str) -> str:
     """Return the explanation of a rejection; an unknown reason from another version is returned as it is."""
     return REASONS[Reason(reason)] if reason in set(Reason) else reason
 
 
 def is_hard(reason: str) -> bool:
-    """Return whether the worker's own signature proves the lie."""
+    """Return whether the worker's own signature proves this fault."""
     return reason in set(HARD)
 
 
 def redact(text: str) -> str:
-    """Prepare text from another machine for the page: one line, without keys, digests and addresses.
+    """Clean text from another machine for the page, and remove keys, digests and addresses.
 
     >>> redact("cannot reach http://10.0.0.7:81 as 0123456789abcdef")
     'cannot reach [address] as [key]'
@@ -227,12 +253,12 @@ def redact(text: str) -> str:
 
 
 def tokens_per_s(node: NodeStatus) -> float | None:
-    """Return the mean since the node's start; None if unknown."""
+    """Return a node's mean speed since its start; None if unknown."""
     return ratio(clamp(node.stats.tokens), node.stats.busy_s + node.stats.waiting_s)
 
 
 def weights_tree(nodes: Sequence[NodeStatus], receivers: int) -> tuple[list[tuple[int, NodeStatus]], int]:
-    """Return (depth, node) from top to bottom, and how many receiving nodes are left out."""
+    """Return (depth, node) in order, each node below its main sender, and how many receiving nodes are left out."""
     servers = [node for role in SERVERS for node in nodes if node.role == role]
     urls = {node.url: node for node in servers if node.url}
 
@@ -241,18 +267,18 @@ def weights_tree(nodes: Sequence[NodeStatus], receivers: int) -> tuple[list[tupl
         return urls[max(edges, key=lambda url: edges[url])].name if edges else None
 
     receiving = [node for node in nodes if node.role not in SERVERS and parent(node)]
-    left = [*servers, *receiving[:receivers]]
+    unplaced = [*servers, *receiving[:receivers]]
     rows: list[tuple[int, NodeStatus]] = []
 
     def attach(above: str | None, depth: int) -> None:
-        for node in [node for node in left if parent(node) == above]:
-            if node in left:  # two servers may be each other's main sender
-                left.remove(node)
+        for node in [node for node in unplaced if parent(node) == above]:
+            if node in unplaced:  # two servers may be each other's main sender
+                unplaced.remove(node)
                 rows.append((depth, node))
                 attach(node.name, min(depth + 1, MAX_DEPTH))
 
     attach(None, 0)
-    return [*rows, *((0, node) for node in left)], len(receiving[receivers:])
+    return [*rows, *((0, node) for node in unplaced)], len(receiving[receivers:])
 
 
 # --- the learner's sites -----------------------------------------------------------------------------------------------
@@ -262,21 +288,21 @@ def weights_tree(nodes: Sequence[NodeStatus], receivers: int) -> tuple[list[tupl
 class SiteRow:
     name: str
     state: str
-    well: bool  # no problem
+    healthy: bool
     loss: float | None = None  # of the last update
-    computed_s: float = 0.0  # seconds and bytes since its start
+    computed_s: float = 0.0  # this and all below: since the site's start
     waited_s: float = 0.0
     synced_s: float = 0.0
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
 
     def share(self, seconds: float) -> float | None:
-        """Return the share of the site's accounted time."""
+        """Return which share of the site's time these seconds are."""
         return ratio(seconds, self.computed_s + self.waited_s + self.synced_s)
 
 
-def sites_of(metrics: Sequence[Mapping[str, float]]) -> list[SiteRow]:
-    """Return each site's state from the newest step that mentions it, sorted by name."""
+def site_rows(metrics: Sequence[Mapping[str, float]]) -> list[SiteRow]:
+    """Return each site's state from the newest step that names it, sorted by name."""
     rows: dict[str, SiteRow] = {}
     newest = metrics[-1].get("step") if metrics else None
     for step in reversed(metrics[-SITE_STEPS:]):
@@ -292,11 +318,11 @@ def _site(name: str, step: Mapping[str, float], *, newest: bool) -> SiteRow:
     if not newest:
         state = f"away since step {step.get('step', 0.0) + 1 + kept:.0f}"
     values = {key: step.get(f"sites/{name}/{key}") for key in SITE_FIGURES}
-    known = {key: value for key, value in values.items() if value is not None and isfinite(value)}
-    return SiteRow(clean(name), state, newest and kept, **known)
+    finite = {key: value for key, value in values.items() if value is not None and isfinite(value)}
+    return SiteRow(clean(name), state, newest and kept, **finite)
 
 
 def sites_summary(sites: Sequence[SiteRow]) -> list[str]:
     """`1 of 2 count`, `site-1 away since step 12`."""
-    wrong = [f"{site.name} {site.state}" for site in sites if not site.well]
-    return [f"{len(sites) - len(wrong)} of {len(sites)} count", *wrong]
+    problems = [f"{site.name} {site.state}" for site in sites if not site.healthy]
+    return [f"{len(sites) - len(problems)} of {len(sites)} count", *problems]

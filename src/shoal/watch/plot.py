@@ -1,7 +1,7 @@
 """The curve of one run as a picture: reward per step, and held-out accuracy by version.
 
-Every measured value is a point; lines between points only guide the eye. Left out: several runs, which the dashboard draws
-(`--compare`), and other metrics, which trackers draw.
+Every measured value is a point; lines between points only guide the eye.
+Left out: several runs, which the dashboard draws (`--compare`), and other metrics, which trackers draw.
 """
 
 import io
@@ -22,7 +22,7 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
 
     Both share the x axis: version v is the policy after v trained steps. Raise OSError.
     """
-    # Import here: it costs 0.5 s and 60 MB, needed only at the end. No pyplot, which keeps global state.
+    # Imported here because it costs 0.5 s and 60 MB. Without pyplot, which keeps global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
@@ -30,31 +30,31 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
     points = [(index, step["reward/mean"]) for index, step in enumerate(metrics, 1) if "reward/mean" in step]
     if points:
         steps, rewards = [list(column) for column in zip(*points, strict=True)]
-        few = len(points) < 5  # too few to smooth
-        look: dict[str, Any] = {"marker": "o", "markersize": 5} if few else {"alpha": 0.35}
-        axes.plot(steps, rewards, color=COLORS[0], linewidth=1.2, label="reward per step", **look)
-        if not few:
+        is_short = len(points) < 5  # too short to smooth
+        style: dict[str, Any] = {"marker": "o", "markersize": 5} if is_short else {"alpha": 0.35}
+        axes.plot(steps, rewards, color=COLORS[0], linewidth=1.2, label="reward per step", **style)
+        if not is_short:
             axes.plot(steps, smoothed(rewards), color=COLORS[0], linewidth=2, label="reward, smoothed")
-    for kind, color, shape in (("greedy", COLORS[1], "o"), ("sampled", COLORS[2], "s")):
+    for kind, color, marker in (("greedy", COLORS[1], "o"), ("sampled", COLORS[2], "s")):
         accuracies = {e.version: getattr(e, kind) for e in evaluations if getattr(e, kind) is not None}
         if accuracies:
             versions = sorted(accuracies)
-            look = {
+            style = {
                 "linestyle": ":",
-                "marker": shape,
+                "marker": marker,
                 "markersize": 7,
                 "markeredgecolor": "white",
                 "zorder": 3,
             }
             values = [accuracies[version] for version in versions]
-            axes.plot(versions, values, color=color, linewidth=1, label=f"held-out, {kind}", **look)
+            axes.plot(versions, values, color=color, linewidth=1, label=f"held-out, {kind}", **style)
     # Never parse the title as TeX: a run may have any name.
     axes.set_title(clean(title), loc="left", color=INK, parse_math=False)
     axes.set_xlabel("steps trained (= policy version)", color=INK)
     axes.set_ylabel("mean reward per completion; accuracy (0 to 1)", color=INK)
     last, (low, high) = max([len(metrics), 1, *(e.version for e in evaluations)]), axes.get_ylim()
     axes.set_xlim(-0.02 * last, 1.02 * last)
-    axes.set_ylim(low if low < -0.05 else 0, max(high, 0.05))  # from 0, so that a slope is not exaggerated
+    axes.set_ylim(low if low < -0.05 else 0, max(high, 0.05))  # start at 0, so that a slope is not exaggerated
     plain(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="best")

@@ -6,8 +6,8 @@
     work.jsonl          one line per settled submission, published version and download of weights
     state.json          the response of `GET /v1/status`, the config, the work in progress
 
-Invariant: metrics and evaluations always hold the whole run so far, so neither a restart nor a reader sees a gap. A tracker
-that fails is reported once and then not used again; training and the files continue.
+Invariant: metrics and evaluations always hold the whole run so far, so neither a restart nor a reader sees a gap. If a
+tracker fails, this is reported once and the tracker is not used again; training and the files continue.
 Only the coordinator writes these files.
 """
 
@@ -27,7 +27,7 @@ from shoal.watch.trackers import Tracker
 MAX_SAMPLES = 8  # sent to a tracker at once
 METRICS, EVALUATIONS, ROLLOUTS = "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl"
 WORK, STATE = "work.jsonl", "state.json"
-NOT_TRACKED = ("step", "time_s")  # a tracker records its own
+NOT_TRACKED = ("step", "time_s")  # trackers record their own
 Line = dict[str, Any]
 
 
@@ -37,7 +37,7 @@ class RunState(BaseModel):
     status: Status
     config: str  # as TOML, without private fields
     under_way: list[Line]  # unsettled submissions, oldest first
-    ended: bool  # the coordinator exited cleanly
+    ended: bool  # whether the coordinator exited cleanly
 
 
 class Lines:
@@ -73,7 +73,7 @@ def read_evaluations(folder: Path) -> list[Evaluation]:
 
 
 def trained_steps(folder: Path) -> int:
-    """Return how many steps the run in this folder has trained."""
+    """Return how many steps of the run in this folder were trained."""
     return len({line["step"] for line in Lines(folder / METRICS).read()})
 
 
@@ -141,7 +141,7 @@ class RunRecord:
         self._try(lambda tracker: tracker.close(), "did not close")
 
     def _track(self, kind: str, version: int, values: dict[str, float]) -> None:
-        """Send figures to the tracker, once per step."""
+        """Send figures to the tracker, once per kind and version."""
         if (kind, version) not in self._tracked:
             self._tracked.add((kind, version))
             self._try(lambda tracker: tracker.log(values, version))

@@ -1,4 +1,4 @@
-"""A read-only view of a run: state, history and work, from its folder or its coordinator's public routes.
+"""A run to look at: state, history and work, read from its folder or its coordinator's public routes.
 
 Invariant: it changes nothing. A folder can be read during the run and after it; `record` lists its files. A coordinator's
 URL gives only state, curves, nodes and samples. Terminal, page and picture draw from here.
@@ -19,7 +19,7 @@ from shoal.protocol.messages import Evaluation
 from shoal.watch.record import EVALUATIONS, METRICS, ROLLOUTS, STATE, WORK, Line, Lines, RunState
 from shoal.watch.summary import read_summary, wall_s
 
-AWAY_S = 60.0  # a run whose coordinator has not written for this long has ended
+ENDED_S = 60.0  # a run whose coordinator has written nothing for this long has ended
 
 
 class FolderRun:
@@ -34,11 +34,12 @@ class FolderRun:
         self.history = RunHistory()
         self._files = {name: Lines(folder / name) for name in (METRICS, EVALUATIONS, ROLLOUTS, WORK)}
         self._state: RunState | None = None
-        self.name = self.look().run
+        self.name = self.refresh().run
         assert self._state is not None
         self.config: Config | None = parse(tomllib.loads(self._state.config), source=f"{folder / STATE}")
 
-    def look(self) -> Status:
+    def refresh(self) -> Status:
+        """Read new lines and return the current status. Raise UserError."""
         try:
             self._state = RunState.model_validate_json((self.path / STATE).read_bytes())
         except (OSError, ValueError) as error:
@@ -53,7 +54,7 @@ class FolderRun:
         assert self._state is not None
         if self._state.ended or self._state.status.state == "finished":
             return False
-        return bool(self.clock() - (self.path / STATE).stat().st_mtime < AWAY_S)
+        return bool(self.clock() - (self.path / STATE).stat().st_mtime < ENDED_S)
 
     def wall_s(self, status: Status) -> float:
         if status.state == "finished" and (total_s := read_summary(self.path).get("wall_s")):
@@ -69,21 +70,21 @@ class FolderRun:
 
 
 class PoolRun:
-    """A coordinator, by its URL. Work and config are not available."""
+    """A run seen through its coordinator's URL, without work and config."""
 
     config: Config | None = None
     folder: Path | None = None
 
     def __init__(self, url: str, client: httpx.Client, legs: Path | None = None) -> None:
-        """`legs`: the folder with `shoal run`'s measurements, if it is on this machine."""
+        """`legs`: the folder in which `shoal run` records its measurements, if on this machine."""
         self.pool = PoolWatch(server_url(url), client)
         self.legs = legs
         self.history = self.pool.history
         self.name = url
         self._state = "running"
 
-    def look(self) -> Status:
-        """Fetch the current status. Raise UnreachableError."""
+    def refresh(self) -> Status:
+        """Fetch new history and return the current status. Raise UnreachableError."""
         status = self.pool.look()
         self.name, self._state = status.run, status.state
         return status

@@ -1,9 +1,9 @@
-"""The final report of a run: `summary.json`, `reward.png` and the table printed at the end; and its legs.
+"""The final report of a run: `summary.json`, `reward.png` and the table printed at the end; and the run's legs.
 
 A leg is one execution of `shoal run`, from start to stop. `legs.json` holds what only `shoal run` can measure: time,
 restarts, memory.
 Invariant: every other figure comes from the coordinator. Files are written atomically.
-Left out: error bars over runs (the intervals shown are over held-out tasks).
+Left out: error bars over runs; the intervals shown are over held-out tasks.
 """
 
 import json
@@ -21,7 +21,19 @@ from shoal.files import write_file
 from shoal.protocol.history import RunHistory, Status
 from shoal.protocol.messages import Evaluation
 from shoal.watch.estimates import wilson
-from shoal.watch.figures import busy_frac, clean, count, counted, duration, first_of, memory, number, percent, total
+from shoal.watch.figures import (
+    busy_frac,
+    clean,
+    count,
+    duration,
+    first_value,
+    format_counts,
+    memory,
+    number,
+    percent,
+    ratio,
+    total,
+)
 from shoal.watch.plot import draw_curve
 
 SUMMARY = "summary.json"
@@ -36,8 +48,8 @@ class Leg:
     wall_s: float = 0.0
     restarts: dict[str, int] = field(default_factory=dict)  # by process
     peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
-    peak_together_bytes: int = 0  # of all processes at once, shared pages counted once
-    estimated_s: float = 0.0  # estimate made before the start; 0: none
+    peak_together_bytes: int = 0  # of all processes together, shared pages counted once
+    estimated_s: float = 0.0  # estimated before the start; 0: no estimate
     estimated_bytes: float = 0.0
 
 
@@ -76,8 +88,8 @@ def summarize(config: Config, status: Status, history: RunHistory, measured: Leg
         "wall_s": measured.wall_s if measured else status.now_s - status.started_s,
         "heldout_before": _heldout(before[0]) if before else None,
         "heldout_after": _heldout(after[-1]) if after else None,
-        "reward_first": first_of(metrics, "reward/mean"),
-        "reward_last": first_of(metrics[::-1], "reward/mean"),
+        "reward_first": first_value(metrics, "reward/mean"),
+        "reward_last": first_value(metrics[::-1], "reward/mean"),
         "accepted": {node.name: node.accepted for node in workers},
         "rejected": {node.name: node.rejected for node in workers},
         "reject_reasons": dict(status.reject_reasons),
@@ -98,7 +110,7 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
     """Draw the summary in a dozen lines. `folder`: where its files are."""
     before, after = summary["heldout_before"] or {}, summary["heldout_after"] or {}
     generated, trained = count(summary["tokens_generated"]), count(summary["tokens_trained"])
-    reasons = counted(summary["reject_reasons"])
+    reasons = format_counts(summary["reject_reasons"])
     rows = {
         "held-out greedy": _heldout_change(before, after, "greedy"),
         "held-out sampled": _heldout_change(before, after, "sampled"),
@@ -147,10 +159,10 @@ def _accuracy(figures: dict[str, Any], kind: str) -> str:
 
 
 def _waste(status: Status) -> dict[str, Any]:
-    """Return the wasted groups: useful ones that grew too old, and ones that came too late to be judged."""
+    """Return the wasted groups: useful ones that grew too old, and those that came too late to be judged."""
     old, late = status.stale_groups, status.late_groups
-    generated = status.useful_groups + late
-    return {"too_old": old, "too_late": late, "of": generated, "share": (old + late) / generated if generated else None}
+    groups = status.useful_groups + late
+    return {"too_old": old, "too_late": late, "of": groups, "share": ratio(old + late, groups)}
 
 
 def _waste_text(waste: dict[str, Any]) -> str:
@@ -162,9 +174,9 @@ def _waste_text(waste: dict[str, Any]) -> str:
 def _exact(exact: dict[str, int]) -> str:
     """`80 submissions, 12.3k tokens equal to the last bit, 0 not`."""
     if not exact["submissions"] and not exact["mismatched_tokens"]:
-        return "none: numerics are fast, or machines differ; the limits applied"
-    equal, other = count(exact["tokens"]), exact["mismatched_tokens"]
-    return f"{exact['submissions']} submissions, {equal} tokens equal to the last bit, {other} not"
+        return "none: numerics are fast, or machines differ, so the limits applied"
+    equal, unequal = count(exact["tokens"]), exact["mismatched_tokens"]
+    return f"{exact['submissions']} submissions, {equal} tokens equal to the last bit, {unequal} not"
 
 
 def _counts(counts: dict[str, int]) -> str:
@@ -174,17 +186,17 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def read_legs(folder: Path) -> list[Leg]:
-    """Return the legs of the run in `folder`; none for a new run."""
+    """Return the legs of the run in `folder`; empty for a new run."""
     path = folder / LEGS
     return [Leg(**leg) for leg in json.loads(path.read_text())] if path.exists() else []
 
 
 def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:
-    """Return the run's seconds summed over its legs; None if no `shoal run` measured any."""
+    """Return the run's time over all its legs; None if no `shoal run` measured any."""
     path = folder / LEGS
     if not path.exists():
         return None
-    since_s = now_s - path.stat().st_mtime  # since the running leg was last written
+    since_s = now_s - path.stat().st_mtime  # since the current leg was last written
     return all_legs(read_legs(folder)).wall_s + (since_s if running and 0 < since_s < ENDED_S else 0.0)
 
 
@@ -193,7 +205,7 @@ def write_legs(folder: Path, legs: list[Leg]) -> None:
 
 
 def all_legs(legs: list[Leg]) -> Leg:
-    """Merge all legs into one: sum seconds and restarts, take the highest peaks."""
+    """Merge all legs into one: sum times and restarts, keep the highest peaks."""
     restarts: Counter[str] = Counter()
     peaks: Counter[str] = Counter()
     for leg in legs:

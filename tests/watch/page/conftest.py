@@ -1,4 +1,4 @@
-"""A finished run for all tests of this folder, with hostile texts in it, and a server that shows it."""
+"""A finished run with hostile texts in it, and dashboard servers."""
 
 import asyncio
 import json
@@ -15,6 +15,8 @@ from shoal.watch.page.server import LOOPBACK, Dashboard
 from shoal.watch.run import FolderRun
 from tests.cli.audit.recorded import record_run
 
+from .browsing import launch_chromium
+
 MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 Serving = Callable[..., str]
 
@@ -27,7 +29,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> N
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A node's name, a node's report, a sample and a verdict hold markup."""
+    """Record a run in which a node's name, a node's report, a sample and a verdict hold markup."""
     folder = record_run(tmp_path_factory.mktemp("watched"))
     state = json.loads((folder / "state.json").read_text())
     for node in state["status"]["nodes"]:
@@ -37,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             node["stats"] = {"doing": MARKUP[:80], "tokens": 5, "busy_s": 1.0, "waiting_s": 1.0}
             node["url"] = "http://10.1.2.3:99"
     (folder / "state.json").write_text(json.dumps(state))
-    rewrite(folder / "rollouts.jsonl", lambda one: one | {"task": MARKUP, "prompt": MARKUP, "completion": MARKUP})
+    rewrite(folder / "rollouts.jsonl", lambda line: line | {"task": MARKUP, "prompt": MARKUP, "completion": MARKUP})
 
     def hostile(line: dict[str, Any]) -> dict[str, Any]:
         if line["kind"] != "submission":
@@ -48,23 +50,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return line
 
     rewrite(folder / "work.jsonl", hostile)
-    begun_s = state["status"]["started_s"]
+    start_s = state["status"]["started_s"]
     download = {"kind": "download", "number": 1, "node": "alice", "role": "worker", "version": 1, "bytes": 700}
     with (folder / "work.jsonl").open("a") as file:
-        file.write(json.dumps(download | {"from_s": begun_s, "to_s": begun_s + 2}) + "\n")
+        file.write(json.dumps(download | {"from_s": start_s, "to_s": start_s + 2}) + "\n")
     return folder
 
 
 @pytest.fixture
 def two_sites(finished: Path, tmp_path: Path) -> Path:
-    """The same run, trained at two sites. The second has a name with markup, and no part in the last step."""
+    """The same run, trained at two sites. The second has a name with markup and is missing in the last step."""
     folder = shutil.copytree(finished, tmp_path / "sites")
 
     def at_sites(step: dict[str, Any]) -> dict[str, Any]:
-        told = {"sites/kept": 2.0}
+        sites = {"sites/kept": 2.0}
         for name, kept in (("site-0", 1.0), (MARKUP[:20], float(step["step"] < 2))):
-            told |= {f"sites/{name}/{what}": kept for what in ("kept", "loss", "computed_s", "synced_s", "sent_bytes")}
-        return step | told
+            sites |= {
+                f"sites/{name}/{figure}": kept for figure in ("kept", "loss", "computed_s", "synced_s", "sent_bytes")
+            }
+        return step | sites
 
     rewrite(folder / "metrics.jsonl", at_sites)
     return folder
@@ -72,7 +76,7 @@ def two_sites(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serving() -> Iterator[Serving]:
-    """Starts servers in a thread; each call returns the address of one."""
+    """Return a function that starts a server in a thread and returns its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -81,7 +85,7 @@ def serving() -> Iterator[Serving]:
     async def start(folder: Path, hosts: tuple[str, ...], compare: list[Path]) -> str:
         others = [FolderRun(other) for other in compare]
         for other in others:
-            other.look()
+            other.refresh()
         dashboard = Dashboard(FolderRun(folder), others)
         runner = web.AppRunner(dashboard.app(hosts), shutdown_timeout=0.1)
         await runner.setup()
@@ -103,12 +107,5 @@ def serving() -> Iterator[Serving]:
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    """Debian's browser. Skips without it; `make browser` installs it."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        pytest.skip("Chromium is not installed: make browser")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with launch_chromium() as browser:
         yield browser
-        browser.close()

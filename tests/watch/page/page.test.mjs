@@ -1,11 +1,11 @@
-// The page's logic without a browser: node --test tests/watch/page/page.test.mjs
+// The dashboard's logic without a browser: node --test tests/watch/page/page.test.mjs
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import * as figures from "../../../src/shoal/watch/page/static/figures.js";
 import { Run } from "../../../src/shoal/watch/page/static/run.js";
 
-test("figures are written as the terminal writes them", () => {
+test("figures have the terminal's formats", () => {
   assert.equal(figures.count(812), "812");
   assert.equal(figures.count(81234), "81.2k");
   assert.equal(figures.count(999960), "1.0M");
@@ -20,21 +20,21 @@ test("figures are written as the terminal writes them", () => {
   }
 });
 
-test("the losses of sites are found among the curves, by name", () => {
+test("the losses of sites are selected from the curves by name", () => {
   const values = { loss: [1], "loss site-1": [null, 2], reward: [0], "loss site-0": [3, 4] };
   assert.deepEqual(figures.siteLosses(values), [["site-0", [3, 4]], ["site-1", [null, 2]]]);
 });
 
-test("a verdict's number comes first, and a long name loses its middle", () => {
+test("verdicts start with their number, and long names are cut in the middle", () => {
   assert.equal(figures.verdicts("", 12), "12 accepted");
   assert.equal(figures.verdicts("proof", 1), "1 rejected: proof");
-  assert.equal(figures.middle("words-of-seven-letters-3", 16), "words-of…tters-3");
-  assert.equal(figures.middle("tiny-0", 16), "tiny-0");
+  assert.equal(figures.ellipsize("words-of-seven-letters-3", 16), "words-of…tters-3");
+  assert.equal(figures.ellipsize("tiny-0", 16), "tiny-0");
 });
 
 test("ticks are round and within the range", () => {
   assert.deepEqual(figures.ticks(0, 0.76, 4), [0, 0.2, 0.4, 0.6]);
-  assert.deepEqual(figures.wholeTicks(1, 3, 6), [1, 2, 3]);
+  assert.deepEqual(figures.integerTicks(1, 3, 6), [1, 2, 3]);
   assert.deepEqual(figures.ticks(5, 5), [5]);
   for (const value of figures.ticks(-3.3, 7.7, 5)) assert.ok(value >= -3.3 && value <= 7.7);
 });
@@ -58,25 +58,25 @@ test("smoothing keeps the length and the mean of a constant", () => {
   assert.equal(figures.smooth([null, null, null]).every((value) => value === null), true);
 });
 
-test("the nearest point is found at both ends and between", () => {
+test("the nearest value is found at both ends and in between", () => {
   const xs = [1, 4, 9];
   assert.deepEqual([0, 2, 3, 7, 100].map((x) => figures.nearest(xs, x)), [0, 0, 1, 2, 2]);
   assert.equal(figures.nearest([], 3), -1);
 });
 
-test("curves are asked for when there are new ones, and kept otherwise", async () => {
-  const asked = [];
-  const answers = { "/api/overview": { seen: "1.0", overview: { trained: 1 } }, "/api/curves": { curves: { x: [1] } } };
+test("curves are fetched when there are new ones, and kept otherwise", async () => {
+  const paths = [];
+  const responses = { "/api/overview": { revision: "1.0", overview: { trained: 1 } }, "/api/curves": { curves: { x: [1] } } };
   const run = new Run(async (path) => {
-    asked.push(path);
-    return answers[path];
+    paths.push(path);
+    return responses[path];
   });
-  await run.look();
-  await run.look();
-  assert.deepEqual(asked, ["/api/overview", "/api/curves", "/api/overview"]);
+  await run.refresh();
+  await run.refresh();
+  assert.deepEqual(paths, ["/api/overview", "/api/curves", "/api/overview"]);
   assert.deepEqual([run.curves.x, run.overview.trained], [[1], 1]);
-  answers["/api/overview"] = { seen: "2.0", overview: { trained: 2 } };
-  answers["/api/curves"] = { curves: { x: [1, 2] } };
-  await run.look();
-  assert.deepEqual([run.curves.x, run.overview.trained, asked.length], [[1, 2], 2, 5]);
+  responses["/api/overview"] = { revision: "2.0", overview: { trained: 2 } };
+  responses["/api/curves"] = { curves: { x: [1, 2] } };
+  await run.refresh();
+  assert.deepEqual([run.curves.x, run.overview.trained, paths.length], [[1, 2], 2, 5]);
 });

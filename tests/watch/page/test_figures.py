@@ -1,4 +1,4 @@
-"""What the dashboard computes from a run: curves, answers, lanes, words."""
+"""What the dashboard computes from a run: curves, answers, sites, work."""
 
 import json
 import shutil
@@ -12,9 +12,9 @@ import pytest
 from shoal.errors import UserError
 from shoal.protocol.history import RunHistory, Status
 from shoal.protocol.messages import Evaluation, Reason
-from shoal.watch.figures import REASONS, is_hard, reason_words, redact
-from shoal.watch.page.overview import buckets, curves, overview, run_name
-from shoal.watch.page.work import _make_sequential, flow, trust
+from shoal.watch.figures import REASONS, explain_reason, is_hard, redact
+from shoal.watch.page.overview import buckets, curves, display_name, overview
+from shoal.watch.page.work import _make_sequential, count_checks, flow
 from shoal.watch.run import FolderRun
 
 
@@ -31,14 +31,14 @@ def status(**changes: object) -> Status:
     return Status.model_validate(base | changes)
 
 
-def told_of(found: Status, history: RunHistory, *, running: bool = True, wall_s: float = 100.0) -> dict[str, Any]:
+def overview_of(status: Status, history: RunHistory, *, running: bool = True, wall_s: float = 100.0) -> dict[str, Any]:
     run: Any = SimpleNamespace(history=history, config=None, running=lambda: running, wall_s=lambda _: wall_s)
-    return overview(run, found)
+    return overview(run, status)
 
 
-def answers(found: Status, history: RunHistory) -> dict[str, tuple[str, str]]:
-    told = told_of(found, history)["answers"]
-    return {one["question"]: (one["answer"], one["tone"]) for one in told}
+def answers(status: Status, history: RunHistory) -> dict[str, tuple[str, str]]:
+    answers = overview_of(status, history)["answers"]
+    return {answer["question"]: (answer["answer"], answer["tone"]) for answer in answers}
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 360, 361, 5000])
@@ -51,15 +51,14 @@ def test_buckets_cover_every_step_once(count: int) -> None:
 def test_a_spike_survives_downsampling() -> None:
     rewards = [0.1] * 5000
     rewards[1234] = 9.0
-    found = curves(steps(rewards))
-    assert len(found["x"]) <= 360 and found["x"][-1] == 5000
-    assert max(found["high"]["reward"]) == 9.0 and max(found["values"]["reward"]) < 1.0
+    drawn = curves(steps(rewards))
+    assert len(drawn["x"]) <= 360 and drawn["x"][-1] == 5000
+    assert max(drawn["high"]["reward"]) == 9.0 and max(drawn["values"]["reward"]) < 1.0
 
 
-def test_few_steps_stay_as_they_are() -> None:
-    found = curves(steps([0.1, 0.3]))
-    assert found["values"]["reward"] == [0.1, 0.3] and found["low"] == {}
-    assert curves([{"step": 4.0, "time_s": 7.0, "reward/mean": 0.123456789}])["values"] == {"reward": [0.12346]}
+def test_a_short_run_is_not_downsampled_and_values_are_rounded() -> None:
+    drawn = curves(steps([0.1, 0.123456789, float("nan")]))
+    assert drawn["values"]["reward"] == [0.1, 0.12346, None] and drawn["low"] == {}
 
 
 @pytest.mark.parametrize(
@@ -71,20 +70,20 @@ def test_few_steps_stay_as_they_are() -> None:
         ([0.4, 0.5] * 6, "Not visibly"),
     ],
 )
-def test_whether_it_learns_follows_from_the_reward(rewards: list[float], answer: str) -> None:
+def test_the_trend_of_the_reward_answers_whether_it_learns(rewards: list[float], answer: str) -> None:
     assert answers(status(), RunHistory(metrics=steps(rewards)))["Is it learning?"][0] == answer
 
 
 def test_held_out_accuracy_outweighs_the_reward() -> None:
-    found = [Evaluation(version=v, greedy=g, sampled=None, n=256, final=False) for v, g in ((0, 0.8), (9, 0.4))]
-    history = RunHistory(metrics=steps([0.1 + 0.05 * n for n in range(12)]), evaluations=found)
+    evaluations = [Evaluation(version=v, greedy=g, sampled=None, n=256, final=False) for v, g in ((0, 0.8), (9, 0.4))]
+    history = RunHistory(metrics=steps([0.1 + 0.05 * n for n in range(12)]), evaluations=evaluations)
     assert answers(status(), history)["Is it learning?"] == ("No, it got worse", "bad")
 
 
 @pytest.mark.parametrize(
     ("changes", "answer", "detail"),
     [
-        ({}, "Nothing checked yet", "The first verdict is still to come."),
+        ({}, "Nothing checked yet", "There is no verdict yet."),
         (
             {"reject_reasons": {"proof": 2, "reward": 1, "unreadable": 5}},
             "Suspected",
@@ -97,64 +96,63 @@ def test_held_out_accuracy_outweighs_the_reward() -> None:
         ),
     ],
 )
-def test_who_cheats_follows_from_hard_reasons(changes: dict[str, object], answer: str, detail: str) -> None:
-    told = told_of(status(**changes), RunHistory())["answers"][2]
-    assert (told["answer"], told["detail"]) == (answer, detail)
+def test_hard_reasons_answer_whether_anyone_cheats(changes: dict[str, object], answer: str, detail: str) -> None:
+    cheating = overview_of(status(**changes), RunHistory())["answers"][2]
+    assert (cheating["answer"], cheating["detail"]) == (answer, detail)
 
 
-def test_a_silent_node_is_no_health() -> None:
+def test_a_silent_node_is_a_problem() -> None:
     node = {"name": "worker-3", "role": "worker", "url": None, "policy_version": 0, "seen_s": 10.0, "evicted": False}
     nodes = [node | {"accepted": 0, "rejected": 0, "stats": {}}]
-    told = answers(status(nodes=nodes), RunHistory())
-    assert told["Is it healthy?"] == ("Look here", "warn")
+    assert answers(status(nodes=nodes), RunHistory())["Is it healthy?"] == ("Look here", "warn")
     nodes[0]["seen_s"] = 99.0
     assert answers(status(nodes=nodes), RunHistory())["Is it healthy?"][1] == "good"
 
 
 def two_sites(rewards: list[float], **of_1: float) -> list[dict[str, float]]:
-    """Two sites that count; the last step says of site-1 what `of_1` says."""
+    """Return the metrics of two sites that count; `of_1` are site-1's in the last step."""
     both = {f"sites/site-{n}/{key}": 1.0 for n in (0, 1) for key in ("kept", "loss")} | {"sites/kept": 2.0}
-    found = [step | both for step in steps(rewards)]
-    found[-1] |= {f"sites/site-1/{key}": value for key, value in of_1.items()}
-    return found
+    metrics = [step | both for step in steps(rewards)]
+    metrics[-1] |= {f"sites/site-1/{key}": value for key, value in of_1.items()}
+    return metrics
 
 
-def test_the_sites_of_a_learner_are_shown_with_their_curves() -> None:
+def test_sites_are_listed_with_their_curves() -> None:
     history = RunHistory(metrics=two_sites([0.1, 0.2], computed_s=3.0, synced_s=1.0, sent_bytes=5.0, loss=0.5))
-    told = told_of(status(), history)["sites"]
-    assert [(site["name"], site["state"], site["tone"]) for site in told] == [
+    sites = overview_of(status(), history)["sites"]
+    assert [(site["name"], site["state"], site["tone"]) for site in sites] == [
         (f"site-{n}", "counts", "good") for n in (0, 1)
     ]
-    assert {key: told[1][key] for key in ("loss", "computing", "waiting", "syncing", "sent")} == {
+    assert {key: sites[1][key] for key in ("loss", "computing", "waiting", "syncing", "sent")} == {
         "loss": 0.5, "computing": 0.75, "waiting": 0.0, "syncing": 0.25, "sent": 5.0,
     }  # fmt: skip
     assert curves(history.metrics)["values"]["loss site-1"] == [1.0, 0.5]
 
 
-def test_a_site_that_is_missing_is_no_health() -> None:
+def test_a_missing_site_is_a_problem() -> None:
     assert answers(status(), RunHistory(metrics=two_sites([0.1])))["Is it healthy?"][1] == "good"
     history = RunHistory(metrics=two_sites([0.1], kept=0.0))
     assert answers(status(), history)["Is it healthy?"] == ("Look here", "warn")
 
 
-def test_every_reason_has_words() -> None:
+def test_every_reason_is_explained() -> None:
     assert REASONS.keys() == set(Reason)
-    assert is_hard("proof") and not is_hard("inexact") and reason_words("of a later version") == "of a later version"
+    assert is_hard("proof") and not is_hard("inexact") and explain_reason("unknown") == "unknown"
 
 
-def test_what_others_say_loses_keys_addresses_and_control_characters() -> None:
-    told = redact(f"{'0f' * 32} at https://10.0.0.1:80/x?k=1 and 10.0.0.7:9\x1b[2J")
-    assert told == "[key] at [address] and [address]?[2J"
-    assert run_name("quickstart-0-7715741485d6412d") == "quickstart-0"
+def test_text_of_others_loses_keys_addresses_and_control_characters() -> None:
+    text = redact(f"{'0f' * 32} at https://10.0.0.1:80/x?k=1 and 10.0.0.7:9\x1b[2J")
+    assert text == "[key] at [address] and [address]?[2J"
+    assert display_name("quickstart-0-7715741485d6412d") == "quickstart-0"
 
 
-def test_claims_of_one_validator_are_shown_one_after_another() -> None:
+def test_overlapping_claims_of_one_validator_are_drawn_one_after_another() -> None:
     bars = [{"from_s": 0.0, "to_s": 5.0}, {"from_s": 0.0, "to_s": 3.0}, {"from_s": 6.0, "to_s": 8.0}]
     _make_sequential(bars)
     assert [(bar["from_s"], bar["to_s"]) for bar in bars] == [(0.0, 3.0), (3.0, 5.0), (6.0, 8.0)]
 
 
-def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no state.json"):
         FolderRun(tmp_path)
     (tmp_path / "state.json").write_text('{"status": 1}')
@@ -162,7 +160,7 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
         FolderRun(tmp_path)
 
 
-def test_a_run_whose_coordinator_writes_no_more_has_stopped(finished: Path, tmp_path: Path) -> None:
+def test_a_run_has_stopped_when_its_coordinator_writes_nothing(finished: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(finished, tmp_path / "run")
     state = json.loads((folder / "state.json").read_text())
     state["status"]["state"] = "running"
@@ -175,10 +173,9 @@ def test_a_run_whose_coordinator_writes_no_more_has_stopped(finished: Path, tmp_
     assert not running(True, 0.0), "it was stopped"
 
 
-def test_what_a_run_took_is_told_once_for_all() -> None:
-    found = status(state="finished", trained=10)
-    told = told_of(found, RunHistory(), running=False, wall_s=63.0)
-    assert told["elapsed_s"] == 63.0 and "10 steps in 1m 03s" in told["answers"][1]["detail"]
+def test_a_finished_run_shows_the_time_that_its_legs_took() -> None:
+    shown = overview_of(status(state="finished", trained=10), RunHistory(), running=False, wall_s=63.0)
+    assert shown["elapsed_s"] == 63.0 and "10 steps in 1m 03s" in shown["answers"][1]["detail"]
 
 
 def test_work_is_counted_by_step_and_by_worker() -> None:
@@ -195,7 +192,7 @@ def test_work_is_counted_by_step_and_by_worker() -> None:
         settled("expired", 1),
         settled("accepted", 1, group_list=groups),
     ]
-    assert trust(work) == {"w": (1, 3)}
-    found = flow(work)
-    assert found["groups"] == {"useful": [1, 1], "filtered": [1, 1], "late": [0, 2], "rejected": [2, 0]}
-    assert found["verdicts"] == {"": [1, 1], "proof": [1, 0]} and found["x"] == [1, 2]
+    assert count_checks(work) == {"w": (1, 3)}
+    by_step = flow(work)
+    assert by_step["groups"] == {"useful": [1, 1], "filtered": [1, 1], "late": [0, 2], "rejected": [2, 0]}
+    assert by_step["verdicts"] == {"": [1, 1], "proof": [1, 0]} and by_step["x"] == [1, 2]

@@ -14,7 +14,7 @@ from shoal.cli.preflight.machine import free_bytes
 from shoal.config.tasks import GRADER_ERRORS
 from shoal.errors import ShoalError
 from shoal.protocol.history import Grading, PoolWatch, Status, UnreachableError
-from shoal.watch.figures import grader_errors, no_signal
+from shoal.watch.figures import grader_warning, no_signal_warning
 
 NO_SIGNAL_GROUPS = 512  # accepted groups in a row with equal rewards after which a run is stopped
 STALL_S = 900.0  # without an accepted submission or a trained step
@@ -67,8 +67,8 @@ class Watch:
             return
         if self.status.signal.flat - self._flat_before >= NO_SIGNAL_GROUPS:
             raise ShoalError(
-                f"{no_signal(self.status.signal)}; see what the model writes in {self.folder / 'rollouts.jsonl'}, then try "
-                "easier or harder tasks, or more completions per group (sampling.group_size)"
+                f"{no_signal_warning(self.status.signal)}; see what the model writes in {self.folder / 'rollouts.jsonl'}, "
+                "then try easier or harder tasks, or more completions per group (sampling.group_size)"
             )
 
         if words := self._grader_fails(self.status.grading):
@@ -83,7 +83,7 @@ class Watch:
         enough = RECENT_GRADED if self._graded_before else MIN_GRADED
         if graded < enough or grading.errors <= GRADER_ERRORS * grading.recent:
             return ""
-        return grader_errors(grading) + f", more than {GRADER_ERRORS:.0%}"
+        return grader_warning(grading) + f", more than {GRADER_ERRORS:.0%}"
 
     def _who_waits(self) -> str:
         nodes = self.status.nodes if self.status else []

@@ -1,6 +1,6 @@
 """Static files and security headers of every page.
 
-Invariants: only files present at the start are served, by exact name, so no request path leads elsewhere. A page runs only
+Invariant: only files present at the start are served, by exact name, so no request path leads elsewhere. A page runs only
 scripts that this server sent as files. Text is never markup: `require-trusted-types-for` makes the browser refuse
 `innerHTML` and similar. Browsers revalidate each file and mostly get 304.
 """

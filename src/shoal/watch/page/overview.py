@@ -1,6 +1,6 @@
 """The dashboard's overview: is it learning, is it healthy, is anyone cheating; the nodes and the curves.
 
-Invariants: each answer follows from figures shown beside it, and says when they do not suffice. No key, fingerprint or
+Invariant: each answer follows from figures shown beside it, and says when they do not suffice. No key, fingerprint or
 address appears. The page marks what a node reports about itself.
 A curve of more than MAX_POINTS points is bucketed by steps: a point is the mean of its bucket, and `low` and `high` are its
 extremes, so no spike disappears.
@@ -9,7 +9,7 @@ extremes, so no spike disappears.
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from shoal import config as config_module
 from shoal.evidence import ALPHA
@@ -18,22 +18,26 @@ from shoal.protocol.messages import Evaluation
 from shoal.watch.estimates import wilson
 from shoal.watch.figures import (
     SiteRow,
+    Tone,
+    activity,
     busy_frac,
     clean,
     count,
     duration,
     eta_s,
-    grader_errors,
+    format_rejections,
+    grader_warning,
     is_hard,
-    is_silent,
-    no_signal,
+    no_signal_warning,
+    node_condition,
     number,
     percent,
+    ratio,
     redact,
-    rejections,
-    sites_of,
+    site_rows,
     tokens_per_s,
     total,
+    verdict_totals,
     weights_tree,
 )
 from shoal.watch.run import Run
@@ -41,7 +45,7 @@ from shoal.watch.summary import read_summary
 
 MIN_TREND_STEPS = 6  # before a trend is reported
 TREND_ERRORS = 2.0  # a change of this many standard errors counts as a trend
-MAX_PROBLEMS = 3  # named in one answer
+MAX_PROBLEMS = 3  # listed in one answer
 MAX_RECEIVERS = 64  # receiving nodes shown in the weights tree
 ORDER = {"bad": 0, "warn": 1, "good": 2, "none": 3}
 KEY_PART = re.compile(r"-[0-9a-f]{16}$")
@@ -61,7 +65,6 @@ NAMES = {  # the page's names of metrics in metrics.jsonl
     "stale_max": "async/staleness_max",
 }
 SITE_LOSS = re.compile(r"^sites/(.+)/loss$")
-Tone = Literal["good", "warn", "bad", "none"]
 
 
 def _answer(question: str, answer: str, tone: Tone, detail: str) -> dict[str, str]:
@@ -73,20 +76,20 @@ def run_state(run: Run, status: Status) -> str:
     return status.state if status.state == "finished" else "running" if run.running() else "stopped"
 
 
-def overview(run: Run, status: Status, *, answers: bool = True) -> dict[str, Any]:
-    """Return the overview. `answers`: whether the coordinator still responds."""
+def overview(run: Run, status: Status, *, reachable: bool = True) -> dict[str, Any]:
+    """Return the overview. `reachable`: whether the run can still be read."""
     history, config = run.history, run.config
     state, wall_s = run_state(run, status), run.wall_s(status)
-    if state == "running" and not answers:
+    if state == "running" and not reachable:
         state = "stopped"
-    accepted, rejected = sum(node.accepted for node in status.nodes), sum(node.rejected for node in status.nodes)
+    accepted, rejected = verdict_totals(status)
     fields: dict[str, Any] = {
-        "name": run_name(status.run),
+        "name": display_name(status.run),
         "state": state,
         "trained": len(history.metrics),
         "steps": status.steps,
-        "elapsed_s": _about(wall_s, 10.0 if state == "running" else 0.1),
-        "left_s": _about(eta_s(status, history.metrics), 5.0) if state == "running" else None,
+        "elapsed_s": _round_s(wall_s, 10.0 if state == "running" else 0.1),
+        "left_s": _round_s(eta_s(status, history.metrics), 5.0) if state == "running" else None,
         "answers": [
             _learning(history),
             _healthy(status, history, state, wall_s),
@@ -100,7 +103,7 @@ def overview(run: Run, status: Status, *, answers: bool = True) -> dict[str, Any
         "rejected": rejected,
         "reasons": {reason: [n, is_hard(reason)] for reason, n in sorted(status.reject_reasons.items())},
         "exact": status.exact.model_dump(),
-        "sites": [_site(site) for site in sites_of(history.metrics)],
+        "sites": [_site(site) for site in site_rows(history.metrics)],
         "nodes": _counts(status, state),
     }
     if config:
@@ -116,7 +119,7 @@ def _site(site: SiteRow) -> dict[str, Any]:
     return {
         "name": redact(site.name),
         "state": site.state,
-        "tone": "good" if site.well else "warn",
+        "tone": "good" if site.healthy else "warn",
         "loss": site.loss,
         "sent": site.sent_bytes,
         "received": site.received_bytes,
@@ -124,15 +127,15 @@ def _site(site: SiteRow) -> dict[str, Any]:
     }
 
 
-def _about(seconds: float | None, grain_s: float) -> float | None:
-    """Round, so that a ticking clock does not change the response."""
+def _round_s(seconds: float | None, grain_s: float) -> float | None:
+    """Round, so that the passing of time alone does not change the response."""
     return None if seconds is None else round(round(seconds / grain_s) * grain_s, 1)
 
 
-def run_name(run: str) -> str:
+def display_name(run: str) -> str:
     """Return the run's name without the suffix from its coordinator's key.
 
-    >>> run_name("quickstart-0-7715741485d6412d")
+    >>> display_name("quickstart-0-7715741485d6412d")
     'quickstart-0'
     """
     return redact(KEY_PART.sub("", run))
@@ -154,7 +157,7 @@ def _learning(history: RunHistory) -> dict[str, str]:
         return _answer(
             question, "Too early to say", "none", f"{len(rewards)} steps so far; a trend needs {MIN_TREND_STEPS}."
         )
-    first, last, error = _ends(rewards)
+    first, last, error = _first_and_last_third(rewards)
     change = f"Reward {number(first)} → {number(last)} over {len(rewards)} steps"
     if last - first > TREND_ERRORS * error:
         return _answer(question, "Yes", "good", f"{change}, more than its noise.")
@@ -167,23 +170,13 @@ def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> 
     question, problems = "Is it healthy?", []
     if state == "stopped":
         return _answer(question, "It has stopped", "bad", f"After {status.trained} of {status.steps} steps.")
-    silent = [node for node in status.nodes if is_silent(node, status, running=state == "running")]
-    if silent:
-        names = ", ".join(clean(node.name) for node in silent[:MAX_PROBLEMS])
-        problems.append(f"{len(silent)} silent: {names}{' …' if len(silent) > MAX_PROBLEMS else ''}")
-    if words := no_signal(status.signal):
-        problems.append(words)
-    if words := grader_errors(status.grading):
-        problems.append(words)
-    skipped = int(total(history.metrics, "optim/skipped"))
-    if skipped:
+    conditions = [(node, node_condition(node, status, running=state == "running")[0]) for node in status.nodes]
+    problems += _list_nodes("silent", [node for node, condition in conditions if condition == "silent"])
+    problems += filter(None, (no_signal_warning(status.signal), grader_warning(status.grading)))
+    if skipped := int(total(history.metrics, "optim/skipped")):
         problems.append(f"{skipped} updates skipped by the guard")
-    problems += [f"{site.name} {site.state}" for site in sites_of(history.metrics) if not site.well]
-    suspended = [node for node in status.nodes if node.suspended_s]
-    if suspended:
-        problems.append(
-            f"{len(suspended)} suspended: {', '.join(clean(node.name) for node in suspended[:MAX_PROBLEMS])}"
-        )
+    problems += [f"{site.name} {site.state}" for site in site_rows(history.metrics) if not site.healthy]
+    problems += _list_nodes("suspended", [node for node in status.nodes if node.suspended_s])
     if problems:
         return _answer(question, "Look here", "warn", "; ".join(problems[:MAX_PROBLEMS]) + ".")
     here = sum(not node.evicted and node.state != "left" for node in status.nodes)
@@ -193,20 +186,26 @@ def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> 
     return _answer(question, "Yes", "good", f"All {here} nodes answer{pace}.")
 
 
+def _list_nodes(condition: str, nodes: Sequence[NodeStatus]) -> list[str]:
+    """`["4 silent: worker-0, worker-1, worker-2 …"]`; empty without nodes."""
+    names = ", ".join(clean(node.name) for node in nodes[:MAX_PROBLEMS])
+    return [f"{len(nodes)} {condition}: {names}{' …' if len(nodes) > MAX_PROBLEMS else ''}"] if nodes else []
+
+
 def _cheating(status: Status, accepted: int, rejected: int) -> dict[str, str]:
     question = "Is anyone cheating?"
     hard = {reason: n for reason, n in status.reject_reasons.items() if is_hard(reason)}
     if status.slashed:
         names = ", ".join(clean(name) for name in status.slashed[:MAX_PROBLEMS])
-        why = f" ({rejections(sum(hard.values()), hard)})" if hard else ""
+        why = f" ({format_rejections(sum(hard.values()), hard)})" if hard else ""
         return _answer(question, "Caught", "bad", f"Slashed: {names}{why}. Rejected work is never trained on.")
     if hard:
-        return _answer(question, "Suspected", "bad", f"Provably false: {rejections(sum(hard.values()), hard)}.")
+        return _answer(question, "Suspected", "bad", f"Provably false: {format_rejections(sum(hard.values()), hard)}.")
     if not accepted and not rejected:
-        return _answer(question, "Nothing checked yet", "none", "The first verdict is still to come.")
+        return _answer(question, "Nothing checked yet", "none", "There is no verdict yet.")
     exact = status.exact
     bits = f", {count(exact.tokens)} tokens equal to the last bit" if exact.submissions else ""
-    soft = f"; {rejected} rejected for reasons that are no proof" if rejected else ""
+    soft = f"; {rejected} rejected for reasons that prove nothing" if rejected else ""
     return _answer(question, "Nobody was caught", "good", f"{accepted} submissions accepted{bits}{soft}.")
 
 
@@ -216,7 +215,7 @@ def _counts(status: Status, state: str) -> dict[str, int]:
         counts["evicted"] += node.evicted
         counts["left"] += node.state == "left"
         counts["suspended"] += bool(node.suspended_s)
-        counts["silent"] += is_silent(node, status, running=state == "running")
+        counts["silent"] += node_condition(node, status, running=state == "running")[0] == "silent"
     return counts
 
 
@@ -226,9 +225,9 @@ def _pace(history: RunHistory) -> str:
 
 
 def _heldout(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
-    """Return the first and the newest evaluation, if there are two."""
-    known = [evaluation for evaluation in evaluations if _value(evaluation) is not None]
-    return (known[0], known[-1]) if len(known) > 1 and known[0].version != known[-1].version else None
+    """Return the first and the newest evaluation, if they are of two versions."""
+    measured = [evaluation for evaluation in evaluations if _value(evaluation) is not None]
+    return (measured[0], measured[-1]) if measured and measured[0].version != measured[-1].version else None
 
 
 def _value(evaluation: Evaluation) -> float | None:
@@ -240,7 +239,7 @@ def _interval(evaluation: Evaluation) -> tuple[float, float]:
     return estimate.low, estimate.high
 
 
-def _ends(rewards: Sequence[float]) -> tuple[float, float, float]:
+def _first_and_last_third(rewards: Sequence[float]) -> tuple[float, float, float]:
     """Return the means of the first and last third, and the standard error of their difference."""
     size = len(rewards) // 3
     first, last = rewards[:size], rewards[-size:]
@@ -252,59 +251,46 @@ def _ends(rewards: Sequence[float]) -> tuple[float, float, float]:
     return means[0], means[1], (sum(spread) / size) ** 0.5
 
 
-def node_table(run: Run, status: Status, trust: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return one row per node, problems first. `trust`: by worker, consecutive full checks passed, and all of them."""
+def node_table(run: Run, status: Status, checks: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
+    """Return one row per node, problems first. `checks`: by worker, full checks passed in a row, and all full checks."""
     state = run_state(run, status)
-    alpha = ALPHA if run.config else None  # a worker is dismissed at evidence 1 / alpha
-    rows = [_row(node, status, trust, state, alpha) for node in status.nodes]
+    limit = finite(math.log(1 / ALPHA)) if run.config else None  # a worker is dismissed at this log evidence
+    rows = [_row(node, status, checks, state, limit) for node in status.nodes]
     return sorted(rows, key=lambda row: (ORDER[row["tone"]], row["role"], row["name"]))
 
 
 def _row(
     node: NodeStatus,
     status: Status,
-    trust: Mapping[str, tuple[int, int]],
+    checks: Mapping[str, tuple[int, int]],
     state: str,
-    alpha: float | None,
+    limit: float | None,
 ) -> dict[str, Any]:
-    silent = is_silent(node, status, running=state == "running")
-    condition, tone = "here", "good"
-    if node.evicted:
-        condition, tone = ("slashed" if node.name in status.slashed and node.role == "worker" else "evicted"), "bad"
-    elif silent:
-        condition, tone = "silent", "bad"
-    elif node.suspended_s:
-        condition, tone = "suspended", "warn"
-    elif node.state == "left" or state != "running":
-        condition, tone = ("left" if node.state == "left" else "ended"), "none"
-    elif node.state != "active":
-        condition, tone = node.state, "warn"
-    worked_s = node.stats.busy_s + node.stats.waiting_s
-    speed = tokens_per_s(node)
+    condition, tone = node_condition(node, status, running=state == "running")
     behind = None
     if node.policy_version is not None and status.newest_version is not None:
         behind = max(status.newest_version - node.policy_version, 0)
-    streak, checks = trust.get(node.name, (0, 0))
+    streak, n_checks = checks.get(node.name, (0, 0))
     return {
         "name": clean(node.name),
         "role": node.role,
         "condition": condition,
         "tone": tone,
         "why": redact(node.reason or node.suspension),
-        "doing": redact(("waiting for " if node.stats.waiting else "") + node.stats.doing) if node.stats.doing else "",
+        "doing": redact(activity(node)),
         "version": node.policy_version,
         "behind": behind,
-        "speed": finite(speed),
-        "busy": finite(node.stats.busy_s / worked_s) if worked_s > 0 else None,
+        "speed": finite(tokens_per_s(node)),
+        "busy": finite(ratio(node.stats.busy_s, node.stats.busy_s + node.stats.waiting_s)),
         "seen_s": round(max(status.now_s - node.seen_s, 0.0), 1),
         "accepted": node.accepted,
         "rejected": node.rejected,
         "missed": node.missed,
         "credited": node.credited,
         "streak": streak,
-        "checks": checks,
+        "checks": n_checks,
         "evidence": finite(node.evidence),
-        "limit": finite(math.log(1 / alpha)) if alpha else None,
+        "limit": limit,
         "memory": node.stats.rss_bytes,
     }
 
@@ -334,7 +320,7 @@ def about(run: Run) -> dict[str, Any]:
     """Return sample completions, the run's config, its memory, and its audit."""
     assert run.folder is not None and run.config is not None
     samples = run.history.samples
-    every = max(len(samples) // MAX_SAMPLES, 1)
+    stride = max(len(samples) // MAX_SAMPLES, 1)
     audit = run.folder / AUDIT
     config = config_module.dumps(run.config).splitlines()
     return {
@@ -344,19 +330,19 @@ def about(run: Run) -> dict[str, Any]:
                 **{name: _by_line(clean, getattr(sample, name)) for name in ("task", "prompt", "completion", "worker")},
                 **{name: getattr(sample, name) for name in ("policy_version", "reward", "tokens")},
             }
-            for sample in samples[::-1][::every][:MAX_SAMPLES]
+            for sample in samples[::-1][::stride][:MAX_SAMPLES]
         ],
         "audit": _by_line(redact, audit.read_text(errors="replace")[:20_000]) if audit.is_file() else None,
         "config": "\n".join(redact(line) for line in config if line.split(" = ")[0].strip() not in HIDDEN),
     }
 
 
-def _by_line(cleaned: Callable[[str], str], text: str) -> str:
-    return "\n".join(map(cleaned, text.splitlines()))
+def _by_line(cleaner: Callable[[str], str], text: str) -> str:
+    return "\n".join(map(cleaner, text.splitlines()))
 
 
 def finite(value: float | None) -> float | None:
-    """Return a number that JSON can represent, or None."""
+    """Round to five digits, enough for a chart in half the bytes; None if JSON cannot represent the number."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
@@ -364,13 +350,13 @@ def finite(value: float | None) -> float | None:
 
 
 def select_metrics(keys: Collection[str]) -> dict[str, str]:
-    """Select the metrics that the page draws, by their display name: NAMES, and the loss at each site."""
+    """Return the metrics that the page draws, by display name: those of NAMES, and the loss at each site."""
     losses = {f"loss {clean(site[1])}": key for key in sorted(keys) if (site := SITE_LOSS.match(key))}
     return {name: key for name, key in NAMES.items() if key in keys} | losses
 
 
 def curves(history: Sequence[Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
-    """Return all curves: `x` (trained steps), and values by name, with `low` and `high` if steps were bucketed."""
+    """Return all curves: `x` (trained steps) and values by name, with `low` and `high` if steps were bucketed."""
     names = select_metrics({key for step in history for key in step})
     spans = buckets(len(history), max_points)
     bucketed = len(spans) < len(history)
@@ -378,21 +364,18 @@ def curves(history: Sequence[Mapping[str, float]], max_points: int = MAX_POINTS)
     result: dict[str, Any] = {"x": x, "values": {}, "low": {}, "high": {}}
     for name, key in names.items():
         parts = [[step[key] for step in history[first:last] if key in step] for first, last in spans]
-        result["values"][name] = [round_value(sum(part) / len(part)) if part else None for part in parts]
+        result["values"][name] = [finite(sum(part) / len(part)) if part else None for part in parts]
         if bucketed:
-            result["low"][name] = [round_value(min(part)) if part else None for part in parts]
-            result["high"][name] = [round_value(max(part)) if part else None for part in parts]
+            result["low"][name] = [finite(min(part)) if part else None for part in parts]
+            result["high"][name] = [finite(max(part)) if part else None for part in parts]
     return result
 
 
 def accuracy(evaluation: Evaluation) -> dict[str, Any]:
-    greedy, sampled = (
-        None if value is None else round_value(value) for value in (evaluation.greedy, evaluation.sampled)
-    )
     return {
         "x": evaluation.version,
-        "greedy": greedy,
-        "sampled": sampled,
+        "greedy": finite(evaluation.greedy),
+        "sampled": finite(evaluation.sampled),
         "n": evaluation.n,
         "final": evaluation.final,
     }
@@ -402,8 +385,3 @@ def buckets(count: int, max_points: int) -> list[tuple[int, int]]:
     """Split `count` steps into at most `max_points` ranges of about equal size."""
     size = max(-(-count // max_points), 1)
     return [(first, min(first + size, count)) for first in range(0, count, size)]
-
-
-def round_value(value: float) -> float:
-    """Round to five digits: enough for a chart, in half the bytes."""
-    return float(f"{value:.5g}")

@@ -1,8 +1,8 @@
-"""A whole run as one HTML file: the dashboard's own page with its data inside.
+"""A whole run as one HTML file: the dashboard's own page with its data embedded.
 
 Invariant: the file opens from disk and makes no network request. Its content security policy allows only its own scripts
 and styles, by digest. All text of the run is data. It contains no key, address or invite.
-Left out: live-only views (the queue).
+Left out: views that only a live run has, such as the queue.
 """
 
 import base64
@@ -22,22 +22,22 @@ from shoal.watch.run import FolderRun, Run
 START, CHARSET = "main.js", '<meta charset="utf-8">'
 IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";$', re.MULTILINE)
 EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
-BARS = 400  # newest submissions in a report's timeline
+BARS = 400  # newest submissions shown in the timeline of a report
 
 
 def write_page(folder: Path, others: Sequence[Path], out: Path) -> None:
     """Write the report of the run in `folder`, with the curves of other runs. Raise UserError or OSError."""
-    write_file(out, page(answers(FolderRun(folder), [FolderRun(other) for other in others])).encode())
+    write_file(out, page(responses(FolderRun(folder), [FolderRun(other) for other in others])).encode())
 
 
-def answers(run: FolderRun, others: Sequence[Run] = ()) -> dict[str, Any]:
+def responses(run: FolderRun, others: Sequence[Run] = ()) -> dict[str, Any]:
     """Return the dashboard server's responses, by path."""
     dashboard = Dashboard(run, others)
-    responses = {path: question({}) for path, question in dashboard.questions().items()}
-    status = dashboard.look()
+    by_path = {path: compute({}) for path, compute in dashboard.routes().items()}
+    status = dashboard.status()
     start_s = min((line["assigned_s"] for line in submissions(run.work())[-BARS:]), default=status.started_s)
-    responses["/api/timeline"] |= timeline(run, start_s, status.now_s) | {"begun_s": start_s}
-    return responses
+    by_path["/api/timeline"] |= timeline(run, start_s, status.now_s) | {"started_s": start_s}
+    return by_path
 
 
 def page(data: dict[str, Any]) -> str:
@@ -59,7 +59,7 @@ def page(data: dict[str, Any]) -> str:
     html = html.replace("/assets/shoal.svg", picture)
     return html.replace(
         f'<script type="module" src="/assets/{START}"></script>',
-        f'<script type="application/json" id="answers">{embedded}</script>\n<script type="module">{script}</script>',
+        f'<script type="application/json" id="responses">{embedded}</script>\n<script type="module">{script}</script>',
         1,
     )
 
@@ -74,14 +74,14 @@ def bundle() -> str:
             if other not in modules:
                 add(other)
         names = ", ".join(name for _, name in EXPORT.findall(source))
-        source = EXPORT.sub(r"\1", IMPORT.sub(_constant, source))
+        source = EXPORT.sub(r"\1", IMPORT.sub(_as_constant, source))
         modules[name] = f'modules["{name}"] = (() => {{\n{source}\nreturn {{ {names} }};\n}})();'
 
     add(START)
     return "\n".join(["const modules = {};", *modules.values()])
 
 
-def _constant(match: re.Match[str]) -> str:
+def _as_constant(match: re.Match[str]) -> str:
     """Rewrite an import as a constant."""
     names, module = match.groups()
     return f'const {{{names.replace(" as ", ": ")}}} = modules["{module}"];'

@@ -2,7 +2,7 @@
 
 Invariant: it answers GET only and changes nothing. No response contains a key, an invite, a signature or an address.
 Responses are computed in the one thread that reads the run, and only on request. All clients share them: each is cached for
-FRESH_S, or longer so that computing it takes at most SHARE of one core. ETags make unchanged responses cheap.
+FRESH_S, or longer, so that computing it costs at most SHARE of one core. ETags make unchanged responses cheap.
 """
 
 import asyncio
@@ -21,31 +21,31 @@ from shoal.errors import ShoalError
 from shoal.protocol.history import Status
 from shoal.watch.page.files import SHARED, File, Files, secure
 from shoal.watch.page.guard import HttpError
-from shoal.watch.page.overview import about, accuracy, broadcast, curves, node_table, overview, run_name
-from shoal.watch.page.work import flow, timeline, trust, validation
+from shoal.watch.page.overview import about, accuracy, broadcast, curves, display_name, node_table, overview
+from shoal.watch.page.work import count_checks, flow, timeline, validation
 from shoal.watch.run import Run
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-LOOK_S = 1.0  # minimum time between two reads of the run
+REFRESH_S = 1.0  # minimum time between two reads of the run
 FRESH_S = 2.0
 SHARE = 0.02  # maximum share of one core per kind of response
 CACHE_SIZE = 64  # responses
 MAX_WAITING = 64  # requests that wait for the run's thread
 MAX_TIMELINE_S = 86_400.0
-ELSEWHERE = "this needs the folder of a run: shoal dashboard FOLDER"
-Answer = dict[str, Any]
+NEEDS_FOLDER = "this view needs the folder of a run: shoal dashboard FOLDER"
+Body = dict[str, Any]
 Query = Mapping[str, str]
 
 
 class Dashboard:
     def __init__(self, run: Run, others: Sequence[Run] = ()) -> None:
-        """`others`: runs to compare with, drawn as they are now."""
+        """`others`: runs to compare with, as they are now."""
         self.run, self.others = run, others
         self.problem = ""  # why the run could not be read
         self.files = Files([SHARED, STATIC])
         self._status: Status | None = None
-        self._looked_s = 0.0
+        self._refreshed_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run")
         self._cache: dict[str, tuple[float, File]] = {}  # expiry and response
         self._pending: dict[str, asyncio.Task[File]] = {}
@@ -56,8 +56,8 @@ class Dashboard:
         secure(application, hosts)
         application.router.add_get("/", self._page)
         application.router.add_get("/assets/{name}", self._asset)
-        for path, question in self.questions().items():
-            application.router.add_get(path, self._answering(question))
+        for path, compute in self.routes().items():
+            application.router.add_get(path, self._handler(compute))
         application.on_shutdown.append(self._closed)
         return application
 
@@ -72,7 +72,7 @@ class Dashboard:
 
     # --- responses, computed in the run's thread ------------------------------------------------------------------------
 
-    def questions(self) -> dict[str, Callable[[Query], Answer]]:
+    def routes(self) -> dict[str, Callable[[Query], Body]]:
         """Return the computation of each response, by path."""
         return {
             "/api/overview": lambda _: self.overview(),
@@ -84,32 +84,32 @@ class Dashboard:
             "/api/about": lambda _: about(self._details()),
         }
 
-    def look(self) -> Status:
-        """Return the current state, or the last one known. Raise ShoalError if the run was never reached."""
-        if self._status is None or time.monotonic() - self._looked_s >= LOOK_S:
+    def status(self) -> Status:
+        """Return the current status, or the last known one. Raise ShoalError if the run was never reached."""
+        if self._status is None or time.monotonic() - self._refreshed_s >= REFRESH_S:
             try:
-                self._status, self.problem = self.run.look(), ""
+                self._status, self.problem = self.run.refresh(), ""
             except ShoalError as error:
                 self.problem = str(error)
                 if self._status is None:
                     raise
-            self._looked_s = time.monotonic()
+            self._refreshed_s = time.monotonic()
         return self._status
 
-    def overview(self) -> Answer:
-        """Return the overview. `seen` changes when there are new curves."""
-        answers = overview(self.run, self.look(), answers=not self.problem)
-        seen = f"{len(self.run.history.metrics)}.{len(self.run.history.evaluations)}"
-        return {"overview": answers, "seen": seen, "details": self.run.folder is not None}
+    def overview(self) -> Body:
+        """Return the overview. `revision` changes when there are new curves."""
+        fields = overview(self.run, self.status(), reachable=not self.problem)
+        revision = f"{len(self.run.history.metrics)}.{len(self.run.history.evaluations)}"
+        return {"overview": fields, "revision": revision, "details": self.run.folder is not None}
 
-    def curves(self) -> Answer:
-        self.look()
+    def curves(self) -> Body:
+        self.status()
         others = []
         for other in self.others:
-            drawn = curves(other.history.metrics)
-            reward = {"x": drawn["x"], "values": {"reward": drawn["values"].get("reward", [])}}
+            full = curves(other.history.metrics)
+            reward = {"x": full["x"], "values": {"reward": full["values"].get("reward", [])}}
             evaluations = [accuracy(evaluation) for evaluation in other.history.evaluations]
-            others.append({"name": run_name(other.name), "curves": reward, "evaluations": evaluations})
+            others.append({"name": display_name(other.name), "curves": reward, "evaluations": evaluations})
         history = self.run.history
         return {
             "curves": curves(history.metrics),
@@ -117,35 +117,35 @@ class Dashboard:
             "others": others,
         }
 
-    def nodes(self) -> Answer:
-        status = self.look()
-        rows = node_table(self.run, status, trust(self.run.work()))
+    def nodes(self) -> Body:
+        status = self.status()
+        rows = node_table(self.run, status, count_checks(self.run.work()))
         return {"nodes": rows, "broadcast": broadcast(status)}
 
-    def timeline(self, query: Query) -> Answer:
+    def timeline(self, query: Query) -> Body:
         """Return the timeline of the `last` seconds before `to`."""
-        run, status = self._details(), self.look()
+        run, status = self._details(), self.status()
         to_s = _parse_float(query, "to", status.now_s)
         from_s = to_s - min(max(_parse_float(query, "last", 120.0), 1.0), MAX_TIMELINE_S)
-        return timeline(run, from_s, to_s) | {"begun_s": status.started_s, "now_s": status.now_s}
+        return timeline(run, from_s, to_s) | {"started_s": status.started_s, "now_s": status.now_s}
 
     def _details(self) -> Run:
         if self.run.folder is None:
-            raise HttpError(404, ELSEWHERE)
-        self.look()
+            raise HttpError(404, NEEDS_FOLDER)
+        self.status()
         return self.run
 
     # --- HTTP ----------------------------------------------------------------------------------------------------------
 
-    def _answering(self, question: Callable[[Query], Answer]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _handler(self, compute: Callable[[Query], Body]) -> Callable[[web.Request], Awaitable[web.Response]]:
         """Compute in the run's thread, once for all concurrent requests of one path."""
 
-        async def answer(request: web.Request) -> web.Response:
+        async def respond(request: web.Request) -> web.Response:
             name = request.path_qs
             until_s, file = self._cache.get(name, (0.0, None))
             try:
                 if file is None or time.monotonic() >= until_s:
-                    file = await self._once(name, lambda: question(request.query))
+                    file = await self._once(name, lambda: compute(request.query))
             except HttpError as error:
                 headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
                 return web.json_response({"error": str(error)}, status=error.status, headers=headers)
@@ -153,20 +153,20 @@ class Dashboard:
                 return web.json_response({"error": str(error)}, status=404)
             return file.respond(request)
 
-        return answer
+        return respond
 
-    async def _once(self, name: str, question: Callable[[], Answer]) -> File:
+    async def _once(self, name: str, compute: Callable[[], Body]) -> File:
         if name not in self._pending:
             if len(self._pending) >= MAX_WAITING:
-                raise HttpError(503, "too many requests wait; try again in a moment", retry_s=2)
-            self._pending[name] = asyncio.create_task(self._make(name, question))
+                raise HttpError(503, "too many requests are waiting; try again in a moment", retry_s=2)
+            self._pending[name] = asyncio.create_task(self._compute(name, compute))
             self._pending[name].add_done_callback(lambda _: self._pending.pop(name))
         return await asyncio.shield(self._pending[name])
 
-    async def _make(self, name: str, question: Callable[[], Answer]) -> File:
+    async def _compute(self, name: str, compute: Callable[[], Body]) -> File:
         def make() -> tuple[File, float]:
             used_s = time.thread_time()  # excludes waiting for the network
-            file = File.of(json.dumps(question(), allow_nan=False).encode(), ".json")
+            file = File.of(json.dumps(compute(), allow_nan=False).encode(), ".json")
             return file, time.thread_time() - used_s
 
         file, used_s = await asyncio.get_running_loop().run_in_executor(self._thread, make)

@@ -1,9 +1,10 @@
-"""The pool's work, from `work.jsonl`: a timeline of nodes, the fate of submissions, reasons of rejections.
+"""The pool's work, from `work.jsonl`: a timeline of nodes, what became of submissions, why some were rejected.
 
 The timeline is the paper's figure of asynchrony (INTELLECT-2, section 2): workers generate with one version while the
-learner trains the next. Invariant: every bar comes from times that the coordinator recorded, with two exceptions. The
-learner's bars come from its own report: when a step ended, how long it computed and waited. The durations of downloads are
-reported by the nodes. A validator that has several claims is shown at the one it judges next.
+learner trains the next.
+Invariant: every bar comes from times that the coordinator recorded, with two exceptions. The learner reports when a step
+ended and how long it computed and waited; the nodes report how long downloads took. A validator that has claimed several
+submissions is shown at the one it judges next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from shoal.protocol.messages import LEASE_S
-from shoal.watch.figures import clean, is_hard, reason_words, redact
+from shoal.watch.figures import clean, explain_reason, is_hard, redact
 from shoal.watch.page.overview import MAX_POINTS, buckets
 from shoal.watch.record import Line
 from shoal.watch.run import Run
@@ -29,8 +30,8 @@ def submissions(work: Sequence[Line]) -> list[Line]:
     return [line for line in work if line["kind"] == "submission"]
 
 
-def trust(work: Sequence[Line]) -> dict[str, tuple[int, int]]:
-    """Return, by worker, full checks passed since its last rejection, and all full checks."""
+def count_checks(work: Sequence[Line]) -> dict[str, tuple[int, int]]:
+    """Return by worker the full checks passed since its last rejection, and all full checks."""
     counts: dict[str, tuple[int, int]] = {}
     for line in work:
         if line["kind"] == "submission" and line["state"] in ("accepted", "rejected"):
@@ -41,23 +42,23 @@ def trust(work: Sequence[Line]) -> dict[str, tuple[int, int]]:
 
 
 def flow(work: Sequence[Line], max_points: int = MAX_POINTS // 4) -> dict[str, Any]:
-    """Return, per step or bucket of steps, the fate of groups, and verdicts by reason."""
+    """Return what became of groups, and verdicts by reason, per step or bucket of steps."""
     settled = [line for line in submissions(work) if line["state"] in ("accepted", "rejected", "stale")]
     spans = buckets(max((line["step"] for line in settled), default=-1) + 1, max_points)
     size = spans[0][1] - spans[0][0] if spans else 1
     groups = {name: [0] * len(spans) for name in ("useful", "filtered", "late", "rejected")}
-    judged: dict[str, list[int]] = {"": [0] * len(spans)}
+    verdicts: dict[str, list[int]] = {"": [0] * len(spans)}
     for line in settled:
-        place = line["step"] // size
+        bucket = line["step"] // size
         if line["state"] == "stale":
-            groups["late"][place] += line["groups"]
+            groups["late"][bucket] += line["groups"]
             continue
-        judged.setdefault(line["reason"] or "", [0] * len(spans))[place] += 1
+        verdicts.setdefault(line["reason"] or "", [0] * len(spans))[bucket] += 1
         if line["state"] == "rejected":
-            groups["rejected"][place] += line["groups"]
+            groups["rejected"][bucket] += line["groups"]
         for group in line.get("group_list", []):
-            groups["useful" if group["useful"] else "filtered"][place] += 1
-    return {"x": [until for _, until in spans], "per": size, "groups": groups, "verdicts": dict(sorted(judged.items()))}
+            groups["useful" if group["useful"] else "filtered"][bucket] += 1
+    return {"x": [end for _, end in spans], "per": size, "groups": groups, "verdicts": dict(sorted(verdicts.items()))}
 
 
 def validation(run: Run) -> dict[str, Any]:
@@ -71,25 +72,25 @@ def validation(run: Run) -> dict[str, Any]:
     rejected = [line for line in settled if line["state"] == "rejected"][: -REJECTED - 1 : -1]
     return {
         "states": states,
-        "wait_s": {"median": _at(waits, 0.5), "p95": _at(waits, 0.95), "of": len(waits)},
-        "queue": [_named(line) for line in under_way if line["state"] != "open"][:QUEUE],
-        "rejected": [_named(line) | _why(line) for line in rejected],
+        "wait_s": {"median": _quantile(waits, 0.5), "p95": _quantile(waits, 0.95), "of": len(waits)},
+        "queue": [_submission_row(line) for line in under_way if line["state"] != "open"][:QUEUE],
+        "rejected": [_submission_row(line) | _rejection(line) for line in rejected],
     }
 
 
-def _why(line: Line) -> dict[str, Any]:
+def _rejection(line: Line) -> dict[str, Any]:
     """Return the reason of a rejection, its explanation, and the validator's detail."""
     reason, detail = line["reason"], redact(line.get("detail", ""))
-    return {"reason": reason, "hard": is_hard(reason), "words": reason_words(reason), "detail": detail}
+    return {"reason": reason, "hard": is_hard(reason), "words": explain_reason(reason), "detail": detail}
 
 
-def _named(line: Line) -> dict[str, Any]:
+def _submission_row(line: Line) -> dict[str, Any]:
     names = ("submission", "groups", "version", "step", "state", "uploaded_s", "judged_s")
     validator = clean(line["validator"]) if line["validator"] else None
     return {name: line[name] for name in names} | {"worker": clean(line["worker"]), "validator": validator}
 
 
-def _at(ordered: list[float], share: float) -> float | None:
+def _quantile(ordered: list[float], share: float) -> float | None:
     return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], 2) if ordered else None
 
 
@@ -104,14 +105,14 @@ def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
     shown = sorted(during, key=lambda line: int(line["submission"]))[-SHOWN:]
     lanes: dict[tuple[str, str], list[Bar]] = {("learner", "learner"): _learner(run.history.metrics, from_s, to_s)}
     for line in shown:
-        if line["uploaded_s"] is not None or line["state"] == "open":  # else its end was not recorded
+        if line["uploaded_s"] is not None or line["state"] == "open":  # otherwise its end was not recorded
             bar = {"kind": "generate", "from_s": line["assigned_s"], "to_s": line["uploaded_s"] or to_s}
-            lanes.setdefault(("worker", clean(line["worker"])), []).append(bar | _submission(line))
+            lanes.setdefault(("worker", clean(line["worker"])), []).append(bar | _submission_fields(line))
         if line["validator"] is not None and line["lease_s"] is not None:
             # The time of a claim is not stored, but its lease ends LEASE_S later.
             start_s, queued_s = max(line["lease_s"] - LEASE_S, line["uploaded_s"] or 0.0), line["uploaded_s"]
             bar = {"kind": "check", "from_s": start_s, "to_s": line["judged_s"] or to_s, "queued_s": queued_s}
-            bar |= _submission(line) | {"worker": clean(line["worker"])}
+            bar |= _submission_fields(line) | {"worker": clean(line["worker"])}
             lanes.setdefault(("validator", clean(line["validator"])), []).append(bar)
     for (role, _), bars in lanes.items():
         if role == "validator":
@@ -157,7 +158,7 @@ def _learner(metrics: Sequence[Mapping[str, float]], from_s: float, to_s: float)
     return bars
 
 
-def _submission(line: Line) -> Bar:
+def _submission_fields(line: Line) -> Bar:
     return {name: line[name] for name in ("step", "version", "submission", "groups", "state")} | {
         "reason": line["reason"] or ""
     }

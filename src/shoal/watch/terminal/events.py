@@ -1,6 +1,6 @@
-"""Events between two statuses, as lines for a log or a pipe.
+"""Events between successive statuses, as lines for a log or a pipe.
 
-Invariants: each event is reported once. While a step is open, a progress line appears at least once a minute, by the
+Invariant: each event is reported once. While a step is open, a progress line appears at least once a minute, by the
 coordinator's clock.
 """
 
@@ -13,28 +13,28 @@ from shoal.watch.figures import (
     NONE,
     clean,
     count,
-    counted,
     duration,
-    first_of,
-    grader_errors,
-    is_silent,
-    no_signal,
+    first_value,
+    format_counts,
+    grader_warning,
+    no_signal_warning,
+    node_condition,
     number,
     percent,
     ratio,
-    sites_of,
+    site_rows,
     sites_summary,
     useful_share,
 )
 
 PROGRESS_S = 60.0
 SHOWN_SAMPLES = 3
-LINE = 160  # characters of a prompt or completion in a log line
+MAX_TEXT = 160  # characters of a prompt or completion in a log line
 
 
 @dataclass
 class OpenStep:
-    """The open step when first seen, to measure its pace."""
+    """The open step as first seen, to measure its pace."""
 
     step: int
     have: int
@@ -55,7 +55,7 @@ class Events:
         self._grader_errors = 0  # as last reported
         self._open: OpenStep | None = None
         self._progress_s: float | None = None  # when progress was last reported
-        self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | left | evicted)
+        self._nodes: dict[str, tuple[int, str]] = {}  # by name: (pid, here | silent | left | evicted)
 
     def new(self, status: Status, history: RunHistory) -> list[str]:
         """Return the lines for events since the last call."""
@@ -80,9 +80,8 @@ class Events:
 
     def _membership(self, status: Status) -> Iterator[str]:
         for node in status.nodes:
-            silent = is_silent(node, status, running=status.state == "running")
-            gone = "left" if node.state == "left" else "silent" if silent else ""
-            now = "evicted" if node.evicted else gone or "here"
+            condition, _ = node_condition(node, status, running=status.state == "running")
+            now = "evicted" if node.evicted else condition if condition in ("left", "silent") else "here"
             pid, before = self._nodes.get(node.name, (0, ""))
             self._nodes[node.name] = (node.stats.pid or pid, now)
             who = f"{node.name} ({node.role})"
@@ -92,23 +91,25 @@ class Events:
                 yield f"restarted: {who}"
             elif now == "here" != before:
                 yield f"rejoined: {who}"
-            if now != before and now == "evicted":
+            if now == before:
+                pass
+            elif now == "evicted":
                 yield f"evicted: {who}"
-            elif now != before and now == "left":
+            elif now == "left":
                 yield f"left: {who}, {clean(node.reason)}"
-            elif now != before and now == "silent":
+            elif now == "silent":
                 yield f"silent: {who}, last seen {duration(status.now_s - node.seen_s)} ago"
             if node.suspended_s and node.name not in self._suspended:
                 yield f"suspended: {who} for {duration(node.suspended_s)}: {clean(node.suspension)}"
         self._suspended = {node.name for node in status.nodes if node.suspended_s}
 
     def _training(self, status: Status, history: RunHistory) -> Iterator[str]:
-        first = first_of(history.metrics, "reward/mean")
+        first = first_value(history.metrics, "reward/mean")
         for index in range(self._steps, len(history.metrics)):
             self._progress_s = status.now_s
             step = history.metrics[index]
-            reward, lost = step.get("reward/mean"), step.get("length_penalty/mean")
-            penalty = "" if lost is None else f"length penalty {number(lost)}, "
+            reward, length_penalty = step.get("reward/mean"), step.get("length_penalty/mean")
+            penalty = "" if length_penalty is None else f"length penalty {number(length_penalty)}, "
             since = ""
             if index and reward is not None and first is not None:
                 since = f" ({reward - first:+.3f} since step 1)"
@@ -124,26 +125,26 @@ class Events:
 
     def _learner_sites(self, history: RunHistory) -> Iterator[str]:
         """Report which sites count, when that changes."""
-        summary, before = sites_summary(sites) if (sites := sites_of(history.metrics)) else [], self._sites
-        if summary != before:
+        summary = sites_summary(sites) if (sites := site_rows(history.metrics)) else []
+        if summary != self._sites:
             self._sites = summary
             yield f"sites: {', '.join(summary)}"
 
     def _rejections(self, status: Status) -> Iterator[str]:
         rejected = {node.name: node.rejected for node in status.nodes if node.role == "worker"}
-        who, why = _risen(self._rejected, rejected), _risen(self._reasons, status.reject_reasons)
+        by_worker, by_reason = _increases(self._rejected, rejected), _increases(self._reasons, status.reject_reasons)
         self._rejected |= rejected
         self._reasons |= status.reject_reasons
-        if who or why:
-            yield f"rejected: {counted(who, 'of ') or NONE}; reason: {counted(why) or NONE}"
+        if by_worker or by_reason:
+            yield f"rejected: {format_counts(by_worker, 'of ') or NONE}; reason: {format_counts(by_reason) or NONE}"
 
     def _signal(self, status: Status, history: RunHistory) -> Iterator[str]:
-        """Report groups without a signal, with sample completions, each time their number doubles."""
+        """Report groups with equal rewards, with sample completions, each time their number doubles."""
         if status.signal.flat < self._flat:
             self._flat = 0
-        if (words := no_signal(status.signal)) and status.signal.flat >= 2 * self._flat:
+        if (warning := no_signal_warning(status.signal)) and status.signal.flat >= 2 * self._flat:
             self._flat = status.signal.flat
-            yield words
+            yield warning
             yield from sample_lines(history.samples[-SHOWN_SAMPLES:])
 
     def _grader(self, status: Status) -> Iterator[str]:
@@ -151,7 +152,7 @@ class Events:
         errors = status.grading.errors
         if errors and errors >= 2 * self._grader_errors:
             self._grader_errors = errors
-            yield grader_errors(status.grading)
+            yield grader_warning(status.grading)
 
     def _progress(self, status: Status) -> Iterator[str]:
         if self._open is None or self._open.step != status.step or status.have < self._open.have:
@@ -180,7 +181,7 @@ def _heldout(evaluation: Evaluation) -> str:
     )
 
 
-def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+def _increases(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
     return {name: n - before.get(name, 0) for name, n in now.items() if n > before.get(name, 0)}
 
 
@@ -195,4 +196,4 @@ def sample_lines(samples: Sequence[WorkerSample]) -> list[str]:
 
 def _one_line(text: str) -> str:
     line = repr(text)[1:-1]
-    return line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}"
+    return line if len(line) <= MAX_TEXT else f"{line[: MAX_TEXT // 2]} … {line[-MAX_TEXT // 2 :]}"

@@ -1,6 +1,6 @@
-"""The live view of a run: a screen in a terminal, lines elsewhere.
+"""The live view of a run: a screen in a terminal, log lines elsewhere.
 
-Invariants: it draws only in `update`, so it needs no thread. It waits for an unreachable coordinator up to a deadline.
+Invariant: it draws only in `update`, so it needs no thread. It waits for an unreachable coordinator up to a deadline.
 Left out: keyboard input; completions, which the dashboard shows under About.
 """
 
@@ -22,7 +22,7 @@ from shoal.watch.terminal.events import Events
 from shoal.watch.terminal.screen import Screen
 
 POLL_S = 1.0
-PATIENCE_S = 120.0  # a restarting coordinator is back sooner
+PATIENCE_S = 120.0  # more than a coordinator needs to restart
 
 
 class Terminal(Console):
@@ -53,7 +53,7 @@ class LiveView:
             self._live.stop()
 
     def update(self, status: Status, history: RunHistory, wall_s: float | None = None) -> None:
-        """Show a status. `wall_s`: the run's measured time; None: since its coordinator first started."""
+        """Show a status. `wall_s`: how long the run has taken; None: since its coordinator first started."""
         if self._live is not None:
             self._live.update(Screen(status, history, wall_s), refresh=True)
             return
@@ -68,7 +68,7 @@ class LiveView:
 
 def show(run: Run, console: Console) -> None:
     """Print the current state. Raise UnreachableError."""
-    status = run.look()
+    status = run.refresh()
     console.print(Screen(status, run.history, elapsed_s=run.wall_s(status)))
 
 
@@ -80,13 +80,13 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Show the state until the run finishes. Raise UnreachableError, at once if the first request fails."""
-    status, seen_s, away = run.look(), clock(), False
+    status, seen_s, away = run.refresh(), clock(), False
     with LiveView(console) as view:
         view.update(status, run.history, run.wall_s(status))
         while status.state != "finished":
             sleep(POLL_S)
             try:
-                status, seen_s, away = run.look(), clock(), False
+                status, seen_s, away = run.refresh(), clock(), False
             except UnreachableError as error:
                 if clock() - seen_s > PATIENCE_S:
                     raise

@@ -1,7 +1,7 @@
 """Progress of long commands: a line with the ETA every ten seconds; for downloads, a bar.
 
-Invariant: the ETA counts only this process's work. `shoal fetch` draws its bar on standard error and prints the paths of
-fetched versions on standard output.
+Invariant: the ETA is extrapolated from this process's work alone. `shoal fetch` draws its bar on standard error and prints
+the paths of fetched versions on standard output.
 """
 
 import time
@@ -20,7 +20,7 @@ EVERY_S = 10.0
 
 
 class CommandProgress:
-    """Call it with the number done; the first call gives the number done before this process."""
+    """Call with the number of items done. The first call gives how many were done before this process began."""
 
     def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.what, self.total, self.clock = console, what, total, clock

@@ -1,9 +1,9 @@
 """The whole run on one screen: progress, training, nodes, verdicts.
 
 Invariant: no line is wider than the console, whatever a node reports, and progress, training and verdicts are shown on any
-terminal of at least 80x24. Called by `shoal run` and `shoal pool status`.
-Left out: scrolling, and the spread of weights, which the dashboard shows. The table of sites needs a taller terminal. Nodes
-with a problem come first; nodes that do not fit are counted.
+terminal of at least 80x24. Nodes with a problem are shown first; a line counts those that do not fit. The table of sites
+needs a taller terminal.
+Left out: scrolling, and the spread of weights, which the dashboard shows.
 """
 
 from collections.abc import Sequence
@@ -22,43 +22,46 @@ from shoal.watch.figures import (
     NONE,
     SILENT_S,
     SiteRow,
+    activity,
+    and_more,
     busy_frac,
-    by_name,
     clamp,
     clean,
     count,
-    counted,
     duration,
+    ellipsize,
     eta_s,
-    exactness,
-    grader_errors,
+    format_counts,
+    format_exactness,
+    format_rejections,
+    grader_warning,
     memory,
-    middle,
-    more,
-    no_signal,
+    metrics_by_name,
+    no_signal_warning,
+    node_condition,
     number,
     percent,
     ratio,
-    rejections,
-    sites_of,
+    site_rows,
     sites_summary,
     sparkline,
     tokens_per_s,
     total,
     useful_share,
+    verdict_totals,
 )
 
 MAX_WIDTH = 120  # wider only adds gaps between columns
-FRAME = 3  # lines of a panel with a table: two borders and the headings
+FRAME = 3  # lines that a panel adds to its table's rows: two borders and the headings
 WIDE = 110  # from this width on, headings are not abbreviated
 NARROW = 90  # below this width, role and memory are dropped
-FEW = 6  # show the table of sites only if this many nodes still fit
+MIN_NODES = 6  # show the table of sites only if this many nodes still fit
 ORDER: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator", "origin", "relay")
 
 
 @dataclass(frozen=True)
 class Screen:
-    """The screen, laid out for the console's size. `elapsed_s`: the run's time; None: since its start."""
+    """The screen, laid out for the console's size. `elapsed_s`: how long the run has taken; None: since its start."""
 
     status: Status
     history: RunHistory
@@ -74,12 +77,12 @@ class Screen:
 
         elapsed_s = status.now_s - status.started_s if self.elapsed_s is None else self.elapsed_s
         header = _header(status, history, elapsed_s, width)
-        training = _panel("training", _training(status, history, width))
+        training = _panel("training", _training(status, history, elapsed_s, width))
         verdicts = Padding(_verdicts(status, width - 4), (0, 2))
         room -= sum(map(lines, (header, training, verdicts)))
-        sites = sites_of(history.metrics)
+        sites = site_rows(history.metrics)
         table = [_panel("sites", sites_table(sites, width))] if sites else []
-        table = table if room - sum(map(lines, table)) >= FRAME + FEW else []
+        table = table if room - sum(map(lines, table)) >= FRAME + MIN_NODES else []
         nodes = _nodes_panel(status, width, room - sum(map(lines, table)))
         yield from console.render(Group(header, training, *table, nodes, verdicts), options.update(width=width))
 
@@ -99,7 +102,7 @@ def _panel(title: str, content: RenderableType, hint: str = "") -> Panel:
 def _header(status: Status, history: RunHistory, elapsed_s: float, width: int) -> RenderableType:
     running, done = status.state == "running", len(history.metrics)
     items = [
-        Text(middle(clean(status.run), max(width // 2, 12)) or NONE, style="bold"),
+        Text(ellipsize(clean(status.run), max(width // 2, 12)) or NONE, style="bold"),
         Text(status.state, style="green"),
         Text(f"step {done} of {status.steps}"),
         Text(f"elapsed {duration(elapsed_s)}"),
@@ -111,31 +114,30 @@ def _header(status: Status, history: RunHistory, elapsed_s: float, width: int) -
     return Padding(Group(line, bar), (0, 2))
 
 
-def _training(status: Status, history: RunHistory, width: int) -> RenderableType:
+def _training(status: Status, history: RunHistory, elapsed_s: float, width: int) -> RenderableType:
     cells = width - 17  # width left beside frame and labels
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="ellipsis")
     rows.add_row("reward", _reward(history, cells - 32))
     last = history.metrics[-1] if history.metrics else {}
-    if len(sources := by_name(last, "reward", "mean")) > 1:
+    if len(sources := metrics_by_name(last, "reward", "mean")) > 1:
         rows.add_row("sources", _one_line([_source(name, mean, last) for name, mean in sources.items()], cells))
-    if lengths := by_name(last, "length", "mean"):
+    if lengths := metrics_by_name(last, "length", "mean"):
         lost = number(last.get("length_penalty/mean"))
         each = [f"{clean(target)} → {number(mean, 0)}" for target, mean in lengths.items()]
         rows.add_row("length", _one_line([f"penalty {lost}", *each], cells))
     rows.add_row("held-out", _heldout(history.evaluations, cells))
-    rows.add_row("tokens/s", _tokens(status, history, cells))
+    rows.add_row("tokens/s", _tokens(status, history, elapsed_s, cells))
     rows.add_row("rollout age", _age(status, history, cells))
     rows.add_row("learner", _learner(history, cells))
     rows.add_row("next batch", _batch(status))
-    if sites := sites_of(history.metrics):
-        calm = all(site.well for site in sites)
-        rows.add_row("sites", _one_line(sites_summary(sites), cells, style="" if calm else "yellow"))
-    if words := no_signal(status.signal):
-        rows.add_row("no signal", Text(words, style="yellow"))
-    if words := grader_errors(status.grading):
-        rows.add_row("grader", Text(words, style="yellow"))
+    if sites := site_rows(history.metrics):
+        style = "" if all(site.healthy for site in sites) else "yellow"
+        rows.add_row("sites", _one_line(sites_summary(sites), cells, style))
+    for label, warning in (("no signal", no_signal_warning(status.signal)), ("grader", grader_warning(status.grading))):
+        if warning:
+            rows.add_row(label, Text(warning, style="yellow"))
     return rows
 
 
@@ -146,11 +148,11 @@ def _source(name: str, reward: float, step: dict[str, float]) -> str:
 
 
 def _one_line(items: Sequence[str], cells: int, style: str = "") -> Text:
-    """Join as many items as fit, and the number of the others."""
+    """Join as many items as fit, and count the others."""
     kept = list(items)
     while True:
         hidden = len(items) - len(kept)
-        text = Text("   ".join([*kept, *([more(hidden)] if hidden else [])]), style=style)
+        text = Text("   ".join([*kept, *([and_more(hidden)] if hidden else [])]), style=style)
         if text.cell_len <= cells or not kept:
             return text
         kept.pop()
@@ -180,8 +182,7 @@ def _heldout(evaluations: Sequence[Evaluation], cells: int) -> Text:
     return _flow([Text(f"greedy {greedy}"), Text(f"sampled {sampled}"), Text(f"{version}, n {last.n}")], cells)
 
 
-def _tokens(status: Status, history: RunHistory, cells: int) -> Text:
-    elapsed_s = status.now_s - status.started_s
+def _tokens(status: Status, history: RunHistory, elapsed_s: float, cells: int) -> Text:
     generated, trained = status.tokens_generated, total(history.metrics, "perf/tokens")
     items = [
         Text(f"{count(ratio(generated, elapsed_s))} generated ({count(generated)} in all)"),
@@ -227,27 +228,26 @@ def _nodes_panel(status: Status, width: int, room: int) -> RenderableType:
         return _panel("nodes", Text("no node yet", style="dim"))
     title = f"nodes ({len(nodes)})"
     if room <= FRAME + 1:
-        return Padding(Text(f"{title}  {more(len(nodes))}", style="dim"), (0, 2))
+        return Padding(Text(f"{title}  {and_more(len(nodes))}", style="dim"), (0, 2))
     shown = worth_showing(nodes, status, room - FRAME)
-    return _panel(title, nodes_table(shown, status, width), more(len(nodes) - len(shown)))
+    return _panel(title, nodes_table(shown, status, width), and_more(len(nodes) - len(shown)))
 
 
 def _verdicts(status: Status, cells: int) -> Text:
-    workers = [node for node in status.nodes if node.role == "worker"]
-    accepted, rejected = sum(node.accepted for node in workers), sum(node.rejected for node in workers)
+    accepted, rejected = verdict_totals(status)
     slashed = ", ".join(clean(name) for name in status.slashed)
-    missed = {clean(node.name): node.missed for node in workers if node.missed}
+    missed = {clean(node.name): node.missed for node in status.nodes if node.missed}
     items = [
-        Text(f"verdicts  {accepted} accepted, {rejections(rejected, status.reject_reasons)}"),
-        *([Text(exactness(status.exact))] if status.exact.submissions else []),
+        Text(f"verdicts  {accepted} accepted, {format_rejections(rejected, status.reject_reasons)}"),
+        *([Text(format_exactness(status.exact))] if status.exact.submissions else []),
         Text("slashed  ").append(slashed or "none", style="bold red" if slashed else ""),
-        *([Text(f"tasks that never came  {sum(missed.values())} ({counted(missed, 'of ')})")] if missed else []),
+        *([Text(f"tasks that never came  {sum(missed.values())} ({format_counts(missed, 'of ')})")] if missed else []),
     ]
     return _flow(items, cells)
 
 
 def _flow(items: Sequence[Text], cells: int) -> Text:
-    """Join items; one that does not fit starts a new line."""
+    """Join items; one that does not fit in the line starts a new one."""
     text, used = Text(overflow="ellipsis"), 0
     for item in items:
         fits = used + 3 + item.cell_len <= cells
@@ -268,12 +268,12 @@ def sites_table(sites: Sequence[SiteRow], width: int) -> Table:
     for site in sites:
         times = (percent(site.share(each), 0) for each in (site.computed_s, site.waited_s, site.synced_s))
         sizes = (f"{count(each)}B" if each else NONE for each in (site.sent_bytes, site.received_bytes))
-        state = Text(site.state, style="" if site.well else "yellow")
+        state = Text(site.state, style="" if site.healthy else "yellow")
         table.add_row(Text(site.name), state, number(site.loss), *times, *sizes)
     return table
 
 
-def nodes_table(nodes: list[NodeStatus], status: Status, width: int) -> RenderableType:
+def nodes_table(nodes: list[NodeStatus], status: Status, width: int) -> Table:
     wide, narrow = width >= WIDE, width < NARROW
     table = _table(width)
     _column(table, "name")
@@ -306,11 +306,11 @@ def nodes_table(nodes: list[NodeStatus], status: Status, width: int) -> Renderab
 def worth_showing(nodes: list[NodeStatus], status: Status, room: int) -> list[NodeStatus]:
     """Choose at most `room` nodes, keeping their order. Drop workers and relays without a problem first."""
 
-    def calm(node: NodeStatus) -> bool:
-        late = status.now_s - node.seen_s > SILENT_S
-        return node.role in ("worker", "relay") and not (node.evicted or node.suspended_s or node.rejected or late)
+    def may_drop(node: NodeStatus) -> bool:
+        _, tone = node_condition(node, status, running=status.state == "running")
+        return node.role in ("worker", "relay") and tone in ("good", "none") and not node.rejected
 
-    kept = {id(node) for node in sorted(nodes, key=calm)[:room]}
+    kept = {id(node) for node in sorted(nodes, key=may_drop)[:room]}
     return [node for node in nodes if id(node) in kept]
 
 
@@ -320,13 +320,13 @@ def _table(width: int) -> Table:
 
 
 def _column(table: Table, title: str, right: bool = False, rest: bool = False) -> None:
-    """Add a column as wide as its content. `rest`: it takes the remaining width."""
+    """Add a column as wide as its content, or with `rest` as wide as the remaining space."""
     table.add_column(title, ratio=1 if rest else None, no_wrap=True, justify="right" if right else "left")
 
 
 def _name(node: NodeStatus, width: int) -> Text:
     max_cells = min(max(width // 6, 8), 20)
-    return Text(middle(clean(node.name), max_cells), style="strike" if node.evicted else "")
+    return Text(ellipsize(clean(node.name), max_cells), style="strike" if node.evicted else "")
 
 
 def _version(node: NodeStatus) -> Text:
@@ -340,8 +340,7 @@ def _doing(node: NodeStatus, status: Status) -> Text:
         return Text(f"suspended for {duration(node.suspended_s)}: {clean(node.suspension)}", style="yellow")
     if node.state in ("draining", "left", "dismissed"):
         return Text(f"{node.state}: {clean(node.reason)}", style="yellow")
-    doing = clean(node.stats.doing)
-    return Text(f"waiting for {doing}" if node.stats.waiting and doing else doing or NONE)
+    return Text(clean(activity(node)) or NONE)
 
 
 def _seen(node: NodeStatus, status: Status) -> Text:

@@ -1,12 +1,14 @@
-// Charts in SVG. A chart is drawn again whenever its data or its size changes; arrows, pointer and touch read its values.
+// Charts in SVG. A chart is redrawn when its data or its size changes. Arrow keys, pointer and touch show its values.
 
 import { h, replace, svg } from "./dom.js";
-import { bandPath, brief, linear, nearest, path, range, ticks, wholeTicks } from "./figures.js";
+import { bandPath, brief, integerTicks, linear, nearest, path, range, ticks } from "./figures.js";
 
-const EDGE = { left: 40, right: 10, top: 8, bottom: 20 };
+const MARGIN = { left: 40, right: 10, top: 8, bottom: 20 };
+const MINI_MARGIN = { left: 2, right: 6, top: 7, bottom: 7 };
 
-// spec: {label, x, lines: [{name, values, class, low, high, write}], dots: [{name, x, values, class}], bars, least, zero, write,
-//        mini, limits: [{value, text}], xName}
+// `set` takes {x, xName, lines: [{name, x, values, class, low, high, write}], dots: [{name, x, values, class}],
+// bars: [{name, values, class}], limits: [{value, text}], minHigh, write, mini, summary}. `write` formats a value; `mini` omits
+// the axes; `summary` is read to users who do not see the chart.
 export class Chart {
   constructor(label) {
     this.host = h("div", { class: "plot" });
@@ -15,7 +17,7 @@ export class Chart {
     this.svg = svg("svg", { role: "img", "aria-label": label, tabindex: "0" });
     this.host.append(this.svg, this.tip);
     this.label = label;
-    this.at = null;
+    this.index = null; // of the values that are shown
     new ResizeObserver(() => this.draw()).observe(this.host);
     this.svg.addEventListener("pointermove", (event) => this.point(event.clientX - this.host.getBoundingClientRect().left));
     this.svg.addEventListener("pointerleave", () => this.show(null));
@@ -40,7 +42,7 @@ export class Chart {
       replace(this.svg, svg("text", { class: "axis", x: width / 2, y: height / 2, "text-anchor": "middle" }, spec.mini ? "" : "nothing yet"));
       return;
     }
-    const edge = spec.mini ? { left: 2, right: 6, top: 7, bottom: 7 } : EDGE;
+    const margin = spec.mini ? MINI_MARGIN : MARGIN;
     const xs = [...spec.x, ...(spec.dots || []).flatMap((dots) => dots.x), ...(spec.lines || []).flatMap((line) => line.x || [])];
     const bars = spec.bars;
     const domain = bars ? [0.5, Math.max(spec.x.length, 8) + 0.5] : [Math.min(...xs), Math.max(...xs, Math.min(...xs) + 1)];
@@ -52,16 +54,16 @@ export class Chart {
       ...(spec.dots || []).map((dots) => dots.values),
       (spec.limits || []).map((limit) => limit.value),
     ];
-    const reach = range(lists, { zero: spec.zero ?? true, least: spec.least ?? 0 });
-    const x = linear(domain, [edge.left, width - edge.right]);
-    const y = linear(reach, [height - edge.bottom, edge.top]);
-    this.scale = { x, y, width, height, edge, domain };
+    const extent = range(lists, { minHigh: spec.minHigh ?? 0 });
+    const x = linear(domain, [margin.left, width - margin.right]);
+    const y = linear(extent, [height - margin.bottom, margin.top]);
+    this.scale = { x, y, width, height, margin, domain };
     const parts = [];
-    if (!spec.mini) parts.push(...this.axes(reach, x, y, width, height, edge));
+    if (!spec.mini) parts.push(...this.axes(extent, x, y, width, height, margin));
     if (bars) parts.push(...this.stack(bars, x, y));
     for (const limit of spec.limits || []) {
-      parts.push(svg("path", { class: "line dashed c-faint", d: `M${edge.left} ${y(limit.value).toFixed(1)}H${width - edge.right}` }));
-      parts.push(svg("text", { class: "axis", x: width - edge.right, y: y(limit.value) - 5, "text-anchor": "end" }, limit.text));
+      parts.push(svg("path", { class: "line dashed c-faint", d: `M${margin.left} ${y(limit.value).toFixed(1)}H${width - margin.right}` }));
+      parts.push(svg("text", { class: "axis", x: width - margin.right, y: y(limit.value) - 5, "text-anchor": "end" }, limit.text));
     }
     for (const line of spec.lines || []) {
       if (line.high) parts.push(svg("path", { class: `band fill ${line.class}`, d: bandPath(line.x || spec.x, line.low, line.high, x, y) }));
@@ -75,29 +77,29 @@ export class Chart {
     }
     this.cross = svg("path", { class: "cross" });
     replace(this.svg, ...parts, this.cross);
-    if (this.at !== null) this.show(this.at);
+    if (this.index !== null) this.show(this.index);
   }
 
-  axes(reach, x, y, width, height, edge) {
+  axes(extent, x, y, width, height, margin) {
     const { spec } = this;
     const write = spec.write || brief;
-    const rows = ticks(reach[0], reach[1], 4).map((value) => [
-      svg("path", { class: value === 0 ? "base" : "grid", d: `M${edge.left} ${y(value).toFixed(1)}H${width - edge.right}` }),
-      svg("text", { class: "axis", x: edge.left - 7, y: y(value) + 3.5, "text-anchor": "end" }, write(value)),
+    const rows = ticks(extent[0], extent[1], 4).map((value) => [
+      svg("path", { class: value === 0 ? "base" : "grid", d: `M${margin.left} ${y(value).toFixed(1)}H${width - margin.right}` }),
+      svg("text", { class: "axis", x: margin.left - 7, y: y(value) + 3.5, "text-anchor": "end" }, write(value)),
     ]);
     let columns;
     if (spec.bars) {
       const every = Math.max(Math.ceil(spec.x.length / 6), 1);
       columns = spec.x.map((value, index) => [value, index + 1]).filter((_, index) => (index + 1) % every === 0 || spec.x.length < 7);
-    } else columns = wholeTicks(this.scale.domain[0], this.scale.domain[1], 6).map((value) => [value, value]);
+    } else columns = integerTicks(this.scale.domain[0], this.scale.domain[1], 6).map((value) => [value, value]);
     const below = columns.map(([value, at]) => svg("text", { class: "axis", x: x(at), y: height - 4, "text-anchor": "middle" }, String(value)));
     return [...rows.flat(), ...below];
   }
 
   stack(bars, x, y) {
     const { spec } = this;
-    const wide = Math.max(x(2) - x(1), 1);
-    const bar = Math.max(Math.min(wide - Math.min(2, wide * 0.2), 26), 0.8);
+    const slot = Math.max(x(2) - x(1), 1);
+    const barWidth = Math.max(Math.min(slot - Math.min(2, slot * 0.2), 26), 0.8);
     const parts = [];
     spec.x.forEach((_, index) => {
       let base = 0;
@@ -105,7 +107,7 @@ export class Chart {
         const value = values[index] || 0;
         if (!value) continue;
         const top = y(base + value);
-        parts.push(svg("rect", { class: `fill ${name}`, x: x(index + 1) - bar / 2, y: top, width: bar, height: Math.max(y(base) - top, 0.6), "stroke-width": 0 }));
+        parts.push(svg("rect", { class: `fill ${name}`, x: x(index + 1) - barWidth / 2, y: top, width: barWidth, height: Math.max(y(base) - top, 0.6), "stroke-width": 0 }));
         base += value;
       }
     });
@@ -114,8 +116,8 @@ export class Chart {
 
   point(px) {
     if (!this.scale || !this.spec.x.length) return;
-    const { domain, edge, width } = this.scale;
-    const value = domain[0] + ((px - edge.left) / (width - edge.left - edge.right)) * (domain[1] - domain[0]);
+    const { domain, margin, width } = this.scale;
+    const value = domain[0] + ((px - margin.left) / (width - margin.left - margin.right)) * (domain[1] - domain[0]);
     this.show(this.spec.bars ? Math.min(Math.max(Math.round(value) - 1, 0), this.spec.x.length - 1) : nearest(this.spec.x, value));
   }
 
@@ -126,11 +128,11 @@ export class Chart {
     if (event.key === "Escape") this.show(null);
     if (!(event.key in moves)) return;
     event.preventDefault();
-    this.show(Math.min(Math.max((this.at ?? last) + moves[event.key], 0), last));
+    this.show(Math.min(Math.max((this.index ?? last) + moves[event.key], 0), last));
   }
 
   show(index) {
-    this.at = index;
+    this.index = index;
     this.tip.hidden = index === null;
     if (index === null || !this.scale || !this.cross) {
       this.cross?.setAttribute("d", "");
@@ -138,21 +140,21 @@ export class Chart {
     }
     const { spec, scale } = this;
     const at = scale.x(spec.bars ? index + 1 : spec.x[index]);
-    this.cross.setAttribute("d", `M${at.toFixed(1)} ${scale.edge.top}V${scale.height - scale.edge.bottom}`);
-    const shown = [...(spec.lines || []), ...(spec.bars || [])].filter((one) => one.name && !one.x);
-    const rows = shown.map((one) => [one.name, (one.write || spec.write || brief)(one.values[index])]);
+    this.cross.setAttribute("d", `M${at.toFixed(1)} ${scale.margin.top}V${scale.height - scale.margin.bottom}`);
+    const series = [...(spec.lines || []), ...(spec.bars || [])].filter(({ name, x }) => name && !x);
+    const rows = series.map(({ name, write, values }) => [name, (write || spec.write || brief)(values[index])]);
     for (const dots of spec.dots || []) {
-      const place = dots.x.indexOf(spec.x[index]);
-      if (place >= 0) rows.push([dots.name, (spec.write || brief)(dots.values[place])]);
+      const position = dots.x.indexOf(spec.x[index]);
+      if (position >= 0) rows.push([dots.name, (spec.write || brief)(dots.values[position])]);
     }
     const table = h("table", {}, rows.map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", {}, h("b", {}, value)))));
     replace(this.tip, h("div", { class: "muted" }, `${spec.xName || "step"} ${spec.x[index]}`), table);
-    const wide = this.tip.offsetWidth;
-    const left = at + 12 + wide > scale.width ? at - 12 - wide : at + 12;
+    const width = this.tip.offsetWidth;
+    const left = at + 12 + width > scale.width ? at - 12 - width : at + 12;
     this.tip.style.left = `${Math.max(left, 0)}px`;
   }
 }
 
 export function legend(entries) {
-  return h("div", { class: "legend" }, entries.map(([name, shape, colour]) => h("span", {}, h("i", { class: `${shape} fill ${colour}`, "aria-hidden": "true" }), name)));
+  return h("div", { class: "legend" }, entries.map(([name, shape, color]) => h("span", {}, h("i", { class: `${shape} fill ${color}`, "aria-hidden": "true" }), name)));
 }

@@ -1,4 +1,4 @@
-// How figures are written, and the arithmetic of charts: pure functions, tested by `node --test`.
+// Formats of figures, and the arithmetic of charts: pure functions, tested by `node --test`.
 
 export const NONE = "–";
 
@@ -20,7 +20,7 @@ export function percent(value, digits = 1) {
   return value === null || value === undefined || !Number.isFinite(value) ? NONE : `${(100 * value).toFixed(digits)} %`;
 }
 
-// 812, 81.2k, 8.1M: as `shoal.watch.figures` writes them.
+// 812, 81.2k, 8.1M: the format of `shoal.watch.figures`.
 export function count(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
   if (value < 0) return `-${count(-value)}`;
@@ -44,10 +44,10 @@ export function duration(seconds) {
   return `${Math.floor(whole / 86400)}d ${two((whole % 86400) / 3600)}h`;
 }
 
-// A text in at most `most` characters, without its middle: names begin and end with what tells them apart.
-export function middle(text, most) {
-  const end = Math.floor((most - 1) / 2);
-  return text.length <= most ? text : `${text.slice(0, most - 1 - end)}…${text.slice(text.length - end)}`;
+// Shorten a text to `max` characters by cutting its middle: names differ at their start and end.
+export function ellipsize(text, max) {
+  const end = Math.floor((max - 1) / 2);
+  return text.length <= max ? text : `${text.slice(0, max - 1 - end)}…${text.slice(text.length - end)}`;
 }
 
 // "12 accepted", or "3 rejected: proof".
@@ -57,9 +57,9 @@ export function verdicts(reason, n) {
 
 export function bytes(value) {
   if (!value) return NONE;
-  const mebi = value / 1048576;
-  if (mebi < 1) return `${Math.ceil(value / 1024)} KiB`;
-  return mebi < 1000 ? `${mebi.toFixed(0)} MiB` : `${(mebi / 1024).toFixed(1)} GiB`;
+  const mebibytes = value / 1048576;
+  if (mebibytes < 1) return `${Math.ceil(value / 1024)} KiB`;
+  return mebibytes < 1000 ? `${mebibytes.toFixed(0)} MiB` : `${(mebibytes / 1024).toFixed(1)} GiB`;
 }
 
 export function clock(seconds) {
@@ -67,27 +67,27 @@ export function clock(seconds) {
   return new Date(seconds * 1000).toTimeString().slice(0, 8);
 }
 
-// Round values that cover [low, high], about `wanted` of them.
-export function ticks(low, high, wanted = 4) {
+// About `count` round values that cover [low, high].
+export function ticks(low, high, count = 4) {
   if (!(high > low)) return [low];
-  const rough = (high - low) / wanted;
+  const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
-  const found = [];
+  const values = [];
   for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) {
-    found.push(Number((index * step).toPrecision(12)));
+    values.push(Number((index * step).toPrecision(12)));
   }
-  return found;
+  return values;
 }
 
-// Whole numbers only, for steps and versions.
-export function wholeTicks(low, high, wanted = 6) {
-  const found = ticks(low, high, wanted).filter((value) => Number.isInteger(value));
-  return found.length > 1 ? found : [...new Set([Math.ceil(low), Math.floor(high)])];
+// Ticks for steps and versions, which are integers.
+export function integerTicks(low, high, count = 6) {
+  const integers = ticks(low, high, count).filter((value) => Number.isInteger(value));
+  return integers.length > 1 ? integers : [...new Set([Math.ceil(low), Math.floor(high)])];
 }
 
-// The range of all values, from 0 unless some are below, with a little room.
-export function range(lists, { zero = true, least = 0 } = {}) {
+// The range of all values with a margin, at least [0, `minHigh`].
+export function range(lists, { minHigh = 0 } = {}) {
   let low = Infinity;
   let high = -Infinity;
   for (const list of lists) {
@@ -97,11 +97,11 @@ export function range(lists, { zero = true, least = 0 } = {}) {
       if (value > high) high = value;
     }
   }
-  if (low > high) return [0, Math.max(least, 1)];
-  if (zero) low = Math.min(low, 0);
-  high = Math.max(high, least);
+  if (low > high) return [0, Math.max(minHigh, 1)];
+  low = Math.min(low, 0);
+  high = Math.max(high, minHigh);
   if (high === low) high = low + (Math.abs(low) || 1);
-  return [low < 0 || !zero ? low - (high - low) * 0.06 : low, high + (high - low) * 0.06];
+  return [low < 0 ? low - (high - low) * 0.06 : low, high + (high - low) * 0.06];
 }
 
 export function linear([low, high], [from, to]) {
@@ -109,44 +109,45 @@ export function linear([low, high], [from, to]) {
   return (value) => from + (value - low) * slope;
 }
 
-// The sites whose loss the curves hold, each with its values: curves are called "loss NAME".
+// The loss at each site by name, from the curves called "loss NAME".
 export function siteLosses(values) {
   return Object.keys(values).filter((name) => name.startsWith("loss ")).sort().map((name) => [name.slice(5), values[name]]);
 }
 
-// A path through the known points; a gap where a value is missing.
+// An SVG path through the points, with a gap where a value is missing.
 export function path(xs, ys, x, y) {
   let text = "";
-  let pen = "M";
+  let command = "M";
   for (let index = 0; index < xs.length; index += 1) {
     const value = ys[index];
     if (value === null || value === undefined || !Number.isFinite(value)) {
-      pen = "M";
+      command = "M";
       continue;
     }
-    text += `${pen}${x(xs[index]).toFixed(1)} ${y(value).toFixed(1)}`;
-    pen = "L";
+    text += `${command}${x(xs[index]).toFixed(1)} ${y(value).toFixed(1)}`;
+    command = "L";
   }
   return text;
 }
 
 export function bandPath(xs, low, high, x, y) {
-  const known = xs.map((_, index) => index).filter((index) => Number.isFinite(low[index]) && low[index] !== null);
-  if (known.length < 2) return "";
-  const there = known.map((index) => `${x(xs[index]).toFixed(1)} ${y(high[index]).toFixed(1)}`);
-  const back = known.reverse().map((index) => `${x(xs[index]).toFixed(1)} ${y(low[index]).toFixed(1)}`);
-  return `M${there.join("L")}L${back.join("L")}Z`;
+  const indexes = xs.map((_, index) => index).filter((index) => Number.isFinite(low[index]));
+  if (indexes.length < 2) return "";
+  const upper = indexes.map((index) => `${x(xs[index]).toFixed(1)} ${y(high[index]).toFixed(1)}`);
+  const lower = indexes.reverse().map((index) => `${x(xs[index]).toFixed(1)} ${y(low[index]).toFixed(1)}`);
+  return `M${upper.join("L")}L${lower.join("L")}Z`;
 }
 
-// A centred mean over about a tenth of the values and at least three, as in the report.
+// A centred moving mean over about a tenth of the values, at least three, as in `shoal.watch.plot`.
 export function smooth(values) {
   const half = Math.max(Math.floor(values.length / 20), 1);
   return values.map((_, index) => {
-    const part = values.slice(Math.max(index - half, 0), index + half + 1).filter((value) => value !== null && value !== undefined);
-    return part.length ? part.reduce((sum, value) => sum + value, 0) / part.length : null;
+    const window = values.slice(Math.max(index - half, 0), index + half + 1).filter((value) => value !== null && value !== undefined);
+    return window.length ? window.reduce((sum, value) => sum + value, 0) / window.length : null;
   });
 }
 
+// The index of the value nearest to `x`; -1 if there is none.
 export function nearest(xs, x) {
   if (!xs.length) return -1;
   let low = 0;
@@ -159,6 +160,7 @@ export function nearest(xs, x) {
   return Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
 }
 
+// The last value that is known.
 export function last(values) {
   for (let index = (values || []).length - 1; index >= 0; index -= 1) {
     if (values[index] !== null && values[index] !== undefined) return values[index];

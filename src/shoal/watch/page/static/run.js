@@ -1,49 +1,48 @@
-// What the page knows of the run. While somebody looks at it, it asks every few seconds; curves only when there are new ones.
+// The page's copy of the run. While the page is visible, it polls the server; it fetches curves only when there are new ones.
 //
-// The page of a report holds all answers itself and asks nobody.
+// The page of a report has all responses embedded and makes no requests.
 
-const KEPT = JSON.parse(globalThis.document?.getElementById("answers")?.textContent ?? "null");
+const EMBEDDED = JSON.parse(globalThis.document?.getElementById("responses")?.textContent ?? "null");
 const EVERY_MS = 2000;
-export const isReport = KEPT !== null;
+export const isReport = EMBEDDED !== null;
 
-export async function ask(path) {
-  if (isReport) return KEPT[path.split("?")[0]];
+export async function fetchJson(path) {
+  if (isReport) return EMBEDDED[path.split("?")[0]];
   const response = await fetch(path, { headers: { Accept: "application/json" } });
-  const found = await response.json();
-  if (!response.ok) throw new Error(found.error || `the server answered ${response.status}`);
-  return found;
+  const body = await response.json();
+  if (!response.ok) throw new Error(body.error || `the server responded with status ${response.status}`);
+  return body;
 }
 
 export class Run {
-  constructor(asking = ask) {
-    this.ask = asking;
-    this.seen = null;
+  constructor(fetcher = fetchJson) {
+    this.fetch = fetcher;
+    this.revision = null; // changes when there are new curves
   }
 
-  // Bring it up to date.
-  async look() {
-    const found = await this.ask("/api/overview");
-    const curves = found.seen === this.seen ? {} : await this.ask("/api/curves");
-    Object.assign(this, curves, found);
+  async refresh() {
+    const overview = await this.fetch("/api/overview");
+    const curves = overview.revision === this.revision ? {} : await this.fetch("/api/curves");
+    Object.assign(this, curves, overview);
   }
 }
 
-// Follow a run. `changed()` is called after each look, `state(words)` when the server is lost or back.
-export function follow(run, changed, state) {
+// Poll a run. Call `onchange()` after each refresh, and `onnotice(text)` when the server is lost or back.
+export function follow(run, onchange, onnotice) {
   if (isReport) return;
   let busy = false;
-  const look = async () => {
+  const refresh = async () => {
     if (busy || document.hidden) return;
     busy = true;
     try {
-      await run.look();
-      state("");
-      changed();
+      await run.refresh();
+      onnotice("");
+      onchange();
     } catch {
-      state("The dashboard does not answer; this page keeps what it has and tries again.");
+      onnotice("The dashboard's server does not respond. This page keeps its data and tries again.");
     }
     busy = false;
   };
-  setInterval(look, EVERY_MS);
-  document.addEventListener("visibilitychange", look);
+  setInterval(refresh, EVERY_MS);
+  document.addEventListener("visibilitychange", refresh);
 }
