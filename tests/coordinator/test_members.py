@@ -337,8 +337,8 @@ def test_a_slash_takes_the_stake_for_the_pool(staking: Harness) -> None:
     staking.pool.assignments.uploaded(ALICE, task.id, "0" * 64)
     staking.pool.judgement.claim(VALIDATOR, 1)
     staking.pool.judgement.judge(VALIDATOR, verdict(task.id, Reason.PROOF, (), "1" * 64))
-    accounts = booked(staking.pool).accounts
-    assert (accounts.pool(), booked(staking.pool).at_risk(ALICE)) == (100, 0)
+    stakes = booked(staking.pool)
+    assert (stakes.accounts.book().pool, stakes.at_risk(ALICE)) == (100, 0)
 
 
 def test_what_the_accounts_forbid_is_refused_and_changes_nothing(staking: Harness) -> None:

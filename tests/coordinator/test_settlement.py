@@ -11,9 +11,9 @@ from shoal.coordinator.credit import ChainStakes, Settlement
 from shoal.coordinator.database import PoolError
 from shoal.ledger import evm
 from shoal.ledger.chain import LedgerError
-from shoal.ledger.evm import ChainLostError, EvmStakes, deploy, read_key
+from shoal.ledger.evm import ChainLostError, deploy, read_key
 
-from ..ledger.stakes_support import ACCOUNT, RevmChain
+from ..ledger.stakes_support import ACCOUNT, InContract, RevmChain
 from .support import ALICE, BOB, Harness, open_pool, strangers
 
 pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
@@ -45,7 +45,7 @@ class Scene:
         monkeypatch.setattr(credit, "FINISH_S", 0.2)
         self.chain = Away()
         self.address = deploy(self.chain)
-        self.contract = EvmStakes(self.chain, self.address)
+        self.contract = InContract(self.chain, self.address)
         monkeypatch.setattr(evm, "Web3Chain", lambda url, private_key="": self.connected())
         self.harness: Harness = open_pool(requirements={"stake": 100})
         section = LedgerSection(rpc="http://chain", contract=self.address)
@@ -142,7 +142,7 @@ def test_the_next_start_settles_what_the_last_one_could_not_and_nothing_twice(sc
 
 def test_a_wrong_contract_or_key_ends_the_coordinator(scene: Scene, tmp_path: Path) -> None:
     scene.chain.address = "0x" + "22" * 20
-    with pytest.raises(LedgerError, match="is operated by"):
+    with pytest.raises(LedgerError, match="the operator of the contract"):
         asyncio.run(scene.settlement().run())
     scene.chain.address = ACCOUNT
     section = scene.config.ledger.model_copy(update={"contract": "0x" + "33" * 20})

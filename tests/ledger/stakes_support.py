@@ -1,4 +1,4 @@
-"""The backends of the accounts that the conformance suite runs on, each with a clock that tests set."""
+"""The backends of a pool's accounts, each with a clock that tests set: the ledger, pyrevm and anvil."""
 
 import os
 import shutil
@@ -21,9 +21,32 @@ from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
 START_S = 2_000_000_000
-Stakes = LedgerStakes | EvmStakes
-Backend = tuple[Stakes, Callable[[int], None]]  # and: let so many seconds pass
 ACCOUNT = "0x" + "11" * 20
+
+
+class InLedger(LedgerStakes):
+    """With the entries that a coordinator appends itself."""
+
+    def register(self, key: str, role: str) -> None:
+        self._append("registered", key=key, role=role)
+
+    def credit(self, key: str, work: str, tokens: int) -> None:
+        self._append("credited", worker=key, submissions=[work], tokens=tokens)
+
+    def slash(self, key: str, work: str, evidence: str) -> None:
+        self._append("slashed", worker=key, submission=work, evidence=evidence)
+
+    def pool(self) -> int:
+        return self.book().pool
+
+
+class InContract(EvmStakes):
+    def pool(self) -> int:
+        return int(self._call("pool()", "uint256"))
+
+
+Stakes = InLedger | InContract
+Backend = tuple[Stakes, Callable[[int], None]]  # accounts, and a function that advances their clock by seconds
 
 
 @contextmanager
@@ -31,10 +54,10 @@ def on_sqlite() -> Iterator[Backend]:
     now_s = [START_S]
     ledger = Ledger(open_sqlite(":memory:"), Identity.generate(), clock=lambda: now_s[0])
 
-    def passes(seconds: int) -> None:
+    def advance(seconds: int) -> None:
         now_s[0] += seconds
 
-    yield LedgerStakes(ledger, lambda: now_s[0]), passes
+    yield InLedger(ledger, lambda: now_s[0]), advance
 
 
 class RevmChain:
@@ -66,35 +89,39 @@ class RevmChain:
         return self._logs
 
 
-@contextmanager
-def on_pyrevm() -> Iterator[Backend]:
+def revm_chain() -> RevmChain:
+    """Skip the test if pyrevm or web3.py is not installed."""
     pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
     pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
+    return RevmChain()
+
+
+@contextmanager
+def on_pyrevm() -> Iterator[Backend]:
+    chain, now_s = revm_chain(), [START_S]
     from pyrevm import BlockEnv
 
-    chain, now_s = RevmChain(), [START_S]
-
-    def passes(seconds: int) -> None:
+    def advance(seconds: int) -> None:
         now_s[0] += seconds
         chain.evm.set_block_env(BlockEnv(timestamp=now_s[0]))
 
-    passes(0)
-    yield EvmStakes(chain, deploy(chain)), passes
+    advance(0)
+    yield InContract(chain, deploy(chain)), advance
 
 
 def anvil_binary() -> str | None:
-    """`anvil` where $SHOAL_ANVIL names it, on the path, or where `make evm` puts it."""
-    here = next((Path(__file__).parents[2] / ".evm" / "node_modules").glob("@foundry-rs/anvil-*/bin/anvil"), None)
-    return os.environ.get("SHOAL_ANVIL") or shutil.which("anvil") or (str(here) if here else None)
+    """Return $SHOAL_ANVIL, `anvil` on the path, or the one that `make evm` installs."""
+    built = next((Path(__file__).parents[2] / ".evm" / "node_modules").glob("@foundry-rs/anvil-*/bin/anvil"), None)
+    return os.environ.get("SHOAL_ANVIL") or shutil.which("anvil") or (str(built) if built else None)
 
 
 @contextmanager
 def anvil_node() -> Iterator[str]:
-    """A chain for one test; yields the URL of its node. Skips the test if there is no anvil."""
+    """Run a chain and yield the URL of its node. Skip the test if anvil is not installed."""
     binary = anvil_binary()
     if binary is None or not Path(binary).exists():
         pytest.skip("anvil is not installed: make evm")
-    if find_spec("web3") is None:  # not imported here: it changes the process's limit of recursion
+    if find_spec("web3") is None:  # not imported here, because it changes the recursion limit of the process
         pytest.skip("web3.py is not installed: make evm")
 
     with socket.socket() as free:
@@ -103,7 +130,7 @@ def anvil_node() -> Iterator[str]:
     process = subprocess.Popen([binary, "--port", str(port), "--silent"])
     try:
         url = f"http://127.0.0.1:{port}"
-        _connected(url, process)
+        _wait(url, process)
         yield url
     finally:
         process.terminate()
@@ -117,14 +144,14 @@ def on_anvil() -> Iterator[Backend]:
 
         chain = Web3Chain(url, poll_s=0.01)
 
-        def passes(seconds: int) -> None:
+        def advance(seconds: int) -> None:
             chain.web3.provider.make_request("evm_increaseTime", [seconds])
             chain.web3.provider.make_request("evm_mine", [])
 
-        yield EvmStakes(chain, deploy(chain)), passes
+        yield InContract(chain, deploy(chain)), advance
 
 
-def _connected(url: str, process: "subprocess.Popen[bytes]") -> None:
+def _wait(url: str, process: "subprocess.Popen[bytes]") -> None:
     from shoal.ledger.evm import Web3Chain
 
     deadline_s = time.monotonic() + 60

@@ -1,3 +1,5 @@
+"""The ledger refuses all but appends, and verification finds every change of a copy."""
+
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -36,7 +38,7 @@ def open_ledger(path: str | Path = ":memory:", identity: Identity = COORDINATOR)
     return Ledger(SqliteConnection(connection), identity, clock=lambda: next(ticks) + 0.5), connection
 
 
-def filled(length: int = 5, identity: Identity = COORDINATOR) -> list[Entry]:
+def some_entries(length: int = 5, identity: Identity = COORDINATOR) -> list[Entry]:
     ledger, _ = open_ledger(identity=identity)
     return [ledger.append("accepted", {"step": step}) for step in range(length)]
 
@@ -47,7 +49,7 @@ def first_bad(entries: list[Entry], key: str = COORDINATOR.public) -> int | None
     return caught.value.seq
 
 
-def test_known_first_entry() -> None:
+def test_an_entry_has_a_known_digest_and_signature() -> None:
     ledger, _ = open_ledger()
     entry = ledger.append("registered", {"b": [1, 2.5, None], "a": "ü"})
     assert entry == Entry(
@@ -74,7 +76,7 @@ def test_appended_entries_are_read_back_in_order_and_verify(monkeypatch: pytest.
     assert [entry.seq for entry in ledger.entries(since=1, kind="accepted")] == [3, 4]
 
 
-def test_the_chain_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_the_chain_continues_after_a_restart(tmp_path: Path) -> None:
     first, connection = open_ledger(tmp_path / "ledger.db")
     first.append("registered", {})
     connection.close()
@@ -84,13 +86,13 @@ def test_the_chain_goes_on_after_a_restart(tmp_path: Path) -> None:
     assert [entry.kind for entry in second.entries()] == ["registered", "accepted"]
 
 
-def test_another_key_cannot_go_on_with_the_ledger(tmp_path: Path) -> None:
+def test_another_key_cannot_continue_the_ledger(tmp_path: Path) -> None:
     open_ledger(tmp_path / "ledger.db")[0].append("registered", {})
     with pytest.raises(LedgerError, match="use the key that the ledger was started with"):
         open_ledger(tmp_path / "ledger.db", OTHER)
 
 
-def test_append_falls_and_stands_with_the_callers_transaction(tmp_path: Path) -> None:
+def test_an_append_is_part_of_the_callers_transaction(tmp_path: Path) -> None:
     ledger, connection = open_ledger(tmp_path / "ledger.db")
     connection.execute("CREATE TABLE credit (worker TEXT)")
     connection.execute("BEGIN IMMEDIATE")
@@ -105,7 +107,7 @@ def test_append_falls_and_stands_with_the_callers_transaction(tmp_path: Path) ->
     assert connection.in_transaction
     connection.execute("COMMIT")
     ledger.append("accepted", {})
-    assert not connection.in_transaction, "where none is open, it has its own"
+    assert not connection.in_transaction, "without an open one it uses its own"
     assert [entry.seq for entry in open_ledger(tmp_path / "ledger.db")[0].entries()] == [1, 2, 3]
 
 
@@ -174,14 +176,14 @@ def test_the_database_refuses_all_but_appends(statement: str) -> None:
         {"signature": COORDINATOR.sign(bytes.fromhex(GENESIS), domain="ledger")},
     ],
 )
-def test_a_changed_entry_is_found(changed: dict[str, Any]) -> None:
-    entries = filled()
+def test_verification_finds_a_changed_entry(changed: dict[str, Any]) -> None:
+    entries = some_entries()
     entries[2] = entries[2].model_copy(update=changed)
     assert first_bad(entries) == 3
 
 
-def test_a_forger_who_recomputes_the_digest_is_found() -> None:
-    entries = filled()
+def test_verification_finds_a_recomputed_digest_and_a_foreign_signature() -> None:
+    entries = some_entries()
     digest = entry_digest(3, entries[2].time_s, "accepted", '{"step":9}', entries[2].previous)
     forged = {
         "body": '{"step":9}',
@@ -190,15 +192,15 @@ def test_a_forger_who_recomputes_the_digest_is_found() -> None:
     }
     entries[2] = entries[2].model_copy(update=forged)
     assert first_bad(entries) == 3
-    assert first_bad(filled(identity=OTHER)) == 1, "a chain of another key"
-    wrong = COORDINATOR.sign(bytes.fromhex(filled()[0].digest), domain="manifest")
-    assert first_bad([filled()[0].model_copy(update={"signature": wrong})]) == 1, "of another domain"
+    assert first_bad(some_entries(identity=OTHER)) == 1, "a chain of another key"
+    wrong = COORDINATOR.sign(bytes.fromhex(some_entries()[0].digest), domain="manifest")
+    assert first_bad([some_entries()[0].model_copy(update={"signature": wrong})]) == 1, "of another domain"
 
 
-def test_an_entry_rewritten_by_the_owner_breaks_the_next() -> None:
+def test_an_entry_rewritten_by_the_owner_breaks_the_next_entry() -> None:
     ledger, _ = open_ledger()
     rewritten = [ledger.append("accepted", {"step": step}) for step in (0, 9)]
-    assert first_bad([*rewritten, *filled()[2:]]) == 3
+    assert first_bad([*rewritten, *some_entries()[2:]]) == 3
 
 
 @pytest.mark.parametrize(
@@ -210,12 +212,12 @@ def test_an_entry_rewritten_by_the_owner_breaks_the_next() -> None:
         pytest.param([0, 2, 1, 3, 4], 2, id="swapped"),
     ],
 )
-def test_entries_out_of_order_are_found(order: list[int], seq: int) -> None:
-    entries = filled()
+def test_verification_finds_entries_out_of_order(order: list[int], seq: int) -> None:
+    entries = some_entries()
     assert first_bad([entries[position] for position in order]) == seq
 
 
-def test_an_export_verifies_without_the_database_and_replaces_the_last_one(tmp_path: Path) -> None:
+def test_an_export_verifies_without_the_database_and_replaces_the_previous_one(tmp_path: Path) -> None:
     ledger, connection = open_ledger()
     write_export(ledger.entries(), tmp_path / "ledger.jsonl")
     assert (tmp_path / "ledger.jsonl").read_bytes() == b""
@@ -229,19 +231,19 @@ def test_an_export_verifies_without_the_database_and_replaces_the_last_one(tmp_p
     connection.close()
     assert list(read_export(tmp_path / "ledger.jsonl")) == before
     verify_chain(read_export(tmp_path / "ledger.jsonl"), COORDINATOR.public)
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "and no temporary file is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "no temporary file remains"
 
 
 @pytest.mark.parametrize("line", [b"\n", b"{}\n", b"\xff\n", b'{"seq": "1"}\n', b"[1"])
-def test_a_line_that_is_no_entry_is_named(tmp_path: Path, line: bytes) -> None:
+def test_reading_an_export_names_a_line_that_is_not_an_entry(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "ledger.jsonl"
-    path.write_bytes(filled(1)[0].model_dump_json().encode() + b"\n" + line)
+    path.write_bytes(some_entries(1)[0].model_dump_json().encode() + b"\n" + line)
     with pytest.raises(LedgerError, match="line 2 of .*ledger.jsonl") as caught:
         list(read_export(path))
     assert caught.value.seq == 2
 
 
-def test_a_damaged_row_is_named() -> None:
+def test_a_damaged_row_is_named_by_its_seq() -> None:
     ledger, connection = open_ledger()
     ledger.append("accepted", {})
     connection.execute("DROP TRIGGER ledger_no_update")
@@ -258,7 +260,7 @@ JSON_VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON_VALUES, max_size=4))
-def test_any_json_body_survives_and_has_one_text(body: dict[str, Any]) -> None:
+def test_any_json_body_has_one_canonical_text_and_verifies(body: dict[str, Any]) -> None:
     text = canonical_json(body)
     assert canonical_json(dict(reversed(body.items()))) == text
     assert json.loads(text) == body

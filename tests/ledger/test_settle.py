@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+"""Settling copies each ledger entry into the contract once, whatever is repeated or lost on the way."""
 
 import pytest
 
@@ -8,22 +8,20 @@ from shoal.ledger.evm import NO_PAYER, EvmStakes, deploy, not_on_chain, settle, 
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
-from .stakes_support import RevmChain
+from .stakes_support import InContract, revm_chain
 
 A, B, FILE = "a1" * 32, "b2" * 32, "cd" * 32
 PAYER = "0x" + "11" * 20
 
 
 @pytest.fixture
-def contract() -> Iterator[EvmStakes]:
-    pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
-    pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
-    chain = RevmChain()
-    yield EvmStakes(chain, deploy(chain))
+def contract() -> InContract:
+    chain = revm_chain()
+    return InContract(chain, deploy(chain))
 
 
-class Losing:
-    """A contract whose transactions are carried out, but whose answer is lost."""
+class LosesAnswers:
+    """A contract that carries out transactions, but whose answers are lost."""
 
     def __init__(self, contract: EvmStakes) -> None:
         self.contract = contract
@@ -38,6 +36,12 @@ class Losing:
             raise LedgerError("no answer")
 
         return lose
+
+
+def credit(contract: EvmStakes) -> int:
+    account = contract.account(A)
+    assert account is not None
+    return account.credit
 
 
 def some_work() -> list[Entry]:
@@ -60,47 +64,43 @@ def events(contract: EvmStakes) -> set[tuple[str, str, str, int]]:
     }
 
 
-def test_every_entry_is_settled_once_whoever_repeats_it(contract: EvmStakes) -> None:
+def test_repeated_settling_sends_each_entry_once(contract: InContract) -> None:
     contract.deposit(A, 100)
     entries = some_work()
     assert len(unsettled(entries, contract)) == 6
     for entry in unsettled(entries, contract):
         assert settle(entry, contract) and not settle(entry, contract)
-    found = contract.account(A)
-    assert found is not None and (found.credit, found.stake, contract.pool()) == (42, 0, 100)
+    account = contract.account(A)
+    assert account is not None and (account.credit, account.stake, contract.pool()) == (42, 0, 100)
     works = [(event.kind, event.work) for event in contract.events() if event.kind in ("credited", "slashed")]
     assert works == [("credited", entries[3].digest), ("credited", entries[5].digest), ("slashed", entries[6].digest)]
     assert not_on_chain(entries, events(contract), contract) == []
 
 
 @pytest.mark.parametrize("done", range(7))
-def test_it_goes_on_where_it_ended(contract: EvmStakes, done: int) -> None:
+def test_an_interrupted_settling_continues_with_the_next_entry(contract: InContract, done: int) -> None:
     entries = some_work()
     for entry in unsettled(entries, contract)[:done]:
         settle(entry, contract)
-    left = unsettled(entries, contract)
-    assert sum(settle(entry, contract) for entry in left) == 6 - done, "none twice, none left out"
-    found = contract.account(A)
-    assert found is not None and found.credit == 42
+    assert sum(settle(entry, contract) for entry in unsettled(entries, contract)) == 6 - done
+    assert credit(contract) == 42
 
 
-def test_a_lost_answer_is_no_reason_to_pay_again(contract: EvmStakes) -> None:
-    losing = Losing(contract)
+def test_an_entry_whose_answer_was_lost_is_not_sent_again(contract: InContract) -> None:
     for entry in some_work():
         if entry.kind in ("registered", "credited", "slashed"):
-            assert not settle(entry, losing)
-    found = contract.account(A)
-    assert found is not None and found.credit == 42
+            assert not settle(entry, LosesAnswers(contract))
+    assert credit(contract) == 42
 
 
-def test_what_the_contract_refuses_is_an_error_and_nothing_after_it_is_lost(contract: EvmStakes) -> None:
+def test_a_refused_entry_is_an_error_and_stays_unsettled(contract: InContract) -> None:
     entries = some_work()
     with pytest.raises(LedgerError, match="the contract refuses"):
         settle(entries[3], contract)
     assert len(unsettled(entries, contract)) == 6
 
 
-def test_a_ledger_that_says_otherwise_than_the_contract_is_told(contract: EvmStakes) -> None:
+def test_entries_that_differ_from_the_contract_are_reported(contract: InContract) -> None:
     entries = some_work()
     for entry in unsettled(entries, contract):
         settle(entry, contract)
@@ -109,7 +109,7 @@ def test_a_ledger_that_says_otherwise_than_the_contract_is_told(contract: EvmSta
     assert not_on_chain([*entries[:3], more, *entries[4:6], other], events(contract), contract) == [more, other]
 
 
-def test_nobody_stakes_on_a_key_that_named_no_payer(contract: EvmStakes) -> None:
+def test_nobody_can_stake_on_a_key_without_a_payer(contract: InContract) -> None:
     contract.register(B, "validator", NO_PAYER)
     with pytest.raises(LedgerError, match="the contract refuses"):
         contract.stake(B, 5)

@@ -1,4 +1,4 @@
-"""A node of a chain may answer anything: each answer is a LedgerError, which every caller catches."""
+"""Whatever a chain's node answers, the caller gets a LedgerError."""
 
 import json
 import subprocess
@@ -17,12 +17,11 @@ from shoal.ledger.evm import ChainLostError, EvmStakes, Web3Chain
 pytestmark = pytest.mark.skipif(find_spec("web3") is None, reason="web3.py is not installed: pip install 'shoal[evm]'")
 KEY = "ab" * 32
 CONTRACT = "0x" + "11" * 20
-QUESTIONS: dict[str, Callable[[EvmStakes], object]] = {
+CALLS: dict[str, Callable[[EvmStakes], object]] = {
     "account": lambda stakes: stakes.account(KEY),
     "deposited": lambda stakes: stakes.deposited(KEY, CONTRACT),
     "is_paid": lambda stakes: stakes.is_paid("w-1"),
     "is_slashed": lambda stakes: stakes.is_slashed("w-1"),
-    "pool": lambda stakes: stakes.pool(),
     "operator": lambda stakes: stakes.operator(),
     "events": lambda stakes: list(stakes.events()),
     "send": lambda stakes: stakes.credit(KEY, "w-1", 5),
@@ -30,7 +29,7 @@ QUESTIONS: dict[str, Callable[[EvmStakes], object]] = {
 
 
 class Node(ThreadingHTTPServer):
-    """Knows the number of its chain, and answers `answer` to all else: a body, or a result of JSON-RPC."""
+    """Knows its chain id, and gives `answer` to every other request: a body, or a JSON-RPC result."""
 
     answer: Any = b""
 
@@ -38,10 +37,10 @@ class Node(ThreadingHTTPServer):
 class Answering(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         assert isinstance(self.server, Node)
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer = "0x1" if asked["method"] == "eth_chainId" else self.server.answer
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = "0x1" if request["method"] == "eth_chainId" else self.server.answer
         if not isinstance(answer, bytes):
-            answer = json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answer}).encode()
+            answer = json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": answer}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -61,7 +60,7 @@ def node() -> Iterator[Node]:
         thread.join(10)
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "answer",
     [
@@ -79,23 +78,23 @@ def node() -> Iterator[Node]:
         pytest.param(7, id="a number"),
     ],
 )
-def test_whatever_a_node_answers_is_one_error(node: Node, answer: Any, question: str) -> None:
+def test_any_invalid_answer_is_a_ledger_error(node: Node, answer: Any, call: str) -> None:
     node.answer = answer
     stakes = EvmStakes(Web3Chain(f"http://127.0.0.1:{node.server_port}"), CONTRACT)
     with pytest.raises(LedgerError):
-        QUESTIONS[question](stakes)
+        CALLS[call](stakes)
 
 
 @pytest.mark.parametrize("data", ["0x", "0x" + "ff" * 192, "0x" + "00" * 31 + "20" + "ff" * 32])
-def test_an_answer_that_is_none_of_the_contracts_may_be_asked_again(node: Node, data: str) -> None:
+def test_an_answer_from_another_contract_is_a_lost_chain(node: Node, data: str) -> None:
     node.answer = data
     stakes = EvmStakes(Web3Chain(f"http://127.0.0.1:{node.server_port}"), CONTRACT)
-    with pytest.raises(ChainLostError, match="none of the contract's"):
+    with pytest.raises(ChainLostError, match="is not from a contract of Shoal"):
         stakes.account(KEY)
 
 
-def test_opening_a_chain_leaves_the_limit_of_recursion(node: Node) -> None:
-    """In a process of its own: web3.py is imported once. One of its libraries sets 100,000, where C's stack ends first."""
+def test_opening_a_chain_keeps_the_recursion_limit(node: Node) -> None:
+    """A dependency of web3.py sets 100,000, more than C's stack can hold. In its own process, as web3 is imported once."""
     code = (
         "import sys; from shoal.ledger.evm import Web3Chain; before = sys.getrecursionlimit();"
         f"Web3Chain('http://127.0.0.1:{node.server_port}'); assert sys.getrecursionlimit() == before"

@@ -1,13 +1,12 @@
-"""The chain: entries, how they are hashed, linked, signed, verified and exported, and heads. Pure functions; no storage.
+"""The hash chain: entries, how they are hashed, linked, signed, verified and exported, and heads. No storage.
 
 Invariants: entry n holds the digest of entry n-1, and the coordinator signs each digest. If an entry of a copy is changed,
-moved or removed, `verify_chain` names the first wrong entry. A head is the newest entry that somebody has seen, by its
-position and digest; `SEQ:DIGEST` is how it is printed. A chain that holds a head also holds, unchanged, every entry before
-it. So whoever keeps a head notices if the ledger is cut off before it.
+moved or removed, `verify_chain` names the first wrong entry. A head is the position and digest of the newest entry that
+somebody has seen, printed as `SEQ:DIGEST`. A chain that contains a head also contains every entry before it, unchanged. So
+anyone who keeps a head can detect that the ledger was truncated before it.
 
-Left out: truncation (a log without its last entries is still a valid chain; to detect it, keep an earlier head), which run
-the log belongs to (its first entry says so), several writers (that needs a chain), and the evidence itself (bodies hold its
-digest).
+Left out: truncation without a head (a log without its last entries is still a valid chain); which run the log belongs to
+(its first entry says so); several writers; the evidence itself (bodies hold its digest).
 """
 
 import json
@@ -20,7 +19,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import ShoalError
-from shoal.files import new_file
+from shoal.files import write_pieces
 from shoal.protocol.identity import Identity, IdentityError, Signed, verify
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
@@ -31,7 +30,7 @@ HEAD = re.compile("([0-9]{1,15}):([0-9a-f]{64})")
 
 
 class LedgerError(ShoalError, ValueError):
-    """A ledger that cannot be written or trusted; `seq` names the first bad entry, if there is one."""
+    """The ledger cannot be written or trusted. `seq` is the first bad entry, if there is one."""
 
     def __init__(self, message: str, seq: int | None = None) -> None:
         super().__init__(message)
@@ -39,21 +38,21 @@ class LedgerError(ShoalError, ValueError):
 
 
 class Entry(BaseModel):
-    """One entry of the ledger, as stored, exported and verified."""
+    """One entry of the ledger."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     seq: int  # from 1, without gaps
-    time_s: int  # the coordinator's clock; may step back
+    time_s: int  # by the coordinator's clock, which may step back
     kind: str  # docs/trust.md lists them
     body: str  # canonical JSON text of an object
-    previous: str  # digest of entry seq - 1; GENESIS for the first
-    digest: str  # entry_digest of all fields above, 64 hex characters
-    signature: str  # of the digest, domain "ledger"
+    previous: str  # digest of entry seq - 1; GENESIS in the first entry
+    digest: str  # `entry_digest` of the fields above, 64 hex characters
+    signature: str  # of the digest, in the domain "ledger"
 
 
 def next_entry(head: Entry | None, kind: str, body: str, time_s: int, identity: Identity) -> Entry:
-    """The signed entry that follows `head`; `body` is canonical JSON. Raises LedgerError for a bad kind."""
+    """Return the signed entry that follows `head`; `body` is canonical JSON. Raise LedgerError for a bad kind."""
     if not KIND.fullmatch(kind):
         raise LedgerError(f"bad ledger kind {kind!r}: 1 to 32 lowercase letters and underscores")
     seq, previous = (head.seq + 1, head.digest) if head else (1, GENESIS)
@@ -63,7 +62,7 @@ def next_entry(head: Entry | None, kind: str, body: str, time_s: int, identity: 
 
 
 def check_head(head: Entry | None, public_key: str) -> None:
-    """Raise LedgerError if another key wrote the head: a ledger has one writer."""
+    """Raise LedgerError if another key signed the head, because a ledger has one writer."""
     if head and _fault(head, head.seq, head.previous, public_key):
         raise LedgerError(
             f"the ledger's head, entry {head.seq}, was not written by {public_key}:"
@@ -73,38 +72,24 @@ def check_head(head: Entry | None, public_key: str) -> None:
 
 
 def verify_chain(entries: Iterable[Entry], public_key: str, *, after: tuple[int, str] = (0, GENESIS)) -> None:
-    """Check a whole log from its first entry, or from the one after `after` (seq and digest of a known entry).
+    """Verify a log from its first entry, or from the entry after `after` (the seq and digest of a verified entry).
 
-    LedgerError names the first seq that is wrong or missing.
+    Raise LedgerError, naming the first seq that is wrong or missing.
     """
-    known, previous = after
-    for seq, entry in enumerate(entries, start=known + 1):
+    verified, previous = after
+    for seq, entry in enumerate(entries, start=verified + 1):
         if fault := _fault(entry, seq, previous, public_key):
             raise LedgerError(f"ledger entry {seq}: {fault}", seq)
         previous = entry.digest
 
 
-def line(seq: int, time_s: int, kind: str, body: str, previous: str, digest: str, signature: str) -> bytes:
-    """An entry as it is exported and sent: one line of JSON."""
-    return (
-        f'{{"seq":{seq},"time_s":{time_s},"kind":"{kind}","body":{json.dumps(body)},'
-        f'"previous":"{previous}","digest":"{digest}","signature":"{signature}"}}\n'
-    ).encode()
-
-
 def write_export(entries: Iterable[Entry], path: Path) -> None:
-    """Write entries as JSON lines. Replaces `path` whole or not at all."""
-    with new_file(path) as file:
-        size_bytes = 0
-        for entry in entries:
-            data = entry.model_dump_json().encode() + b"\n"
-            file.write(size_bytes, data)
-            size_bytes += len(data)
-        file.commit()
+    """Write entries as JSON lines, atomically."""
+    write_pieces(path, (entry.model_dump_json().encode() + b"\n" for entry in entries))
 
 
 def read_export(path: Path) -> Iterator[Entry]:
-    """Yield the entries of an export, unverified. LedgerError names a line that is not an entry."""
+    """Yield the entries of an export, unverified. Raise LedgerError, naming the first line that is not an entry."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -114,13 +99,13 @@ def read_export(path: Path) -> Iterator[Entry]:
 
 
 def entry_digest(seq: int, time_s: int, kind: str, body: str, previous: str) -> str:
-    """The BLAKE3 digest, in hex, of the canonical JSON of these five fields (body as a string)."""
+    """Return the BLAKE3 digest, in hex, of the canonical JSON of these five fields (body as a string)."""
     fields: dict[str, JSON] = {"seq": seq, "time_s": time_s, "kind": kind, "body": body, "previous": previous}
     return blake3(canonical_json(fields).encode("ascii")).hexdigest()
 
 
 def canonical_json(value: Mapping[str, JSON]) -> str:
-    """The canonical text of an object: sorted keys, no spaces, ASCII. LedgerError if it is not JSON."""
+    """Return an object as canonical JSON: sorted keys, no spaces, ASCII. Raise LedgerError if it is not JSON."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -129,7 +114,7 @@ def canonical_json(value: Mapping[str, JSON]) -> str:
 
 def _fault(entry: Entry, seq: int, previous: str, public_key: str) -> str | None:
     if entry.seq != seq:
-        return f"entry {entry.seq} stands in its place"
+        return f"missing: entry {entry.seq} is in its place"
     if entry.previous != previous:
         return "does not follow from the entry before it"
     if entry.digest != entry_digest(entry.seq, entry.time_s, entry.kind, entry.body, entry.previous):
@@ -143,6 +128,8 @@ def _fault(entry: Entry, seq: int, previous: str, public_key: str) -> str | None
 
 
 class Head(BaseModel):
+    """The newest entry of a run's ledger that somebody has seen."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     run: str = Field(max_length=200)
@@ -151,11 +138,11 @@ class Head(BaseModel):
 
     @classmethod
     def parse(cls, text: str, run: str) -> Self:
-        """Raises LedgerError."""
-        found = HEAD.fullmatch(text)
-        if not found or not int(found[1]):
-            raise LedgerError(f"{text[:80]!r} is not a head: it is printed as SEQ:DIGEST")
-        return cls(run=run, seq=int(found[1]), digest=found[2])
+        """Parse `SEQ:DIGEST`. Raise LedgerError."""
+        match = HEAD.fullmatch(text)
+        if not match or not int(match[1]):
+            raise LedgerError(f"{text[:80]!r} is not a head: write SEQ:DIGEST")
+        return cls(run=run, seq=int(match[1]), digest=match[2])
 
     def __str__(self) -> str:
         return f"{self.seq}:{self.digest}"
@@ -166,18 +153,19 @@ def sign_head(head: Head, identity: Identity) -> Signed:
 
 
 def open_head(signed: Signed, key: str) -> Head:
-    """Raises LedgerError unless `key` signed a head."""
+    """Verify and parse a signed head. Raise LedgerError unless `key` signed it."""
     try:
         return Head.model_validate_json(signed.open(key, domain=HEAD_DOMAIN))
     except (IdentityError, ValidationError) as error:
         raise LedgerError(f"not a head that {key[:16]} signed: {error}") from error
 
 
-def check_held(head: Head, chain: Sequence[Entry], whose: str) -> None:
-    """Raise LedgerError unless the verified chain holds this head; `whose` says in the message where it is from."""
+def check_contains(chain: Sequence[Entry], head: Head, source: str) -> None:
+    """Raise LedgerError unless the verified chain contains this head. `source`: who saw the head, for the message."""
     if head.seq > len(chain):
         raise LedgerError(
-            f"ledger entry {len(chain) + 1}: cut off; {whose} saw entry {head.seq} ({head.digest[:16]})", len(chain) + 1
+            f"ledger entry {len(chain) + 1}: cut off; {source} saw entry {head.seq} ({head.digest[:16]})",
+            len(chain) + 1,
         )
     if chain[head.seq - 1].digest != head.digest:
-        raise LedgerError(f"ledger entry {head.seq}: {whose} saw another one, {head.digest[:16]}", head.seq)
+        raise LedgerError(f"ledger entry {head.seq}: {source} saw another one, {head.digest[:16]}", head.seq)

@@ -1,10 +1,9 @@
-"""The connection to a database, and everything that SQLite and PostgreSQL do in their own ways.
+"""The database connection, and all that differs between SQLite (here) and PostgreSQL (in `postgres`).
 
-Invariants: what happens inside `transaction()` happens whole or not at all. The ledger's table refuses UPDATE, DELETE and
-any INSERT that does not extend its head. Two tables with the same rows have the same digest; any changed, missing, added
-or doubled row gives another one.
-Statements use `?` for arguments, RETURNING for new rows, and SERIAL for a column that numbers them: all other SQL runs on
-both. Backends: SQLite, here; PostgreSQL in `postgres`. Left out: threads (one thread uses a connection).
+Invariants: `transaction()` is atomic. The ledger's table refuses UPDATE, DELETE and any INSERT that does not extend its
+head. Two tables have the same digest if and only if they have the same rows.
+Statements use `?` for arguments, RETURNING for new rows, and SERIAL for an auto-increment key; all other SQL runs on both.
+Left out: threads (only one thread uses a connection).
 """
 
 import json
@@ -20,7 +19,7 @@ from blake3 import blake3
 
 from shoal.errors import ShoalError
 
-SERIAL = "BIGSERIAL PRIMARY KEY"  # each backend writes it in its own words
+SERIAL = "BIGSERIAL PRIMARY KEY"  # each backend replaces it
 
 
 class DatabaseFullError(ShoalError):
@@ -28,51 +27,47 @@ class DatabaseFullError(ShoalError):
 
 
 class DatabaseLostError(ShoalError):
-    """The database's server is gone, or has ended this connection. What was not committed did not happen."""
+    """The database server is gone, or closed this connection. Nothing uncommitted was stored."""
 
     restart_helps = True
 
 
 class Connection(ABC):
-    ledger_schema: Sequence[str]  # the ledger's table, and what refuses any change of it but an append
+    ledger_schema: Sequence[str]  # the ledger's table, and the triggers that allow only appends
+    place: str  # where the database is, for messages
 
     @abstractmethod
     def rows(self, sql: str, *arguments: object) -> list[tuple[Any, ...]]: ...
 
     def row(self, sql: str, *arguments: object) -> Any:
-        """The first row, None if there is none."""
-        found = self.rows(sql, *arguments)
-        return found[0] if found else None
+        """Return the first row; None if there is none."""
+        rows = self.rows(sql, *arguments)
+        return rows[0] if rows else None
 
     def value(self, sql: str, *arguments: object) -> Any:
-        """The first column of the first row, None if there is none."""
-        found = self.row(sql, *arguments)
-        return None if found is None else found[0]
+        """Return the first column of the first row; None if there is none."""
+        row = self.row(sql, *arguments)
+        return None if row is None else row[0]
 
     @abstractmethod
     def change(self, sql: str, *arguments: object) -> int:
-        """Returns how many rows changed. Raises DatabaseFullError."""
+        """Run a statement and return how many rows it changed. Raise DatabaseFullError."""
 
     @abstractmethod
     def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
-        """Create a table or index, if it is not there. One that need not survive them is faster to write."""
+        """Create a table or index unless it exists. Writes are faster to one that need not survive power cuts."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
-        """All of the block or nothing of it. A nested block belongs to the outer one: an error undoes both."""
+        """Run a block atomically. A nested block joins the outer one: an error rolls back both."""
 
     @abstractmethod
     def has_table(self, name: str) -> bool: ...
 
     @property
     @abstractmethod
-    def place(self) -> str:
-        """Where the database is, for messages."""
-
-    @property
-    @abstractmethod
     def format(self) -> int:
-        """The number that the creator of this database stored in it; 0 in a new one."""
+        """The schema version stored in the database; 0 in a new one."""
 
     @abstractmethod
     def set_format(self, number: int) -> None: ...
@@ -89,7 +84,7 @@ class SqliteConnection(Connection):
         " BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END",
         "CREATE TRIGGER ledger_no_delete BEFORE DELETE ON ledger"
         " BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END",
-        # INSERT OR REPLACE deletes without firing a delete trigger, so a trigger checks inserts as well.
+        # INSERT OR REPLACE deletes without firing the delete trigger, so inserts are checked as well.
         "CREATE TRIGGER ledger_extends_head BEFORE INSERT ON ledger"
         " WHEN NEW.seq IS NOT (SELECT coalesce(max(seq), 0) + 1 FROM ledger)"
         " BEGIN SELECT RAISE(ABORT, 'the ledger is append-only: an entry must extend its head'); END",
@@ -99,19 +94,19 @@ class SqliteConnection(Connection):
         if connection.isolation_level is not None:
             raise ValueError("open the connection with isolation_level=None, so that transactions are explicit")
         self.sqlite = connection
+        self.place = str(connection.execute("PRAGMA database_list").fetchone()[2])
 
     def rows(self, sql: str, *arguments: object) -> list[tuple[Any, ...]]:
         return self.sqlite.execute(sql, arguments).fetchall()
 
     def row(self, sql: str, *arguments: object) -> Any:
-        return self.sqlite.execute(sql, arguments).fetchone()  # reads no more than it returns
+        return self.sqlite.execute(sql, arguments).fetchone()  # reads only the first row
 
     def change(self, sql: str, *arguments: object) -> int:
         with self._full_disk_named():
             return self.sqlite.execute(sql, arguments).rowcount
 
     def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
-        """What survives power cuts is the whole file's matter (`open_sqlite`)."""
         self.change(statement.replace(SERIAL, "INTEGER PRIMARY KEY AUTOINCREMENT"))
 
     @contextmanager
@@ -125,7 +120,7 @@ class SqliteConnection(Connection):
                 yield
                 self.sqlite.execute("COMMIT")
             except BaseException:
-                if self.sqlite.in_transaction:  # SQLite itself rolls back when the disk is full
+                if self.sqlite.in_transaction:  # SQLite rolls back by itself when the disk is full
                     self.sqlite.execute("ROLLBACK")
                 raise
 
@@ -142,10 +137,6 @@ class SqliteConnection(Connection):
         return self.row("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", name) is not None
 
     @property
-    def place(self) -> str:
-        return str(self.row("PRAGMA database_list")[2])
-
-    @property
     def format(self) -> int:
         return int(self.value("PRAGMA user_version"))
 
@@ -157,9 +148,9 @@ class SqliteConnection(Connection):
 
 
 def open_sqlite(path: Path | str, *, survives_power_cuts: bool = True, read_only: bool = False) -> SqliteConnection:
-    """Open or create a database that survives kill -9, and power cuts unless its owner says that it need not.
+    """Open or create a database whose commits survive kill -9 and, by default, power cuts.
 
-    `read_only`: open it as it is, beside its owner. Raises sqlite3.OperationalError if it cannot be read.
+    `read_only`: open an existing file, even while its owner has it open. Raise sqlite3.OperationalError if it is unreadable.
     """
     if read_only:
         return SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None))
@@ -170,12 +161,12 @@ def open_sqlite(path: Path | str, *, survives_power_cuts: bool = True, read_only
 
 
 def table_names(schema: Sequence[str]) -> list[str]:
-    """The tables that these statements create."""
+    """Return the names of the tables that these statements create."""
     return re.findall(r"CREATE TABLE IF NOT EXISTS (\w+)", "\n".join(schema))
 
 
 def table_digest(connection: Connection, table: str) -> str:
-    """BLAKE3, hex, of the sorted digests of the rows. A truth value counts as 0 or 1, as SQLite stores it."""
+    """Return the BLAKE3 digest, in hex, of the sorted digests of the rows. Booleans count as 0 or 1, as in SQLite."""
     rows = connection.rows(f"SELECT * FROM {table}")
     digest = blake3(table.encode())
     for row in sorted(blake3(_text(row)).digest() for row in rows):

@@ -1,9 +1,9 @@
-"""PostgreSQL: the same tables on a server of their own.
+"""PostgreSQL: the same tables on a server.
 
-Invariant: one session does everything, so when the server ends it nothing more of it can be written. It never reconnects: a
-process that loses it stops with DatabaseLostError and starts again.
-Needs the extra `postgres` (psycopg). Left out: a password in the URL, because configs are shown to every node; libpq finds
-it in PGPASSWORD or ~/.pgpass.
+Invariant: there is one session and no reconnection, so nothing is written after the server ended the session. The process
+then stops with DatabaseLostError, and starts again.
+Needs the extra `postgres` (psycopg). Left out: a password in the URL, because every node can read the config; libpq reads
+it from PGPASSWORD or ~/.pgpass.
 """
 
 import functools
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, urlsplit
 
 import psycopg
 from psycopg.adapt import Loader
@@ -22,12 +21,11 @@ from shoal.errors import first_line
 from shoal.ledger.connection import SERIAL, Connection, DatabaseFullError, DatabaseLostError
 
 T = TypeVar("T")
-CONNECT_S = 10
-LOCK = 0x5301  # of a coordinator, in PostgreSQL's table of advisory locks
-ANSWER_S = 10.0  # a server that is silent for longer is lost: one that was unplugged cannot say so
-# What libpq and the server do about a peer that is gone without a word.
+LOCK = 0x5301  # the coordinator's advisory lock
+ANSWER_S = 10.0  # a server that does not answer for longer is lost
+# How libpq and the server detect a peer that is gone, for example unplugged.
 LIVENESS = {
-    "connect_timeout": CONNECT_S,
+    "connect_timeout": 10,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
     "keepalives_count": 3,
@@ -64,7 +62,7 @@ class PostgresConnection(Connection):
         connection.adapters.register_loader("numeric", _Number)
         self.postgres = connection
         info = connection.info
-        self._place = f"PostgreSQL database {info.dbname} at {info.host or 'this machine'}, port {info.port}"
+        self.place = f"PostgreSQL database {info.dbname} at {info.host or 'this machine'}, port {info.port}"
 
     def rows(self, sql: str, *arguments: object) -> list[tuple[Any, ...]]:
         return self._execute(sql, arguments, lambda cursor: cursor.fetchall())
@@ -73,7 +71,7 @@ class PostgresConnection(Connection):
         return self._execute(sql, arguments, lambda cursor: int(cursor.rowcount))
 
     def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
-        """A table that need not survive them is emptied by the server after its own crash, and not written to its log."""
+        """Create a table or index. The server does not log an UNLOGGED table, and empties it after a crash of its own."""
         if not survives_power_cuts:
             statement = statement.replace("CREATE TABLE", "CREATE UNLOGGED TABLE", 1)
         self.change(statement.replace(SERIAL, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"))
@@ -85,16 +83,16 @@ class PostgresConnection(Connection):
             return
         self.change("BEGIN")
         try:
-            with self._loss_named():  # also of what the ledger does
+            with self._named_errors():
                 yield
             self.change("COMMIT")
         except BaseException:
-            if self.in_transaction:  # not if the session is lost: the server itself rolls back then
+            if self.in_transaction:  # if the session is lost, the server rolls back by itself
                 self.change("ROLLBACK")
             raise
 
     def lock(self, wait_s: float) -> bool:
-        """Hold this schema as long as the session lives. False: another session that asked for it holds it."""
+        """Lock this schema until the session ends. Return False if another session has had the lock for `wait_s`."""
         deadline_s = time.monotonic() + wait_s
         while not self.value(f"SELECT pg_try_advisory_lock({LOCK}, hashtext(current_schema()))"):
             if time.monotonic() > deadline_s:
@@ -111,10 +109,6 @@ class PostgresConnection(Connection):
         return self.value("SELECT to_regclass(?)", name) is not None
 
     @property
-    def place(self) -> str:
-        return self._place
-
-    @property
     def format(self) -> int:
         return int(self.value("SELECT number FROM format")) if self.has_table("format") else 0
 
@@ -128,12 +122,12 @@ class PostgresConnection(Connection):
         self.postgres.close()
 
     def _execute(self, sql: str, arguments: tuple[object, ...], take: Callable[[psycopg.Cursor[Any]], T]) -> T:
-        """Raises DatabaseFullError, DatabaseLostError."""
-        with self._loss_named():
-            return take(self.postgres.execute(_in_psycopg(sql), [_storable(one) for one in arguments]))
+        """Run a statement and return `take` of its cursor. Raise DatabaseFullError or DatabaseLostError."""
+        with self._named_errors():
+            return take(self.postgres.execute(_psycopg_sql(sql), [_storable(argument) for argument in arguments]))
 
     @contextmanager
-    def _loss_named(self) -> Iterator[None]:
+    def _named_errors(self) -> Iterator[None]:
         try:
             yield
         except psycopg.errors.DiskFull as error:
@@ -148,7 +142,7 @@ class PostgresConnection(Connection):
 
 
 class _Number(Loader):
-    """PostgreSQL sums integers into `numeric`; SQLite gives an int, or a float for an average, and so does this."""
+    """Load `numeric`, which sums and averages of integers have, as int or float, as SQLite does."""
 
     def load(self, data: Any) -> int | float:
         text = bytes(data)
@@ -156,19 +150,17 @@ class _Number(Loader):
 
 
 def _storable(argument: object) -> object:
-    """PostgreSQL's text holds no NUL; a model's output, which an error may quote, can."""
+    """Replace NUL, which PostgreSQL cannot store as text and a quoted model output may contain."""
     return argument.replace("\0", "\ufffd") if isinstance(argument, str) else argument
 
 
 @functools.cache
-def _in_psycopg(sql: str) -> bytes:
+def _psycopg_sql(sql: str) -> bytes:
     return sql.replace("%", "%%").replace("?", "%s").encode()
 
 
 def open_postgres(url: str) -> PostgresConnection:
-    """Raises DatabaseLostError if the server is not there, or refuses."""
-    if urlsplit(url).password or "password" in parse_qs(urlsplit(url).query):
-        raise ValueError("a database's URL holds no password")  # config.sections refuses it before
+    """Connect to a database. Raise DatabaseLostError if the server is unreachable or refuses."""
     try:
         connection = psycopg.connect(make_conninfo(url, **LIVENESS), autocommit=True)
         for statement in SESSION:

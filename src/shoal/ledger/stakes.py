@@ -1,17 +1,16 @@
-"""Accounts of a pool: who is registered, what is staked on whom, who earned what, and who was slashed.
+"""Accounts of a pool: who is registered, each member's stake and credit, and who was slashed.
 
-    deposit      before registration; not at risk, and can be reclaimed; registration makes it stake
-    registered   once a key, with a role            credited    once a piece of work, in tokens as the validators counted
-    stake        stays at risk; unstaked stake stays at risk too, for UNSTAKE_S, and can be withdrawn after that
-    slash        takes all that is at risk, for one piece of work; it goes to the pool, never to whoever slashed
+    deposit    paid before registration; not at risk, can be reclaimed; registration turns it into stake
+    register   once per key, with a role
+    stake      at risk; unstaked stake stays at risk for UNSTAKE_S, then it can be withdrawn
+    credit     once per piece of work, in tokens as the validators counted them
+    slash      for one piece of work: takes all that is at risk; it goes to the pool, never to whoever slashed
 
-Two backends keep this, and one conformance suite holds for both: `LedgerStakes` here, in the hash-chained signed ledger,
-and `EvmStakes`, a contract on an EVM chain (`evm`). Keys are public keys in hex, `work` names a submission, `evidence` is a
-digest in hex; `payer` is the account on a chain that pays stake in and out. What changes something returns
-once it is final.
-Invariant: what is staked, leaving, in the pool and withdrawn always adds up to what was paid in. The rules are in `Book`;
-the contract has the same ones. An action that they forbid changes nothing and raises LedgerError.
-Left out: what the pool spends its stake on.
+Two backends pass the same tests: `LedgerStakes` here, in the hash-chained signed ledger, and `EvmStakes`, a contract on an
+EVM chain (`evm`). Keys are public keys in hex; `work` names a submission.
+Invariant: stake, unstaked stake, the pool and what was withdrawn add up to what was paid in. `Book` has the rules, and the
+contract has the same ones. A forbidden action changes nothing and raises LedgerError.
+Left out: what the pool spends slashed stake on.
 """
 
 import json
@@ -22,17 +21,8 @@ from typing import Any
 from shoal.ledger.chain import JSON, Entry, LedgerError
 from shoal.ledger.table import Ledger
 
-UNSTAKE_S = 7 * 86_400  # longer than a lie takes to be found
-EVENTS = (
-    "deposited",
-    "reclaimed",
-    "registered",
-    "staked",
-    "unstaked",
-    "withdrawn",
-    "credited",
-    "slashed",
-)
+UNSTAKE_S = 7 * 86_400  # longer than it takes to detect a lie
+EVENTS = ("deposited", "reclaimed", "registered", "staked", "unstaked", "withdrawn", "credited", "slashed")
 
 
 @dataclass(frozen=True)
@@ -40,32 +30,30 @@ class Account:
     role: str
     stake: int = 0
     leaving: int = 0  # unstaked, and still at risk
-    leaves_s: int = 0  # when it can be withdrawn
+    leaves_s: int = 0  # when `leaving` can be withdrawn
     credit: int = 0  # tokens
 
 
 @dataclass(frozen=True)
 class Event:
-    cursor: int  # grows with every event
     kind: str  # one of EVENTS
     key: str
-    work: str = ""  # a submission; of "registered": the role
-    amount: int = 0  # of stake, or tokens
-    payer: str = ""  # of "registered" on a chain: the account that pays stake in and out
+    work: str = ""  # a submission, several separated by spaces; if kind is "registered", the role
+    amount: int = 0  # stake, or tokens if kind is "credited"
 
 
 @dataclass
 class Book:
-    """The accounts after some events, and the rules for the next one."""
+    """The accounts after a series of events, and the rules for the next event."""
 
     accounts: dict[str, Account] = field(default_factory=dict)
-    slashed: set[str] = field(default_factory=set)  # work
-    paid: set[str] = field(default_factory=set)  # work
+    slashed: set[str] = field(default_factory=set)  # work that somebody was slashed for
+    paid: set[str] = field(default_factory=set)  # work that was credited
     deposits: dict[str, int] = field(default_factory=dict)
     pool: int = 0
 
-    def take(self, event: Event, time_s: int) -> None:
-        """Raises LedgerError for an event that the rules forbid; then nothing has changed."""
+    def apply(self, event: Event, time_s: int) -> None:
+        """Apply an event. Raise LedgerError, without a change, if the rules forbid it."""
         getattr(self, f"_{event.kind}")(event, time_s)
 
     def _registered(self, event: Event, time_s: int) -> None:
@@ -85,41 +73,41 @@ class Book:
         del self.deposits[event.key]
 
     def _staked(self, event: Event, time_s: int) -> None:
-        known = self._of(event.key)
+        account = self._account(event.key)
         _positive(event.amount)
-        self._set(event.key, stake=known.stake + event.amount)
+        self._set(event.key, stake=account.stake + event.amount)
 
     def _unstaked(self, event: Event, time_s: int) -> None:
-        known = self._of(event.key)
+        account = self._account(event.key)
         _positive(event.amount)
-        if event.amount > known.stake:
-            raise LedgerError(f"{event.key[:16]} has {known.stake} at stake, not {event.amount}")
-        left, leaving = known.stake - event.amount, known.leaving + event.amount
-        self._set(event.key, stake=left, leaving=leaving, leaves_s=time_s + UNSTAKE_S)
+        if event.amount > account.stake:
+            raise LedgerError(f"{event.key[:16]} has {account.stake} at stake, less than {event.amount}")
+        stake, leaving = account.stake - event.amount, account.leaving + event.amount
+        self._set(event.key, stake=stake, leaving=leaving, leaves_s=time_s + UNSTAKE_S)
 
     def _withdrawn(self, event: Event, time_s: int) -> None:
-        known = self._of(event.key)
-        if not known.leaving or time_s < known.leaves_s:
-            raise LedgerError(f"{event.key[:16]} has nothing to withdraw before {known.leaves_s}")
+        account = self._account(event.key)
+        if not account.leaving or time_s < account.leaves_s:
+            raise LedgerError(f"{event.key[:16]} has nothing to withdraw before {account.leaves_s}")
         self._set(event.key, leaving=0, leaves_s=0)
 
     def _credited(self, event: Event, time_s: int) -> None:
-        known = self._of(event.key)
+        account = self._account(event.key)
         works = event.work.split()
         if not works or any(work in self.paid for work in works):
             raise LedgerError(f"{event.work[:60]} is credited already, or names no work")
         self.paid.update(works)
-        self._set(event.key, credit=known.credit + event.amount)
+        self._set(event.key, credit=account.credit + event.amount)
 
     def _slashed(self, event: Event, time_s: int) -> None:
-        known = self._of(event.key)
+        account = self._account(event.key)
         if event.work in self.slashed or not event.work:
-            raise LedgerError(f"{event.work[:60]} was slashed for already")
+            raise LedgerError(f"{event.key[:16]} was slashed for {event.work[:60]} already, or for no work")
         self.slashed.add(event.work)
-        self.pool += known.stake + known.leaving
+        self.pool += account.stake + account.leaving
         self._set(event.key, stake=0, leaving=0, leaves_s=0)
 
-    def _of(self, key: str) -> Account:
+    def _account(self, key: str) -> Account:
         if key not in self.accounts:
             raise LedgerError(f"{key[:16]} is not registered")
         return self.accounts[key]
@@ -129,22 +117,19 @@ class Book:
 
 
 class LedgerStakes:
-    """The accounts in the hash-chained signed ledger: what its entries add up to, the coordinator's own included."""
+    """The accounts that follow from the ledger. The coordinator appends `registered`, `credited` and `slashed` itself."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self.ledger = ledger
         self.clock = clock
-        self._kept = Book()
-        self._last: Entry | None = None  # that is in it
+        self._cached = Book()
+        self._last: Entry | None = None  # the last entry in the cached book
 
     def deposit(self, key: str, amount: int) -> None:
         self._append("deposited", key=key, amount=amount)
 
     def reclaim(self, key: str) -> None:
         self._append("reclaimed", key=key, amount=self.deposited(key))
-
-    def register(self, key: str, role: str, payer: str = "") -> None:
-        self._append("registered", key=key, name=key[:16], role=role)
 
     def stake(self, key: str, amount: int) -> None:
         self._append("staked", key=key, amount=amount)
@@ -156,57 +141,44 @@ class LedgerStakes:
         account = self.account(key)
         self._append("withdrawn", key=key, amount=account.leaving if account else 0)
 
-    def credit(self, key: str, work: str, tokens: int) -> None:
-        self._append("credited", worker=key, submissions=[work], tokens=tokens)
-
-    def slash(self, key: str, work: str, evidence: str) -> None:
-        self._append("slashed", worker=key, submission=work, evidence=evidence)
-
     def account(self, key: str) -> Account | None:
-        return self._book().accounts.get(key)
+        return self.book().accounts.get(key)
 
-    def accounts(self) -> Mapping[str, Account]:
-        """All of them, by key."""
-        return self._book().accounts
-
-    def pool(self) -> int:
-        return self._book().pool
-
-    def deposited(self, key: str, payer: str = "") -> int:
-        return self._book().deposits.get(key, 0)
+    def deposited(self, key: str) -> int:
+        return self.book().deposits.get(key, 0)
 
     def _append(self, kind: str, **body: JSON) -> None:
-        book, self._kept, self._last = self._book(), Book(), None
-        book.take(_event(0, kind, body), int(self.clock()))
+        book, self._cached, self._last = self.book(), Book(), None
+        book.apply(_event(kind, body), int(self.clock()))
         self.ledger.append(kind, body)
 
-    def _book(self) -> Book:
-        """Kept between calls. Made again if its last entry is gone: the transaction that wrote it was undone."""
-        news = self.ledger.entries(self._last.seq - 1 if self._last else 0)
-        if self._last is not None and next(news, None) != self._last:
-            self._kept, news = Book(), self.ledger.entries()
-        for entry in news:
+    def book(self) -> Book:
+        """Return the accounts, cached between calls. A rollback that removed the last entry rebuilds them."""
+        new = self.ledger.entries(self._last.seq - 1 if self._last else 0)
+        if self._last is not None and next(new, None) != self._last:
+            self._cached, new = Book(), self.ledger.entries()
+        for entry in new:
             if (event := read_event(entry)) is not None:
-                self._kept.take(event, entry.time_s)
+                self._cached.apply(event, entry.time_s)
             self._last = entry
-        return self._kept
+        return self._cached
 
 
 def read_event(entry: Entry) -> Event | None:
-    """What an entry of the ledger says about accounts; None: nothing."""
-    return _event(entry.seq, entry.kind, json.loads(entry.body)) if entry.kind in EVENTS else None
+    """Return a ledger entry's event; None if it does not concern accounts."""
+    return _event(entry.kind, json.loads(entry.body)) if entry.kind in EVENTS else None
 
 
-def _event(seq: int, kind: str, body: Mapping[str, Any]) -> Event:
+def _event(kind: str, body: Mapping[str, Any]) -> Event:
     if kind == "registered":
-        return Event(seq, kind, body["key"], body["role"], payer=body.get("payer", ""))
+        return Event(kind, body["key"], body["role"])
     if kind == "credited":
-        return Event(seq, kind, body["worker"], " ".join(body["submissions"]), body["tokens"])
+        return Event(kind, body["worker"], " ".join(body["submissions"]), body["tokens"])
     if kind == "slashed":
-        return Event(seq, kind, body["worker"], body["submission"])
-    return Event(seq, kind, body["key"], amount=body["amount"])
+        return Event(kind, body["worker"], body["submission"])
+    return Event(kind, body["key"], amount=body["amount"])
 
 
 def _positive(amount: int) -> None:
     if amount <= 0:
-        raise LedgerError(f"{amount} is not an amount")
+        raise LedgerError(f"the amount must be positive, not {amount}")

@@ -1,23 +1,23 @@
-"""The ledger: the chain as a table of the database that holds whatever changes together with it.
+"""The ledger: the hash chain as a table in the coordinator's database.
 
-Invariants: an appended entry is never changed, reordered or removed, and its position is part of what is signed. It is
-appended in the caller's transaction if one is open. Entries are read page by page, so no cursor stays open.
-Left out: several writers: a database has one coordinator (`coordinator/state`), and a ledger has one key.
+Invariants: an appended entry is never changed, reordered or removed, and the signature covers its position. It is part of
+the caller's transaction if one is open. Entries are read page by page, so no cursor stays open.
+Left out: several writers. A database has one coordinator (`coordinator/state`), and a ledger has one key.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.ledger.chain import JSON, Entry, LedgerError, canonical_json, check_head, line, next_entry
+from shoal.ledger.chain import JSON, Entry, LedgerError, canonical_json, check_head, next_entry
 from shoal.ledger.connection import Connection
 from shoal.protocol.identity import Identity
 
 PAGE_ROWS = 1000
-LINES = 100  # of a page that is sent
-BEFORE_ALL = -(2**63)  # the smallest seq that a row could be given
+LINES = 100  # entries per page of `lines`
 COLUMNS = ", ".join(Entry.model_fields)
 MARKS = ", ".join("?" for _ in Entry.model_fields)
 
@@ -26,7 +26,7 @@ class Ledger:
     def __init__(
         self, connection: Connection, identity: Identity | None = None, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """Open or create what `identity` writes; None: only read it. Raises LedgerError if another key wrote it."""
+        """Open or create the ledger that `identity` writes; None: read only. Raise LedgerError if another key wrote it."""
         self._connection, self._identity, self._clock = connection, identity, clock
         if identity is None:
             return
@@ -37,9 +37,9 @@ class Ledger:
         check_head(self.head(), identity.public)
 
     def append(self, kind: str, body: Mapping[str, JSON]) -> Entry:
-        """Add an entry and return it. Part of the caller's transaction if one is open. Raises LedgerError."""
+        """Append an entry and return it, within the caller's transaction if one is open. Raise LedgerError."""
         if self._identity is None:
-            raise LedgerError("a ledger that is only read is not changed")
+            raise LedgerError("this ledger was opened read-only")
         text = canonical_json(body)
         with self._connection.transaction():
             entry = next_entry(self.head(), kind, text, int(self._clock()), self._identity)
@@ -48,26 +48,29 @@ class Ledger:
         return entry
 
     def entries(self, since: int = 0, kind: str | None = None) -> Iterator[Entry]:
-        """The entries with seq > since, oldest first, unverified; only of `kind` if it is given. Raises LedgerError."""
+        """Yield entries with seq > `since`, oldest first, unverified; only those of `kind` if given. Raise LedgerError."""
         where, more = ("seq > ?", []) if kind is None else ("seq > ? AND kind = ?", [kind])
         while page := self._page(f"{where} ORDER BY seq", since, *more):
             yield from page
             since = page[-1].seq
 
     def every_row(self) -> Iterator[Entry]:
-        """Likewise, also what no ledger would have appended."""
-        return self.entries(BEFORE_ALL)
+        """Yield all rows, also those with an impossible seq, which only tampering can add. Raise LedgerError."""
+        return self.entries(since=-(2**63))
 
     def head(self) -> Entry | None:
-        """The newest entry, None in an empty ledger."""
+        """Return the newest entry; None if the ledger is empty."""
         newest = self._page("seq = (SELECT max(seq) FROM ledger)")
         return newest[0] if newest else None
 
     def lines(self, since: int) -> Iterator[bytes]:
-        """The entries with seq > since as they are exported, one line of JSON each, without a look at them."""
+        """Yield the entries with seq > `since` as JSON lines, as in an export, without validating them."""
         select = f"SELECT {COLUMNS} FROM ledger WHERE seq > ? ORDER BY seq LIMIT {LINES}"
         while page := self._connection.rows(select, since):
-            yield from (line(*row) for row in page)
+            for row in page:
+                yield (
+                    json.dumps(dict(zip(Entry.model_fields, row, strict=True)), separators=(",", ":")).encode() + b"\n"
+                )
             since = page[-1][0]
 
     def _page(self, where: str, *arguments: object) -> list[Entry]:

@@ -21,7 +21,7 @@ from shoal.config import Config, ConfigError, load, parse
 from shoal.config.sections import StoreSection
 from shoal.coordinator.pool import TABLE_NAMES
 from shoal.errors import ShoalError
-from shoal.ledger.chain import JSON, Entry, Head, LedgerError, check_held, open_head, read_export, verify_chain
+from shoal.ledger.chain import JSON, Entry, Head, LedgerError, check_contains, open_head, read_export, verify_chain
 from shoal.ledger.connection import Connection, open_sqlite, table_digest
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Signed
@@ -226,4 +226,4 @@ def check_end(run: Opened, *, unsealed: bool) -> bool:
 def _check(run: Opened, head: Head, whose: str) -> None:
     if head.run != run.run:
         raise LedgerError(f"a head of the run {head.run[:60]}, not of this one")
-    check_held(head, run.chain, whose)
+    check_contains(run.chain, head, whose)

@@ -77,7 +77,7 @@ class Walk:
                     if take := self._steps.get(entry.kind):
                         take(body)
                     if event := read_event(entry):
-                        self.book.take(event, entry.time_s)
+                        self.book.apply(event, entry.time_s)
         finally:
             if self._quarantine is not None:
                 self._quarantine.close()
