@@ -1,6 +1,6 @@
-"""The base of every error that its message explains, which errors a restart may fix, and text as a terminal may show it.
+"""The base class of errors that users see, which errors a restart may fix, and text that is safe to print.
 
-`cli` prints a `ShoalError`, or an `OSError`, as one line. Any other exception is a bug and keeps its traceback.
+`cli` prints a `ShoalError` or an `OSError` as one line. Any other exception is a bug and keeps its traceback.
 """
 
 import errno
@@ -12,35 +12,35 @@ LASTING = frozenset(
 
 
 class ShoalError(Exception):
-    """The message names what failed and the next step. `restart_helps`: the same command may succeed later."""
+    """The message names what failed and what to do next. `restart_helps`: the same command may succeed later."""
 
     restart_helps: bool = False
 
 
 class UserError(ShoalError):
-    """An argument is wrong, or a file, folder, address or config that it names. The command exits with 2."""
+    """An argument is wrong, or a file, folder, address or config that it names. The command exits with status 2."""
 
 
 def restart_helps(error: Exception) -> bool:
-    """Whether the process that ended with `error` may succeed when it is started again unchanged."""
+    """Return whether a process that ended with `error` may succeed if it is started again unchanged."""
     if isinstance(error, ShoalError):
         return error.restart_helps
     return not (isinstance(error, OSError) and (error.errno in LASTING or disk_is_full(error)))
 
 
 def disk_is_full(error: Exception) -> bool:
-    """Whether a full disk caused the error. Some libraries pass on the system's message without its number."""
+    """Return whether a full disk caused the error. Some libraries keep the system's message but not its number."""
     number = error.errno if isinstance(error, OSError) else None
     return number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
 
 
 def first_line(error: Exception) -> str:
-    """The first line of its message, or its kind if it has none: what one line about it can repeat."""
+    """Return the first line of the error's message, or the error's type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def printable(text: str) -> str:
-    """Text of other machines, as lines for a terminal or a log: nothing in it moves the cursor or changes its direction.
+    """Make text from other machines safe to print: replace what could move the cursor or reverse the writing direction.
 
     >>> printable("a\x1b[2Jb\nc")
     'a?[2Jb\nc'

@@ -1,23 +1,22 @@
-"""Tests over many observations, by betting: pure mathematics, which knows nothing of pools, workers or tokens.
+"""Sequential tests by betting. Pure mathematics: it knows nothing of pools, workers or tokens.
 
-An e-value is what a bet against the honest hypothesis pays for one observation. All are logarithms, in nats:
+An e-value is the payoff of a bet against the honest hypothesis for one observation. All are logarithms, in nats:
 
     frequency    events are more frequent than an honest bound per unit of exposure
     share        a figure within [0, 1] is larger on average than an honest bound
     allocation   events fall on places with high values more often than exposure explains
 
-`Process` is the capital of several bettors who play one worker's observations, each of whom may begin at any observation.
-Bettor b begins at observation j with a share w_j = 1 / (j (j + 1)) of his money and multiplies it by his bet's e-value at
-each observation from then on. So a worker that is honest for n observations and then cheats has gained a factor of
-n (n + 1), about 2 ln n nats, and not all that the bets before had lost. What has not been staked yet, 1 / (n + 1), stays
-1 / (n + 1).
+`Process` is the capital of several bets on one worker's observations. The money of each bet is staked in parts: the part
+w_j = 1 / (j (j + 1)) at observation j. From then on it is multiplied by the bet's e-value at each observation. So evidence
+against a worker that cheats after n honest observations is delayed by a factor of only n (n + 1), about 2 ln n nats, however
+much the bets lost before. The money not yet staked after n observations is 1 / (n + 1).
 
     capital = mean over bets b of ( R_b + 1 / (n + 1) ),      R_b <- (R_b + w_n) * e_b
 
 Invariants: under its hypothesis, given the past, the exponential of each e-value has a mean of at most 1, for any
-distribution that the hypothesis allows; nothing is normal, identically distributed or estimated. So an honest worker's
-capital is a nonnegative supermartingale that starts at 1, and by Ville's inequality it ever reaches 1 / alpha with
-probability at most alpha, however often and whenever it is looked at.
+distribution that the hypothesis allows. Nothing is assumed to be normal or identically distributed, and nothing is
+estimated. So an honest worker's capital is a nonnegative supermartingale that starts at 1. By Ville's inequality it ever
+reaches 1 / alpha with probability at most alpha, however often it is checked.
 Left out: which bets to place, and what to do with the capital.
 Sources: Ramdas, Gruenwald, Vovk, Shafer 2023, "Game-theoretic statistics and safe anytime-valid inference" (arXiv
 2210.01948); Waudby-Smith and Ramdas 2023 (JRSS B 86:1) for `share`; `frequency` is Freedman's supermartingale (1975).
@@ -27,14 +26,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-ALPHA = 1e-6  # probability at most that the tests ever find an honest worker, whatever it submits and for how long
-REWARD_TILT = 2.0  # how much likelier numerics may move a token of one completion than of another of its group
+ALPHA = 1e-6  # maximum probability that the tests ever accuse an honest worker, however long it works
+REWARD_TILT = 2.0  # how much likelier numerics may change a token of one completion than of another in its group
 TASK_TILT = 4.0  # the same between groups of one submission
-FLOOR = -700.0  # of a stored logarithm; rounding capital up to e^-700 changes no sum
+FLOOR = -700.0  # minimum of a stored logarithm; raising capital to e^-700 changes no sum
 
 
 def frequency(count: float, exposure: float, rate: float, theta: float) -> float:
-    """exp(theta * count - (e^theta - 1) * rate * exposure), theta > 0.
+    """Return the e-value exp(theta * count - (e^theta - 1) * rate * exposure), theta > 0.
 
     Hypothesis: `count` sums variables in [0, 1] whose conditional means sum to at most rate * exposure. For one such
     variable x of mean m, E exp(theta x) <= 1 + m (e^theta - 1) <= exp(m (e^theta - 1)), as exp is convex.
@@ -43,7 +42,7 @@ def frequency(count: float, exposure: float, rate: float, theta: float) -> float
 
 
 def share(value: float, mean: float, stake: float) -> float:
-    """1 + stake * (value - mean) / mean, for value in [0, 1], 0 < mean <= 1, and a stake in [0, 1).
+    """Return the e-value 1 + stake * (value - mean) / mean, for value in [0, 1], 0 < mean <= 1, and a stake in [0, 1).
 
     Hypothesis: the conditional mean of `value` is at most `mean`. A value of 0 leaves 1 - stake of the capital.
     """
@@ -53,11 +52,11 @@ def share(value: float, mean: float, stake: float) -> float:
 def allocation(
     counts: Sequence[int], exposures: Sequence[float], values: Sequence[float], tilt: float, stake: float
 ) -> float:
-    """The product over places of (1 + stake * (value - centre) / (centre - lowest value)) ^ count.
+    """Return the e-value product over places of (1 + stake * (value - centre) / (centre - lowest value)) ^ count.
 
-    Hypothesis: at place i, `counts[i]` sums independent events whose chances sum to rate * d_i * exposures[i], for any one
-    rate and any d_i in [1, tilt]; values are fixed. `centre` is the largest mean of the values under such weights, so the
-    factors' weighted mean is at most 1 whatever rate and d are. 0 where all values are equal.
+    Hypothesis: at place i, `counts[i]` sums independent events whose chances sum to rate * d_i * exposures[i], for any
+    single rate and any d_i in [1, tilt]; values are fixed. `centre` is the largest mean of the values under such weights, so
+    the weighted mean of the factors is at most 1 for any rate and d. Return 0 nats if all values are equal.
 
     To bet on low values, negate them.
     """
@@ -76,7 +75,7 @@ def allocation(
 def centre(exposures: Sequence[float], values: Sequence[float], tilt: float) -> float:
     """Return the largest mean of the values under weights exposures[i] * d_i, d_i in [1, tilt].
 
-    It is reached at d = tilt for the values above some threshold and d = 1 for the others: all thresholds are tried.
+    The maximum has d = tilt for the values above some threshold and d = 1 for the others, so all thresholds are tried.
     """
     total = sum(exposures)
     if total <= 0:
@@ -93,13 +92,13 @@ def centre(exposures: Sequence[float], values: Sequence[float], tilt: float) -> 
 
 @dataclass(frozen=True)
 class Process:
-    """The state of a worker's test: the number of observations, and each bettor's capital."""
+    """The state of a worker's test: the number of observations, and each bet's staked capital."""
 
     observations: int = 0
-    money: Mapping[str, float] = field(default_factory=dict)  # ln R_b by the bet's name
+    money: Mapping[str, float] = field(default_factory=dict)  # ln R_b by name of the bet
 
     def after(self, e_values: Mapping[str, float]) -> "Process":
-        """With one more observation: ln e by the bet's name. A bet that was not there before begins now."""
+        """Return the state after one more observation. `e_values`: ln e by name of the bet; a new name starts a bet."""
         n = self.observations + 1
         staked = -math.log(n) - math.log(n + 1)
         names = list(self.money) + [name for name in e_values if name not in self.money]
@@ -110,18 +109,18 @@ class Process:
 
     @property
     def evidence(self) -> float:
-        """ln of the capital: 0 at the start; more than ln(1 / alpha) with probability at most alpha if honest."""
+        """ln of the capital, 0 at the start. The probability that an honest worker's ever exceeds -ln(alpha) is <= alpha."""
         if not self.money:
             return 0.0
-        resting = -math.log(self.observations + 1)
-        return log_add([log_add([one, resting]) for one in self.money.values()]) - math.log(len(self.money))
+        unstaked = -math.log(self.observations + 1)
+        return log_add([log_add([staked, unstaked]) for staked in self.money.values()]) - math.log(len(self.money))
 
-    def strongest(self, most: int = 3) -> list[str]:
-        """The bets that won most, best first."""
-        return sorted(self.money, key=lambda name: -self.money[name])[:most]
+    def strongest(self, n: int = 3) -> list[str]:
+        """Return the names of the n bets with the most money, richest first."""
+        return sorted(self.money, key=lambda name: -self.money[name])[:n]
 
 
 def log_add(logarithms: Sequence[float]) -> float:
-    """ln of the sum of exponentials, without overflow."""
+    """Return ln of the sum of exponentials, without overflow."""
     top = max(logarithms)
-    return top + math.log(sum(math.exp(one - top) for one in logarithms))
+    return top + math.log(sum(math.exp(value - top) for value in logarithms))

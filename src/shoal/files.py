@@ -1,8 +1,7 @@
 """Atomic, durable files: a file gets its final name once it is complete, and a folder is removed in one step.
 
-Invariant: a file under its final name is complete. Until then it has a temporary name in the same folder, under which it
-may be read while it grows. What `fsync` returned for survives a power cut; a renamed or linked file also needs it for its
-folder. Every room that stores files uses this module; it imports nothing of Shoal.
+Invariant: a file under its final name is complete. Until then it has a temporary name in the same folder, under which others
+may read it while it grows. After `fsync` a file survives a power cut; for a renamed or linked file, fsync its folder too.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ CHUNK_BYTES = 1 << 20
 
 
 class NewFile:
-    """A file without its final name. `commit` gives it that name; otherwise `close` removes it."""
+    """A file under a temporary name. `commit` gives it its final name; without that, `close` removes it."""
 
-    def __init__(self, path: Path, *, mode: int = 0o644, exact_mode: bool = False) -> None:
-        """`exact_mode`: the file gets `mode` whatever the process's umask is."""
-        self.path = path
-        self.mode, self.exact_mode = mode, exact_mode
+    def __init__(self, path: Path, *, mode: int | None = None) -> None:
+        """`mode`: the exact permissions; None: as the umask allows."""
+        self.path, self.mode = path, mode
         self.temporary = temporary(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.temporary.unlink(missing_ok=True)  # readers of the old file see that it ended
-        self._fd = self._opened()
+        self.temporary.unlink(missing_ok=True)  # so that readers of the old file notice its end
+        self._fd = self._open()
 
     def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
         write_all(self._fd, data, offset_bytes)
@@ -40,14 +38,14 @@ class NewFile:
         return os.pread(self._fd, size_bytes, offset_bytes)
 
     def truncate(self) -> None:
-        """Discards what was written and starts a new file, so that readers of the old one see that it ended."""
+        """Discard the content and start a new file, so that readers of the old file notice its end."""
         fd, self._fd = self._fd, -1
         os.close(fd)
         self.temporary.unlink(missing_ok=True)
-        self._fd = self._opened()
+        self._fd = self._open()
 
     def commit(self, *, durable: bool = True) -> None:
-        """Gives the file its final name. Shards need not be durable, because a restart verifies their hashes."""
+        """Give the file its final name. Shards need not be durable, because a restart verifies their hashes."""
         if durable:
             os.fsync(self._fd)
         self.temporary.rename(self.path)
@@ -58,10 +56,10 @@ class NewFile:
         os.close(self._fd)
         self.temporary.unlink(missing_ok=True)
 
-    def _opened(self) -> int:
-        fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self.mode)
-        if self.exact_mode:
-            os.fchmod(fd, self.mode)
+    def _open(self) -> int:
+        fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644 if self.mode is None else self.mode)
+        if self.mode is not None:
+            os.fchmod(fd, self.mode)  # because the umask may have removed bits
         return fd
 
 
@@ -70,34 +68,32 @@ def temporary(path: Path) -> Path:
 
 
 @contextmanager
-def new_file(path: Path, *, mode: int = 0o644, exact_mode: bool = False) -> Iterator[NewFile]:
-    file = NewFile(path, mode=mode, exact_mode=exact_mode)
+def new_file(path: Path, *, mode: int | None = None) -> Iterator[NewFile]:
+    file = NewFile(path, mode=mode)
     try:
         yield file
     finally:
         file.close()
 
 
-def write_file(path: Path, data: bytes, *, mode: int = 0o644, exact_mode: bool = False) -> None:
-    write_pieces(path, [data], mode=mode, exact_mode=exact_mode)
+def write_file(path: Path, data: bytes, *, mode: int | None = None) -> None:
+    write_pieces(path, [data], mode=mode)
 
 
-def write_pieces(
-    path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o644, exact_mode: bool = False
-) -> None:
-    with new_file(path, mode=mode, exact_mode=exact_mode) as file:
-        at_bytes = 0
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int | None = None) -> None:
+    with new_file(path, mode=mode) as file:
+        offset_bytes = 0
         for piece in pieces:
-            file.write(at_bytes, piece)
-            at_bytes += len(piece)
+            file.write(offset_bytes, piece)
+            offset_bytes += len(piece)
         file.commit()
 
 
 def keep_lines(path: Path, keep: Callable[[Any], bool]) -> None:
-    """Keep those lines of JSON that `keep` accepts. An incomplete last line goes; a missing file is ignored."""
+    """Keep only the lines of JSON that `keep` accepts, and drop an incomplete last line. Ignore a missing file."""
     if path.exists():
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_file(path, "".join(line for line in whole if keep(json.loads(line))).encode())
+        complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        write_file(path, "".join(line for line in complete if keep(json.loads(line))).encode())
 
 
 def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
@@ -108,7 +104,7 @@ def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Returns once this file's content, or this folder's list of names, is on disk. Raises OSError."""
+    """Flush a file's content, or a folder's list of names, to disk. Raise OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -117,7 +113,7 @@ def fsync(path: Path) -> None:
 
 
 def commit_folder(temporary: Path, final: Path) -> None:
-    """Gives a folder its final name once all that is in it is on disk. Raises OSError, also if the name is taken."""
+    """Flush a folder and all files in it to disk, then give it its final name. Raise OSError, also if the name is taken."""
     for path in sorted(temporary.rglob("*"), reverse=True):
         fsync(path)
     fsync(temporary)
@@ -126,12 +122,12 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The BLAKE3 of each file in this folder, by name. On one thread: a pool of threads would hang in a forked process."""
+    """Return the BLAKE3 digest of each file in a folder, by name. Uses no threads: they would hang in a forked process."""
     return {path.name: blake3().update_mmap(path).hexdigest() for path in folder.iterdir()}
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copy a folder of files that never change. Both share the bytes where the file system has hard links."""
+    """Copy a folder of immutable files, with hard links if the file system has them."""
     shutil.copytree(source, target, copy_function=_link)
 
 
@@ -143,7 +139,7 @@ def _link(source: str, target: str) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder in one step, so that a half-removed one never has its name. A missing folder is ignored."""
+    """Remove a folder in one step, so that a half-removed folder never has its name. Ignore a missing folder."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     try:
@@ -154,7 +150,7 @@ def discard(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what a killed process left: temporary files and half-removed folders."""
+    """Remove the temporary files and half-removed folders of a killed process."""
     for path in folder.glob(".*.tmp"):
         path.unlink(missing_ok=True)
     for path in folder.glob(".*.gone"):
@@ -162,14 +158,14 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Creates a file, whole or not at all. Raises FileExistsError if the path is taken, even if only just now."""
+    """Create a file atomically. Raise FileExistsError if the path is taken, even by a concurrent process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         write_all(fd, data, 0)
         os.fsync(fd)
-        path.hardlink_to(unfinished)  # a rename would overwrite; a link refuses, atomically
+        path.hardlink_to(unfinished)  # unlike a rename, a link never overwrites
     finally:
         os.close(fd)
         unfinished.unlink()

@@ -21,7 +21,7 @@ USELESS = (False, False)  # 20 tokens; fills no batch, so that any number can be
 def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
     """Trusted after one check, half are checked; credit waits for two later checks."""
     monkeypatch.setattr(trust, "TRUST_AFTER", 1)
-    monkeypatch.setattr(sections, "LEAST_ESCROW_CHECKS", 2)
+    monkeypatch.setattr(sections, "MIN_ESCROW_CHECKS", 2)
     return staffed_pool(validator={"check_floor": 0.5})
 
 

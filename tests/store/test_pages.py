@@ -1,4 +1,4 @@
-"""Pages are bounded by their headers, before anything is decompressed."""
+"""Page headers are checked before anything is decompressed."""
 
 import io
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from shoal.store.rollouts import Rollout, read_submission, write_submission
 
 from .test_rollouts import HEADER, ME, PLAIN, never, opened, read, signed, with_column, zigzag
 
-INFLATED = 64 << 20
-PLAIN_PAGE = "plain page of 3 bytes that claims 12"  # in a chunk that is not compressed
+BOMB_BYTES = 64 << 20
+PLAIN_PAGE = "uncompressed page of 3 bytes that claims 12"
 
 
 def struct(**fields: int | bool | bytes) -> bytes:
-    """A Thrift struct: `f1=5` is field 1; bytes are a struct of their own."""
+    """Return a Thrift struct: `f1=5` is field 1; bytes are a nested struct."""
     out, last = b"", 0
     for name, value in fields.items():
         number = int(name[1:])
@@ -59,9 +59,9 @@ def test_pages_that_fill_their_chunk_are_counted() -> None:
 @pytest.mark.parametrize(
     ("data", "values", "message"),
     [
-        (page(3, 1 << 30, b"abc"), 3, "page of 3 values that inflates to 1073741824 bytes"),
-        (page_v2(3, 1 << 30, b"abc"), 3, "inflates to"),
-        (page(3, 2**31 - 1, b"abc"), 3, "inflates to"),
+        (page(3, 1 << 30, b"abc"), 3, "page of 3 values that decompresses to 1073741824 bytes"),
+        (page_v2(3, 1 << 30, b"abc"), 3, "decompresses to"),
+        (page(3, 2**31 - 1, b"abc"), 3, "decompresses to"),
         (page(3, -1, b"abc"), 3, "does not fit"),
         (page(3, 12, b"abc", size=4), 3, "does not fit"),
         (page(3, 12, b"abc", size=-1), 3, "does not fit"),
@@ -70,7 +70,7 @@ def test_pages_that_fill_their_chunk_are_counted() -> None:
         (page(3, 12, b"abc") * 2, 3, "pages of 6 values where the footer says 3"),
         (page(0, 12, b"abc"), 0, "page without values"),
         (page(-3, 12, b"abc"), -3, "page without values"),
-        (page(3, 12, b"abc", encoding=8), 3, "another encoding"),
+        (page(3, 12, b"abc", encoding=8), 3, "an encoding that is not allowed"),
         (page(3, 12, b"abc", type=2), 3, "page of type 2"),
         (page(3, 12, b"abc", type=3), 3, "page of type 3"),
         (page(3, 12, b"abc")[:-4], 3, "malformed or too long|does not fit"),
@@ -78,7 +78,7 @@ def test_pages_that_fill_their_chunk_are_counted() -> None:
         (page(3, 12, b"abc"), 3, PLAIN_PAGE),
         (b"", 3, "lies outside of the file"),
         (b"\x15\x00", 3, "malformed"),  # cut off
-        (b"\x05\x02\x00\x00", 3, "malformed"),  # a field number of its own, not a step
+        (b"\x05\x02\x00\x00", 3, "malformed"),  # an absolute field number, not a step
         (b"\x18\x04abcd\x00", 3, "malformed"),  # text
         (b"\x15" + b"\xff" * 5 + b"\x01\x00", 3, "malformed"),  # more than 32 bits
         (b"\x1c" * 2_000, 3, "malformed"),  # structs in structs
@@ -105,7 +105,7 @@ def test_pages_are_counted_over_the_whole_file() -> None:
 
 
 def with_chunk(pages: bytes) -> bytes:
-    """A file whose footer says that its column `proofs` is these pages, which follow all other columns."""
+    """Return a file whose footer says that `pages`, after all other columns, are its column `proofs`."""
     rows = [Rollout(0, "1+1", 0, 7, [1] * 40, [-0.5] * 40, 0.0, [bytes(range(256)) + b"xy"] * 2)]
     table, _ = opened(write_submission(HEADER, rows, ME))
     data = signed(table, compression="zstd", compression_level=1)
@@ -123,30 +123,28 @@ def zeros(size: int) -> bytes:
 
 
 def many_proofs() -> bytes:
-    """Written by an ordinary writer: 4 MB of proofs that are all alike, in a few hundred bytes."""
+    """Return 4 MB of equal proofs in a few hundred bytes, from an ordinary writer."""
     return signed(with_column("proofs", [[bytes(PROOF_BYTES)] * 4_096] * 4))
 
 
-INFLATING: dict[str, Callable[[], bytes]] = {
-    "a page of more bytes than its values": lambda: with_chunk(page(2, INFLATED, zeros(INFLATED))),
-    "a second page that nothing needs": lambda: with_chunk(
-        page(2, 530, zeros(530)) + page(1, INFLATED, zeros(INFLATED))
-    ),
-    "a page of version 2": lambda: with_chunk(page_v2(2, INFLATED, zeros(INFLATED))),
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "a page of more bytes than its values": lambda: with_chunk(page(2, BOMB_BYTES, zeros(BOMB_BYTES))),
+    "a second, unneeded page": lambda: with_chunk(page(2, 530, zeros(530)) + page(1, BOMB_BYTES, zeros(BOMB_BYTES))),
+    "a page of version 2": lambda: with_chunk(page_v2(2, BOMB_BYTES, zeros(BOMB_BYTES))),
     "a page that claims fewer values than the footer": lambda: with_chunk(page(1, 530, zeros(530))),
-    "a page that claims more values than the footer": lambda: with_chunk(page(2**20, INFLATED, zeros(INFLATED))),
+    "a page that claims more values than the footer": lambda: with_chunk(page(2**20, BOMB_BYTES, zeros(BOMB_BYTES))),
     "a dictionary page that the footer hides": lambda: with_chunk(
-        struct(f1=2, f2=INFLATED, f3=len(zeros(INFLATED)), f7=struct(f1=2, f2=0))
-        + zeros(INFLATED)
+        struct(f1=2, f2=BOMB_BYTES, f3=len(zeros(BOMB_BYTES)), f7=struct(f1=2, f2=0))
+        + zeros(BOMB_BYTES)
         + page(2, 530, zeros(530))
     ),
     "more proofs than any rollout has": many_proofs,
 }
 
 
-@pytest.mark.parametrize("fault", INFLATING)
-def test_a_file_that_inflates_is_refused_before_it_is_decompressed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = INFLATING[fault]()
+@pytest.mark.parametrize("fault", BOMBS)
+def test_a_decompression_bomb_is_refused_before_it_is_decompressed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = BOMBS[fault]()
     assert len(data) < 20_000
     monkeypatch.setattr(pq.ParquetFile, "read", never)
     with pytest.raises(RolloutFileError, match="column proofs"):
@@ -154,10 +152,10 @@ def test_a_file_that_inflates_is_refused_before_it_is_decompressed(fault: str, m
 
 
 def test_a_page_within_its_bounds_is_read_from_where_the_footer_says() -> None:
-    """What the faults above differ from; it fails for its content, which nobody signed."""
+    """The control for the bombs above: it is decompressed, and then refused because its content is not signed."""
     levels = b"\x04\x00\x00\x00\x02\x00\x02\x01" + b"\x02\x00\x00\x00\x04\x01"
     body = levels + bytes(2 * PROOF_BYTES)
-    with pytest.raises(RolloutFileError, match="not those that were signed"):
+    with pytest.raises(RolloutFileError, match="not the signed rows"):
         read(with_chunk(page(2, len(body), zstandard.ZstdCompressor().compress(body))), max_tokens=64)
 
 
@@ -165,7 +163,7 @@ def test_a_page_within_its_bounds_is_read_from_where_the_footer_says() -> None:
     "options", [{"data_page_size": 64}, {"data_page_version": "2.0"}, {"compression": "none"}], ids=str
 )
 def test_every_page_of_an_honest_file_is_within_bounds(options: dict[str, Any]) -> None:
-    """Lengths and repetition of all kinds: short lists, long ones, empty texts, and many pages."""
+    """With short and long lists, empty texts, and many pages."""
     rows = [
         Rollout(
             i // 4, "t" * (i % 7), i, i, list(range(n)), [-i / 9] * n, i / 3, [bytes([i]) * PROOF_BYTES] * -(-n // 32)
@@ -175,8 +173,8 @@ def test_every_page_of_an_honest_file_is_within_bounds(options: dict[str, Any]) 
     data = write_submission(HEADER, rows, ME)
     table = pq.ParquetFile(io.BytesIO(data)).read()
     data = signed(table, **PLAIN | options)
-    found = read_submission(data, max_rows=32, max_tokens=500).rows
-    assert [(row.tokens, row.proofs, row.task) for row in found] == [(row.tokens, row.proofs, row.task) for row in rows]
+    decoded = read_submission(data, max_rows=32, max_tokens=500).rows
+    assert [(row.tokens, row.proofs, row.task) for row in decoded] == [(r.tokens, r.proofs, r.task) for r in rows]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +186,6 @@ def test_integers_of_32_bits_are_read(encoded: bytes, number: int) -> None:
 
 
 @pytest.mark.parametrize("encoded", [b"\x80\x80\x80\x80\x10", b"\x80\x80\x80\x80\x80\x01"])
-def test_longer_integers_are_refused_because_readers_cut_them(encoded: bytes) -> None:
+def test_longer_integers_are_refused_because_readers_truncate_them(encoded: bytes) -> None:
     with pytest.raises(ValueError, match="more than 32 bits"):
         decode._int32(memoryview(encoded), 0)

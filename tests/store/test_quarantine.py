@@ -1,4 +1,4 @@
-"""The reader in a child process: files that kill it are refused, honest ones pass, and it ends with its parent."""
+"""The child process that reads submissions: files that kill it are refused, and it ends with its parent."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def started() -> Iterator[Quarantine]:
 
 @pytest.fixture
 def quarantine(started: Quarantine) -> Quarantine:
-    """One that has a child."""
+    """A quarantine with a running child."""
     started.read(DATA)
     return started
 
@@ -45,7 +45,7 @@ def pid(quarantine: Quarantine) -> int:
 
 
 def ended(pid: int, within_s: float) -> bool:
-    """Whether the process ends in time. A zombie counts as ended."""
+    """Return whether the process ends in time. A zombie counts as ended."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -54,7 +54,7 @@ def ended(pid: int, within_s: float) -> bool:
     return False
 
 
-# --- what it lets pass ----------------------------------------------------------------------------------------------
+# --- honest and refused files -----------------------------------------------------------------------------------------
 
 
 def test_honest_files_pass_and_share_a_child(quarantine: Quarantine) -> None:
@@ -64,7 +64,7 @@ def test_honest_files_pass_and_share_a_child(quarantine: Quarantine) -> None:
     assert pid(quarantine) == child
 
 
-def test_refusals_are_those_of_the_reader_and_leave_the_child_alone(quarantine: Quarantine) -> None:
+def test_a_refused_file_leaves_the_child_running(quarantine: Quarantine) -> None:
     child = pid(quarantine)
     with pytest.raises(BadSignatureError, match="not signed by"):
         quarantine.read(BAD_SIGNATURE)
@@ -80,15 +80,15 @@ def test_the_reader_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_parent_verifies_the_signature_itself() -> None:
-    """A child that a file has taken over may answer what it likes, under the size of the largest file."""
+def test_the_parent_checks_every_answer_of_its_child() -> None:
+    """A file may have taken over the child, which may then send anything."""
     answers = {
-        "the rows are not those that were signed": (HEADER.model_dump_json(), 4, pack(COLUMNS)),
+        "the rows are not the signed rows": (HEADER.model_dump_json(), 4, pack(COLUMNS)),
         "header: ": ("{}", 4, pack(COLUMNS)),
         "9 rows; between 1 and 8 are allowed": (HEADER.model_dump_json(), 9, pack(COLUMNS)),
-        "bytes where .* were announced": (HEADER.model_dump_json(), 4, pack(COLUMNS)[:-1]),
+        "bytes instead of ": (HEADER.model_dump_json(), 4, pack(COLUMNS)[:-1]),
         "1 bytes after the last column": (HEADER.model_dump_json(), 4, pack(COLUMNS) + b"x"),
-        "column tokens holds more than 128 values": (HEADER.model_dump_json(), 4, pack(TOO_MANY)),
+        "column tokens has more than 128 values": (HEADER.model_dump_json(), 4, pack(TOO_MANY)),
         "makes its reader return 9999999 bytes": (HEADER.model_dump_json(), 4, bytes(9_999_999)),
     }
     for message, (header, rows, columns) in answers.items():
@@ -96,8 +96,8 @@ def test_the_parent_verifies_the_signature_itself() -> None:
         answer = json.dumps(about).encode() + b"\n" + columns
         with scripted(answer) as quarantine, pytest.raises(RolloutFileError, match=message):
             quarantine.read(DATA)
-    for nonsense in (b"{}}\n", b"x" * (1 << 16), b'{"error": null, "more": 1}\n', b'{"rows": -1}\n'):
-        with scripted(nonsense) as quarantine, pytest.raises(RolloutFileError, match="answer nonsense"):
+    for invalid in (b"{}}\n", b"x" * (1 << 16), b'{"error": null, "more": 1}\n', b'{"rows": -1}\n'):
+        with scripted(invalid) as quarantine, pytest.raises(RolloutFileError, match="send an invalid answer"):
             quarantine.read(DATA)
 
 
@@ -124,11 +124,11 @@ def scripted(answer: bytes) -> Iterator[Quarantine]:
     child.communicate()
 
 
-# --- what kills it --------------------------------------------------------------------------------------------------
+# --- files that end the child -----------------------------------------------------------------------------------------
 
 
 def test_a_file_that_takes_too_much_memory_is_refused_and_the_next_one_is_read() -> None:
-    """Within all other limits: 4 million tokens and logprobs, in 20 kB."""
+    """It is within all other limits: 4 million tokens and logprobs, in 20 kB."""
     with Quarantine(8, 5_000_000, memory_bytes=8 << 20) as quarantine:
         with pytest.raises(RolloutFileError, match="takes more than 8 MiB of memory to read"):
             quarantine.read(long_submission(4_000_000))
@@ -144,13 +144,13 @@ def test_a_file_that_kills_its_reader_is_refused_and_the_next_one_is_read(quaran
     assert pid(quarantine) != child and not psutil.pid_exists(child)
 
 
-def test_an_honest_file_does_not_pay_for_a_reader_that_others_killed(quarantine: Quarantine) -> None:
+def test_a_file_is_read_again_if_somebody_else_killed_the_child(quarantine: Quarantine) -> None:
     os.kill(pid(quarantine), signal.SIGKILL)
     quarantine.read(DATA)
 
 
-def test_the_child_is_out_of_reach_of_ctrl_c(quarantine: Quarantine) -> None:
-    """A terminal sends SIGINT to its foreground group, and a reader that it ends would be blamed on the file."""
+def test_ctrl_c_does_not_reach_the_child(quarantine: Quarantine) -> None:
+    """A terminal sends SIGINT to its foreground group; if it ended the child, the file would be blamed."""
     assert os.getsid(pid(quarantine)) == pid(quarantine) != os.getsid(0)
 
 
@@ -168,13 +168,13 @@ def test_a_file_that_stalls_its_reader_is_refused_and_the_next_one_is_read(
     quarantine.read(DATA)
 
 
-def test_a_reader_that_does_not_start_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_does_not_start_is_not_blamed_on_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Quarantine(8, 16) as quarantine, pytest.raises(ChildProcessError, match="does not start: status 1"):
         quarantine.read(DATA)
 
 
-# --- how it ends ----------------------------------------------------------------------------------------------------
+# --- the end of the child ---------------------------------------------------------------------------------------------
 
 PARENT = """
 import sys, time
@@ -199,7 +199,7 @@ def test_the_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert ended(child, within_s=60)
 
 
-def test_a_child_that_reads_too_long_ends_by_itself() -> None:
+def test_a_child_that_reads_for_too_long_ends_itself() -> None:
     command = [sys.executable, "-m", "shoal.store.decode", "8", "16", str(1 << 30), "0.1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None

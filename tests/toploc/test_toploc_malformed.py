@@ -69,7 +69,7 @@ def test_no_tokens_is_never_an_empty_result() -> None:
 
 
 def test_too_few_values_for_top_k_says_what_to_choose() -> None:
-    with pytest.raises(ProofError, match="64 values in a chunk: choose a top_k of at most 64"):
+    with pytest.raises(ProofError, match="a chunk has only 64 values: choose a top_k of at most 64"):
         build(torch.ones(33, 64))
     assert [len(proof) for proof in build(torch.arange(33 * 64).float().reshape(33, 64), top_k=64)] == [
         130,

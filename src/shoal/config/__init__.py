@@ -1,12 +1,10 @@
-"""The configuration of a run. Only the coordinator reads the file; every other process gets the resolved config from it.
+"""The configuration of a run. The coordinator reads the file; every other process gets the resolved config from it.
 
-    config     `Config`: all sections, checked against each other
-    sections   the settings of each process, and what work and machines must meet
-    tasks      problems, prompts, rewards, the sandbox     recipe     model, sampling, loss, optimizer, fine-tuning
-    sites      pretraining, and several sites              section    what all sections share
-    loading    TOML files and overrides to a `Config` and back; what each field means
-
-Every room may import this one; it imports only `shoal.errors`.
+config     `Config`: all sections, checked against each other
+sections   the settings of each process; limits of submissions; requirements of workers
+tasks      problems, prompts, rewards, the sandbox     recipe     model, sampling, loss, optimizer, fine-tuning
+sites      pretraining, and several sites              section    base classes and common types
+loading    TOML files and overrides to a `Config` and back; explanations of the fields
 """
 
 from shoal.config.config import Config

@@ -23,16 +23,16 @@ from shoal.config.sections import (
 from shoal.config.sites import PretrainSection, SitesSection
 from shoal.config.tasks import TaskSection
 
-PROMPT_TOKENS = 8192  # in a row beside the longest completion, unless the config sets its positions
-TURNS = 4  # of a completion with an environment, unless the config sets them
+PROMPT_TOKENS = 8192  # default space in a row for the prompt, beside the longest completion
+TURNS = 4  # default maximum for completions with an environment
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SUBMISSION_BYTES = 64 << 20  # that every run allows in one rollout file
-TOKEN_BYTES = 18  # of a rollout file: id, logprob and share of a proof of 32
-ROLLOUT_BYTES = 512  # everything else of a row
+SUBMISSION_BYTES = 64 << 20  # lower bound of `max_submission_bytes`
+TOKEN_BYTES = 18  # per token of a rollout file: id, logprob and 1/32 of a proof
+ROLLOUT_BYTES = 512  # per row, for everything else
 
 
 class Config(Section):
-    """A run: one section per process, and the learning recipe."""
+    """The config of a run: one section per process, and the learning recipe."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -55,24 +55,24 @@ class Config(Section):
 
     @property
     def reach(self) -> Literal["local", "private", "public"]:
-        """`relays.reach`, or what follows from where the coordinator listens."""
+        """`relays.reach`; if it is auto, local or public, depending on where the coordinator listens."""
         if self.relays.reach != "auto":
             return self.relays.reach
         return "local" if self.coordinator.host in LOOPBACK else "public"
 
     @property
     def group_bytes(self) -> int:
-        """The most that a group takes in a rollout file."""
+        """The maximum size of a group in a rollout file."""
         return self.sampling.group_size * (self.sampling.max_tokens * TOKEN_BYTES + ROLLOUT_BYTES)
 
     @property
     def max_submission_bytes(self) -> int:
-        """The largest rollout file: one that holds a newcomer's task, whatever is generated, is always allowed."""
+        """The maximum size of a rollout file: enough for any submission of `workers.groups_per_submission`."""
         return max(SUBMISSION_BYTES, self.workers.groups_per_submission * self.group_bytes)
 
     @model_validator(mode="after")
     def _derive(self) -> "Config":
-        """Let fields that the author left out follow those that they set."""
+        """Derive defaults of fields from the fields that the config sets."""
         tasks, evaluator, learner, prompts = self.tasks, self.evaluator, self.learner, self.coordinator.prompts_per_step
         if "heldout" in tasks.model_fields_set:
             self._default("evaluator", n=min(evaluator.n, tasks.heldout))
@@ -87,18 +87,17 @@ class Config(Section):
             self._default("sampling", max_turns=max(self.sampling.max_turns, TURNS))
         if learner.sites:
             self._default("sites", sites=learner.sites)
-            self._default("sites", kind="bf16")  # the changes of a step at a small rate are below fp16's range
+            self._default("sites", kind="bf16")  # changes of a step at a small rate are below fp16's range
             self._default("sites", lr=1.0)
             self._default("sites", momentum=0.0)
             self._default("sites", wait_s=300.0)
         return self
 
     def _default(self, name: str, **values: int | float | str) -> None:
-        """Set a field of the section `name`, unless the config sets it."""
+        """Set fields of the section `name`, unless the config sets them."""
         section: Section = getattr(self, name)
         if not section.model_fields_set & values.keys():
-            # The section is frozen, and this is still part of making it.
-            self.__dict__[name] = section.model_copy(update=values)
+            self.__dict__[name] = section.model_copy(update=values)  # because the model is frozen
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
@@ -117,10 +116,10 @@ class Config(Section):
             yield "coordinator.prompts_per_step is below learner.sites: a site would have no group"
         if self.sampling.max_tokens >= learner.row_tokens:
             yield "learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)"
-        answered = [source.label for source in tasks.sources if source.environment]
-        if answered and self.sampling.max_turns == 1:
-            yield f"the source {answered[0]} has an environment, which needs sampling.max_turns of at least 2"
-        if not answered and self.sampling.max_turns > 1:
+        with_environment = [source.label for source in tasks.sources if source.environment]
+        if with_environment and self.sampling.max_turns == 1:
+            yield f"the source {with_environment[0]} has an environment, which needs sampling.max_turns of at least 2"
+        if not with_environment and self.sampling.max_turns > 1:
             yield (
                 f"sampling.max_turns = {self.sampling.max_turns} needs a source with an environment "
                 '(environment = "calculator" in [[tasks.sources]])'

@@ -1,9 +1,8 @@
-"""Reads a config: a TOML file, overlays, and `section.key=value` overrides, checked as one `Config`; writes and explains it.
+"""Load, write and explain configs. A config is a TOML file, overlays on it, and `section.key=value` overrides.
 
-A config is found by its path. Where there is no such file, `NAME`, `NAME.toml` and `configs/NAME.toml` mean the packaged
-config of that name.
+If a config file does not exist, `NAME`, `NAME.toml` and `configs/NAME.toml` mean the packaged config of that name.
 
-Invariant: unknown keys are refused with the name that was probably meant, and a `ConfigError` names all faults at once.
+Invariant: an unknown key is refused with a suggestion, and a `ConfigError` names all faults at once.
 """
 
 import difflib
@@ -21,25 +20,22 @@ from shoal.config.section import Section
 from shoal.errors import UserError
 
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-PACKAGED = Path(__file__).parent.parent / "configs"  # in a checkout: a link to the folder of that name
+PACKAGED = Path(__file__).parent.parent / "configs"  # in a checkout, a link to the top folder `configs`
 
 
 class ConfigError(UserError):
-    """A config that cannot be used. The message names the key and the next step."""
+    """The config cannot be used. The message names the key and what to do."""
 
 
 def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | None = None) -> Config:
-    """Read a TOML file, then apply overlays (calibrated limits, for example), then `section.key=value` overrides.
+    """Read a TOML file, then apply overlays (for example, calibrated limits), then `section.key=value` overrides.
 
-    Raises ConfigError.
+    Raise ConfigError.
     """
     path = find(path)
-    values = _read(path)
-    _find_beside(values, path.parent)
-    for overlay in overlays or []:
-        above = _read(overlay)
-        _find_beside(above, overlay.parent)
-        _overlay(values, above)
+    values: dict[str, Any] = {}
+    for file in [path, *(overlays or [])]:
+        _merge(values, _resolved(_read(file), file.parent))
     for override in overrides or []:
         _override(values, override)
     changes = [*map(str, overlays or []), *(f"--set {override}" for override in overrides or [])]
@@ -47,16 +43,16 @@ def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | 
 
 
 def find(path: Path) -> Path:
-    """The file that `path` means: itself if it exists, else the packaged config of that name, else itself again."""
+    """Return `path` if it exists or no packaged config has its name; otherwise the packaged config."""
     packaged = PACKAGED / f"{path.stem}.toml"
-    named = path in (Path(path.stem), Path(f"{path.stem}.toml"), Path("configs", f"{path.stem}.toml"))
-    return packaged if named and not path.is_file() and packaged.is_file() else path
+    is_name = path in (Path(path.stem), Path(f"{path.stem}.toml"), Path("configs", f"{path.stem}.toml"))
+    return packaged if is_name and not path.is_file() and packaged.is_file() else path
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
-    """A Config from plain values. Raises ConfigError, which names every faulty key.
+    """Make a Config of plain values. Raise ConfigError, naming every faulty key.
 
-    Sections are checked against each other once each is right by itself.
+    Sections are checked against each other only if each is valid by itself.
     """
     try:
         return Config.model_validate(values)
@@ -66,60 +62,56 @@ def parse(values: dict[str, Any], source: str = "config") -> Config:
 
 
 def dumps(config: Config) -> str:
-    """The whole config as TOML, defaults included. TOML has no null, so a field without a value is left out."""
+    """Return the whole config as TOML, including defaults. TOML has no null, so fields that are None are omitted."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def explain(key: str = "") -> str:
-    """Every field, those of the section `key`, or the field `key`, each with its description, type and default.
+    """Describe every field, the fields of the section `key`, or the field `key`, with types and defaults.
 
-    All of it is read from the models. Raises ConfigError for an unknown key.
+    Raise ConfigError for an unknown key.
     """
-    at: type[Section] | None = Config
-    known: list[str] = []
-    for part in key.split(".") if key else []:
-        if at is None or part not in at.model_fields:
-            hint = f"{'.'.join(known)} is a field" if at is None else nearest([*known, part])
+    section: type[Section] | None = Config
+    parts = key.split(".") if key else []
+    for number, part in enumerate(parts):
+        if section is None or part not in section.model_fields:
+            hint = suggestion(parts[: number + 1]) if section else f"{'.'.join(parts[:number])} is a field"
             raise ConfigError(f"unknown key {key!r}; {hint}")
-        known.append(part)
-        at = section_of(at.model_fields[part].annotation)
-    paragraphs = {
-        path: text for path, text in _paragraphs(Config, "") if f"{path}.".startswith(f"{key}." if key else "")
-    }
-    return "\n\n".join(paragraphs.values())
+        section = section_of(section.model_fields[part].annotation)
+    return "\n\n".join(text for path, text in _paragraphs(Config, "") if not key or f"{path}.".startswith(f"{key}."))
 
 
 def _paragraphs(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
     """Yield the paths and texts of this section's fields, then those of the sections in it."""
-    inner = {name: found for name, info in section.model_fields.items() if (found := section_of(info.annotation))}
+    inner = {name: section_of(info.annotation) for name, info in section.model_fields.items()}
     for name, schema in section.model_json_schema()["properties"].items():
-        if name not in inner or section.model_fields[name].default is None:
+        if not inner[name] or section.model_fields[name].default is None:
             what, default = " ".join(schema["description"].split()), json.dumps(schema.get("default"))
-            yield f"{prefix}{name}", f"{prefix}{name}\n    {what}\n    {_kind(schema)}; default {default}"
-    for name, found in inner.items():
-        yield from _paragraphs(found, f"{prefix}{name}.")
+            yield f"{prefix}{name}", f"{prefix}{name}\n    {what}\n    {_type(schema)}; default {default}"
+    for name, inner_section in inner.items():
+        if inner_section:
+            yield from _paragraphs(inner_section, f"{prefix}{name}.")
 
 
-def _kind(schema: dict[str, Any]) -> str:
-    """The type and bounds in a JSON schema, in words."""
+def _type(schema: dict[str, Any]) -> str:
+    """Describe the type and bounds of a JSON schema."""
     if "anyOf" in schema:
-        return " or ".join(map(_kind, schema["anyOf"]))
+        return " or ".join(map(_type, schema["anyOf"]))
     if "enum" in schema:
         return " or ".join(map(json.dumps, schema["enum"]))
-    kind = f"list of {_kind(schema['items'])}" if "items" in schema else schema.get("type", "section")
-    return ", ".join([kind, *(f"{words} {schema[bound]:g}" for bound, words in BOUNDS.items() if bound in schema)])
+    type_ = f"list of {_type(schema['items'])}" if "items" in schema else schema.get("type", "section")
+    return ", ".join([type_, *(f"{words} {schema[bound]:g}" for bound, words in BOUNDS.items() if bound in schema)])
 
 
-def nearest(path: list[str]) -> str:
-    """Return what to write in place of an unknown key: the right section, the closest name, or all names."""
-    if homes := [name for name in field_paths(Config) if name.rpartition(".")[2] == path[-1]]:
-        return f"did you mean {' or '.join(map(repr, homes[:3]))}?"
+def suggestion(path: list[str]) -> str:
+    """Suggest a replacement for an unknown key: the same name in another section, a similar name, or all names."""
+    if elsewhere := [name for name in field_paths(Config) if name.rpartition(".")[2] == path[-1]]:
+        return f"did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
     section: Any = Config
     for part in path[:-1]:
         section = section_of(section.model_fields[part].annotation)
-    near = difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {'.'.join([*path[:-1], near[0]])!r}?"
+    if similar := difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5):
+        return f"did you mean {'.'.join([*path[:-1], similar[0]])!r}?"
     return f"known: {', '.join(section.model_fields)}"
 
 
@@ -133,8 +125,8 @@ def field_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, alone, optional or in a list; None for a plain value."""
-    options = [annotation, *getattr(annotation, "__args__", ())]  # of a list: the section of its entries
+    """Return the section class in a field's type: alone, optional or in a list; None for a plain value."""
+    options = [annotation, *getattr(annotation, "__args__", ())]
     return next((option for option in options if isinstance(option, type) and issubclass(option, Section)), None)
 
 
@@ -142,43 +134,42 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError as error:
-        known = [
-            *sorted(str(p) for p in Path("configs").glob("*.toml")),
-            *sorted(p.stem for p in PACKAGED.glob("*.toml")),
-        ]
-        raise ConfigError(f"no config at {path}; there are {', '.join(known)}") from error
+        existing = sorted(str(file) for file in Path("configs").glob("*.toml"))
+        existing += sorted(file.stem for file in PACKAGED.glob("*.toml"))
+        raise ConfigError(f"no config at {path}; there are {', '.join(existing)}") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path} is a folder; name a config, or a run to resume with --resume") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not readable as TOML: {error}") from error
 
 
-def _find_beside(values: dict[str, Any], folder: Path) -> None:
-    """Files of task sources are relative to the current folder; those that are not there are found beside the config."""
+def _resolved(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Resolve the file names of task sources: relative to the current folder, or else to the config's `folder`."""
     tasks = values.get("tasks")
     sources = tasks.get("sources") if isinstance(tasks, dict) else None
     for source in sources if isinstance(sources, list) else []:
         for key in ("path", "keep", "reward", "environment") if isinstance(source, dict) else ():
             if source.get(key):
-                source[key] = _beside(key, source[key], folder)
+                source[key] = _resolved_name(key, source[key], folder)
+    return values
 
 
-def _beside(key: str, value: Any, folder: Path) -> Any:
+def _resolved_name(key: str, value: Any, folder: Path) -> Any:
     if isinstance(value, dict):  # rewards with weights
-        return {_beside(key, name, folder): weight for name, weight in value.items()}
-    named = key in ("reward", "environment")  # file.py:name, or a name alone
-    if not isinstance(value, str) or (named and ".py:" not in value):
+        return {_resolved_name(key, name, folder): weight for name, weight in value.items()}
+    is_code = key in ("reward", "environment")  # file.py:name, or the name of a built-in
+    if not isinstance(value, str) or (is_code and ".py:" not in value):
         return value
-    file, colon, function = value.rpartition(":") if named else (value, "", "")
+    file, colon, function = value.rpartition(":") if is_code else (value, "", "")
     if Path(file).expanduser().exists() or not (folder / file).exists():
         return value
     return f"{folder / file}{colon}{function}"
 
 
-def _overlay(values: dict[str, Any], above: dict[str, Any]) -> None:
-    for name, value in above.items():
+def _merge(values: dict[str, Any], overlay: dict[str, Any]) -> None:
+    for name, value in overlay.items():
         if isinstance(value, dict) and isinstance(values.get(name), dict):
-            _overlay(values[name], value)
+            _merge(values[name], value)
         else:
             values[name] = value
 
@@ -192,18 +183,18 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string
-    at: Any = values
+    target: Any = values
     for section in sections:
-        at = _entry(at, section, override) if isinstance(at, list) else at.setdefault(section, {})
-        if not isinstance(at, dict | list):
+        target = _entry(target, section, override) if isinstance(target, list) else target.setdefault(section, {})
+        if not isinstance(target, dict | list):
             raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
-    if isinstance(at, list):
+    if isinstance(target, list):
         raise ConfigError(f"--set {override!r}: name a field of one entry, e.g. {'.'.join(sections)}.0.{field}")
-    at[field] = value
+    target[field] = value
 
 
 def _entry(entries: list[Any], number: str, override: str) -> Any:
-    """An entry of a list of sections, by its number from 0."""
+    """Return an entry of a list of sections by its index."""
     if not number.isdecimal() or int(number) >= len(entries):
         raise ConfigError(f"--set {override!r}: {number!r} is not an entry of a list of {len(entries)}, counted from 0")
     return entries[int(number)]
@@ -218,5 +209,5 @@ def _message(error: Any) -> str:
         if message.startswith("Input should") and isinstance(error["input"], str | int | float):
             message += f", not {error['input']!r:.60}"
         return f"{'.'.join(path)}: {message}"
-    named = [part for part in path if not part.isdecimal()]  # without numbers in lists
-    return f"unknown key {'.'.join(path)!r}; {nearest(named)}"
+    names = [part for part in path if not part.isdecimal()]  # without list indices
+    return f"unknown key {'.'.join(path)!r}; {suggestion(names)}"

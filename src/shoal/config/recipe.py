@@ -1,7 +1,4 @@
-"""The learning recipe: model, sampling, loss, optimizer, fine-tuning. The formulas are in docs/recipe.md.
-
-`tasks` holds the problems, `sections` each process's own settings.
-"""
+"""Sections of the learning recipe: model, sampling, loss, optimizer, fine-tuning. The formulas are in docs/recipe.md."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -10,22 +7,22 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from shoal.config.section import Fraction, Section
 
-CHECKPOINT_BYTES = 12  # per trained parameter: the fp32 master and two moments of AdamW, which no optimizer exceeds
-WRITTEN_BYTES = 10**10  # of checkpoints a step, at most, by default
+CHECKPOINT_BYTES = 12  # per trained parameter: the fp32 master and AdamW's two moments
+WRITTEN_BYTES = 10**10  # default limit of checkpoint bytes written per step
 
 
 class ModelSection(Section):
-    """The model that is trained, and what it is computed in."""
+    """The trained model, and how it is computed."""
 
     name: str = "bundled:smollm2-135m-instruct"
     """bundled:smollm2-135m-instruct, bundled:tiny, a folder (./path or /path), or a Hugging Face id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; auto: the faster one, measured at start."""
+    """Compute dtype; auto: the faster one, measured at startup."""
     device: str = "cpu"
     """Torch device to compute on: cpu, cuda, cuda:1."""
     numerics: Literal["auto", "exact", "fast"] = "auto"
-    """exact: a token's results have the same bits in every batch; fast: the fastest kernels; auto: exact where the
-    machine can, else fast."""
+    """exact: a token's results have the same bits in every batch; fast: the fastest kernels; auto: exact if the machine
+    supports it, else fast."""
 
 
 class SamplingSection(Section):
@@ -34,17 +31,17 @@ class SamplingSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     max_tokens: PositiveInt = 32768
-    """Longest completion, an environment's answers included; it and the prompt must fit the model's positions
-    (INTELLECT-2)."""
+    """Maximum length of a completion, including an environment's answers; prompt and completion must fit the model's
+    context (INTELLECT-2)."""
     group_size: Annotated[int, Field(ge=2)] = 16
     """G: completions per prompt (INTELLECT-2)."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Turns of the model in one completion; above 1 for tasks whose source has an environment."""
+    """Maximum number of the model's turns in a completion; above 1 only for tasks whose source has an environment."""
 
 
 LossKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
-BOUNDS: dict[str, dict[str, float]] = {  # of each kind whose own they are
-    "gspo": {"epsilon": 3e-4},  # GSPO (arXiv 2507.18071), which has 4e-4 upwards
+BOUNDS: dict[str, dict[str, float]] = {  # defaults that differ from those of grpo
+    "gspo": {"epsilon": 3e-4},  # GSPO (arXiv 2507.18071), with 4e-4 upwards
     "cispo": {"delta": 5.0},  # ScaleRL (arXiv 2510.13786)
     "dppo": {"delta": 20.0},  # DPPO (arXiv 2602.04879), the authors' code
 }
@@ -56,13 +53,13 @@ class LossSection(Section):
     kind: LossKind = "grpo"
     """Loss formula (INTELLECT-2)."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far the ratio may move before it is clipped; gspo: a rollout's ratio, down, and a third further up; dppo: how
-    far a token's probability may move; unset: 0.2, for gspo 3e-4 (INTELLECT-2)."""
+    """The ratio is clipped to 1 ± epsilon; gspo: a rollout's ratio, to 1 − epsilon and 1 + 4/3 epsilon; dppo: maximum
+    change of a token's probability; unset: 0.2, or 3e-4 for gspo (INTELLECT-2)."""
     delta: Annotated[float, Field(gt=1)] = 4.0
     """grpo, dr_grpo, gspo: upper bound on the ratio for negative advantages; cispo, dppo: on importance weights; unset:
-    4, for cispo 5, for dppo 20 (INTELLECT-2)."""
+    4, or 5 for cispo, or 20 for dppo (INTELLECT-2)."""
     beta: NonNegativeFloat = 0.001
-    """Weight of the KL to the initial policy; 0: no reference model is loaded (INTELLECT-2)."""
+    """Weight of the KL divergence to the initial policy; 0: no reference model is loaded (INTELLECT-2)."""
     entropy: NonNegativeFloat = 1e-4
     """Weight of the entropy bonus (INTELLECT-2)."""
     normalize_std: bool = False
@@ -70,13 +67,13 @@ class LossSection(Section):
 
     @property
     def epsilon_high(self) -> float:
-        """How far up the ratio may move before it is clipped."""
+        """The upper clipping bound of the ratio is 1 + epsilon_high."""
         return self.epsilon * 4 / 3 if self.kind == "gspo" else self.epsilon
 
     @model_validator(mode="before")
     @classmethod
-    def _bounds_of_the_kind(cls, values: Any) -> Any:
-        """Let bounds that are not set follow the kind."""
+    def _default_bounds(cls, values: Any) -> Any:
+        """Set the default bounds of the kind."""
         return BOUNDS.get(str(values.get("kind")), {}) | values if isinstance(values, dict) else values
 
     @model_validator(mode="after")
@@ -89,7 +86,7 @@ class LossSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters of linear layers, trained in place of all weights."""
+    """Low-rank adapters of linear layers, trained instead of all weights."""
 
     rank: PositiveInt = 16
     """Rank of each adapter."""
@@ -109,24 +106,24 @@ class LearnerSection(Section):
     optimizer_steps_per_step: PositiveInt = 8
     """Optimizer steps per rollout step (INTELLECT-2)."""
     row_tokens: Annotated[int, Field(ge=16)] = 40960
-    """Positions in one packed row, computed at once."""
+    """Positions in one packed row."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more time, less memory."""
     checkpoint_every: PositiveInt | None = None
-    """Rollout steps between checkpoints; none: as many as keep writing at 10 GB a step or less, 12 bytes a trained
-    parameter each: 1 up to 0.8 billion, 10 for 7.6 billion, 40 for 32.8 billion."""
+    """Rollout steps between checkpoints; none: enough that at most 10 GB are written per step on average, at 12 bytes per
+    trained parameter: 1 up to 0.8 billion parameters, 10 for 7.6 billion, 40 for 32.8 billion."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints kept."""
+    """How many of the newest checkpoints to keep."""
     keep_versions: PositiveInt = 2
-    """Newest published versions kept in the learner's folder."""
+    """How many of the newest published versions to keep in the learner's folder."""
     lora: LoraSection | None = None
     """Train low-rank adapters; none: train all weights."""
     sites: NonNegativeInt = 0
-    """Sites that the learner is spread over, which meet by [sites]; 0: it is at one place."""
+    """Number of sites that the learner is spread over, which average their weights as [sites] says; 0: a single site."""
     loss: LossSection = LossSection()
 
     def steps_between_checkpoints(self, trained: int) -> int:
-        """`checkpoint_every`, or its default for so many trained parameters."""
+        """Return `checkpoint_every`, or its default for this number of trained parameters."""
         return self.checkpoint_every or max(1, math.ceil(CHECKPOINT_BYTES * trained / WRITTEN_BYTES))
 
 
@@ -146,6 +143,6 @@ class SftSection(Section):
     max_tokens: Annotated[int, Field(ge=2)] = 2048
     """Positions in one packed row; longer conversations are dropped."""
     eval_frac: Fraction = 0.05
-    """Share of the conversations that is held out."""
+    """Fraction of the conversations that is held out."""
     checkpoint_every: NonNegativeInt = 100
     """Updates between checkpoints with held-out loss; 0: no checkpoints."""

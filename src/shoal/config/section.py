@@ -1,6 +1,6 @@
-"""What every section of a config is, and the bounds that several share.
+"""The base classes of config sections, and types that several sections use.
 
-A field's docstring is its description; its bounds are in its type. A default that is not Shoal's own names its source:
+A field's docstring is its description, and its type has its bounds. A default taken from a paper names it in parentheses:
 INTELLECT-2 (arXiv 2505.07291), Dr. GRPO (2503.20783), DiLoCo (2311.08105), OpenDiLoCo (2407.07852).
 """
 
@@ -8,20 +8,19 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 PORTS = "0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
 Listen = Annotated[str, Field(pattern=rf"^([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):({PORTS})$")]  # HOST:PORT
 
 
 class Section(BaseModel):
-    """Strict: unknown keys, infinities and later changes are refused."""
+    """A part of a config. It refuses unknown keys, infinities and changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Listening(Section):
-    """A section of a server."""
+    """The section of a server."""
 
     listen: Listen = "127.0.0.1:0"
 
@@ -31,5 +30,5 @@ class Listening(Section):
 
     @property
     def port(self) -> int:
-        """0: a free one."""
+        """0 means any free port."""
         return int(self.listen.rpartition(":")[2])

@@ -1,8 +1,4 @@
-"""The settings of each process: coordinator, store, ledger, origin, relays, workers, evaluator, and the run as a whole.
-
-Defaults with the source INTELLECT-2 are that paper's, all others Shoal's own; `configs/` holds settings that fit a laptop.
-`recipe` holds the learning.
-"""
+"""The sections of each process, of the limits for submissions, and of the requirements for workers."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -20,107 +16,107 @@ class RunSection(Section):
     """The run as a whole."""
 
     seed: NonNegativeInt = 0
-    """Seed of the run; another seed draws other tasks and completions."""
+    """Seed of the run, which determines tasks and completions."""
     steps: PositiveInt = 100
-    """Rollout steps to train."""
+    """Number of rollout steps to train."""
     tracker: TrackerName = "none"
-    """Experiment tracker that also gets the metrics."""
+    """Experiment tracker that receives the metrics."""
 
 
 class CoordinatorSection(Listening):
     """The pool's control plane."""
 
     listen: Listen = "127.0.0.1:0"
-    """HOST:PORT to listen on; host 0.0.0.0: all interfaces; port 0: a free one."""
+    """HOST:PORT to listen on; host 0.0.0.0: all interfaces; port 0: any free port."""
     async_level: NonNegativeInt = 2
     """How many policy versions old a rollout may be when it is trained on (INTELLECT-2)."""
     prompts_per_step: PositiveInt = 256
-    """Groups in a batch (INTELLECT-2)."""
+    """Groups per batch (INTELLECT-2)."""
     online_filter: bool = True
-    """Leave groups with equal rewards out of batches: they teach nothing (INTELLECT-2)."""
+    """Omit groups with equal rewards from batches, because they teach nothing (INTELLECT-2)."""
     database: str = ""
-    """postgresql://USER@HOST/NAME, without a password (PGPASSWORD or ~/.pgpass has it); empty: SQLite."""
+    """postgresql://USER@HOST/NAME, without a password (set PGPASSWORD or write ~/.pgpass); empty: SQLite."""
 
     @field_validator("database")
     @classmethod
     def _postgres_without_password(cls, url: str) -> str:
         parts = urlsplit(url)
         if url and parts.scheme not in ("postgresql", "postgres"):
-            raise ValueError("a database is named postgresql://USER@HOST/NAME; leave it empty for SQLite")
+            raise ValueError("write postgresql://USER@HOST/NAME, or leave it empty for SQLite")
         if parts.password or "password" in parse_qs(parts.query):
             raise ValueError("leave the password out: set PGPASSWORD or write ~/.pgpass where the coordinator runs")
         return url
 
 
 class StoreSection(Section):
-    """Where rollout files are kept. The bucket's credentials are in the coordinator's environment, never here."""
+    """Where rollout files are stored. Set a bucket's credentials in the coordinator's environment, never here."""
 
     url: Annotated[str, Field(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?)?$")] = ""
-    """s3://BUCKET/PREFIX; nodes send and fetch files there by signed URLs; empty: the coordinator's folder."""
+    """s3://BUCKET/PREFIX, which nodes access with signed URLs; empty: the coordinator's folder."""
     endpoint: Annotated[str, Field(pattern=r"^(https?://[^/?#@]+)?$")] = ""
-    """Where the bucket's S3 server is, as nodes reach it; empty: AWS."""
+    """URL of the S3 server, which nodes must be able to reach; empty: AWS."""
 
 
 class LedgerSection(Section):
     """Where stakes are kept. The log of the pool's work is always in the coordinator's database.
 
-    Without a contract the operator books stakes (`shoal pool stake book`); a contract holds them itself, and what the ledger
-    says of accounts is repeated there.
+    Without a contract the operator books stakes (`shoal pool stake book`). A contract holds them itself, and the ledger's
+    entries about accounts are copied there.
     """
 
     rpc: Annotated[str, Field(pattern=r"^(https?://[^\s#@]+)?$")] = ""
-    """URL of the chain's node; only the coordinator sees it."""
+    """URL of a node of the chain, which only the coordinator sees."""
     contract: Annotated[str, Field(pattern="^(0x[0-9a-fA-F]{40})?$")] = ""
-    """Its address on the chain, which `shoal pool stake deploy` prints; empty: no chain."""
+    """Address of the contract, as printed by `shoal pool stake deploy`; empty: no chain."""
     key_file: str = ""
-    """File of the private key of the contract's operator, in hex, on the coordinator's machine; empty: the chain's node
-    signs with its own first account."""
+    """File on the coordinator's machine with the private key of the contract's operator, in hex; empty: the node signs
+    with its own first account."""
 
 
 class OriginSection(Listening):
     """The server that publishes the learner's weights."""
 
     listen: Listen = "127.0.0.1:0"
-    """HOST:PORT to listen on and to announce to the pool; port 0: a free one."""
+    """HOST:PORT to listen on and to announce to the pool; port 0: any free port."""
 
 
 class RelaySection(Listening):
     """Mirrors of the origin."""
 
     reach: Literal["auto", "local", "private", "public"] = "auto"
-    """Addresses that relays may announce and nodes connect to: this machine's too, private networks' too, or only the
-    internet's; auto: local if the coordinator listens on loopback, else public."""
+    """Addresses that relays may announce and nodes connect to; public: on the internet only; private: private networks
+    as well; local: loopback as well; auto: local if the coordinator listens on loopback, else public."""
     count: PositiveInt = 1
-    """Relays that `shoal run` starts."""
+    """Number of relays that `shoal run` starts."""
     listen: Listen = "127.0.0.1:0"
-    """HOST:PORT to listen on and to announce to the pool; port 0: a free one."""
+    """HOST:PORT to listen on and to announce to the pool; port 0: any free port."""
 
 
 class WorkerSection(Section):
     """The machines that generate rollouts."""
 
     count: PositiveInt = 2
-    """Workers that `shoal run` starts."""
+    """Number of workers that `shoal run` starts."""
     engines: Annotated[list[EngineName], Field(min_length=1)] = ["torch"]
-    """What they generate with, in turn, and what `shoal calibrate` measures; vllm needs an environment of its own
+    """Engines, assigned to workers in turn and measured by `shoal calibrate`; vllm needs its own Python environment
     (docs/operate.md)."""
     groups_per_submission: PositiveInt = 4
-    """Groups in one submission of a newcomer, and of a worker as fast as most."""
+    """Groups in one submission of a new worker or one of typical speed."""
     in_flight: Annotated[int, Field(ge=1, le=16)] = 1
-    """Submissions that a worker may generate at once, so that its batch stays full while the longest completions of one
-    end."""
+    """Submissions that a worker may generate at the same time, so that its batch stays full while the longest completions
+    of one finish."""
 
     def engine(self, number: int) -> EngineName:
-        """What the worker of this number generates with."""
+        """Return the engine of the worker with this number."""
         return self.engines[number % len(self.engines)]
 
     @property
     def largest(self) -> int:
-        """Groups in the largest submission, of a much faster worker."""
+        """Groups in the largest submission, for a much faster worker."""
         return 8 * self.groups_per_submission
 
 
-EVALUATED_AT_ONCE = 64  # completions that an evaluation asks its engine for together
+EVALUATED_AT_ONCE = 64  # completions that an evaluation requests from its engine together
 
 
 class EvaluatorSection(Section):
@@ -129,87 +125,86 @@ class EvaluatorSection(Section):
     every: NonNegativeInt = 0
     """Versions between evaluations during the run; 0: only the first and last version."""
     n: PositiveInt = 256
-    """Held-out tasks of the first and last evaluation."""
+    """Number of held-out tasks in the first and last evaluation."""
 
 
-# --- what submissions, workers and machines must meet ----------------------------------------------------------------------
+# --- limits of submissions, requirements of workers -------------------------------------------------------------------
 
-RATES = (0.1, 0.03, 2e-3, 1e-3)  # until they are measured: wider than all honest machines measured so far
+RATES = (0.1, 0.03, 2e-3, 1e-3)  # without calibration: wider than on all honest machines measured so far
 ROW_TOKENS = 1024  # positions in one row of a validator's prefill; a longer rollout gets a longer row
-MISMATCH_SHARE = 0.001  # of a submission's tokens that may be mismatches, beside `validator.sampling_mismatches`
-LEAST_ESCROW_CHECKS = 16
+MISMATCH_SHARE = 0.001  # fraction of tokens that may be mismatches, in addition to `validator.sampling_mismatches`
+MIN_ESCROW_CHECKS = 16
 
 
 Limit = Literal[
     "proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean", "sampling_margin", "sampling_margin_mean"
 ]
-Kind = Annotated[
-    str, Field(pattern="^vllm/[a-z0-9]+$")
-]  # torch workers name no engine: an entry would be a liar's alone
+# Torch workers name no engine, so only a liar could use limits for torch.
+EngineOnDevice = Annotated[str, Field(pattern="^vllm/[a-z0-9]+$")]
 
 
 class ValidatorSection(Section):
     """The limits that submissions must meet. `shoal calibrate` measures them."""
 
     count: PositiveInt = 1
-    """Validators that `shoal run` starts."""
-    limits: dict[Kind, dict[Limit, PositiveFloat]] = {}
-    """Limits for the work of another engine on one kind of device, such as vllm/cpu, which a submission's signed header
-    names; what is left out is as for all (measured by `shoal calibrate`)."""
+    """Number of validators that `shoal run` starts."""
+    limits: dict[EngineOnDevice, dict[Limit, PositiveFloat]] = {}
+    """Other limits for an engine on a kind of device, such as vllm/cpu, which a submission's signed header names (measured
+    by `shoal calibrate`)."""
     proof_exponent_mean: PositiveFloat = 10.0
-    """Largest mean number of differing exponents per proof, over a submission (measured by `shoal calibrate`)."""
+    """Maximum mean number of differing exponents per proof, over a submission (measured by `shoal calibrate`)."""
     proof_mantissa_mean: PositiveFloat = 2.4
-    """Largest mean mantissa error per proof, over a submission (measured by `shoal calibrate`)."""
+    """Maximum mean mantissa error per proof, over a submission (measured by `shoal calibrate`)."""
     logprob_error_mean: PositiveFloat = 0.1
-    """Largest mean logprob error in nats, over a submission's tokens (measured by `shoal calibrate`)."""
+    """Maximum mean logprob error in nats, over a submission's tokens (measured by `shoal calibrate`)."""
     sampling_margin: PositiveFloat = 0.75
-    """Nats by which a token may score below the token its seed selects; further is a mismatch (measured by `shoal
-    calibrate`)."""
-    sampling_mismatches: NonNegativeInt = 2
-    """Mismatches that a submission may have, beside one in 1,000 tokens (measured by `shoal calibrate`)."""
-    sampling_margin_mean: PositiveFloat = 0.02
-    """Largest mean margin in nats, over a submission's tokens; one beyond `sampling_margin` counts as 0 (measured by
+    """Nats by which a token may score below the token its seed selects; a token further below is a mismatch (measured by
     `shoal calibrate`)."""
+    sampling_mismatches: NonNegativeInt = 2
+    """Mismatches allowed per submission, in addition to one per 1,000 tokens (measured by `shoal calibrate`)."""
+    sampling_margin_mean: PositiveFloat = 0.02
+    """Maximum mean margin in nats, over a submission's tokens; a mismatch counts as 0 (measured by `shoal calibrate`)."""
     classes: Literal["any", "exact"] = "any"
-    """Whose work is taken; any: also of machines that compute unlike every validator, within the limits; exact: only
-    what a validator computes to the last bit, so tasks go only to workers of a live validator's class."""
+    """Which machines may work; any: also those that compute differently from every validator, within the limits; exact:
+    only those whose results a live validator reproduces bit for bit."""
     check_floor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Smallest share of a trusted worker's submissions that are prefilled whole; 1: all. Of the others two rollouts
-    are."""
+    """Minimum fraction of a trusted worker's submissions that is prefilled completely; 1: all. Of the others, two rollouts
+    are prefilled."""
 
     @property
     def escrow_checks(self) -> int:
-        """Whole prefills that a worker must pass after a submission before it is credited; rejected lies take the credit
-        that waits. With fewer than 1 / check_floor lies would pay (docs/trust.md)."""
-        return max(LEAST_ESCROW_CHECKS, math.ceil(1 / self.check_floor))
+        """Complete prefills that a worker must pass after a submission before that is credited. A rejected lie forfeits the
+        credit in escrow; with fewer than 1 / check_floor checks lies would pay (docs/trust.md)."""
+        return max(MIN_ESCROW_CHECKS, math.ceil(1 / self.check_floor))
 
     def allowed_mismatches(self, tokens: int) -> float:
-        """How many of so many tokens may be farther than `sampling_margin` from what their seeds yield."""
+        """Return how many mismatches a submission of this number of tokens may have."""
         return self.sampling_mismatches + MISMATCH_SHARE * tokens
 
     def of(self, engine: str) -> "ValidatorSection":
-        """As for submissions of this ENGINE/DEVICE: its own limits, where it has some."""
+        """Return the section with the limits that apply to submissions of this ENGINE/DEVICE."""
         own: dict[str, Any] = {str(limit): value for limit, value in self.limits.get(engine, {}).items()}
         return self.model_copy(update=own)
 
     def widest(self, limit: Limit) -> float:
-        """As for the engine for which this limit is widest; a worker can name any."""
+        """Return the largest value of this limit over all engines, because a worker can name any engine."""
         own: float = getattr(self, limit)
         return max([own, *(limits.get(limit, own) for limits in self.limits.values())])
 
 
 class EvidenceSection(Section):
-    """Tests over all submissions of a worker, where one check leaves tolerance. The bounds are of measured honest work."""
+    """Tests over all submissions of a worker, for lies within the tolerance of single checks. `shoal calibrate` measures
+    the bounds on honest work."""
 
     rates: tuple[float, float, float, float] = RATES
-    """Honest tokens that miss their seeds' by more than 0, 1/8, 1/2 and 1 times validator.sampling_margin, for each
-    token that numerics could move (measured by `shoal calibrate`)."""
+    """Honest frequency of tokens that score below the token of their seed by more than 0, 1/8, 1/2 and 1 times
+    validator.sampling_margin, per token that numerics could change (measured by `shoal calibrate`)."""
     regenerated: NonNegativeInt = 0
-    """Rollouts of a submission that a validator generates again, of those with a token that is not their seed's, to see
-    whether the worker chose for the reward."""
+    """Number of rollouts per submission, among those with a token that their seed does not select, that a validator
+    generates again to see whether the worker chose by reward."""
     proof_exponent_mean: PositiveFloat | None = None
-    """Honest average of the figure that validator.proof_exponent_mean limits; none: 2/3 of the limit (measured by
-    `shoal calibrate`)."""
+    """Honest mean of the figure that validator.proof_exponent_mean limits; none: 2/3 of the limit (measured by `shoal
+    calibrate`)."""
     proof_mantissa_mean: PositiveFloat | None = None
     """Likewise; none: 2/3 of the limit (measured by `shoal calibrate`)."""
     logprob_error_mean: PositiveFloat | None = None
@@ -217,11 +212,11 @@ class EvidenceSection(Section):
 
 
 class RequirementsSection(Section):
-    """What a worker must have to join."""
+    """Requirements for workers to join."""
 
     engines: list[str] = []
-    """Engines that may generate, such as "torch", by the worker's own report; empty: any."""
+    """Engines that workers may use, such as "torch", as they report themselves; empty: any."""
     stake: NonNegativeInt = 0
-    """What a stranger must have staked to join with an open invite, in the ledger's unit."""
+    """Stake required to join with an open invite, in the ledger's unit."""
     places: NonNegativeInt = 0
-    """Live workers at once; no more may join; 0: any number."""
+    """Maximum number of live workers; 0: no limit."""

@@ -1,4 +1,4 @@
-"""The problems: where tasks come from, how they become prompts and rewards, and where model-written code runs."""
+"""The sections of tasks: their sources, prompts and rewards, and the sandbox."""
 
 import re
 from typing import Annotated, Any
@@ -7,14 +7,14 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from shoal.config.section import Section
 
-GRADER_ERRORS = 0.1  # largest share of completions for which a reward itself may fail
+GRADER_ERRORS = 0.1  # maximum fraction of completions for which the reward function may fail
 
 
 class SourceSection(Section):
-    """One source of tasks, in a list: a file, a folder, a data set of the Hugging Face hub, or a generator."""
+    """One source of tasks: a file, a folder, a data set of the Hugging Face hub, or a generator."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,60}$")] = ""
-    """Name in task ids and metrics; empty: the file's, data set's or generator's."""
+    """Name in task ids and metrics; empty: the name of the file, data set or generator."""
     path: str = ""
     """A .jsonl, .jsonl.gz or .parquet file, or a folder of them."""
     hub: str = ""
@@ -26,20 +26,19 @@ class SourceSection(Section):
     split: str = "train"
     """Split of a data set, or of a folder's files, to train on."""
     heldout_split: str = ""
-    """Split to evaluate on; empty: a part of `split`, chosen by a hash of the question."""
+    """Split to evaluate on; empty: part of `split`, chosen by a hash of the question."""
     revision: str = ""
     """Commit or tag of the data set; empty: the newest."""
     fields: dict[str, str] = {}
-    """Columns by field: question, answer, tests, metadata; empty: recognised by the schema."""
+    """Columns by field: question, answer, tests, metadata; empty: recognised from the schema."""
     reward: str | dict[str, float] = ""
-    """number, math, code, or a function of your own as file.py:name; or several with weights; empty: the schema's."""
+    """number, math, code, or your own function as file.py:name; or several with weights; empty: the schema's reward."""
     weight: PositiveFloat = 1.0
-    """Share of groups drawn from this source, relative to the others."""
+    """Weight of this source when groups are drawn."""
     environment: str = ""
-    """What answers the model between its turns: calculator, python, or a class of your own as file.py:Class; empty:
-    nothing."""
+    """Answers the model between its turns: calculator, python, or your own class as file.py:Class; empty: none."""
     keep: str = ""
-    """A manifest by `shoal filter`: only the tasks in it are used."""
+    """A manifest written by `shoal filter`; only its tasks are used."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "SourceSection":
@@ -61,7 +60,7 @@ class SourceSection(Section):
 
     @property
     def label(self) -> str:
-        """The source's name, given or derived."""
+        """The source's name, or the name of its file, data set or generator."""
         if self.name:
             return self.name
         if self.hub:
@@ -72,31 +71,31 @@ class SourceSection(Section):
 
 
 class SandboxSection(Section):
-    """Where model-written code and rewards of your own run, and what one run may use. The same on every machine."""
+    """Limits for model-written code and your own reward functions. They are the same on every machine."""
 
     cpu_s: Annotated[float, Field(gt=0, le=600)] = 5.0
-    """Most seconds of CPU; by the clock 10 more."""
+    """CPU time limit in seconds; the wall-clock limit is 10 s higher."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 512 << 20
-    """Most memory (address space)."""
+    """Memory limit (address space)."""
 
 
 class TaskSection(Section):
-    """The problems, and how they become prompts and rewards."""
+    """The tasks, and how they become prompts and rewards."""
 
     sources: Annotated[list[SourceSection], Field(min_length=1)] = [SourceSection(generator="arithmetic")]
-    """Where tasks come from."""
+    """Sources of tasks."""
     digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
-    """Required digest of all tasks, as `shoal check` prints it; empty: any."""
+    """Required digest of all tasks, as printed by `shoal check`; empty: any."""
     prompt: str = "{question}"
     """User message; {question} is replaced by the task's question."""
     system: str = ""
     """System message; empty: none."""
     heldout: PositiveInt = 256
-    """Tasks reserved for evaluation and never trained on."""
+    """Number of tasks reserved for evaluation and never trained on."""
     length_targets: Annotated[list[PositiveInt], Field(max_length=64)] = []
-    """Target completion lengths in tokens, one drawn per group; empty: no length reward."""
+    """Target completion lengths in tokens, of which each group draws one; empty: no length penalty."""
     length_penalty: NonNegativeFloat = 0.0003
-    """Alpha: reward lost per token of distance from the target length (INTELLECT-2)."""
+    """Alpha: penalty per token of difference from the target length (INTELLECT-2)."""
     sandbox: SandboxSection = SandboxSection()
 
     @model_validator(mode="after")
@@ -104,10 +103,10 @@ class TaskSection(Section):
         if "{question}" not in self.prompt:
             raise ValueError("prompt must contain {question}, which is replaced by the task's question")
         labels = [source.label for source in self.sources]
-        if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"two sources are named {twice[0]}; give one of them another name")
+        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"two sources are named {repeated[0]}; give one of them another name")
         return self
 
     def source(self, label: str) -> SourceSection:
-        """The source of this name."""
+        """Return the source with this label."""
         return next(source for source in self.sources if source.label == label)

@@ -1,7 +1,7 @@
 """One evaluation: run each model on each suite, and compare the results.
 
-Invariant: `eval.json` in the folder records the settings, and completions made under other settings are never mixed in, so
-a stopped evaluation can continue. Every figure has its 95 % interval.
+Invariants: `eval.json` in the folder records the settings, so that a stopped evaluation can continue, and never with other
+settings. Every figure has a 95 % interval.
 """
 
 import json
@@ -27,10 +27,10 @@ CONFIG, RESULTS = "eval.json", "results.json"
 
 @dataclass(frozen=True)
 class Contestant:
-    """A model to evaluate. `open` serves it; it is called only if runs are missing."""
+    """A model to evaluate. `open` serves it, and is called only if runs are missing."""
 
     label: str
-    facts: Mapping[str, Any]  # recorded; an evaluation continues only if they are equal
+    facts: Mapping[str, Any]  # recorded; an evaluation continues only with equal facts
     open: Callable[[], AbstractContextManager[Endpoint]]
 
 
@@ -59,7 +59,7 @@ class Difference:
 def evaluate(
     contestants: Sequence[Contestant], suites: Sequence[Suite], folder: Path, console: Console, *, n: int = 0
 ) -> tuple[list[Score], list[Difference]]:
-    """Return scores ordered by suite, then model, and the differences. `n`: tasks per suite; 0: all.
+    """Return the scores, ordered by suite and then by model, and the differences. `n`: tasks per suite; 0: all.
 
     Raise ShoalError.
     """
@@ -99,7 +99,7 @@ def scores(endpoint: Endpoint, suite: Suite, out: Path, seed: int, n: int) -> di
 def code_scores(endpoint: Endpoint, suite: Suite, out: Path, seed: int, n: int) -> dict[str, float]:
     """Return each task's score of a code suite, whose programs run in the sandbox. Raise ShoalError.
 
-    A grader failure ends the evaluation; otherwise it would count as a wrong answer.
+    A grader failure ends the evaluation, because it must not count as a wrong answer.
     """
     tasks, task_folder = read_tasks(suite, n), out.parent / "tasks"
     write_task(suite, tasks, task_folder)

@@ -1,4 +1,4 @@
-"""Generate answers to tasks and grade them; shared by the evaluator and the offline filter.
+"""Generate answers to tasks and grade them, for the evaluator and the offline filter.
 
 Invariant: prompts, conversations and rewards are those of training.
 """

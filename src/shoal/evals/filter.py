@@ -4,9 +4,9 @@
     manifest.json       the tasks whose pass rate lies in the band, bounds included, without a grader error
 
 Each batch of tasks is generated, graded, appended and fsynced. A config names the manifest as `keep` of a source.
-Invariants: synced results are never recomputed, and an interrupted and resumed file has the same bytes as an uninterrupted
-one. So a file is resumed only at the end of a complete batch, and only with its original settings (`settings.json`). The
-manifest depends only on the results and the band, so another band needs no new completions.
+Invariants: synced results are never recomputed, and a resumed file has the same bytes as an uninterrupted one. So a file is
+resumed only after a complete batch, and only with its original settings (`settings.json`). The manifest depends only on the
+results and the band, so another band needs no new completions.
 Paper: INTELLECT-2 (arXiv 2505.07291), offline filtering: pass@8 of 12.5 % to 50 %.
 """
 

@@ -60,7 +60,7 @@ class ShardStore:
         """Keep the newest `keep` versions and the versions that they are deltas of. Also keep up to `keep` versions that
         were read within `lease_s`, the newest ones; without that bound, readers could fill the disk. `public`: every user
         of this machine may read the store, whatever the umask."""
-        self.path, self.public = path, public
+        self.path, self.file_mode = path, FILE_MODE if public else None
         self.keep, self.lease_s, self._clock = keep, lease_s, clock
         self._requested_s: dict[int, float] = {}
         self._via: tuple[str, ...] | None = None
@@ -123,7 +123,7 @@ class ShardStore:
     def new_shard(self, version: int, part: Part, index: int) -> NewFile:
         path = self.shard_path(version, part, index)
         self._make_folder(path.parent)
-        return NewFile(path, mode=FILE_MODE, exact_mode=self.public)
+        return NewFile(path, mode=self.file_mode)
 
     def lease(self, version: int) -> None:
         """Renew the lease of a version that a reader requests."""
@@ -155,7 +155,7 @@ class ShardStore:
     def add_manifest(self, version: int, signed: SignedManifest) -> None:
         """Store the manifest and list the version in versions.json."""
         self._make_folder(self.folder(version))
-        write_file(self.manifest_path(version), signed.to_bytes(), mode=FILE_MODE, exact_mode=self.public)
+        write_file(self.manifest_path(version), signed.to_bytes(), mode=self.file_mode)
         self._list(self._on_disk())
 
     def retain(self, held: Mapping[int, Manifest]) -> None:
@@ -218,7 +218,7 @@ class ShardStore:
                 parent.mkdir(parents=parent == self.path)
             except FileExistsError:
                 continue
-            if self.public:
+            if self.file_mode is not None:
                 parent.chmod(FOLDER_MODE)
 
     def _stated(self) -> SignedNewest | None:
@@ -237,7 +237,7 @@ class ShardStore:
         listing = Listing(versions=tuple(versions[:MAX_VERSIONS]), path=path, newest=self._newest)
         text = listing.model_dump_json(exclude_none=True).encode()
         if not file.exists() or file.read_bytes() != text:
-            write_file(file, text, mode=FILE_MODE, exact_mode=self.public)
+            write_file(file, text, mode=self.file_mode)
 
 
 def chain(held: Mapping[int, Manifest], version: int) -> list[int]:

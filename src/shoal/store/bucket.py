@@ -1,15 +1,15 @@
 """A bucket of immutable, content-addressed files: the store of a pool whose files outgrow one machine.
 
-    grant  a URL by which one node may send one file            incoming/KIND/ID/SHA256
-    check  the file that came is read
-    keep   it gets its name                                     KIND/BLAKE3.parquet
-    link   a URL by which one node may fetch one file
+    grant  make a URL with which a node may upload one file       incoming/KIND/ID/SHA256
+    check  read the uploaded file and verify its hash
+    keep   move the file to its final name                        KIND/BLAKE3.parquet
+    link   make a URL with which a node may download one file
 
-Invariant: a file under its final name has that content, and no node can make or change one: a grant is bound to size and
-SHA-256, creates and never overwrites, and reaches only the grants' own names. What a bucket does not check itself, `check`
-and `get` do: they read the file. S3Credentials stay in this process.
-Called by the coordinator. Needs the extra `s3` (obstore). Left out: removing uploads that nobody finished: give `incoming/`
-a lifecycle rule of a day.
+Invariant: a file under its final name has the content that the name states, and no node can write there. A grant is bound
+to size and SHA-256, never overwrites, and reaches only names under `incoming/`. `check` and `get` read the file, so nothing
+depends on checks by the bucket. Credentials stay in this process.
+Called by the coordinator. Needs the extra `s3` (obstore). Left out: removing unfinished uploads; give `incoming/` a
+lifecycle rule of one day.
 """
 
 import base64
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 from urllib.parse import quote, urlsplit
 
 import obstore
@@ -46,15 +46,16 @@ ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 class S3Credentials:
     key_id: str
     secret: str = field(repr=False)
-    token: str = field(default="", repr=False)  # of temporary ones
+    token: str = field(default="", repr=False)  # for temporary credentials
 
-
-def credentials_from(environment: Mapping[str, str]) -> S3Credentials:
-    """Raises StoreError."""
-    found = [environment.get(name, "") for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
-    if not (found[0] and found[1]):
-        raise StoreError("the bucket needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in this process's environment")
-    return S3Credentials(*found)
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Self:
+        """Read credentials from environment variables. Raise StoreError if they are missing."""
+        names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+        key_id, secret, token = (environment.get(name, "") for name in names)
+        if not (key_id and secret):
+            raise StoreError("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, for the bucket")
+        return cls(key_id, secret, token)
 
 
 class Bucket:
@@ -65,14 +66,16 @@ class Bucket:
         credentials: S3Credentials | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`url`: s3://BUCKET/PREFIX; `endpoint` "" is AWS; `credentials` None: the environment's. Its region is
-        the environment's AWS_REGION. Raises StoreError."""
+        """`url`: s3://BUCKET/PREFIX; `endpoint`: "" for AWS; `credentials`: None to read them from the environment.
+
+        AWS_REGION in the environment is the region. Raise StoreError.
+        """
         parts = urlsplit(url)
         self.name, prefix = parts.netloc, parts.path.strip("/")
         self.prefix = f"{prefix}/" if prefix else ""
         self.region = os.environ.get("AWS_REGION", "us-east-1")
         self.host = endpoint.rstrip("/") or f"https://s3.{self.region}.amazonaws.com"
-        self.credentials = credentials or credentials_from(os.environ)
+        self.credentials = credentials or S3Credentials.read(os.environ)
         self.clock = clock
         settings: S3Config = {
             "access_key_id": self.credentials.key_id,
@@ -92,13 +95,14 @@ class Bucket:
         )
 
     def put(self, kind: str, data: bytes) -> str:
-        """Store a file that is in memory; returns its hash. Storing the same bytes again changes nothing."""
+        """Store a file and return its hash. Storing the same bytes again changes nothing."""
         content_hash = blake3(data).hexdigest()
         with self._named_errors(f"cannot store a {kind} file"):
             obstore.put(self.objects, self._name(kind, content_hash), data)
         return content_hash
 
     def get(self, kind: str, content_hash: str) -> bytes:
+        """Return a file. Raise StoreError if it is missing or was changed."""
         with self._named_errors(f"cannot read {kind} file {content_hash[:16]}"):
             data = bytes(obstore.get(self.objects, self._name(kind, content_hash)).bytes())
         if blake3(data).hexdigest() != content_hash:
@@ -106,7 +110,7 @@ class Bucket:
         return data
 
     def grant(self, kind: str, id: str, size_bytes: int, sha256: str) -> UploadGrant:
-        """Lets its holder send this one file for this one task, within GRANT_S."""
+        """Return a signed request with which its holder may upload this one file within GRANT_S."""
         headers = {
             "content-length": str(size_bytes),
             "if-none-match": "*",
@@ -115,28 +119,28 @@ class Bucket:
         return UploadGrant(url=self._signed("PUT", self._incoming(kind, id, sha256), headers), headers=headers)
 
     def check(self, kind: str, id: str, size_bytes: int, sha256: str) -> str:
-        """Returns the hash of the file that was sent by this grant. Raises StoreError if it is another one."""
-        came, name = hashlib.sha256(), blake3()
+        """Return the content hash of the file uploaded with this grant. Raise StoreError if it is not the announced file."""
+        received, content = hashlib.sha256(), blake3()
         source = self._incoming(kind, id, sha256)
-        with self._named_errors(f"the file of {id} has not come"):
-            if (found := int(obstore.head(self.objects, source)["size"])) == size_bytes:
+        with self._named_errors(f"the file of {id} was not uploaded"):
+            if (received_bytes := int(obstore.head(self.objects, source)["size"])) == size_bytes:
                 for piece in obstore.get(self.objects, source).stream():
-                    came.update(piece)
-                    name.update(piece)
-        if came.hexdigest() != sha256:
+                    received.update(piece)
+                    content.update(piece)
+        if received.hexdigest() != sha256:
             obstore.delete(self.objects, source)
-            raise StoreError(f"the file of {id}, {found} bytes, is not the one that was announced: send it again")
-        return name.hexdigest()
+            raise StoreError(f"the file of {id}, {received_bytes} bytes, is not the announced file: upload it again")
+        return content.hexdigest()
 
     def keep(self, kind: str, id: str, sha256: str, content_hash: str) -> None:
-        """Give a file that was checked its name."""
+        """Move a checked file to its final name."""
         source = self._incoming(kind, id, sha256)
         with self._named_errors(f"cannot keep the file of {id}"):
             obstore.copy(self.objects, source, self._name(kind, content_hash))
             obstore.delete(self.objects, source)
 
     def drop(self, kind: str, id: str, sha256: str) -> None:
-        """Remove the file that was sent by this grant."""
+        """Remove the file uploaded with this grant."""
         with self._named_errors(f"cannot remove the file of {id}"):
             obstore.delete(self.objects, self._incoming(kind, id, sha256))
 
@@ -146,13 +150,13 @@ class Bucket:
             obstore.delete(self.objects, self._name(kind, content_hash))
 
     def link(self, kind: str, content_hash: str) -> str:
-        """Lets its holder fetch this one file, within GRANT_S."""
+        """Return a URL with which its holder may download this one file within GRANT_S."""
         return self._signed("GET", self._name(kind, content_hash), {})
 
     def _signed(self, method: str, name: str, headers: dict[str, str]) -> str:
         return presigned(
             method,
-            f"{self.host}/{self.name}/{quote(name)}",  # the path style, which every bucket behind its own endpoint knows
+            f"{self.host}/{self.name}/{quote(name)}",  # path style, which every S3 server supports
             headers,
             credentials=self.credentials,
             region=self.region,
@@ -167,7 +171,7 @@ class Bucket:
 
     def _incoming(self, kind: str, id: str, sha256: str) -> str:
         if not (ID.fullmatch(id) and HASH.fullmatch(sha256)):
-            raise StoreError(f"{id[:80]!r} and {sha256[:80]!r} name no file")
+            raise StoreError(f"invalid upload: id {id[:80]!r}, SHA-256 {sha256[:80]!r}")
         return f"{self.prefix}incoming/{kind}/{id}/{sha256}"
 
     @contextmanager
@@ -193,10 +197,10 @@ def presigned(
     now_s: float,
     expires_s: int,
 ) -> str:
-    """A URL that lets its holder make one request, and no other: Signature Version 4, in the query.
+    """Return a URL with which its holder may make exactly one kind of request: Signature Version 4, in the query.
 
-    `url` comes with a percent-encoded path; the request must carry `headers`, in lower case, exactly as signed. Source: AWS,
-    "Authenticating Requests: Using Query Parameters". Left out: headers whose values need folding of spaces.
+    The path of `url` must be percent-encoded. The request must carry `headers` (names in lower case) exactly as signed.
+    Source: AWS, "Authenticating Requests: Using Query Parameters". Left out: header values with repeated spaces.
     """
     parts = urlsplit(url)
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
@@ -212,12 +216,12 @@ def presigned(
     }
     if credentials.token:
         query["X-Amz-Security-Token"] = credentials.token
-    asked = "&".join(f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in sorted(query.items()))
+    parameters = "&".join(f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in sorted(query.items()))
     lines = [f"{name}:{value}" for name, value in signed.items()]
-    request = "\n".join([method, parts.path, asked, *lines, "", names, "UNSIGNED-PAYLOAD"])
+    request = "\n".join([method, parts.path, parameters, *lines, "", names, "UNSIGNED-PAYLOAD"])
     text = "\n".join([ALGORITHM, moment, scope, hashlib.sha256(request.encode()).hexdigest()])
     key = f"AWS4{credentials.secret}".encode()
     for word in (moment[:8], region, "s3", "aws4_request"):
         key = hmac.digest(key, word.encode(), hashlib.sha256)
     signature = hmac.digest(key, text.encode(), hashlib.sha256).hex()
-    return f"{url}?{asked}&X-Amz-Signature={signature}"
+    return f"{url}?{parameters}&X-Amz-Signature={signature}"

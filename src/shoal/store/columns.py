@@ -1,9 +1,9 @@
 """The rows of a rollout file as plain arrays, one `Column` per field, and the schemas of the two files.
 
-Parquet is decoded in a child process. Columns are what the child hands back: raw little-endian numbers with their counts,
-so the parent decodes no Parquet, no Arrow data and no pickle.
-Invariant: `unpack` returns columns of exactly the schema's types and within the given bounds, or raises.
-Called by `decode` (the child's side), `quarantine` (the parent's side) and `rollouts` (digest and rows).
+A child process decodes Parquet and returns columns as raw little-endian numbers with their lengths. So the parent decodes
+no Parquet, no Arrow data and no pickle.
+Invariant: `unpack` returns columns of exactly the schema's types and within the given limits, or raises.
+Called by `decode` (in the child), `quarantine` (in the parent) and `rollouts` (digest and rows).
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,7 @@ from shoal.errors import ShoalError
 PROOF_BYTES = 258
 PROOF_CHUNK_TOKENS = 32  # completion tokens per proof
 MAX_LIST_VALUES = 50_000_000  # tokens, logprobs, turns or proofs in one file
-MAX_TASK_BYTES = 8_192  # average length of the task names in one file
-
+MAX_TASK_BYTES = 8_192  # mean length of the task names in one file
 LENGTH = np.dtype("<i4")
 
 
@@ -54,11 +53,11 @@ ACCEPTED = pa.schema(
 
 
 class RolloutFileError(ShoalError):
-    """A rollout file that is refused; the message says why."""
+    """The rollout file is refused; the message says why."""
 
 
 class BadSignatureError(RolloutFileError):
-    """A readable file without a valid signature by the key that it names."""
+    """The file is readable, but not validly signed by the key that it names."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class FileLimits:
     max_tokens: int  # in one list of tokens, logprobs, turns or prompt tokens
 
     def values(self, name: str) -> int:
-        """The most values that a whole column may hold."""
+        """Return how many values a whole column may hold at most."""
         per_row = {
             "tokens": self.max_tokens,
             "logprobs": self.max_tokens,
@@ -80,7 +79,7 @@ class FileLimits:
         return min(self.max_rows * per_row, MAX_LIST_VALUES)
 
     def size_bytes(self, schema: pa.Schema) -> int:
-        """The most bytes that `pack` gives for a file of this schema."""
+        """Return how many bytes `pack` returns at most for a file of this schema."""
         return sum(
             self.values(field.name) * (MAX_TASK_BYTES if pa.types.is_string(field.type) else width(field.type))
             + self.max_rows * LENGTH.itemsize
@@ -90,10 +89,10 @@ class FileLimits:
 
 @dataclass(frozen=True)
 class Column:
-    """n rows. Text and proofs are bytes (uint8); the elements of all lists follow one another."""
+    """The values of n rows. Lists are concatenated; text and proofs are bytes (uint8)."""
 
-    values: np.ndarray[Any, Any]  # (n,), or for lists and text (sum of lengths,); proofs (sum of lengths, PROOF_BYTES)
-    lengths: np.ndarray[Any, Any] | None = None  # int32 (n,): elements of each list, bytes of each text
+    values: np.ndarray[Any, Any]  # (n,); lists and text (sum of lengths,); proofs (sum of lengths, PROOF_BYTES)
+    lengths: np.ndarray[Any, Any] | None = None  # int32 (n,): elements per list, or bytes per text
 
     def __len__(self) -> int:
         return len(self.values if self.lengths is None else self.lengths)
@@ -103,7 +102,7 @@ Columns = dict[str, Column]
 
 
 def from_table(table: pa.Table) -> Columns:
-    """Raises RolloutFileError if a value is null."""
+    """Convert an Arrow table. Raise RolloutFileError if a value is null."""
     if any(column.null_count for column in table.columns):
         raise RolloutFileError("null values")
     return {name: _column(table[name].combine_chunks()) for name in table.column_names}
@@ -128,17 +127,17 @@ def _column(array: pa.Array) -> Column:
 
 
 def content_digest(columns: Columns) -> str:
-    """BLAKE3 of the rows' values, column by column: independent of how Parquet lays them out."""
+    """Return the BLAKE3 digest of the rows' values, column by column: the Parquet layout does not matter."""
     digest = blake3()
     for name, column in columns.items():
         digest.update(f"{name}\n{len(column)}\n".encode())
         values, lengths = column.values, column.lengths
-        if values.ndim == 2:  # proofs: each behind its size
+        if values.ndim == 2:  # proofs, each prefixed with its size
             assert lengths is not None
             size = np.full((len(values), 1), values.shape[1], dtype=LENGTH).view(np.uint8)
             digest.update(lengths.tobytes())
             digest.update(np.hstack([size, values]).tobytes())
-        elif values.dtype == np.uint8 and lengths is not None:  # text: each behind its size
+        elif values.dtype == np.uint8 and lengths is not None:  # text, each prefixed with its size
             for text in _slices(values.tobytes(), lengths):
                 digest.update(len(text).to_bytes(4, "little") + text)
         else:
@@ -147,13 +146,8 @@ def content_digest(columns: Columns) -> str:
     return digest.hexdigest()
 
 
-def to_lists(columns: Columns) -> dict[str, list[Any]]:
-    """Every column as a Python list with one entry per row. Raises RolloutFileError if text is not UTF-8."""
-    return {name: to_list(column) for name, column in columns.items()}
-
-
 def to_list(column: Column) -> list[Any]:
-    """A column as a Python list with one entry per row. Raises RolloutFileError if text is not UTF-8."""
+    """Return a column as a Python list with one entry per row. Raise RolloutFileError if text is not UTF-8."""
     values, lengths = column.values, column.lengths
     if lengths is None:
         return list(values.tolist())
@@ -178,13 +172,13 @@ def _slices(values: Any, lengths: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def pack(columns: Columns) -> bytes:
-    """The columns' bytes, one after the other, lengths before values."""
+    """Concatenate the columns' bytes, lengths before values."""
     parts = [(column.lengths, column.values) for column in columns.values()]
     return b"".join(array.tobytes() for pair in parts for array in pair if array is not None)
 
 
 def unpack(data: bytes, rows: int, schema: pa.Schema, limits: FileLimits) -> Columns:
-    """The columns of a file of this schema. Raises RolloutFileError if `data` is not that, whoever made it."""
+    """Return the columns in untrusted bytes that `pack` should have made. Raise RolloutFileError if it cannot have."""
     if not 0 < rows <= limits.max_rows:
         raise RolloutFileError(f"{rows} rows; between 1 and {limits.max_rows} are allowed")
     columns: Columns = {}
@@ -194,9 +188,9 @@ def unpack(data: bytes, rows: int, schema: pa.Schema, limits: FileLimits) -> Col
         if pa.types.is_list(field.type) or pa.types.is_string(field.type):
             lengths, rest = _take(rest, rows, LENGTH)
             count = int(lengths.sum(dtype=np.int64))
-            most = limits.values(field.name) * (MAX_TASK_BYTES if pa.types.is_string(field.type) else 1)
-            if int(lengths.min()) < 0 or count > most:
-                raise RolloutFileError(f"column {field.name} holds more than {most} values")
+            max_count = limits.values(field.name) * (MAX_TASK_BYTES if pa.types.is_string(field.type) else 1)
+            if int(lengths.min()) < 0 or count > max_count:
+                raise RolloutFileError(f"column {field.name} has more than {max_count} values")
         values, rest = _take(rest, count, _dtype(field.type))
         columns[field.name] = Column(values, lengths)
     if rest.nbytes:
@@ -207,7 +201,7 @@ def unpack(data: bytes, rows: int, schema: pa.Schema, limits: FileLimits) -> Col
 def _take(data: memoryview, count: int, dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], memoryview]:
     size = count * dtype.itemsize
     if size > data.nbytes:
-        raise RolloutFileError(f"{data.nbytes} bytes where {size} were announced")
+        raise RolloutFileError(f"{data.nbytes} bytes instead of {size}")
     return np.frombuffer(data[:size], dtype=dtype), data[size:]
 
 
@@ -216,7 +210,7 @@ def element_type(type_: pa.DataType) -> pa.DataType:
 
 
 def width(type_: pa.DataType) -> int:
-    """Bytes of one value of a column, or of one element of its lists; 1 for text."""
+    """Return the bytes per value, or per element of a list; 1 for text."""
     element = element_type(type_)
     return 1 if pa.types.is_string(element) else element.bit_width // 8
 

@@ -1,17 +1,17 @@
-"""Parquet into columns, after every size that the file announces has been bounded; and the child process that does it.
+"""Decode Parquet to columns after checking every size in the file; and the child process that does so.
 
-A column chunk is a run of pages: a small Thrift header that names two sizes, a count of values and encodings, and then
-the compressed bytes. Footer and headers may contradict each other, and a reader trusts the headers: a page of 100
-compressed bytes may ask for gigabytes. So every header is read here first.
+A column chunk is a sequence of pages. Each page is a small Thrift header, with two sizes, a count of values and encodings,
+and then the compressed bytes. The footer and the headers may contradict each other, and Parquet readers trust the headers:
+a page of 100 compressed bytes may claim gigabytes. So every header is checked here first.
 
-Invariant: nothing is decompressed before footer and page headers were checked. The pages of a chunk fill it exactly, hold as
-many values as the footer says, use the allowed encodings, and decompress to no more than these values take. No signature is
-checked here.
+Invariant: nothing is decompressed before the footer and all page headers were checked. The pages of a chunk fill it exactly,
+hold as many values as the footer says, use the allowed encodings, and decompress to no more bytes than these values need.
+Signatures are not checked here.
 
-A damaged file may still abort, stall or exhaust the process inside pyarrow, so `quarantine` runs this module as a child. It
-answers a line of JSON when it is ready, then one answer for each file on stdin, which follows its size in 8 bytes. An answer
-is a line of JSON, {"error": ...} or {"header", "signature", "rows", "size_bytes"}, and then `size_bytes` bytes of columns
-(`columns.pack`). The parent trusts nothing that the child says.
+A damaged file may still crash or stall pyarrow or exhaust memory, so `quarantine` runs this module as a child process. The
+child writes one line of JSON when it is ready. Then it reads files from stdin, each prefixed with its size in 8 bytes. For
+each file it writes a line of JSON, {"error": ...} or {"header", "signature", "rows", "size_bytes"}, and then `size_bytes`
+bytes of columns (`columns.pack`). The parent does not trust these answers.
 
 Only what our writer produces is allowed: data pages, no dictionaries, no statistics in page headers.
 Format: https://github.com/apache/parquet-format (parquet.thrift), Thrift compact protocol.
@@ -43,23 +43,23 @@ from shoal.store.columns import (
 
 MAX_HEADER_BYTES = 4_096
 MAX_FOOTER_BYTES = 1 << 20
-ENCODINGS = {"PLAIN", "RLE"}  # no dictionaries: a few bytes of one can stand for billions of values
+ENCODINGS = {"PLAIN", "RLE"}  # no dictionaries: with one, a few bytes can stand for billions of values
 HEADER, SIGNATURE = b"shoal.header", b"shoal.signature"
 DATA_PAGE, DATA_PAGE_V2 = 0, 3  # PageType
 PLAIN, RLE = 0, 3  # Encoding
-MAX_PAGES = 10_000  # in one file: an honest one has a page per MiB
+MAX_PAGES = 10_000  # in one file; an honest file has about one per MiB
 MAX_PAGE_HEADER_BYTES = 1_024
-LEVEL_BYTES = 4  # of one value's repetition and definition levels, at most: two runs of two bytes
-PAGE_OVERHEAD_BYTES = 64  # the levels' own sizes, and text of one value more than the average
+LEVEL_BYTES = 4  # a value's repetition and definition levels take at most two runs of two bytes
+PAGE_OVERHEAD_BYTES = 64  # the sizes of the levels, and some text beyond the mean
 
-TRUE, FALSE, I32, STRUCT = 1, 2, 5, 12  # Thrift's compact types; no others occur in the headers of our writer
+TRUE, FALSE, I32, STRUCT = 1, 2, 5, 12  # Thrift's compact types; our writer's headers contain no others
 Fields = dict[int, Any]
 OUT_OF_MEMORY = 3  # exit status
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A file's content, bounded but not verified."""
+    """A file's content: sizes checked, signature not verified."""
 
     header: str  # JSON
     signature: str
@@ -71,7 +71,7 @@ class Decoded:
 
 
 def decode(data: bytes, schema: pa.Schema, limits: FileLimits) -> Decoded:
-    """Raises RolloutFileError for whatever pyarrow or this module refuses."""
+    """Decode a file. Raise RolloutFileError if pyarrow or this module refuses it."""
     if MAX_FOOTER_BYTES < int.from_bytes(data[-8:-4], "little") <= len(data):
         raise RolloutFileError(f"a footer of more than {MAX_FOOTER_BYTES} bytes")
     try:
@@ -86,7 +86,7 @@ def decode(data: bytes, schema: pa.Schema, limits: FileLimits) -> Decoded:
         _check_rows(file, schema, limits)
         _check_columns(data, file, schema, limits)
         table = file.read(use_threads=False)
-        table.validate(full=True)  # also finds text that is not UTF-8
+        table.validate(full=True)  # also checks that text is UTF-8
         return Decoded(metadata[HEADER].decode(), metadata[SIGNATURE].decode(), from_table(table))
     except (pa.ArrowException, OSError, ValueError, IndexError) as error:
         raise RolloutFileError(f"not a readable rollout file: {first_line(error)[:200]}") from error
@@ -112,7 +112,7 @@ def _check_columns(data: bytes, file: pq.ParquetFile, schema: pa.Schema, limits:
         chunks = [group.column(number) for group in row_groups]
         limit = limits.values(field.name)
         if sum(chunk.num_values for chunk in chunks) > limit:
-            raise RolloutFileError(f"column {field.name} holds more than {limit} values")
+            raise RolloutFileError(f"column {field.name} has more than {limit} values")
         encodings = {encoding for chunk in chunks for encoding in chunk.encodings}
         if not encodings <= ENCODINGS or any(chunk.has_dictionary_page for chunk in chunks):
             raise RolloutFileError(f"column {field.name} is encoded as {', '.join(sorted(encodings))}")
@@ -134,18 +134,18 @@ def _check_columns(data: bytes, file: pq.ParquetFile, schema: pa.Schema, limits:
 
 @dataclass(frozen=True)
 class ColumnChunk:
-    """What the footer says of a column chunk."""
+    """A column chunk as the footer describes it."""
 
     column: str
     start: int  # offset of its first page in the file
     size_bytes: int
     values: int
-    value_bytes: int  # one value takes at most this many bytes when decompressed
+    value_bytes: int  # maximum per value when decompressed
     compressed: bool
 
 
 def check_pages(data: bytes, chunk: ColumnChunk, pages_left: int) -> int:
-    """Returns how many pages are left for other chunks. Raises RolloutFileError."""
+    """Check the pages of a chunk. Return how many pages the other chunks may have. Raise RolloutFileError."""
     end = chunk.start + chunk.size_bytes
     if not 0 <= chunk.start < end <= len(data):
         raise _refused(chunk, "lies outside of the file")
@@ -158,12 +158,12 @@ def check_pages(data: bytes, chunk: ColumnChunk, pages_left: int) -> int:
         inflated_bytes, size_bytes = header.get(2, -1), header.get(3, -1)
         count = _values(header, chunk)
         if not 0 <= size_bytes <= end - at or inflated_bytes < 0:
-            raise _refused(chunk, f"has a page of {size_bytes} bytes that does not fit")
+            raise _refused(chunk, f"has a page of {size_bytes} bytes that does not fit into it")
         if inflated_bytes > count * (chunk.value_bytes + LEVEL_BYTES) + PAGE_OVERHEAD_BYTES:
-            raise _refused(chunk, f"has a page of {count} values that inflates to {inflated_bytes} bytes")
+            raise _refused(chunk, f"has a page of {count} values that decompresses to {inflated_bytes} bytes")
         plain = not chunk.compressed or (header[1] == DATA_PAGE_V2 and header[8].get(7) is False)
         if plain and inflated_bytes != size_bytes:
-            raise _refused(chunk, f"has a plain page of {size_bytes} bytes that claims {inflated_bytes}")
+            raise _refused(chunk, f"has an uncompressed page of {size_bytes} bytes that claims {inflated_bytes}")
         at, values = at + size_bytes, values + count
     if values != chunk.values:
         raise _refused(chunk, f"has pages of {values} values where the footer says {chunk.values}")
@@ -171,7 +171,7 @@ def check_pages(data: bytes, chunk: ColumnChunk, pages_left: int) -> int:
 
 
 def _values(header: Fields, chunk: ColumnChunk) -> int:
-    """The number of values in a data page in plain encoding."""
+    """Return the number of values in a plainly encoded data page. Raise RolloutFileError for any other page."""
     kind = header.get(1)
     if kind == DATA_PAGE and isinstance(page := header.get(5), dict):
         count, encodings = page.get(1), (page.get(2), page.get(3), page.get(4))
@@ -181,7 +181,7 @@ def _values(header: Fields, chunk: ColumnChunk) -> int:
     else:
         raise _refused(chunk, f"has a page of type {kind}")
     if not allowed:
-        raise _refused(chunk, "has a page in another encoding than the footer says")
+        raise _refused(chunk, "has a page in an encoding that is not allowed")
     if not isinstance(count, int) or count < 1:
         raise _refused(chunk, "has a page without values")
     return count
@@ -202,14 +202,14 @@ def _header(data: bytes, at: int, end: int, chunk: ColumnChunk) -> tuple[Fields,
 
 
 def _struct(data: memoryview, at: int, depth: int) -> tuple[Fields, int]:
-    """A struct of integers, booleans and structs by field number. Raises ValueError, or IndexError at the end."""
+    """Parse a struct: integers, booleans and structs by field number. Raise ValueError, or IndexError if it is cut off."""
     fields: Fields = {}
     number = 0
     while head := data[at]:
         step, kind = head >> 4, head & 0x0F
         if step == 0 or depth == 0:
             raise ValueError("fields out of order, or structs too deep")
-        number, at = number + step, at + 1  # numbers grow, so no field can occur twice
+        number, at = number + step, at + 1  # field numbers increase, so none can occur twice
         if kind == I32:
             fields[number], at = _int32(data, at)
         elif kind == STRUCT:
@@ -237,15 +237,15 @@ def _int32(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def main(max_rows: int, max_tokens: int, memory_bytes: int, alarm_s: float) -> None:
-    """Answer files from stdin until it ends.
+    """Decode files from stdin until it is closed.
 
-    memory_bytes is what one file may take beyond the imports; after alarm_s on one file the process ends.
+    memory_bytes: memory for one file, in addition to the imports. After alarm_s on one file the process ends.
     """
-    import pyarrow.compute  # noqa: F401  which pyarrow imports at its first use: not at the expense of a file's memory
+    import pyarrow.compute  # noqa: F401  pyarrow imports it at first use, which would count against a file's memory
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])  # taken by the imports
+        pages = int(Path("/proc/self/statm").read_text().split()[0])  # in use after the imports
         limit = pages * resource.getpagesize() + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _answer({"error": None})
@@ -253,7 +253,7 @@ def main(max_rows: int, max_tokens: int, memory_bytes: int, alarm_s: float) -> N
         size = sys.stdin.buffer.read(8)
         if len(size) < 8:
             return
-        signal.setitimer(signal.ITIMER_REAL, alarm_s)  # SIGALRM ends the process, whatever it is doing
+        signal.setitimer(signal.ITIMER_REAL, alarm_s)  # SIGALRM ends the process
         _read(int.from_bytes(size, "big"), FileLimits(max_rows, max_tokens))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -268,7 +268,7 @@ def _read(size_bytes: int, limits: FileLimits) -> None:
             os._exit(OUT_OF_MEMORY)
         _answer({"error": str(error)})
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)  # it may have too little memory left for an honest file
+        os._exit(OUT_OF_MEMORY)  # too little memory may be left for the next file
     else:
         _answer(about | {"size_bytes": len(columns)}, columns)
 

@@ -1,7 +1,7 @@
 """A folder of immutable, content-addressed files: the default store.
 
-Invariant: a file's name is the BLAKE3 of its content, and a file under its name is complete (`shoal.files`).
-Called by the coordinator, which serves it over HTTP. What outgrows one machine goes into a `bucket`.
+Invariant: a file's name is the BLAKE3 digest of its content, and a file under its final name is complete (`shoal.files`).
+Called by the coordinator, which serves it over HTTP. A pool that outgrows one machine uses a `bucket`.
 """
 
 import errno
@@ -22,18 +22,18 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class StoreError(ShoalError):
-    """A file that cannot be stored or found; the message names it and the next step."""
+    """A file cannot be stored or read; the message names it and the next step."""
 
 
 class FileStore(Protocol):
-    """What a folder and a bucket both do. A folder is sent files in pieces (`receive`), a bucket by grants (`bucket`)."""
+    """The interface that a folder and a bucket share. Uploads differ: `Folder.receive` and `Bucket.grant`."""
 
     def put(self, kind: str, data: bytes) -> str:
-        """Store a file that is in memory; returns its hash. Storing the same bytes again changes nothing."""
+        """Store a file and return its hash. Storing the same bytes again changes nothing. Raise StoreError."""
         ...
 
     def get(self, kind: str, content_hash: str) -> bytes:
-        """The file. Raises StoreError if it is not there, or not what its name says."""
+        """Return a file. Raise StoreError if it is missing or was changed."""
         ...
 
 
@@ -42,14 +42,14 @@ class Folder:
         self.root = root
 
     def put(self, kind: str, data: bytes) -> str:
-        """Store a file that is in memory; returns its hash."""
+        """Store a file and return its hash."""
         with self.receive(kind) as incoming:
             incoming.write(data)
             return incoming.commit()
 
     @contextmanager
     def receive(self, kind: str) -> Iterator["IncomingFile"]:
-        """A file that arrives in pieces. Without `commit`, nothing of it is kept."""
+        """Receive a file in pieces. Without `commit` it is discarded."""
         incoming = IncomingFile(self, kind)
         try:
             yield incoming
@@ -62,6 +62,7 @@ class Folder:
             remove_leftovers(kind)
 
     def get(self, kind: str, content_hash: str) -> bytes:
+        """Return a file. Raise StoreError if it is missing or was changed."""
         try:
             data = self.path(kind, content_hash).read_bytes()
         except OSError as error:
@@ -71,7 +72,7 @@ class Folder:
         return data
 
     def remove(self, kind: str, content_hash: str) -> None:
-        """Remove a file that nothing refers to; a missing one is ignored."""
+        """Remove a file that nothing refers to, if it exists."""
         with _named_errors(self.root):
             self.path(kind, content_hash).unlink(missing_ok=True)
 
@@ -82,7 +83,7 @@ class Folder:
 
 
 class IncomingFile:
-    """A file in the store's folder that has no final name yet, because its content is not complete."""
+    """An incomplete file in the store's folder, without its final name yet."""
 
     def __init__(self, store: Folder, kind: str) -> None:
         self._store, self._kind = store, kind
@@ -99,11 +100,11 @@ class IncomingFile:
 
     @property
     def content_hash(self) -> str:
-        """Of what was written so far."""
+        """The hash of what was written so far."""
         return self._hash.hexdigest()
 
     def commit(self) -> str:
-        """Give the file its name, durably. Returns its hash."""
+        """Give the file its final name, durably, and return its hash."""
         content_hash = self.content_hash
         path = self._store.path(self._kind, content_hash)
         if not path.exists():
@@ -118,9 +119,9 @@ class IncomingFile:
 
 @contextmanager
 def _named_errors(root: Path) -> Iterator[None]:
-    """Around the file's own operations only: an OSError of the network is not the store's."""
+    """Turn OSErrors into StoreErrors. Use it around file operations only: a network's OSError is not the store's fault."""
     try:
         yield
     except OSError as error:
-        next_step = "free space there" if error.errno in FULL else "see that it is a folder this process may write"
+        next_step = "free space there" if error.errno in FULL else "make it a folder that this process may write"
         raise StoreError(f"cannot store a file in {root}: {error.strerror}; {next_step}") from error

@@ -1,11 +1,11 @@
-"""Reads submissions by way of a child process that a file may kill: one flipped bit can make pyarrow abort.
+"""Read submissions in a child process, because one flipped bit in a file can crash pyarrow.
 
-Invariant: a file that crashes, stalls or overfills its reader is refused like any other bad file, and costs the caller
-only the child. The file is decoded once, in the child. The parent takes plain arrays from it, checks their sizes, and
-verifies the signature over them itself. The child ends with its parent and, while it reads, after twice the time limit.
+Invariant: a file that crashes, stalls or exhausts its reader is refused like any other bad file, and costs the caller only
+the child. The child decodes the file. The parent takes plain arrays from the child, checks their sizes, and verifies the
+signature over them itself. The child ends with its parent and, while it reads, after twice the time limit.
 Called by the validator.
-Left out: a sandbox (this guards against crashes, not against code that a file might run), a memory limit on systems other
-than Linux, reads by several threads at once.
+Left out: a sandbox (this guards against crashes, not against code execution by a file); a memory limit on systems other
+than Linux; reads by several threads at once.
 """
 
 import os
@@ -23,13 +23,13 @@ from shoal.store.rollouts import FileLimits, Rollout, RolloutFile, RolloutFileEr
 
 START_S = 60.0
 MAX_LINE_BYTES = 1 << 16
-KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # by an operator or for lack of memory: the file is not to blame
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # by an operator or the kernel's OOM killer, so it is not the file's fault
 SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-SYSTEM_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # the others reserve far more address space than they use
+SYSTEM_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # other pools reserve far more address space than they use
 
 
 class _Answer(BaseModel):
-    """The child's answer about a file."""
+    """The child's answer for one file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -41,9 +41,9 @@ class _Answer(BaseModel):
 
 
 class Quarantine:
-    """The child: started by the first file, kept for the next ones, replaced when it dies.
+    """Reads submissions. The first file starts the child, which is reused until it dies.
 
-    max_rows and max_tokens as for `read_submission`; memory_bytes is what one file may take beyond the imports.
+    max_rows, max_tokens: as for `read_submission`. memory_bytes: the child's memory for one file.
     """
 
     def __init__(self, max_rows: int, max_tokens: int, *, memory_bytes: int = 1 << 30, timeout_s: float = 20.0) -> None:
@@ -59,33 +59,32 @@ class Quarantine:
         self.close()
 
     def close(self) -> None:
-        """End the child. A later `read` starts another."""
+        """End the child. A later `read` starts a new one."""
         child, self.child = self.child, None
         if child is not None:
             child.kill()
             child.communicate()
 
     def read(self, data: bytes) -> RolloutFile[Rollout]:
-        """The submission's rows under a valid signature.
+        """Return a submission with a valid signature.
 
-        Raises RolloutFileError or BadSignatureError, also if the file kills the child; OSError if no child starts.
+        Raise RolloutFileError or BadSignatureError, also if the file crashes the child; OSError if no child starts.
         """
-        found = self._ask(data) or self._ask(data)
-        if found is None:
+        result = self._decode(data) or self._decode(data)
+        if result is None:
             raise RolloutFileError("its reader was killed twice")
-        answer, columns = found
+        answer, columns = result
         if answer.error is not None:
             raise RolloutFileError(answer.error)
         unpacked = unpack(columns, answer.rows, SUBMISSION, self.limits)
-        decoded = Decoded(answer.header, answer.signature, unpacked)
-        return verified_submission(decoded, self.limits)
+        return verified_submission(Decoded(answer.header, answer.signature, unpacked), self.limits)
 
-    def _ask(self, data: bytes) -> tuple[_Answer, bytes] | None:
-        """The child's answer; None if somebody else killed it. Raises RolloutFileError if the file did."""
-        child, self.child = self.child or self._start(), None  # it takes no other file until it has answered
-        most_bytes = self.limits.size_bytes(SUBMISSION)
+    def _decode(self, data: bytes) -> tuple[_Answer, bytes] | None:
+        """Return the child's answer; None if somebody killed the child. Raise RolloutFileError if the file ended it."""
+        child, self.child = self.child or self._start(), None  # reused only if it answers
+        max_bytes = self.limits.size_bytes(SUBMISSION)
         try:
-            answer = _exchange(child, data, most_bytes, self.timeout_s)
+            answer = _exchange(child, data, max_bytes, self.timeout_s)
         except TimeoutError as error:
             raise RolloutFileError(f"takes more than {self.timeout_s:g} s to read") from error
         if answer is not None:
@@ -103,7 +102,7 @@ class Quarantine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | SINGLE | SYSTEM_POOL,
-            start_new_session=True,  # Ctrl-C is for the parent
+            start_new_session=True,  # so that Ctrl-C reaches only the parent
         )
         if _exchange(child, None, 0, START_S) is None:
             raise ChildProcessError(f"the reader of submissions does not start: {_ending(child.returncode)}")
@@ -111,12 +110,11 @@ class Quarantine:
 
 
 def _exchange(
-    child: subprocess.Popen[bytes], data: bytes | None, most_bytes: int, timeout_s: float
+    child: subprocess.Popen[bytes], data: bytes | None, max_bytes: int, timeout_s: float
 ) -> tuple[_Answer, bytes] | None:
-    """Send a file, if there is one, and return the child's answer; None, and its returncode set, if it died instead.
+    """Send `data`, unless it is None, and return the child's answer; None, with returncode set, if the child died.
 
-    Raises TimeoutError, the child killed, if both together take longer than timeout_s; RolloutFileError, likewise, if the
-    answer is malformed.
+    Kill the child and raise TimeoutError after timeout_s, or RolloutFileError if the answer is malformed.
     """
     assert child.stdin is not None
     late = threading.Event()
@@ -125,7 +123,7 @@ def _exchange(
         late.set()
         child.kill()
 
-    timer = threading.Timer(timeout_s, end)  # also unblocks a write into a pipe that nobody reads
+    timer = threading.Timer(timeout_s, end)  # also unblocks a write to a pipe that nobody reads
     timer.start()
     answer = None
     try:
@@ -133,9 +131,9 @@ def _exchange(
             child.stdin.write(len(data).to_bytes(8, "big"))
             child.stdin.write(data)
             child.stdin.flush()
-        answer = _receive(child, most_bytes)
+        answer = _receive(child, max_bytes)
     except BrokenPipeError:
-        pass  # it died; its returncode says how
+        pass  # the child died; its returncode says why
     except RolloutFileError:
         child.kill()
         child.communicate()
@@ -146,11 +144,11 @@ def _exchange(
     if late.is_set() or answer is None:
         child.communicate()
     if late.is_set():
-        raise TimeoutError(f"the reader of submissions is silent for {timeout_s:g} s")
+        raise TimeoutError(f"the reader of submissions did not answer within {timeout_s:g} s")
     return answer
 
 
-def _receive(child: subprocess.Popen[bytes], most_bytes: int) -> tuple[_Answer, bytes] | None:
+def _receive(child: subprocess.Popen[bytes], max_bytes: int) -> tuple[_Answer, bytes] | None:
     assert child.stdout is not None
     line = child.stdout.readline(MAX_LINE_BYTES)
     if not line:
@@ -158,9 +156,9 @@ def _receive(child: subprocess.Popen[bytes], most_bytes: int) -> tuple[_Answer, 
     try:
         answer = _Answer.model_validate_json(line)
     except ValidationError as error:
-        raise RolloutFileError("makes its reader answer nonsense") from error
-    if answer.size_bytes > most_bytes:
-        raise RolloutFileError(f"makes its reader return {answer.size_bytes} bytes, more than {most_bytes}")
+        raise RolloutFileError("makes its reader send an invalid answer") from error
+    if answer.size_bytes > max_bytes:
+        raise RolloutFileError(f"makes its reader return {answer.size_bytes} bytes, more than {max_bytes}")
     columns = child.stdout.read(answer.size_bytes)
     return (answer, columns) if len(columns) == answer.size_bytes else None
 

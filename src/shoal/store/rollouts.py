@@ -1,12 +1,13 @@
-"""The two rollout files, as Parquet with a strict schema: a worker's submission and a validator's accepted file.
+"""The two kinds of rollout file, as Parquet with a strict schema: a worker's submission and a validator's accepted file.
 
     submission  signed by the worker: what it claims to have generated
     accepted    signed by a validator: what it recomputed, and all that the learner reads
 
 A file has one row per rollout, groups in order. `turns` tells which tokens an environment wrote (see `model/turns`);
-logprobs and proofs are of the others. Its metadata holds a JSON header and an ed25519 signature of it; the
-header holds a digest of the rows, so the signature covers everything. Invariant: `read_*` and `verified` return whole,
-bounded, non-null rows under a valid signature, or raise; nothing is unpickled. No row has turns that do not fit its tokens.
+logprobs and proofs cover the other tokens. The metadata holds a JSON header and its ed25519 signature. The header holds a
+digest of the rows, so the signature covers everything.
+Invariant: `read_*` and `verified_submission` return complete, bounded, non-null rows with a valid signature and with turns
+that fit the tokens, or raise. Nothing is unpickled.
 Called by worker (writes), validator (reads through `quarantine`, writes) and learner (reads).
 """
 
@@ -35,7 +36,6 @@ from shoal.store.columns import (
     content_digest,
     from_table,
     to_list,
-    to_lists,
 )
 from shoal.store.decode import Decoded, decode
 
@@ -65,7 +65,7 @@ SCHEMA_VERSION = 9
 
 
 class Header(BaseModel):
-    """What a rollout file is about. `signer` is the worker of a submission, the validator of an accepted file."""
+    """Which work a rollout file holds. `signer` is the worker of a submission, or the validator of an accepted file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -79,12 +79,12 @@ class Header(BaseModel):
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # of the assignment
     groups: int = Field(default=0, ge=0)  # of the assignment
     signer: str = Field(pattern=r"^[0-9a-f]{64}$")
-    prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # submissions only: digest of the prompts
-    graded_with: str = Field(default="", max_length=1000)  # submissions only: the versions that its rewards are of
-    engine: str = Field(
-        default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$"
-    )  # submissions only: ENGINE/DEVICE, whose limits it is judged by; "": the run's
-    prefilled: bool = True  # accepted files only: false: most logprobs are the worker's own and were not checked
+    # In submissions only: a digest of the prompts; the versions of the graders; ENGINE/DEVICE, which selects the limits that
+    # apply ("": the run's).
+    prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")
+    graded_with: str = Field(default="", max_length=1000)
+    engine: str = Field(default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$")
+    prefilled: bool = True  # in accepted files only; false: most logprobs are the worker's own, unchecked
     content: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # digest of the rows, proofs included
 
 
@@ -98,7 +98,7 @@ class Rollout:
     seed: int
     tokens: list[int]
     logprobs: list[float]
-    reward: float  # NaN: the worker claims none
+    reward: float  # NaN if the worker claims none
     proofs: list[bytes]
     turns: list[int] = field(default_factory=list)
 
@@ -136,17 +136,17 @@ def write_submission(header: Header, rows: list[Rollout], identity: Identity) ->
 
 
 def read_submission(data: bytes, *, max_rows: int, max_tokens: int) -> RolloutFile[Rollout]:
-    """Rows of a submission under the signature of the worker it names. Raises RolloutFileError.
+    """Return a submission that is signed by the worker it names. Raise RolloutFileError.
 
-    max_rows and max_tokens (of one completion) bound what is decoded. It decodes in this process: for files from other
-    machines use `quarantine`.
+    max_rows and max_tokens (per completion) limit what is decoded. Decodes in this process: use `quarantine` for files from
+    other machines.
     """
     limits = FileLimits(max_rows, max_tokens)
     return verified_submission(decode(data, SUBMISSION, limits), limits)
 
 
 def verified_submission(decoded: Decoded, limits: FileLimits) -> RolloutFile[Rollout]:
-    """The rows of a decoded submission, once lengths and signature were checked. Raises RolloutFileError."""
+    """Check the lengths and the signature of a decoded submission. Raise RolloutFileError."""
     return RolloutFile(*_verified(decoded, Rollout, limits, domain="submission"))
 
 
@@ -155,13 +155,13 @@ def write_accepted(header: Header, rows: list[AcceptedRollout], identity: Identi
 
 
 def read_accepted(data: bytes, *, max_rows: int, max_tokens: int) -> RolloutFile[AcceptedRollout]:
-    """Rows of an accepted file under the signature of the validator it names. Raises RolloutFileError."""
+    """Return an accepted file that is signed by the validator it names. Raise RolloutFileError."""
     limits = FileLimits(max_rows, max_tokens)
     return RolloutFile(*_verified(decode(data, ACCEPTED, limits), AcceptedRollout, limits, domain="accepted"))
 
 
 def accepted_columns(data: bytes, *, max_rows: int, max_tokens: int) -> tuple[Header, Columns]:
-    """What `read_accepted` returns, as arrays. Raises RolloutFileError."""
+    """Read an accepted file as `read_accepted` does, into arrays. Raise RolloutFileError."""
     limits = FileLimits(max_rows, max_tokens)
     decoded = decode(data, ACCEPTED, limits)
     header, tokens = _checked_header(decoded, limits, domain="accepted"), decoded.columns["tokens"]
@@ -172,7 +172,7 @@ def accepted_columns(data: bytes, *, max_rows: int, max_tokens: int) -> tuple[He
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
-    """BLAKE3 of the groups' prompts as token ids, each behind its length."""
+    """Return the BLAKE3 digest of the groups' prompts as token ids, each prefixed with its length."""
     digest = blake3()
     for prompt in prompts:
         digest.update(len(prompt).to_bytes(4, "little") + np.asarray(prompt, dtype="<i4").tobytes())
@@ -195,18 +195,18 @@ def _write(header: Header, rows: list[Any], schema: pa.Schema, identity: Identit
 
 def _verified(decoded: Decoded, row_type: type[Row], limits: FileLimits, *, domain: str) -> tuple[Header, list[Row]]:
     header = _checked_header(decoded, limits, domain=domain)
-    lists = to_lists(decoded.columns)
-    return header, [row_type(**dict(zip(lists, row, strict=True))) for row in zip(*lists.values(), strict=True)]
+    columns = [to_list(column) for column in decoded.columns.values()]
+    return header, [row_type(**dict(zip(decoded.columns, row, strict=True))) for row in zip(*columns, strict=True)]
 
 
 def _check_turns(turns: Turns, n_tokens: int) -> None:
-    """Raises RolloutFileError. Spans and positions of turns that do not fit may be billions."""
+    """Raise RolloutFileError if turns do not fit: code that used them could allocate for billions of tokens."""
     if not fit(turns, n_tokens):
         raise RolloutFileError(f"turns of {list(turns[:8])} do not fit {n_tokens} tokens")
 
 
 def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Header:
-    """The header, whose signature covers the columns."""
+    """Return the header once its signature and its digest of the columns were verified. Raise RolloutFileError."""
     try:
         header = Header.model_validate_json(decoded.header)
     except ValidationError as error:
@@ -219,7 +219,7 @@ def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Hea
     if header.schema_version != SCHEMA_VERSION:
         raise RolloutFileError(f"schema version {header.schema_version}, not {SCHEMA_VERSION}")
     if content_digest(decoded.columns) != header.content:
-        raise BadSignatureError("the rows are not those that were signed")
+        raise BadSignatureError("the rows are not the signed rows")
     if not verify(header.signer, decoded.header.encode(), decoded.signature, domain=domain):
         raise BadSignatureError(f"not signed by {header.signer[:16]}")
     return header

@@ -1,12 +1,12 @@
-"""TOPLOC: commitments to the final hidden states of generated tokens, checked against a second forward.
+"""TOPLOC: commitments to the final hidden states of generated tokens, checked against a second forward pass.
 
-A worker calls `build` on the hidden states of the tokens it generated and sends the proofs. A validator runs its own
+A worker calls `build` on the hidden states of the tokens that it generated, and sends the proofs. A validator runs its own
 prefill of the same tokens, calls `verify`, and compares each chunk's errors with `Thresholds` (`BFLOAT16`). Proofs
-equal those of the public `toploc` package (0.1.6) byte for byte, unless magnitudes tie at the top_k-th place. Then each
-package may choose differently, and accepts the other's choice.
+equal those of the public `toploc` package (0.1.6) byte for byte, unless magnitudes tie at the top_k-th place. Then the two
+packages may choose different entries, and each accepts the other's choice.
 
 Left out: running the model, choosing which tokens to check, and the consequences of a failed check. A proof shows which
-hidden states its maker had, not how tokens were sampled from them.
+hidden states its author had, not how tokens were sampled from them.
 
 Paper: TOPLOC, arXiv 2501.16007, sections 3 and 4.
 """

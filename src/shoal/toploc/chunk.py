@@ -1,12 +1,12 @@
-"""Chunks: hidden states cut every `chunk_tokens` tokens, each chunk reduced to its top_k largest magnitudes.
+"""Split hidden states into chunks of `chunk_tokens` tokens, and find each chunk's top_k largest magnitudes.
 
-Invariant: each chunk covers chunk_tokens tokens, and only the last chunk of a sequence may be shorter. The chosen
-magnitudes are those of a full sort, and the choice among equal ones depends only on the values, not on the device or on
-torch.topk, because all compared keys are distinct. Another choice, as in the public package, still verifies: the entries
-that differ evaluate to random values and count as mismatches, and few values tie.
+Invariant: each chunk covers chunk_tokens tokens, and only the last chunk of a sequence may be shorter. The selected
+magnitudes are those of a full sort. The selection among equal magnitudes depends only on the values, not on the device or
+on torch.topk, because all compared keys are distinct. Another selection, as in the public package, still verifies: the
+entries that differ evaluate to random values and count as mismatches, and few values tie.
 
 Paper: TOPLOC section 3 (top-k selection). Shapes: T tokens, H hidden size, B chunks, X = values in a chunk, K = top_k,
-N columns and C candidates of the search.
+S = chunks in a slab, N columns and C candidates of the search.
 """
 
 from collections import defaultdict
@@ -18,17 +18,15 @@ from torch import Tensor
 
 from shoal.toploc.proof import ProofError
 
-MAGNITUDE = (
-    0x7FFF  # without the sign, the bits of floats have the order of their magnitudes; infinity and NaN at the top
-)
+MAGNITUDE = 0x7FFF  # float bits without the sign have the order of the magnitudes; infinity and NaN are largest
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 _FAN = 8  # values per column; the fastest of 4, 8, 16, 32 at X = 131072, K = 128
-_SLAB_VALUES = 2**18  # magnitudes computed together: they fit a core's cache
+_SLAB_VALUES = 2**18  # magnitudes computed together; they fit into a core's cache
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Every chunk's top_k entries, on the hidden states' device: index in the flattened chunk, and raw 16 bits."""
+    """Every chunk's top_k entries, on the device of the hidden states: index in the flattened chunk, and raw 16 bits."""
 
     index_BK: Tensor
     bits_BK: Tensor
@@ -37,11 +35,11 @@ class Peaks:
 
 
 def peaks(hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int) -> Peaks:
-    """Cut every (T, H) tensor into chunks and take each one's top_k entries by magnitude.
+    """Split every (T, H) tensor into chunks and select each chunk's top_k entries by magnitude.
 
     float32 is rounded to bfloat16 first; bfloat16 and float16 are unchanged. Raise ProofError if no proof exists (no
-    tokens, or fewer than top_k values in a chunk), and ValueError for errors of the caller: rank, dtype, mixed dtypes or
-    devices, values that are not finite, counts out of range, no sequences.
+    tokens, or fewer than top_k values in a chunk). Raise ValueError for a caller's error: wrong rank, dtype or count, mixed
+    dtypes or devices, values that are not finite, no sequences.
     """
     if chunk_tokens < 1 or top_k < 1:
         raise ValueError(f"chunk_tokens and top_k must be at least 1, got {chunk_tokens} and {top_k}")
@@ -70,10 +68,10 @@ def peaks(hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int) -> Peaks:
     bits_BK = torch.empty_like(index_BK)
     for size, same in pieces.items():
         bits_BX = same[0] if len(same) == 1 else torch.cat(same)
-        index_BK[places[size]] = found_BK = largest(bits_BX, top_k)
-        bits_BK[places[size]] = bits_BX.gather(1, found_BK).long() & 0xFFFF
+        index_BK[places[size]] = largest_BK = largest(bits_BX, top_k)
+        bits_BK[places[size]] = bits_BX.gather(1, largest_BK).long() & 0xFFFF
     mantissa_bits = _MANTISSA_BITS[rounded[0].dtype]
-    # Infinity and NaN have the largest exponent, so it is enough to look at the peaks.
+    # Infinity and NaN have the largest magnitudes, so checking the peaks is enough.
     finite_B = ((bits_BK & MAGNITUDE) < MAGNITUDE >> mantissa_bits << mantissa_bits).all(dim=1)
     if not bool(finite_B.all()):
         raise ValueError(f"hidden states are not finite in chunk {int(finite_B.int().argmin())} of the batch")
@@ -81,7 +79,7 @@ def peaks(hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int) -> Peaks:
 
 
 def _cut(hidden_TH: Tensor, chunk_tokens: int, top_k: int, sequence: int) -> list[Tensor]:
-    """The raw bits of one sequence's chunks in order. Neighbours of one size are one (B, X) int16 tensor."""
+    """Return the raw bits of one sequence's chunks in order, as one (B, X) int16 tensor per chunk size."""
     tokens, width = hidden_TH.shape
     if tokens == 0:
         raise ProofError("no tokens", sequence=sequence)
@@ -91,7 +89,7 @@ def _cut(hidden_TH: Tensor, chunk_tokens: int, top_k: int, sequence: int) -> lis
     present = [(part, size) for part, size in zip(parts, sizes, strict=True) if len(part)]
     shortest = min(size for _, size in present)
     if shortest < top_k:
-        reason = f"{shortest} values in a chunk: choose a top_k of at most {shortest} (now {top_k})"
+        reason = f"a chunk has only {shortest} values: choose a top_k of at most {shortest} (now {top_k})"
         raise ProofError(reason, sequence=sequence)
     return [part.reshape(-1, size) for part, size in present]
 
@@ -107,10 +105,10 @@ def _sixteen_bit(hidden_TH: Tensor, sequence: int) -> Tensor:
 
 
 def largest(bits_BX: Tensor, top_k: int) -> Tensor:
-    """Indices (B, K) int64, in no particular order, of the largest magnitudes of each row of raw 16-bit floats (int16).
+    """Return the indices (B, K) int64, unordered, of the largest magnitudes in each row of raw 16-bit floats (int16).
 
-    X is laid out as 8 rows of N = X / 8. The K columns with the largest maxima hold K magnitudes at least as large as
-    any outside them, so only their 8 · K values compete. A recursive call on the N maxima finds these columns.
+    X is laid out as 8 rows of N = X / 8 columns. The K columns with the largest maxima contain K magnitudes that are at
+    least as large as any outside them, so only their 8 · K values compete. A recursive call on the N maxima finds them.
     """
     rows, values = bits_BX.shape
     columns = values // _FAN
@@ -129,7 +127,7 @@ def largest(bits_BX: Tensor, top_k: int) -> Tensor:
 
 
 def _best(bits_BX: Tensor, candidate_BC: Tensor, top_k: int) -> Tensor:
-    """The candidates with the largest magnitudes. Of equal ones, those with the lowest index."""
+    """Return the candidates with the largest magnitudes; among equal magnitudes, those with the lowest index."""
     magnitude_BC = bits_BX.gather(1, candidate_BC).long() & MAGNITUDE
     key_BC = magnitude_BC * bits_BX.shape[1] - candidate_BC
     return candidate_BC.gather(1, key_BC.topk(top_k, dim=1, sorted=False).indices)

@@ -1,13 +1,12 @@
 """Arithmetic in GF(65497): batched polynomial interpolation and evaluation, on any device with float64.
 
-Invariant: all values are whole numbers in float64. Residues are below 2^16, products below 2^32, and a sum has at most a
-few hundred products. So all values stay far below 2^50, the limit up to which `_reduce` is exact, and no result depends
-on rounding, on the order of summation or on the device.
-Leaves out subquadratic algorithms: at 128 points these are a few
-matrix products.
+Invariant: all values are integers in float64. Residues are below 2^16, products below 2^32, and a sum has at most a few
+hundred products. So all values stay far below 2^50, the limit up to which `_reduce` is exact, and no result depends on
+rounding, on the order of summation or on the device.
+Left out: subquadratic algorithms. At 128 points a few matrix products are enough.
 
-Paper: TOPLOC section 3 (polynomial encoding). Shapes: B polynomials, K coefficients or points, N points; powers
-of x go up in steps of one (A of them) and in steps of A (G of them), A · G >= K.
+Paper: TOPLOC section 3 (polynomial encoding). Shapes: B polynomials, K coefficients or points, N points; A powers of x in
+steps of 1 and G powers in steps of A, with A · G >= K.
 """
 
 from functools import cache
@@ -19,9 +18,9 @@ PRIME = 65497
 
 
 def interpolate(x_BK: Tensor, y_BK: Tensor) -> Tensor:
-    """Coefficients (B, K), ascending powers, of the polynomials of degree < K through the points of each row.
+    """Return the coefficients (B, K), ascending powers, of the polynomials of degree < K through the points of each row.
 
-    int64 in [0, PRIME) in and out. Raise ValueError if a row repeats an x.
+    Inputs and output are int64 in [0, PRIME). Raise ValueError if a row repeats an x.
 
     Lagrange: the sum over i of w_i · M(X) / (X − x_i), where M is the product of all (X − x_i) and
     w_i = y_i / M'(x_i). As M(X) / (X − x) = sum over j > k of M_j · x^(j−k−1) · X^k, coefficient k is the sum over
@@ -40,12 +39,12 @@ def interpolate(x_BK: Tensor, y_BK: Tensor) -> Tensor:
 
 
 def evaluate(coefficients_BK: Tensor, x_BN: Tensor) -> Tensor:
-    """Values (B, N) of row b's polynomial at row b's points; int64 in [0, PRIME) in and out."""
+    """Return the values (B, N) of each row's polynomial at the row's points. All tensors are int64 in [0, PRIME)."""
     return _combine(coefficients_BK.double(), *_powers(x_BN.double(), coefficients_BK.shape[1])).long()
 
 
 def inverse(value: Tensor) -> Tensor:
-    """The multiplicative inverse of each entry of an int64 tensor of any shape. ZeroDivisionError for a zero."""
+    """Return the multiplicative inverse of each entry of an int64 tensor. Raise ZeroDivisionError for a zero."""
     if bool((value == 0).any()):
         raise ZeroDivisionError(f"zero has no inverse in GF({PRIME})")
     return _inverse_table(value.device)[value]
@@ -53,7 +52,7 @@ def inverse(value: Tensor) -> Tensor:
 
 @cache
 def _inverse_table(device: torch.device) -> Tensor:
-    """inverse[a] = a^(PRIME-2) by repeated squaring (Fermat); inverse[0] = 0."""
+    """Return the table of a^(PRIME-2), the inverses (Fermat), by repeated squaring; the entry of 0 is 0."""
     power = torch.arange(PRIME, dtype=torch.int64, device=device)
     table = torch.ones_like(power)
     exponent = PRIME - 2
@@ -66,24 +65,24 @@ def _inverse_table(device: torch.device) -> Tensor:
 
 
 def _reduce(value: Tensor) -> Tensor:
-    """value mod PRIME for whole 0 <= value < 2^50.
+    """Return value mod PRIME for integers 0 <= value < 2^50.
 
-    The half keeps (value + 0.5) / PRIME at least 2^-17 away from the next whole number, and the two roundings move it by
-    less than 2^-18. So the floor equals that of the exact quotient.
+    (value + 0.5) / PRIME is at least 2^-17 away from any integer, and its two roundings change it by less than 2^-18. So the
+    floor equals that of the exact quotient.
     """
     quotient = torch.add(value, 0.5).mul_(1 / PRIME).floor_()
     return torch.add(value, quotient, alpha=-PRIME)
 
 
 def _powers(x_BN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """x^0 .. x^(A−1) as (B, N, A), and x^0, x^A .. x^((G−1)·A) as (B, N, G), with A · G >= count."""
+    """Return x^0 .. x^(A−1) as (B, N, A), and x^0, x^A .. x^((G−1)·A) as (B, N, G), with A · G >= count."""
     steps = 1 << (count.bit_length() // 2)
     step_BNA = _geometric(x_BN, steps)
     return step_BNA, _geometric(_reduce(step_BNA[:, :, -1] * x_BN), -(-count // steps))
 
 
 def _geometric(x_BN: Tensor, count: int) -> Tensor:
-    """x^0 .. x^(count−1) along a new last dimension, doubling their number each time."""
+    """Return x^0 .. x^(count−1) along a new last dimension, computed by repeated doubling."""
     power_BNC = torch.ones_like(x_BN)[:, :, None]
     while (have := power_BNC.shape[2]) < count:
         next_BN1 = _reduce(power_BNC[:, :, -1:] * x_BN[:, :, None])
@@ -92,7 +91,7 @@ def _geometric(x_BN: Tensor, count: int) -> Tensor:
 
 
 def _combine(coefficients_BK: Tensor, step_BNA: Tensor, stride_BNG: Tensor) -> Tensor:
-    """Values (B, N): x^(g·A+a) is stride_g · step_a, so the inner sums over a are one matrix product."""
+    """Return the values (B, N). As x^(g·A+a) = stride_g · step_a, the inner sums over a are one matrix product."""
     steps, strides = step_BNA.shape[2], stride_BNG.shape[2]
     padding = steps * strides - coefficients_BK.shape[1]
     coefficients_BGA = torch.nn.functional.pad(coefficients_BK, (0, padding)).view(-1, strides, steps)
@@ -101,7 +100,7 @@ def _combine(coefficients_BK: Tensor, step_BNA: Tensor, stride_BNG: Tensor) -> T
 
 
 def _from_roots(x_BK: Tensor) -> Tensor:
-    """The product of all (X − x_i) without its leading X^K, (B, K) ascending: pairs, pairs of pairs, ..."""
+    """Return the product of all (X − x_i) without its leading X^K, (B, K) ascending, computed as a tree of products."""
     points = x_BK.shape[1]
     padding = (1 << (points - 1).bit_length()) - points  # extra factors X, which shift the product up
     lower_BFC = torch.nn.functional.pad(_reduce(PRIME - x_BK), (0, padding))[:, :, None]  # F factors X^C + lower
@@ -114,7 +113,7 @@ def _from_roots(x_BK: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Unreduced products (..., 2C), the last coefficient zero, of polynomials (..., C)."""
+    """Return the unreduced products (..., 2C), with last coefficient 0, of polynomials (..., C)."""
     count = left.shape[-1]
     product = left.new_zeros(*left.shape[:-1], 2 * count)
     for power in range(count):

@@ -1,10 +1,10 @@
-"""The proof's bytes: a modulus and the coefficients of one polynomial.
+"""The bytes of a proof: a modulus and the coefficients of one polynomial.
 
     big-endian uint16 modulus | top_k big-endian uint16 coefficients, ascending powers     2 + 2 * top_k bytes
 
 Invariant: `parse` returns only canonical proofs (exact length, modulus in [MODULUS_MIN, PRIME], coefficients in
 GF(PRIME)). Anything else raises ProofError, which names the sequence and the proof.
-The format does not hold the number of tokens, dtype and top_k: the caller must know them.
+The format does not contain the number of tokens, the dtype and top_k: the caller must know them.
 
 Paper: TOPLOC section 3; format of the public `toploc` 0.1.6.
 """
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from shoal.toploc.field import PRIME
 
-# An honest modulus is just below PRIME. A small one would map all tokens to the same few x (with modulus H, x is the
-# hidden dimension), and a prover could commit to "dimension d is usually v" without the hidden states.
+# An honest modulus is just below PRIME. A small modulus would map all tokens to the same few x (with modulus H, x is the
+# hidden dimension), and a prover without the hidden states could commit to "dimension d is usually v".
 MODULUS_MIN = 2**15 + 1
 
 
 class ProofError(ValueError):
     """No proof can be made, or the bytes are not a proof.
 
-    `sequence` and `proof` are indices. `proof` is None if the whole sequence is at fault.
+    `sequence` and `proof` are indices; `proof` is None if the error concerns the whole sequence.
     """
 
     def __init__(self, reason: str, *, sequence: int = 0, proof: int | None = None) -> None:
@@ -37,17 +37,17 @@ class ProofError(ValueError):
 
 
 def size_bytes(top_k: int) -> int:
-    """Length of one proof: 258 at top_k 128."""
+    """Return the length of one proof: 258 at top_k 128."""
     return 2 + 2 * top_k
 
 
 def injective_modulus(index_BK: Tensor) -> Tensor:
-    """The largest modulus (B,) in [MODULUS_MIN, PRIME] under which each row's indices stay distinct.
+    """Return the largest modulus (B,) in [MODULUS_MIN, PRIME] that keeps each row's indices distinct.
 
-    Raise ValueError if there is no such modulus (top_k far above 1024, or a repeated index).
+    Raise ValueError if there is none (top_k far above 1024, or a repeated index).
     """
     modulus_B = torch.full_like(index_BK[:, 0], PRIME)
-    # Indices below PRIME are their own residues, so only the other rows need a search.
+    # Indices below PRIME are their own residues, so only rows with larger indices need a search.
     open_R = torch.nonzero(index_BK.amax(dim=1) >= PRIME).flatten()
     for candidate in range(PRIME, MODULUS_MIN - 1, -1):
         if not len(open_R):
@@ -62,13 +62,13 @@ def injective_modulus(index_BK: Tensor) -> Tensor:
 
 
 def serialise(modulus_B: Tensor, coefficients_BK: Tensor) -> list[bytes]:
-    """One proof per row."""
+    """Return one proof per row."""
     words = torch.cat([modulus_B[:, None], coefficients_BK], dim=1).cpu().numpy().astype(">u2")
     return [row.tobytes() for row in words]
 
 
 def parse(proofs: Sequence[bytes], *, top_k: int, sequence: int = 0) -> tuple[Tensor, Tensor]:
-    """Moduli (B,) and coefficients (B, top_k) of one sequence's proofs; raises ProofError for the first bad one."""
+    """Return the moduli (B,) and coefficients (B, top_k) of a sequence's proofs. Raise ProofError for the first bad one."""
     for index, proof in enumerate(proofs):
         if not isinstance(proof, bytes):
             raise ProofError(f"expected bytes, got {type(proof).__name__}", sequence=sequence, proof=index)
@@ -90,15 +90,15 @@ def parse(proofs: Sequence[bytes], *, top_k: int, sequence: int = 0) -> tuple[Te
 
 
 def to_base64(proof: bytes) -> str:
-    """The text form: 344 characters at top_k 128."""
+    """Encode a proof as text: 344 characters at top_k 128."""
     return base64.b64encode(proof).decode("ascii")
 
 
 def from_base64(text: str) -> bytes:
-    """The bytes of one proof's text form. `verify` checks their content.
+    """Decode the text form of a proof; `verify` checks the content.
 
-    Strict: raises ProofError unless `text` is exactly what `to_base64` writes (no whitespace, no other alphabet, no
-    missing padding, no unused bits set).
+    Strict: raise ProofError unless `text` is exactly what `to_base64` writes (no whitespace, no other alphabet, no missing
+    padding, no unused bits set).
     """
     if not isinstance(text, str):
         raise ProofError(f"expected text, got {type(text).__name__}")

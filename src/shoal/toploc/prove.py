@@ -1,16 +1,16 @@
-"""Building proofs and verifying them: the two sides of a commitment.
+"""Build and verify proofs.
 
-Invariants: a proof's polynomial passes through (index mod modulus, raw 16 bits) of every one of its chunk's top_k entries.
-`verify` returns one ChunkResult per chunk of the verifier's own hidden states, never fewer; a malformed, missing or extra
+Invariants: a proof's polynomial passes through (index mod modulus, raw 16 bits) for each of its chunk's top_k entries.
+`verify` returns one ChunkResult per chunk of the verifier's own hidden states, never fewer. A malformed, missing or extra
 proof raises ProofError.
-The arithmetic runs on the device of the hidden states (after the last norm, before the output head, of generated tokens);
-only the coefficients are copied. Left out: a separate comparison of indices, because an entry that only the verifier chose
-evaluates to a random value and is a mismatch; and calibration of thresholds (`shoal calibrate`).
+The hidden states are those of generated tokens, after the last norm and before the output head. The arithmetic runs on their
+device; only the coefficients are copied. Left out: a separate comparison of indices, because an entry that only the verifier
+selected evaluates to a random value and is a mismatch; and calibration of thresholds (`shoal calibrate`).
 
-The public package takes a list of activations: the prompt's, which get their own proof, then one per decoded token. Here
-that proof is `build(prompt's, chunk_tokens=their number)`; with the package's skip_prefill there is none, as with Shoal's
-roles. Given one tensor, its verifier finds the same figures, except for the median (see ChunkResult). Given a list of
-activations, prefill first, it ignores the modulus and rejects honest proofs, including its own, if that is not 65497.
+The public package takes a list of activations: those of the prompt, which get a proof of their own, then one tensor per
+decoded token. Here the prompt's proof is `build(prompt_TH, chunk_tokens=T)`; Shoal's roles have none, like the package with
+skip_prefill. Given one tensor, the package's verifier reports the same figures, except for the median (see ChunkResult).
+Given a list of activations, it ignores the modulus, and rejects honest proofs, even its own, whose modulus is not 65497.
 
 Paper: TOPLOC sections 3 (proofs) and 4 (error metrics and thresholds).
 """
@@ -26,18 +26,18 @@ from shoal.toploc.chunk import peaks
 from shoal.toploc.field import PRIME, evaluate, interpolate
 from shoal.toploc.proof import ProofError, injective_modulus, parse, serialise
 
-# The leading coefficients of an interpolant of real data are uniform: all eight are zero once in 65497^8. In a forged
-# polynomial of low degree, such as a constant, they are zero. Unless every value is exact, no entry of such a chunk agrees.
+# The leading coefficients of an interpolant of real data are uniform: all eight are zero with probability 65497^-8. In a
+# forged polynomial of low degree, such as a constant, they are zero. Unless all its values are exact, none counts as equal.
 _LEADING = 8
 
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """Differences over a chunk's top_k entries, the verifier's against the proof's.
+    """Differences between the verifier's top_k entries of a chunk and the proof's values there.
 
-    exponent_mismatches: entries whose exponent bits differ, 0..top_k.
-    mantissa_error_mean, mantissa_error_median: absolute difference of the mantissa bits as integers (units of the last
-    place), over the entries whose exponents agree; infinity if none do. The sign bit is ignored. The median of an even
+    exponent_mismatches: number of entries whose exponent bits differ, 0..top_k.
+    mantissa_error_mean, mantissa_error_median: absolute difference of the mantissa bits as integers (units in the last
+    place), over the entries with equal exponents; infinity if there are none. The sign bit is ignored. The median of an even
     number of entries is the mean of the middle two (the public package's tensor path takes the upper one).
     """
 
@@ -48,14 +48,14 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The largest accepted errors, inclusive."""
+    """The maximum accepted errors, inclusive."""
 
     exponent_mismatches: float
     mantissa_error_mean: float
     mantissa_error_median: float
 
     def passes(self, result: ChunkResult) -> bool:
-        """Whether every figure is within its limit. NaN is not."""
+        """Return whether every figure is within its limit. NaN is not."""
         return (
             result.exponent_mismatches <= self.exponent_mismatches
             and result.mantissa_error_mean <= self.mantissa_error_mean
@@ -66,22 +66,22 @@ class Thresholds:
 BFLOAT16 = Thresholds(exponent_mismatches=38, mantissa_error_mean=10, mantissa_error_median=8)
 """For bfloat16 at top_k 128 (TOPLOC section 4).
 
-SmolLM2-135M decoded by a worker and prefilled by a validator differed by at most 6 / 2.1 / 2 (exponents, mean, median;
-32 chunks of two texts, arithmetic in bfloat16, float16 or float32 on either side); weights rounded to 4 bits by at
-least 19 / 12.4 / 6, and every such chunk failed. Weights rounded to 8 bits, at most 8 / 3.9 / 2, pass.
+Measured with SmolLM2-135M on 32 chunks of two texts (exponents / mean / median): a worker that decodes and a validator that
+prefills, each in bfloat16, float16 or float32, differ by at most 6 / 2.1 / 2. Weights rounded to 4 bits differ by at least
+19 / 12.4 / 6, and every such chunk fails. Weights rounded to 8 bits differ by at most 8 / 3.9 / 2, and pass.
 
-The looser 60/40/40 used elsewhere accept a constant polynomial, which needs no hidden states. Most peaks lie in one or two
-binades, so a constant in the right one agrees with more than half of the exponents, and random 7-bit mantissas differ by
-about 40. The same constant passes in 15 of 16 real chunks (tests/toploc/test_toploc_real.py). These thresholds accept no
-constant on heavy-tailed hidden states. On Gaussian ones the 128 largest values are so close together that a well-chosen
-constant can pass. Therefore `verify` rejects constants by their degree, with any thresholds.
+The looser thresholds 60 / 40 / 40 used elsewhere accept a constant polynomial, which needs no hidden states. Most peaks lie
+in one or two binades, so a constant in the right binade has the right exponent for more than half of them, and random 7-bit
+mantissas differ by about 40. One constant passes in 15 of 16 real chunks (tests/toploc/test_toploc_real.py). The thresholds
+here accept no constant on heavy-tailed hidden states. On Gaussian ones the 128 largest values are so close together that a
+well-chosen constant can pass. Therefore `verify` rejects constants by their degree, with any thresholds.
 """
 
 
 def build(hidden_TH: Tensor, *, chunk_tokens: int = 32, top_k: int = 128) -> list[bytes]:
-    """One proof of 2 + 2 * top_k bytes per `chunk_tokens` tokens. The last chunk may be shorter.
+    """Return one proof of 2 + 2 * top_k bytes per `chunk_tokens` tokens. The last chunk may be shorter.
 
-    float32 is rounded to bfloat16. The bytes do not hold the dtype, so the verifier must use the same one. top_k must be
+    float32 is rounded to bfloat16. The bytes do not contain the dtype, so the verifier must use the same. top_k must be
     at most H, or a last chunk of one token cannot be proven (ProofError). Raise ValueError for tensors that are not
     finite, not 2-D or of another dtype.
     """
@@ -89,12 +89,12 @@ def build(hidden_TH: Tensor, *, chunk_tokens: int = 32, top_k: int = 128) -> lis
 
 
 def build_many(hiddens: Sequence[Tensor], *, chunk_tokens: int = 32, top_k: int = 128) -> list[list[bytes]]:
-    """`build` for each sequence, with the arithmetic of all chunks batched. Return one list per sequence."""
-    found = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k)
-    modulus_B = injective_modulus(found.index_BK)
-    coefficients_BK = interpolate(found.index_BK % modulus_B[:, None], found.bits_BK % PRIME)
+    """Run `build` on each sequence, with the arithmetic of all chunks batched. Return one list per sequence."""
+    own = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k)
+    modulus_B = injective_modulus(own.index_BK)
+    coefficients_BK = interpolate(own.index_BK % modulus_B[:, None], own.bits_BK % PRIME)
     proofs = iter(serialise(modulus_B, coefficients_BK))
-    return [[next(proofs) for _ in range(count)] for count in found.chunks_per_sequence]
+    return [[next(proofs) for _ in range(count)] for count in own.chunks_per_sequence]
 
 
 def verify(
@@ -107,8 +107,8 @@ def verify(
     """Compare one sequence's proofs with the verifier's own hidden states of the same tokens.
 
     `chunk_tokens`, `top_k` and the dtype (float32 counts as bfloat16) must be the prover's.
-    Raise ProofError if a proof is malformed or the number of proofs is wrong. Raise ValueError if `hidden_TH` itself is
-    unusable, which is not evidence against the prover.
+    Raise ProofError if a proof is malformed or the number of proofs is wrong. Raise ValueError if `hidden_TH` is invalid,
+    which is not evidence against the prover.
     """
     (results,) = verify_many([hidden_TH], [proofs], chunk_tokens=chunk_tokens, top_k=top_k)
     return results
@@ -121,10 +121,10 @@ def verify_many(
     chunk_tokens: int = 32,
     top_k: int = 128,
 ) -> list[list[ChunkResult]]:
-    """`verify` for each sequence, with the arithmetic of all chunks batched on the hidden states' device.
+    """Run `verify` on each sequence, with the arithmetic of all chunks batched on the device of the hidden states.
 
-    The first malformed proof raises for the whole call. ProofError.sequence is its sequence, so that a caller with several
-    provers can drop it and call again.
+    The first malformed proof raises ProofError for the whole call. A caller with several provers can drop the sequence
+    `ProofError.sequence` and call again.
     """
     if len(hiddens) != len(proofs):
         raise ValueError(f"{len(hiddens)} sequences but proofs for {len(proofs)}")
@@ -147,7 +147,7 @@ def verify_many(
 
 
 def compare(own_BK: Tensor, proven_BK: Tensor, forged_B: Tensor, *, mantissa_bits: int) -> list[ChunkResult]:
-    """The errors of each row of raw 16-bit values. No entry of a row in `forged_B` agrees."""
+    """Return the errors of each row of raw 16-bit values. In rows of `forged_B` no entry counts as equal."""
     exponent_own_BK = (own_BK & 0x7FFF) >> mantissa_bits
     exponent_proven_BK = (proven_BK & 0x7FFF) >> mantissa_bits
     mantissa_mask = (1 << mantissa_bits) - 1

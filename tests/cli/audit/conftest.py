@@ -13,7 +13,7 @@ from .recorded import record_run
 @pytest.fixture(scope="package", autouse=True)
 def paid_after_one_check() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sections, "LEAST_ESCROW_CHECKS", 1)
+        patch.setattr(sections, "MIN_ESCROW_CHECKS", 1)
         yield
 
 

@@ -18,7 +18,7 @@ CHECKS = 2
 
 @pytest.fixture(autouse=True)
 def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sections, "LEAST_ESCROW_CHECKS", CHECKS)
+    monkeypatch.setattr(sections, "MIN_ESCROW_CHECKS", CHECKS)
 
 
 ONE = Accepted(
