@@ -53,7 +53,8 @@ from shoal.model.dtype import pick
 from shoal.model.numerics import Numerics
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
-from shoal.store.rollouts import PROOF_CHUNK_TOKENS, Rollout
+from shoal.store.columns import PROOF_CHUNK_TOKENS
+from shoal.store.rollouts import Rollout
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import ALL, DISTRIBUTION_EVIDENCE, EXACT

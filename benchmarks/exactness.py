@@ -32,7 +32,7 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import pick
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
-from shoal.store.rollouts import PROOF_CHUNK_TOKENS
+from shoal.store.columns import PROOF_CHUNK_TOKENS
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge

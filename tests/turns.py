@@ -1,19 +1,14 @@
-"""Conversations on a tiny random llama: an environment that often answers, and a model that often ends its turn.
-
-`misfit` makes the rows that no honest program can make.
-"""
+"""Conversations on a tiny random llama: an environment that often answers, and a model that often ends its turn."""
 
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from shoal.config import Config
-from shoal.store.rollouts import AcceptedRollout, Rollout
 from shoal.tasks import Task
 from shoal.tasks.environments import ENVIRONMENTS, Environment
 
@@ -22,7 +17,6 @@ from . import workers
 EOS, USER, ASSISTANT = 1, 2, 3
 ENDS = (EOS, *range(20, 28))  # about one token in seven ends a turn
 MAX_TOKENS, MAX_TURNS = 48, 4
-Row = TypeVar("Row", Rollout, AcceptedRollout)
 
 
 class Echo(Environment):
@@ -54,10 +48,3 @@ def make_talkative(folder: Path, to: Path) -> Path:
     path = to / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": list(ENDS)}))
     return to
-
-
-def misfit(row: Row, turns: list[int], **changed: Any) -> Row:
-    """A row with turns that need not fit its tokens, as an attacker writes it: past the type's own check."""
-    made = replace(row, turns=[], **changed)
-    object.__setattr__(made, "turns", turns)
-    return made

@@ -13,7 +13,8 @@ import torch
 from shoal import toploc
 from shoal.engine.protocol import Completion
 from shoal.protocol.messages import Assignment
-from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, Rollout
+from shoal.store.columns import PROOF_BYTES, PROOF_CHUNK_TOKENS
+from shoal.store.rollouts import Rollout
 from shoal.tasks.derive import GroupPlan
 from shoal.toploc.chunk import peaks
 from shoal.toploc.field import PRIME

@@ -17,19 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.protocol.identity import Identity
-from shoal.store.columns import content_digest, from_table
+from shoal.store.columns import PROOF_BYTES, SUBMISSION, BadSignatureError, RolloutFileError, content_digest, from_table
 from shoal.store.quarantine import Quarantine
-from shoal.store.rollouts import (
-    PROOF_BYTES,
-    SCHEMA_VERSION,
-    SUBMISSION,
-    BadSignatureError,
-    Header,
-    Rollout,
-    RolloutFileError,
-    read_submission,
-    write_submission,
-)
+from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout, read_submission, write_submission
 
 from .damage import VALUES, Note, crash, damaged
 

@@ -14,7 +14,6 @@ from shoal.learner.groups import Fetched, Gathering, Group, Outline, decode, enc
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.store.rollouts import AcceptedRollout
 
-from ..turns import misfit
 from .support import STRANGER, Store, accepted, rollouts, submission
 
 G = 2
@@ -223,7 +222,7 @@ def test_a_file_with_turns_that_do_not_fit_is_quarantined(
     turns: list[int], quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = rollouts()
-    rows[3] = misfit(conversation(), turns)
+    rows[3] = replace(conversation(), turns=turns)
     found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1))
     assert (found.groups, found.quarantined) == ([], 2)
     assert f"turns of {turns} do not fit 6 tokens" in caplog.text

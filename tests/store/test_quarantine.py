@@ -15,9 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from shoal.store.columns import from_table, pack
+from shoal.store.columns import BadSignatureError, RolloutFileError, from_table, pack
 from shoal.store.quarantine import Quarantine
-from shoal.store.rollouts import BadSignatureError, RolloutFileError
 
 from .test_rollouts import DATA, HEADER, ROWS, long_submission, opened, signed
 

@@ -10,7 +10,8 @@ from benchmarks.adversary.cheats import QuantizedWeights
 
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.protocol.messages import MILLION, Outcomes, Reason
-from shoal.store.rollouts import PROOF_BYTES, Rollout, read_accepted
+from shoal.store.columns import PROOF_BYTES
+from shoal.store.rollouts import Rollout, read_accepted
 from shoal.tasks import Grade
 from shoal.toploc import build
 from shoal.validator.case import Case

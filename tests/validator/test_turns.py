@@ -11,7 +11,8 @@ from benchmarks.adversary.cheats import CHEATS
 
 from shoal.model.turns import model_positions, model_spans, model_tokens
 from shoal.protocol.messages import HARD, Reason, Verdict
-from shoal.store.rollouts import Rollout, RolloutFileError, read_accepted, read_submission
+from shoal.store.columns import RolloutFileError
+from shoal.store.rollouts import Rollout, read_accepted, read_submission
 from shoal.tasks import Grade, Task
 from shoal.tasks.environments import close
 from shoal.validator.by_hand import read_header
@@ -19,7 +20,7 @@ from shoal.validator.checks import FAR, OUTLIERS, endings, special_tokens, termi
 from shoal.validator.service import Validator
 from shoal.worker.produce import Producer
 
-from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config, misfit
+from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config
 from ..workers import ALICE, produced, signed
 from .support import ASKED, assignment, case_of, checked, claim, judged, make_producer, make_validator
 
@@ -207,7 +208,7 @@ MOST = 2**31 - 1
 def test_turns_that_do_not_fit_are_unreadable(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int, turns: list[int]
 ) -> None:
-    data = signed(worker, ASKED, [misfit(r, turns) if n == turned else r for n, r in enumerate(honest)])
+    data = signed(worker, ASKED, [replace(r, turns=turns) if n == turned else r for n, r in enumerate(honest)])
     assert judged(validator, ASKED, data).reason is Reason.UNREADABLE
 
 
@@ -224,7 +225,7 @@ def test_more_turns_than_the_run_allows(worker: Producer, validator: Validator, 
 def test_turns_that_do_not_fit_are_no_traceback_by_hand(
     worker: Producer, honest: list[Rollout], turns: list[int]
 ) -> None:
-    data = signed(worker, ASKED, [misfit(row, turns) for row in honest])
+    data = signed(worker, ASKED, [replace(row, turns=turns) for row in honest])
     with pytest.raises(RolloutFileError, match="do not fit"):
         read_header(data, config())
 

@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from shoal.config.section import Listen, Listening, Section
+from shoal.config.section import Listening, Section
 
 EngineName = Literal["torch", "vllm"]
 TrackerName = Literal["none", "wandb", "tensorboard"]
@@ -26,8 +26,6 @@ class RunSection(Section):
 class CoordinatorSection(Listening):
     """The pool's control plane."""
 
-    listen: Listen = "127.0.0.1:0"
-    """HOST:PORT to listen on; host 0.0.0.0: all interfaces; port 0: any free port."""
     async_level: NonNegativeInt = 2
     """How many policy versions old a rollout may be when it is trained on (INTELLECT-2)."""
     prompts_per_step: PositiveInt = 256
@@ -76,9 +74,6 @@ class LedgerSection(Section):
 class OriginSection(Listening):
     """The server that publishes the learner's weights."""
 
-    listen: Listen = "127.0.0.1:0"
-    """HOST:PORT to listen on and to announce to the pool; port 0: any free port."""
-
 
 class RelaySection(Listening):
     """Mirrors of the origin."""
@@ -88,8 +83,6 @@ class RelaySection(Listening):
     as well; local: loopback as well; auto: local if the coordinator listens on loopback, else public."""
     count: PositiveInt = 1
     """Number of relays that `shoal run` starts."""
-    listen: Listen = "127.0.0.1:0"
-    """HOST:PORT to listen on and to announce to the pool; port 0: any free port."""
 
 
 class WorkerSection(Section):

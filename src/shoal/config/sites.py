@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shoal.config.section import Fraction, Listen, Listening, Section
+from shoal.config.section import Fraction, Listening, Section
 
 Numbers = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"]
 
@@ -58,8 +58,6 @@ class SitesSection(Listening):
     """Minimum number of sites whose offers close a round."""
     wait_s: PositiveFloat = 60
     """Seconds from a round's first offer until the round closes."""
-    listen: Listen = "127.0.0.1:0"
-    """HOST:PORT that the meeting listens on; host 0.0.0.0: all interfaces; port 0: any free port."""
     url: str = ""
     """URL at which sites reach the meeting, such as a proxy with TLS; empty: the address that it listens on."""
 

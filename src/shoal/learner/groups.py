@@ -30,8 +30,8 @@ from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import model_tokens
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.protocol.node import Node
-from shoal.store.columns import Column, Columns
-from shoal.store.rollouts import Header, RolloutFileError, accepted_columns
+from shoal.store.columns import Column, Columns, RolloutFileError
+from shoal.store.rollouts import Header, accepted_columns
 from shoal.tasks.derive import max_rollouts
 
 HIGHEST_LOGPROB = 1e-3

@@ -17,9 +17,9 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.store.columns import SUBMISSION, unpack
+from shoal.store.columns import SUBMISSION, FileLimits, RolloutFileError, unpack
 from shoal.store.decode import MAX_HEADER_BYTES, OUT_OF_MEMORY, Decoded
-from shoal.store.rollouts import FileLimits, Rollout, RolloutFile, RolloutFileError, verified_submission
+from shoal.store.rollouts import Rollout, RolloutFile, verified_submission
 
 START_S = 60.0
 MAX_LINE_BYTES = 1 << 16

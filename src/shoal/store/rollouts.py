@@ -22,12 +22,10 @@ import pyarrow.parquet as pq
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.model.turns import Turns, fit
+from shoal.model.turns import fit
 from shoal.protocol.identity import Identity, verify
 from shoal.store.columns import (
     ACCEPTED,
-    PROOF_BYTES,
-    PROOF_CHUNK_TOKENS,
     SUBMISSION,
     BadSignatureError,
     Columns,
@@ -38,28 +36,6 @@ from shoal.store.columns import (
     to_list,
 )
 from shoal.store.decode import Decoded, decode
-
-__all__ = [
-    "ACCEPTED",
-    "PROOF_BYTES",
-    "PROOF_CHUNK_TOKENS",
-    "SCHEMA_VERSION",
-    "SUBMISSION",
-    "AcceptedRollout",
-    "BadSignatureError",
-    "Header",
-    "FileLimits",
-    "Rollout",
-    "RolloutFile",
-    "RolloutFileError",
-    "accepted_columns",
-    "prompts_digest",
-    "read_accepted",
-    "read_submission",
-    "verified_submission",
-    "write_accepted",
-    "write_submission",
-]
 
 SCHEMA_VERSION = 9
 
@@ -102,9 +78,6 @@ class Rollout:
     proofs: list[bytes]
     turns: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        _check_turns(self.turns, len(self.tokens))
-
 
 @dataclass(frozen=True)
 class AcceptedRollout:
@@ -117,9 +90,6 @@ class AcceptedRollout:
     logprobs: list[float]
     reward: float
     turns: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        _check_turns(self.turns, len(self.tokens))
 
 
 Row = TypeVar("Row", Rollout, AcceptedRollout)
@@ -164,11 +134,7 @@ def accepted_columns(data: bytes, *, max_rows: int, max_tokens: int) -> tuple[He
     """Read an accepted file as `read_accepted` does, into arrays. Raise RolloutFileError."""
     limits = FileLimits(max_rows, max_tokens)
     decoded = decode(data, ACCEPTED, limits)
-    header, tokens = _checked_header(decoded, limits, domain="accepted"), decoded.columns["tokens"]
-    assert tokens.lengths is not None
-    for turns, length in zip(to_list(decoded.columns["turns"]), tokens.lengths.tolist(), strict=True):
-        _check_turns(turns, length)
-    return header, decoded.columns
+    return _checked_header(decoded, limits, domain="accepted"), decoded.columns
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
@@ -199,22 +165,15 @@ def _verified(decoded: Decoded, row_type: type[Row], limits: FileLimits, *, doma
     return header, [row_type(**dict(zip(decoded.columns, row, strict=True))) for row in zip(*columns, strict=True)]
 
 
-def _check_turns(turns: Turns, n_tokens: int) -> None:
-    """Raise RolloutFileError if turns do not fit: code that used them could allocate for billions of tokens."""
-    if not fit(turns, n_tokens):
-        raise RolloutFileError(f"turns of {list(turns[:8])} do not fit {n_tokens} tokens")
-
-
 def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Header:
-    """Return the header once its signature and its digest of the columns were verified. Raise RolloutFileError."""
+    """Return the header of a file whose lengths, digest, signature and turns are valid. Raise RolloutFileError."""
     try:
         header = Header.model_validate_json(decoded.header)
     except ValidationError as error:
         raise RolloutFileError(f"header: {error.errors()[0]['loc']} {error.errors()[0]['msg']}") from error
-    for name in ("tokens", "logprobs", "turns"):
-        lengths = decoded.columns[name].lengths
-        assert lengths is not None
-        if int(lengths.max()) > limits.max_tokens:
+    lengths: dict[str, Any] = {name: decoded.columns[name].lengths for name in ("tokens", "logprobs", "turns")}
+    for name, lengths_N in lengths.items():
+        if int(lengths_N.max()) > limits.max_tokens:
             raise RolloutFileError(f"a rollout with more than {limits.max_tokens} {name}")
     if header.schema_version != SCHEMA_VERSION:
         raise RolloutFileError(f"schema version {header.schema_version}, not {SCHEMA_VERSION}")
@@ -222,4 +181,7 @@ def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Hea
         raise BadSignatureError("the rows are not the signed rows")
     if not verify(header.signer, decoded.header.encode(), decoded.signature, domain=domain):
         raise BadSignatureError(f"not signed by {header.signer[:16]}")
+    for turns, n_tokens in zip(to_list(decoded.columns["turns"]), lengths["tokens"].tolist(), strict=True):
+        if not fit(turns, n_tokens):  # using them could allocate for billions of tokens
+            raise RolloutFileError(f"turns of {turns[:8]} do not fit {n_tokens} tokens")
     return header

@@ -12,8 +12,9 @@ from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.protocol.messages import Assignment
 from shoal.shardcast.manifest import version_name
+from shoal.store.columns import RolloutFileError
 from shoal.store.quarantine import Quarantine
-from shoal.store.rollouts import Header, RolloutFileError
+from shoal.store.rollouts import Header
 from shoal.tasks.derive import max_rollouts
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.checks import EXACT, EXPENSIVE, FILE, GRADED, Check

@@ -34,7 +34,8 @@ from shoal.config.sections import ValidatorSection
 from shoal.model.turns import model_spans, model_tokens
 from shoal.protocol.messages import Reason, Replay
 from shoal.sandbox import Budget
-from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, prompts_digest
+from shoal.store.columns import PROOF_BYTES, PROOF_CHUNK_TOKENS
+from shoal.store.rollouts import prompts_digest
 from shoal.tasks import versions
 from shoal.tasks.environments import Conversation, interpreter
 from shoal.validator.case import Case, Finding, Outcome

@@ -35,15 +35,9 @@ from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, Reason
 from shoal.sandbox import Budget
+from shoal.store.columns import BadSignatureError, RolloutFileError
 from shoal.store.quarantine import Quarantine
-from shoal.store.rollouts import (
-    SCHEMA_VERSION,
-    AcceptedRollout,
-    BadSignatureError,
-    Header,
-    RolloutFileError,
-    write_accepted,
-)
+from shoal.store.rollouts import SCHEMA_VERSION, AcceptedRollout, Header, write_accepted
 from shoal.tasks import Grade, TaskSet
 from shoal.tasks.budget import reward
 from shoal.tasks.derive import max_rollouts, plan_submission

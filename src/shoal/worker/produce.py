@@ -20,7 +20,8 @@ from shoal.model.sources import check_max_tokens
 from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
-from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
+from shoal.store.columns import PROOF_CHUNK_TOKENS
+from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
 from shoal.tasks import TaskSet, budget
 from shoal.tasks.derive import GroupPlan, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of

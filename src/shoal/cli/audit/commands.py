@@ -93,7 +93,7 @@ def _submission(data: bytes, arguments: argparse.Namespace) -> int:
         raise UserError("name the run or pool that the file belongs to: --run DIR")
     settings = config_module.load(arguments.run / "config.toml")
     from shoal.model import dtype
-    from shoal.store.rollouts import RolloutFileError
+    from shoal.store.columns import RolloutFileError
     from shoal.validator import by_hand
 
     try:

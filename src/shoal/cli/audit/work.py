@@ -26,16 +26,9 @@ from shoal.ledger.stakes import EVENTS, Book, read_event
 from shoal.model.turns import model_tokens
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import Batch, BatchGroup, Reason, StepRecord
+from shoal.store.columns import FileLimits, RolloutFileError
 from shoal.store.quarantine import Quarantine
-from shoal.store.rollouts import (
-    AcceptedRollout,
-    FileLimits,
-    Header,
-    Rollout,
-    RolloutFile,
-    RolloutFileError,
-    read_accepted,
-)
+from shoal.store.rollouts import AcceptedRollout, Header, Rollout, RolloutFile, read_accepted
 from shoal.tasks.budget import rewards_differ
 from shoal.tasks.derive import max_rollouts
 
