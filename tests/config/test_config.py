@@ -1,5 +1,6 @@
-"""The recipe's defaults, what a config refuses and how it says so, and the round trip through TOML."""
+"""Configs have the paper's defaults, refuse wrong keys and values by name, and survive a round trip through TOML."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from shoal.config import Config, ConfigError, dumps, explain, load, parse
 from shoal.config.loading import field_paths, section_of
+from shoal.config.section import Section
 from shoal.config.tasks import SourceSection
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -31,7 +33,7 @@ INTELLECT_2 = {  # DESIGN section 4; arXiv 2505.07291, sections 3 and 4
 }
 
 
-def at(config: Config, path: str) -> Any:
+def value_at(config: Config, path: str) -> Any:
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name)
@@ -44,17 +46,17 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def changed(tmp_path: Path, *overrides: str) -> Config:
+def overridden(tmp_path: Path, *overrides: str) -> Config:
     return load(written(tmp_path, ""), list(overrides))
 
 
 @pytest.mark.parametrize(("path", "value"), INTELLECT_2.items(), ids=list(INTELLECT_2))
 def test_the_defaults_are_intellect_2s(path: str, value: Any) -> None:
-    assert at(Config(), path) == value
+    assert value_at(Config(), path) == value
 
 
 @pytest.mark.parametrize("path", [None, *CONFIGS], ids=lambda path: path.name if path else "defaults")
-def test_every_config_of_the_repository_loads_and_its_dump_as_the_same(path: Path | None, tmp_path: Path) -> None:
+def test_a_config_equals_its_dump_loaded_again(path: Path | None, tmp_path: Path) -> None:
     config = load(path) if path else Config()
     assert load(written(tmp_path, dumps(config))) == config
 
@@ -73,18 +75,18 @@ def test_every_config_of_the_repository_loads_and_its_dump_as_the_same(path: Pat
         ("[run]\nzzz = 3", "known: seed, steps, "),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_known_name(tmp_path: Path, text: str, message: str) -> None:
+def test_an_unknown_key_is_refused_with_a_suggestion(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load(written(tmp_path, text))
     assert message in str(refusal.value) and "some.toml: " in str(refusal.value)
 
 
-def test_every_fault_is_named_at_once() -> None:
+def test_an_error_names_every_fault() -> None:
     with pytest.raises(ConfigError, match=r"run\.steps: .*greater than 0, not 0; unknown key 'lerner'"):
         parse({"run": {"steps": 0}, "lerner": {}})
 
 
-# --- fields that follow others -----------------------------------------------------------------------------
+# --- defaults that depend on other fields -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,11 +101,11 @@ def test_every_fault_is_named_at_once() -> None:
         (["tasks.sources=[{generator = 'arithmetic', environment = 'calculator'}]"], "sampling.max_turns", 4),
     ],
 )
-def test_a_field_that_is_not_set_follows_the_one_that_is(
+def test_a_field_that_is_not_set_follows_the_field_that_is(
     tmp_path: Path, overrides: list[str], path: str, value: int
 ) -> None:
-    assert at(changed(tmp_path, *overrides), path) == value
-    assert at(Config(), path) != value or value == 256, "the defaults themselves have not changed"
+    assert value_at(overridden(tmp_path, *overrides), path) == value
+    assert value_at(Config(), path) != value or value == 256, "the default itself is unchanged"
 
 
 # --- overrides ----------------------------------------------------------------------------------------------
@@ -127,10 +129,10 @@ def test_a_field_that_is_not_set_follows_the_one_that_is(
     ],
 )
 def test_an_override_sets_its_key(tmp_path: Path, override: str, path: str, value: Any) -> None:
-    assert at(changed(tmp_path, override), path) == value
+    assert value_at(overridden(tmp_path, override), path) == value
 
 
-def test_an_override_wins_over_the_file_and_the_last_one_over_others(tmp_path: Path) -> None:
+def test_the_last_override_wins_over_others_and_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "[run]\nseed = 1\nsteps = 5")
     config = load(path, ["run.seed=2", "run.seed=3"])
     assert (config.run.seed, config.run.steps) == (3, 5)
@@ -139,7 +141,7 @@ def test_an_override_wins_over_the_file_and_the_last_one_over_others(tmp_path: P
 @pytest.mark.parametrize("override", ["run.seed", "seed=3", "=3", "run.=3", ""])
 def test_a_malformed_override_is_refused_with_an_example(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"write it as section\.key=value, e\.g\. learner\.lr=1e-5"):
-        changed(tmp_path, override)
+        overridden(tmp_path, override)
 
 
 def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
@@ -181,9 +183,9 @@ def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
         (["learner.lr=fast"], "some.toml and --set learner.lr=fast: learner.lr: "),
     ],
 )
-def test_a_value_that_cannot_be_used_is_refused_by_name(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_an_invalid_value_is_refused_by_name(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        changed(tmp_path, *overrides)
+        overridden(tmp_path, *overrides)
     assert message in str(refusal.value)
 
 
@@ -211,9 +213,6 @@ def test_a_folder_is_refused_as_a_config(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-# --- overlays ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_overlay_changes_only_the_keys_it_names(tmp_path: Path) -> None:
     base, above, top = (tmp_path / name for name in ("base.toml", "above.toml", "top.toml"))
     base.write_text("[run]\nsteps = 3\n[learner]\nlr = 1e-5\n[learner.loss]\nbeta = 0.5\nepsilon = 0.1\n")
@@ -235,22 +234,19 @@ def test_an_overlay_changes_only_the_keys_it_names(tmp_path: Path) -> None:
         ("[validator\n", "not readable as TOML"),
     ],
 )
-def test_a_fault_in_an_overlay_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+def test_an_error_in_an_overlay_names_the_file(tmp_path: Path, text: str, message: str) -> None:
     above = tmp_path / "limits.toml"
     above.write_text(text)
     with pytest.raises(ConfigError, match="limits.toml") as caught:
         load(written(tmp_path, "[validator]\nbatch = 2\n"), [], [above])
     assert message in str(caught.value)
-
-
-def test_a_missing_overlay_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.toml"):
         load(written(tmp_path, ""), [], [tmp_path / "nowhere.toml"])
 
 
-def test_a_config_cannot_be_changed() -> None:
+def test_a_config_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        Config().run.seed = 3  # type: ignore[misc]
+        Config().run.seed = 3
 
 
 @pytest.mark.parametrize(
@@ -262,26 +258,25 @@ def test_a_config_cannot_be_changed() -> None:
         "pool.sqlite",
     ],
 )
-def test_a_database_is_postgresql_and_its_password_is_not_in_the_config(url: str) -> None:
+def test_another_database_than_postgresql_or_a_password_in_its_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="coordinator.database") as caught:
         parse({"coordinator": {"database": url}})
     assert "secret" not in str(caught.value)
 
 
-def test_a_bucket_and_a_database_are_named_by_url() -> None:
-    found = parse(
-        {"store": {"url": "s3://pool/run-1"}, "coordinator": {"database": "postgresql://shoal@db:5432/shoal"}}
-    )
-    assert (found.store.url, found.coordinator.database) == ("s3://pool/run-1", "postgresql://shoal@db:5432/shoal")
-
-
 @pytest.mark.parametrize("url", ["https://bucket/run", "s3://", "s3://key:secret@bucket", "s3://bucket?x=1"])
-def test_a_store_is_a_bucket_and_a_prefix(url: str) -> None:
+def test_another_store_than_a_bucket_and_prefix_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="store.url"):
         parse({"store": {"url": url}})
 
 
-# --- limits of one engine on one kind of device, in place of those of all ------------------------------------------------
+def test_urls_of_a_bucket_and_a_database_are_accepted() -> None:
+    store, database = "s3://pool/run-1", "postgresql://shoal@db:5432/shoal"
+    config = parse({"store": {"url": store}, "coordinator": {"database": database}})
+    assert (config.store.url, config.coordinator.database) == (store, database)
+
+
+# --- limits for an engine on a device ------------------------------------------------------------------------------------
 
 VALIDATOR: dict[str, Any] = {
     "sampling_margin": 0.5,
@@ -290,14 +285,14 @@ VALIDATOR: dict[str, Any] = {
 }
 
 
-def test_limits_of_an_engine_replace_those_of_all() -> None:
+def test_limits_of_an_engine_replace_the_sections_own() -> None:
     section = parse({"validator": VALIDATOR}).validator
     own = section.of("vllm/cpu")
-    assert (own.sampling_margin, own.logprob_error_mean) == (1.5, 0.07), "what it leaves out is as for all"
+    assert (own.sampling_margin, own.logprob_error_mean) == (1.5, 0.07), "a limit that it omits is the section's own"
     assert section.of("").sampling_margin == section.of("vllm/cuda").sampling_margin == 0.5
 
 
-def test_the_widest_limit_is_that_of_any_engine() -> None:
+def test_the_widest_limit_is_the_maximum_over_all_engines() -> None:
     narrow = {"sampling_margin": 0.2, "logprob_error_mean": 0.1}
     section = parse({"validator": VALIDATOR | {"limits": VALIDATOR["limits"] | {"vllm/cuda": narrow}}}).validator
     assert (section.widest("sampling_margin"), section.widest("logprob_error_mean")) == (1.5, 0.1)
@@ -305,42 +300,42 @@ def test_the_widest_limit_is_that_of_any_engine() -> None:
     assert parse({"validator": {"sampling_margin": 0.5}}).validator.widest("sampling_margin") == 0.5
 
 
-def test_the_torch_engines_limits_are_the_sections_own() -> None:
-    """Its workers name no engine, so an entry for it would be a liar's alone."""
+def test_limits_for_the_torch_engine_are_refused() -> None:
+    """Its workers name no engine, so only liars could use them."""
     with pytest.raises(ConfigError, match="limits.torch/cuda"):
         parse({"validator": {"limits": {"torch/cuda": {"sampling_margin": 9.0}}}})
 
 
-def test_workers_take_the_engines_in_turn() -> None:
+def test_engines_are_assigned_to_workers_in_turn() -> None:
     workers = parse({"workers": {"engines": ["vllm", "torch"], "count": 3}}).workers
     assert [workers.engine(number) for number in range(3)] == ["vllm", "torch", "vllm"]
 
 
-# --- what `shoal config --explain` prints ----------------------------------------------------------------------------
+# --- shoal config --explain ----------------------------------------------------------------------------
 
 
 def keys(text: str) -> set[str]:
     return {paragraph.partition("\n")[0] for paragraph in text.split("\n\n")}
 
 
-def test_every_field_is_explained_and_every_section_documented() -> None:
-    sections = dict(_sections(Config, ""))
-    assert keys(explain()) >= set(field_paths(Config)) - set(sections)
-    assert [path for path, section in sections.items() if not section.__dict__.get("__doc__")] == []
-
-
-def _sections(section, prefix):  # type: ignore[no-untyped-def]
+def sections(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
     for name, info in section.model_fields.items():
         if (inner := section_of(info.annotation)) is not None:
             yield f"{prefix}{name}", inner
-            yield from _sections(inner, f"{prefix}{name}.")
+            yield from sections(inner, f"{prefix}{name}.")
 
 
-OTHERS = ["sampling.temperature", "learner.loss.normalize_std"]  # the paper has the same values and does not claim them
+def test_every_field_is_explained_and_every_section_documented() -> None:
+    by_path = dict(sections(Config))
+    assert keys(explain()) >= set(field_paths(Config)) - set(by_path)
+    assert [path for path, section in by_path.items() if not section.__dict__.get("__doc__")] == []
+
+
+OTHERS = ["sampling.temperature", "learner.loss.normalize_std"]  # common defaults, not the paper's choices
 
 
 @pytest.mark.parametrize("key", [key for key in INTELLECT_2 if key not in OTHERS])
-def test_the_papers_defaults_name_the_paper(key: str) -> None:
+def test_an_explanation_names_the_paper_of_a_default(key: str) -> None:
     assert "(INTELLECT-2)" in explain(key)
 
 
@@ -355,11 +350,11 @@ def test_the_papers_defaults_name_the_paper(key: str) -> None:
         ("model.dtype", '"auto" or "float32" or "bfloat16"; default "auto"'),
     ],
 )
-def test_a_field_is_explained_alone_by_type_bounds_and_default(key: str, kind: str) -> None:
+def test_an_explanation_has_type_bounds_and_default(key: str, kind: str) -> None:
     assert explain(key).splitlines()[0] == key and explain(key).splitlines()[2].strip() == kind
 
 
-def test_a_section_is_explained_with_the_sections_in_it_alone() -> None:
+def test_an_explanation_of_a_section_includes_its_subsections() -> None:
     assert {"learner.lr", "learner.loss.beta", "learner.lora", "learner.lora.rank"} <= keys(explain("learner"))
     assert keys(explain("evaluator.n")) == {"evaluator.n"}
 
@@ -373,10 +368,10 @@ def test_a_section_is_explained_with_the_sections_in_it_alone() -> None:
         ("run.zzz", "known: seed, steps"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_one(key: str, hint: str) -> None:
+def test_an_unknown_key_to_explain_is_refused_with_a_suggestion(key: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key '{key}'.*{hint}"):
         explain(key)
 
 
-def test_a_field_without_a_value_is_not_written() -> None:
+def test_a_dump_omits_fields_that_are_none() -> None:
     assert "checkpoint_every" not in dumps(Config()).split("[sft]")[0]

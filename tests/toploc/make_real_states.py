@@ -1,11 +1,11 @@
-"""Makes real_states.npz, and prints how far honest machines and liars are from each other in both dtypes.
+"""Make real_states.npz, and print the errors between honest machines and for liars, in both dtypes.
 
     python tests/toploc/make_real_states.py
 
-The last hidden states (after the norm) of 512 tokens that SmolLM2-135M-Instruct itself wrote at temperature 1, in 16
-chunks of 32: in three dtypes by one prefill, in two by decoding token by token with a cache, as a worker does, and in
-float32 with weights rounded to 8 and 4 bits. Kept are the entries that are among a chunk's 128 largest in any of
-them; all else, which no proof of any of them holds, is zero in the tests. The figures behind the presets in result.py.
+The file holds the last hidden states (after the norm) of 512 tokens that SmolLM2-135M-Instruct generated at temperature 1,
+in 16 chunks of 32. They are computed by prefill in three dtypes, by decoding with a cache in two, as a worker does, and in
+float32 with weights rounded to 8 and 4 bits. Only entries among the 128 largest of a chunk in any of them are stored; the
+others occur in no proof, and are zero in the tests. `BFLOAT16` quotes the printed figures.
 """
 
 import sys
@@ -21,7 +21,7 @@ from shoal.model.sources import SMOLLM2, resolve
 from shoal.toploc import build, verify
 
 PROMPT = "Tell me a story about a lighthouse."
-SEED = 1  # 60/40/40 accept one constant for 15 of its 16 chunks; for 11 of seed 0's
+SEED = 1  # thresholds of 60/40/40 accept one constant in 15 of its 16 chunks, and in 11 with seed 0
 TOKENS, CHUNK, TOP_K = 512, 32, 128
 
 
@@ -68,7 +68,7 @@ def prefill(model: Any, tokens_1T: Tensor) -> Tensor:
 
 
 def decode(model: Any, tokens_1T: Tensor) -> Tensor:
-    """Token by token, after one prefill of the prompt."""
+    """Decode token by token after one prefill of the prompt."""
     prompt = tokens_1T.shape[1] - TOKENS
     cache = model.base_model(tokens_1T[:, :prompt], use_cache=True).past_key_values
     steps = []
@@ -80,7 +80,7 @@ def decode(model: Any, tokens_1T: Tensor) -> Tensor:
 
 
 def round_(weight_OI: Tensor, levels: int) -> None:
-    """In place to 2 · levels + 1 values: a scale per row at 8 bits, per 32 weights at 4, as is usual."""
+    """Round in place to 2 · levels + 1 values, with a scale per row at 8 bits and per 32 weights at 4 bits."""
     blocks = weight_OI if levels > 7 else weight_OI.view(-1, 32)
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-8) / levels
     blocks.copy_((blocks / scale).round() * scale)

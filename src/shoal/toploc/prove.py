@@ -72,7 +72,7 @@ prefills, each in bfloat16, float16 or float32, differ by at most 6 / 2.1 / 2. W
 
 The looser thresholds 60 / 40 / 40 used elsewhere accept a constant polynomial, which needs no hidden states. Most peaks lie
 in one or two binades, so a constant in the right binade has the right exponent for more than half of them, and random 7-bit
-mantissas differ by about 40. One constant passes in 15 of 16 real chunks (tests/toploc/test_toploc_real.py). The thresholds
+mantissas differ by about 40. One constant passes in 15 of 16 real chunks (tests/toploc/test_verify.py). The thresholds
 here accept no constant on heavy-tailed hidden states. On Gaussian ones the 128 largest values are so close together that a
 well-chosen constant can pass. Therefore `verify` rejects constants by their degree, with any thresholds.
 """

@@ -1,7 +1,6 @@
-"""What is not a proof is refused with a ProofError that says which; nothing crashes or passes silently."""
+"""Anything that is not a proof is refused with a ProofError that says which one it is."""
 
 import struct
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor
 from shoal.toploc import ProofError, build, build_many, from_base64, to_base64, verify, verify_many
 from shoal.toploc.field import PRIME
 from shoal.toploc.proof import MODULUS_MIN, parse, serialise
+
+from .support import heavy_tailed
 
 
 def words(modulus: int, *coefficients: int) -> bytes:
@@ -36,7 +37,7 @@ def words(modulus: int, *coefficients: int) -> bytes:
         (None, "expected bytes, got NoneType"),
     ],
 )
-def test_malformed_proofs_are_named(heavy_tailed: Callable[..., Tensor], bad: bytes, reason: str) -> None:
+def test_malformed_proofs_are_named(bad: bytes, reason: str) -> None:
     hiddens = [heavy_tailed(40, 192, seed) for seed in range(2)]
     proofs = build_many(hiddens)
     proofs[1][1] = bad
@@ -45,7 +46,7 @@ def test_malformed_proofs_are_named(heavy_tailed: Callable[..., Tensor], bad: by
     assert (caught.value.sequence, caught.value.proof) == (1, 1)
 
 
-def test_missing_or_extra_proofs_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
+def test_missing_or_extra_proofs_are_refused() -> None:
     hidden_TH = heavy_tailed(70, 192)
     proofs = build(hidden_TH)
     for shown, reason in (
@@ -59,7 +60,7 @@ def test_missing_or_extra_proofs_are_refused(heavy_tailed: Callable[..., Tensor]
         verify_many([hidden_TH, hidden_TH], [proofs])
 
 
-def test_no_tokens_is_never_an_empty_result() -> None:
+def test_no_tokens_is_an_error_and_not_an_empty_result() -> None:
     with pytest.raises(ProofError, match="no tokens"):
         verify(torch.zeros(0, 192), [])
     with pytest.raises(ProofError, match="no tokens"):
@@ -68,31 +69,29 @@ def test_no_tokens_is_never_an_empty_result() -> None:
         verify_many([], [])
 
 
-def test_too_few_values_for_top_k_says_what_to_choose() -> None:
+def test_too_few_values_for_top_k_is_an_error_that_says_what_to_choose() -> None:
     with pytest.raises(ProofError, match="a chunk has only 64 values: choose a top_k of at most 64"):
         build(torch.ones(33, 64))
-    assert [len(proof) for proof in build(torch.arange(33 * 64).float().reshape(33, 64), top_k=64)] == [
-        130,
-        130,
-    ]
+    proofs = build(torch.arange(33 * 64).float().reshape(33, 64), top_k=64)
+    assert [len(proof) for proof in proofs] == [130, 130]
 
 
 @pytest.mark.parametrize(
     ("hidden", "reason"),
     [
         (torch.full((32, 192), torch.nan), "not finite"),
-        (torch.full((32, 192), 3.4e38), "not finite"),  # infinite once rounded to bfloat16
+        (torch.full((32, 192), 3.4e38), "not finite"),  # infinite when rounded to bfloat16
         (torch.zeros(192), "expected"),
         (torch.zeros(32, 192, dtype=torch.float64), "float64"),
     ],
 )
-def test_unusable_hidden_states_are_not_held_against_the_prover(hidden: Tensor, reason: str) -> None:
+def test_invalid_hidden_states_are_not_a_proof_error(hidden: Tensor, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         build(hidden)
     assert not isinstance(caught.value, ProofError)
 
 
-def test_mixed_dtypes_and_absurd_counts_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
+def test_mixed_dtypes_and_counts_below_1_are_refused() -> None:
     hidden_TH = heavy_tailed(32, 192)
     with pytest.raises(ValueError, match="differ in dtype"):
         build_many([hidden_TH, hidden_TH.half()])
@@ -124,6 +123,6 @@ def test_base64_round_trip(data: bytes) -> None:
 @pytest.mark.parametrize(
     "text", ["AAA", "AAA=\n", " AAA=", "AAAA====", "AAB=", "A-_=", "AÄA=", "AA==AAAA", b"AAA=", None]
 )
-def test_loose_base64_is_refused(text: str) -> None:
+def test_non_canonical_base64_is_refused(text: str) -> None:
     with pytest.raises(ProofError):
         from_base64(text)
