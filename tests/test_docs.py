@@ -1,4 +1,4 @@
-"""What README and docs/ state is compared with the code: links, commands, paths, rooms, checks, raw files of figures."""
+"""The statements of README and docs/ match the code: links, commands, paths, rooms, checks, and raw files of figures."""
 
 import argparse
 import importlib.util
@@ -27,7 +27,7 @@ SRC = ROOT / "src" / "shoal"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README_LIMIT_BYTES = 6_000  # without comments
 RESULTS = ROOT / "benchmarks" / "results"
-OF_A_RUN = {"summary.json"}  # files of a run that pages name, not raw files
+RUN_FILES = {"summary.json"}  # JSON files that pages name and that are not raw files of figures
 MEASURED = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution has no benchmarks/results")
 
 
@@ -53,19 +53,19 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
-    """The flags of a command and of its actions (`shoal pool init`)."""
+    """Return the flags of a command and of its actions (`shoal pool init`)."""
     own = set(parser._option_string_actions)
     return own.union(*(options(action) for action in subparsers(parser).values()))
 
 
 def fenced_commands(text: str) -> list[str]:
-    """Every `shoal ...` line of the blocks that a person pastes, without comment and redirection."""
+    """Return every `shoal ...` line of the shell blocks, without comments and redirections."""
     lines = []
     for language, block in FENCE.findall(text):
         if language in ("", "sh", "bash", "console"):
             lines += block.replace("\\\n", " ").splitlines()
-    found = [re.search(r"(?:^|-m )(shoal .*)", line) for line in lines]
-    return [re.sub(r"\s+(#|>).*", "", match[1]).strip() for match in found if match]
+    matches = [re.search(r"(?:^|-m )(shoal .*)", line) for line in lines]
+    return [re.sub(r"\s+(#|>).*", "", match[1]).strip() for match in matches if match]
 
 
 def inline_commands(text: str) -> list[str]:
@@ -74,25 +74,25 @@ def inline_commands(text: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
+    """Return the anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def table(text: str, head: str) -> list[list[str]]:
-    """The rows of the table whose header line begins with `head`."""
+    """Return the rows of the table whose header line begins with `head`."""
     lines = text[text.index(head) :].splitlines()[2:]
     rows = lines[: next((number for number, line in enumerate(lines) if not line.startswith("|")), len(lines))]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 def test_the_readme_fits_one_page() -> None:
-    shown = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text())
-    assert len(shown.encode()) <= README_LIMIT_BYTES
+    visible = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text())
+    assert len(visible.encode()) <= README_LIMIT_BYTES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_relative_link_leads_somewhere(page: Path) -> None:
+def test_every_relative_link_has_a_target(page: Path) -> None:
     broken = []
     for link in LINK.findall(page.read_text()):
         if re.match(r"[a-z]+:", link):
@@ -147,34 +147,34 @@ def test_every_named_benchmark_and_make_target_exists(page: Path) -> None:
 
 
 def raw_files(text: str) -> list[Path]:
-    """The files in benchmarks/results that a page names, in order."""
+    """Return the files in benchmarks/results that a page names, in order."""
     named = re.findall(r"`((?:[\w-]+\.json)|(?:calibration-[\w-]+/))`|<!-- ([\w-]+\.json): ", text)
-    return [RESULTS / (name or marked) for name, marked in named if (name or marked) not in OF_A_RUN]
+    return [RESULTS / (name or marked) for name, marked in named if (name or marked) not in RUN_FILES]
 
 
 def fault(path: Path, history: list[str]) -> str | None:
-    """Why the figures of a raw file may not be stated as true of this repository."""
+    """Return why the figures of a raw file are not from a commit of this repository; None if they are."""
     commits = [word for named in re.findall(r'"commit": "([^"]*)"', path.read_text()) for word in named.split()]
     hashes = [word for word in commits if re.match(r"[0-9a-f]{7}", word)]
     if not hashes:
         return f"{path.name} names no commit"
     if dirty := [word for word in hashes if word.endswith("-dirty")]:
-        return f"{path.name} is of a tree with local changes: {dirty[0]}"
+        return f"{path.name} is from a tree with local changes: {dirty[0]}"
     unknown = [word for word in hashes if not any(known.startswith(word) for known in history)]
-    return f"{path.name} is of a commit that this repository lacks: {unknown[0]}" if unknown else None
+    return f"{path.name} is from a commit that this repository lacks: {unknown[0]}" if unknown else None
 
 
 @pytest.fixture(scope="module")
 def history() -> list[str]:
-    """All commits, newest first."""
+    """Return all commits, newest first."""
     if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout, so commits of raw files cannot be looked up")
+        pytest.skip("not a git checkout, so the commits of raw files are unknown")
 
     def git(*argv: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True, check=True).stdout
 
     if git("rev-parse", "--is-shallow-repository").strip() == "true":
-        pytest.skip("a shallow clone, so commits of raw files cannot be looked up")
+        pytest.skip("a shallow clone, so the commits of raw files are unknown")
     return git("rev-list", "HEAD").split()
 
 
@@ -186,7 +186,7 @@ def test_every_figure_has_its_raw_file() -> None:
 
 
 @MEASURED
-def test_figures_that_are_not_older_are_of_clean_commits_of_this_repository(history: list[str]) -> None:
+def test_current_figures_are_from_clean_commits_of_this_repository(history: list[str]) -> None:
     claims, _, older = (ROOT / "docs" / "results.md").read_text().partition("\n## Older\n")
     assert older
     stated = {path for text in (claims, (ROOT / "README.md").read_text()) for path in raw_files(text)}
@@ -203,35 +203,30 @@ def test_figures_that_are_not_older_are_of_clean_commits_of_this_repository(hist
         ("5c4e6ea450", None),
     ],
 )
-def test_a_raw_file_may_have_each_of_these_faults(tmp_path: Path, commit: str, why: str | None) -> None:
+def test_the_commit_of_a_raw_file_is_checked(tmp_path: Path, commit: str, why: str | None) -> None:
     (tmp_path / "raw.json").write_text(json.dumps({"machine": {"commit": commit}}))
-    found = fault(tmp_path / "raw.json", ["5c4e6ea4501111111111"])
-    assert (found is None) if why is None else (found and why in found)
+    result = fault(tmp_path / "raw.json", ["5c4e6ea4501111111111"])
+    assert (result is None) if why is None else (result and why in result)
 
 
-def value(of: Any, path: str) -> float:
-    """The number at `a/b/c` in a raw file; `*` is every entry, whose numbers the word before the path makes one."""
+def value(raw: Any, path: str) -> float:
+    """Return the number at `a/b/c` in a raw file. `*` means all entries; a word before the path says how to reduce them."""
     reduce, keys = path.split(" ", 1) if path.split(" ")[0] in REDUCE else ("", path)
-    found = [of]
+    values = [raw]
     for key in keys.split("/"):
-        found = [
-            inner
-            for outer in found
-            for inner in (
-                (outer.values() if isinstance(outer, dict) else outer)
-                if key == "*"
-                else [outer[int(key)] if isinstance(outer, list) else outer[key]]
-            )
-        ]
-    numbers = [float(number) for number in found if number is not None]
+        if key == "*":
+            values = [inner for outer in values for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        else:
+            values = [outer[int(key)] if isinstance(outer, list) else outer[key] for outer in values]
+    numbers = [float(number) for number in values if number is not None]
     assert reduce or len(numbers) == 1, f"{path}: {len(numbers)} numbers; write one of {', '.join(REDUCE)} before it"
     return REDUCE[reduce](numbers) if reduce else numbers[0]
 
 
 @MEASURED
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_marked_figures_are_those_of_their_raw_files(page: Path) -> None:
-    """`8.6<!-- trl-sums-run.json: median measurement a/runs/*/median_step_s -->`: rounded as it is written."""
+def test_marked_figures_equal_their_raw_files(page: Path) -> None:
+    """`8.6<!-- trl-sums-run.json: median measurement a/runs/*/median_step_s -->`: rounded to the digits written."""
     for written, unit, name, path in FIGURE.findall(page.read_text()):
         measured = value(json.loads((RESULTS / name).read_text()), path) * UNITS[unit.strip()]
         digits = len(written.partition(".")[2])
@@ -244,38 +239,36 @@ def test_readme_and_results_have_marked_figures() -> None:
     marked = {page.name: len(FIGURE.findall(page.read_text())) for page in PAGES}
     assert marked["README.md"] >= 2 and marked["results.md"] >= 8
     for page in PAGES:
-        marks = re.findall(r"[^`]<!-- [\w-]+\.json", page.read_text())  # in backticks it is an example
+        marks = re.findall(r"[^`]<!-- [\w-]+\.json", page.read_text())  # in backticks they are examples
         assert len(FIGURE.findall(page.read_text())) == len(marks), f"a mark of {page.name} is malformed"
 
 
 @MEASURED
-def test_the_number_of_honest_submissions_is_that_of_the_raw_files() -> None:
+def test_the_number_of_honest_submissions_equals_the_raw_files() -> None:
     claims = (ROOT / "docs" / "results.md").read_text().partition("\n## Older\n")[0]
     raw = [json.loads(path.read_text()) for path in dict.fromkeys(raw_files(claims))]
-    runs = [run for of in raw for run in of.get("runs", []) if isinstance(run, dict) and "accepted" in run]
+    runs = [run for file in raw for run in file.get("runs", []) if isinstance(run, dict) and "accepted" in run]
     counted = {
         name: sum(number for run in runs for worker, number in run[name].items() if not worker.startswith("cheater"))
         for name in ("accepted", "rejected")
     }
     assert counted["rejected"] == 0
-    assert f"{len(runs)} whole runs" in claims and f"{counted['accepted']:,} submissions" in claims, (
-        len(runs),
-        counted,
-    )
+    counts = f"{len(runs)} whole runs", f"{counted['accepted']:,} submissions"
+    assert all(count in claims for count in counts), counts
     assert f"{counted['accepted']:,} honest submissions" in (ROOT / "README.md").read_text()
 
 
 @MEASURED
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_and_flags_of_benchmark_commands_are_there(page: Path) -> None:
-    """Not folders that a reader brings: `$SHOAL_DATA/...`, `runs/...`, names in capitals."""
+def test_files_and_flags_of_benchmark_commands_exist(page: Path) -> None:
+    """Except for a reader's own folders: `$SHOAL_DATA/...`, `runs/...`, names in capitals."""
     text = page.read_text()
     lines = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
     spans = [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
     for line in [line for line in lines + spans if line.startswith(("python benchmarks/", "python examples/"))]:
         words = shlex.split(line)
-        given = [word for before, word in zip(words, words[1:], strict=False) if before not in (">", "--out")]
-        named = [word for word in given if re.match(r"(configs|benchmarks|examples)/", word) or word.endswith(".toml")]
+        inputs = [word for before, word in zip(words, words[1:], strict=False) if before not in (">", "--out")]
+        named = [word for word in inputs if re.match(r"(configs|benchmarks|examples)/", word) or word.endswith(".toml")]
         assert [word for word in named if not list(ROOT.glob(word))] == [], line
         source = (ROOT / words[1]).read_text()
         assert [flag for flag in re.findall(r" (--[a-z][\w-]*)", line) if f'"{flag}"' not in source] == [], line
@@ -301,7 +294,7 @@ def test_the_architecture_lists_the_rooms_and_their_imports() -> None:
         assert written[room] == (", ".join(imports) or "–"), f"the row of `{room}` in docs/architecture.md"
 
 
-def test_the_places_that_questions_lead_to_are_there() -> None:
+def test_the_places_in_the_table_of_questions_exist() -> None:
     rows = table((ROOT / "docs" / "architecture.md").read_text(), "| question | place |")
     assert len(rows) >= 10
     for question, place in rows:
@@ -312,14 +305,13 @@ def test_the_places_that_questions_lead_to_are_there() -> None:
         ), question
 
 
-def test_the_list_of_checks_is_the_validators_own_in_its_order() -> None:
+def test_the_list_of_checks_has_the_validators_checks_in_order() -> None:
     rows = table((ROOT / "docs" / "trust.md").read_text(), "| check |")
     written = [name.split("`")[1] for name, *_ in rows if name.startswith("`")]
-    every = [*checks.FILE, *checks.EXPENSIVE, *EXACT, *checks.GRADED]
-    assert written == [check.__name__ for check in every]
+    assert written == [check.__name__ for check in (*checks.FILE, *checks.EXPENSIVE, *EXACT, *checks.GRADED)]
 
 
-def test_layout_counts_an_import_that_runs_upwards(tmp_path: Path) -> None:
+def test_the_layout_benchmark_counts_an_upward_import(tmp_path: Path) -> None:
     layout = load(ROOT / "benchmarks" / "layout.py")
     sources = {
         "__init__.py": "",
@@ -335,7 +327,7 @@ def test_layout_counts_an_import_that_runs_upwards(tmp_path: Path) -> None:
     figures = layout.measure(tmp_path)
     assert figures["modules at the root"] == "1"
     assert figures["rooms, modules at the root included"] == "3"
-    assert figures["imports that run upwards"] == "1"  # `low` below `high`: one import up, two down
+    assert figures["imports that run upwards"] == "1"  # `low` is below `high`: one import up, two down
     assert figures["floors"] == "2"
     assert figures["`high`: files, lines"] == "2, 3"
 
@@ -347,14 +339,14 @@ def test_the_page_on_tasks_lists_the_schemas_that_are_recognised() -> None:
         assert set(schema.needs) <= set(SPAN.findall(row[1])), row[0]
 
 
-def test_every_word_of_another_library_leads_to_a_field() -> None:
+def test_every_term_of_another_library_maps_to_a_field() -> None:
     rows = table((ROOT / "docs" / "library.md").read_text(), "| theirs")
     assert rows and {field.strip("`") for _, field in rows} <= set(field_paths(Config))
 
 
 def test_the_examples_for_users_of_other_libraries_are_valid_configs() -> None:
-    found = FENCE.findall((ROOT / "docs" / "library.md").read_text())
-    blocks = [block for language, block in found if language == "toml"]
+    fences = FENCE.findall((ROOT / "docs" / "library.md").read_text())
+    blocks = [block for language, block in fences if language == "toml"]
     assert len(blocks) == 2
     for block in blocks:
         parse(tomllib.loads(block))

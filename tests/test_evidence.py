@@ -1,4 +1,4 @@
-"""Bets pay at most 1 on average under their hypothesis, more beyond it; capital grows for a cheat and rarely otherwise."""
+"""Bets pay at most 1 on average under their hypothesis and more beyond it; capital rarely grows for honest workers."""
 
 import math
 
@@ -9,7 +9,7 @@ from shoal.evidence import FLOOR, Process, allocation, centre, frequency, share
 
 
 def test_a_frequency_bet_pays_at_most_one_on_average() -> None:
-    """Exactly, for one event of chance p: the sum over both outcomes."""
+    """The mean over both outcomes of one event is computed exactly."""
     for chance in (0.001, 0.02, 0.5):
         for theta in (0.1, 1.0, 3.0):
             mean = (1 - chance) * math.exp(frequency(0, 1.0, chance, theta)) + chance * math.exp(
@@ -19,7 +19,7 @@ def test_a_frequency_bet_pays_at_most_one_on_average() -> None:
             beyond = (1 - 2 * chance) * math.exp(frequency(0, 1.0, chance, theta / 4)) + 2 * chance * math.exp(
                 frequency(1, 1.0, chance, theta / 4)
             )
-            assert chance == 0.5 or beyond > 1, "a doubled chance pays, at a small enough stake"
+            assert chance == 0.5 or beyond > 1, "a doubled chance pays if the stake is small enough"
 
 
 def test_a_share_bet_pays_exactly_one_at_the_bound() -> None:
@@ -35,9 +35,9 @@ def test_the_centre_is_the_largest_mean_under_any_tilt() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         exposures, values = rng.uniform(0.1, 2, 6), rng.normal(size=6)
-        found = centre(exposures.tolist(), values.tolist(), 3.0)
         corners = np.array(np.meshgrid(*[[1.0, 3.0]] * 6)).reshape(6, -1) * exposures[:, None]
-        assert found == pytest.approx(float((values @ corners / corners.sum(0)).max()))
+        expected = float((values @ corners / corners.sum(0)).max())
+        assert centre(exposures.tolist(), values.tolist(), 3.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -53,28 +53,29 @@ def test_an_allocation_bet_pays_at_most_one_at_any_tilt(sign: int) -> None:
     assert factors[low] == pytest.approx(0.5) and max(factors) > 1.05
 
 
-def test_equal_values_are_no_bet() -> None:
+def test_equal_values_pay_0_nats() -> None:
     assert allocation([3, 2], [1.0, 1.0], [0.5, 0.5], 1.5, 0.5) == 0.0
     assert allocation([0, 0], [0.0, 0.0], [0.5, 1.0], 1.5, 0.5) == 0.0
 
 
-def played(counts: np.ndarray, rate: float, theta: float) -> list[float]:
-    process, found = Process(), []
+def evidence(counts: np.ndarray, rate: float, theta: float) -> list[float]:
+    """Return the evidence after each count."""
+    process, result = Process(), []
     for count in counts:
         process = process.after({"bet": frequency(float(count), 1.0, rate, theta)})
-        found.append(process.evidence)
-    return found
+        result.append(process.evidence)
+    return result
 
 
-def test_the_capital_starts_at_one_and_stays_there_without_news() -> None:
+def test_bets_that_pay_0_nats_leave_the_capital_at_1() -> None:
     process = Process()
     for _ in range(100):
         process = process.after({"one": 0.0, "two": 0.0})
         assert process.evidence == pytest.approx(0.0, abs=1e-9)
 
 
-def test_the_capital_is_a_martingale_exactly() -> None:
-    """All outcomes of four observations that pay 3 or 1/3, at chances that make their mean 1: the capital's mean is 1."""
+def test_the_capital_is_a_martingale() -> None:
+    """Computed exactly over four observations that pay 3 or 1/3, with chances that make their mean 1."""
     total = 0.0
     for outcome in range(16):
         process, chance = Process(), 1.0
@@ -86,23 +87,22 @@ def test_the_capital_is_a_martingale_exactly() -> None:
     assert total == pytest.approx(1.0)
 
 
-def test_honest_capital_exceeds_a_limit_as_rarely_as_promised() -> None:
-    """At a limit of 1 / alpha = 20, so that exceeding it can be seen: at most 5 % of 2,000 workers ever do."""
+def test_honest_capital_exceeds_1_over_alpha_for_at_most_a_fraction_alpha_of_workers() -> None:
+    """Here 1 / alpha is 20, so that some of the 2,000 workers exceed it: at most 5 %."""
     rng = np.random.default_rng(1)
-    ever = sum(max(played(rng.poisson(0.5, 200), 0.5, 0.4)) >= math.log(20) for _ in range(2_000))
+    ever = sum(max(evidence(rng.poisson(0.5, 200), 0.5, 0.4)) >= math.log(20) for _ in range(2_000))
     assert 0 < ever <= 100
 
 
 @pytest.mark.parametrize("honest", [0, 1_000])
-def test_a_cheat_is_found_soon_however_long_it_was_honest(honest: int) -> None:
+def test_a_cheat_is_detected_soon_however_long_it_was_honest(honest: int) -> None:
     rng = np.random.default_rng(2)
     counts = np.concatenate([rng.poisson(0.5, honest), rng.poisson(2.0, 100)])
-    evidence = played(counts, 0.5, 0.7)
-    first = next(n for n, value in enumerate(evidence) if value >= math.log(1e6))
+    first = next(n for n, nats in enumerate(evidence(counts, 0.5, 0.7)) if nats >= math.log(1e6))
     assert honest <= first <= honest + 40
 
 
-def test_a_long_past_does_not_overflow_or_underflow() -> None:
+def test_many_observations_do_not_overflow_or_underflow() -> None:
     process = Process()
     for _ in range(300):
         process = process.after({"low": -50.0, "high": 40.0})

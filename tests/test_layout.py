@@ -1,4 +1,4 @@
-"""Who imports whom, read from the source: what `docs/architecture.md` says of rooms is read from the code here."""
+"""The rooms import each other only as `ROOMS` allows. test_docs.py compares `ROOMS` with `docs/architecture.md`."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "shoal"
 
-# What each room may import, from the bottom up. A room may import only rooms that stand before it in this list.
+# What each room may import, from the bottom up: only rooms before it in this list.
 ROOMS = {
     "errors": [],
     "files": [],
@@ -54,9 +54,9 @@ LIBRARIES = [
     "diloco",
     "watch",
 ]
-LOOSE = {"", "__main__", "errors", "evidence", "files"}  # modules at the root
+ROOT_MODULES = {"", "__main__", "errors", "evidence", "files"}
 
-SUB_ROOMS = {  # likewise, of rooms that have rooms of their own; their loose modules stand above these
+SUB_ROOMS = {  # the same for the parts of a room; modules that are not listed are above them
     "shardcast": {
         "manifest": [],
         "files": ["manifest"],
@@ -78,7 +78,7 @@ SUB_ROOMS = {  # likewise, of rooms that have rooms of their own; their loose mo
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its name without `shoal.`; a package is called as its folder."""
+    """Return the path of every module by its name without `shoal.`; a package has the name of its folder."""
     names = {path: path.relative_to(SRC).with_suffix("").parts for path in sorted(SRC.rglob("*.py"))}
     return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for path, parts in names.items()}
 
@@ -92,7 +92,7 @@ def tree(name: str) -> ast.Module:
 
 
 def imported(name: str) -> Iterator[str]:
-    """Absolute names of all that a module imports, wherever in it."""
+    """Yield the absolute names of everything that a module imports, also inside functions."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
@@ -107,16 +107,16 @@ def imported(name: str) -> Iterator[str]:
 
 @cache
 def own(name: str) -> set[str]:
-    """The modules of Shoal that a module imports, without `shoal.`."""
-    found = set()
+    """Return the modules of Shoal that a module imports, without `shoal.`."""
+    result = set()
     for absolute in imported(name):
         parts = absolute.split(".")
         if parts[0] != "shoal":
             continue
         while parts[1:] and ".".join(parts[1:]) not in MODULES:
-            parts.pop()  # what is left is the module, not a name in it
-        found.add(".".join(parts[1:]))
-    return found
+            parts.pop()  # a name in a module
+        result.add(".".join(parts[1:]))
+    return result
 
 
 def within(name: str, package: str) -> bool:
@@ -132,21 +132,21 @@ def room(name: str) -> str:
 
 
 def reached(start: str) -> set[str]:
-    """Every module that importing `start` brings in: directly or through others, their packages included."""
-    found: set[str] = set()
+    """Return every module that importing `start` imports, directly or indirectly, including packages."""
+    result: set[str] = set()
     waiting = [start]
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in result:
             continue
-        found.add(name)
+        result.add(name)
         parts = name.split(".")
         waiting += [".".join(parts[:n]) for n in range(1, len(parts))]
         waiting += own(name) - {""}
-    return found
+    return result
 
 
-def test_this_reads_imports_as_python_does() -> None:
+def test_imports_are_read_as_python_reads_them() -> None:
     started = own("cli.training")
     assert "config" in started and "cli.launch.swarm" in started  # `from shoal import`, one in a function
     assert "shardcast.fetch.source" in own("shardcast.fetch.client")
@@ -155,15 +155,14 @@ def test_this_reads_imports_as_python_does() -> None:
     assert "protocol.identity" in reached("learner.loop") and "protocol.identity" not in own("learner.loop")
 
 
-def test_only_the_leaves_stand_loose() -> None:
-    assert {name for name in MODULES if "." not in name and MODULES[name].name != "__init__.py"} == LOOSE - {""}
-    assert {room(name) for name in MODULES} == set(ROOMS) | LOOSE
+def test_the_package_has_exactly_the_listed_rooms_and_root_modules() -> None:
+    assert {name for name in MODULES if "." not in name and MODULES[name].name != "__init__.py"} == ROOT_MODULES - {""}
+    assert {room(name) for name in MODULES} == set(ROOMS) | ROOT_MODULES
 
 
-def test_no_room_stands_below_one_that_it_imports() -> None:
-    below = list(ROOMS)
+def test_a_room_may_import_only_rooms_listed_before_it() -> None:
     for number, (name, allowed) in enumerate(ROOMS.items()):
-        assert set(allowed) <= set(below[:number]), f"{name} may import only rooms before it"
+        assert set(allowed) <= set(list(ROOMS)[:number]), name
 
 
 @pytest.mark.parametrize("name", list(ROOMS))
@@ -173,22 +172,22 @@ def test_a_room_imports_exactly_the_rooms_listed_for_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_a_process_reaches_no_other_process(process: str) -> None:
+def test_a_process_imports_no_other_process_even_indirectly(process: str) -> None:
     others = set(PROCESSES) - {process}
     for name in members(process):
-        met = {other for other in reached(name) if room(other) in others}
-        assert met == set(), f"{name} imports {met}, directly or through others"
+        processes = {other for other in reached(name) if room(other) in others}
+        assert processes == set(), f"{name} imports {processes}, directly or indirectly"
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_reaches_no_process(library: str) -> None:
+def test_a_library_imports_no_process_even_indirectly(library: str) -> None:
     processes = {*PROCESSES, "evals", "serve", "cli"}
     for name in members(library):
         assert {other for other in reached(name) if room(other) in processes} == set()
 
 
 @pytest.mark.parametrize("outer", list(SUB_ROOMS))
-def test_the_rooms_of_a_room_have_an_order_too(outer: str) -> None:
+def test_parts_of_a_room_import_exactly_the_parts_listed_for_them(outer: str) -> None:
     def sub_room(name: str) -> str:
         inner = name.split(".")[1] if name.startswith(outer + ".") else ""
         is_folder = inner and MODULES[f"{outer}.{inner}"].name == "__init__.py"
@@ -206,8 +205,8 @@ def test_the_rooms_of_a_room_have_an_order_too(outer: str) -> None:
 def test_nothing_is_ever_unpickled() -> None:
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
     for name in MODULES:
-        found = {absolute.split(".")[0] for absolute in imported(name)} & forbidden
-        assert not found, f"{name} imports {found}"
+        pickles = {absolute.split(".")[0] for absolute in imported(name)} & forbidden
+        assert not pickles, f"{name} imports {pickles}"
         loads = {
             ast.unparse(node.func)
             for node in ast.walk(tree(name))
@@ -223,5 +222,5 @@ def test_nothing_is_ever_unpickled() -> None:
         assert not pickled, f"{name} allows pickles"
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [name for name in MODULES if not ast.get_docstring(tree(name))] == []

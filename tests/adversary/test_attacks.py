@@ -1,4 +1,4 @@
-"""Every attack of the matrix lies, and attacks that show with any model are found for the right reason."""
+"""Every attack of the matrix lies, and attacks that are detectable with any model are found for the right reason."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,8 +28,8 @@ CONFIG = parse(
         "evaluator": {"n": 16},
     }
 )
-ASKED = offline_assignment(CONFIG, ALICE.public, 0)
-FOUND = {  # with any model; weights or sampling that differ little are left out
+ASSIGNMENT = offline_assignment(CONFIG, ALICE.public, 0)
+REASONS = {  # for attacks that are detectable with any model
     "honest": None,
     "previous_version": Reason.PROOF,  # here: entirely other weights
     "version_5_steps_ago": Reason.PROOF,
@@ -55,23 +55,23 @@ FOUND = {  # with any model; weights or sampling that differ little are left out
     "missing_proofs": Reason.BOUNDS,
 }
 SUBTLE = {
-    *("spends_tolerance", "spends_tolerance_down"),  # made to pass the limits; see test_exact.py
-    *("int8_weights", "int4_weights", "fp8_cache", "fp16_cache"),  # a few tokens do not tell them from numerics
-    "end_suppressed",  # one wrong token in a completion of 40, where limits are for a share of all tokens
+    *("spends_tolerance", "spends_tolerance_down"),  # designed to pass the limits; see test_exact.py
+    *("int8_weights", "int4_weights", "fp8_cache", "fp16_cache"),  # with few tokens they look like honest numerics
+    "end_suppressed",  # one wrong token in a completion of 40; limits are for a fraction of all tokens
 }
 
 
 def submissions(
     folders: tuple[Path, Path], names: Iterable[str], config: Config, engine: TorchEngine
 ) -> dict[str, bytes]:
-    """Each attacker's file for the same task, made one after the other by one engine."""
+    """Return each attacker's file for the same task, generated one after the other by one engine."""
     newest, other = folders
-    lab, made = Lab([other] * 6 + [newest], BOB), {}
+    lab, files = Lab([other] * 6 + [newest], BOB), {}
     for name in names:
         attacker = ATTACKS[name](config, RUN, ALICE, engine, lab)
         attacker.load(newest, 6)
-        made[name] = attacker.submission(ASKED)
-    return made
+        files[name] = attacker.submission(ASSIGNMENT)
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +98,20 @@ def test_every_attack_submits_other_rows_for_the_assigned_tasks_under_its_own_si
     assert lied.header.signer == lied.header.worker == ALICE.public
     assert lied.rows != honest.rows or name.startswith("spends")
     if name != "replayed":
-        assert (lied.header.prompts, lied.header.submission) == (honest.header.prompts, ASKED.number)
+        assert (lied.header.prompts, lied.header.submission) == (honest.header.prompts, ASSIGNMENT.number)
         claims = [[(row.group, row.task, row.target_length, row.seed) for row in file.rows] for file in (lied, honest)]
         assert claims[0] == claims[1]
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in SUBTLE])
-def test_attacks_that_show_with_any_model_are_found(files: dict[str, bytes], judge: Judge, name: str) -> None:
-    case = judge.open(ASKED, ALICE.public, files[name])
+def test_attacks_that_are_detectable_with_any_model_are_found(files: dict[str, bytes], judge: Judge, name: str) -> None:
+    case = judge.open(ASSIGNMENT, ALICE.public, files[name])
     assert isinstance(case, Case), case
     finding = judge.examine([case])[0].finding
-    expected = [FOUND[name]] if name in FOUND else [Reason.SAMPLING, Reason.TERMINATION]  # other ways of sampling
+    expected = [REASONS[name]] if name in REASONS else [Reason.SAMPLING, Reason.TERMINATION]  # other sampling methods
     assert (finding and finding.reason) in expected, finding
 
 
-def test_attackers_leave_the_engine_as_they_found_it(tiny_folders: tuple[Path, Path], files: dict[str, bytes]) -> None:
+def test_attackers_restore_the_engine(tiny_folders: tuple[Path, Path], files: dict[str, bytes]) -> None:
     names = ("fp8_cache", "top_k_5", "other_model", "honest")
     assert submissions(tiny_folders, names, CONFIG, TorchEngine("float32"))["honest"] == files["honest"]

@@ -1,4 +1,4 @@
-"""In a class every attack that changes a token, a logprob or a proof is rejected; so is one that spends the tolerance."""
+"""Within an exactness class, every attack that changes a token, a logprob or a proof is rejected."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +12,11 @@ from shoal.validator.case import Case
 from shoal.validator.judge import Examined, Judge
 
 from ..model.exactness import NEEDS_EXACT
-from .test_attacks import ALICE, ASKED, CONFIG, submissions
+from .test_attacks import ALICE, ASSIGNMENT, CONFIG, submissions
 
 pytestmark = [NEEDS_EXACT, pytest.mark.usefixtures("one_thread")]
 EXACT = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"numerics": "exact"})})
-QUIET = [
+NAMES = [
     *("honest", "int8_weights", "fp8_cache", "fp16_cache", "previous_version", "top_k_5", "top_p_0.9"),
     *("end_suppressed", "temperature_x0.7", "temperature_x1.3", "best_of_4", "spends_tolerance"),
     "spends_tolerance_down",
@@ -25,7 +25,7 @@ QUIET = [
 
 @pytest.fixture(scope="module")
 def files(one_thread: None, tiny_folders: tuple[Path, Path]) -> dict[str, bytes]:
-    return submissions(tiny_folders, QUIET, EXACT, TorchEngine("float32", numerics="exact"))
+    return submissions(tiny_folders, NAMES, EXACT, TorchEngine("float32", numerics="exact"))
 
 
 @pytest.fixture(scope="module")
@@ -36,27 +36,27 @@ def judge(one_thread: None, tiny_folder: Path) -> Iterator[Judge]:
 
 
 def examined(judge: Judge, data: bytes, *, exact: bool = True) -> Examined:
-    case = judge.open(ASKED, ALICE.public, data)
+    case = judge.open(ASSIGNMENT, ALICE.public, data)
     assert isinstance(case, Case), case
     return judge.examine([replace(case, exact=exact)])[0]
 
 
-@pytest.mark.parametrize("name", QUIET)
-def test_whatever_changes_a_bit_is_rejected(files: dict[str, bytes], judge: Judge, name: str) -> None:
-    one, honest = examined(judge, files[name]), examined(judge, files["honest"])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_changed_bit_is_rejected(files: dict[str, bytes], judge: Judge, name: str) -> None:
+    attack, honest = examined(judge, files[name]), examined(judge, files["honest"])
     assert honest.finding is None
-    same = all(
+    is_equal = all(
         (row.tokens, row.logprobs, row.proofs) == (own.tokens, own.logprobs, own.proofs)
-        for row, own in zip(one.case.rows, honest.case.rows, strict=True)
+        for row, own in zip(attack.case.rows, honest.case.rows, strict=True)
     )
-    assert (one.finding is None) == same, one.finding
+    assert (attack.finding is None) == is_equal, attack.finding
 
 
 @pytest.mark.parametrize(("name", "sign"), [("spends_tolerance", 1), ("spends_tolerance_down", -1)])
-def test_the_tolerance_buys_reward_only_outside_of_a_class(
+def test_spending_the_tolerance_gains_reward_only_outside_an_exactness_class(
     files: dict[str, bytes], judge: Judge, name: str, sign: int
 ) -> None:
-    honest, within = examined(judge, files["honest"]), examined(judge, files[name], exact=False)
-    assert within.finding is None, "it stays within the limits"
-    assert sign * (sum(within.case.rewards) - sum(honest.case.rewards)) > 0, "and gains what it wants"
+    honest, attack = examined(judge, files["honest"]), examined(judge, files[name], exact=False)
+    assert attack.finding is None, "it stays within the limits"
+    assert sign * (sum(attack.case.rewards) - sum(honest.case.rewards)) > 0, "it moves the reward as it wants"
     assert examined(judge, files[name]).finding is not None

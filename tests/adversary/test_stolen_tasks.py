@@ -1,6 +1,6 @@
-"""An attacker uploads an honest worker's rollouts first, as her own, through pool and judge: she alone is slashed."""
+"""An attacker uploads an honest worker's rollouts as her own, before the worker does: only the attacker is slashed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,8 @@ class PoolsNode(ValidatorsNode):
     """A validator's node that asks a real pool who owns content."""
 
     harness: Any = None
-    asked: list[str] = field(default_factory=list)
 
     def get(self, path: str, answer: type[ContentOwner]) -> ContentOwner:
-        self.asked.append(path)
         return self.harness.pool.judgement.content_owner(path.rpartition("/")[2])  # type: ignore[no-any-return]
 
 
@@ -38,12 +36,12 @@ class Site:
     alice: Producer
     mallory: Producer
 
-    def upload(self, worker: Producer, asked: Assignment, data: bytes) -> None:
-        self.validator.node.files[asked.id] = data  # type: ignore[attr-defined]
-        self.harness.pool.assignments.uploaded(worker.identity.public, asked.id, "9" * 64)
+    def upload(self, worker: Producer, assignment: Assignment, data: bytes) -> None:
+        self.validator.node.files[assignment.id] = data  # type: ignore[attr-defined]
+        self.harness.pool.assignments.uploaded(worker.identity.public, assignment.id, "9" * 64)
 
     def judge(self) -> Reason | None:
-        """The pool's reason for the oldest upload, as its validator sees it."""
+        """Judge the oldest upload and return the reason; None if it is accepted."""
         [claim] = self.harness.claims(VALIDATOR, 1)
         [(verdict, accepted)] = self.validator.check([claim])
         submissions = self.harness.pool.judgement
@@ -64,45 +62,43 @@ def site(tiny_folder: Path) -> Site:
     node = PoolsNode(policy_version=0, harness=harness)
     validator = Validator(node, SETTINGS, tiny_folder, "", "float32")  # type: ignore[arg-type]
     validator.judge.load(tiny_folder)
-    alice, mallory = (make_producer(tiny_folder, SETTINGS, identity=one) for one in (ALICE, MALLORY))
+    alice, mallory = (make_producer(tiny_folder, SETTINGS, identity=identity) for identity in (ALICE, MALLORY))
     return Site(harness, validator, alice, mallory)
 
 
-def test_who_uploads_a_workers_rollouts_first_loses_and_the_worker_is_paid(site: Site) -> None:
-    """Even with the nonce, which she cannot know before Alice does."""
-    hers, mine = site.harness.task(ALICE.public), site.harness.task(MALLORY.public)
-    stolen = produced(site.alice, hers)
-    site.upload(site.mallory, mine, signed(site.mallory, mine, stolen))
+def test_uploading_a_workers_rollouts_first_is_slashed_and_the_worker_is_accepted(site: Site) -> None:
+    """Here Mallory even has the nonce, which she cannot know before Alice does."""
+    alices, mallorys = site.harness.task(ALICE.public), site.harness.task(MALLORY.public)
+    site.upload(site.mallory, mallorys, signed(site.mallory, mallorys, produced(site.alice, alices)))
     assert site.judge() is Reason.TASKS
-    site.upload(site.alice, hers, site.alice.submission(hers))
+    site.upload(site.alice, alices, site.alice.submission(alices))
     assert site.judge() is None
     assert site.harness.status().slashed == ["mallory"]
     assert site.harness.status().reject_reasons == {"tasks": 1}
 
 
-def test_a_copy_that_waits_for_its_verdict_owns_nothing(site: Site) -> None:
-    hers, mine = site.harness.task(ALICE.public), site.harness.task(MALLORY.public)
-    site.upload(site.mallory, mine, signed(site.mallory, mine, produced(site.alice, hers)))
-    site.harness.claims("f" * 64, 1)  # another validator holds the copy
-    site.upload(site.alice, hers, site.alice.submission(hers))
+def test_a_copy_without_a_verdict_does_not_own_its_content(site: Site) -> None:
+    alices, mallorys = site.harness.task(ALICE.public), site.harness.task(MALLORY.public)
+    site.upload(site.mallory, mallorys, signed(site.mallory, mallorys, produced(site.alice, alices)))
+    site.harness.claims("f" * 64, 1)  # another validator claims the copy
+    site.upload(site.alice, alices, site.alice.submission(alices))
     assert site.judge() is None
     assert site.harness.status().slashed == []
 
 
-def test_the_next_rollouts_of_a_worker_cannot_be_computed_before_its_task_is_given_out(site: Site) -> None:
-    """All that is public before: run, step, version, digest, key, number. What she guesses is another task."""
+def test_a_workers_next_rollouts_cannot_be_computed_before_its_assignment(site: Site) -> None:
+    """Run, step, version, digest, key and number are public before. Without the nonce they yield other tasks."""
     first = site.harness.accepted(ALICE.public, useful=(False, False))
     public = first.model_copy(update={"number": 1, "id": f"{ALICE.public[:16]}-000001"})
-    hers = site.harness.task(ALICE.public)
-    assert public.model_copy(update={"nonce": hers.nonce, "upload_path": hers.upload_path, "deadline_s": 0.0}) == (
-        hers.model_copy(update={"deadline_s": 0.0})
-    ), "only the nonce is missing"
-    seeds = [{seed for plan in site.alice.plan(asked) for seed in plan.seeds} for asked in (public, hers)]
+    alices = site.harness.task(ALICE.public)
+    known = {"nonce": alices.nonce, "upload_path": alices.upload_path, "deadline_s": alices.deadline_s}
+    assert public.model_copy(update=known) == alices, "only the nonce is missing"
+    seeds = [{seed for plan in site.alice.plan(assignment) for seed in plan.seeds} for assignment in (public, alices)]
     assert not seeds[0] & seeds[1]
 
 
-def test_a_file_for_another_assignment_is_not_held_against_its_worker(site: Site) -> None:
-    """A coordinator that came back to older state gives a number again, with another nonce."""
+def test_a_file_for_another_nonce_does_not_slash_its_worker(site: Site) -> None:
+    """A coordinator that was restored from older state assigns a number again, with another nonce."""
     before = site.harness.task(ALICE.public)
     data = site.alice.submission(before.model_copy(update={"nonce": "f" * 32}))
     site.upload(site.alice, before, data)

@@ -1,7 +1,7 @@
-"""A worker that spends the tolerance passes every check and gains, until the sum of its submissions dismisses it.
+"""A worker that spends the tolerance passes every check and gains, until the test over all its submissions dismisses it.
 
-Real generations, prefills, verdicts and a real coordinator, on a tiny random model whose completions end early. Rewards are
-length penalties. Both sides compute in fp32, where honest work has hardly a mismatch on any machine.
+Generation, prefills, verdicts and the coordinator are real; the model is tiny and random, and its completions end early.
+Rewards are length penalties. Both sides compute in fp32, where honest work has hardly any mismatches.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from shoal.protocol.messages import ToleranceSpent
 from shoal.store.rollouts import read_submission
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
-from shoal.validator.judge import Judge
+from shoal.validator.judge import Examined, Judge
 from shoal.validator.spending import changed, spent
 
 from ..coordinator.support import ALICE as KEY
 from ..coordinator.support import Harness, open_pool
-from ..validator.support import judged as validators_word
+from ..validator.support import judged as verdict_of
 from ..validator.support import make_validator
 from ..workers import ALICE, BOB, RUN, config
 
@@ -36,7 +36,7 @@ SETTINGS = config(
     workers={"groups_per_submission": 4},
     evidence={"rates": (0.03, 0.005, 1e-3, 1e-3)},  # as in configs/tiny.toml
 )
-MOST = 12  # submissions
+MAX_SUBMISSIONS = 12
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +52,24 @@ def engine() -> TorchEngine:
 
 
 def attacker(kind: type[Attack], folder: Path, engine: TorchEngine) -> Attack:
-    made = kind(SETTINGS, RUN, ALICE, engine, Lab([folder], BOB))
-    made.load(folder, 0)
-    return made
+    attacker = kind(SETTINGS, RUN, ALICE, engine, Lab([folder], BOB))
+    attacker.load(folder, 0)
+    return attacker
 
 
-def judged(judge: Judge, made: Attack, number: int) -> tuple[ToleranceSpent, float]:
-    """What an accepted submission used, and its mean reward."""
-    asked = offline_assignment(SETTINGS, ALICE.public, number)
-    case = judge.open(asked, ALICE.public, made.submission(asked))
+def examined(judge: Judge, attacker: Attack, number: int) -> Examined:
+    assignment = offline_assignment(SETTINGS, ALICE.public, number)
+    case = judge.open(assignment, ALICE.public, attacker.submission(assignment))
     assert isinstance(case, Case), case
-    [one] = judge.examine([case])
-    assert one.finding is None, f"it stays within every limit: {one.finding}"
-    return spent(one.case, SETTINGS, one.evidence), fmean(one.case.graded())
+    [examined] = judge.examine([case])
+    return examined
+
+
+def judged(judge: Judge, attacker: Attack, number: int) -> tuple[ToleranceSpent, float]:
+    """Return the tolerance that an accepted submission spent, and its mean reward."""
+    result = examined(judge, attacker, number)
+    assert result.finding is None, f"it stays within every limit: {result.finding}"
+    return spent(result.case, SETTINGS, result.evidence), fmean(result.case.graded())
 
 
 def pool() -> Harness:
@@ -76,7 +81,7 @@ def pool() -> Harness:
 
 
 def uploaded(harness: Harness, used: ToleranceSpent) -> str:
-    """The state of one more submission that used this much."""
+    """Upload another submission that spent this much, and return its state."""
     task = harness.upload(KEY)
     assert harness.claim() is not None
     harness.judge(task.id, None, (False, False), spent=used)
@@ -84,73 +89,67 @@ def uploaded(harness: Harness, used: ToleranceSpent) -> str:
 
 
 @pytest.mark.parametrize(("name", "sign"), [("spends_tolerance", 1), ("spends_tolerance_down", -1)])
-def test_the_adaptive_attacker_is_dismissed_for_real(
+def test_the_adaptive_attacker_is_dismissed(
     judge: Judge, engine: TorchEngine, talkative_folder: Path, name: str, sign: int
 ) -> None:
     harness, liar = pool(), attacker(ATTACKS[name], talkative_folder, engine)
     honest = attacker(Attack, talkative_folder, engine)
     states, gains = ["accepted"], list[float]()
-    while states[-1] == "accepted" and len(gains) < MOST:
+    while states[-1] == "accepted" and len(gains) < MAX_SUBMISSIONS:
         used, reward = judged(judge, liar, len(gains))
         gains.append(reward - judged(judge, honest, len(gains))[1])
         states.append(uploaded(harness, used))
-    assert sign * fmean(gains) > 0, "it gets what it wants meanwhile"
-    assert states[-1] == "rejected", f"not found within {MOST} submissions"
+    assert sign * fmean(gains) > 0, "until then it moves the reward as it wants"
+    assert states[-1] == "rejected", f"not dismissed within {MAX_SUBMISSIONS} submissions"
     assert harness.kinds().count("dismissed") == 1 and "slashed" not in harness.kinds()
 
 
-def test_an_honest_worker_is_not(judge: Judge, engine: TorchEngine, talkative_folder: Path) -> None:
+def test_an_honest_worker_is_not_dismissed(judge: Judge, engine: TorchEngine, talkative_folder: Path) -> None:
     harness, honest = pool(), attacker(Attack, talkative_folder, engine)
-    assert {uploaded(harness, judged(judge, honest, number)[0]) for number in range(MOST)} == {"accepted"}
+    assert {uploaded(harness, judged(judge, honest, number)[0]) for number in range(MAX_SUBMISSIONS)} == {"accepted"}
     assert harness.pool.judgement.trust.evidence.of(KEY).evidence < 1
 
 
 @pytest.mark.parametrize("name", ["spends_tolerance", "spends_tolerance_down"])
-def test_each_completion_it_changed_shows_when_its_seed_is_asked_again(
+def test_regeneration_finds_each_changed_completion(
     judge: Judge, engine: TorchEngine, talkative_folder: Path, name: str
 ) -> None:
-    asked = offline_assignment(SETTINGS, ALICE.public, 0)
-    cases: dict[type[Attack], Case] = {}
-    for kind in (Attack, ATTACKS[name]):
-        case = judge.open(asked, ALICE.public, attacker(kind, talkative_folder, engine).submission(asked))
-        assert isinstance(case, Case)
-        [one] = judge.examine([case])
-        cases[kind] = one.case
-    lied, honest = cases[ATTACKS[name]], cases[Attack]
+    kinds = ATTACKS[name], Attack
+    lied, honest = (examined(judge, attacker(kind, talkative_folder, engine), 0).case for kind in kinds)
     moved = sum(row.tokens != own.tokens for row, own in zip(lied.rows, honest.rows, strict=True))
     assert moved > 4
     improved, spoiled = changed(judge, lied, 32)
     if name.endswith("down"):
         improved, spoiled = spoiled, improved
-    assert improved >= moved - 1 and spoiled <= 1, "but for a near tie that falls otherwise on this machine"
-    assert 0 < sum(changed(judge, lied, 3)) <= 3, "no more than are asked for"
+    assert improved >= moved - 1 and spoiled <= 1, "except for a near tie that this machine breaks differently"
+    assert 0 < sum(changed(judge, lied, 3)) <= 3, "no more than requested"
     assert sum(changed(judge, honest, 32)) <= 1
     near = replace(lied, grades=[replace(grade, repeatable=False) for grade in lied.grades])
-    assert changed(judge, near, 32) == (0, 0), "a busy machine may have changed these rewards, whatever the tokens are"
+    assert changed(judge, near, 32) == (0, 0), "such rewards may have changed because a machine was busy"
 
 
-@pytest.mark.parametrize("most", [0, 4])
-def test_the_verdict_tells_of_it_if_the_run_asks(engine: TorchEngine, talkative_folder: Path, most: int) -> None:
-    evidence = SETTINGS.evidence.model_copy(update={"regenerated": most})
-    asked = offline_assignment(SETTINGS, ALICE.public, 0)
-    data = attacker(ATTACKS["spends_tolerance"], talkative_folder, engine).submission(asked)
-    asking = SETTINGS.model_copy(update={"evidence": evidence})
-    validator = make_validator(talkative_folder, asking, version=asked.policy_version)
+@pytest.mark.parametrize("regenerated", [0, 4])
+def test_the_verdict_counts_regenerated_changes(engine: TorchEngine, talkative_folder: Path, regenerated: int) -> None:
+    evidence = SETTINGS.evidence.model_copy(update={"regenerated": regenerated})
+    assignment = offline_assignment(SETTINGS, ALICE.public, 0)
+    data = attacker(ATTACKS["spends_tolerance"], talkative_folder, engine).submission(assignment)
+    settings = SETTINGS.model_copy(update={"evidence": evidence})
+    validator = make_validator(talkative_folder, settings, version=assignment.policy_version)
     with validator.judge:
-        verdict = validators_word(validator, asked, data)
+        verdict = verdict_of(validator, assignment, data)
     assert verdict.spent is not None, verdict.detail
-    assert (verdict.spent.improved > 0) == (most > 0)
-    assert verdict.spent.improved + verdict.spent.spoiled <= most
+    assert (verdict.spent.improved > 0) == (regenerated > 0)
+    assert verdict.spent.improved + verdict.spent.spoiled <= regenerated
 
 
-def test_a_lean_of_nothing_is_honest_and_more_is_not(engine: TorchEngine, talkative_folder: Path) -> None:
-    asked = offline_assignment(SETTINGS, ALICE.public, 0)
+def test_a_near_temperature_of_strength_0_is_honest(engine: TorchEngine, talkative_folder: Path) -> None:
+    assignment = offline_assignment(SETTINGS, ALICE.public, 0)
 
     def tokens(kind: type[Attack], strength: float) -> list[list[int]]:
-        made = attacker(kind, talkative_folder, engine)
-        if isinstance(made, NearTemperature):
-            made.lean(1.0, strength)
-        rows = read_submission(made.submission(asked), max_rows=32, max_tokens=24).rows
+        worker = attacker(kind, talkative_folder, engine)
+        if isinstance(worker, NearTemperature):
+            worker.lean(1.0, strength)
+        rows = read_submission(worker.submission(assignment), max_rows=32, max_tokens=24).rows
         return [row.tokens for row in rows]
 
     honest = tokens(Attack, 0.0)
@@ -158,20 +157,20 @@ def test_a_lean_of_nothing_is_honest_and_more_is_not(engine: TorchEngine, talkat
     assert tokens(NearTemperature, 0.5) != honest
 
 
-# --- how much a plan spends -------------------------------------------------------------------------------------------
+# --- plans -------------------------------------------------------------------------------------------
 
 
 def tried(margins: list[float], gain: float = 1.0) -> list[Tried]:
-    """Swaps of these margins, in completions of their own, whose reward was 0."""
+    """Return swaps with these margins, each in another completion whose reward was 0."""
     empty = Completion.__new__(Completion)
     return [Tried(Swap(0, n, 0, 0, margin), empty, 0.0, gain) for n, margin in enumerate(margins)]
 
 
-def margins(plan: Plan, found: list[Tried], direction: float = 1.0) -> list[float]:
-    """The margins of what is chosen among 1,000 tokens."""
-    one = SpendsTolerance.__new__(SpendsTolerance)
-    one.config, one.spending, one.direction = SETTINGS, plan, direction
-    return [taken.swap.margin for taken in one.chosen(found, 1_000, 400.0)]
+def margins(plan: Plan, swaps: list[Tried], direction: float = 1.0) -> list[float]:
+    """Return the margins of the swaps that a plan chooses in a submission of 1,000 tokens."""
+    worker = SpendsTolerance.__new__(SpendsTolerance)
+    worker.config, worker.spending, worker.direction = SETTINGS, plan, direction
+    return [chosen.swap.margin for chosen in worker.chosen(swaps, 1_000, 400.0)]
 
 
 LIMIT = SETTINGS.validator.sampling_margin
@@ -180,18 +179,17 @@ NATS = SPENT * SETTINGS.validator.sampling_margin_mean * 1_000
 
 @pytest.mark.parametrize("name", PLANS)
 def test_no_plan_exceeds_a_limit(name: str) -> None:
-    found = tried([LIMIT * FAR * n / 2_000 for n in range(1, 2_000)])
-    chosen = margins(PLANS[name], found)
+    chosen = margins(PLANS[name], tried([LIMIT * FAR * n / 2_000 for n in range(1, 2_000)]))
     assert chosen and sum(nats for nats in chosen if nats <= LIMIT) <= NATS
     assert max(chosen) <= FAR * LIMIT
     assert sum(nats > LIMIT for nats in chosen) <= SETTINGS.validator.sampling_mismatches
 
 
-def test_a_plan_takes_the_nearest_that_help_and_pays_for_decoys() -> None:
+def test_a_plan_chooses_the_nearest_helpful_swaps_and_pays_for_decoys() -> None:
     assert margins(Plan(reach=0.5), tried([0.1, 0.2, 0.5 * LIMIT + 0.01])) == [0.1, 0.2]
     assert margins(Plan(), tried([0.1], gain=-1.0)) == [] and margins(Plan(), tried([0.1], gain=-1.0), -1.0) == [0.1]
     assert margins(Plan(reach=0.0, far=2), tried([0.1, LIMIT + 0.1, 2.0, 2.5])) == [LIMIT + 0.1, 2.0]
     bound = int(0.25 * SETTINGS.evidence.rates[0] * 400)
     assert len(margins(Plan(rate=0.25), tried([0.01] * 50))) == bound
-    useless = [Tried(one.swap, one.completion, 0.0, 0.0) for one in tried([0.01] * 60)[50:]]
+    useless = [Tried(swap.swap, swap.completion, 0.0, 0.0) for swap in tried([0.01] * 60)[50:]]
     assert len(margins(Plan(rate=0.25, decoys=1.0), tried([0.01] * 50) + useless)) == 2 * (bound // 2)

@@ -1,4 +1,4 @@
-"""Every lie about what an environment said is found, and is a hard reason; the honest control is accepted."""
+"""Every lie about an environment's answers is found, and is a hard reason; the honest control is accepted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..turns import MAX_TOKENS, config
 from ..workers import ALICE, BOB, RUN
 
 pytestmark = pytest.mark.usefixtures("one_thread", "echo")
-FOUND = {
+REASONS = {
     "honest": None,
     "greedy": Reason.SAMPLING,
     "best_of_4": Reason.SAMPLING,
@@ -40,45 +40,46 @@ def judge(talkative_folder: Path, echo: None) -> Iterator[Judge]:
 
 
 def attacker(name: str, folder: Path) -> Attack:
-    made = attacks_on(config())[name](config(), RUN, ALICE, TorchEngine("float32"), Lab([folder], BOB))
-    made.load(folder, 0)
-    return made
+    attacker = attacks_on(config())[name](config(), RUN, ALICE, TorchEngine("float32"), Lab([folder], BOB))
+    attacker.load(folder, 0)
+    return attacker
 
 
-ASKED = offline_assignment(config(), ALICE.public, 0)
+ASSIGNMENT = offline_assignment(config(), ALICE.public, 0)
 
 
 def finding(judge: Judge, data: bytes) -> Finding | None:
-    case = judge.open(ASKED, ALICE.public, data)
+    case = judge.open(ASSIGNMENT, ALICE.public, data)
     assert isinstance(case, Case), case
     return judge.examine([case])[0].finding
 
 
-@pytest.mark.parametrize("name", list(FOUND))
+@pytest.mark.parametrize("name", list(REASONS))
 def test_a_lie_is_found_for_its_reason(talkative_folder: Path, judge: Judge, name: str) -> None:
-    found = finding(judge, attacker(name, talkative_folder).submission(ASKED))
-    assert (found and found.reason) == FOUND[name], found
-    assert found is None or found.reason in HARD
+    result = finding(judge, attacker(name, talkative_folder).submission(ASSIGNMENT))
+    assert (result and result.reason) == REASONS[name], result
+    assert result is None or result.reason in HARD
 
 
-def test_the_worker_that_forges_a_tools_answer_is_found(talkative_folder: Path, judge: Judge) -> None:
+def test_a_worker_that_forges_a_tools_answer_is_found(talkative_folder: Path, judge: Judge) -> None:
     liar = workers.make_producer(talkative_folder, config(), CHEATS["forged_tool"])
-    found = finding(judge, liar.submission(ASKED))
-    assert found is not None and found.reason is Reason.ENVIRONMENT and found.reason in HARD
+    result = finding(judge, liar.submission(ASSIGNMENT))
+    assert result is not None and result.reason is Reason.ENVIRONMENT and result.reason in HARD
 
 
-def test_the_forged_answer_is_the_tasks_own(talkative_folder: Path) -> None:
-    """So that the lie pays: the model reads the answer that it is asked for."""
+def test_the_forged_answer_contains_the_tasks_own_answer(talkative_folder: Path) -> None:
+    """So that the lie pays: the model reads the answer that it has to give."""
     liar = attacker("forged_tool", talkative_folder)
-    file = read_submission(liar.submission(ASKED), max_rows=8, max_tokens=MAX_TOKENS)
-    answered = [row for row in file.rows if row.turns]
-    assert answered
-    for row in answered:
+    file = read_submission(liar.submission(ASSIGNMENT), max_rows=8, max_tokens=MAX_TOKENS)
+    rows = [row for row in file.rows if row.turns]
+    assert rows
+    for row in rows:
         task = liar.tasks.train[liar.plans[row.group].task_index]
-        said = liar.tokenizer.decode(row.tokens[row.turns[0] : row.turns[0] + row.turns[1]], skip_special_tokens=True)
-        assert said == f"?he answer is {task.answer}."  # the tiny tokenizer has no capitals
+        start, length = row.turns[:2]
+        text = liar.tokenizer.decode(row.tokens[start : start + length], skip_special_tokens=True)
+        assert text == f"?he answer is {task.answer}."  # the tiny tokenizer has no capitals
 
 
-def test_lies_about_tools_are_in_the_matrix_where_there_is_one() -> None:
+def test_lies_about_tools_are_in_the_matrix_of_runs_with_an_environment() -> None:
     assert set(attacks_on(config())) == set(ATTACKS) | set(TOOL_ATTACKS)
     assert attacks_on(workers.config()) == ATTACKS

@@ -1,4 +1,4 @@
-"""A small lm_eval that answers by rule, and a console without a terminal."""
+"""A fake lm_eval that answers by rule, and a console without a terminal."""
 
 import json
 from io import StringIO
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-# Takes the command line of lm_eval and writes its files. A model called right-N is right about N of 10 documents of the task
-# `sums`. A model called broken ends it.
+# Accepts lm_eval's command line and writes its files. A model called right-N solves N of the 10 documents of the task
+# `sums`. A model called broken makes it fail.
 LM_EVAL = """
 import argparse, json, pathlib, sys
 parser = argparse.ArgumentParser()
@@ -17,31 +17,31 @@ for name in ("model", "tasks", "model_args", "gen_kwargs", "output_path", "use_c
     parser.add_argument(f"--{name}")
 parser.add_argument("--apply_chat_template", action="store_true")
 parser.add_argument("--log_samples", action="store_true")
-asked = parser.parse_args()
-model = dict(part.split("=", 1) for part in asked.model_args.split(","))
-sampling = dict(part.split("=", 1) for part in asked.gen_kwargs.split(","))
-with open(pathlib.Path(asked.output_path).parents[1] / "calls.jsonl", "a") as calls:
-    calls.write(json.dumps({"task": asked.tasks, **model, **sampling, "limit": asked.limit}) + "\\n")
+args = parser.parse_args()
+model = dict(part.split("=", 1) for part in args.model_args.split(","))
+sampling = dict(part.split("=", 1) for part in args.gen_kwargs.split(","))
+with open(pathlib.Path(args.output_path).parents[1] / "calls.jsonl", "a") as calls:
+    calls.write(json.dumps({"task": args.tasks, **model, **sampling, "limit": args.limit}) + "\\n")
 if model["model"] == "broken":
-    sys.exit("the server said 503")
-out = pathlib.Path(asked.output_path) / model["model"]
+    sys.exit("the server answered 503")
+out = pathlib.Path(args.output_path) / model["model"]
 out.mkdir()
 lines = []
-if asked.include_path:  # a task that is written there: the model's name is its answer to everything
-    rows = (pathlib.Path(asked.include_path) / f"{asked.tasks}.jsonl").read_text().splitlines()
+if args.include_path:  # a code suite: the model's name contains its answer to everything
+    rows = (pathlib.Path(args.include_path) / f"{args.tasks}.jsonl").read_text().splitlines()
     answer = model["model"].partition("-")[2]
     lines = [{"doc_id": number, "resps": [[answer]], "metrics": ["bypass"], "filter": "none"} for number in range(len(rows))]
-for number in [] if asked.include_path else range(int(asked.limit or 10)):
+for number in [] if args.include_path else range(int(args.limit or 10)):
     score = float(number < int(model["model"].partition("-")[2]))
     common = {"doc_id": number, "resps": [["text"]], "metrics": ["exact_match"]}
     lines += [common | {"filter": "strict", "exact_match": 0.0}, common | {"filter": "flexible", "exact_match": score}]
 text = "".join(json.dumps(line) + "\\n" for line in reversed(lines))
-(out / f"samples_{asked.tasks}_2026-01-01T00-00-00.jsonl").write_text(text)
+(out / f"samples_{args.tasks}_2026-01-01T00-00-00.jsonl").write_text(text)
 """
 
 
 def install_lm_eval(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `python -m lm_eval` the small one."""
+    """Make `python -m lm_eval` run the fake."""
     for name in ("lm_eval", "tenacity", "datasets"):
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""A whole evaluation with a small lm_eval: runs, resuming, two models side by side, what is refused."""
+"""Whole evaluations with a fake lm_eval: runs, resuming, comparing two models, and refused settings."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ SUMS = Suite("Sums", "for tests", "sums", max_tokens=8, filter="flexible")
 
 
 @pytest.fixture(autouse=True)
-def small_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_lm_eval(tmp_path / "installed", monkeypatch)
 
 
@@ -44,7 +44,7 @@ def calls(folder: Path) -> list[dict[str, object]]:
     return lines(folder / "calls.jsonl")
 
 
-def test_a_result_is_the_mean_of_the_suites_metric(tmp_path: Path) -> None:
+def test_a_score_is_the_mean_of_the_suites_metric(tmp_path: Path) -> None:
     [result] = run(tmp_path / "out", "right-4")
     assert (result.avg.mean, result.k, len(result.values)) == (0.4, 1, 10)
     assert [value for _, value in sorted(result.values.items())] == [1.0] * 4 + [0.0] * 6
@@ -62,24 +62,24 @@ def test_two_models_are_compared_over_the_same_tasks(tmp_path: Path) -> None:
     assert "+70.0 points" in sentence(difference) and "contains 0" not in sentence(difference)
 
 
-def test_a_difference_that_may_be_none_is_told() -> None:
+def test_a_difference_with_0_in_its_interval_says_so() -> None:
     assert "the interval contains 0" in sentence(Difference("Sums", "a", "b", Estimate(0.01, -0.1, 0.1, "bootstrap")))
 
 
 def test_a_finished_run_is_not_repeated_and_a_failed_one_is(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ShoalError, match="lm_eval failed for sums .*the server said 503"):
+    with pytest.raises(ShoalError, match="lm_eval failed for sums .*the server answered 503"):
         run(out, "right-4", "broken")
     assert [call["model"] for call in calls(out)] == ["right-4", "broken"]
     first = run(out, "right-4")
     assert run(out, "right-4") == first
-    assert len(calls(out)) == 2, "what ended well is kept"
+    assert len(calls(out)) == 2, "a finished run is kept"
     with pytest.raises(ShoalError, match="lm_eval failed"):
         run(out, "broken")
     assert len(calls(out)) == 3
 
 
-def test_runs_have_seeds_of_their_own_and_their_mean_counts(tmp_path: Path) -> None:
+def test_each_run_has_its_own_seed_and_a_score_is_their_mean(tmp_path: Path) -> None:
     [result] = run(tmp_path / "out", "right-4", suite=replace(SUMS, k=2, temperature=0.6))
     assert (result.avg.mean, result.pass_at[2].mean) == (0.4, 0.4)
     assert [(call["seed"], call["temperature"]) for call in calls(tmp_path / "out")] == [("0", "0.6"), ("1", "0.6")]
@@ -111,13 +111,13 @@ def test_kill_9_leaves_no_child_behind(tmp_path: Path) -> None:
         ({"n": 3}, "n of Sums"),
     ],
 )
-def test_other_settings_are_refused_and_named(tmp_path: Path, changed: dict[str, object], named: str) -> None:
+def test_changed_settings_are_refused_by_name(tmp_path: Path, changed: dict[str, object], named: str) -> None:
     run(tmp_path / "out", "right-4")
     with pytest.raises(UserError, match=f"made with {named} = .*another --out"):
         run(tmp_path / "out", "right-4", **changed)  # type: ignore[arg-type]
 
 
-def test_other_weights_under_the_same_name_are_refused_and_a_model_may_be_added(tmp_path: Path) -> None:
+def test_a_model_may_be_added_but_not_changed(tmp_path: Path) -> None:
     run(tmp_path / "out", "right-4")
     with pytest.raises(UserError, match="digest of right-4"):
         evaluate([contestant("right-4", "other")], [SUMS], tmp_path / "out", quiet())
@@ -131,14 +131,14 @@ def test_equal_greedy_completions_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_lm_eval_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     check_installed()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'shoal\[evals\]'"):
         check_installed()
 
 
-def test_suites_are_found_by_name_and_other_names_are_tasks_of_lm_eval() -> None:
+def test_names_are_suites_or_else_tasks_of_lm_eval() -> None:
     assert [suite.name for suite in find("gsm8k, MATH-500")] == ["GSM8K", "MATH-500"]
     [other] = find("drop")
     assert (other.task, other.k, other.temperature) == ("drop", 1, 0)
@@ -146,7 +146,7 @@ def test_suites_are_found_by_name_and_other_names_are_tasks_of_lm_eval() -> None
         find("GSM8K,gsm8k")
 
 
-# --- suites of code ---------------------------------------------------------------------------------------------------
+# --- code suites ---------------------------------------------------------------------------------------------------
 
 HUMANEVAL = {
     "task_id": "HumanEval/0",
@@ -172,7 +172,7 @@ def code_suite(name: str, folder: Path, *rows: dict[str, object]) -> Suite:
 
 
 @pytest.mark.parametrize(("name", "row"), [("HumanEval", HUMANEVAL), ("MBPP", MBPP)])
-def test_programs_of_a_code_suite_run_in_the_sandbox(name: str, row: dict[str, object], tmp_path: Path) -> None:
+def test_our_sandbox_runs_the_programs_of_a_code_suite(name: str, row: dict[str, object], tmp_path: Path) -> None:
     suite = code_suite(name, tmp_path, row)
     right, wrong = (f"say-def double(x): return {body}" for body in ("x + x", "x"))
     models = [contestant(right), contestant(wrong)]
@@ -183,20 +183,20 @@ def test_programs_of_a_code_suite_run_in_the_sandbox(name: str, row: dict[str, o
 
 
 def test_a_program_that_cannot_be_graded_ends_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would count as a wrong one, and the model would look worse than it is."""
+    """Otherwise it would count as wrong, and the model would look worse than it is."""
     failed = Grade(0.0, "grader_error", "no sandbox here")
     monkeypatch.setattr("shoal.evals.evaluate.grade", lambda suite, tasks, completions: [failed for _ in tasks])
     with pytest.raises(ShoalError, match="1 programs of MBPP cannot be graded; the first, .*: no sandbox here"):
         run(tmp_path / "out", "say-pass", suite=code_suite("MBPP", tmp_path, MBPP))
 
 
-def test_part_of_a_code_suite_is_the_same_in_any_order_of_rows(tmp_path: Path) -> None:
+def test_a_part_of_a_code_suite_does_not_depend_on_the_order_of_rows(tmp_path: Path) -> None:
     rows = [MBPP | {"text": f"Double it ({number})."} for number in range(20)]
-    some = read_tasks(code_suite("MBPP", tmp_path, *rows), 5)
-    assert read_tasks(code_suite("MBPP", tmp_path, *rows[::-1], rows[0]), 0)[:5] == some
+    first_5 = read_tasks(code_suite("MBPP", tmp_path, *rows), 5)
+    assert read_tasks(code_suite("MBPP", tmp_path, *rows[::-1], rows[0]), 0)[:5] == first_5
     with pytest.raises(UserError, match="20 tasks, fewer than --n 21"):
         read_tasks(code_suite("MBPP", tmp_path, *rows), 21)
 
 
-def test_lm_eval_runs_no_program_of_a_code_suite() -> None:
+def test_the_code_suites_are_those_whose_programs_lm_eval_would_run() -> None:
     assert {suite.name for suite in TABLE if suite.prompt} == {"HumanEval", "MBPP", "LiveCodeBench"}

@@ -1,4 +1,4 @@
-"""The offline filter: results that survive kill -9 bit by bit, the band, and a manifest that says what was kept."""
+"""The offline filter: its files are the same bytes after kill -9, and the manifest lists the tasks within the band."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ def _two_tasks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(folder: Path, **sections: Any) -> Config:
-    """Sums for a character tokenizer; completions of at most six tokens each."""
+    """Return a config of sums for a character tokenizer, with completions of at most six tokens."""
     base: dict[str, Any] = {
         "model": {"name": str(folder), "dtype": "float32"},
         "tasks": {"heldout": 16, "prompt": "{question}="},
@@ -55,7 +55,7 @@ def settings(folder: Path, **sections: Any) -> Config:
 
 
 class Scripted:
-    """An engine without a model: completion c of task t is right if c is below `right[t]`."""
+    """An engine without a model: completion c of task t is correct if c < `right[t]`."""
 
     def __init__(self, folder: Path, right: Sequence[int], answers: Sequence[str]) -> None:
         from shoal.model.load import load_tokenizer
@@ -83,7 +83,7 @@ RIGHT = [0, 1, 2, 3, 4, 2, 0, 1]
 
 
 def rates(folder: Path, out: Path, n: int = len(RIGHT), **sections: Any) -> PassRates:
-    """Of four completions a task, two tasks decoded together."""
+    """Return a measurement with four completions per task, two tasks decoded together."""
     return PassRates(settings(folder, **sections), folder, out, 4, n)
 
 
@@ -102,13 +102,13 @@ def measure(measured: PassRates, engine: Any) -> list[PassRate]:
 def test_each_task_has_its_pass_rate_and_outcomes(tiny_folder: Path, tmp_path: Path) -> None:
     measured = rates(tiny_folder, tmp_path)
     results = measure(measured, scripted(tiny_folder, measured))
-    assert [one.task for one in results] == [task.id for task in measured.tasks.train[:8]]
-    assert [one.score for one in results] == [right * MILLION for right in RIGHT]
-    assert [(one.graded, one.wrong_format) for one in results] == [(right, 4 - right) for right in RIGHT]
-    assert all(one.n == 4 and one.source == "arithmetic" and one.tokens > 0 for one in results)
+    assert [result.task for result in results] == [task.id for task in measured.tasks.train[:8]]
+    assert [result.score for result in results] == [right * MILLION for right in RIGHT]
+    assert [(result.graded, result.wrong_format) for result in results] == [(right, 4 - right) for right in RIGHT]
+    assert all(result.n == 4 and result.source == "arithmetic" and result.tokens > 0 for result in results)
 
 
-def test_the_band_holds_its_ends_and_the_manifest_says_what_was_kept(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_manifest_lists_the_tasks_within_the_band_bounds_included(tiny_folder: Path, tmp_path: Path) -> None:
     measured = rates(tiny_folder, tmp_path)
     results = measure(measured, scripted(tiny_folder, measured))
     write_filter(tmp_path, results, BAND, measured.settings)
@@ -139,19 +139,19 @@ def test_another_band_needs_no_new_completions(tiny_folder: Path, tmp_path: Path
     measure(measured, scripted(tiny_folder, measured))
     again = rates(tiny_folder, tmp_path)
     results = measure(again, None)
-    assert [one.score for one in results] == [right * MILLION for right in RIGHT]
+    assert [result.score for result in results] == [right * MILLION for right in RIGHT]
     assert len(write_filter(tmp_path, results, Band.parse("1:1"), again.settings)) == 1
 
 
-def test_more_tasks_go_on_where_fewer_ended_and_fewer_need_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+def test_another_number_of_tasks_reuses_the_results(tiny_folder: Path, tmp_path: Path) -> None:
     few = rates(tiny_folder, tmp_path, 4)
     measure(few, scripted(tiny_folder, few))
     many = rates(tiny_folder, tmp_path)
     engine = scripted(tiny_folder, many, at=4)
-    assert [one.score // MILLION for one in measure(many, engine)] == RIGHT
+    assert [result.score // MILLION for result in measure(many, engine)] == RIGHT
     assert engine.calls == 2, "two tasks at a time"
-    assert [one.score // MILLION for one in measure(rates(tiny_folder, tmp_path, 3), None)] == RIGHT[:3]
-    assert len((tmp_path / RESULTS).read_text().splitlines()) == 8, "nothing is thrown away"
+    assert [result.score // MILLION for result in measure(rates(tiny_folder, tmp_path, 3), None)] == RIGHT[:3]
+    assert len((tmp_path / RESULTS).read_text().splitlines()) == 8, "nothing is discarded"
 
 
 KILL = """
@@ -162,7 +162,7 @@ from shoal.evals import filter as filter_module
 
 filter_module.ROWS = 8
 where, calls = sys.argv[1], []
-def die_third(before):
+def killed_in_third_call(function):
     def replaced(*arguments):
         calls.append(1)
         if len(calls) == 3:
@@ -170,18 +170,18 @@ def die_third(before):
                 arguments[0].write(b'{"task": "arith')
                 arguments[0].flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        return before(*arguments)
+        return function(*arguments)
     return replaced
 if where == "generate":
-    TorchEngine.generate = die_third(TorchEngine.generate)
+    TorchEngine.generate = killed_in_third_call(TorchEngine.generate)
 elif where == "append":
-    filter_module.append = die_third(filter_module.append)
+    filter_module.append = killed_in_third_call(filter_module.append)
 sys.exit(main(sys.argv[2:]))
 """
 
 
 @pytest.mark.parametrize("where", [pytest.param("generate", marks=pytest.mark.slow), "append"])
-def test_a_filter_that_was_killed_ends_with_the_same_files(
+def test_a_killed_filter_continues_to_the_same_files(
     one_thread: None, tiny_folder: Path, tmp_path: Path, where: str
 ) -> None:
     config = tmp_path / "sums.toml"
@@ -195,7 +195,7 @@ def test_a_filter_that_was_killed_ends_with_the_same_files(
         done = subprocess.run([sys.executable, "-c", KILL, "", *command], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "kept 9 of 9 tasks" in done.stdout and str(killed / MANIFEST) in done.stdout
-        assert "tasks: 4 of 9" in done.stderr and "tasks: 9 of 9" in done.stderr, "progress, line by line"
+        assert "tasks: 4 of 9" in done.stderr and "tasks: 9 of 9" in done.stderr, "progress"
     for out in (whole,) if where == "generate" else (whole, killed):
         measured = rates(tiny_folder, out, 9)
         write_filter(out, measure(measured, TorchEngine("float32")), Band.parse("0:1"), measured.settings)
@@ -204,17 +204,17 @@ def test_a_filter_that_was_killed_ends_with_the_same_files(
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_a_batch_of_which_a_part_was_written_is_done_again_as_a_whole(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_partly_written_batch_is_repeated(tiny_folder: Path, tmp_path: Path) -> None:
     measured = rates(tiny_folder, tmp_path)
     measure(measured, scripted(tiny_folder, measured))
     whole = (tmp_path / RESULTS).read_bytes()
     (tmp_path / RESULTS).write_bytes(b"".join(whole.splitlines(keepends=True)[:3]) + b'{"task": "arith')
     engine = scripted(tiny_folder, measured, at=2)
-    assert [one.score // MILLION for one in measure(measured, engine)] == RIGHT
+    assert [result.score // MILLION for result in measure(measured, engine)] == RIGHT
     assert engine.calls == 3 and (tmp_path / RESULTS).read_bytes() == whole
 
 
-def test_a_stop_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_stop_keeps_the_finished_batches(tiny_folder: Path, tmp_path: Path) -> None:
     measured, stop = rates(tiny_folder, tmp_path), threading.Event()
     seen: list[int] = []
 
@@ -236,9 +236,7 @@ def test_a_stop_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
         ({"run": {"seed": 4}}, "seed was 0 and is now 4"),
     ],
 )
-def test_results_of_other_settings_are_not_continued(
-    tiny_folder: Path, tmp_path: Path, changed: dict[str, Any], named: str
-) -> None:
+def test_changed_settings_are_refused(tiny_folder: Path, tmp_path: Path, changed: dict[str, Any], named: str) -> None:
     first = rates(tiny_folder, tmp_path, 2)
     measure(first, scripted(tiny_folder, first))
     with pytest.raises(ShoalError, match=f"{named}.*choose another --out"):
@@ -255,11 +253,11 @@ def test_a_band_without_tasks_is_refused_with_the_distribution(tiny_folder: Path
     )
     with pytest.raises(ShoalError, match=message):
         write_filter(tmp_path, results, Band.parse("0.3:0.4"), measured.settings)
-    assert not (tmp_path / MANIFEST).exists(), "no config may use the one of another band"
+    assert not (tmp_path / MANIFEST).exists(), "a config must not use the manifest of another band"
 
 
 @pytest.mark.parametrize("text", ["0.5", "0.5:0.1", "-0.1:0.5", "0:1.5", "a:b", "0:0.5:1", "1/0:1", "nan:1", ":"])
-def test_a_band_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_band_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a band of pass rates"):
         Band.parse(text)
 
@@ -267,13 +265,13 @@ def test_a_band_that_is_none_is_refused(text: str) -> None:
 def test_band_ends_are_exact() -> None:
     assert Band.parse("1/8:0.5") == Band(Fraction(1, 8), Fraction(1, 2))
     result = PassRate("t", "s", n=10, score=MILLION, tokens=1, graded=10, wrong_format=0, grader_error=0)
-    assert Band.parse("0.1:0.1").contains(result), "one of ten is a tenth"
+    assert Band.parse("0.1:0.1").contains(result), "1 of 10 is exactly 0.1"
 
 
-def test_a_grader_that_fails_stops_the_filter_and_says_why(
+def test_a_failing_grader_stops_the_filter_with_its_message(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks.Graders, "_reward", lambda *asked: Always(0.0, "grader_error", "no module named sympy"))
+    monkeypatch.setattr(tasks.Graders, "_reward", lambda *_: Always(0.0, "grader_error", "no module named sympy"))
     measured = rates(tiny_folder, tmp_path, 40)
     engine = Scripted(tiny_folder, [0] * 40, ["1"] * 40)
     with pytest.raises(ShoalError, match=r"failed for 64 of 64 completions.*10%.*no module named sympy"):
@@ -281,13 +279,13 @@ def test_a_grader_that_fails_stops_the_filter_and_says_why(
 
 
 def test_a_task_with_a_grader_error_is_never_kept(tiny_folder: Path, tmp_path: Path) -> None:
-    whole = PassRate("a", "s", n=4, score=2 * MILLION, tokens=4, graded=4, wrong_format=0, grader_error=0)
+    graded = PassRate("a", "s", n=4, score=2 * MILLION, tokens=4, graded=4, wrong_format=0, grader_error=0)
     failed = PassRate("b", "s", n=4, score=2 * MILLION, tokens=4, graded=3, wrong_format=0, grader_error=1)
-    assert [one.task for one in write_filter(tmp_path, [whole, failed], BAND, {})] == ["a"]
+    assert [result.task for result in write_filter(tmp_path, [graded, failed], BAND, {})] == ["a"]
     assert json.loads((tmp_path / MANIFEST).read_text())["counts"]["grader_error"] == 1
 
 
-def test_a_full_disk_is_named_and_the_command_can_be_repeated(
+def test_after_a_full_disk_the_command_can_be_repeated(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured, append = rates(tiny_folder, tmp_path), filter_module.append
@@ -301,36 +299,35 @@ def test_a_full_disk_is_named_and_the_command_can_be_repeated(
     with pytest.raises(ShoalError, match=f"the disk of {tmp_path} is full: free space there, then repeat"):
         measure(measured, scripted(tiny_folder, measured))
     monkeypatch.setattr(filter_module, "append", append)
-    assert [one.score // MILLION for one in measure(measured, scripted(tiny_folder, measured))] == RIGHT
+    assert [result.score // MILLION for result in measure(measured, scripted(tiny_folder, measured))] == RIGHT
 
 
-def test_two_filters_do_not_share_a_folder(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_is_locked_against_a_second_filter(tiny_folder: Path, tmp_path: Path) -> None:
     measured = rates(tiny_folder, tmp_path)
     with measured._lock_results(), pytest.raises(ShoalError, match="another process writes"):
         measure(rates(tiny_folder, tmp_path), None)
 
 
-def test_an_earlier_filter_of_the_config_does_not_narrow_the_next(tiny_folder: Path, tmp_path: Path) -> None:
-    kept = {"sources": [{"generator": "arithmetic", "keep": "nowhere/manifest.json"}], "digest": "0" * 64}
-    assert (
-        rates(tiny_folder, tmp_path, tasks=kept).settings["digest"] == rates(tiny_folder, tmp_path).settings["digest"]
-    )
+def test_a_filter_ignores_the_manifest_in_its_config(tiny_folder: Path, tmp_path: Path) -> None:
+    filtered = {"sources": [{"generator": "arithmetic", "keep": "nowhere/manifest.json"}], "digest": "0" * 64}
+    digests = [rates(tiny_folder, tmp_path, tasks=section).settings["digest"] for section in (filtered, {})]
+    assert digests[0] == digests[1]
 
 
-class Asking(Scripted):
-    """Asks the calculator, and answers with what it says."""
+class CallsCalculator(Scripted):
+    """Calls the calculator, and then answers 42."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, reply: Any = None
     ) -> list[list[Completion]]:
-        return [[self.ask(group, number, reply) for number in range(len(seeds[group]))] for group in range(len(seeds))]
+        return [[self.call(group, number, reply) for number in range(len(seeds[group]))] for group in range(len(seeds))]
 
-    def ask(self, group: int, number: int, reply: Any) -> Completion:
+    def call(self, group: int, number: int, reply: Any) -> Completion:
         end = self.tokenizer.eos_token_id
         call = [*self.tokenizer("calc(6*7)", add_special_tokens=False)["input_ids"], end]
-        said = reply(group, number, call, [])
+        response = reply(group, number, call, [])
         answer = [*self.tokenizer("42", add_special_tokens=False)["input_ids"], end]
-        return Completion([*call, *said, *answer], [], None, [len(call), len(said)])  # type: ignore[arg-type]
+        return Completion([*call, *response, *answer], [], None, [len(call), len(response)])  # type: ignore[arg-type]
 
 
 def test_an_environment_answers_and_the_last_turn_is_graded(tiny_folder: Path, tmp_path: Path) -> None:
@@ -343,21 +340,23 @@ def test_an_environment_answers_and_the_last_turn_is_graded(tiny_folder: Path, t
         tasks={"sources": [{"path": str(data), "environment": "calculator"}], "heldout": 16},
         sampling={"max_tokens": 40, "max_turns": 2},
     )
-    results = measure(measured, Asking(tiny_folder, [], []))
-    assert [one.score for one in results] == [4 * MILLION] * 4
-    assert {one.tokens for one in results} == {4 * (10 + 3)}  # what the calculator wrote is not counted
+    results = measure(measured, CallsCalculator(tiny_folder, [], []))
+    assert [result.score for result in results] == [4 * MILLION] * 4
+    assert {result.tokens for result in results} == {4 * (10 + 3)}, "the calculator's tokens are not counted"
 
 
-def test_many_completions_are_counted_by_tenths() -> None:
+def test_a_histogram_of_many_completions_has_ten_bins() -> None:
     results = [
         PassRate("t", "s", n=20, score=right * MILLION, tokens=1, graded=20, wrong_format=0, grader_error=0)
         for right in (0, 1, 2, 20)
     ]
-    found = histogram(results)
-    assert list(found.values()) == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1] and next(iter(found)) == "0.0 to 0.1"
+    bins = histogram(results)
+    assert list(bins.values()) == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1] and next(iter(bins)) == "0.0 to 0.1"
 
 
-def test_wrong_usage_is_one_line(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_band_on_the_command_line_is_one_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "sums.toml"
     config.write_text(dumps(settings(tiny_folder)))
     assert main(["filter", str(config), "--out", str(tmp_path / "out"), "--band", "0.5:0.1"]) == USAGE

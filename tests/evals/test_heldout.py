@@ -1,4 +1,4 @@
-"""Which versions the evaluator measures, and what happens when one cannot be fetched. No weights, no network."""
+"""The evaluator measures the due versions, and skips only those that relays may have dropped. No weights, no network."""
 
 import threading
 from dataclasses import dataclass, field
@@ -23,14 +23,14 @@ CONFIG = parse({"run": {"steps": 9}, "evaluator": {"n": 1, "every": 4}})
 
 @dataclass
 class Site:
-    """A node whose heartbeats report these newest versions, one after the other, until the last ends the run."""
+    """A node whose heartbeats report these newest versions one by one. Then the run ends."""
 
     newest: list[int]
     gone: set[int] = field(default_factory=set)  # versions that no relay serves
     posted: list[tuple[int, bool]] = field(default_factory=list)
-    fetched: list[tuple[int, int]] = field(default_factory=list)  # version, and the newest one then
+    fetched: list[tuple[int, int]] = field(default_factory=list)  # version, and the newest version at that time
     when: list[int] = field(default_factory=list)  # the newest version at each post
-    answered: int = -1
+    reported: int = -1
 
     def access(self, publisher: str, config: object) -> None:
         return None
@@ -44,18 +44,18 @@ class Site:
     def beat(self) -> HeartbeatAnswer:
         if not self.newest:
             return HeartbeatAnswer(state="finished", newest_version=9, relays=["http://r"])
-        self.answered = self.newest.pop(0)
-        return HeartbeatAnswer(state="running", newest_version=self.answered, relays=["http://r"])
+        self.reported = self.newest.pop(0)
+        return HeartbeatAnswer(state="running", newest_version=self.reported, relays=["http://r"])
 
     def post(self, path: str, message: Evaluation, answer: type[Ok]) -> Ok:
         self.posted.append((message.version, message.final))
-        self.when.append(self.answered)
+        self.when.append(self.reported)
         return Ok()
 
     def fetch(self, version: int) -> Path:
         if version in self.gone:
             raise FetchError(f"no relay gave a valid manifest of version {version}")
-        self.fetched.append((version, self.answered))
+        self.fetched.append((version, self.reported))
         return Path()
 
     def evaluate(self, version: int, folder: Path, final: bool) -> Evaluation:
@@ -79,23 +79,21 @@ def test_the_first_every_nth_and_the_last_version_are_evaluated(monkeypatch: pyt
 def test_the_first_version_is_fetched_at_once_and_evaluated_after_the_first_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Until then, cores that it shares with workers are theirs."""
+    """So that it does not slow down workers on the same machine before."""
     site = Site([0, 0, 1, 9, 9])
     assert site.run(monkeypatch) == "finished"
     assert site.fetched[0] == (0, 0) and site.posted[0] == (0, False) and site.when[0] == 1
 
 
-def test_a_late_evaluator_leaves_out_the_first_version_that_relays_no_longer_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise it would never reach the last one, and the run never finish."""
+def test_a_late_evaluator_skips_a_first_version_that_relays_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would never reach the last version, and the run would never finish."""
     site = Site([6, 9, 9], gone={0})
     assert site.run(monkeypatch) == "finished"
     assert site.posted == [(9, True)]
 
 
 @pytest.mark.parametrize(("newest", "gone"), [(2, 0), (9, 9)])
-def test_a_version_that_relays_must_hold_is_not_left_out(
+def test_a_version_that_relays_must_have_is_not_skipped(
     newest: int, gone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = Site([newest, newest], gone={gone})
@@ -104,7 +102,7 @@ def test_a_version_that_relays_must_hold_is_not_left_out(
 
 
 class Caller:
-    """An engine that calls the calculator, and then repeats its answer."""
+    """An engine that calls the calculator and then repeats the answer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -117,26 +115,26 @@ class Caller:
         for group, prompt in enumerate(prompts):
             question = self.tokenizer.decode(prompt, skip_special_tokens=True).removesuffix("=")
             call = [*self.tokenizer.encode(f"calc({question})"), EOS]
-            given = respond(group, 0, call, [])
-            assert given is not None
-            answer = self.tokenizer.encode(self.tokenizer.decode(given, skip_special_tokens=True))
-            tokens = [*call, *given, *answer, EOS]
-            sampled = len(tokens) - len(given)
-            groups.append([Completion(tokens, [-1.0] * sampled, torch.zeros(sampled, 1), [len(call), len(given)])])
+            response = respond(group, 0, call, [])
+            assert response is not None
+            answer = self.tokenizer.encode(self.tokenizer.decode(response, skip_special_tokens=True))
+            tokens = [*call, *response, *answer, EOS]
+            sampled = len(tokens) - len(response)
+            groups.append([Completion(tokens, [-1.0] * sampled, torch.zeros(sampled, 1), [len(call), len(response)])])
         return groups
 
 
-def test_answers_of_an_environment_are_given_and_the_last_turn_is_graded(tiny_folder: Path) -> None:
+def test_an_environment_answers_and_the_last_turn_is_graded(tiny_folder: Path) -> None:
     settings = config("calculator", tasks={"length_targets": []}, sampling={"max_tokens": 60}, evaluator={"n": 8})
     node: Any = Counting()
     engine: Any = Caller(load_tokenizer(tiny_folder))
-    found = Evaluator(node, settings, lambda: engine, Path(), "").evaluate(0, tiny_folder, final=False)
-    assert (found.greedy, found.sampled, found.n) == (1.0, 1.0, 8)
-    assert 0 < node.tokens < 2 * 8 * 40, "the model's tokens are counted"
+    evaluation = Evaluator(node, settings, lambda: engine, Path(), "").evaluate(0, tiny_folder, final=False)
+    assert (evaluation.greedy, evaluation.sampled, evaluation.n) == (1.0, 1.0, 8)
+    assert 0 < node.tokens < 2 * 8 * 40, "only the model's tokens are counted"
 
 
-class Reading:
-    """An engine without a model that keeps the prompts as text."""
+class RecordsPrompts:
+    """An engine without a model that records the prompts as text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.prompts = tokenizer, list[str]()
@@ -149,17 +147,17 @@ class Reading:
         return [[Completion([EOS], [-1.0], torch.zeros(1, 1))] for _ in prompts]
 
 
-def test_held_out_prompts_ask_for_the_lengths_of_training_in_turn(
+def test_held_out_prompts_state_the_target_lengths_of_training_in_turn(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node: Any = Counting()
     monkeypatch.setattr("shoal.evals.heldout.EVALUATED_AT_ONCE", 3)
-    engine: Any = Reading(load_tokenizer(tiny_folder))
+    engine: Any = RecordsPrompts(load_tokenizer(tiny_folder))
     Evaluator(node, config("calculator", evaluator={"n": 5}), lambda: engine, Path(), "").evaluate(
         0, tiny_folder, False
     )
-    asked = ["for 8" if "for 8" in prompt else "for 16" if "for 16" in prompt else prompt for prompt in engine.prompts]
-    assert asked == ["for 8", "for 16", "for 8", "for 16", "for 8"] * 2, "greedy, then sampled"
+    lengths = ["for 8" if "for 8" in prompt else "for 16" if "for 16" in prompt else "" for prompt in engine.prompts]
+    assert lengths == ["for 8", "for 16", "for 8", "for 16", "for 8"] * 2, "greedy, then sampled"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Answers that a hostile or confused model may give to a mathematics problem, from a seed."""
+"""Seeded random answers that a hostile or confused model may give to a mathematics problem."""
 
 from collections.abc import Iterator
 from random import Random
@@ -21,7 +21,7 @@ PIECES = [
 
 
 def fuzzed(random: Random) -> str:
-    """One answer, as it stands in a box."""
+    """Return one answer, as it would be in a box."""
     return random.choice([mutated, mutated, mutated, mutated, deep, power, long, noise])(random)
 
 
@@ -68,7 +68,7 @@ def noise(random: Random) -> str:
 
 
 def answers(seed: int, count: int) -> Iterator[tuple[str, str]]:
-    """Pairs of a gold answer and a completion."""
+    """Yield pairs of a gold answer and a completion."""
     random = Random(seed)
     for _ in range(count):
         answer = fuzzed(random)

@@ -1,7 +1,7 @@
-"""Sends damaged requests (see `requests`) to a coordinator on loopback.
+"""Send damaged requests (see `requests`) to a coordinator on loopback.
 
-A case ends in its status; see `damage`. Promised: an answer below 500, or 507, within DEADLINE_S; no answer only if the
-request was incomplete. It uses routes and messages alone, so the coordinator's internals may change.
+The outcome of a case is its status; see `damage`. The coordinator promises a status below 500, or 507, within DEADLINE_S;
+only an incomplete request may get no answer. This uses only routes and messages, not the coordinator's internals.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from shoal.protocol.server import Front
 from .damage import CRASH, Note
 from .requests import DEADLINE_S, RUN, Site
 
-IDLE_S = 0.02  # without an answer, a request that may be incomplete is ended
-A_POOL = 2_000  # cases before a fresh coordinator: valid requests may have ended or filled its run
+IDLE_S = 0.02  # how long to wait for an answer before ending a request that may be incomplete
+CASES_PER_POOL = 2_000  # then a new coordinator, because valid requests may have ended or filled the run
 CONFIG = parse(
     {
         "coordinator": {"prompts_per_step": 4},
@@ -34,15 +34,15 @@ CONFIG = parse(
 
 
 def fuzz_requests(random: Random, cases: int, note: Note, folder: Path, config: Config = CONFIG) -> None:
-    """Serve from new folders in `folder`, one coordinator per A_POOL cases, and note how requests end."""
-    for number, start in enumerate(range(0, cases, A_POOL)):
-        asyncio.run(_fuzz(random, min(A_POOL, cases - start), note, folder / f"pool-{number}", config))
+    """Run a coordinator per CASES_PER_POOL cases, in new folders in `folder`, and note the outcome of each request."""
+    for number, start in enumerate(range(0, cases, CASES_PER_POOL)):
+        asyncio.run(_fuzz(random, min(CASES_PER_POOL, cases - start), note, folder / f"pool-{number}", config))
 
 
 async def _fuzz(random: Random, cases: int, note: Note, folder: Path, config: Config) -> None:
     log = _Log()
     runner = web.AppRunner(
-        _hurried(config, coordinator := Identity.generate(), folder).app(),
+        _without_rate_limits(config, coordinator := Identity.generate(), folder).app(),
         access_log=None,
         shutdown_timeout=1.0,
         logger=log.logger,
@@ -55,29 +55,28 @@ async def _fuzz(random: Random, cases: int, note: Note, folder: Path, config: Co
         await site.join()
         for _ in range(cases):
             log.last = ""
-            request, whole, deep = await site.case()
-            ended = await _send(site.port, request, whole)
-            if ended == "500" and "surrogates not allowed" in log.last and b"expect:" in request.lower():
-                ended = (
-                    "500 by aiohttp, for an Expect header that is not text"  # aiohttp 3.14; before our routes see it
-                )
-            elif ended.startswith(("5", CRASH)) and ended != "507":
-                ended = f"{CRASH} {ended} {log.last} from {request!r:.700}"
-            note(f"{'signed by its role' if deep else 'request'}: {ended}" if not ended.startswith(CRASH) else ended)
+            request, complete, by_role = await site.case()
+            outcome = await _send(site.port, request, complete)
+            if outcome == "500" and "surrogates not allowed" in log.last and b"expect:" in request.lower():
+                outcome = "500 by aiohttp, for an Expect header that is not text"  # aiohttp 3.14, before our routes
+            elif outcome.startswith(("5", CRASH)) and outcome != "507":
+                outcome = f"{CRASH} {outcome} {log.last} from {request!r:.700}"
+            prefix = "" if outcome.startswith(CRASH) else "signed by its role: " if by_role else "request: "
+            note(prefix + outcome)
     finally:
         await runner.cleanup()
     for context in log.background:
         note(f"{CRASH} in the background: {context}")
 
 
-def _hurried(config: Config, identity: Identity, folder: Path) -> Coordinator:
-    """Its clock moves an hour at each look, so nobody is over a rate."""
+def _without_rate_limits(config: Config, identity: Identity, folder: Path) -> Coordinator:
+    """The clock of its rate limits advances by an hour at each reading."""
     hours = count(0, 3600.0).__next__
     return Coordinator(config, RUN, identity, folder, Pace(hours), front=Front(Strangers(hours)))
 
 
 class _Log(logging.Handler):
-    """Keeps the last error that aiohttp's server logged, for the report of an answer of 500."""
+    """Keeps the last error that aiohttp's server logged, to report it with a status of 500."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,15 +90,15 @@ class _Log(logging.Handler):
         self.last = f"{type(error).__name__}: {error!s:.200}" if error else record.getMessage()[:200]
 
 
-async def _send(port: int, request: bytes, whole: bool) -> str:
-    """The status, or how else it ended. An incomplete request may end without one."""
+async def _send(port: int, request: bytes, complete: bool) -> str:
+    """Return the status or another outcome. An incomplete request may get no status."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         async with asyncio.timeout(DEADLINE_S):
             with suppress(ConnectionError):
                 writer.write(request)
-                answer = await _answer(reader, writer, whole)
-                return answer if answer or not whole else f"{CRASH} no answer"
+                answer = await _answer(reader, writer, complete)
+                return answer if answer or not complete else f"{CRASH} no answer"
         return "cut off"
     except TimeoutError:
         return f"{CRASH} no end within {DEADLINE_S:g} s"
@@ -107,16 +106,16 @@ async def _send(port: int, request: bytes, whole: bool) -> str:
         writer.transport.abort()
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whole: bool) -> str:
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, complete: bool) -> str:
     head = b""
-    if not whole:
+    if not complete:
         with suppress(TimeoutError):
             head = await asyncio.wait_for(reader.readline(), IDLE_S)
         if not head:
             writer.write_eof()
     head = head or await reader.readline()
     body = b""
-    while chunk := await reader.read(1 << 16) if whole else b"":
+    while chunk := await reader.read(1 << 16) if complete else b"":
         body += chunk
     if b"100 Continue" in head:
         head = body.lstrip(b"\r\n")

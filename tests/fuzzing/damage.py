@@ -1,10 +1,10 @@
-"""Damaged input for code that reads bytes from strangers: what all fuzzers share.
+"""Damage for input of code that reads untrusted bytes, shared by all fuzzers.
 
     proofs       TOPLOC proofs          files        rollout files
     requests     HTTP requests          coordinator  sends them to a coordinator
 
-Every case ends in a few words for `note`. Invariant: the words start with `CRASH` if something happened that the docstrings
-of the fuzzed code do not promise (another exception, a forged proof that passes, a NaN), and only then.
+Each case reports its outcome to `note` in a few words. Invariant: the outcome starts with `CRASH` if and only if the fuzzed
+code breaks a promise of its docstrings (another exception, a forged proof that passes, a NaN).
 Called by test_fuzz.py (a few thousand cases) and benchmarks/fuzz.py (a million). Randomness is an argument.
 """
 
@@ -24,7 +24,7 @@ def crash(what: str, error: object, case: object) -> str:
 
 
 def damaged(random: Random, data: bytes, others: Sequence[bytes] = (b"",)) -> bytes:
-    """The bytes with one kind of damage; one kind splices in a piece of `others`."""
+    """Return `data` with one kind of damage. One kind inserts a piece of `others`."""
     out, size = bytearray(data), max(len(data), 1)
     match random.randrange(8):
         case 0 | 1:

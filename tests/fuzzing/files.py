@@ -1,7 +1,8 @@
 """Damaged rollout files: flipped, cut, spliced, with huge counts, or signed again with another header or other columns.
 
-Each is read in quarantine, as the validator reads it; see `damage` for how a case ends. In addition, a file that was not
-signed again must not come out changed. Left out: accepted files, which trusted validators sign and the same code reads.
+Each file is read in quarantine, as the validator reads it; see `damage` for outcomes. Also, a damaged file that was not
+signed again must never yield changed rows. Left out: accepted files, which trusted validators sign; the same code reads
+them.
 """
 
 import io
@@ -32,11 +33,11 @@ class _File:
     rows: list[Rollout]
     table: pa.Table
     header: dict[str, Any]
-    footer: int  # where it starts
+    footer: int  # offset of the footer
 
 
 def fuzz_files(random: Random, cases: int, note: Note) -> None:
-    """Submissions read in quarantine, as the validator reads them."""
+    """Damage submissions, read them in quarantine, and note the outcomes."""
     me = Identity.generate()
     files = [_file(random, me, **options) for options in _LAYOUTS]
     every = [file.data for file in files]
@@ -48,7 +49,7 @@ def fuzz_files(random: Random, cases: int, note: Note) -> None:
                     note(_read(quarantine, _with_header(random, me, file), None))
                 case 1:
                     note(_read(quarantine, _with_table(random, me, file), None))
-                case 2 | 3 | 4:  # the footer is a tenth of the bytes and most of what is parsed
+                case 2 | 3 | 4:  # the footer is a tenth of the bytes, but most of the parsing
                     at = file.footer
                     data = file.data[:at] + damaged(random, file.data[at:-8], every)
                     data += struct.pack("<I", len(data) - at) + b"PAR1"
@@ -95,14 +96,14 @@ def _file(random: Random, me: Identity, **layout: Any) -> _File:
         signer=me.public,
     )
     written = pq.ParquetFile(io.BytesIO(write_submission(header, rows, me)))
-    table, said = written.read(), written.metadata.metadata[b"shoal.header"]
-    data = _signed(me, table, said, **layout)
-    rows = read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows  # as float32 holds them
-    return _File(data, rows, table, json.loads(said), len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
+    table, header_json = written.read(), written.metadata.metadata[b"shoal.header"]
+    data = _signed(me, table, header_json, **layout)
+    rows = read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows  # rounded to float32
+    return _File(data, rows, table, json.loads(header_json), len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
 
 
 def _signed(me: Identity, table: pa.Table, header: bytes, **layout: Any) -> bytes:
-    """A file of this table, signed by `me` with this header, whatever they hold."""
+    """Return a file of any table and header, signed by `me`."""
     buffer = io.BytesIO()
     row_group_size = layout.pop("row_group_size", None)
     plain: dict[str, Any] = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
@@ -120,7 +121,7 @@ def _with_header(random: Random, me: Identity, file: _File) -> bytes:
 
 
 def _with_table(random: Random, me: Identity, file: _File) -> bytes:
-    """Other types, lengths and encodings under a valid signature and, if such a table has one, the right digest."""
+    """Return a validly signed file with other types, lengths and encodings, and the right digest if the table has one."""
     table, n = file.table, file.table.num_rows
     name = random.choice(SUBMISSION.names)
     at = table.schema.get_field_index(name)
@@ -157,15 +158,8 @@ def _with_table(random: Random, me: Identity, file: _File) -> bytes:
     try:
         with np.errstate(invalid="ignore"):  # nulls have no length
             content = content_digest(from_table(table))
-    except (
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        pa.ArrowException,
-        RolloutFileError,
-    ):  # such a table has none
-        content = "0" * 64
+    except (AttributeError, KeyError, TypeError, ValueError, pa.ArrowException, RolloutFileError):
+        content = "0" * 64  # the table has no digest
     layout: dict[str, Any] = random.choice(
         [{}, {}, {"use_dictionary": True}, {"row_group_size": 1}, {"write_statistics": True}]
     )
@@ -173,7 +167,7 @@ def _with_table(random: Random, me: Identity, file: _File) -> bytes:
 
 
 def _with_number(random: Random, file: _File) -> bytes:
-    """A varint in the footer (Thrift, compact) becomes another one, often huge."""
+    """Replace a varint in the footer by another, often huge one."""
     footer = bytearray(file.data[file.footer : -8])
     at = random.randrange(len(footer))
     number = random.choice([0, 1, 2**16, 2**31, 2**32, 2**40, 2**62, 2**64 - 1, random.getrandbits(40)])
@@ -186,16 +180,14 @@ def _with_number(random: Random, file: _File) -> bytes:
 
 
 def _read(quarantine: Quarantine, data: bytes, rows: list[Rollout] | None) -> str:
-    """`rows`: the signed rows, the only ones that a file may yield unless it was signed again (None)."""
+    """Read a file and return the outcome. `rows`: the only rows that it may yield; None if it was signed again."""
     try:
-        found = quarantine.read(data).rows
+        result = quarantine.read(data).rows
     except BadSignatureError:
         return "file of bad signature"
     except RolloutFileError as error:
-        ended = str(error).startswith(
-            ("ends its reader", "takes more than", "its reader was killed", "makes its reader")
-        )
-        return f"file that {error}" if ended else "file refused"
+        endings = ("ends its reader", "takes more than", "its reader was killed", "makes its reader")
+        return f"file that {error}" if str(error).startswith(endings) else "file refused"
     except Exception as error:  # noqa: BLE001
         return crash("Quarantine.read", error, data)
-    return "file passes" if rows is None or found == rows else crash("a changed file passes", found, data)
+    return "file passes" if rows is None or result == rows else crash("a changed file passes", result, data)

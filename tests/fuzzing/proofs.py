@@ -1,4 +1,4 @@
-"""Damaged TOPLOC proofs, well-formed and not; see `damage`."""
+"""Damaged TOPLOC proofs, well-formed or malformed; see `damage`."""
 
 import struct
 from collections.abc import Sequence
@@ -15,20 +15,17 @@ from shoal.toploc.proof import parse
 from .damage import Note, crash, damaged
 
 TOP_K = 128
-TOGETHER = 256  # well-formed proofs judged in one call
+BATCH = 256  # well-formed proofs verified in one call
 
 
 def fuzz_proofs(random: Random, cases: int, note: Note) -> None:
-    """Parse proofs one by one and judge the well-formed ones; parse texts; pass wrong numbers and types of proofs."""
+    """Parse proofs one by one and verify well-formed ones; parse texts; pass wrong numbers and types of proofs."""
     generator = torch.Generator().manual_seed(random.getrandbits(32))
     shapes = [(32, 64), (32, 64), (32, 64), (5, 192), (1, 128), (32, 2304)]  # the last has indices beyond PRIME
     hiddens = [torch.randn(*shape, generator=generator).exp() for shape in shapes]
     hiddens[1] = hiddens[1].half()
     honest = [build(hidden_TH)[0] for hidden_TH in hiddens]
-    waiting: dict[bool, list[tuple[int, bytes]]] = {
-        False: [],
-        True: [],
-    }  # keyed by whether it is float16: a call takes one dtype
+    batches: dict[bool, list[tuple[int, bytes]]] = {False: [], True: []}  # by whether they are float16
     for _ in range(cases):
         which = random.choices(range(len(hiddens)), weights=[12, 6, 6, 6, 6, 1])[0]
         kind = random.randrange(16)
@@ -45,12 +42,12 @@ def fuzz_proofs(random: Random, cases: int, note: Note) -> None:
             except Exception as error:  # noqa: BLE001  # any other exception is a finding
                 note(crash("parse", error, proof))
             else:
-                waiting[which == 1].append((which, proof))
-        for batch in waiting.values():
-            if len(batch) >= TOGETHER:
-                _judge(hiddens, honest, batch, note)
-    for batch in waiting.values():
-        _judge(hiddens, honest, batch, note)
+                batches[which == 1].append((which, proof))
+        for batch in batches.values():
+            if len(batch) >= BATCH:
+                _verify(hiddens, honest, batch, note)
+    for batch in batches.values():
+        _verify(hiddens, honest, batch, note)
 
 
 def _proof(random: Random, proof: bytes, others: Sequence[bytes]) -> bytes:
@@ -81,8 +78,8 @@ def _proof(random: Random, proof: bytes, others: Sequence[bytes]) -> bytes:
     return struct.pack(f">{len(words)}H", *words)
 
 
-def _judge(hiddens: Sequence[Tensor], honest: Sequence[bytes], batch: list[tuple[int, bytes]], note: Note) -> None:
-    """Verify well-formed proofs and empty the batch. Only the honest polynomial may pass."""
+def _verify(hiddens: Sequence[Tensor], honest: Sequence[bytes], batch: list[tuple[int, bytes]], note: Note) -> None:
+    """Verify well-formed proofs and clear the batch. Only the honest polynomial may pass."""
     if not batch:
         return
     try:
@@ -118,17 +115,17 @@ def _text(random: Random, proof: bytes) -> str:
 
 
 def _several(random: Random, hiddens: Sequence[Tensor], honest: Sequence[bytes], which: int) -> str:
-    """Too few or too many proofs, values that are not bytes, and hidden states and counts that callers must not pass."""
+    """Verify too few or too many proofs, values that are not bytes, or invalid hidden states and counts."""
     odd: list[Any] = [honest[which], b"", None, "x", 7, bytearray(honest[which]), memoryview(honest[which]), [b"x"]]
     proofs = [random.choice(odd) for _ in range(random.choice([0, 1, 1, 2, 3]))]
     hidden_TH = hiddens[which]
-    spoilt = [hidden_TH, hidden_TH, hidden_TH[:0], hidden_TH[0], hidden_TH.double(), hidden_TH / 0, hidden_TH[:, :1]]
+    inputs = [hidden_TH, hidden_TH, hidden_TH[:0], hidden_TH[0], hidden_TH.double(), hidden_TH / 0, hidden_TH[:, :1]]
     counts = {
         "chunk_tokens": random.choice([32, 32, 32, 1, 0, -1]),
         "top_k": random.choice([TOP_K, TOP_K, 1, 0, 10**6]),
     }
     try:
-        verify(random.choice(spoilt), proofs, **counts)
+        verify(random.choice(inputs), proofs, **counts)
     except ProofError:
         return "proofs refused"
     except ValueError:

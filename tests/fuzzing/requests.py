@@ -1,7 +1,7 @@
-"""Requests for `coordinator`: bytes that are not HTTP, garbage on every route, and garbage that each role has signed
-correctly, among honest requests that keep the run moving.
+"""Requests for `coordinator`: bytes that are not HTTP, garbage on every route, correctly signed garbage from each role, and
+honest requests that advance the run.
 
-It uses routes and messages alone, so the coordinator's internals may change.
+This uses only routes and messages, not the coordinator's internals.
 """
 
 import asyncio
@@ -46,14 +46,14 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", 
 
 @dataclass
 class Site:
-    """The registered nodes and what they know of the run; cases are made from it."""
+    """The registered nodes and what they know of the run. Makes the cases."""
 
     random: Random
     port: int
     coordinator: Identity
     members: dict[str, Identity] = field(default_factory=dict)
     ids: list[str] = field(default_factory=lambda: ["0" * 16 + "-000000"])
-    sent: list[bytes] = field(default_factory=list)  # honest requests, to be damaged and replayed
+    sent: list[bytes] = field(default_factory=list)  # honest requests, to damage and replay
 
     async def join(self) -> None:
         """Register one node of each role and publish the first version."""
@@ -69,7 +69,7 @@ class Site:
         return Signed.make(self.coordinator, text, domain="invite").model_dump_json()
 
     async def honest(self, role: str, method: str, path: str, body: Any) -> Any:
-        """Send what a node would. Returns the answer, None if the coordinator refuses."""
+        """Send an honest request. Return the answer; None if the coordinator refuses."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = self.signed(self.members[role], method, path, content)
         self.sent = [*self.sent[-50:], request]
@@ -81,7 +81,7 @@ class Site:
         return json.loads(text) if b" 200 " in head.splitlines()[0] else None
 
     async def advance(self) -> None:
-        """Get a task, upload, claim and judge it, as far as the coordinator allows."""
+        """Get a task, and upload, claim and judge it, as far as the coordinator allows."""
         answer = await self.honest("worker", "POST", "/v1/heartbeat", {"policy_version": 0, "wants_task": True})
         if answer and answer["assignment"]:
             self.ids = [*self.ids[-8:], answer["assignment"]["id"]]
@@ -96,7 +96,7 @@ class Site:
             await self.honest("validator", "POST", "/v1/verdicts", verdict)
 
     async def case(self) -> tuple[bytes, bool, bool]:
-        """A request, whether it is complete HTTP, and whether its role signed it for its route."""
+        """Return a request, whether it is complete HTTP, and whether the route's role signed it."""
         random = self.random
         if random.random() < 0.05:
             await self.advance()
@@ -107,7 +107,7 @@ class Site:
                 return damaged(random, random.choice(self.sent), self.sent), False, False
             case 1:
                 request = random.choice(self.sent)
-                return request, True, False  # again, word for word
+                return request, True, False  # a replay
             case 2:
                 return _http(random.choice(METHODS), target, self.headers({}), body), False, False
             case 3:
@@ -122,16 +122,15 @@ class Site:
     def target(self, path: str) -> str:
         random = self.random
         junk = quote(str(random.choice(VALUES)), safe="", errors="replace")[:3_000] or "0"
-        junk = random.choice(
-            [junk, "..%2f..%2fidentity.pem", "%00", "%ff", "9" * 30, "9" * 5_000, "%D9%A1", "1_0", "+1", "-0"]
-        )
+        special = ["..%2f..%2fidentity.pem", "%00", "%ff", "9" * 30, "9" * 5_000, "%D9%A1", "1_0", "+1", "-0"]
+        junk = random.choice([junk, *special])
         known = {"{id}": random.choice(self.ids), "{digest}": "c" * 64, "{step}": "0"}
         for name, value in known.items():
             path = path.replace(name, value if random.random() < 0.6 else junk)
         return path + random.choice(["", "", "", "", "?", "?a=b", "?" + "x" * 500, "/", "//"])
 
     def body(self, path: str) -> dict[str, Any]:
-        """What a node would send to this path."""
+        """Return an honest body for this path."""
         id = self.random.choice(self.ids)
         group = {"reward_mean": 0.5, "useful": True, "tokens": 3}
         bodies: dict[str, Callable[[], dict[str, Any]]] = {
@@ -171,7 +170,7 @@ class Site:
             case _:
                 body = self.body(path)
                 for _ in range(random.choice([1, 1, 2])):
-                    _spoil(random, body)
+                    _mutate(random, body)
                 return json.dumps(body).encode()
 
     def signed(
@@ -180,7 +179,7 @@ class Site:
         method: str,
         target: str,
         body: bytes,
-        spoil: Callable[[dict[str, str]], dict[str, str]] = lambda headers: headers,
+        mutate: Callable[[dict[str, str]], dict[str, str]] = lambda headers: headers,
     ) -> bytes:
         path, _, query = target.partition("?")
         headers = sign_request(
@@ -193,10 +192,10 @@ class Site:
             created_s=int(time.time()),
             nonce=secrets.token_hex(16),
         )
-        return _http(method, target, spoil(headers), body)
+        return _http(method, target, mutate(headers), body)
 
     def headers(self, headers: dict[str, str]) -> dict[str, str]:
-        """The headers, some of them changed, and some more."""
+        """Change some of the headers and add some."""
         random = self.random
         more = {
             "content-type": "text/html; charset=\xff",
@@ -218,22 +217,22 @@ class Site:
         return headers
 
 
-def _spoil(random: Random, at: Any) -> None:
+def _mutate(random: Random, tree: Any) -> None:
     """Replace, add or remove one value somewhere in this JSON, in place."""
-    while isinstance(at, (dict, list)) and at:
-        key = random.choice(list(at) if isinstance(at, dict) else range(len(at)))
-        if isinstance(at[key], (dict, list)) and at[key] and random.random() < 0.6:
-            at = at[key]
+    while isinstance(tree, (dict, list)) and tree:
+        key = random.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
+        if isinstance(tree[key], (dict, list)) and tree[key] and random.random() < 0.6:
+            tree = tree[key]
             continue
         match random.randrange(6):
             case 0:
-                del at[key]
-            case 1 if isinstance(at, dict):
-                at[random.choice(["more", "", "step"])] = deepcopy(random.choice(VALUES))
-            case 2 if isinstance(at, list):
-                at.extend([at[key]] * random.choice([1, 300]))
+                del tree[key]
+            case 1 if isinstance(tree, dict):
+                tree[random.choice(["more", "", "step"])] = deepcopy(random.choice(VALUES))
+            case 2 if isinstance(tree, list):
+                tree.extend([tree[key]] * random.choice([1, 300]))
             case _:
-                at[key] = deepcopy(random.choice(VALUES))
+                tree[key] = deepcopy(random.choice(VALUES))
         return
 
 

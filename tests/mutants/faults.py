@@ -1,8 +1,8 @@
-"""Deliberate faults, each with the few tests meant to catch it. `run` applies them one by one; a survivor is a missing test.
+"""Deliberate faults, each with the tests that should catch it. `run` applies them; a surviving fault means a missing test.
 
-`faults.txt` holds them, a block for each: the file in src/shoal, the file in tests/ and, if not all of its tests are meant,
-pytest's -k; then the text to replace (`-`) and what takes its place (`+`; without: nothing).
-Invariant: the text to replace occurs exactly once in its file (`test_faults` checks it, so a change of the code shows here).
+Each block of `faults.txt` is a fault: a file in src/shoal, a file in tests/ and an optional -k for pytest; then the text to
+replace (`-`) and its replacement (`+`; without one the text is deleted).
+Invariant: the text to replace occurs exactly once in its file. `test_faults` checks this.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ class Fault(NamedTuple):
 
     @property
     def name(self) -> str:
-        old, new = (text.strip().splitlines() or ["(gone)"] for text in (self.old, self.new))
+        old, new = (text.strip().splitlines() or ["(deleted)"] for text in (self.old, self.new))
         return f"{self.file}: {old[0][:60]} -> {new[0][:90]}"
 
 
