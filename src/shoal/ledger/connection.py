@@ -169,11 +169,7 @@ def table_digest(connection: Connection, table: str) -> str:
     """Return the BLAKE3 digest, in hex, of the sorted digests of the rows. Booleans count as 0 or 1, as in SQLite."""
     rows = connection.rows(f"SELECT * FROM {table}")
     digest = blake3(table.encode())
-    for row in sorted(blake3(_text(row)).digest() for row in rows):
-        digest.update(row)
+    plain = ([int(value) if isinstance(value, bool) else value for value in row] for row in rows)
+    for row_digest in sorted(blake3(json.dumps(row, separators=(",", ":")).encode()).digest() for row in plain):
+        digest.update(row_digest)
     return digest.hexdigest()
-
-
-def _text(row: tuple[object, ...]) -> bytes:
-    plain = [int(value) if isinstance(value, bool) else value for value in row]
-    return json.dumps(plain, separators=(",", ":")).encode()

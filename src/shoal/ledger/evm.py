@@ -1,8 +1,8 @@
 """Accounts of a pool in a contract on an EVM chain, and how a ledger is settled there.
 
     stakes.vy      the contract, in Vyper        stakes.json   its ABI and bytecode; a test compiles it again and compares
-    EvmStakes      the accounts of `shoal.ledger.stakes` in a contract, on any `EvmChain`
-    Web3Chain      a node with JSON-RPC, through web3.py
+    EvmStakes      the accounts of `shoal.ledger.stakes` in a contract
+    Web3Chain      transactions of one account through a node with JSON-RPC; tests replace it by an EVM in their process
 
 Invariants: the contract decides. A refused transaction changes nothing and raises LedgerError with the contract's reason.
 A transaction counts once it succeeded in a block. Whatever a node does or answers, the error is a LedgerError; for an answer
@@ -31,7 +31,7 @@ from functools import cache
 from importlib.resources import files
 from json import loads
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from shoal.ledger.chain import Entry, LedgerError
@@ -54,29 +54,6 @@ class ChainLostError(LedgerError):
     restart_helps = True
 
 
-class EvmChain(Protocol):
-    """A chain on which one account sends. Raises LedgerError with the contract's reason if that refuses."""
-
-    @property
-    def address(self) -> str:
-        """The sender's address."""
-        ...
-
-    def deploy(self, code: bytes) -> str:
-        """Deploy a contract and return its address."""
-        ...
-
-    def transact(self, to: str, data: bytes, value: int = 0) -> None:
-        """Send a transaction and wait until it is in a block."""
-        ...
-
-    def call(self, to: str, data: bytes) -> bytes: ...
-
-    def logs(self, of: str) -> Sequence[bytes]:
-        """Return the data of every event of a contract, oldest first."""
-        ...
-
-
 @cache
 def artifact() -> dict[str, Any]:
     """Return the committed ABI, bytecode and compiler version."""
@@ -84,14 +61,14 @@ def artifact() -> dict[str, Any]:
     return contents
 
 
-def deploy(chain: EvmChain) -> str:
+def deploy(chain: "Web3Chain") -> str:
     """Deploy a contract whose operator is the chain's account. Return its address."""
     code = bytes.fromhex(artifact()["bytecode"].removeprefix("0x"))
     return chain.deploy(code + _encode(["uint256"], [UNSTAKE_S]))
 
 
 class EvmStakes:
-    def __init__(self, chain: EvmChain, address: str) -> None:
+    def __init__(self, chain: "Web3Chain", address: str) -> None:
         self.chain = chain
         self.address = address
 
@@ -177,15 +154,18 @@ class Web3Chain:
 
     @property
     def address(self) -> str:
+        """The account that sends transactions."""
         with self._named_errors():
             return str(self._signer.address if self._signer else self.web3.eth.accounts[0])
 
     def deploy(self, code: bytes) -> str:
+        """Deploy a contract and return its address."""
         receipt = self._mined({"data": code})
         with self._named_errors():
             return self._checksummed(receipt.contractAddress)
 
     def transact(self, to: str, data: bytes, value: int = 0) -> None:
+        """Send a transaction and wait until it is in a block. Raise LedgerError with the reason if the contract refuses."""
         self._mined({"to": self._checksummed(to), "data": data, "value": value})
 
     def call(self, to: str, data: bytes) -> bytes:
@@ -193,6 +173,7 @@ class Web3Chain:
             return bytes(self.web3.eth.call({"to": self._checksummed(to), "data": data}))
 
     def logs(self, of: str) -> Sequence[bytes]:
+        """Return the data of every event of a contract, oldest first."""
         with self._named_errors():
             logs = self.web3.eth.get_logs({"address": self._checksummed(of), "fromBlock": 0})
             return [bytes(log.data) for log in logs]

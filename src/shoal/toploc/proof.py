@@ -31,7 +31,7 @@ class ProofError(ValueError):
     """
 
     def __init__(self, reason: str, *, sequence: int = 0, proof: int | None = None) -> None:
-        self.reason, self.sequence, self.proof = reason, sequence, proof
+        self.sequence, self.proof = sequence, proof
         where = f"sequence {sequence}" if proof is None else f"sequence {sequence}, proof {proof}"
         super().__init__(f"{where}: {reason}")
 
