@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shoal.protocol.identity import Identity
-from shoal.store.columns import PROOF_BYTES, SUBMISSION, BadSignatureError, RolloutFileError, content_digest, from_table
+from shoal.store.columns import PROOF_BYTES, SUBMISSION, BadSignatureError, RolloutFileError
 from shoal.store.quarantine import Quarantine
-from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout, read_submission, write_submission
+from shoal.store.rollouts import Rollout, read_submission, write_submission
 
+from ..store.support import HEADER, ME, digest_or_zeros, with_header
 from .damage import VALUES, Note, crash, damaged
 
 MAX_ROWS, MAX_TOKENS = 8, 64
@@ -38,17 +37,16 @@ class _File:
 
 def fuzz_files(random: Random, cases: int, note: Note) -> None:
     """Damage submissions, read them in quarantine, and note the outcomes."""
-    me = Identity.generate()
-    files = [_file(random, me, **options) for options in _LAYOUTS]
+    files = [_file(random, **options) for options in _LAYOUTS]
     every = [file.data for file in files]
     with Quarantine(MAX_ROWS, MAX_TOKENS, memory_bytes=256 << 20, timeout_s=10.0) as quarantine:
         for _ in range(cases):
             file = random.choice(files)
             match random.randrange(10):
                 case 0:
-                    note(_read(quarantine, _with_header(random, me, file), None))
+                    note(_read(quarantine, _with_header(random, file), None))
                 case 1:
-                    note(_read(quarantine, _with_table(random, me, file), None))
+                    note(_read(quarantine, _with_table(random, file), None))
                 case 2 | 3 | 4:  # the footer is a tenth of the bytes, but most of the parsing
                     at = file.footer
                     data = file.data[:at] + damaged(random, file.data[at:-8], every)
@@ -69,7 +67,7 @@ _LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def _file(random: Random, me: Identity, **layout: Any) -> _File:
+def _file(random: Random, **layout: Any) -> _File:
     rows = [
         Rollout(
             group=i // 2,
@@ -84,43 +82,21 @@ def _file(random: Random, me: Identity, **layout: Any) -> _File:
         )
         for i in range(4)
     ]
-    header = Header(
-        schema_version=SCHEMA_VERSION,
-        run="fuzz",
-        step=4,
-        policy_version=3,
-        policy_digest="ab" * 32,
-        worker=me.public,
-        submission=7,
-        nonce="0" * 32,
-        signer=me.public,
-    )
-    written = pq.ParquetFile(io.BytesIO(write_submission(header, rows, me)))
+    written = pq.ParquetFile(io.BytesIO(write_submission(HEADER, rows, ME)))
     table, header_json = written.read(), written.metadata.metadata[b"shoal.header"]
-    data = _signed(me, table, header_json, **layout)
+    data = with_header(table, header_json, **layout)
     rows = read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows  # rounded to float32
     return _File(data, rows, table, json.loads(header_json), len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
 
 
-def _signed(me: Identity, table: pa.Table, header: bytes, **layout: Any) -> bytes:
-    """Return a file of any table and header, signed by `me`."""
-    buffer = io.BytesIO()
-    row_group_size = layout.pop("row_group_size", None)
-    plain: dict[str, Any] = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
-    with pq.ParquetWriter(buffer, table.schema, **plain | layout) as writer:
-        writer.write_table(table, row_group_size=row_group_size)
-        writer.add_key_value_metadata({"shoal.header": header, "shoal.signature": me.sign(header, domain="submission")})
-    return buffer.getvalue()
-
-
-def _with_header(random: Random, me: Identity, file: _File) -> bytes:
+def _with_header(random: Random, file: _File) -> bytes:
     header = json.dumps(file.header | {random.choice([*file.header, "more"]): random.choice(VALUES)}).encode()
     if random.random() < 0.3:
         header = damaged(random, header)
-    return _signed(me, file.table, header)
+    return with_header(file.table, header)
 
 
-def _with_table(random: Random, me: Identity, file: _File) -> bytes:
+def _with_table(random: Random, file: _File) -> bytes:
     """Return a validly signed file with other types, lengths and encodings, and the right digest if the table has one."""
     table, n = file.table, file.table.num_rows
     name = random.choice(SUBMISSION.names)
@@ -155,15 +131,10 @@ def _with_table(random: Random, me: Identity, file: _File) -> bytes:
                 column = column.cast(pa.list_(element))
                 field = pa.field(name, column.type, nullable=False)
             table = table.set_column(at, field, column)
-    try:
-        with np.errstate(invalid="ignore"):  # nulls have no length
-            content = content_digest(from_table(table))
-    except (AttributeError, KeyError, TypeError, ValueError, pa.ArrowException, RolloutFileError):
-        content = "0" * 64  # the table has no digest
     layout: dict[str, Any] = random.choice(
         [{}, {}, {"use_dictionary": True}, {"row_group_size": 1}, {"write_statistics": True}]
     )
-    return _signed(me, table, json.dumps(file.header | {"content": content}).encode(), **layout)
+    return with_header(table, json.dumps(file.header | {"content": digest_or_zeros(table)}).encode(), **layout)
 
 
 def _with_number(random: Random, file: _File) -> bytes:

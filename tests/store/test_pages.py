@@ -13,7 +13,7 @@ from shoal.store.columns import PROOF_BYTES, RolloutFileError
 from shoal.store.decode import MAX_PAGES, ColumnChunk, check_pages
 from shoal.store.rollouts import Rollout, read_submission, write_submission
 
-from .test_rollouts import HEADER, ME, PLAIN, never, opened, read, signed, with_column, zigzag
+from .support import HEADER, ME, PLAIN, never, opened, read, signed, with_column, zigzag
 
 BOMB_BYTES = 64 << 20
 PLAIN_PAGE = "uncompressed page of 3 bytes that claims 12"

@@ -18,7 +18,7 @@ import pytest
 from shoal.store.columns import BadSignatureError, RolloutFileError, from_table, pack
 from shoal.store.quarantine import Quarantine
 
-from .test_rollouts import DATA, HEADER, ROWS, long_submission, opened, signed
+from .support import DATA, HEADER, ROWS, long_submission, opened, signed
 
 COLUMNS = from_table(opened(DATA)[0])
 TOO_MANY = COLUMNS | {"tokens": replace(COLUMNS["tokens"], lengths=np.full(4, 2**30, dtype="<i4"))}

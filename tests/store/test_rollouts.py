@@ -1,23 +1,17 @@
 """Reading a rollout file returns what was written; a file that was tampered with is refused with the right error."""
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.protocol.identity import Identity
-from shoal.store.columns import PROOF_BYTES, SUBMISSION, BadSignatureError, RolloutFileError, content_digest, from_table
+from shoal.store.columns import PROOF_BYTES, SUBMISSION, BadSignatureError, RolloutFileError
 from shoal.store.rollouts import (
     SCHEMA_VERSION,
-    AcceptedRollout,
-    Header,
-    Rollout,
     accepted_columns,
     read_accepted,
     read_submission,
@@ -25,82 +19,24 @@ from shoal.store.rollouts import (
     write_submission,
 )
 
-ME, OTHER = Identity.generate(), Identity.generate()
-PLAIN = {"compression": "zstd", "use_dictionary": False, "write_statistics": False, "store_schema": False}
-HEADER = Header(
-    schema_version=SCHEMA_VERSION,
-    run="sums-0",
-    step=4,
-    policy_version=3,
-    policy_digest="ab" * 32,
-    worker=ME.public,
-    submission=7,
-    nonce="0" * 32,
-    signer=ME.public,
+from .support import (
+    ACCEPTED_ROWS,
+    DATA,
+    HEADER,
+    ME,
+    OTHER,
+    ROWS,
+    digest,
+    forged,
+    long_submission,
+    never,
+    opened,
+    read,
+    signed,
+    with_column,
+    with_header,
+    zigzag,
 )
-ROWS = [
-    Rollout(
-        group=i // 2,
-        task=f"{i}+1",
-        target_length=100 * i,
-        seed=2**62 + i,
-        tokens=list(range(i, i + 3 + i)),
-        logprobs=[-0.5 * i] * (3 + i),
-        reward=float(i % 2),
-        proofs=[bytes([i]) * PROOF_BYTES] * (1 + i % 2),
-        turns=[1, i] * (i // 2),  # none, then one or two answers of an environment
-    )
-    for i in range(4)
-]
-ACCEPTED_ROWS = [AcceptedRollout(r.group, r.task, [5, 6, 7], r.tokens, r.logprobs, r.reward, r.turns) for r in ROWS]
-DATA = write_submission(HEADER, ROWS, ME)
-
-
-def read(data: bytes, max_rows: int = 8, max_tokens: int = 16) -> list[Rollout]:
-    return read_submission(data, max_rows=max_rows, max_tokens=max_tokens).rows
-
-
-def digest(table: pa.Table) -> str:
-    return content_digest(from_table(table))
-
-
-def opened(data: bytes) -> tuple[pa.Table, dict[str, str]]:
-    """Return the rows and the metadata of a file."""
-    file = pq.ParquetFile(io.BytesIO(data))
-    return file.read(), {key.decode(): value.decode() for key, value in file.metadata.metadata.items()}
-
-
-def forged(table: pa.Table, metadata: dict[str, str], **options: Any) -> bytes:
-    """Return a file with this metadata."""
-    buffer = io.BytesIO()
-    row_group_size = options.pop("row_group_size", None)
-    with pq.ParquetWriter(buffer, table.schema, **PLAIN | options) as writer:
-        writer.write_table(table, row_group_size=row_group_size)
-        writer.add_key_value_metadata(metadata)
-    return buffer.getvalue()
-
-
-def signed(table: pa.Table, *, domain: str = "submission", **options: Any) -> bytes:
-    """Return a validly signed file of any table."""
-    try:
-        content = content_digest(from_table(table))
-    except (AttributeError, KeyError, TypeError, ValueError, RolloutFileError):  # the table has no digest
-        content = "0" * 64
-    header = HEADER.model_copy(update={"content": content}).model_dump_json()
-    return forged(
-        table,
-        {"shoal.header": header, "shoal.signature": ME.sign(header.encode(), domain=domain)},
-        **options,
-    )
-
-
-def with_column(name: str, values: Any, type_: pa.DataType | None = None, nullable: bool = False) -> pa.Table:
-    table, _ = opened(DATA)
-    at = table.schema.get_field_index(name)
-    field = pa.field(name, type_ or table.schema.field(name).type, nullable=nullable)
-    array = values if isinstance(values, pa.Array) else pa.array(values, field.type)
-    return table.set_column(at, field, array)
-
 
 # --- round trip -----------------------------------------------------------------------------------------
 
@@ -261,7 +197,7 @@ def test_an_invalid_header_field_is_refused(name: str, value: Any) -> None:
     table, metadata = opened(DATA)
     header = json.dumps(json.loads(metadata["shoal.header"]) | {name: value})
     with pytest.raises(RolloutFileError) as refusal:
-        read(forged(table, {"shoal.header": header, "shoal.signature": ME.sign(header.encode(), domain="submission")}))
+        read(with_header(table, header.encode()))
     assert not isinstance(refusal.value, BadSignatureError)
 
 
@@ -339,16 +275,6 @@ def test_a_column_of_too_many_values_is_refused_before_it_is_read(
         read(data)
 
 
-def zigzag(number: int) -> bytes:
-    """Encode a number for Thrift's compact protocol."""
-    number, out = number << 1 if number >= 0 else -2 * number - 1, b""
-    while True:
-        number, low = number >> 7, number & 0x7F
-        out += bytes([low | 0x80 if number else low])
-        if not number:
-            return out
-
-
 def claiming(data: bytes, true: int, claimed: int) -> bytes:
     """Replace a number in the file's footer by another."""
     size = int.from_bytes(data[-8:-4], "little")
@@ -358,24 +284,12 @@ def claiming(data: bytes, true: int, claimed: int) -> bytes:
     return body + footer + len(footer).to_bytes(4, "little") + b"PAR1"
 
 
-def long_submission(tokens: int) -> bytes:
-    field = SUBMISSION.field("tokens")
-    column = pa.ListArray.from_arrays(pa.array([0, tokens], pa.int32()), pa.array(np.zeros(tokens, "<i4")))
-    at = SUBMISSION.get_field_index("tokens")
-    table = opened(DATA)[0].slice(0, 1).set_column(at, field, column.cast(field.type))
-    return signed(table, data_page_size=1 << 30)
-
-
 @pytest.mark.parametrize("claimed", [2**31, 2**40, 2**62])
 def test_huge_claims_are_refused_before_anything_is_decompressed(claimed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data = claiming(long_submission(10_007), 10_007, claimed)
     monkeypatch.setattr(pq.ParquetFile, "read", never)
     with pytest.raises(RolloutFileError):
         read(data, max_tokens=20_000)
-
-
-def never(*_: object, **__: object) -> None:
-    raise AssertionError("decompressed")
 
 
 def test_a_footer_longer_than_the_file_or_a_megabyte_is_refused() -> None:

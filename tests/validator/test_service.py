@@ -23,8 +23,8 @@ from shoal.store.rollouts import Rollout, read_accepted
 from shoal.validator.service import BATCH, Validator
 from shoal.worker.produce import Producer
 
+from ..store.support import never
 from ..store.test_pages import INFLATING
-from ..store.test_rollouts import never
 from ..workers import ALICE, GROUPS, RUN, VALIDATOR, produced, signed
 from .support import (
     ASKED,

@@ -5,12 +5,12 @@ the caller's transaction if one is open. Entries are read page by page, so no cu
 Left out: several writers. A database has one coordinator (`coordinator/state`), and a ledger has one key.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from shoal.ledger.chain import JSON, Entry, LedgerError, canonical_json, check_head, next_entry
 from shoal.ledger.connection import Connection
@@ -18,8 +18,9 @@ from shoal.protocol.identity import Identity
 
 PAGE_ROWS = 1000
 LINES = 100  # entries per page of `lines`
-COLUMNS = ", ".join(Entry.model_fields)
-MARKS = ", ".join("?" for _ in Entry.model_fields)
+FIELDS = tuple(Entry.model_fields)
+COLUMNS = ", ".join(FIELDS)
+MARKS = ", ".join("?" for _ in FIELDS)
 
 
 class Ledger:
@@ -67,10 +68,7 @@ class Ledger:
         """Yield the entries with seq > `since` as JSON lines, as in an export, without validating them."""
         select = f"SELECT {COLUMNS} FROM ledger WHERE seq > ? ORDER BY seq LIMIT {LINES}"
         while page := self._connection.rows(select, since):
-            for row in page:
-                yield (
-                    json.dumps(dict(zip(Entry.model_fields, row, strict=True)), separators=(",", ":")).encode() + b"\n"
-                )
+            yield from (to_json(dict(zip(FIELDS, row, strict=True))) + b"\n" for row in page)
             since = page[-1][0]
 
     def _page(self, where: str, *arguments: object) -> list[Entry]:
@@ -80,6 +78,6 @@ class Ledger:
 
 def _entry(row: tuple[Any, ...]) -> Entry:
     try:
-        return Entry.model_validate(dict(zip(Entry.model_fields, row, strict=True)))
+        return Entry.model_validate(dict(zip(FIELDS, row, strict=True)))
     except ValidationError as error:
         raise LedgerError(f"ledger entry {row[0]} is damaged in the database") from error
