@@ -2,7 +2,7 @@
 
     stakes.vy      the contract, in Vyper        stakes.json   its ABI and bytecode; a test compiles it again and compares
     EvmStakes      the accounts of `shoal.ledger.stakes` in a contract
-    Web3Chain      transactions of one account through a node with JSON-RPC; tests replace it by an EVM in their process
+    Web3Chain      calls and transactions of one account, through a node's JSON-RPC; tests use an in-process EVM instead
 
 Invariants: the contract decides. A refused transaction changes nothing and raises LedgerError with the contract's reason.
 A transaction counts once it succeeded in a block. Whatever a node does or answers, the error is a LedgerError; for an answer
@@ -256,9 +256,7 @@ def _calldata(signature: str, arguments: Sequence[Any]) -> bytes:
     from eth_utils.crypto import keccak
 
     name, _, types = signature.rstrip(")").partition("(")
-    return bytes(keccak(text=f"{name}({types})"))[:4] + _encode(
-        [type_ for type_ in types.split(",") if type_], arguments
-    )
+    return bytes(keccak(text=f"{name}({types})"))[:4] + _encode(list(filter(None, types.split(","))), arguments)
 
 
 def _decode(types: Sequence[str], data: bytes, what: str) -> tuple[Any, ...]:
@@ -312,16 +310,16 @@ def is_settled(entry: Entry, contract: EvmStakes) -> bool:
     return contract.is_paid(entry.digest) if entry.kind == "credited" else contract.is_slashed(entry.digest)
 
 
-def not_on_chain(entries: Sequence[Entry], known: set[tuple[str, str, str, int]], contract: EvmStakes) -> list[Entry]:
-    """Return the entries of KINDS that the contract lacks or has otherwise.
+def not_on_chain(entries: Sequence[Entry], events: set[tuple[str, str, str, int]], contract: EvmStakes) -> list[Entry]:
+    """Return the entries of KINDS that the contract lacks or has with other content.
 
-    `known`: the contract's events as (kind, key, work, tokens); 0 tokens for slashes.
+    `events`: the contract's events as (kind, key, work, tokens); 0 tokens for slashes.
     """
     return [
         entry
         for entry in entries
         if entry.kind in KINDS
-        and (not is_settled(entry, contract) if entry.kind == "registered" else _settled_event(entry) not in known)
+        and (not is_settled(entry, contract) if entry.kind == "registered" else _settled_event(entry) not in events)
     ]
 
 
