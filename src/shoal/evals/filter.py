@@ -172,8 +172,8 @@ class PassRates:
         """Return the results up to the last complete batch, and truncate the file there."""
         file.seek(0)
         lines = file.read().split(b"\n")[:-1][: self.total]
-        whole = len(lines) if len(lines) == self.total else len(lines) // self.batch * self.batch
-        lines = lines[:whole]
+        complete = len(lines) if len(lines) == self.total else len(lines) // self.batch * self.batch
+        lines = lines[:complete]
         try:
             results = [PassRate(**json.loads(line)) for line in lines]
         except (ValueError, TypeError) as error:
@@ -233,9 +233,8 @@ class Band:
     @classmethod
     def parse(cls, text: str) -> "Band":
         """Parse `0.125:0.5` or `1/8:1/2`. Raise ValueError."""
-        parts = text.split(":")
         try:
-            low, high = (Fraction(part) for part in parts)
+            low, high = map(Fraction, text.split(":"))
         except (ValueError, ZeroDivisionError) as error:
             raise ValueError(f"{text!r} is not a band of pass rates: write LOW:HIGH, as in 0.125:0.5") from error
         if not 0 <= low <= high <= 1:
@@ -270,19 +269,15 @@ def write_filter(out: Path, results: Sequence[PassRate], band: Band, settings: M
 def counts(results: Sequence[PassRate], kept: Sequence[PassRate], band: Band) -> dict[str, Any]:
     failed = sum(result.grader_error > 0 for result in results)
     below = sum(not result.grader_error and Fraction(result.score, result.n * MILLION) < band.low for result in results)
-    total_by_source, kept_by_source = (
-        Counter(result.source for result in results),
-        Counter(result.source for result in kept),
-    )
+    total_by_source = Counter(result.source for result in results)
+    kept_by_source = Counter(result.source for result in kept)
     return {
         "tasks": len(results),
         "kept": len(kept),
         "below": below,
         "above": len(results) - len(kept) - below - failed,
         "grader_error": failed,
-        "sources": {
-            source: {"tasks": total_by_source[source], "kept": kept_by_source[source]} for source in total_by_source
-        },
+        "sources": {source: {"tasks": n, "kept": kept_by_source[source]} for source, n in total_by_source.items()},
     }
 
 
