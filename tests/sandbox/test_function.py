@@ -1,4 +1,4 @@
-"""Functions that are called in children of the sandbox: every value gets an answer, whatever the function does with it."""
+"""Functions called in children of the sandbox: every call gets an answer, whatever the function does."""
 
 import math
 import os
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from shoal.sandbox import PLAIN, Budget, ProgramLimits, RemoteFunction, Sandbox, StartError
+
+from .conftest import alive
 
 MODULE = """
 import os, signal, sys, time
@@ -43,33 +45,26 @@ def act(value):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True: pass
 """
-PROGRAM = "import channel, mine; channel.serve(mine.act)"
+PROGRAM = "import channel, module; channel.serve(module.act)"
 LIMITS = ProgramLimits(cpu_s=0.3, wall_s=20.0, memory_bytes=256 << 20)
 
 
-def made(size: int = 1, limits: ProgramLimits = LIMITS, module: str = MODULE, **more: Any) -> RemoteFunction:
-    return RemoteFunction(Sandbox(PLAIN, limits, size, preloaded={"mine": module}, **more), PROGRAM)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def remote(limits: ProgramLimits = LIMITS, module: str = MODULE, **options: Any) -> RemoteFunction:
+    return RemoteFunction(Sandbox(PLAIN, limits, preloaded={"module": module}, **options), PROGRAM)
 
 
 @pytest.fixture(scope="module")
 def function() -> Iterator[RemoteFunction]:
-    made_once = made()
-    yield made_once
-    made_once.close()
+    shared = remote()
+    yield shared
+    shared.close()
 
 
 def test_values_come_back_in_order(function: RemoteFunction) -> None:
     assert [call.value for call in function.calls([["add", n, 1] for n in range(20)])] == list(range(1, 21))
     assert function.calls([]) == []
     assert function.call(["dict"]).value == {"a": [1.5, None]}
-    assert [call.value for call in function.calls([["print"], ["add", 4]])] == [1, 4], "what it prints is no answer"
+    assert [call.value for call in function.calls([["print"], ["add", 4]])] == [1, 4], "its output is no answer"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +83,7 @@ def test_values_come_back_in_order(function: RemoteFunction) -> None:
         (["set"], "died", "a set or a dict"),
     ],
 )
-def test_every_ending_is_an_answer_and_the_next_value_meets_the_same_function(
+def test_every_ending_is_an_answer_and_the_next_call_works(
     function: RemoteFunction, value: list[object], ending: str, detail: str
 ) -> None:
     bad, good = function.calls([value, ["add", 2, 3]])
@@ -96,18 +91,16 @@ def test_every_ending_is_an_answer_and_the_next_value_meets_the_same_function(
     assert (good.ending, good.value) == ("answered", 5)
 
 
-def test_the_clock_ends_what_waits_and_waiting_costs_no_cpu_time(function: RemoteFunction) -> None:
-    with Sandbox(PLAIN, ProgramLimits(wall_s=0.5), preloaded={"mine": MODULE}) as box:
-        assert [call.ending for call in RemoteFunction(box, PROGRAM).calls([["sleep", 60], ["add", 1]])] == [
-            "timeout",
-            "answered",
-        ]
+def test_wall_time_ends_a_call_that_waits_and_waiting_costs_no_cpu_time(function: RemoteFunction) -> None:
+    short = remote(ProgramLimits(wall_s=0.5))
+    assert [call.ending for call in short.calls([["sleep", 60], ["add", 1]])] == ["timeout", "answered"]
+    short.close()
     waited = function.call(["sleep", 1.0])
-    assert waited.ending == "answered" and waited.cpu_s < 0.3, "longer than the limit of CPU time, by the clock"
+    assert waited.ending == "answered" and waited.cpu_s < 0.3, "it waited longer than its limit of CPU time"
 
 
-def test_no_call_begins_after_the_end_of_the_budget(function: RemoteFunction) -> None:
-    late = made(budget=(budget := Budget()))
+def test_no_call_starts_after_the_end_of_the_budget() -> None:
+    late = remote(budget=(budget := Budget()))
     budget.start(0)
     assert [call.ending for call in late.calls([["add", 1], ["add", 2]])] == ["late", "late"]
     budget.stop()
@@ -115,7 +108,7 @@ def test_no_call_begins_after_the_end_of_the_budget(function: RemoteFunction) ->
     late.close()
 
 
-def test_use_is_measured_and_more_than_half_of_a_limit_is_not_repeatable(function: RemoteFunction) -> None:
+def test_usage_is_measured_and_more_than_half_of_a_limit_is_not_repeatable(function: RemoteFunction) -> None:
     idle, large, huge = function.calls([["add", 1], ["memory", 100 << 20], ["memory", 150 << 20]])
     assert large.memory_bytes - idle.memory_bytes > 90 << 20
     assert idle.repeatable and not huge.repeatable
@@ -123,34 +116,34 @@ def test_use_is_measured_and_more_than_half_of_a_limit_is_not_repeatable(functio
     assert worked.cpu_s >= 0.2 > idle.cpu_s and not worked.repeatable
 
 
-def test_each_value_meets_the_same_state_and_hashes_are_the_same_everywhere(function: RemoteFunction) -> None:
+def test_each_call_starts_from_the_same_state_and_hashes_are_the_same_everywhere(function: RemoteFunction) -> None:
     first, second = (call.value for call in function.calls([["state"], ["state"]]))
     assert first[:2] == second[:2] and first[0] == 1
     assert first[2] != second[2], "another child"
-    other = made()
+    other = remote()
     assert other.call(["state"]).value[1] == first[1]
     other.close()
 
 
-def test_it_runs_as_the_user_with_what_is_installed_and_leaves_nothing_behind(function: RemoteFunction) -> None:
+def test_it_runs_as_the_user_with_the_installed_packages_and_leaves_nothing_behind(function: RemoteFunction) -> None:
     assert function.call(["where"]).value == [str(Path.cwd()), os.environ.get("HOME"), sys.executable]
     assert not alive(function.call(["fork"]).value)
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("options", "message"),
     [
         ({"module": "import no_such_module"}, "ModuleNotFoundError: No module named 'no_such_module'"),
         ({"module": "x ="}, "SyntaxError"),
         ({"python": "/no/python"}, "/no/python"),
     ],
 )
-def test_what_cannot_start_says_why(more: dict[str, Any], message: str) -> None:
+def test_a_failed_start_has_its_reason(options: dict[str, Any], message: str) -> None:
     with pytest.raises(StartError, match=message):
-        made(**more).call([1])
+        remote(**options).call([1])
 
 
-def test_limits_without_end_are_allowed() -> None:
-    function = made(limits=ProgramLimits(wall_s=math.inf, cpu_s=math.inf, memory_bytes=1 << 40))
+def test_limits_may_be_infinite() -> None:
+    function = remote(ProgramLimits(wall_s=math.inf, cpu_s=math.inf, memory_bytes=1 << 40))
     assert function.call(["add", 1, 2]).value == 3
     function.close()

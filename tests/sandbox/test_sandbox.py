@@ -1,4 +1,4 @@
-"""What a program gets, how it ends, conversations, the pool."""
+"""Sandbox: a program's environment, how programs end, frames, the pool."""
 
 import os
 import shutil
@@ -6,9 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,29 +27,21 @@ from shoal.sandbox import (
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import MIB
 
-from .test_function import alive
+from .conftest import alive, descendants, wait_until
 
 
-@pytest.fixture(scope="module", params=TIERS)
-def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    if reason := problem(request.param):
-        pytest.skip(reason)
-    with Sandbox(request.param, ProgramLimits(wall_s=60.0, cpu_s=20.0)) as sandbox:
-        yield sandbox
-
-
-def out(box: Sandbox, source: str, stdin: bytes = b"", **limits: float) -> str:
-    result = box.run(Program(source, stdin), ProgramLimits(wall_s=60.0, cpu_s=20.0, **limits))  # type: ignore[arg-type]
+def out(box: Sandbox, source: str, **limits: float) -> str:
+    result = box.run(Program(source), ProgramLimits(wall_s=60.0, cpu_s=20.0, **limits))  # type: ignore[arg-type]
     assert (result.outcome, result.exit_code) == ("exited", 0), result
     return result.stdout.decode()
 
 
 def test_a_program_reads_its_input_and_the_result_names_the_tier(box: Sandbox) -> None:
-    source = "import sys\nprint(input(), sys.argv, __name__)\nprint('aside', file=sys.stderr)"
+    source = "import sys\nprint(input(), sys.argv, __name__)\nprint('error', file=sys.stderr)"
     result = box.run(Program(source, b"hello\nrest"))
     assert (result.outcome, result.exit_code, result.tier) == ("exited", 0, box.tier)
     assert result.stdout == b"hello ['program.py'] __main__\n"
-    assert result.stderr == b"aside\n"
+    assert result.stderr == b"error\n"
     assert 0 < result.cpu_s < 20 and 0 < result.wall_s < 60
 
 
@@ -59,22 +49,21 @@ def test_a_budget_stops_all_programs_at_its_end_and_none_after_it_is_stopped(box
     endless = Program("import time\nprint(1, flush=True)\ntime.sleep(3600)")
     with Sandbox(box.tier, ProgramLimits(wall_s=3600.0), budget=(budget := Budget())) as bounded:
         budget.start(0.5)
-        assert [bounded.run(endless).outcome for _ in range(2)] == ["timeout", "timeout"], "also what begins after it"
+        assert [bounded.run(endless).outcome for _ in range(2)] == ["timeout", "timeout"], "the second starts after it"
         assert budget.over
         budget.stop()
         assert not budget.over and bounded.run(Program("print(1)")).stdout == b"1\n"
 
 
-def test_a_program_gets_an_almost_empty_environment(box: Sandbox) -> None:
+def test_programs_run_in_the_same_environment_in_every_server(box: Sandbox) -> None:
     assert out(box, "import os; print(dict(os.environ))") == "{'PYTHONHASHSEED': '0'}\n"
-
-
-def test_hashes_and_random_numbers_are_the_same_in_every_server(box: Sandbox) -> None:
+    version = "import platform as p; print(p.python_implementation(), p.python_version(), p.machine())"
+    assert out(box, version).strip() == interpreter()
     source = "import random; print(hash('shoal'), list({'a', 'b', 'c', 'd'}), random.random())"
-    expected = [out(box, source) for _ in range(2)]
+    outputs = {out(box, source) for _ in range(2)}
     with Sandbox(box.tier) as other:
-        expected.append(out(other, source))
-    assert len(set(expected)) == 1
+        outputs.add(out(other, source))
+    assert len(outputs) == 1
 
 
 def test_the_library_works(box: Sandbox) -> None:
@@ -104,13 +93,12 @@ def test_exit_codes_and_signals_are_the_interpreters(box: Sandbox, source: str, 
 
 
 def test_a_traceback_shows_the_program_and_nothing_of_the_sandbox(box: Sandbox) -> None:
-    result = box.run(Program("def f():\n    return 1 / 0\nf()\n"))
-    text = result.stderr.decode()
+    text = box.run(Program("def f():\n    return 1 / 0\nf()\n")).stderr.decode()
     assert 'File "program.py", line 3' in text and "return 1 / 0" in text and "ZeroDivisionError" in text
     assert "sandbox" not in text and text.count("File ") == 2
 
 
-def test_exit_functions_run_and_threads_are_waited_for(box: Sandbox) -> None:
+def test_a_program_ends_after_its_threads_and_exit_functions(box: Sandbox) -> None:
     source = (
         "import atexit, threading, time\n"
         "atexit.register(print, 'last')\n"
@@ -120,7 +108,7 @@ def test_exit_functions_run_and_threads_are_waited_for(box: Sandbox) -> None:
     assert out(box, source) == "main\nthread\nlast\n"
 
 
-def test_time_memory_and_output_are_limited_and_what_stays_within_is_not(box: Sandbox) -> None:
+def test_time_memory_and_output_are_limited_and_programs_within_the_limits_are_not_stopped(box: Sandbox) -> None:
     slow = box.run(Program("print('early', flush=True)\nimport time; time.sleep(600)"), ProgramLimits(wall_s=2.0))
     assert (slow.outcome, slow.exit_code, slow.stdout) == ("timeout", None, b"early\n") and 2.0 <= slow.wall_s < 60
     busy = box.run(Program("while True: pass"), ProgramLimits(wall_s=60.0, cpu_s=1.0))
@@ -133,142 +121,111 @@ def test_time_memory_and_output_are_limited_and_what_stays_within_is_not(box: Sa
     assert out(box, "print('x' * 998)", output_bytes=999) == "x" * 998 + "\n"
 
 
-@pytest.mark.parametrize("limits", [{"wall_s": 0}, {"cpu_s": float("nan")}, {"memory_bytes": MIB}, {"output_bytes": 0}])
-def test_senseless_limits_are_refused(limits: dict[str, float]) -> None:
-    with pytest.raises(SandboxError, match=next(iter(limits))):
-        ProgramLimits(**limits)  # type: ignore[arg-type]
+# --- frames -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_conversation(box: Sandbox) -> None:
+def test_frames_pass_both_ways(box: Sandbox) -> None:
     source = (
         "import channel, sys\n"
         "while (frame := channel.receive()) is not None:\n"
         "    print('got', len(frame)); channel.send(frame[::-1])\n"
         "sys.exit(5)\n"
     )
-    with box.open(Program(source)) as talk:
-        talk.send(b"abc")
-        assert talk.receive() == b"cba"
-        talk.send(b"")
-        assert talk.receive() == b""
-        talk.send(b"x" * 400_000)
-        assert talk.receive() == b"x" * 400_000
-        result = talk.close()
+    with box.open(Program(source)) as process:
+        for frame in (b"abc", b"", b"x" * 400_000):
+            process.send(frame)
+            assert process.receive() == frame[::-1]
+        result = process.close()
     assert (result.outcome, result.exit_code, result.stdout) == ("exited", 5, b"got 3\ngot 0\ngot 400000\n")
-    assert talk.close() is result
+    assert process.close() is result
 
 
-def test_a_conversation_ends_when_the_program_does(box: Sandbox) -> None:
-    with box.open(Program("import channel; channel.send(b'one'); raise SystemExit(4)")) as talk:
-        assert talk.receive() == b"one"
-        assert talk.receive() is None
-        talk.send(b"into the void")
-        assert talk.receive() is None
-        assert (talk.close().outcome, talk.close().exit_code) == ("exited", 4)
+def test_receive_returns_none_after_the_programs_end(box: Sandbox) -> None:
+    with box.open(Program("import channel; channel.send(b'one'); raise SystemExit(4)")) as process:
+        assert process.receive() == b"one"
+        assert process.receive() is None
+        process.send(b"ignored")
+        assert process.receive() is None
+        assert (process.close().outcome, process.close().exit_code) == ("exited", 4)
 
 
-def test_a_program_that_does_not_answer_in_time_is_stopped(box: Sandbox) -> None:
-    with box.open(Program("import time; time.sleep(600)"), ProgramLimits(wall_s=0.3)) as talk:
-        assert talk.receive() is None
-        assert talk.close().outcome == "timeout"
+@pytest.mark.parametrize(
+    ("source", "limits", "outcome"),
+    [
+        ("import time; time.sleep(600)", ProgramLimits(wall_s=0.3), "timeout"),
+        ("import os; os.write(4, b'\\xff' * 4); os.read(3, 1)", ProgramLimits(output_bytes=1000), "output"),
+    ],
+    ids=["no answer in time", "a frame larger than the output limit"],
+)
+def test_receive_returns_none_at_a_limit(box: Sandbox, source: str, limits: ProgramLimits, outcome: str) -> None:
+    with box.open(Program(source), limits) as process:
+        assert process.receive() is None
+        assert process.close().outcome == outcome
     assert out(box, "print(1)") == "1\n"
 
 
-def test_a_frame_larger_than_the_output_limit_is_never_taken(box: Sandbox) -> None:
-    with box.open(
-        Program("import os; os.write(4, b'\\xff\\xff\\xff\\xff'); os.read(3, 1)"), ProgramLimits(output_bytes=1000)
-    ) as talk:
-        assert talk.receive() is None
-        assert talk.close().outcome == "output"
-
-
-def test_a_conversation_that_is_left_kills_the_program(box: Sandbox) -> None:
-    with box.open(Program("import time; time.sleep(600)")) as talk:
+def test_leaving_the_context_kills_the_program(box: Sandbox) -> None:
+    with box.open(Program("import time; time.sleep(600)")) as process:
         pass
-    assert talk.close().outcome == "killed"
+    assert process.close().outcome == "killed"
     assert out(box, "print(1)") == "1\n"
 
 
-def test_several_threads_share_a_pool(box: Sandbox) -> None:
-    results: dict[int, str] = {}
-    with Sandbox(box.tier, size=2) as pool:
-
-        def work(number: int) -> None:
-            results[number] = out(pool, f"print({number} * 2)")
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert results == {number: f"{number * 2}\n" for number in range(12)}
+# --- the pool ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_busy_pool_says_so_in_time(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_a_pool(box: Sandbox) -> None:
+    with Sandbox(box.tier, size=2) as pool, ThreadPoolExecutor(12) as threads:
+        results = threads.map(lambda number: out(pool, f"print({number} * 2)"), range(12))
+        assert list(results) == [f"{number * 2}\n" for number in range(12)]
+
+
+def test_waiting_for_a_busy_pool_ends_in_time_with_advice(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.sandbox.pool.QUEUE_S", 0.2)
     with Sandbox(box.tier) as pool:
-        talk = pool.open(Program("import channel; channel.receive()"))
+        process = pool.open(Program("import channel; channel.receive()"))
         with pytest.raises(SandboxError, match="size"):
             pool.run(Program(""))
-        assert talk.close().outcome == "exited"
+        assert process.close().outcome == "exited"
 
 
 def test_a_server_that_died_is_replaced(box: Sandbox) -> None:
     with Sandbox(box.tier) as pool:
         assert out(pool, "print(1)") == "1\n"
-        kill_idle(pool)
+        server = pool._idle.get_nowait()
+        assert server is not None
+        signal.pidfd_send_signal(server._server_fd, signal.SIGKILL)
+        pool._idle.put(server)
+        wait_until(lambda: server.dead)
         assert out(pool, "print(2)") == "2\n"
-
-
-def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
-def kill_idle(pool: Sandbox) -> None:
-    server = pool._idle.get_nowait()
-    assert server is not None
-    signal.pidfd_send_signal(server._server_fd, signal.SIGKILL)
-    pool._idle.put(server)
-    wait_until(lambda: server.dead)
 
 
 def test_a_server_that_dies_under_a_program_is_an_error_of_the_sandbox_and_is_given_back_once(box: Sandbox) -> None:
     with Sandbox(box.tier) as pool:
-        with pool.open(Program("import channel, time; channel.send(b'up'); time.sleep(600)")) as talk:
-            assert talk.receive() == b"up"
+        with pool.open(Program("import channel, time; channel.send(b'up'); time.sleep(600)")) as process:
+            assert process.receive() == b"up"
             (server,) = pool._busy
             signal.pidfd_send_signal(server._server_fd, signal.SIGKILL)
             for _ in range(2):
                 with pytest.raises(SandboxError, match="died"):
-                    talk.close()
+                    process.close()
         assert pool._idle.qsize() == pool.size
         assert out(pool, "print(2)") == "2\n"
 
 
-def test_a_closed_sandbox_leaves_no_process_and_takes_no_program(box: Sandbox) -> None:
-    before = set(below(os.getpid()))
+def test_a_closed_sandbox_has_no_processes_and_refuses_programs(box: Sandbox) -> None:
+    before = set(descendants(os.getpid()))
     pool = Sandbox(box.tier, size=2)
     pool.run(Program(""))
-    talk = pool.open(Program("import channel; channel.send(b'up'); channel.receive()"))
-    assert talk.receive() == b"up"
-    started = set(below(os.getpid())) - before
+    process = pool.open(Program("import channel; channel.send(b'up'); channel.receive()"))
+    assert process.receive() == b"up"
+    started = set(descendants(os.getpid())) - before
     assert len(started) >= 3
     pool.close()
     with pytest.raises(SandboxError, match="closed"):
         pool.run(Program(""))
-    wait_until(lambda: not [pid for pid in started if alive(pid)])
-    assert talk.receive() is None
-
-
-def below(pid: int) -> list[int]:
-    """All descendants of a process that belong to a sandbox."""
-    children = [
-        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
-    ]
-    return children + [deeper for child in children for deeper in below(child)]
+    wait_until(lambda: not any(map(alive, started)))
+    assert process.receive() is None
 
 
 def test_everything_dies_with_a_killed_parent(box: Sandbox) -> None:
@@ -277,22 +234,30 @@ def test_everything_dies_with_a_killed_parent(box: Sandbox) -> None:
         "from shoal.sandbox import Sandbox, Program\n"
         f"box = Sandbox({box.tier!r}, size=2)\n"
         "box.run(Program(''))\n"
-        "talk = box.open(Program('import channel; channel.send(b\"up\"); import time; time.sleep(600)'))\n"
-        "talk.receive()\n"
+        "process = box.open(Program('import channel; channel.send(b\"up\"); import time; time.sleep(600)'))\n"
+        "process.receive()\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
-        family = below(parent.pid)
+        family = descendants(parent.pid)
         assert len(family) >= 3
         parent.kill()
-    wait_until(lambda: not [pid for pid in family if alive(pid)])
+    wait_until(lambda: not any(map(alive, family)))
 
 
-def test_the_best_tier_is_the_first_that_works_or_an_error_that_says_why_none_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_preloaded_modules_are_fresh_for_every_program(box: Sandbox) -> None:
+    module = "import channel\nstate = []\ndef add(x): state.append(x); return state"
+    with Sandbox(box.tier, preloaded={"preloaded": module}) as own:
+        for _ in range(2):
+            assert own.run(Program("import preloaded; print(preloaded.add(1))")).stdout == b"[1]\n"
+
+
+# --- where it starts --------------------------------------------------------------------------------------------------
+
+
+def test_the_best_tier_is_the_first_that_works_or_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.sandbox.pool.problem", lambda tier: f"no {tier}")
     with pytest.raises(SandboxError, match="no bubblewrap\nno kernel$"):
         best_tier()
@@ -307,20 +272,7 @@ def test_an_unavailable_tier_names_what_to_install(monkeypatch: pytest.MonkeyPat
         Sandbox("docker")
 
 
-def test_the_interpreter_is_the_one_that_runs_programs(box: Sandbox) -> None:
-    source = "import platform as p; print(p.python_implementation(), p.python_version(), p.machine())"
-    assert out(box, source).strip() == interpreter()
-
-
-def test_preloaded_modules_are_there_and_fresh_for_every_program(box: Sandbox) -> None:
-    with Sandbox(
-        box.tier, preloaded={"mine": "import channel\nstate = []\ndef add(x): state.append(x); return state"}
-    ) as own:
-        for _ in range(2):
-            assert own.run(Program("import mine; print(mine.add(1))")).stdout == b"[1]\n"
-
-
-def test_it_starts_whatever_the_umask_of_its_owner(box: Sandbox) -> None:
+def test_it_starts_with_any_umask(box: Sandbox) -> None:
     before = os.umask(0o077)
     try:
         with Sandbox(box.tier) as own:
@@ -339,43 +291,45 @@ def test_it_shows_the_library_behind_a_virtual_environment_and_not_the_environme
     assert shown.splitlines() == forkserver.binds() and str(environment) not in shown
 
 
+@pytest.fixture
+def root_only(tmp_path: Path) -> Path:
+    """A folder that only root may enter."""
+    folder = tmp_path / "closed"
+    folder.mkdir(0o700)
+    return folder
+
+
 def test_it_starts_where_only_root_may_enter_the_folder_of_temporary_files(
-    box: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    box: Sandbox, root_only: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir(0o700)
-    monkeypatch.setattr(tempfile, "tempdir", str(closed))
+    monkeypatch.setattr(tempfile, "tempdir", str(root_only))
     with Sandbox(box.tier) as own:
         assert own.run(Program("open('x', 'w').write('fine'); print(open('x').read())")).stdout == b"fine\n"
-    assert list(closed.iterdir()) == []
+    assert list(root_only.iterdir()) == []
 
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_it_starts_where_only_root_may_enter_the_folder_of_bubblewrap(
-    linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    linked: bool, root_only: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason := problem("bubblewrap"):
         pytest.skip(reason)
-    closed = tmp_path / "closed"
-    closed.mkdir(0o700)
-    shutil.copy(str(forkserver.bwrap()), closed)
+    shutil.copy(str(forkserver.bwrap()), root_only)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        Path(folder, "bwrap").symlink_to(closed / "bwrap")
-        monkeypatch.setenv("PATH", folder if linked else str(closed))
+        Path(folder, "bwrap").symlink_to(root_only / "bwrap")
+        monkeypatch.setenv("PATH", folder if linked else str(root_only))
         assert problem.__wrapped__("bubblewrap") == ""
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
 @pytest.mark.parametrize("tier", TIERS)
 def test_an_interpreter_that_only_root_may_read_is_named_with_the_remedy(
-    tier: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tier: Tier, root_only: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason := problem(tier):
         pytest.skip(reason)
-    closed = tmp_path / "closed"
-    closed.mkdir(0o700)
-    binds = [*forkserver.binds(), str(closed)]
+    binds = [*forkserver.binds(), str(root_only)]
     monkeypatch.setattr(forkserver, "binds", lambda: binds)
-    with pytest.raises(SandboxError, match=f"{closed}.*chmod -R go"):
+    with pytest.raises(SandboxError, match=f"{root_only}.*chmod -R go"):
         ForkServer(tier)

@@ -1,6 +1,6 @@
-"""Lists and scores every data set of reasoning-gym in one process: `python -P sweep_reasoning_gym.py FAR_FILE`. JSON lines.
+"""List and score every data set of reasoning-gym in one process: `python -P sweep_reasoning_gym.py ADAPTER_FILE`.
 
-The tests of the adapter read it. `evaluated` says whether the library, without the adapter, compiles an answer as code.
+Write JSON lines for the adapter's tests. `evaluated`: whether the library, without the adapter, compiles an answer as code.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def main() -> None:
         rows = gym.rows(options)
         values = [json.loads(row["metadata"]) | {"question": row["question"]} for row in rows]
         gym.prepare(json.dumps(values[0]["setting"]))
-        entries = [gym.drawn(gym.dataset, n) for n in range(SIZE)]
+        entries = [gym.generate(gym.dataset, n) for n in range(SIZE)]
         compiled.clear()
         for answer in (MARK, f"{MARK} + 1", f"[{MARK}]"):
             with contextlib.suppress(Exception):  # only what was compiled counts
@@ -50,8 +50,8 @@ def main() -> None:
 
 
 def scored(gym: Any, value: dict[str, Any], completion: str) -> tuple[float, str]:
-    found = gym.score(value | {"completion": completion})
-    return found["score"], found.get("outcome", "graded")
+    result = gym.score(value | {"completion": completion})
+    return result["score"], result.get("outcome", "graded")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What every adapter does: processes that list tasks and score completions, here with small made-up libraries."""
+"""Every adapter: its processes list tasks and score completions. Here small fake libraries stand in for real ones."""
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -12,20 +13,18 @@ from shoal.tasks import Graders, libraries
 from shoal.tasks.libraries import LibraryReward, rows
 from shoal.tasks.task import TRUST, Grade, Task, TasksNotFoundError
 
-HEAD = """
-import json, os, sys
-"""
-
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Return the name of a library whose file in `inside` is this code."""
+    """Return a function that registers a library with this code, and returns its name."""
+    monkeypatch.delenv(libraries.ENVIRONMENTS, raising=False)
+    monkeypatch.delenv(TRUST, raising=False)
 
-    def made(code: str, name: str = "made_up") -> str:
-        monkeypatch.setitem(libraries.FILES, name, HEAD + code)
+    def register(code: str, name: str = "made_up") -> str:
+        monkeypatch.setitem(libraries.FILES, name, "import json, os\n" + code)
         return name
 
-    return made
+    return register
 
 
 def task(entry: Any, setting: Any = None, generator: str = "made_up") -> Task:
@@ -34,21 +33,18 @@ def task(entry: Any, setting: Any = None, generator: str = "made_up") -> Task:
 
 
 def graded(library: str, tasks: list[Task], completions: list[str]) -> list[Grade]:
-    reward = LibraryReward(library)
-    try:
+    with closing(LibraryReward(library)) as reward:
         return reward.grade(tasks, completions)
-    finally:
-        reward.close()
 
 
-def test_rows_are_what_the_library_yields_and_not_what_it_prints(library: Callable[..., str]) -> None:
+def test_rows_are_what_the_library_returns_and_not_what_it_prints(library: Callable[..., str]) -> None:
     code = """
 def rows(options):
     print("noise"); os.write(1, b"noise")
     return [{"question": "line\\nend \\u2028 of it", "answer": str(n)} for n in range(options["n"])]
 """
-    found = rows(library(code), {"n": 2})
-    assert found == [{"question": "line\nend \u2028 of it", "answer": str(n), "reward": "made_up"} for n in range(2)]
+    row = {"question": "line\nend \u2028 of it", "reward": "made_up"}
+    assert rows(library(code), {"n": 2}) == [row | {"answer": "0"}, row | {"answer": "1"}]
 
 
 @pytest.mark.parametrize(
@@ -62,12 +58,14 @@ def rows(options):
         ("this is no Python", "SyntaxError"),
     ],
 )
-def test_a_list_is_complete_or_an_error_says_why(library: Callable[..., str], code: str, message: str) -> None:
+def test_a_library_that_fails_to_list_its_tasks_is_an_error(
+    library: Callable[..., str], code: str, message: str
+) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
         rows(library(code), {})
 
 
-def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(libraries.PYTHON, "/no/python")
     monkeypatch.setenv(libraries.ENVIRONMENTS, "this")
     with pytest.raises(TasksNotFoundError, match="/no/python"):
@@ -76,15 +74,15 @@ def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
 
 SCORES = """
 def prepare(setting):
-    global known
-    known = json.loads(setting)
+    global prepared
+    prepared = json.loads(setting)
 def score(value):
     match value["completion"]:
         case "raise": raise ValueError("no such answer")
         case "exit": os._exit(7)
         case "spin":
             while True: pass
-    return {"score": float(value["completion"] == value["entry"] + known + value["question"]), "outcome": "graded"}
+    return {"score": float(value["completion"] == value["entry"] + prepared + value["question"]), "outcome": "graded"}
 """
 
 
@@ -94,7 +92,7 @@ def test_each_task_is_scored_by_its_entry_and_its_setting(library: Callable[...,
     assert [(grade.score, grade.outcome) for grade in grades] == [(1.0, "graded"), (1.0, "graded"), (0.0, "graded")]
 
 
-def test_what_a_library_does_to_itself_is_a_grader_error_and_the_next_answer_is_scored(
+def test_a_library_that_fails_is_a_grader_error_and_the_next_answer_is_scored(
     library: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     completions = ["raise", "exit", "spin", "axq"]
@@ -114,56 +112,36 @@ def test_tasks_of_another_source_are_a_grader_error(library: Callable[..., str])
     assert "is not from generator made_up" in grades[0].detail
 
 
-def test_a_long_completion_is_scored_by_its_end(library: Callable[..., str]) -> None:
-    code = (
-        "def prepare(setting): pass\ndef score(value): return {'score': 1.0, 'detail': str(len(value['completion']))}"
-    )
-    (grade,) = graded(library(code), [task("a")], ["x" * 10_000_000])
-    assert grade.detail == "20000"
-
-
-# --- a machine loads no environment of verifiers that its owner has not listed ---------------------------------------
-
-LOADS_ANYTHING = """
-def rows(options):
-    return [{"question": "q", "answer": "a", "metadata": "{}"}]
+ANY = """
+def rows(options): return [{"question": "q", "answer": "a", "metadata": "{}"}]
 def prepare(setting): pass
-def score(value): return {"score": 1.0, "outcome": "graded", "detail": ""}
+def score(value): return {"score": 1.0, "detail": str(len(value['completion']))}
 """
 
 
-@pytest.fixture(autouse=True)
-def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(libraries.ENVIRONMENTS, raising=False)
-    monkeypatch.delenv(TRUST, raising=False)
+def test_a_long_completion_is_scored_by_its_end(library: Callable[..., str]) -> None:
+    [grade] = graded(library(ANY), [task("a")], ["x" * 10_000_000])
+    assert grade.detail == "20000"
 
 
-def test_only_listed_environments_are_listed_and_scored(
+def test_a_machine_loads_only_the_verifiers_environments_that_its_owner_lists(
     library: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verifiers = library(LOADS_ANYTHING, "verifiers")
-    metadata = {"generator": "verifiers", "setting": {"environment": "this"}}
-    task = Task(id="s/0", question="q", answer="", source="s", metadata=json.dumps(metadata))
-    reward = LibraryReward(verifiers)
-    try:
-        for listed in (None, "", "sums", "sums, thistle"):
-            if listed is not None:
-                monkeypatch.setenv(libraries.ENVIRONMENTS, listed)
-            with pytest.raises(TasksNotFoundError, match=r"'this'.*SHOAL_VERIFIERS_ENVIRONMENTS=this"):
-                rows(verifiers, {"environment": "this"})
-            with pytest.raises(TasksNotFoundError, match="allows"):
-                reward.grade([task], ["x"])
-        monkeypatch.setenv(libraries.ENVIRONMENTS, "sums, this")
-        assert len(rows(verifiers, {"environment": "this"})) == 1
-        [grade] = reward.grade([task], ["x"])
-        assert grade.score == 1.0 and not grade.certain, "its rewards may ask others"
-    finally:
-        reward.close()
-
-
-def test_a_node_says_so_when_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifiers = library(ANY, "verifiers")
     section = TaskSection(sources=[SourceSection(generator="verifiers", options={"environment": "this"})])
-    with pytest.raises(TasksNotFoundError, match="it allows none"):
-        Graders(section)
+    needs_this = task("a", {"environment": "this"}, "verifiers")
+    for listed in ("", "sums", "sums, thistle"):
+        monkeypatch.setenv(libraries.ENVIRONMENTS, listed)
+        with pytest.raises(TasksNotFoundError, match=r"'this'.*SHOAL_VERIFIERS_ENVIRONMENTS=this"):
+            rows(verifiers, {"environment": "this"})
+        with pytest.raises(TasksNotFoundError, match="allows"):
+            graded(verifiers, [needs_this], ["x"])
+        with pytest.raises(TasksNotFoundError, match=f"allows {listed or 'none'}"):
+            Graders(section)
+    monkeypatch.setenv(libraries.ENVIRONMENTS, "sums, this")
+    assert len(rows(verifiers, {"environment": "this"})) == 1
+    [grade] = graded(verifiers, [needs_this], ["x"])
+    assert grade.score == 1.0 and not grade.certain, "its rewards may use services"
+    monkeypatch.delenv(libraries.ENVIRONMENTS)
     monkeypatch.setenv(TRUST, "1")
     Graders(section).close()

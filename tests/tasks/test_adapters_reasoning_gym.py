@@ -1,4 +1,4 @@
-"""reasoning-gym as a source: every data set, what scores 1, and answers that would run as code."""
+"""reasoning-gym as a source: every data set, answers that score 1, answers that would run as code."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ EVALUATED = {
 }
 NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # many answers are right
 ANY_TEXT = {"game_of_life_halting"}  # takes every text for "False"
-UNSEEDED = {"codeio"}  # its shipped programs draw random numbers of their own
+UNSEEDED = {"codeio"}  # its programs use unseeded random numbers
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +60,11 @@ def test_a_wrong_answer_scores_less_in_all_data_sets_but_one(swept: dict[str, di
     assert {outcome for line in swept.values() for _, outcome in line["wrong"]} == {"graded", "wrong_format"}
 
 
-def test_an_entry_is_the_same_when_it_is_drawn_again(swept: dict[str, dict[str, Any]]) -> None:
+def test_an_entry_is_the_same_when_it_is_generated_again(swept: dict[str, dict[str, Any]]) -> None:
     assert {name for name, line in swept.items() if not line["same"]} <= UNSEEDED
 
 
-def test_the_data_sets_that_evaluate_answers_are_those_that_are_guarded(swept: dict[str, dict[str, Any]]) -> None:
+def test_every_data_set_that_evaluates_answers_is_guarded(swept: dict[str, dict[str, Any]]) -> None:
     assert {name for name, line in swept.items() if line["evaluated"]} - {"composite"} == EVALUATED
 
 
@@ -81,7 +81,7 @@ def test_no_answer_runs_as_code(name: str, tmp_path: Path) -> None:
 
 
 def test_no_option_runs_as_code(tmp_path: Path) -> None:
-    """Options come from the run's author, whom a worker need not trust; some data sets evaluate what they are made of."""
+    """Options come from the run's author, whom a worker need not trust; some data sets evaluate them."""
     mark = tmp_path / "mark"
     run = f"__import__('pathlib').Path({str(mark)!r}).mkdir()"
     for options in (
@@ -98,19 +98,21 @@ def test_no_option_runs_as_code(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_a_task_whose_question_is_not_that_of_its_entry_is_a_grader_error() -> None:
+def test_a_task_of_another_question_or_version_is_a_grader_error() -> None:
     (task,) = rows(dataset="chain_sum", size=1)
-    (grade,) = graded("reasoning_gym", [replace(task, question="1 + 1 =")], [task.answer])
-    assert grade.outcome == "grader_error" and "another question" in grade.detail
+    old = replace(task, metadata=json.dumps(json.loads(task.metadata) | {"version": "0.1.0"}))
+    grades = graded("reasoning_gym", [replace(task, question="1 + 1 ="), old], [task.answer] * 2)
+    assert [grade.outcome for grade in grades] == ["grader_error"] * 2
+    assert "another question" in grades[0].detail and "0.1.0" in grades[1].detail
 
 
-def test_no_answer_names_the_grader_s_variables() -> None:
+def test_an_answer_cannot_name_the_graders_variables() -> None:
     (task,) = rows(dataset="string_insertion", size=1)
     grades = graded("reasoning_gym", [task] * 2, ["oracle_answer", str(list(task.answer))])
-    assert [grade.score for grade in grades] == [0.0, 0.1]  # 0.1: the library's, for the answer as a list
+    assert [grade.score for grade in grades] == [0.0, 0.1]  # 0.1 is the library's score of the answer as a list
 
 
-def test_an_answer_that_computes_for_ever_is_a_grader_error() -> None:
+def test_an_endless_computation_is_a_grader_error() -> None:
     (task,) = rows(dataset="countdown", size=1)
     grades = graded("reasoning_gym", [task] * 2, ["9**9**9**9", task.answer])
     assert [(grade.score, grade.outcome) for grade in grades] == [(0.0, "grader_error"), (1.0, "graded")]
@@ -124,17 +126,9 @@ def test_rows_follow_from_the_options_and_not_from_the_process(monkeypatch: pyte
     assert rows(dataset="word_ladder", size=3, seed=6) != first
 
 
-def test_a_question_that_is_drawn_twice_is_listed_once() -> None:
+def test_a_question_that_is_generated_twice_is_listed_once() -> None:
     questions = [task.question for task in rows(dataset="coin_flip", size=50, min_trials=2, max_trials=2)]
     assert 0 < len(questions) < 50 and len(set(questions)) == len(questions)
-
-
-def test_a_task_of_another_version_is_a_grader_error() -> None:
-    (task,) = rows(dataset="chain_sum", size=1)
-    metadata = json.loads(task.metadata)
-    old = replace(task, metadata=json.dumps(metadata | {"version": "0.1.0"}))
-    (grade,) = graded("reasoning_gym", [old], [task.answer])
-    assert grade.outcome == "grader_error" and "0.1.0" in grade.detail
 
 
 @pytest.mark.parametrize(
@@ -142,20 +136,14 @@ def test_a_task_of_another_version_is_a_grader_error() -> None:
     [
         ({}, "options.dataset is None; reasoning-gym .* has ab, acre"),
         ({"dataset": "chain_sums"}, "'chain_sums'"),
-        ({"dataset": "chain_sum", "terms": 2}, "refuses its options: .*'terms'"),
-        ({"dataset": "chain_sum", "min_terms": 5, "max_terms": 2}, "refuses its options"),
+        ({"dataset": "chain_sum", "terms": 2}, "refuses the options: .*'terms'"),
+        ({"dataset": "chain_sum", "min_terms": 5, "max_terms": 2}, "refuses the options"),
         ({"dataset": "spell_backward", "data_file": "../../secret.txt"}, "evaluate or open them"),
-        ({"dataset": "composite", "datasets": [{"name": "no_such"}]}, "refuses its options"),
-        (
-            {
-                "dataset": "composite",
-                "datasets": [{"name": "spell_backward", "config": {"data_file": "../secret.txt"}}],
-            },
-            "evaluate or open them",
-        ),
+        ({"dataset": "composite", "datasets": [{"name": "no_such"}]}, "refuses the options"),
+        ({"dataset": "composite", "datasets": [{"config": {"data_file": "../secret.txt"}}]}, "evaluate or open them"),
     ],
 )
-def test_wrong_options_are_one_clear_message(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
         libraries.rows("reasoning_gym", options)
 
@@ -164,10 +152,8 @@ def test_a_config_with_this_source_has_its_tasks_and_its_reward() -> None:
     options = {"dataset": "chain_sum", "size": 60, "max_terms": 2, "max_digits": 2}
     section = TaskSection(sources=[SourceSection(generator="reasoning_gym", options=options)], heldout=8)
     tasks = load(section)
-    other = section.model_copy(
-        update={"sources": [SourceSection(generator="reasoning_gym", options=options | {"seed": 7})]}
-    )
-    assert load(other).digest != tasks.digest
+    other = SourceSection(generator="reasoning_gym", options=options | {"seed": 7})
+    assert load(TaskSection(sources=[other], heldout=8)).digest != tasks.digest
     with Graders(section) as graders:
         grades = graders.grade(tasks.heldout, [task.answer for task in tasks.heldout])
         (empty,) = graders.grade(tasks.heldout[:1], ["<answer></answer>"])

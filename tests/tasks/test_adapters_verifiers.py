@@ -1,6 +1,6 @@
 """verifiers environments as sources: scored by their own rewards, or refused by name.
 
-The library and its hundred packages may be in an environment of its own: SHOAL_VERIFIERS_PYTHON=/path/bin/python pytest ...
+The library may be installed in another Python: SHOAL_VERIFIERS_PYTHON=/path/bin/python pytest ...
 """
 
 import json
@@ -43,9 +43,9 @@ class Sums(vf.Taskset[Sum, Config]):
     def load(self):
         for a in range(self.config.top):
             for b in range(self.config.top):
-                yield self.made(a, b)""",
-    "made": """
-    def made(self, a, b):
+                yield self.create(a, b)""",
+    "create": """
+    def create(self, a, b):
         return Sum(Data(prompt=f"{a} + {b}?", answer=a + b), self.config.task)""",
     "end": "",
 }
@@ -58,7 +58,7 @@ def _path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(folder: Path, name: str = "sums", **parts: str) -> Path:
-    """An environment, with some of its parts replaced."""
+    """Write an environment in which `parts` replace some of PARTS."""
     file = folder / f"{name}.py"
     file.write_text("\n".join((PARTS | parts).values()))
     return file
@@ -87,15 +87,15 @@ def test_tasks_are_those_of_the_taskset_and_scores_those_of_its_rewards(tmp_path
     grades = graded("verifiers", [tasks[3]] * 3, ["1", "7", ""])
     assert [round(grade.score, 9) for grade in grades] == [1.0, round(0.5 / 1.5, 9), round(0.5 / 1.5, 9)]
     assert grades[0].parts == {"correct": 1.0, "short": 1.0}
-    assert not any(grade.certain for grade in grades), "a reward may ask others"
+    assert not any(grade.certain for grade in grades), "a reward may use services"
     assert len(rows(size=5, max_reward=1.5)) == 5
 
 
 def test_prompts_of_a_system_and_a_user_message_become_one_question(tmp_path: Path) -> None:
     written(
         tmp_path,
-        made=member("""
-            def made(self, a, b):
+        create=member("""
+            def create(self, a, b):
                 messages = [vf.SystemMessage(content="Add."), vf.UserMessage(content=f"{a} + {b}?")]
                 return Sum(Data(prompt=messages, answer=a + b), self.config.task)"""),
     )
@@ -119,11 +119,11 @@ def test_a_config_with_this_source_has_its_tasks_and_its_reward_and_an_edit_chan
 REFUSED = {
     "sandbox": (
         {"more": member("@vf.reward\nasync def passes(self, trace, runtime) -> float:\n    return 1.0")},
-        "more than a question with one reply: a sandbox",
+        "more than a question and one reply: a sandbox",
     ),
     "container": ({"more": "    NEEDS_CONTAINER = True"}, ": a sandbox"),
     "setup": ({"more": "    async def setup(self, trace, runtime):\n        pass"}, ": a sandbox"),
-    "image": ({"made": PARTS["made"].replace("answer=", "image='python:3', answer=")}, ": a sandbox"),
+    "image": ({"create": PARTS["create"].replace("answer=", "image='python:3', answer=")}, ": a sandbox"),
     "tools": (
         {
             "task": "class Calculator(vf.Toolset): pass\n" + PARTS["task"],
@@ -144,17 +144,17 @@ REFUSED = {
     ),
     "several_messages": (
         {
-            "made": PARTS["made"].replace(
+            "create": PARTS["create"].replace(
                 'prompt=f"{a} + {b}?"', 'prompt=[vf.UserMessage(content="Hi"), vf.AssistantMessage(content="Hi")]'
             )
         },
         "a prompt of one message",
     ),
-    "no_prompt": ({"made": PARTS["made"].replace('prompt=f"{a} + {b}?", ', "")}, "a prompt of one message"),
+    "no_prompt": ({"create": PARTS["create"].replace('prompt=f"{a} + {b}?", ', "")}, "a prompt of one message"),
     "no_reward": ({"reward": "    pass"}, ": a reward"),
     "more_than_data": (
         {
-            "made": PARTS["made"].replace("return Sum(", "task = Sum(")
+            "create": PARTS["create"].replace("return Sum(", "task = Sum(")
             + "\n        task.secret = 4\n        return task"
         },
         "more than its data",
@@ -170,33 +170,33 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"config": {"task": {"rewards": {"mine": {"fn": "os:getpid"}}}}}, "names a file or a function of this machine"),
     ({"python": "/bin/true"}, "no option python"),
 ]
-# One process for all of them: the library takes seconds to import.
-ASK = """
+# One process for all of them: importing the library takes seconds.
+LIST_ALL = """
 import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("far", sys.argv[1])
-far = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(far)
+spec = importlib.util.spec_from_file_location("tasksets", sys.argv[1])
+tasksets = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tasksets)
 for options in json.load(sys.stdin):
     try:
-        said = f"{len(list(far.rows(options)))} tasks"
+        message = f"{len(list(tasksets.rows(options)))} tasks"
     except ValueError as error:
-        said = str(error)
-    print(json.dumps(said))
+        message = str(error)
+    print(json.dumps(message))
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What is said of each environment in REFUSED, of the plain one, and of each of WRONG_OPTIONS."""
+def messages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The messages for each environment in REFUSED, for the plain environment, and for each of WRONG_OPTIONS."""
     folder = tmp_path_factory.mktemp("environments")
     written(folder)
     for name, (parts, _) in REFUSED.items():
         written(folder, f"sums_{name}", **parts)
-    asked = [{"environment": f"sums_{name}"} for name in REFUSED]
-    asked += [{"environment": "sums"} | options for options in [{}, *(options for options, _ in WRONG_OPTIONS)]]
+    requests = [{"environment": f"sums_{name}"} for name in REFUSED]
+    requests += [{"environment": "sums"} | options for options in [{}, *(options for options, _ in WRONG_OPTIONS)]]
     done = subprocess.run(
-        [INTERPRETER, "-P", "-c", ASK, str(Path(inside.__file__).with_name("tasksets.py"))],
-        input=json.dumps(asked),
+        [INTERPRETER, "-P", "-c", LIST_ALL, str(Path(inside.__file__).with_name("tasksets.py"))],
+        input=json.dumps(requests),
         env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
@@ -206,17 +206,17 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_environment_that_needs_more_than_a_reply_is_refused(name: str, said: list[str]) -> None:
-    assert re.search(REFUSED[name][1], said[list(REFUSED).index(name)])
+def test_an_environment_that_needs_more_than_a_reply_is_refused(name: str, messages: list[str]) -> None:
+    assert re.search(REFUSED[name][1], messages[list(REFUSED).index(name)])
 
 
 @pytest.mark.parametrize("number", range(len(WRONG_OPTIONS)))
-def test_wrong_options_are_one_clear_message(number: int, said: list[str]) -> None:
-    assert said[len(REFUSED)] == "36 tasks"
-    assert re.search(WRONG_OPTIONS[number][1], said[len(REFUSED) + 1 + number])
+def test_wrong_options_are_named(number: int, messages: list[str]) -> None:
+    assert messages[len(REFUSED)] == "36 tasks"
+    assert re.search(WRONG_OPTIONS[number][1], messages[len(REFUSED) + 1 + number])
 
 
-def test_a_reward_that_fails_is_a_grader_error_and_never_0(tmp_path: Path) -> None:
+def test_a_reward_that_fails_is_a_grader_error(tmp_path: Path) -> None:
     written(
         tmp_path,
         reward=member("""
@@ -228,10 +228,10 @@ def test_a_reward_that_fails_is_a_grader_error_and_never_0(tmp_path: Path) -> No
                     case "nothing": return float("nan")
                 return 1.0"""),
     )
-    told = {"raise": "no such answer", "much": "max_reward", "nothing": "nan"}
-    *failed, fine = graded("verifiers", rows(size=1) * (len(told) + 1), [*told, "fine"])
+    details = {"raise": "no such answer", "much": "max_reward", "nothing": "nan"}
+    *failed, fine = graded("verifiers", rows(size=1) * (len(details) + 1), [*details, "fine"])
     assert {grade.outcome for grade in failed} == {"grader_error"} and fine.outcome == "graded"
-    for grade, text in zip(failed, told.values(), strict=True):
+    for grade, text in zip(failed, details.values(), strict=True):
         assert text in grade.detail
 
 

@@ -1,20 +1,29 @@
-"""The reward `code`: what passes, what fails, and how a grade says so. `test_code_redteam` has the attacks."""
+"""The reward `code`: what passes, what fails, how a grade reports it. `test_code_redteam` has the attacks.
+
+With `HumanEval.jsonl.gz` in the folder SHOAL_DATA or in ../shared/data, HumanEval's solutions pass and mutants of them fail.
+"""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.sandbox import ProgramLimits, best_tier
+from shoal.sandbox import TIERS, ProgramLimits, Tier, best_tier, problem
 from shoal.tasks import Grade, Task
 from shoal.tasks.rewards.code import Code, program_of
 from shoal.tasks.rewards.compare import Pairs, SetItems, same_output, same_value, shown
-from shoal.tasks.sources.code_tests import TestsError, read_tests
+from shoal.tasks.sources.code_tests import read_tests
 
 ADD = {"kind": "functional", "entry": "add", "cases": [{"args": [1, 2], "output": 3}, {"args": [-1, 1], "output": 0}]}
 ECHO = {"kind": "stdin", "cases": [{"input": "3\n1 2 3\n", "output": "6\n"}, {"input": "1\n5", "output": "5"}]}
+
+
+def asserts(code: str) -> dict[str, str]:
+    return {"kind": "asserts", "entry": "f", "code": code}
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +40,13 @@ def limited(**limits: float) -> Iterator[Code]:
 
 
 def grade(code: Code, tests: Any, completion: str) -> Grade:
-    [found] = code.grade(
-        [Task("t/1", "", "", tests=tests if isinstance(tests, str) else json.dumps(tests))], [completion]
-    )
-    return found
+    task = Task("t/1", "", "", tests=tests if isinstance(tests, str) else json.dumps(tests))
+    return code.grade([task], [completion])[0]
 
 
-def test_the_tests_of_a_task_are_read_once_for_all_its_completions(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tests_of_a_task_are_parsed_once_for_all_its_completions(
+    code: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They may be many megabytes of JSON."""
     read: list[str] = []
     monkeypatch.setattr("shoal.tasks.rewards.code.read_tests", lambda text: read.append(text) or read_tests(text))
@@ -68,7 +77,7 @@ def test_the_program_of_a_completion(completion: str, program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "same"),
+    ("actual", "expected", "same"),
     [
         ("1 2\n3\n", "1 2\n3", True),
         ("1  2 \r\n\n3", "1 2\n3", True),  # spaces and blank lines
@@ -88,12 +97,12 @@ def test_the_program_of_a_completion(completion: str, program: str) -> None:
         ("", "", True),
     ],
 )
-def test_outputs(found: str, expected: str, same: bool) -> None:
-    assert same_output(found, expected) is same
+def test_outputs(actual: str, expected: str, same: bool) -> None:
+    assert same_output(actual, expected) is same
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "same"),
+    ("actual", "expected", "same"),
     [
         (3, 3, True),
         (3, 4, False),
@@ -120,11 +129,11 @@ def test_outputs(found: str, expected: str, same: bool) -> None:
         (1 + 0j, 1, True),
     ],
 )
-def test_values(found: Any, expected: Any, same: bool) -> None:
-    assert same_value(found, expected) is same
+def test_values(actual: Any, expected: Any, same: bool) -> None:
+    assert same_value(actual, expected) is same
 
 
-def test_what_people_see_of_a_value_is_bounded() -> None:
+def test_a_value_is_formatted_in_bounded_space() -> None:
     assert shown(1 << 100_000) == "an int of 100001 bits"
     assert all(len(shown(value)) <= 120 for value in ("x" * 10_000, [["y" * 99] * 99] * 99, SetItems([1]), 1 << 150))
 
@@ -157,10 +166,10 @@ def test_what_people_see_of_a_value_is_bounded() -> None:
     ],
 )
 def test_grades(code: Code, tests: Any, completion: str, score: float, outcome: str, detail: str) -> None:
-    found = grade(code, tests, completion)
-    assert (found.score, found.outcome) == (score, outcome), found
-    assert detail in found.detail
-    assert found.repeatable
+    result = grade(code, tests, completion)
+    assert (result.score, result.outcome) == (score, outcome), result
+    assert detail in result.detail
+    assert result.repeatable
 
 
 PROMPT = """
@@ -198,41 +207,38 @@ ASSERTS = {"kind": "asserts", "entry": "f", "prompt": PROMPT, "code": CHECK}
 def test_assertions_call_the_function_from_another_process(
     code: Code, completion: str, score: float, detail: str
 ) -> None:
-    found = grade(code, ASSERTS, completion)
-    assert (found.score, found.outcome) == (score, "graded"), found
-    assert detail in found.detail
+    result = grade(code, ASSERTS, completion)
+    assert (result.score, result.outcome) == (score, "graded"), result
+    assert detail in result.detail
 
 
 @pytest.mark.parametrize(
     ("tests", "detail"),
     [
-        ("", "the task has no tests: say which column holds them"),
+        ("", "the task has no tests: name their column"),
         ('"assert f(1) == 2"', """the task's tests are "assert f(1) == 2", not an object"""),
         ("{}", "cannot be read"),
         ('{"kind": "other"}', "known: stdin, functional, asserts"),
         ('{"kind": "stdin", "cases": []}', "no cases"),
         ('{"kind": "stdin", "cases": [{"input": 1, "output": ""}]}', "int instead of text"),
-        ({"kind": "asserts", "entry": "f", "code": "def check(:"}, "SyntaxError"),
-        ({"kind": "asserts", "entry": "f", "code": "assert Missing(1)"}, "NameError"),
-        ({"kind": "asserts", "entry": "f", "code": "def check(candidate): pass"}, "they call nothing"),
-        ({"kind": "asserts", "entry": "f", "code": "candidate(lambda: 1)"}, "not plain data: function"),
-        ({"kind": "asserts", "entry": "f", "code": "import os\nos._exit(0)"}, "the tests' process died"),
+        (asserts("def check(:"), "SyntaxError"),
+        (asserts("assert Missing(1)"), "NameError"),
+        (asserts("def check(candidate): pass"), "they never call the function"),
+        (asserts("candidate(lambda: 1)"), "not plain data: function"),
+        (asserts("import os\nos._exit(0)"), "the tests' process died"),
     ],
 )
 def test_tests_that_are_at_fault_are_a_grader_error(code: Code, tests: Any, detail: str) -> None:
-    found = grade(code, tests, "def f(x): return x")
-    assert (found.score, found.outcome, found.repeatable) == (0, "grader_error", False)
-    assert detail in found.detail
+    result = grade(code, tests, "def f(x): return x")
+    assert (result.score, result.outcome, result.repeatable) == (0, "grader_error", False)
+    assert detail in result.detail
 
 
 def test_plain_assert_lines_and_exceptions_of_builtin_types(code: Code) -> None:
     tests = "assert f(2) == 4\ntry:\n    f('x')\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"
-    assert (
-        grade(code, asserts(tests), "def f(x):\n    if x == 'x': raise ValueError('no')\n    return x * x").score == 1
-    )
+    right = "def f(x):\n    if x == 'x': raise ValueError('no')\n    return x * x"
+    assert grade(code, asserts(tests), right).score == 1
     assert grade(code, asserts(tests), "def f(x): return x * x").score == 0
-    with pytest.raises(TestsError, match="known: stdin"):
-        read_tests('{"kind": "pickle"}')
 
 
 def test_values_of_every_type_cross_both_ways(code: Code) -> None:
@@ -240,9 +246,8 @@ def test_values_of_every_type_cross_both_ways(code: Code) -> None:
         "[None, True, 0, -1, 1 << 4000, -(1 << 4000), 1.5, float('inf'), 2j, '', 'a\\ud800\\U0001f600', b'\\0', [], (), "
         "(1, [2]), set(), {1, (2, 3)}, frozenset({1}), {}, {'a': {1: None}}]"
     )
-    tests = (
-        f"v = {values}\nassert candidate(*v, key=v) == v\nassert list(map(type, candidate(*v))) == list(map(type, v))"
-    )
+    types = "assert list(map(type, candidate(*v))) == list(map(type, v))"
+    tests = f"v = {values}\nassert candidate(*v, key=v) == v\n{types}"
     assert grade(code, asserts(tests), "def f(*v, key=None): return list(v)").score == 1
     subclasses = (
         "import collections, enum\nclass E(enum.IntEnum):\n    A = 1\nP = collections.namedtuple('P', 'x y')\n"
@@ -250,10 +255,6 @@ def test_values_of_every_type_cross_both_ways(code: Code) -> None:
     )
     case = {"args": [], "output": [1, [1, 2], {"a": 2, "b": 1}, {"a": 1}]}  # they cross as builtins
     assert grade(code, {"kind": "functional", "entry": "f", "cases": [case]}, subclasses).score == 1
-
-
-def asserts(code: str) -> dict[str, str]:
-    return {"kind": "asserts", "entry": "f", "code": code}
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def asserts(code: str) -> dict[str, str]:
             *(asserts("while candidate(1) and True:\n    while True: pass"), "def f(x): return x"),
             *({"cpu_s": 1.0, "wall_s": 4.0}, "the tests do not end"),
         ),
-        (  # its worker knows the cases, and may write a program that sleeps in each of them and still passes
+        (  # a worker knows the cases, and may write a program that sleeps in each case and still passes
             {"kind": "stdin", "cases": [{"input": "", "output": "1"}] * 100},
             *("import time\ntime.sleep(0.15)\nprint(1)", {"cpu_s": 60.0, "wall_s": 0.3}, "time limit"),
         ),
@@ -275,11 +276,11 @@ def asserts(code: str) -> dict[str, str]:
 )
 def test_a_grade_at_a_limit_is_not_repeatable(tests: Any, source: str, limits: dict[str, float], detail: str) -> None:
     with limited(**limits) as code:
-        found = grade(code, tests, source)
-    assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
-    assert detail in found.detail
+        result = grade(code, tests, source)
+    assert (result.score, result.outcome, result.repeatable) == (0, "graded", False)
+    assert detail in result.detail
     if tests["kind"] == "stdin":
-        assert int(found.detail.split()[1]) <= 20
+        assert int(result.detail.split()[1]) <= 20
 
 
 def test_a_right_answer_near_a_limit_is_not_repeatable() -> None:
@@ -303,15 +304,45 @@ def f(x):
     ("source", "tests"),
     [
         (OWN_FRAME, "assert candidate(1) == 2"),
-        ("def f(x): return 'a' * 600_000", "found = candidate(1)\nprint(found, found)"),
+        ("def f(x): return 'a' * 600_000", "text = candidate(1)\nprint(text, text)"),
     ],
 )
 def test_a_program_cannot_make_the_tests_look_at_fault(code: Code, source: str, tests: str) -> None:
-    found = grade(code, {"kind": "asserts", "entry": "f", "code": tests}, source)
-    assert (found.score, found.outcome) == (0, "graded"), found
+    result = grade(code, asserts(tests), source)
+    assert (result.score, result.outcome) == (0, "graded"), result
 
 
-def test_many_at_once_come_back_in_order(code: Code) -> None:
+def test_many_completions_are_graded_in_order(code: Code) -> None:
     task = Task("t/1", "", "", tests=json.dumps(ADD))
     completions = [f"def add(a, b): return a + b + {n % 3}" for n in range(12)]
-    assert [one.score for one in code.grade([task] * 12, completions)] == [float(n % 3 == 0) for n in range(12)]
+    assert [grade.score for grade in code.grade([task] * 12, completions)] == [float(n % 3 == 0) for n in range(12)]
+
+
+# --- HumanEval --------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("SHOAL_DATA") or ROOT.parent / "shared" / "data") / "HumanEval.jsonl.gz"
+
+
+@pytest.mark.skipif(not DATA.is_file(), reason=f"no {DATA}: set SHOAL_DATA to its folder")
+@pytest.mark.parametrize(
+    ("tier", "every"), [(None, 14), *(pytest.param(tier, 1, marks=pytest.mark.slow) for tier in TIERS)]
+)
+def test_canonical_solutions_of_humaneval_pass_and_mutated_solutions_fail(
+    tier: Tier | None, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tier and (reason := problem(tier)):
+        pytest.skip(reason)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import humaneval
+
+    rows = humaneval.read(DATA)
+    assert len(rows) == 164
+    rows = rows[::every]
+    tasks = [humaneval.task(row) for row in rows]
+    with closing(Code(ProgramLimits(), tier or best_tier())) as code:
+        right = code.grade(tasks, [row["canonical_solution"] for row in rows])
+        wrong = code.grade(tasks, [source for _, source in map(humaneval.mutant, rows)])
+    assert [grade for grade in right if grade.score != 1] == []
+    assert [grade for grade in wrong if grade.score or grade.outcome != "graded"] == []
+    assert {grade.tier for grade in right} == {tier or best_tier()}

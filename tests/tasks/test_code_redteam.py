@@ -1,9 +1,10 @@
-"""Programs that want a score without solving the task, in each tier: all get 0, and the next honest program gets 1."""
+"""Programs that try to get a score without solving the task, in each tier: all get 0, and the next honest program gets 1."""
 
 import json
 import secrets
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,8 @@ def texts():
             pass
 def scan():
     for text in texts():
-        if found := PATTERN.search(text):
-            return found[0].decode()
+        if match := PATTERN.search(text):
+            return match[0].decode()
     return "nothing"
 """
 
@@ -174,7 +175,7 @@ def solve(x):
     return True
 """,
     "reads what it can see": SCAN + "def solve(x): return scan() if x == 'a' else 0\n",
-    "reads what it can see, at once": SCAN + "FOUND = scan()\ndef solve(x): return FOUND\n",
+    "reads what it can see, at once": SCAN + "SECRET = scan()\ndef solve(x): return SECRET\n",
     "pickle bytes": """
 import pickle
 class Evil:
@@ -235,51 +236,46 @@ def solve(x):
 }
 
 
+LIMITS = ProgramLimits(cpu_s=1.0, wall_s=2.0)
+
+
 @pytest.fixture(scope="module", params=TIERS)
 def code(request: pytest.FixtureRequest) -> Iterator[Code]:
     if reason := problem(request.param):
         pytest.skip(reason)
-    reward = Code(ProgramLimits(cpu_s=1.0, wall_s=2.0), request.param, size=1)
-    yield reward
-    reward.close()
-
-
-def grade(code: Code, tests: object, source: str) -> Grade:
-    [found] = code.grade([Task("t/1", "", "", tests=json.dumps(tests))], [f"```python\n{source}\n```"])
-    return found
-
-
-def expect_nothing(code: Code, tests: object, attack: str, solution: str = SOLUTION) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o777)  # for the tier that can write here
-        mark = Path(folder) / "mark"
-        found = grade(code, tests, attack.replace("MARK", repr(str(mark))))
-        assert not mark.exists(), "something of the attack was executed outside"
-    assert (found.score, found.tier) == (0.0, code.candidates.tier)
-    assert found.outcome != "grader_error", found.detail  # a program can fail, but not make the grader fail
-    assert grade(code, tests, solution).score == 1.0
+    with closing(Code(LIMITS, request.param, size=1)) as reward:
+        yield reward
 
 
 @pytest.fixture(scope="module")
 def best() -> Iterator[Code]:
-    reward = Code(ProgramLimits(cpu_s=1.0, wall_s=2.0), best_tier(), size=1)
-    yield reward
-    reward.close()
+    with closing(Code(LIMITS, best_tier(), size=1)) as reward:
+        yield reward
 
 
-@pytest.mark.parametrize("attack", FUNCTION)
-def test_assertions_give_it_nothing(code: Code, attack: str) -> None:
-    expect_nothing(code, TESTS["asserts"], FUNCTION[attack])
+def grade(code: Code, tests: object, source: str) -> Grade:
+    return code.grade([Task("t/1", "", "", tests=json.dumps(tests))], [f"```python\n{source}\n```"])[0]
+
+
+def expect_no_score(code: Code, tests: object, attack: str, solution: str = SOLUTION) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)  # for a program that gets out
+        mark = Path(folder) / "mark"
+        result = grade(code, tests, attack.replace("MARK", repr(str(mark))))
+        assert not mark.exists(), "a part of the attack was executed outside"
+    assert (result.score, result.tier) == (0.0, code.candidates.tier)
+    assert result.outcome != "grader_error", result.detail  # a program can fail, but not make the grader fail
+    assert grade(code, tests, solution).score == 1.0
+
+
+@pytest.mark.parametrize("attack", [*FUNCTION, *SLOW])
+def test_an_attack_on_assertions_scores_0(code: Code, attack: str) -> None:
+    expect_no_score(code, TESTS["asserts"], (FUNCTION | SLOW)[attack])
 
 
 @pytest.mark.parametrize("attack", [*FUNCTION, "colliding keys"])
-def test_cases_give_it_nothing(best: Code, attack: str) -> None:
-    expect_nothing(best, TESTS["functional"], (FUNCTION | SLOW)[attack])
-
-
-@pytest.mark.parametrize("attack", SLOW)
-def test_it_is_stopped(code: Code, attack: str) -> None:
-    expect_nothing(code, TESTS["asserts"], SLOW[attack])
+def test_an_attack_on_cases_scores_0(best: Code, attack: str) -> None:
+    expect_no_score(best, TESTS["functional"], (FUNCTION | SLOW)[attack])
 
 
 @pytest.mark.parametrize(
@@ -294,22 +290,22 @@ def test_it_is_stopped(code: Code, attack: str) -> None:
         "print('\\x00' * 10)",
     ],
 )
-def test_output_is_compared_outside(code: Code, attack: str) -> None:
-    expect_nothing(code, STDIN, attack, STDIN_SOLUTION)
+def test_an_attack_on_stdin_cases_scores_0(code: Code, attack: str) -> None:
+    expect_no_score(code, STDIN, attack, STDIN_SOLUTION)
 
 
-def test_the_scan_finds_what_is_there(code: Code) -> None:
-    """Or the attacks above that use it would fail for another reason."""
+def test_the_scan_finds_a_secret_that_is_present(code: Code) -> None:
+    """Otherwise the attacks that use it would fail for another reason."""
     source = SCAN + "kept = []\ndef solve(x):\n    kept.append(x)\n    return scan()\n"
     tests = {"kind": "functional", "entry": "solve", "cases": [{"args": [SECRET], "output": SECRET}]}
     assert grade(code, tests, source).score == 1.0
 
 
-def test_right_answers_do_not_count_before_they_are_asked_for(code: Code) -> None:
+def test_right_answers_before_a_call_do_not_count(code: Code) -> None:
     early = "import channel, sys\npack = sys.modules['inside'].pack\nchannel.send(b'R')\n" + "".join(
         f"channel.send(bytes(8) + b'V' + pack({value!r}))\n" for value in EXPECTED.values()
     )
-    expect_nothing(code, TESTS["functional"], early + "while True: pass")
+    expect_no_score(code, TESTS["functional"], early + "while True: pass")
 
 
 def test_a_stop_iteration_does_not_end_the_tests_early(code: Code) -> None:

@@ -1,4 +1,4 @@
-"""Environments: the calculator, an answer's tokens by the chat template, and when a conversation goes on."""
+"""Environments: the calculator, the tokens of an answer, when a conversation continues."""
 
 import random
 from contextlib import suppress
@@ -20,10 +20,10 @@ from shoal.tasks.environments.calculator import (
     CalculationError,
     Calculator,
     last_call,
+    to_text,
     value,
-    written,
 )
-from shoal.tasks.prompt import ChatTemplateError, TurnFrame, without
+from shoal.tasks.prompt import ChatTemplateError, TurnFrame, delete_all
 
 from .. import turns as conversations
 from ..turns import ASSISTANT, ENDS, EOS, MAX_TOKENS, USER, config, register
@@ -35,7 +35,7 @@ TASK = Task("arithmetic/0", "2 + 3", "5", "arithmetic")
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("turn", "answer"),
     [
         ("calc(12*7)", "84"),
         ("She has calc(12 * 7 - 4) apples.", "80"),
@@ -75,25 +75,25 @@ TASK = Task("arithmetic/0", "2 + 3", "5", "arithmetic")
         ("calc((2)(3))", f"error: {NOT_AN_EXPRESSION}"),
     ],
 )
-def test_the_last_call_is_answered(said: str, answer: str) -> None:
-    assert Calculator().respond(TASK, 0, ["calc(5)", said]) == answer
+def test_the_last_call_is_answered(turn: str, answer: str) -> None:
+    assert Calculator().respond(TASK, 0, ["calc(5)", turn]) == answer
 
 
-@pytest.mark.parametrize("said", ["", "84", "calc", "calc(", "calc(12*7", "calculate (12)", "calc((1)"])
-def test_a_turn_without_a_complete_call_ends_the_conversation(said: str) -> None:
-    assert Calculator().respond(TASK, 0, ["calc(5)", said]) is None
+@pytest.mark.parametrize("turn", ["", "84", "calc", "calc(", "calc(12*7", "calculate (12)", "calc((1)"])
+def test_a_turn_without_a_complete_call_ends_the_conversation(turn: str) -> None:
+    assert Calculator().respond(TASK, 0, ["calc(5)", turn]) is None
 
 
-@pytest.mark.parametrize("said", ["calc(" * 60_000, "calc(" * 60_000 + ")" * 60_000, "(" * 300_000, "calc()" * 50_000])
-def test_a_turn_of_parentheses_alone_is_no_trouble(said: str) -> None:
-    answer = Calculator().respond(TASK, 0, [said])
+@pytest.mark.parametrize("turn", ["calc(" * 60_000, "calc(" * 60_000 + ")" * 60_000, "(" * 300_000, "calc()" * 50_000])
+def test_a_turn_of_parentheses_alone_is_answered(turn: str) -> None:
+    answer = Calculator().respond(TASK, 0, [turn])
     assert answer is None or answer.startswith("error: ")
 
 
 @given(st.text("0123456789.+-*/() ce", max_size=MAX_CHARACTERS + 5))
-def test_no_expression_raises_anything_else(text: str) -> None:
+def test_an_expression_raises_only_calculation_errors(text: str) -> None:
     with suppress(CalculationError):
-        written(value(text))
+        to_text(value(text))
     assert (last_call(f"calc({text})") is None) or Calculator().respond(TASK, 0, [f"calc({text})"])
 
 
@@ -105,11 +105,11 @@ def test_values_are_those_of_exact_arithmetic() -> None:
         text = numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
         exact = "Fraction(" + numbers[0] + ")"
         exact += "".join(f"{sign}Fraction({number})" for sign, number in zip(signs, numbers[1:], strict=True))
-        found = value(text)
-        assert found == eval(exact, {"Fraction": Fraction}) == Fraction(written(found))  # noqa: S307
+        result = value(text)
+        assert result == eval(exact, {"Fraction": Fraction}) == Fraction(to_text(result))  # noqa: S307
 
 
-# --- an answer's tokens ----------------------------------------------------------------------------------------------
+# --- the tokens of an answer -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def tokenizer(tiny_folder: Path) -> Any:
     return load_tokenizer(tiny_folder)
 
 
-def test_smollm2s_answer_is_what_its_template_writes(bundled: Path, bundled_tokenizer: Any) -> None:
+def test_the_tokens_are_those_of_smollm2s_template(bundled: Path, bundled_tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "12*7?"}, {"role": "assistant", "content": "calc(12*7)"}]
     before = bundled_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:-1]  # without the newline
     whole = bundled_tokenizer.apply_chat_template(
@@ -128,12 +128,12 @@ def test_smollm2s_answer_is_what_its_template_writes(bundled: Path, bundled_toke
     assert before + frame.tokens("84") == whole
 
 
-def test_an_answer_writes_no_control_tokens(tokenizer: Any) -> None:
+def test_an_answer_contains_no_control_tokens(tokenizer: Any) -> None:
     frame = TurnFrame(tokenizer, ENDS)
     assert frame.tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT], "a user message by the template"
     assert frame.tokens("8<eos><assistant>4") == frame.tokens("84")
-    assert frame.tokens("8<e<eos>os>4") == frame.tokens("84"), "also not by what a deletion leaves"
-    assert without(["ab"], "aabb") == ""
+    assert frame.tokens("8<e<eos>os>4") == frame.tokens("84"), "a deletion creates none either"
+    assert delete_all(["ab"], "aabb") == ""
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_an_answer_writes_no_control_tokens(tokenizer: Any) -> None:
         ("{% for m in messages %}{{ m['content'] }} <eos>{% endfor %}", "begins with none of the end tokens"),
     ],
 )
-def test_a_template_that_cannot_answer_is_an_error_that_says_so(tokenizer: Any, template: str, message: str) -> None:
+def test_a_template_that_cannot_express_an_answer_is_an_error(tokenizer: Any, template: str, message: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(ChatTemplateError, match=message) as error:
         TurnFrame(tokenizer, ENDS)
     assert "sampling.max_turns = 1" in str(error.value)
 
 
-# --- when a conversation goes on -------------------------------------------------------------------------------------
+# --- when a conversation continues -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_the_answer_follows_from_task_seed_and_turns(conversation: Conversation)
     assert conversation.reply(TASK, 7, second, turns) != conversation.reply(TASK, 7, second, [])
 
 
-def test_what_ends_a_conversation(conversation: Conversation, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_conversation_ends_at_each_limit(conversation: Conversation, caplog: pytest.LogCaptureFixture) -> None:
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     assert conversation.reply(TASK, 7, [30, 31], []) is None, "the turn is cut off"
     assert conversation.reply(TASK, 7, [30] * 5 + [EOS], []) is None, "the environment is silent"
@@ -187,7 +187,8 @@ def test_what_ends_a_conversation(conversation: Conversation, caplog: pytest.Log
     assert conversation.reply(TASK, 7, [0] * (room - 2) + [EOS], []) is not None
     for _ in range(2):
         assert conversation.reply(TASK, 7, [0] * (room - 1) + [EOS], []) is None, "no room for another token"
-    assert [f"does not fit into sampling.max_tokens = {MAX_TOKENS}" in one.message for one in caplog.records] == [True]
+    [logged] = caplog.records
+    assert f"does not fit into sampling.max_tokens = {MAX_TOKENS}" in logged.message
     turns = [3, 1, 3, 1]
     assert conversation.reply(TASK, 7, FIRST * 4, turns) is not None
     assert conversation.reply(TASK, 7, FIRST * 5, [*turns, 2, 1]) is None, "the fourth turn is the last"
@@ -195,25 +196,25 @@ def test_what_ends_a_conversation(conversation: Conversation, caplog: pytest.Log
     assert conversation.reply(elsewhere, 7, FIRST, []) is None, "the source has no environment"
 
 
-def test_a_conversation_that_was_had_has_no_fault_and_any_other_has(conversation: Conversation) -> None:
+def test_an_honest_conversation_has_no_fault_and_a_changed_one_has(conversation: Conversation) -> None:
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     tokens, turns = [*FIRST, *answer, *[30] * 5, EOS], [len(FIRST), len(answer)]
-    assert conversation.fault(TASK, 7, tokens, turns) is None
+    assert conversation.find_fault(TASK, 7, tokens, turns) is None
     assert "after turn 1 of 1" in lie(conversation, FIRST, []), "an answer is missing"
     assert "after turn 1 of 2" in lie(conversation, tokens, turns, seed=8), "another answer"
     assert "after turn 1 of 2" in lie(conversation, tokens, [len(FIRST), len(answer) + 1])
     assert "after turn 1 of 2" in lie(conversation, tokens, [len(FIRST) - 1, len(answer) + 1])
     longer = [*tokens, *answer, 30, 30, 30, 30, 30, EOS]
-    assert "after turn 2 of 3" in lie(conversation, longer, [*turns, 6, len(answer)]), "one too many"
+    assert "after turn 2 of 3" in lie(conversation, longer, [*turns, 6, len(answer)]), "an extra answer"
 
 
 def lie(conversation: Conversation, tokens: list[int], turns: list[int], seed: int = 7) -> str:
-    fault = conversation.fault(TASK, seed, tokens, turns)
+    fault = conversation.find_fault(TASK, seed, tokens, turns)
     assert fault is not None and fault.lie
     return fault.detail
 
 
-def test_a_lie_is_found_behind_an_answer_that_an_honest_machine_may_give(
+def test_a_lie_after_a_tolerated_difference_is_found(
     conversation: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -222,7 +223,7 @@ def test_a_lie_is_found_behind_an_answer_that_an_honest_machine_may_give(
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     other = [*answer[:-3], 5, *answer[-2:]]
     doubtful, turns = [*FIRST, *other, *[30] * 5, EOS], [len(FIRST), len(other)]
-    fault = conversation.fault(TASK, 7, doubtful, turns)
+    fault = conversation.find_fault(TASK, 7, doubtful, turns)
     assert fault is not None and not fault.lie
     assert "after turn 2 of 3" in lie(conversation, [*doubtful, *answer, 30, EOS], [*turns, 6, len(answer)])
 
@@ -230,18 +231,16 @@ def test_a_lie_is_found_behind_an_answer_that_an_honest_machine_may_give(
 # --- configs ---------------------------------------------------------------------------------------------------------
 
 
-def test_environments_are_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_source_has_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch)
     sources = [
         {"generator": "arithmetic", "environment": "calculator"},
         {"generator": "arithmetic", "name": "plain"},
         {"generator": "arithmetic", "name": "echoed", "environment": "echo"},
     ]
-    found = environments_of(config(tasks={"sources": sources}))
-    assert {source: type(environment) for source, environment in found.items()} == {
-        "arithmetic": Calculator,
-        "echoed": conversations.Echo,
-    }
+    environments = environments_of(config(tasks={"sources": sources}))
+    types = {source: type(environment) for source, environment in environments.items()}
+    assert types == {"arithmetic": Calculator, "echoed": conversations.Echo}
 
 
 def test_an_unknown_environment_is_refused_with_the_known_ones() -> None:

@@ -1,4 +1,4 @@
-"""Which reward grades a task: its source's, or its own where the source names none."""
+"""Which reward grades a task (its source's, else its own), and the reward `number`."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.sandbox import Budget
 from shoal.tasks.rewards import graders
+from shoal.tasks.rewards.answers import Number
 from shoal.tasks.rewards.graders import Graders, combine
 from shoal.tasks.task import Grade, GradeError
 
@@ -16,46 +17,44 @@ from ..rewards import Always
 TASK = tasks.Task(id="some/1", question="?", answer="5", source="some")
 
 
-@pytest.fixture(autouse=True)
-def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graders, "REWARDS", {"half": lambda *_: Always(0.5), "whole": lambda *_: Always(1.0)})
 
 
 def section(*rewards: str) -> TaskSection:
-    names = ["some", "other"][: len(rewards)]
-    pairs = zip(names, rewards, strict=True)
-    return TaskSection(sources=[SourceSection(name=name, path=f"{name}.jsonl", reward=one) for name, one in pairs])
+    pairs = zip(["some", "other"], rewards, strict=False)
+    return TaskSection(sources=[SourceSection(name=name, path="x.jsonl", reward=reward) for name, reward in pairs])
 
 
 @pytest.mark.parametrize("name", ["code", "mine.py:slow", "math", "reasoning_gym"])
-def test_every_reward_that_runs_something_runs_nothing_after_the_end_of_the_budget(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
+def test_a_reward_that_runs_code_gets_the_budget(name: str) -> None:
     files = {"mine.py": b"def slow(task, completion): return 1.0"}
-    with Graders(section(name), files=files, budget=(budget := Budget())) as found:
-        reward = found._reward(found.section.source("some"), name)
-        for inner in ("code", "grader", "function", "sandbox"):
+    with Graders(section(name), files=files, budget=(budget := Budget())) as rewards:
+        reward = rewards._reward(rewards.section.source("some"), name)
+        for inner in ("code", "grader", "sandbox"):
             reward = getattr(reward, inner, reward)
         assert reward.budget is budget  # type: ignore[attr-defined]
 
 
-def test_a_task_is_graded_by_the_reward_of_its_source_and_else_by_its_own() -> None:
-    asked = [replace(TASK, reward=reward) for reward in ("half", "whole", "half")]
-    asked += [replace(one, source="other") for one in asked]
-    with Graders(section("", "whole")) as found:
-        assert [grade.score for grade in found.grade(asked, [""] * 6)] == [0.5, 1.0, 0.5, 1.0, 1.0, 1.0]
+@pytest.mark.usefixtures("_rewards")
+def test_a_task_is_graded_by_the_reward_of_its_source_or_else_by_its_own() -> None:
+    some = [replace(TASK, reward=reward) for reward in ("half", "whole", "half")]
+    some += [replace(task, source="other") for task in some]
+    with Graders(section("", "whole")) as rewards:
+        assert [grade.score for grade in rewards.grade(some, [""] * 6)] == [0.5, 1.0, 0.5, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.usefixtures("_rewards")
 @pytest.mark.parametrize(
     ("reward", "own", "message"),
     [
         ("", "", "source some names no reward, and neither does its schema; set its reward"),
-        ("", "none", "source some: no reward 'none'; there are half, whole, and functions"),
-        ("none", "half", "source some: no reward 'none'; there are half, whole, and functions"),
+        ("", "none", "source some: no reward 'none'; there are half, whole and file.py:function"),
+        ("none", "half", "source some: no reward 'none'; there are half, whole and file.py:function"),
     ],
 )
-def test_no_reward_or_an_unknown_one_is_named(reward: str, own: str, message: str) -> None:
+def test_a_missing_or_unknown_reward_is_named(reward: str, own: str, message: str) -> None:
     with pytest.raises(GradeError, match=message):
         Graders(section(reward)).grade([replace(TASK, reward=own)], [""])
 
@@ -63,8 +62,57 @@ def test_no_reward_or_an_unknown_one_is_named(reward: str, own: str, message: st
 def test_a_reward_of_weight_0_is_reported_and_changes_nothing() -> None:
     right = Grade(1.0)
     broken = Grade(0.0, "grader_error", "it raised", tier="kernel", repeatable=False)
-    found = combine({"a": right, "b": broken}, {"a": 2.0, "b": 0.0})
-    assert (found.score, found.outcome, found.certain) == (1.0, "graded", True)
-    assert found.parts == {"a": 1.0, "b": 0.0} and "b: it raised" in found.detail
+    combined = combine({"a": right, "b": broken}, {"a": 2.0, "b": 0.0})
+    assert (combined.score, combined.outcome, combined.certain) == (1.0, "graded", True)
+    assert combined.parts == {"a": 1.0, "b": 0.0} and "b: it raised" in combined.detail
     failed = combine({"a": right, "b": broken}, {"a": 2.0, "b": 0.5})
     assert (failed.score, failed.outcome) == (0.0, "grader_error")
+
+
+# --- the reward `number` ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "grade"),
+    [
+        ("70000", "So he made $70,000.", 1),
+        ("70000", "70000", 1),
+        ("70000", "#### 70,000", 1),
+        ("70000", "70,000.00 dollars", 1),
+        ("70000", r"\boxed{\$70{,}000}", 1),
+        ("70000", r"\boxed{70000} in 2 years", 1),  # the box counts
+        ("70000", r"\boxed{2}, no, \boxed{70000}", 1),  # the last box
+        ("70000", r"\boxed{x} or 70000", 1),  # a box without a number does not count
+        ("70000", "70,0000", 0),
+        ("70000", "70 000", 0),
+        ("70000", "70000 or 5", 0),  # the last number counts
+        ("18", "eighteen", 0),
+        ("18", "", 0),
+        ("18", "\u0661\u0668", 0),  # digits of another script
+        ("18", "9" * 10_000, 0),  # more digits than int() accepts
+        ("18", "18.0000000000000000000000000001", 0),  # exactly, not as floats
+        ("18", "16+2=18", 1),
+        ("3", "8-5=3", 1),
+        ("5", "8-5", 1),  # no operand is a sign
+        ("-5", "a loss of -5", 1),
+        ("-5", "-$5", 1),
+        ("-5", "\u22125", 1),
+        ("5", ".5", 0),
+        ("0.5", ".50", 1),
+        ("0", "-0.0", 1),
+        ("5", "1, 2, 5,", 1),
+    ],
+)
+def test_the_last_number_is_the_answer(expected: str, answer: str, grade: float) -> None:
+    [result] = Number().grade([tasks.Task("", "", expected)], [answer])
+    assert result.score == grade and len(result.detail) < 200
+    has_digit = any(character in "0123456789" for character in answer)
+    assert result.outcome == ("graded" if has_digit else "wrong_format")
+
+
+@pytest.mark.parametrize("completion", ["5", "five", ""])
+@pytest.mark.parametrize("answer", ["", "Paris"])
+def test_a_task_whose_answer_has_no_number_is_a_grader_error(answer: str, completion: str) -> None:
+    [grade] = Number().grade([tasks.Task("", "", answer)], [completion])
+    assert (grade.score, grade.outcome) == (0.0, "grader_error")
+    assert grade.detail == f"the task's answer {answer!r} holds no number"

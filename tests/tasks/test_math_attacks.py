@@ -1,7 +1,6 @@
-"""Answers that want a 1 without being right, or want to do something else: against the math reward."""
+"""Attacks on the math reward: answers that equal everything, Python code, endless computations."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,6 @@ from shoal.tasks.inside import source as text_of
 from shoal.tasks.inside.equality import ForbiddenError, harmless, refuse
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.task import Task
-
-
-@pytest.fixture(scope="module")
-def reward() -> Iterator[Math]:
-    made = Math()
-    yield made
-    made.close()
 
 
 def score(reward: Math, gold: str, completion: str) -> float:
@@ -42,29 +34,21 @@ def test_nothing_equals_everything(reward: Math, gold: str) -> None:
 def injections(mark: Path) -> list[str]:
     code = f"__import__('pathlib').Path('{mark}').touch()"
     return [
-        code, rf"\text{{{code}}}", rf"\operatorname{{{code}}}", rf"\mathrm{{{code}}}", f"1/({code})",
-        f"5.__class__({code})",
+        code, rf"\text{{{code}}}", rf"\operatorname{{{code}}}", rf"\mathrm{{{code}}}", f"1/({code})", f"5.__class__({code})",
         f"lambda: {code}", f"x_{{{code}}}", rf"\frac{{d}}{{d {code}}} x", f"exec(\"{code}\")", f"eval({code!r})",
-        f"18; {code}",
-        f"18\n{code}", rf"\sum_{{{code}}}^{{5}} 1", rf"\bar{{{code}}}", rf"\begin{{matrix}}{code}\end{{matrix}}",
-        f"{{{code}}}",
-        rf"\variable{{{code}}}", rf"[[{code}]]", f"f({code})", f"`{code}`", f"1e{code}", f"0x{code}", f"\\{code}",
-        f"{code}\\%",
+        f"18; {code}", f"18\n{code}", rf"\sum_{{{code}}}^{{5}} 1", rf"\bar{{{code}}}", f"{{{code}}}", f"{code}\\%",
+        rf"\begin{{matrix}}{code}\end{{matrix}}", rf"\variable{{{code}}}", rf"[[{code}]]", f"f({code})", f"`{code}`",
+        f"1e{code}", f"0x{code}", f"\\{code}",
     ]  # fmt: skip
 
 
-def test_an_answer_never_runs_as_python(reward: Math, tmp_path: Path) -> None:
+def test_neither_an_answer_nor_a_gold_answer_runs_as_python(reward: Math, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     completions = [
         form.format(code) for code in injections(mark) for form in (r"\boxed{{{}}}", "The answer is {}", "${}$", "{}")
     ]
     grades = reward.grade([Task("t", "", "18")] * len(completions), completions)
-    assert not mark.exists()
-    assert not [one for one, text in zip(grades, completions, strict=True) if one.score and "18" not in text]
-
-
-def test_the_gold_answer_never_runs_either(reward: Math, tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
+    assert not [grade for grade, text in zip(grades, completions, strict=True) if grade.score and "18" not in text]
     codes = injections(mark)
     reward.grade([Task("t", "", code) for code in codes], [r"\boxed{18}"] * len(codes))
     assert not mark.exists()
@@ -87,24 +71,24 @@ def test_only_numbers_and_symbols_may_be_evaluated(source: str) -> None:
             refuse("compile", (given, "<string>"))
 
 
-def test_what_the_library_needs_may_be_evaluated() -> None:
-    numbers = ("Integer (18 )", "Float ('1.50' )", "Integer (1 )/Integer (2 )")
-    for source in (*numbers, "Symbol ('x' )", "from sympy import *"):
-        refuse("compile", (source, "<string>"))
+@pytest.mark.parametrize(
+    "source", ["Integer (18 )", "Float ('1.50' )", "Integer (1 )/Integer (2 )", "Symbol ('x' )", "from sympy import *"]
+)
+def test_code_that_the_library_needs_may_be_evaluated(source: str) -> None:
+    refuse("compile", (source, "<string>"))
 
 
 @pytest.mark.parametrize(
     "event", ["os.system", "os.fork", "subprocess.Popen", "socket.__new__", "ctypes.dlopen", "os.remove", "os.exec"]
 )
-def test_no_process_socket_or_file_is_touched(event: str) -> None:
+def test_processes_sockets_and_files_are_refused(event: str) -> None:
     with pytest.raises(ForbiddenError):
         refuse(event, ("true",))
     with pytest.raises(ForbiddenError):
         refuse("open", ("/tmp/x", "w", 0))
 
 
-def test_the_guard_is_on_in_the_process_that_compares() -> None:
-    """Without the hook this child would write."""
+def test_the_comparing_process_has_the_audit_hook() -> None:
     attack = "\ndef attack(code):\n    judge(['1/2', '0.5'])\n    return repr(eval(code))\n"
     with Sandbox(PLAIN, preloaded={"equality": text_of("equality") + attack}) as box:
         codes = ["__import__('os').getpid()", "open('/dev/null', 'w')", "(1).__class__"]
@@ -116,17 +100,15 @@ def test_the_guard_is_on_in_the_process_that_compares() -> None:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 BOMBS = [
-    "9^9^9^9", "9^{9^{9^{9}}}", "(9^{9^9})!", "9!!!!!!", r"10^{10^{100}}", r"\binom{10^9}{10^8}",
-    "(" * 3000 + "5" + ")" * 3000,
-    r"\frac{1}{" * 500 + "1" + "}" * 500, r"\sum_{n=1}^{10^9} \frac{1}{n^n}", "x" * 900, "2^" * 400 + "2",
-    r"\gcd(10^{99999},7^{99999})",
-    "(x+y+z+1)^{500}-1", r"\int_0^1 e^{x^{x^{x}}} dx", "-" * 900 + "1", "{" * 5000, "1e999999999", "\0" * 900,
-    r"\sqrt{" * 29 + "x" + "}" * 29,
+    "9^9^9^9", "9^{9^{9^{9}}}", "(9^{9^9})!", "9!!!!!!", r"10^{10^{100}}", r"\binom{10^9}{10^8}", "x" * 900, "{" * 5000,
+    "(" * 3000 + "5" + ")" * 3000, r"\frac{1}{" * 500 + "1" + "}" * 500, r"\sum_{n=1}^{10^9} \frac{1}{n^n}", "\0" * 900,
+    "2^" * 400 + "2", r"\gcd(10^{99999},7^{99999})", "(x+y+z+1)^{500}-1", r"\int_0^1 e^{x^{x^{x}}} dx", "1e999999999",
+    "-" * 900 + "1", r"\sqrt{" * 29 + "x" + "}" * 29,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", BOMBS)
-def test_no_answer_outlasts_its_limit_or_breaks_the_pool(reward: Math, answer: str) -> None:
+def test_no_answer_exceeds_its_limit_or_breaks_the_pool(reward: Math, answer: str) -> None:
     start_s = time.process_time()
     assert score(reward, "18", rf"\boxed{{{answer}}}") == 0
     assert time.process_time() - start_s < 1, "work in the caller"

@@ -1,4 +1,4 @@
-"""Sources from files, folders and the hub: what is trained on and held out, and one clear message where it cannot be."""
+"""Sources from files, folders, the hub and generators: which rows become tasks, and the message for each unusable source."""
 
 import gzip
 import importlib
@@ -14,6 +14,7 @@ from pyarrow import parquet
 from shoal import tasks
 from shoal.config import ConfigError, load, parse
 from shoal.config.tasks import SourceSection, TaskSection
+from shoal.tasks.sources.generators import functions
 from shoal.tasks.sources.reading import of_split
 from shoal.tasks.task import TasksNotFoundError
 
@@ -49,62 +50,60 @@ def apart(path: Path | str, **more: Any) -> TaskSection:
     return section(path, **({"heldout_split": "test"} | more))
 
 
-def names(found: tasks.TaskSet) -> list[str]:
-    return sorted({task.question[:3] for task in found.train}) + sorted({task.question[:3] for task in found.heldout})
+def names(loaded: tasks.TaskSet) -> list[str]:
+    return sorted({task.question[:3] for task in loaded.train}) + sorted({task.question[:3] for task in loaded.heldout})
 
 
 # --- files and splits -------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_holds_what_is_trained_on_and_what_is_held_out(folder: Path) -> None:
-    found = tasks.load(apart(folder))
-    assert (len(found.train), len(found.heldout), names(found)) == (20, 4, ["Ann", "Bob"])
-    assert sorted(int(task.answer) for task in found.train) == list(range(1000, 1020))
+def test_a_folder_has_training_and_heldout_files(folder: Path) -> None:
+    loaded = tasks.load(apart(folder))
+    assert (len(loaded.train), len(loaded.heldout), names(loaded)) == (20, 4, ["Ann", "Bob"])
+    assert sorted(int(task.answer) for task in loaded.train) == list(range(1000, 1020))
 
 
-def test_a_question_of_both_files_is_only_held_out_and_that_is_counted(folder: Path) -> None:
-    doubled = [{**row, "question": f"  {row['question']}\n"} for row in rows(6, "Bob")]  # spaces make no new question
+def test_a_question_in_both_files_is_only_held_out_and_counted(folder: Path) -> None:
+    doubled = [{**row, "question": f"  {row['question']}\n"} for row in rows(6, "Bob")]  # equal but for white space
     written(folder / "gsm8k_train.jsonl", rows(20, "Ann") + doubled)
-    found = tasks.load(apart(folder, heldout=6))
-    assert len(found.train) == 20
-    assert "6 training rows dropped because their question is held out" in found.notes[0]
+    loaded = tasks.load(apart(folder, heldout=6))
+    assert len(loaded.train) == 20
+    assert "6 training rows dropped because their question is held out" in loaded.notes[0]
 
 
-def test_equal_rows_are_one_task_and_that_is_counted(folder: Path) -> None:
+def test_equal_rows_are_one_task_and_counted(folder: Path) -> None:
     written(folder / "gsm8k_train.jsonl", rows(20, "Ann") + rows(3, "Ann"))
-    found = tasks.load(apart(folder))
-    assert len(found.train) == len({task.id for task in found.train}) == 20
-    assert "; 3 equal rows merged" in found.notes[0]
+    loaded = tasks.load(apart(folder))
+    assert len(loaded.train) == len({task.id for task in loaded.train}) == 20
+    assert "; 3 equal rows merged" in loaded.notes[0]
 
 
-def test_one_question_with_two_answers_is_two_tasks_on_one_side_and_is_counted(tmp_path: Path) -> None:
+def test_a_question_with_two_answers_is_two_tasks_on_one_side_and_counted(tmp_path: Path) -> None:
     lines = [row | {"answer": f"#### {n}"} for row in rows(20, "Ann") for n in (1, 2)]
-    found = tasks.load(section(written(tmp_path / "some.jsonl", lines), heldout=5))
-    assert not {task.question for task in found.train} & {task.question for task in found.heldout}
-    assert len(found.heldout) == 5 and len(found.train) == 34, "the fifth's other answer is dropped"
-    assert "20 rows share their question with another row" in found.notes[0]
+    loaded = tasks.load(section(written(tmp_path / "some.jsonl", lines), heldout=5))
+    assert not {task.question for task in loaded.train} & {task.question for task in loaded.heldout}
+    assert len(loaded.heldout) == 5 and len(loaded.train) == 34, "the fifth's other answer is dropped"
+    assert "20 rows share their question with another row" in loaded.notes[0]
 
 
-def test_a_single_file_is_split_by_its_text_whatever_the_order(tmp_path: Path) -> None:
+def test_a_single_file_is_split_by_its_text_in_any_order(tmp_path: Path) -> None:
     some = rows(30, "Ann")
-    forth, back = (
-        tasks.load(section(written(tmp_path / name / "some.jsonl", lines)))
-        for name, lines in (("a", some), ("b", some[::-1]))
-    )
+    forth = tasks.load(section(written(tmp_path / "a" / "some.jsonl", some)))
+    back = tasks.load(section(written(tmp_path / "b" / "some.jsonl", some[::-1])))
     assert (list(forth.train), list(forth.heldout), forth.digest) == (list(back.train), list(back.heldout), back.digest)
     assert (len(forth.train), len(forth.heldout)) == (26, 4)
     assert not {task.question for task in forth.train} & {task.question for task in forth.heldout}
 
 
-def test_gzip_parquet_and_a_byte_order_mark_hold_what_json_lines_hold(tmp_path: Path) -> None:
-    lines = [{"question": f"{i}\u2028more", "answer": "#### 1"} for i in range(20)]  # a separator that ends no line
+def test_gzip_parquet_and_a_byte_order_mark_give_the_rows_of_json_lines(tmp_path: Path) -> None:
+    lines = [{"question": f"{i}\u2028more", "answer": "#### 1"} for i in range(20)]  # U+2028 does not end a line
     data = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode()
     (tmp_path / "plain.jsonl").write_bytes(data)
     (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + data)
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(data))
     parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "columns.parquet")
-    found = [tasks.load(section(path, name="one")) for path in tmp_path.iterdir()]
-    assert len(found) == 4 and {len(one.train) for one in found} == {16} and len({one.digest for one in found}) == 1
+    sets = [tasks.load(section(path, name="one")) for path in tmp_path.iterdir()]
+    assert [len(loaded.train) for loaded in sets] == [16] * 4 and len({loaded.digest for loaded in sets}) == 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_gzip_parquet_and_a_byte_order_mark_hold_what_json_lines_hold(tmp_path: 
         (["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"], "train", None),
         (["train/0000.parquet", "test/0000.parquet"], "train", ["train/0000.parquet"]),
         (["b.jsonl", "a.jsonl"], "train", ["a.jsonl", "b.jsonl"]),  # no file names a split
-        (["level-hard.jsonl", "train.jsonl"], "hard", ["level-hard.jsonl"]),  # any word is a split
+        (["level-hard.jsonl", "train.jsonl"], "hard", ["level-hard.jsonl"]),  # any word may be a split
         (["contest.jsonl", "test.jsonl"], "test", ["test.jsonl"]),  # whole words
     ],
 )
@@ -124,12 +123,12 @@ def test_a_file_belongs_to_the_split_that_is_a_word_of_its_path(
     assert of_split(files, split, "set") == (files if chosen is None else chosen)
 
 
-def test_fields_name_columns_also_nested_ones_and_ones_in_json(tmp_path: Path) -> None:
+def test_fields_name_plain_and_nested_columns_and_columns_in_json(tmp_path: Path) -> None:
     lines = [{"text": f"Say {n}.", "info": {"gold": n}, "more": json.dumps({"level": [n]})} for n in range(20)]
     path = written(tmp_path / "some.jsonl", lines)
     fields = {"question": "text", "answer": "info.gold", "metadata": "more.level"}
-    found = tasks.load(section(path, fields=fields))
-    task = min(found.train, key=lambda task: int(task.answer))
+    loaded = tasks.load(section(path, fields=fields))
+    task = min(loaded.train, key=lambda task: int(task.answer))
     assert task.question == f"Say {task.answer}." and json.loads(task.metadata) == [int(task.answer)]
     assert task.reward == "number"
 
@@ -137,16 +136,16 @@ def test_fields_name_columns_also_nested_ones_and_ones_in_json(tmp_path: Path) -
 def test_a_weighted_mixture_reads_each_source_by_its_own_schema(folder: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "own.jsonl", [{"problem": f"P{n}", "answer": f"{n}"} for n in range(30)])
     sources = [SourceSection(path=str(folder / "gsm8k_train.jsonl")), SourceSection(path=str(path), weight=3)]
-    found = tasks.load(TaskSection(sources=sources, heldout=4))
-    assert {(task.source, task.reward) for task in found.train} == {("gsm8k_train", "number"), ("own", "math")}
-    assert sorted(task.source for task in found.heldout) == ["gsm8k_train", "own", "own", "own"]
+    loaded = tasks.load(TaskSection(sources=sources, heldout=4))
+    assert {(task.source, task.reward) for task in loaded.train} == {("gsm8k_train", "number"), ("own", "math")}
+    assert sorted(task.source for task in loaded.heldout) == ["gsm8k_train", "own", "own", "own"]
 
 
 def test_a_question_held_out_in_one_source_is_not_trained_on_in_another(folder: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "own.jsonl", rows(20, "Cid") + rows(6, "Bob"))
     sources = [SourceSection(path=str(folder), heldout_split="test"), SourceSection(path=str(path), weight=1e-9)]
-    found = tasks.load(TaskSection(sources=sources, heldout=6))
-    assert names(found) == ["Ann", "Cid", "Bob"]
+    loaded = tasks.load(TaskSection(sources=sources, heldout=6))
+    assert names(loaded) == ["Ann", "Cid", "Bob"]
 
 
 # --- what cannot be read ----------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ GOOD = '{"question": "?", "answer": "#### 5"}\n'
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"question": "?"}', r"row 1: its columns \(question\) are of no schema known here: .* fields = "),
+        (b'{"question": "?"}', r"row 1: its columns \(question\) match no known schema: .* fields = "),
         (b'["question"]', r"row 1 is not an object with columns"),
         (GOOD.encode() + b"7", r"row 2 is not an object"),
         (GOOD.encode() + b'{"question": "?", "answer": "5"}', r"row 2: column answer has no number after ####"),
@@ -168,22 +167,16 @@ GOOD = '{"question": "?", "answer": "#### 5"}\n'
         (GOOD.encode() + b'{"question": "\\ud800", "answer": "#### 5"}', r"row 2: question holds half a surrogate"),
         (b"{", r"row 1 is not readable as JSON \(.*\); a row is one object on one line: correct or remove it"),
         (b'[\n {"question": "?", "answer": "#### 5"}\n]', r"row 1 is not readable as JSON .* one object on one line"),
-        (GOOD.encode("utf-16"), r"row 1 is not UTF-8 \(byte 0xff at 0\); convert the file: iconv -f UTF-16"),
+        (GOOD.encode("utf-16"), r"row 1 is not UTF-8 \(byte 0xff at 0\); convert the file with iconv"),
         (b"[" * 100_000, r"row 1 is not readable as JSON"),
-        (
-            GOOD.encode() + b'{"question": "caf\xe9"}',
-            r"row 2 is not UTF-8 \(byte 0xe9 at 17\); convert the file: iconv -f LATIN1",
-        ),
+        (GOOD.encode() + b'{"question": "caf\xe9"}', r"row 2 is not UTF-8 \(byte 0xe9 at 17\)"),
         (b"", r"holds no rows"),
         (b"\n \n", r"holds no rows"),
         (GOOD.encode(), r"0 tasks to train on and 1 held out; 16 and 4 are needed: lower tasks.heldout or add tasks"),
-        (
-            b'{"question": "Capital?", "answer": "Paris"}',
-            r"'Paris' is not a number; name the source's reward, for example",
-        ),
+        (b'{"question": "Capital?", "answer": "Paris"}', r"'Paris' is not a number; name the source's reward"),
         (
             GOOD.encode() + json.dumps({"question": "?" * 10_000_000, "answer": "#### 5"}).encode(),
-            r"row 2: question holds 10.0 MB, at most 1.0 MB are allowed",
+            r"row 2: question has 10.0 MB, more than 1.0 MB",
         ),
     ],
 )
@@ -231,12 +224,14 @@ def test_columns_of_deeply_nested_json_are_named(tmp_path: Path, fields: dict[st
     ("name", "content", "message"),
     [
         ("some.parquet", b"PAR1 no", r"some.parquet, after row 0, is not readable as Parquet .*; copy or download"),
-        ("some.jsonl.gz", b"no gzip", r"is not a whole gzip file .*; copy or download it again"),
-        ("some.jsonl.gz", gzip.compress(GOOD.encode() * 9, mtime=0)[:-9], r"is not a whole gzip file"),
-        ("some.csv", b"question,answer\n", r"is neither of .jsonl, .jsonl.gz, .parquet; convert it"),
+        ("some.jsonl.gz", b"no gzip", r"is not a complete gzip file .*; copy or download it again"),
+        ("some.jsonl.gz", gzip.compress(GOOD.encode() * 9, mtime=0)[:-9], r"is not a complete gzip file"),
+        ("some.csv", b"question,answer\n", r"some.csv ends in none of .jsonl, .jsonl.gz, .parquet; convert it"),
     ],
 )
-def test_a_damaged_or_unknown_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_damaged_file_or_one_of_unknown_format_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(section(tmp_path / name))
@@ -245,20 +240,19 @@ def test_a_damaged_or_unknown_file_is_named(tmp_path: Path, name: str, content: 
 @pytest.mark.parametrize(
     ("path", "more", "message"),
     [
-        ("nowhere.jsonl", {}, r"no file or folder at .*nowhere.jsonl, neither from"),
-        ("empty", {}, r"empty holds no file of .jsonl"),
+        ("nowhere.jsonl", {}, r"no file or folder at .*nowhere.jsonl, neither in"),
+        ("empty", {}, r"empty holds no .jsonl, .jsonl.gz, .parquet file"),
         ("set/gsm8k_train.jsonl", {"heldout_split": "test"}, r"is one file, without a split 'test'"),
     ],
 )
-def test_a_path_without_what_is_asked_for_is_named(
-    tmp_path: Path, folder: Path, path: str, more: Row, message: str
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_a_missing_file_or_split_is_named(tmp_path: Path, path: str, more: Row, message: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(section(tmp_path / path, **more))
 
 
-def test_files_beside_the_config_are_found_and_the_current_folder_comes_first(
+def test_files_may_be_beside_the_config_and_the_current_folder_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -271,10 +265,10 @@ def test_files_beside_the_config_are_found_and_the_current_folder_comes_first(
         '[tasks]\nheldout = 4\n[evaluator]\nn = 4\n[[tasks.sources]]\npath = "my.jsonl"\n'
         'reward = { "mine.py:exact" = 1.0, "number" = 0.5 }\nenvironment = "mine.py:Echo"\n'
     )
-    found = load(config)
-    assert found.tasks.sources[0].path == str(tmp_path / "own" / "my.jsonl")
-    assert found.tasks.sources[0].environment == f"{tmp_path / 'own' / 'mine.py'}:Echo"
-    assert tasks.load(found.tasks).files == {"mine.py": source.encode()}
+    loaded = load(config)
+    assert loaded.tasks.sources[0].path == str(tmp_path / "own" / "my.jsonl")
+    assert loaded.tasks.sources[0].environment == f"{tmp_path / 'own' / 'mine.py'}:Echo"
+    assert tasks.load(loaded.tasks).files == {"mine.py": source.encode()}
     written(tmp_path / "my.jsonl", rows(20, "Bob"))
     assert load(config).tasks.sources[0].path == "my.jsonl"
 
@@ -284,7 +278,7 @@ def test_files_beside_the_config_are_found_and_the_current_folder_comes_first(
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A hub with one data set of two configs; `asked` collects the revisions that were asked for."""
+    """A fake hub with one data set of two configs; `revisions` collects the requested revisions."""
     import huggingface_hub
 
     files = {}
@@ -293,21 +287,21 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
             path = written(tmp_path / "hub" / config / f"{split}-00000-of-00001.parquet", [])
             parquet.write_table(pyarrow.Table.from_pylist(lines), path)
             files[f"{config}/{path.name}"] = path
-    found: dict[str, Any] = {"files": files, "asked": []}
+    fake: dict[str, Any] = {"files": files, "revisions": set()}
 
     def listed(self: Any, repository: str, *, repo_type: str, revision: str | None) -> list[str]:
         assert (repository, repo_type) == ("openai/gsm8k", "dataset")
-        found["asked"].append(revision)
-        return [*found["files"], "README.md"]
+        fake["revisions"].add(revision)
+        return [*files, "README.md"]
 
     def download(repository: str, name: str, *, repo_type: str, revision: str | None) -> str:
         assert (repository, repo_type) == ("openai/gsm8k", "dataset")
-        found["asked"].append(revision)
-        return str(found["files"][name])
+        fake["revisions"].add(revision)
+        return str(files[name])
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listed)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    return found
+    return fake
 
 
 def from_hub(name: str, **more: Any) -> TaskSection:
@@ -316,9 +310,9 @@ def from_hub(name: str, **more: Any) -> TaskSection:
 
 
 def test_a_data_set_of_the_hub_is_read_by_config_split_and_revision(hub: dict[str, Any], folder: Path) -> None:
-    found = tasks.load(from_hub("openai/gsm8k/main", revision="v1"))
-    assert found.digest == tasks.load(apart(folder, name="one")).digest
-    assert set(hub["asked"]) == {"v1"}
+    loaded = tasks.load(from_hub("openai/gsm8k/main", revision="v1"))
+    assert loaded.digest == tasks.load(apart(folder, name="one")).digest
+    assert hub["revisions"] == {"v1"}
     assert SourceSection(hub="openai/gsm8k/main").label == "gsm8k-main"
 
 
@@ -330,18 +324,20 @@ def test_a_data_set_of_the_hub_is_read_by_config_split_and_revision(hub: dict[st
         ("openai/gsm8k/main", {"heldout_split": "dev"}, r"no split 'dev'; there are test, train"),
     ],
 )
-def test_what_the_hub_does_not_hold_is_named(hub: dict[str, Any], name: str, more: Row, message: str) -> None:
+def test_a_config_split_or_file_that_the_hub_lacks_is_named(
+    hub: dict[str, Any], name: str, more: Row, message: str
+) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(from_hub(name, **more))
     hub["files"].clear()
-    with pytest.raises(
-        TasksNotFoundError, match=r'holds no file of .*; most have one at revision = "refs/convert/parq'
-    ):
+    with pytest.raises(TasksNotFoundError, match=r'; most data sets have one at revision = "refs/convert/parq'):
         tasks.load(from_hub("openai/gsm8k"))
 
 
 @pytest.mark.parametrize("kind", ["ConnectError", "OSError"])
-def test_an_unreachable_hub_is_said_with_what_to_do_offline(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_error_with_instructions_for_offline_use(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
     its_http = importlib.import_module(type(huggingface_hub.get_session()).__module__.partition(".")[0])
@@ -351,9 +347,8 @@ def test_an_unreachable_hub_is_said_with_what_to_do_offline(kind: str, monkeypat
         raise error("no connection\nat length")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listed)
-    with pytest.raises(
-        TasksNotFoundError, match=r"\(no connection\); without .*hf download openai/gsm8k .* path = .FOLDER/main"
-    ):
+    message = r"\(no connection\); without .*hf download openai/gsm8k .* path = .FOLDER/main"
+    with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(from_hub("openai/gsm8k/main"))
 
 
@@ -382,15 +377,42 @@ def real(name: str) -> Path:
 def test_the_real_gsm8k_is_read_whole(tmp_path: Path) -> None:
     for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
         (tmp_path / name).symlink_to(real(name))
-    found = tasks.load(apart(tmp_path, heldout=1319, name="gsm8k"))
-    assert (len(found.train), len(found.heldout)) == (7473, 1319)
-    assert found.notes == ["gsm8k (GSM8K): 7,473 tasks to train on, 1,319 held out"]
-    assert "70000" in {task.answer for task in found.heldout if "flipping a house" in task.question}
+    loaded = tasks.load(apart(tmp_path, heldout=1319, name="gsm8k"))
+    assert (len(loaded.train), len(loaded.heldout)) == (7473, 1319)
+    assert loaded.notes == ["gsm8k (GSM8K): 7,473 tasks to train on, 1,319 held out"]
+    assert "70000" in {task.answer for task in loaded.heldout if "flipping a house" in task.question}
     with tasks.Graders(apart(tmp_path, name="gsm8k")) as graders:
-        every = list(found.heldout)
+        every = list(loaded.heldout)
         assert all(grade.score == 1 for grade in graders.grade(every, [f"It is ${task.answer}." for task in every]))
 
 
 def test_the_real_humaneval_is_read_whole() -> None:
-    found = tasks.load(section(real("HumanEval.jsonl.gz"), heldout=64))
-    assert "(HumanEval)" in found.notes[0] and len(found.train) + len(found.heldout) == 164
+    loaded = tasks.load(section(real("HumanEval.jsonl.gz"), heldout=64))
+    assert "(HumanEval)" in loaded.notes[0] and len(loaded.train) + len(loaded.heldout) == 164
+
+
+# --- the generator `functions` ----------------------------------------------------------------------------------------
+
+
+def test_each_kind_and_constant_gives_one_task_that_no_constant_function_passes() -> None:
+    rows = functions({})
+    assert len({row["question"] for row in rows}) == len(rows) > 300
+    for row in rows:
+        outputs = [json.dumps(case["output"]) for case in json.loads(row["tests"])["cases"]]
+        assert len(set(outputs)) > 1, row["question"]
+    with pytest.raises(TasksNotFoundError, match="generator functions has no option kind"):
+        functions({"kind": "add"})
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("returns x plus 3", {"args": [0], "output": 3}),
+        ("returns the numbers in the list x that are greater than 3", {"args": [[4, 9, 2]], "output": [4, 9]}),
+        ("returns the last 3 characters of the string x", {"args": ["shoal"], "output": "oal"}),
+    ],
+)
+def test_the_tests_match_the_text(text: str, first: object) -> None:
+    [row] = [row for row in functions({}) if row["question"] == f"Write a Python function f(x) that {text}."]
+    tests = json.loads(row["tests"])
+    assert (tests["entry"], tests["cases"][0]) == ("f", first)

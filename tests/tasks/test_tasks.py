@@ -1,6 +1,8 @@
-"""Task sets, which of their tasks a submission must hold, their prompts and rewards."""
+"""Generated task sets, the plan of a submission, prompts, rewards and length budgets."""
 
+import doctest
 import hashlib
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,32 +29,32 @@ def sums(heldout: int = 256, **options: Any) -> TaskSection:
     return TaskSection(sources=[SourceSection(generator="arithmetic", options=options)], heldout=heldout)
 
 
-def questions(found: Sequence[tasks.Task]) -> list[str]:
-    return [task.question for task in found]
+def questions(some: Sequence[tasks.Task]) -> list[str]:
+    return [task.question for task in some]
 
 
 def test_train_and_heldout_are_all_sums_once() -> None:
-    found = tasks.load(TaskSection())
-    together = questions(found.train) + questions(found.heldout)
-    assert len(found.heldout) == 256 and len(together) == 30 * 30
-    assert set(together) == {f"{a} + {b}" for a in range(30) for b in range(30)}
-    assert questions(found.heldout)[:10] == questions(tasks.load(sums(heldout=10)).heldout), "fewer are the first"
+    loaded = tasks.load(TaskSection())
+    every = questions(loaded.train) + questions(loaded.heldout)
+    assert len(loaded.heldout) == 256 and len(every) == 30 * 30
+    assert set(every) == {f"{a} + {b}" for a in range(30) for b in range(30)}
+    assert questions(loaded.heldout)[:10] == questions(tasks.load(sums(heldout=10)).heldout), "fewer are the first"
 
 
-def test_a_wider_range_keeps_the_order_of_the_narrower() -> None:
+def test_a_wider_range_keeps_the_order_of_a_narrower_range() -> None:
     narrow, wide = (tasks.load(sums(operand_max=n, heldout=10)) for n in (9, 29))
-    ordered_narrow, ordered_wide = ([*questions(found.heldout), *questions(found.train)] for found in (narrow, wide))
-    assert [one for one in ordered_wide if one in set(ordered_narrow)] == ordered_narrow
+    ordered_narrow, ordered_wide = ([*questions(some.heldout), *questions(some.train)] for some in (narrow, wide))
+    assert [question for question in ordered_wide if question in set(ordered_narrow)] == ordered_narrow
 
 
-def test_too_few_tasks_are_refused_with_what_to_raise() -> None:
+def test_too_few_tasks_are_refused_with_advice() -> None:
     with pytest.raises(ShoalError, match=r"15 tasks to train on and 10 held out; 16 and 10 are needed.*operand_max"):
         tasks.load(sums(operand_max=4, heldout=10))
     assert len(tasks.load(sums(operand_max=4, heldout=9)).train) == 16
 
 
 @pytest.mark.parametrize("options", [{"operand_max": "x"}, {"operands": 3}, {"operand_min": 30}])
-def test_impossible_options_are_refused_by_name(options: dict[str, Any]) -> None:
+def test_invalid_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ShoalError, match=f"options of generator arithmetic are .*{next(iter(options))}.*: give"):
         tasks.load(sums(**options))
 
@@ -60,9 +62,9 @@ def test_impossible_options_are_refused_by_name(options: dict[str, Any]) -> None
 def test_a_mixture_draws_each_source_by_its_weight() -> None:
     plus = SourceSection(name="plus", generator="arithmetic", weight=3)
     more = SourceSection(name="more", generator="arithmetic", options={"operand_min": 30, "operand_max": 59})
-    found = tasks.load(TaskSection(sources=[plus, more]))
-    drawn = [found.train[found.pick(hashlib.sha256(bytes([n % 256, n // 256])).digest())] for n in range(2000)]
-    assert {task.source for task in found.heldout} == {"plus", "more"} and len(found.heldout) == 256
+    loaded = tasks.load(TaskSection(sources=[plus, more]))
+    drawn = [loaded.train[loaded.pick(hashlib.sha256(bytes([n % 256, n // 256])).digest())] for n in range(2000)]
+    assert {task.source for task in loaded.heldout} == {"plus", "more"} and len(loaded.heldout) == 256
     assert 1400 < sum(task.source == "plus" for task in drawn) < 1600
 
 
@@ -87,43 +89,33 @@ PLANNED = [
 ]
 
 
-def test_a_plan_is_this_on_every_machine() -> None:
-    assert plan_groups(**PLAN)[:2] == PLANNED
+def test_a_plan_is_the_same_on_every_machine_and_for_any_number_of_groups() -> None:
+    assert plan_groups(**PLAN)[:2] == plan_groups(**PLAN | {"groups": 2}) == PLANNED
 
 
-def test_a_plan_repeats_and_a_shorter_one_is_its_beginning() -> None:
-    assert plan_groups(**PLAN) == plan_groups(**PLAN)
-    assert plan_groups(**PLAN | {"groups": 2}) == plan_groups(**PLAN)[:2]
+OTHER = {
+    "run": "run-1", "step": 4, "policy_digest": "ac" * 32, "worker": "ce" * 32, "submission": 6, "nonce": "0" * 32
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("run", "run-1"),
-        ("step", 4),
-        ("policy_digest", "ac" * 32),
-        ("worker", "ce" * 32),
-        ("submission", 6),
-        ("nonce", "0" * 32),
-    ],
-)
-def test_every_name_of_a_submission_changes_its_tasks(name: str, value: Any) -> None:
+@pytest.mark.parametrize(("name", "value"), OTHER.items())
+def test_every_input_of_a_plan_changes_its_tasks(name: str, value: Any) -> None:
     before, after = plan_groups(**PLAN), plan_groups(**PLAN | {name: value})
     assert [plan.task_index for plan in before] != [plan.task_index for plan in after]
     seeds_before, seeds_after = ({seed for plan in plans for seed in plan.seeds} for plans in (before, after))
-    if name == "policy_digest":  # other weights draw other tasks; what the noise is they do not decide
+    if name == "policy_digest":  # other weights get other tasks, but the same sampling noise
         assert seeds_before == seeds_after
     else:
         assert not seeds_before & seeds_after
 
 
-def test_no_seed_comes_twice_and_every_group_has_its_own() -> None:
+def test_seeds_are_unique() -> None:
     seeds = [seed for plan in plan_groups(**PLAN | {"groups": 50, "group_size": 16}) for seed in plan.seeds]
     assert len(set(seeds)) == 800
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_tasks_and_targets_are_drawn_from_all_there_are() -> None:
+def test_all_tasks_and_targets_are_drawn() -> None:
     plans = plan_groups(**PLAN | {"groups": 400, "pick": lambda drawn: drawn[7] % 10})
     assert {plan.task_index for plan in plans} == set(range(10))
     assert {plan.target_length for plan in plans} == {100, 200, 300}
@@ -131,19 +123,14 @@ def test_tasks_and_targets_are_drawn_from_all_there_are() -> None:
 
 
 def test_worker_and_validator_plan_by_the_same_call() -> None:
-    config = parse(
-        {
-            "tasks": {"length_targets": [100, 200, 300]},
-            "sampling": {"group_size": 2},
-            "workers": {"groups_per_submission": 4},
-        }
-    )
-    asked = assignment(5, step=3).model_copy(update={"policy_digest": "ab" * 32, "groups": 4})
+    sections = {"tasks": {"length_targets": [100, 200, 300]}, "workers": {"groups_per_submission": 4}}
+    config = parse(sections | {"sampling": {"group_size": 2}})
+    assigned = assignment(5, step=3).model_copy(update={"policy_digest": "ab" * 32, "groups": 4})
     task_set = tasks.load(config.tasks)
-    plans = plan_submission(config, "run-0", asked, "cd" * 32, task_set)
+    plans = plan_submission(config, "run-0", assigned, "cd" * 32, task_set)
     assert plans == plan_groups(**PLAN | {"pick": task_set.pick})
     assert sum(len(plan.seeds) for plan in plans) == 8
-    assert max_rollouts(config) == 2 * config.workers.largest == 64, "of the largest task that a fast worker gets"
+    assert max_rollouts(config) == 2 * config.workers.largest == 64, "of a fast worker's largest submission"
 
 
 # --- prompts and rewards ------------------------------------------------------------------------------------
@@ -168,7 +155,7 @@ def test_a_prompt_is_the_chat_template_around_the_question(tokenizer: Any) -> No
     assert text_of(tokenizer, tokens) == "<user>2 + 3 =<eos><assistant>"
 
 
-def test_a_system_message_comes_first_and_only_where_there_is_one(tokenizer: Any) -> None:
+def test_a_system_message_comes_first_if_the_config_has_one(tokenizer: Any) -> None:
     template = "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% endfor %}"
 
     class Fixed:
@@ -179,17 +166,17 @@ def test_a_system_message_comes_first_and_only_where_there_is_one(tokenizer: Any
     assert text_of(tokenizer, prompt_tokens(Fixed(), TaskSection(), TASK, 0)) == "[u]2 + 3"
 
 
-def test_other_braces_in_a_prompt_are_its_own() -> None:
-    assert said(TaskSection(prompt=r"{question}, in \boxed{}"), 0) == r"2 + 3, in \boxed{}"
+def test_other_braces_in_a_prompt_are_literal() -> None:
+    assert message(TaskSection(prompt=r"{question}, in \boxed{}"), 0) == r"2 + 3, in \boxed{}"
 
 
-def test_the_text_of_a_completion_is_without_special_tokens(tokenizer: Any) -> None:
+def test_the_text_of_a_completion_has_no_special_tokens(tokenizer: Any) -> None:
     tokens = tokenizer("5", add_special_tokens=False)["input_ids"]
     assert completion_text(tokenizer, [*tokens, tokenizer.eos_token_id]) == "5"
 
 
 @pytest.mark.parametrize("score", [1.5, -0.1, math.nan, math.inf])
-def test_a_score_outside_of_0_to_1_stops_with_the_name_of_the_task(score: float) -> None:
+def test_a_score_outside_of_0_to_1_is_an_error_that_names_the_task(score: float) -> None:
     graders = tasks.Graders(TaskSection())
     graders.rewards["number"] = Always(score)
     with pytest.raises(GradeError, match=r"gives .* for task 2\+3; scores must be within \[0, 1\]"):
@@ -199,25 +186,40 @@ def test_a_score_outside_of_0_to_1_stops_with_the_name_of_the_task(score: float)
 # --- length budgets --------------------------------------------------------------------------------------------------
 
 
-class Listening:
-    """A tokenizer that gives the user's message as character codes."""
+class CharacterCodes:
+    """A fake tokenizer that returns the user's message as character codes."""
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
         return {"input_ids": [ord(character) for character in messages[-1]["content"]]}
 
 
-def said(section: TaskSection, target: int) -> str:
-    return "".join(map(chr, prompt_tokens(Listening(), section, TASK, target)))
+def message(section: TaskSection, target: int) -> str:
+    return "".join(map(chr, prompt_tokens(CharacterCodes(), section, TASK, target)))
 
 
 @pytest.mark.parametrize(
     ("score", "length", "target", "expected"),
     [(1.0, 500, 0, 1.0), (1.0, 500, 500, 1.0), (1.0, 300, 500, 0.94), (1.0, 700, 500, 0.94), (0.0, 0, 1000, -0.3)],
 )
-def test_a_reward_is_the_score_less_the_penalty(score: float, length: int, target: int, expected: float) -> None:
+def test_a_reward_is_the_score_minus_the_penalty(score: float, length: int, target: int, expected: float) -> None:
     assert reward(score, length, target, TaskSection(length_penalty=0.0003)) == pytest.approx(expected)
 
 
-def test_the_prompt_states_the_target_in_the_papers_words() -> None:
-    assert said(TaskSection(), 2000) == "2 + 3\nThink for 2000 tokens before giving the answer."
-    assert said(TaskSection(), 0) == "2 + 3"
+def test_the_prompt_states_the_target_as_in_the_paper() -> None:
+    assert message(TaskSection(), 2000) == "2 + 3\nThink for 2000 tokens before giving the answer."
+    assert message(TaskSection(), 0) == "2 + 3"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "compiling",
+        "environments.calculator",
+        "environments.python",
+        "rewards.answers",
+        "rewards.code",
+        "sources.schemas",
+    ],
+)
+def test_the_examples_in_docstrings_hold(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"shoal.tasks.{name}")).failed == 0

@@ -1,4 +1,4 @@
-"""A compiled task set: its digest, its chunks on disk and over the network, what travels with it, what a filter keeps."""
+"""A compiled task set: its digest, its chunks on disk and over the network, user files, filters, a pool's set."""
 
 import gc
 import hashlib
@@ -11,14 +11,15 @@ import pyarrow as pa
 import pytest
 
 from shoal import tasks
+from shoal.config import ConfigError, load, parse
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks import compiling, taskset
-from shoal.tasks.compiling import Spool, content_id
+from shoal.tasks.compiling import Spool, build_tasks, content_id, read_built
 from shoal.tasks.sources.rows import TaskFields
 from shoal.tasks.task import Task, TasksNotFoundError
 
-# Digests cover Arrow's bytes. If a new pyarrow writes others, this one changes: say so in the release notes, because
-# machines that build the same set with the old and the new one find that they differ.
+# A digest covers Arrow's bytes. If a new pyarrow writes other bytes, this digest changes: say so in the release notes,
+# because machines that build the same set with the old and the new version then disagree.
 SUMS_DIGEST = "c399df2c43fb25c24cd0f088bc5ae4e804937db17ba21a295aaebfce9c56b049"
 
 
@@ -44,19 +45,21 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Coordinator:
-    """What serves task data by its hash; `asked` is in the order of the requests."""
+    """Serves task data by its hash; records the requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.asked: list[str] = []
+        self.requests: list[str] = []
+        self.limits: list[int] = []
 
-    def __call__(self, sha256: str, most_bytes: int) -> bytes:
-        self.asked.append(sha256)
+    def __call__(self, sha256: str, max_bytes: int) -> bytes:
+        self.requests.append(sha256)
+        self.limits.append(max_bytes)
         return (self.folder / sha256).read_bytes()
 
 
-def served(source: Path, folder: Path) -> tuple[TaskSection, Coordinator]:
-    """The config's section as a coordinator serves it, and the coordinator."""
+def serve(source: Path, folder: Path) -> tuple[TaskSection, Coordinator]:
+    """Return the config's section with its digest, and a coordinator that serves the set."""
     built = tasks.load(section(source), folder)
     return section(source).model_copy(update={"digest": built.digest}), Coordinator(folder)
 
@@ -69,7 +72,7 @@ def test_the_default_set_has_this_digest_on_every_machine() -> None:
 
 
 @pytest.mark.parametrize("changed", ["question", "answer"])
-def test_another_question_answer_or_split_changes_the_digest_and_another_file_of_the_same_does_not(
+def test_a_changed_question_answer_or_split_changes_the_digest_and_a_changed_file_format_does_not(
     source: Path, changed: str
 ) -> None:
     first = tasks.load(section(source)).digest
@@ -81,19 +84,16 @@ def test_another_question_answer_or_split_changes_the_digest_and_another_file_of
     assert len({first, tasks.load(section(source)).digest, tasks.load(section(source, heldout=5)).digest}) == 3
 
 
-def test_a_given_digest_must_be_that_of_the_tasks(source: Path, tmp_path: Path) -> None:
+def test_a_config_with_another_digest_is_refused(source: Path, tmp_path: Path) -> None:
     right = tasks.load(section(source)).digest
     assert tasks.load(section(source).model_copy(update={"digest": right})).digest == right
     wrong = section(source).model_copy(update={"digest": "0" * 64})
-    with pytest.raises(
-        TasksNotFoundError,
-        match=f"tasks.digest is 0.*, but the sources give {right}: a file of tasks or rewards is another",
-    ):
+    with pytest.raises(TasksNotFoundError, match=f"tasks.digest is 0.*, but the sources give {right}: a file"):
         tasks.load(wrong, tmp_path / "folder")
     assert not (tmp_path / "folder" / compiling.BUILT).exists()
 
 
-def test_a_name_is_a_hash_of_question_answer_tests_and_metadata() -> None:
+def test_an_id_is_a_hash_of_question_answer_tests_and_metadata() -> None:
     one = TaskFields("?", "5")
     assert content_id(one) == hashlib.sha256(b'{"answer": "5", "question": "?"}').hexdigest()[:16]
     assert content_id(replace(one, reward="math")) == content_id(one)
@@ -101,9 +101,7 @@ def test_a_name_is_a_hash_of_question_answer_tests_and_metadata() -> None:
     assert len({content_id(other) for other in [one, *others]}) == 5
 
 
-def test_a_built_folder_is_used_again_without_its_sources_and_built_again_for_others(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_folder_is_reused_without_its_sources_and_rebuilt_for_another_section(source: Path, tmp_path: Path) -> None:
     first = tasks.load(section(source), tmp_path / "folder")
     source.unlink()
     assert tasks.load(section(source), tmp_path / "folder").digest == first.digest
@@ -113,10 +111,10 @@ def test_a_built_folder_is_used_again_without_its_sources_and_built_again_for_ot
 
 def test_a_temporary_set_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    found = tasks.load(TaskSection())
+    loaded = tasks.load(TaskSection())
     assert len(list((tmp_path / "tasks").iterdir())) == 1
-    train = found.train
-    del found
+    train = loaded.train
+    del loaded
     gc.collect()
     assert train[3].question, "a view keeps its files"
     del train
@@ -128,47 +126,45 @@ def test_a_temporary_set_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_no_task_is_kept_in_memory_and_only_so_many_chunks_are_open_at_once(
+def test_no_task_stays_in_memory_and_the_number_of_open_chunks_is_bounded(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(taskset, "OPEN_CHUNKS", 3)
-    found = tasks.load(section(source, name="nowhere-else"))
-    assert sum(1 for _ in found.train) == 296 and len(found.store.mapped) == 3
+    loaded = tasks.load(section(source, name="nowhere-else"))
+    assert sum(1 for _ in loaded.train) == 296 and len(loaded.store.mapped) == 3
     gc.collect()
-    assert not [held for held in gc.get_objects() if type(held) is Task and held.source == "nowhere-else"]
+    assert not [task for task in gc.get_objects() if type(task) is Task and task.source == "nowhere-else"]
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_view_is_a_sequence_over_its_chunks_and_finds_tasks_by_their_ids(source: Path) -> None:
-    found = tasks.load(section(source))
-    assert [chunk.rows for chunk in found.manifest.sources[0].chunks] == [16] * 18 + [8]
-    every = list(found.train)
-    assert len(every) == len(found.train) == 296 and len({task.id for task in every}) == 296
-    assert [found.train[n] for n in range(296)] == found.train[0:296] == every
-    assert found.train[-1] == every[-1] and found.train[14:18] == every[14:18]
-    assert every[0] in found.train
+def test_a_view_is_a_sequence_over_its_chunks(source: Path) -> None:
+    loaded = tasks.load(section(source))
+    assert [chunk.rows for chunk in loaded.manifest.sources[0].chunks] == [16] * 18 + [8]
+    every = list(loaded.train)
+    assert len(every) == len(loaded.train) == 296 and len({task.id for task in every}) == 296
+    assert [loaded.train[n] for n in range(296)] == loaded.train[0:296] == every
+    assert loaded.train[-1] == every[-1] and loaded.train[14:18] == every[14:18]
+    assert every[0] in loaded.train
     for at in (296, -297):
         with pytest.raises(IndexError, match="of 296"):
-            found.train[at]
-    ids = [every[200].id, every[3].id, found.heldout[1].id, "some/0"]
-    assert {task.id for task in found.train.having(ids)} == set(ids[:2])
+            loaded.train[at]
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_chunk_holds_a_bounded_number_of_bytes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "CHUNK_BYTES", 300)
-    found = tasks.load(section(source))
-    assert sum(chunk.rows for chunk in found.manifest.sources[0].chunks) == len(list(found.train)) == 296
-    assert max(chunk.rows for chunk in found.manifest.sources[0].chunks) < 8
+    loaded = tasks.load(section(source))
+    assert sum(chunk.rows for chunk in loaded.manifest.sources[0].chunks) == len(list(loaded.train)) == 296
+    assert max(chunk.rows for chunk in loaded.manifest.sources[0].chunks) < 8
 
 
 def test_a_changed_chunk_is_refused(source: Path, tmp_path: Path) -> None:
-    found = tasks.load(section(source), tmp_path / "folder")
-    path = tmp_path / "folder" / found.manifest.heldout[0].sha256
+    loaded = tasks.load(section(source), tmp_path / "folder")
+    path = tmp_path / "folder" / loaded.manifest.heldout[0].sha256
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     again = tasks.load(section(source), tmp_path / "folder")
-    assert again.train[0] == found.train[0]
-    with pytest.raises(TasksNotFoundError, match=r"was changed: its content has another hash"):
+    assert again.train[0] == loaded.train[0]
+    with pytest.raises(TasksNotFoundError, match=r"was changed: its content has a different hash"):
         again.heldout[0]
 
 
@@ -177,78 +173,69 @@ def test_a_changed_chunk_is_refused(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_node_fetches_the_manifest_first_and_each_chunk_when_it_is_needed(source: Path, tmp_path: Path) -> None:
-    asked, coordinator = served(source, tmp_path / "pool")
+    section, coordinator = serve(source, tmp_path / "pool")
     source.unlink()
-    found = tasks.join(asked, tmp_path / "worker", coordinator)
-    assert coordinator.asked == [asked.digest]
-    assert (len(found.train), len(found.heldout)) == (296, 4)
-    assert 0 <= found.pick(bytes(range(32))) < 296
-    assert coordinator.asked == [asked.digest], "counting and drawing need no tasks"
-    assert found.train[20] == found.train[17 + 3]
-    assert coordinator.asked == [asked.digest, found.manifest.sources[0].chunks[1].sha256]
-    again = tasks.join(asked, tmp_path / "worker", coordinator)
-    assert again.train[20] == found.train[20] and len(coordinator.asked) == 2, "a restart asks for nothing twice"
+    loaded = tasks.join(section, tmp_path / "worker", coordinator)
+    assert (len(loaded.train), len(loaded.heldout)) == (296, 4)
+    assert 0 <= loaded.pick(bytes(range(32))) < 296
+    assert coordinator.requests == [section.digest], "counting and drawing need no tasks"
+    assert loaded.train[20] == loaded.train[17 + 3]
+    chunk = loaded.manifest.sources[0].chunks[1]
+    assert coordinator.requests == [section.digest, chunk.sha256]
+    assert coordinator.limits == [taskset.MANIFEST_BYTES, chunk.size_bytes], "no fetch may exceed the manifest's size"
+    again = tasks.join(section, tmp_path / "worker", coordinator)
+    assert again.train[20] == loaded.train[20] and len(coordinator.requests) == 2, "a restart requests nothing twice"
 
 
-def test_what_the_coordinator_serves_must_have_the_hash(source: Path, tmp_path: Path) -> None:
-    asked, coordinator = served(source, tmp_path / "pool")
+def test_served_data_must_have_the_requested_hash(source: Path, tmp_path: Path) -> None:
+    section, coordinator = serve(source, tmp_path / "pool")
 
-    def lying(sha256: str, most_bytes: int) -> bytes:
-        return coordinator(sha256, most_bytes).replace(b"How", b"Who")
+    def lying(sha256: str, max_bytes: int) -> bytes:
+        return coordinator(sha256, max_bytes).replace(b"How", b"Who")
 
-    with pytest.raises(TasksNotFoundError, match="that the coordinator served has another hash"):
-        tasks.join(asked, tmp_path / "worker", lying).train[0]
+    with pytest.raises(TasksNotFoundError, match="the coordinator served task data .* with a different hash"):
+        tasks.join(section, tmp_path / "worker", lying).train[0]
 
 
 def test_a_damaged_cache_is_fetched_again(source: Path, tmp_path: Path) -> None:
-    asked, coordinator = served(source, tmp_path / "pool")
-    wanted = tasks.join(asked, tmp_path / "worker", coordinator).train[5]
+    section, coordinator = serve(source, tmp_path / "pool")
+    task = tasks.join(section, tmp_path / "worker", coordinator).train[5]
     for path in (tmp_path / "worker").iterdir():
         path.write_bytes(b"damaged")
-    assert tasks.join(asked, tmp_path / "worker", coordinator).train[5] == wanted
+    assert tasks.join(section, tmp_path / "worker", coordinator).train[5] == task
 
 
 def test_a_manifest_of_other_sources_or_none_is_refused(source: Path, tmp_path: Path) -> None:
-    asked, coordinator = served(source, tmp_path / "pool")
-    other = asked.model_copy(update={"sources": [SourceSection(generator="arithmetic")]})
-    with pytest.raises(TasksNotFoundError, match="is of the sources some, not of the config's"):
+    served, coordinator = serve(source, tmp_path / "pool")
+    other = served.model_copy(update={"sources": [SourceSection(generator="arithmetic")]})
+    with pytest.raises(TasksNotFoundError, match="has the sources some, which are not the config's"):
         tasks.join(other, tmp_path / "worker", coordinator)
     with pytest.raises(TasksNotFoundError, match="names no task set"):
         tasks.join(section(source), tmp_path / "worker", coordinator)
 
 
 @pytest.mark.parametrize("data", [b"{}", b"no json", b'{"format":"shoal-tasks-9","sources":[],"heldout":[]}'])
-def test_a_manifest_of_another_form_is_refused(data: bytes, tmp_path: Path) -> None:
-    section_ = TaskSection(digest=hashlib.sha256(data).hexdigest())
-    with pytest.raises(TasksNotFoundError, match="the manifest of the task set is not of this version"):
-        tasks.join(section_, tmp_path, lambda *_: data)
+def test_a_manifest_of_another_format_is_refused(data: bytes, tmp_path: Path) -> None:
+    with pytest.raises(TasksNotFoundError, match="the manifest of the task set is invalid in this version"):
+        join_manifest(data, tmp_path)
+
+
+def join_manifest(data: bytes, folder: Path) -> tasks.TaskSet:
+    return tasks.join(TaskSection(digest=hashlib.sha256(data).hexdigest()), folder, lambda *_: data)
 
 
 def manifest(**changed: Any) -> bytes:
     chunk = {"sha256": "0" * 64, "rows": 1, "size_bytes": 1}
     source = {"name": "arithmetic", "chunks": [chunk], "train": 1, "heldout": 0}
-    held: dict[str, Any] = {"format": taskset.FORMAT, "sources": [source], "heldout": [], "files": {}}
-    return json.dumps(held | changed).encode()
-
-
-def test_no_fetch_may_bring_more_than_the_manifest_says(source: Path, tmp_path: Path) -> None:
-    asked, coordinator = served(source, tmp_path / "pool")
-    limits = []
-
-    def fetch(sha256: str, most_bytes: int) -> bytes:
-        limits.append(most_bytes)
-        return coordinator(sha256, most_bytes)
-
-    found = tasks.join(asked, tmp_path / "worker", fetch)
-    found.train[0]
-    assert limits == [taskset.MANIFEST_BYTES, found.manifest.sources[0].chunks[0].size_bytes]
+    content: dict[str, Any] = {"format": taskset.FORMAT, "sources": [source], "heldout": [], "files": {}}
+    return json.dumps(content | changed).encode()
 
 
 def test_a_chunk_of_another_size_than_its_manifest_says_is_refused(tmp_path: Path) -> None:
     store = taskset.TaskStore(tmp_path)
     texts = [pa.array(["text"]) for _ in taskset.COLUMNS]
     chunk = store.write(pa.table(texts, schema=taskset.SCHEMA))
-    with pytest.raises(TasksNotFoundError, match="bytes, their manifest says"):
+    with pytest.raises(TasksNotFoundError, match="bytes, its manifest says"):
         store.batch(chunk.model_copy(update={"size_bytes": chunk.size_bytes + 1}))
 
 
@@ -263,12 +250,12 @@ def test_a_chunk_of_another_size_than_its_manifest_says_is_refused(tmp_path: Pat
 )
 def test_a_manifest_has_bounds(changed: dict[str, Any]) -> None:
     taskset.TaskManifest.decode(manifest())
-    with pytest.raises(TasksNotFoundError, match="is not of this version"):
+    with pytest.raises(TasksNotFoundError, match="is invalid in this version"):
         taskset.TaskManifest.decode(manifest(**changed))
 
 
 @pytest.mark.parametrize("order", [("math", "number", ""), ("number", "", "math"), ("math", "", "number")])
-def test_rows_that_differ_in_their_reward_alone_merge_alike_in_any_order(
+def test_rows_that_differ_only_in_their_reward_merge_to_the_same_task_in_any_order(
     tmp_path: Path, order: tuple[str, ...]
 ) -> None:
     spool = Spool(tmp_path / "rows")
@@ -280,20 +267,18 @@ def test_rows_that_differ_in_their_reward_alone_merge_alike_in_any_order(
     assert [row["reward"] for row in rows] == [""] and list(spool.merged) == [2]
 
 
-def test_no_manifest_names_a_file_outside_of_the_tasks_folder(tmp_path: Path) -> None:
-    """A file that is there under another hash than its name is taken for damaged, and deleted."""
+def test_a_manifest_cannot_name_a_file_outside_of_the_tasks_folder(tmp_path: Path) -> None:
+    """An existing file whose content does not have the hash in its name counts as damaged and is deleted."""
     keys = tmp_path / "keys"
     keys.write_text("secret")
     for name in (str(keys), "../keys"):
-        data = manifest(files={"mine.py": name})
-        section_ = TaskSection(digest=hashlib.sha256(data).hexdigest())
-        with pytest.raises(TasksNotFoundError, match="is not of this version"):
-            _ = tasks.join(section_, tmp_path / "worker", lambda *_, data=data: data).files
+        with pytest.raises(TasksNotFoundError, match="is invalid in this version"):
+            _ = join_manifest(manifest(files={"mine.py": name}), tmp_path / "worker").files
     assert keys.read_text() == "secret"
 
 
-def test_a_chunk_whose_offsets_lead_out_of_its_text_is_refused(tmp_path: Path) -> None:
-    """Arrow reads what they point at, which is this process's memory."""
+def test_a_chunk_whose_offsets_point_outside_of_its_text_is_refused(tmp_path: Path) -> None:
+    """Arrow reads whatever they point at in this process's memory."""
     store = taskset.TaskStore(tmp_path)
     texts = [pa.array(["some text"] * 2) for _ in taskset.COLUMNS]
     chunk = store.write(pa.table(texts, schema=taskset.SCHEMA))
@@ -306,23 +291,22 @@ def test_a_chunk_whose_offsets_lead_out_of_its_text_is_refused(tmp_path: Path) -
         store.batch(hostile)
 
 
-# --- what travels with it ---------------------------------------------------------------------------------------------
+# --- user files -------------------------------------------------------------------------------------------------------
 
 
-def test_files_of_rewards_travel_and_are_part_of_the_digest(
+def test_reward_files_travel_and_are_part_of_the_digest(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plain = tasks.load(section(source)).digest
     Path("mine.py").write_text("def exact(task, completion): return 1.0\n")
-    asked = section(source, reward="mine.py:exact")
-    pool = tasks.load(asked, tmp_path / "pool")
+    with_reward = section(source, reward="mine.py:exact")
+    pool = tasks.load(with_reward, tmp_path / "pool")
     assert pool.digest != plain
     Path("mine.py").unlink()
     coordinator = Coordinator(tmp_path / "pool")
-    joined = tasks.join(asked.model_copy(update={"digest": pool.digest}), tmp_path / "worker", coordinator)
+    joined = tasks.join(with_reward.model_copy(update={"digest": pool.digest}), tmp_path / "worker", coordinator)
     assert joined.files == {"mine.py": b"def exact(task, completion): return 1.0\n"}
-    assert tasks.Graders(asked, files=joined.files).files == joined.files
 
 
 def test_two_reward_files_of_one_name_and_one_too_large_are_refused(source: Path, tmp_path: Path) -> None:
@@ -330,14 +314,14 @@ def test_two_reward_files_of_one_name_and_one_too_large_are_refused(source: Path
         (tmp_path / n).mkdir()
         (tmp_path / n / "mine.py").write_text(f"def exact(task, completion): return 1.0  # {n}\n")
     sources = [SourceSection(name=n, path=str(source), reward=f"{tmp_path / n / 'mine.py'}:exact") for n in "ab"]
-    with pytest.raises(TasksNotFoundError, match=r"two files of your own are named mine.py; rename"):
+    with pytest.raises(TasksNotFoundError, match=r"two reward or environment files are named mine.py; rename"):
         tasks.load(TaskSection(sources=sources, heldout=4))
     (tmp_path / "a" / "mine.py").write_text("#" * (2 << 20))
     with pytest.raises(TasksNotFoundError, match="has 2.1 MB"):
         tasks.load(TaskSection(sources=sources, heldout=4))
 
 
-# --- what a filter keeps ----------------------------------------------------------------------------------------------
+# --- filters ----------------------------------------------------------------------------------------------------------
 
 
 def kept(path: Path, ids: list[str], **changed: Any) -> str:
@@ -345,12 +329,12 @@ def kept(path: Path, ids: list[str], **changed: Any) -> str:
     return str(path)
 
 
-def test_a_filters_manifest_restricts_training_tasks_alone(source: Path, tmp_path: Path) -> None:
+def test_a_filters_manifest_restricts_only_training_tasks(source: Path, tmp_path: Path) -> None:
     every = tasks.load(section(source))
     ids = [task.id for task in every.train[10:60]]
-    found = tasks.load(section(source, keep=kept(tmp_path / "kept.json", [*ids, "other/0000000000000000"])))
-    assert [task.id for task in found.train] == ids and list(found.heldout) == list(every.heldout)
-    assert found.digest != every.digest
+    loaded = tasks.load(section(source, keep=kept(tmp_path / "kept.json", [*ids, "other/0000000000000000"])))
+    assert [task.id for task in loaded.train] == ids and list(loaded.heldout) == list(every.heldout)
+    assert loaded.digest != every.digest
 
 
 @pytest.mark.parametrize(
@@ -359,16 +343,59 @@ def test_a_filters_manifest_restricts_training_tasks_alone(source: Path, tmp_pat
         (
             ["some/00000000000000ff"],
             {},
-            r"1 of 51 tasks in .*kept.json are not in the source \(first some/00000000000000ff\)",
+            r"1 of 51 tasks in .* are not in the source, for example some/00000000000000ff",
         ),
         (["some/none"], {}, r"is not a manifest of `shoal filter`"),
         ([], {"format": "shoal-filter-9"}, r"its format is 'shoal-filter-9'"),
         ([], {"kept": []}, r"keeps 0 training tasks, 16 are needed; widen the band"),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(
+def test_a_filters_manifest_that_does_not_match_is_refused(
     source: Path, tmp_path: Path, ids: list[str], changed: dict[str, Any], message: str
 ) -> None:
     some = [task.id for task in tasks.load(section(source)).train[:50]]
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(section(source, keep=kept(tmp_path / "kept.json", [*some, *ids], **changed)))
+
+
+# --- the set of a pool -----------------------------------------------------------------------------------------------
+
+CONFIG = parse({"tasks": {"heldout": 64}, "evaluator": {"n": 8}})
+
+
+def test_the_tasks_of_a_pool_never_change(tmp_path: Path) -> None:
+    config, notes = build_tasks(CONFIG, tmp_path / "tasks")
+    assert notes == ["arithmetic: 836 tasks to train on, 64 held out"]
+    assert build_tasks(config, tmp_path / "tasks")[0] == build_tasks(CONFIG, tmp_path / "tasks")[0] == config
+    with pytest.raises(ConfigError, match="no file or folder"):
+        build_tasks(parse({"tasks": {"sources": [{"path": "nowhere.jsonl"}]}}), tmp_path / "other")
+    changed = parse({"tasks": {"heldout": 65}, "evaluator": {"n": 8}})
+    with pytest.raises(ConfigError, match=f"tasks.digest is {config.tasks.digest}, but the sources give .* whole run"):
+        build_tasks(changed, tmp_path / "tasks")
+    built = read_built(tmp_path / "tasks")
+    assert built is not None and built.digest == config.tasks.digest
+
+
+def test_pool_init_builds_the_pools_tasks(tmp_path: Path) -> None:
+    from shoal.cli.main import DONE, main
+
+    rows = tmp_path / "some.jsonl"
+    rows.write_text("".join(f'{{"text": "{n} + 1", "gold": {n + 1}}}\n' for n in range(30)))
+    path = tmp_path / "sums.toml"
+    path.write_text(
+        '[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n[evaluator]\nn = 8\n'
+        "[tasks]\nheldout = 8\n"
+        '[[tasks.sources]]\npath = "some.jsonl"\nfields = { question = "text", answer = "gold" }\n'
+        '[[tasks.sources]]\ngenerator = "arithmetic"\noptions = { operand_max = 9 }\nweight = 3\n'
+    )
+    assert main(["pool", "init", str(path), "--dir", str(tmp_path / "pool"), "--url", "http://127.0.0.1:8700"]) == DONE
+    config = load(tmp_path / "pool" / "config.toml")
+    built = read_built(tmp_path / "pool" / "tasks")
+    assert built is not None and config.tasks.digest == built.digest
+    assert [child.name for child in tmp_path.iterdir() if child.name.startswith(".")] == [], (
+        "no temporary folder is left"
+    )
+    rows.unlink()
+    assert build_tasks(config, tmp_path / "pool" / "tasks")[0] == config, (
+        "its coordinator does not read the sources again"
+    )

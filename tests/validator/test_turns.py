@@ -276,8 +276,8 @@ def test_someone_elses_seed_gives_other_answers(worker: Producer, honest: list[R
     row = honest[turned]
     assert worker.conversation is not None
     task = worker.tasks.train[worker.plan(ASKED)[row.group].task_index]
-    assert worker.conversation.fault(task, row.seed, row.tokens, row.turns) is None
-    assert worker.conversation.fault(task, row.seed + 1, row.tokens, row.turns) is not None
+    assert worker.conversation.find_fault(task, row.seed, row.tokens, row.turns) is None
+    assert worker.conversation.find_fault(task, row.seed + 1, row.tokens, row.turns) is not None
     assert ALICE.public == worker.identity.public
 
 

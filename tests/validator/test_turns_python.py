@@ -13,7 +13,7 @@ from shoal.store.rollouts import read_submission
 from shoal.tasks import Task
 from shoal.tasks.environments import ENVIRONMENTS, close
 from shoal.tasks.environments.python import STOPPED, Python
-from shoal.tasks.own import limits_of
+from shoal.tasks.user_code import program_limits
 from shoal.worker.produce import Producer
 
 from ..turns import MAX_TOKENS, USER, config
@@ -47,7 +47,7 @@ class Scripted(Python):
 
 @pytest.fixture(autouse=True)
 def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENVIRONMENTS, "scripted", lambda section: Scripted(limits_of(section)))
+    monkeypatch.setitem(ENVIRONMENTS, "scripted", lambda section: Scripted(program_limits(section)))
 
 
 def settings() -> Config:

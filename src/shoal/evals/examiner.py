@@ -12,7 +12,7 @@ from shoal.engine.protocol import Completion, Engine, Sampling
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.turns import last_turn
 from shoal.tasks import Grade, Graders, Task
-from shoal.tasks.budget import in_turn
+from shoal.tasks.budget import cycled_target
 from shoal.tasks.environments import Conversation, close, environments_of, responder
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
@@ -52,7 +52,7 @@ class Examiner:
         `first`: the index of the first task, which determines target lengths.
         """
         prompts = [
-            prompt_tokens(self.tokenizer, self.config.tasks, task, in_turn(self.config.tasks, number))
+            prompt_tokens(self.tokenizer, self.config.tasks, task, cycled_target(self.config.tasks, number))
             for number, task in enumerate(batch, start=first)
         ]
         sampling = Sampling(temperature, self.config.sampling.max_tokens, self.ends)

@@ -17,7 +17,7 @@ from shoal.errors import UserError
 from shoal.files import write_file
 from shoal.tasks import Grade, Graders, Task
 from shoal.tasks.compiling import content_id
-from shoal.tasks.sources.reading import SourceReading
+from shoal.tasks.sources.reading import SourceReader
 
 LONG, FLEXIBLE = 32_768, "flexible-extract"
 # openai/simple-evals, `humaneval_eval.py`.
@@ -125,7 +125,7 @@ def read_tasks(suite: Suite, n: int) -> list[Task]:
     """
     tasks: dict[str, Task] = {}
     for source, split in _sources(suite):
-        for fields in SourceReading(source, split):
+        for fields in SourceReader(source, split):
             name = f"{suite.name}/{content_id(fields)}"
             tasks[name] = Task(name, fields.question, fields.answer, suite.name, fields.tests, fields.metadata)
     if n > len(tasks):

@@ -2,16 +2,18 @@
 
 Imports nothing else of Shoal.
 
-    pool                     warm servers, and the strongest tier here     limits     what goes in and comes out
-    forkserver, launch       start a server; its namespaces, bubblewrap, uid
-    server, program          inside the server: it forks each program, which confines itself (kernel, seccomp) and runs
-    session, channel         talk to a running program                     function   call functions with plain data
+    pool                  `Sandbox`: warm fork servers of one tier
+    limits                programs, their limits and results
+    forkserver, launch    start a server: namespaces, bubblewrap, uid
+    server, program       inside: fork each program, which confines itself (kernel, seccomp) and runs
+    process, channel      exchange bytes and frames with a running program
+    function              call functions with plain data
 
     with Sandbox() as box:
         result = box.run(Program("print(input()[::-1])", stdin=b"abc"))
         result.outcome, result.stdout, result.tier        # "exited", b"cba\\n", "bubblewrap"
 
-Expected outputs stay outside: run the program on an input, or call its functions through `open`, and compare outside.
+Keep expected outputs outside: run the program on an input, or call its functions through `open`, and compare outside.
 
 Both tiers, `bubblewrap` and `kernel`, promise:
 
@@ -25,12 +27,12 @@ Both tiers, `bubblewrap` and `kernel`, promise:
 - no further user namespaces: by two mechanisms in `bubblewrap`, by one in `kernel`
 
 Both have the same Landlock rules, seccomp filter and limits. In `bubblewrap` the widely reviewed bwrap builds the
-namespaces; in `kernel`, `launch.py` does. A third tier, `plain`, is for code that this machine's owner trusts: wall time,
-output, CPU time and memory are bounded, and otherwise it runs as the current user with all installed packages.
+namespaces; in `kernel`, `launch.py` does. A third tier, `plain`, is for code that this machine's owner trusts. It bounds
+wall time, output, CPU time and memory; otherwise the code runs as the current user with all installed packages.
 
 The same program gives the same result everywhere with the same interpreter (`interpreter()`): hash seed 0, `random` seeded
 with 0, an empty environment, fixed arguments, UTC. Not fixed: the clock, `os.urandom`, addresses. Left out: systems other
-than Linux, kernels before 5.14, installed packages, GPUs; kernel bugs. aarch64 is implemented but has never been run.
+than Linux, kernels before 5.14, installed packages, GPUs, kernel bugs. The aarch64 code has never run.
 """
 
 from shoal.sandbox.forkserver import interpreter
@@ -39,7 +41,6 @@ from shoal.sandbox.limits import (
     PLAIN,
     TIERS,
     Budget,
-    Outcome,
     Program,
     ProgramLimits,
     Result,
@@ -48,21 +49,20 @@ from shoal.sandbox.limits import (
     Tier,
 )
 from shoal.sandbox.pool import Sandbox, best_tier, problem
-from shoal.sandbox.session import Session
+from shoal.sandbox.process import SandboxProcess
 
 __all__ = [
     "PLAIN",
     "TIERS",
     "Budget",
     "CallResult",
-    "Session",
     "RemoteFunction",
     "ProgramLimits",
-    "Outcome",
     "Program",
     "Result",
     "Sandbox",
     "SandboxError",
+    "SandboxProcess",
     "StartError",
     "Tier",
     "best_tier",

@@ -1,13 +1,12 @@
 """Message channel between a program and the outside (`import channel`): frames, and plain data as bytes.
 
-A frame is 4 bytes of length, big-endian, then that many bytes. Plain data are numbers, text, bytes, booleans, none, lists,
-tuples, sets, dicts: no pickle, no objects, no code. A value is a tag, then except for N, T and F a length (4 bytes,
-big-endian), then that many bytes or values: N none, T true, F false, I int (two's complement), D float, C complex, S text,
-B bytes, L list, U tuple, E set, Z frozenset, M dict.
+A frame is its length (4 bytes, big-endian), then that many bytes. Plain data are numbers, text, bytes, booleans, None,
+lists, tuples, sets and dicts: no pickle, no objects, no code. A value is a one-byte tag, a length (4 bytes, big-endian; not
+for N, T and F), then that many bytes or values. Tags: N None, T True, F False, I int (two's complement), D float,
+C complex, S text, B bytes, L list, U tuple, E set, Z frozenset, M dict.
 Invariant: `unpack` returns builtins only, so no method that a program overrides is ever called outside. The frame bounds
-its size, and DEPTH its depth. This file runs on both sides, so it imports only modules that the server has preloaded.
-Left out: object identity, generators and objects of other classes. The outside reads frames with a limit
-(`session.py`).
+the size of a value, DEPTH its nesting. This file runs on both sides, so it imports only modules that the server preloads.
+Left out: object identity, generators, objects of other classes. `process.py` limits the size of frames outside.
 """
 
 import os
@@ -43,21 +42,21 @@ def _read(size: int) -> bytes:
     return b"".join(parts)
 
 
-def described(error: BaseException) -> str:
-    """Return an error as the last line of its traceback, bounded."""
+def describe(error: BaseException) -> str:
+    """Return the last line of an error's traceback, at most MAX_ERROR characters."""
     try:
         return f"{type(error).__name__}: {error}"[:MAX_ERROR]
     except BaseException:  # noqa: BLE001 - an overridden method
         return type(error).__name__[:MAX_ERROR]
 
 
-def serve(answer: Callable[[Any], Any], described: Callable[[BaseException], str] = described) -> None:
-    """Answer calls until the stream ends. Each frame is a value; the reply is V and a value, or X and the error."""
+def serve(function: Callable[[Any], Any], describe: Callable[[BaseException], str] = describe) -> None:
+    """Call `function` with the value of each frame until the stream ends. Reply V and the result, or X and the error."""
     while (frame := receive()) is not None:
         try:
-            send(b"V" + pack(answer(unpack(frame))))
-        except BaseException as error:  # noqa: BLE001 - any exception is the answer, even SystemExit
-            send(b"X" + described(error).encode(errors="replace"))
+            send(b"V" + pack(function(unpack(frame))))
+        except BaseException as error:  # noqa: BLE001 - any exception is a reply, even SystemExit
+            send(b"X" + describe(error).encode(errors="replace"))
     os._exit(0)
 
 
@@ -65,7 +64,7 @@ def serve(answer: Callable[[Any], Any], described: Callable[[BaseException], str
 
 
 class WireError(ValueError):
-    """Not plain data, or not the bytes of plain data."""
+    """A value is not plain data, or bytes do not encode one."""
 
 
 def pack(value: Any, depth: int = 0) -> bytes:
@@ -111,14 +110,10 @@ def unpack(
     `make_set(kind, items)` and `make_dict(pairs)` replace sets and dicts: building one from hostile items can take
     quadratic time.
     """
-    value, end = _unpack(data, 0, depth, make_set or _set, make_dict)
+    value, end = _unpack(data, 0, depth, make_set or (lambda kind, items: kind(items)), make_dict)
     if end != len(data):
         raise WireError("bytes after the value")
     return value
-
-
-def _set(kind: Any, items: list[Any]) -> Any:
-    return kind(items)
 
 
 def _unpack(

@@ -1,9 +1,9 @@
-"""Control one fork server from outside: start it, send it a program, kill it; and choose the host files it can see.
+"""Control one fork server from outside: start it, send it programs, kill it; and choose the host files it can see.
 
 Invariants: `kill` needs no cooperation: the kernel kills the server by its pidfd and, except in `plain`, every process
-inside. A failed start raises SandboxError with the reason. The visible files are the interpreter, its library, the system's
+inside. A failed start raises StartError with the reason. The visible files are the interpreter, its library, the system's
 shared libraries and four devices: no user files, no Shoal code, nothing of /etc but the loader's cache.
-Left out: reading the program's output (`session.py`); installed packages.
+Left out: the program's output (`process.py`), installed packages.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from shoal.sandbox.limits import PLAIN, Program, ProgramLimits, StartError
 from shoal.sandbox.server import DONE, READY
@@ -50,11 +49,12 @@ sys.modules[sys.argv[2]].main(blob["config"])
 
 
 class ForkServer:
-    """`preloaded` as in `Sandbox`. In the tier `plain`, `python` is the interpreter (None: this one)."""
-
     def __init__(self, tier: str, preloaded: Mapping[str, str] | None = None, python: str | None = None) -> None:
-        """Start a server and wait until it is ready. Raise StartError with the reason."""
-        self.tier, self._preloaded = tier, dict(preloaded or {})
+        """Start a server and wait until it is ready. Raise StartError.
+
+        `preloaded` as in `Sandbox`. `python`: the interpreter of the tier `plain`; None: this one.
+        """
+        self.tier = tier
         self._lock = threading.Lock()  # guards `kill`: the pool may close while a caller gives up
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         plain = tier == PLAIN
@@ -64,7 +64,20 @@ class ForkServer:
         blob = os.memfd_create("server")
         try:
             with theirs:
-                config = self._config(theirs.fileno(), parent, blob)
+                config = {
+                    "tier": tier,
+                    "plain": plain,
+                    "preloaded": dict(preloaded or {}),
+                    "control": theirs.fileno(),
+                    "parent": parent,
+                    "blob": blob,
+                    "boot": BOOT,
+                    "bwrap": bwrap(),
+                    "binds": binds(),
+                    "links": links(),
+                    "devices": list(DEVICES),
+                    "host_uid": HIGH_UID + random.SystemRandom().randrange(1 << 24),
+                }
                 write_all(blob, json.dumps({"modules": sources(), "config": config}).encode())
                 self._process = subprocess.Popen(
                     [interpreter_path, *isolated, "-P", "-c", BOOT, str(blob), "shoal.sandbox.launch"],
@@ -85,36 +98,19 @@ class ForkServer:
             os.close(blob)
         self._server_fd = self._handshake(PLAIN_START_S if plain else START_S)
 
-    def _config(self, control: int, parent: int, blob: int) -> dict[str, Any]:
-        return {
-            "tier": self.tier,
-            "plain": self.tier == PLAIN,
-            "preloaded": self._preloaded,
-            "control": control,
-            "parent": parent,
-            "blob": blob,
-            "boot": BOOT,
-            "bwrap": bwrap(),
-            "binds": binds(),
-            "links": links(),
-            "devices": list(DEVICES),
-            "host_uid": HIGH_UID + random.SystemRandom().randrange(1 << 24),
-        }
-
     def _handshake(self, timeout_s: float) -> int:
         self._control.settimeout(timeout_s)
         try:
-            message, descriptors, _, _ = socket.recv_fds(self._control, 1 << 12, 1)
+            message, descriptors, _, _ = socket.recv_fds(self._control, 64, 1)
         except TimeoutError:
             message, descriptors = b"", []
-        if not message.startswith(READY) or len(descriptors) != 1:
+        if message != READY or len(descriptors) != 1:
             self._process.kill()
             self._process.wait()
             lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
             self._control.close()
             os.close(self._errors)
             raise StartError(f"sandbox tier {self.tier} cannot start: {lines[-1] if lines else 'no answer'}")
-        self.python = message[len(READY) :].decode()
         return descriptors[0]
 
     def start(self, program: Program, limits: ProgramLimits, ends: list[int]) -> None:
@@ -131,7 +127,7 @@ class ForkServer:
             os.close(stdin)
 
     def finished(self, timeout_s: float) -> bool:
-        """Return whether the server reports in time that the program's keeper has exited; if not, kill the server."""
+        """Return whether the server reports within `timeout_s` that the program's supervisor has exited."""
         try:
             self._control.settimeout(timeout_s)
             return self._control.recv(64) == DONE

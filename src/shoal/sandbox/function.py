@@ -1,12 +1,12 @@
-"""A function that runs in children of a sandbox: `channel.serve` inside, `RemoteFunction` outside, plain data between them.
+"""A function that runs in a sandbox's child processes: `channel.serve` inside, `RemoteFunction` outside, plain data between.
 
     preloaded = {"adder": "def add(pair): return sum(pair)"}
     with Sandbox("plain", ProgramLimits(cpu_s=1.0), preloaded=preloaded) as box:
         RemoteFunction(box, "import adder, channel; channel.serve(adder.add)").call([1, 2]).value      # 3
 
-Invariant: every call ends in time: with a value, with the exception it raised, or at a limit. A value consists of builtins
-only, without sets and, in confined tiers, without dicts: building one from hostile items takes quadratic time.
-Left out: the meaning of a value. It is untrusted.
+Invariant: every call ends in bounded time: with a value, with the exception it raised, or at a limit. A value consists of
+builtins only, without sets and, in confined tiers, without dicts: building one from hostile items takes quadratic time.
+Left out: what a value means. It is untrusted.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from shoal.sandbox.channel import WireError, pack, unpack
 from shoal.sandbox.limits import PLAIN, Program, Result
 from shoal.sandbox.pool import Sandbox
-from shoal.sandbox.session import Session
+from shoal.sandbox.process import SandboxProcess
 
 END_S = 0.5  # for a child to end after its answer
 
@@ -26,7 +26,7 @@ Ending = Literal["answered", "raised", "timeout", "memory", "output", "died", "l
 
 @dataclass(frozen=True)
 class CallResult:
-    """How a call ended: a value, an exception, a limit, its process died, or the budget was over before it started."""
+    """How a call ended. `late`: the budget was spent before it started."""
 
     ending: Ending
     value: Any = None
@@ -37,41 +37,36 @@ class CallResult:
 
 
 class RemoteFunction:
-    """Calls a `program`, each time in a fresh child. The child is first called with `setup`, if given."""
+    """The function that `program` serves. Each call runs in a fresh child of the sandbox, which `close` ends."""
 
-    def __init__(self, sandbox: Sandbox, program: str, setup: Any = None) -> None:
+    def __init__(self, sandbox: Sandbox, program: str) -> None:
         self.sandbox, self.program = sandbox, Program(program)
-        self.setup = [] if setup is None else [pack(setup)]
 
     def call(self, value: Any) -> CallResult:
         """Call the function in a fresh child. Raise SandboxError if the sandbox itself fails."""
         try:
-            frames = [*self.setup, pack(value)]
+            frame = pack(value)
         except WireError as error:
             return CallResult("raised", detail=f"the argument is not plain data ({error})")
         if self.sandbox.budget.over:
             return CallResult("late")
-        with self.sandbox.open(self.program) as session:
-            for frame in frames:
-                session.send(frame)
-                call = self._read(session, session.receive())
-                if call.ending != "answered":
-                    break
-            used = session.close(END_S)
+        with self.sandbox.open(self.program) as process:
+            process.send(frame)
+            call = self._read(process, process.receive())
+            used = process.close(END_S)
         return replace(call, repeatable=self._within_half(used), cpu_s=used.cpu_s, memory_bytes=used.memory_bytes)
 
     def calls(self, values: Sequence[Any]) -> list[CallResult]:
-        """Call it with each value, `sandbox.size` at once. Raise what `call` raises."""
+        """Call the function with each value, `sandbox.size` at once. Raise SandboxError."""
         with ThreadPoolExecutor(self.sandbox.size) as threads:
             return list(threads.map(self.call, values))
 
     def close(self) -> None:
-        """End its children and the sandbox."""
         self.sandbox.close()
 
-    def _read(self, session: Session, answer: bytes | None) -> CallResult:
+    def _read(self, process: SandboxProcess, answer: bytes | None) -> CallResult:
         if answer is None:
-            result = session.close()
+            result = process.close()
             if result.outcome == "exited" or result.outcome == "killed":
                 return CallResult("died", detail=f"its process ended ({result.outcome}, exit code {result.exit_code})")
             return CallResult(result.outcome)

@@ -2,7 +2,7 @@
 
 Invariant: every failure raises OSError naming the call. Landlock (`restrict_files`) denies opening files outside the named
 folders, and, as far as the kernel's version supports it, TCP, and signals and abstract sockets to other processes.
-Left out: policy, which is the callers'; UDP and Landlock's logging switches.
+Left out: policy, which callers decide; UDP and Landlock's logging switches.
 """
 
 import ctypes
@@ -12,9 +12,7 @@ import stat
 from collections.abc import Iterable
 
 libc = ctypes.CDLL(None, use_errno=True)
-_holding_gil = ctypes.PyDLL(
-    None, use_errno=True
-)  # after the clone, the child must not wait for a lock that another thread holds
+_holding_gil = ctypes.PyDLL(None, use_errno=True)  # a cloned child must not wait for a lock of another thread
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000

@@ -1,12 +1,12 @@
 """Confine a new interpreter, then start the fork server in it. Runs once per server, first thing in the process.
 
 Invariants: in confined tiers the server never runs as host root, which escapes RLIMIT_NPROC and could read root's files:
-root first becomes a uid that no account has. All mounts are made in a private mount namespace; the host's never change. Then
+root first becomes a uid that no account has. All mounts happen in a private mount namespace; the host's never change. Then
 `bubblewrap`  executes bwrap, which executes the interpreter again for `server.main`;
 `kernel`      creates the same namespaces and root folder itself and becomes process 1;
 `plain`       is not confined and keeps its user.
 The interpreter gets its modules through a file descriptor. Its environment is empty, except in `plain`.
-Left out: seccomp, Landlock and limits, which each program gets in `program.py`; scratch space, see `server.py`.
+Left out: seccomp, Landlock and limits (`program.py`, once per program); scratch space (`server.py`).
 """
 
 import os
@@ -26,20 +26,20 @@ NAMESPACES |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 def main(config: dict[str, Any]) -> None:
     if config["plain"]:
         server.main(config)
-    os.umask(0o022)  # the caller's may close the folders made here to the user that this becomes
+    os.umask(0o022)  # with the caller's, the new user might not enter folders created here
     os.chdir("/")
     if os.getuid() == 0:
-        become_nobody(config)
+        drop_root(config)
     if config["tier"] == "bubblewrap":
         os.execve(config["bwrap"], bubblewrap(config), {})
     enter_namespaces(config)
     server.main(config)
 
 
-def become_nobody(config: dict[str, Any]) -> None:
-    """From root to a plain user for ever. Folders that only root may enter are opened in a private mount namespace."""
+def drop_root(config: dict[str, Any]) -> None:
+    """Change from root to a plain user for good. Expose the needed files in folders that only root may enter."""
     own = [config["bwrap"]] if config["tier"] == "bubblewrap" else []
-    reveal([path for path in (*config["binds"], *own) if not enterable(path)])
+    expose([path for path in (*config["binds"], *own) if not reachable(path)])
     os.setgroups([])
     try:
         os.setresgid(*[config["host_uid"]] * 3)
@@ -88,26 +88,29 @@ def enter_namespaces(config: dict[str, Any]) -> None:
     minimal_root(config["binds"], config["links"], config["devices"])
 
 
-def enterable(path: str) -> bool:
+def reachable(path: str) -> bool:
     """Return whether every user may enter all folders above `path`."""
     return all(parent.stat().st_mode & 1 for parent in Path(path).parents)
 
 
-def reveal(paths: Sequence[str]) -> None:
-    """Cover each folder that only root may enter with an empty one, and bind only `paths` back into it."""
+def expose(paths: Sequence[str]) -> None:
+    """Cover each folder that only root may enter with an empty one, and bind only `paths` back into it.
+
+    Do so in a private mount namespace.
+    """
     if not paths:
         return
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     sources = [os.open(path, os.O_PATH) for path in paths]
-    for folder in sorted({closed_folder(path) for path in paths}):
+    for folder in sorted({topmost_private_folder(path) for path in paths}):
         kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
     for path, source in zip(paths, sources, strict=True):
         bind(f"/proc/self/fd/{source}", path, Path(f"/proc/self/fd/{source}").is_dir())
         os.close(source)
 
 
-def closed_folder(path: str) -> str:
+def topmost_private_folder(path: str) -> str:
     """Return the topmost folder above `path` that only root may enter."""
     return str(next(folder for folder in reversed(Path(path).parents) if not folder.stat().st_mode & 1))
 

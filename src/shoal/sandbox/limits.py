@@ -1,4 +1,4 @@
-"""Inputs and outputs of the sandbox: a program, its limits, its result, and the errors.
+"""What enters and leaves the sandbox: a program, its limits, its result, and the errors.
 
 Invariant: all are immutable values except `Budget`.
 Left out: comparing outputs. Expected outputs never enter the sandbox.
@@ -20,7 +20,7 @@ Outcome = Literal["exited", "killed", "timeout", "memory", "output"]
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed or does not work here. A program's own failure is a `Result`, never this."""
+    """The sandbox itself failed or does not work here. A program that fails gives a `Result`, never this."""
 
 
 class StartError(SandboxError):
@@ -29,11 +29,11 @@ class StartError(SandboxError):
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of one program. The kernel or a process outside enforces each; the program cannot raise them.
+    """Limits of one program, which it cannot raise: the kernel or a process outside enforces each.
 
-    `memory_bytes` is address space, the interpreter included. `output_bytes` covers stdout, stderr and frames together. A
-    program is one process, which cannot fork or execute another one.
-    In the tier `plain`, the memory of preloaded imports is not counted, and processes are not limited.
+    `memory_bytes` is address space, including the interpreter's. `output_bytes` covers stdout, stderr and frames together.
+    A program is one process, which cannot fork or execute another one.
+    In the tier `plain`, the memory of preloaded imports does not count, and the number of processes is not limited.
     """
 
     wall_s: float = 10.0
@@ -41,20 +41,13 @@ class ProgramLimits:
     memory_bytes: int = 512 * MIB
     output_bytes: int = MIB
 
-    def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "output_bytes"):
-            if not getattr(self, name) > 0:
-                raise SandboxError(f"limit {name} is {getattr(self, name)}: give a number above 0")
-        if self.memory_bytes < MIN_MEMORY_BYTES:
-            raise SandboxError(f"limit memory_bytes is {self.memory_bytes}: give at least {MIN_MEMORY_BYTES}")
-
 
 @dataclass(eq=False)
 class Budget:
     """Wall time shared by many programs, from `start` to `stop`; unlimited otherwise.
 
-    At its end all running programs are stopped, and a result does not tell whether its program was cut short. So check
-    `over` before using a result.
+    Its end stops all running programs. A result does not tell whether its program was cut short, so check `over` before
+    you use it.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -88,9 +81,9 @@ class Result:
     """How a program ended.
 
     exited   by itself, with `exit_code`
-    killed   by a signal, `exit_code` is its negative number
+    killed   by a signal; `exit_code` is its negative number
     timeout  over `wall_s` or `cpu_s`
-    memory   by an uncaught MemoryError. A program can fake this, but only fails by it
+    memory   by an uncaught MemoryError; a program can fake this, and gains nothing: it counts as a failure
     output   over `output_bytes`
     """
 

@@ -1,8 +1,8 @@
-"""A sandbox: warm fork servers, each of which runs one program at a time, in the strongest tier here or a named one.
+"""A sandbox: warm fork servers of one tier, each of which runs one program at a time.
 
 Invariants: every program gets a fresh child of a server that never runs programs itself; a server that died or failed is
-replaced before its next use. The tier `plain` is used only if named. Whether a tier works is tested: a program must run,
-and must be refused a socket. Thread-safe.
+replaced before its next use. The tier `plain` is used only if named. A tier works if a test program runs and is refused a
+socket. Thread-safe.
 Left out: grading; systems other than Linux.
 """
 
@@ -18,7 +18,7 @@ from types import TracebackType
 from shoal.sandbox import forkserver
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import PLAIN, TIERS, Budget, Program, ProgramLimits, Result, SandboxError, Tier
-from shoal.sandbox.session import Session
+from shoal.sandbox.process import SandboxProcess
 
 QUEUE_S = 300.0  # how long a caller waits for a free server
 MIN_WALL_S = 1e-3  # of a program that starts after the budget's end
@@ -38,13 +38,12 @@ except PermissionError:
 
 
 class Sandbox:
-    """Runs `size` programs at once; further callers wait, at most `QUEUE_S`.
+    """Runs `size` programs at once; further callers wait at most `QUEUE_S`.
 
-    `tier` None takes the strongest that works; a name takes exactly that one. Raise SandboxError if it does not work here.
-
-    `preloaded` is source by module name, executed once in each server: your own modules for programs to import.
+    `tier`: a name, or None for the strongest that works. Raise SandboxError if it does not work here.
+    `preloaded`: source by module name, executed once in each server, for programs to import.
     `budget` stops all programs at its end.
-    `python` is the interpreter of the tier "plain", whose programs have this user's rights.
+    `python`: the interpreter of the tier "plain", whose programs have this user's rights.
     """
 
     def __init__(
@@ -56,8 +55,6 @@ class Sandbox:
         budget: Budget | None = None,
         python: str | None = None,
     ) -> None:
-        if size < 1:
-            raise SandboxError(f"sandbox size is {size}: give 1 or more")
         self.tier: str = best_tier() if tier is None else check(tier)
         self.limits = limits or ProgramLimits()
         self.budget = budget or Budget()
@@ -71,14 +68,14 @@ class Sandbox:
 
     def run(self, program: Program, limits: ProgramLimits | None = None) -> Result:
         """Run a program to its end."""
-        return self._start_session(program, limits, frames=False).close()
+        return self._start(program, limits, frames=False).close()
 
-    def open(self, program: Program, limits: ProgramLimits | None = None) -> Session:
+    def open(self, program: Program, limits: ProgramLimits | None = None) -> SandboxProcess:
         """Start a program that exchanges frames by `import channel`, `channel.receive()` and `channel.send(frame)`.
 
-        Close the session; until then it occupies one of the sandbox's servers.
+        Close the process; until then it occupies one of the sandbox's servers.
         """
-        return self._start_session(program, limits, frames=True)
+        return self._start(program, limits, frames=True)
 
     def close(self) -> None:
         """Kill every server and all that runs in them."""
@@ -103,13 +100,13 @@ class Sandbox:
     ) -> None:
         self.close()
 
-    def _start_session(self, program: Program, limits: ProgramLimits | None, frames: bool) -> Session:
+    def _start(self, program: Program, limits: ProgramLimits | None, frames: bool) -> SandboxProcess:
         server = self._take()
         try:
             limits = limits or self.limits
             if limits.wall_s < math.inf:  # a program without a limit is stopped by its owner
                 limits = replace(limits, wall_s=max(min(limits.wall_s, self.budget.left_s), MIN_WALL_S))
-            return Session(server, program, limits, frames, lambda: self._give_back(server))
+            return SandboxProcess(server, program, limits, frames, lambda: self._give_back(server))
         except BaseException:
             server.kill()
             self._give_back(server)
@@ -121,7 +118,7 @@ class Sandbox:
         try:
             server = self._idle.get(timeout=QUEUE_S)
         except queue.Empty:
-            message = f"no sandbox server was free for {QUEUE_S:.0f} s: close sessions, or give a larger size"
+            message = f"no sandbox server was free for {QUEUE_S:.0f} s: close processes, or give a larger size"
             raise SandboxError(message) from None
         try:
             if server and server.dead:
@@ -151,7 +148,7 @@ class Sandbox:
 
 @cache
 def problem(tier: Tier) -> str:
-    """Return why a tier does not work here, with the remedy; empty if it works. Tested once per process."""
+    """Return why a tier does not work here, with the remedy; empty if it works. Test it once per process."""
     if not sys.platform.startswith("linux"):
         return f"the sandbox needs Linux, and this is {sys.platform}"
     if tier == "bubblewrap" and forkserver.bwrap() is None:
@@ -159,9 +156,8 @@ def problem(tier: Tier) -> str:
     try:
         server = ForkServer(tier)
         try:
-            result = Session(
-                server, Program(PROBE), ProgramLimits(wall_s=20.0), frames=False, done=lambda: None
-            ).close()
+            process = SandboxProcess(server, Program(PROBE), ProgramLimits(wall_s=20.0), False, done=lambda: None)
+            result = process.close()
         finally:
             server.kill()
     except (SandboxError, OSError) as error:

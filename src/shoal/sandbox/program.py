@@ -1,9 +1,9 @@
 """The program's process: it confines itself, then runs the program's code as `__main__`.
 
 Invariant: in confined tiers, before the first line of that code runs, this process has no capability, no new privileges,
-hard limits, a Landlock domain, a seccomp filter, an empty environment and no descriptor but 0, 1, 2 and, in a session, 3
-and 4. If any step fails, the code does not run and the pool gets the error.
-From then on nothing that this process reports is trusted.
+hard limits, a Landlock domain, a seccomp filter, an empty environment and no descriptor but 0, 1, 2 and, if it exchanges
+frames, 3 and 4. If any step fails, the code does not run and the pool gets the error.
+Once the code runs, nothing that this process reports is trusted.
 """
 
 import _sitebuiltins
@@ -34,7 +34,7 @@ FILTERS: list[seccomp.Filter] = []  # the one filter, built in the server
 STACK_BYTES = 64 << 20
 SCRATCH_BYTES = 16 << 20
 THREADS = 8  # beyond a program's first
-# Other processes of the same user: server, keeper, and the process that waits for the server outside.
+# Other processes of the same user: server, supervisor and, in `kernel`, the process that waits for the server outside.
 OTHERS = {"bubblewrap": 2, "kernel": 3}
 
 
@@ -61,7 +61,9 @@ def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
     cpu_s = request["cpu_s"]
     values = {
         resource.RLIMIT_AS: request["memory_bytes"],
-        resource.RLIMIT_CPU: 2 * math.ceil(cpu_s) + 1 if math.isfinite(cpu_s) else -1,  # a backstop, see `server.wait`
+        resource.RLIMIT_CPU: 2 * math.ceil(cpu_s) + 1
+        if math.isfinite(cpu_s)
+        else -1,  # `server.wait` enforces `cpu_s`; this is a backstop
         resource.RLIMIT_CORE: 0,
     }
     if config["plain"]:
@@ -98,7 +100,7 @@ def execute(source: str, scratch: str) -> NoReturn:
     if scratch:
         sys.path.insert(0, scratch)
     open_streams()
-    random.seed(0)  # a fork reseeds it, so seed here
+    random.seed(0)  # here, because a fork reseeds
     code = 1
     try:
         try:
@@ -126,12 +128,12 @@ def execute(source: str, scratch: str) -> NoReturn:
 
 
 def warm_up() -> None:
-    """Set up the interpreter as for a new script. Done once in the server: a fork copies every page it changes."""
+    """Set up the interpreter as for a new script: once in the server, since a fork copies every page it changes."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
     sys.modules["channel"] = channel
     sys.argv = [NAME]
-    for name in ("exit", "quit"):  # which the module `site` adds for scripts
+    for name in ("exit", "quit"):  # builtins that the module `site` adds
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     sys.modules["__main__"] = MAIN
     MAIN.__dict__["__file__"] = NAME
@@ -160,7 +162,7 @@ def exit_code(end: SystemExit) -> int:
 
 def show(error: BaseException) -> None:
     try:
-        own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
-        traceback.print_exception(type(error), error, own)
+        trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
+        traceback.print_exception(type(error), error, trace)
     except BaseException:  # noqa: BLE001 - the program may have broken its own stderr
         os.write(2, b"the traceback could not be printed\n")

@@ -1,11 +1,11 @@
-"""The fork server: a preloaded interpreter that forks a keeper per program; the keeper forks and supervises the program.
+"""The fork server: a preloaded interpreter that forks a supervisor for each program; the supervisor forks the program.
 
 Invariants: a program cannot affect the server, which never runs one itself. The server has one socket to the pool, handles
-one request at a time, and exits when the socket closes or the pool's process dies. A keeper exits when the program ends,
-when the pool pulls the leash (closes its end of a socket), when the pool dies, or at the wall limit, whichever is first;
-then no process that the program started is alive. Once the program's code runs, only the keeper can write to the leash, so
-a program cannot fake a report. In confined tiers server and keeper are process 1 of their namespaces; in `plain` the server
-is the keeper.
+one request at a time, and exits when the socket closes or the pool's process dies. A supervisor exits when the program
+ends, when the pool closes its end of the leash (a socket), when the pool dies, or at the wall limit. By then every process
+that the program started is dead. Once the program's code runs, only the supervisor can write to the leash, so a program
+cannot fake a report. In confined tiers server and supervisor are process 1 of their namespaces; in `plain` the server is
+the supervisor.
 Left out: concurrent programs (the pool starts more servers) and the program's output (the pool reads the pipes).
 """
 
@@ -40,7 +40,7 @@ READY, DONE = b"ready", b"done"
 BACKSTOP_S = 0.5  # later than the pool's own timeout
 MAX_WAIT_S = 3600.0  # of one `poll` call
 PROCESS_CPU_CLOCK = 2  # low bits of the clock id of a process's CPU clock
-LOWEST = 16  # lower numbers are for the program's descriptors
+LOWEST = 16  # descriptors below are the program's
 
 
 def main(config: dict[str, Any]) -> NoReturn:
@@ -67,39 +67,39 @@ def main(config: dict[str, Any]) -> NoReturn:
         pages = [int(count) for count in Path("/proc/self/statm").read_text().split()[:2]]
         config["reserved_bytes"], config["resident_bytes"] = (count * resource.getpagesize() for count in pages)
     self_fd = os.pidfd_open(os.getpid())
-    socket.send_fds(control, [READY + sys.version.encode()], [self_fd])
+    socket.send_fds(control, [READY], [self_fd])
     os.close(self_fd)
     while serve_one(control, config):
         pass
     if config["plain"]:
-        end_descendants()
+        kill_descendants()
     os._exit(0)
 
 
 def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
-    """Handle one request: fork its keeper and wait for it. Return False if the pool has gone."""
+    """Run one requested program. Return False if the pool has gone."""
     if readable([control.fileno(), config["parent"]]) != {control.fileno()}:
         return False
     message, descriptors, _, _ = socket.recv_fds(control, 64, MAX_DESCRIPTORS)
     if not message:
         return False
-    if config["plain"]:  # trusted code needs no separate keeper
-        copies = [above(LOWEST, descriptor) for descriptor in descriptors]
+    if config["plain"]:  # trusted code needs no separate supervisor
+        copies = [duplicate(descriptor, LOWEST) for descriptor in descriptors]
         close(descriptors)
-        keep(config, copies)
-    elif not keep_apart(control, config, descriptors):
+        supervise(config, copies)
+    elif not fork_supervisor(control, config, descriptors):
         return False
     with contextlib.suppress(OSError):  # the pool has gone; the next call notices
         control.send(DONE)
     return True
 
 
-def keep_apart(control: socket.socket, config: dict[str, Any], descriptors: list[int]) -> bool:
-    """Fork a keeper and wait for it. Return False if the pool has gone."""
+def fork_supervisor(control: socket.socket, config: dict[str, Any], descriptors: list[int]) -> bool:
+    """Fork a supervisor into new namespaces and wait for it. Return False if the pool has gone."""
     child = kernel.fork_into(FRESH)
     if child == 0:
         try:
-            keep(config, raise_above(LOWEST, descriptors))
+            supervise(config, keep_only(descriptors))
         finally:
             os._exit(0)
     close(descriptors)
@@ -120,11 +120,11 @@ def readable(descriptors: list[int]) -> set[int]:
     return {descriptor for descriptor, _ in poll.poll()}
 
 
-# --- the keeper of one program --------------------------------------------------------------------------------------
+# --- the supervisor of one program ------------------------------------------------------------------------------------
 
 
-def keep(config: dict[str, Any], descriptors: list[int]) -> None:
-    """Prepare scratch space, start the program, wait, kill everything, report. Closes the descriptors."""
+def supervise(config: dict[str, Any], descriptors: list[int]) -> None:
+    """Prepare scratch space, start the program, wait, kill everything, report, close the descriptors."""
     payload, stdin, stdout, stderr, leash, *frames = descriptors
     plain = config["plain"]
     try:
@@ -140,7 +140,7 @@ def keep(config: dict[str, Any], descriptors: list[int]) -> None:
                 os._exit(1)  # never return into the server's code
         close([stdin, stdout, stderr, *frames])
         timely = wait(child, leash, time.monotonic() + request["wall_s"] + BACKSTOP_S, request["cpu_s"])
-        code, resident_kib = end(child, plain)
+        code, resident_kib = kill_all(child, plain)
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
         memory_bytes = max(0, (resident_kib << 10) - config.get("resident_bytes", 0))
@@ -150,18 +150,18 @@ def keep(config: dict[str, Any], descriptors: list[int]) -> None:
     os.close(leash)
 
 
-def above(lowest: int, descriptor: int) -> int:
+def duplicate(descriptor: int, lowest: int) -> int:
     """Return a copy of the descriptor with a number of at least `lowest`."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest)
 
 
-def raise_above(lowest: int, descriptors: list[int]) -> list[int]:
-    """Move descriptors up and close all others except stdio, including the server's socket."""
-    raised = [above(64, descriptor) for descriptor in descriptors]
+def keep_only(descriptors: list[int]) -> list[int]:
+    """Move descriptors to numbers from LOWEST on; close all others except stdio, including the server's socket."""
+    high = [duplicate(descriptor, 64) for descriptor in descriptors]
     os.closerange(3, 64)
-    lowered = [above(lowest, descriptor) for descriptor in raised]
+    kept = [duplicate(descriptor, LOWEST) for descriptor in high]
     os.closerange(64, 1 << 16)
-    return lowered
+    return kept
 
 
 def close(descriptors: list[int]) -> None:
@@ -176,7 +176,7 @@ def read_all(descriptor: int) -> bytes:
 
 
 def make_scratch() -> None:
-    """Enter an empty, size-limited folder that vanishes with its mount namespace."""
+    """Enter an empty folder of bounded size that vanishes with its mount namespace."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     options = f"mode=0700,nr_inodes=4096,size={program.SCRATCH_BYTES}"
     kernel.mount("tmpfs", program.SCRATCH, "tmpfs", flags, options)
@@ -184,9 +184,9 @@ def make_scratch() -> None:
 
 
 def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
-    """Wait until the program ends or the leash is pulled. Return False on timeout.
+    """Wait until the program ends or the pool closes the leash. Return False on timeout.
 
-    CPU time is read here because RLIMIT_CPU counts clock ticks, and has been seen to kill at two thirds of its limit.
+    Read CPU time here: RLIMIT_CPU counts clock ticks, and was observed to kill at two thirds of its limit.
     """
     ended = os.pidfd_open(child)
     poll = select.poll()
@@ -204,7 +204,7 @@ def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
         os.close(ended)
 
 
-def end(child: int, plain: bool) -> tuple[int, int]:
+def kill_all(child: int, plain: bool) -> tuple[int, int]:
     """Kill and reap all remaining processes. Return the program's exit code or negative signal, and peak memory in KiB."""
     ended, status, usage = os.wait4(child, os.WNOHANG)
     if not plain:
@@ -216,7 +216,7 @@ def end(child: int, plain: bool) -> tuple[int, int]:
     if not ended:
         _, status, usage = os.wait4(child, 0)
     if plain:
-        end_descendants()
+        kill_descendants()
     else:
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -224,7 +224,7 @@ def end(child: int, plain: bool) -> tuple[int, int]:
     return os.waitstatus_to_exitcode(status), usage.ru_maxrss
 
 
-def end_descendants() -> None:
+def kill_descendants() -> None:
     """Kill and reap all children until there are none; orphans become children of this subreaper."""
     while True:
         for child in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):

@@ -1,9 +1,9 @@
-"""Length budgets: a group's target length, how the prompt states it, and what missing it costs.
+"""Length budgets: a group's target length, how the prompt states it, and the penalty for missing it.
 
     reward = score - alpha * |target - length|
 
 As in INTELLECT-2 (arXiv 2505.07291, section 4.1; after L1, arXiv 2503.04697), including the prompt text. A target of 0
-means none, without a penalty.
+means no target and no penalty.
 Invariant: worker, validator and the tools get rewards and prompts from here.
 """
 
@@ -19,8 +19,8 @@ def instruction(target_length: int) -> str:
     return f"Think for {target_length} tokens before giving the answer." if target_length else ""
 
 
-def in_turn(section: TaskSection, number: int) -> int:
-    """Return a target by task number, where none is drawn at random (evaluation, filter); 0: there are no targets."""
+def cycled_target(section: TaskSection, number: int) -> int:
+    """Return the target of task `number` in evaluation and filter, which cycle through the targets; 0: no target."""
     targets = section.length_targets
     return targets[number % len(targets)] if targets else 0
 
@@ -31,5 +31,5 @@ def reward(score: float, length: int, target_length: int, section: TaskSection) 
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """Return whether a group with these rewards has advantages that are not all zero."""
+    """Return whether a group with these rewards has an advantage other than zero."""
     return max(rewards) - min(rewards) > EPSILON

@@ -1,11 +1,11 @@
 """Compile the sources of a config into a task set on disk: split off held-out tasks, merge duplicates, write hashed chunks.
 
-    read     write the rows of each split of each source to a spool on disk
+    read     the rows of each split of each source into a spool on disk
     split    hold out the tasks with the smallest question hashes, or those of `heldout_split`
-    write    chunks of training tasks per source and of all held-out tasks; then the manifest
+    write    chunks of training tasks per source and of all held-out tasks, then the manifest
 
-Invariants: equal rows give the same files, in any order and split over any files; no question is on both sides. No more
-than one batch of rows is held as Python objects; 48 bytes a row sort them.
+Invariants: equal rows give the same files, whatever their order and however they are spread over files. No question is both
+trained on and held out. Memory holds one batch of rows as Python objects, and 48 bytes per row for sorting.
 """
 
 import hashlib
@@ -19,13 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from shoal.config import Config, ConfigError
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.files import write_file
-from shoal.tasks.own import is_own
-from shoal.tasks.sources.reading import SourceReading
+from shoal.tasks.sources.reading import SourceReader
 from shoal.tasks.sources.rows import TaskFields
 from shoal.tasks.task import TasksNotFoundError
 from shoal.tasks.taskset import (
@@ -38,8 +37,9 @@ from shoal.tasks.taskset import (
     TaskManifest,
     TaskStore,
 )
+from shoal.tasks.user_code import is_user_code
 
-Numbers = np.ndarray
+Indices = np.ndarray
 KEY_BYTES = 32
 MIN_TRAIN = 16
 BUILT = "built.json"
@@ -52,49 +52,49 @@ class Spool:
         self.path = path
         self._writer = pa.ipc.new_file(str(path), SCHEMA)
         self._columns: dict[str, list[str]] = {name: [] for name in COLUMNS}
-        self._held_bytes = 0
+        self._batch_bytes = 0
         self._keys, self._ids, self._sizes, self._parts = bytearray(), array("Q"), array("I"), array("I")
-        self._rewards: dict[str, int] = {}  # by name, in reading order
-        self._reward = array("I")  # of each row, as its number there
+        self._reward_numbers: dict[str, int] = {}  # by name, in reading order
+        self._rewards = array("I")  # of each row, as its number
 
     def add(self, part: int, source: str, fields: TaskFields) -> None:
-        """Add a row. Tasks are sorted and merged within a `part`, one per split of a source."""
+        """Add a row to a part. Tasks are sorted and merged within a part: one split of one source."""
         name = content_id(fields)
         self._keys += order_key(fields.question)
         self._ids.append(int(name, 16))
         self._parts.append(part)
         row = (f"{source}/{name}", fields.question, fields.answer, source, *astuple(fields)[2:])
-        for values, held in zip(self._columns.values(), row, strict=True):
-            values.append(held)
+        for column, text in zip(self._columns.values(), row, strict=True):
+            column.append(text)
         size = sum(map(len, row))
         self._sizes.append(size)
-        self._reward.append(self._rewards.setdefault(fields.reward, len(self._rewards)))
-        self._held_bytes += size
-        if len(self._columns["id"]) == CHUNK_ROWS or self._held_bytes > CHUNK_BYTES:
+        self._rewards.append(self._reward_numbers.setdefault(fields.reward, len(self._reward_numbers)))
+        self._batch_bytes += size
+        if len(self._columns["id"]) == CHUNK_ROWS or self._batch_bytes > CHUNK_BYTES:
             self._flush()
 
     def finish(self) -> None:
         """Close the spool: sort the keys, merge equal tasks, and map the file.
 
-        Of tasks that differ only in their reward, keep the one whose reward is first by name.
+        Of tasks that differ only in their reward, keep the one whose reward's name sorts first.
         """
         self._flush()
         self._writer.close()
         keys, ids = np.frombuffer(self._keys, f"S{KEY_BYTES}"), np.frombuffer(self._ids, "Q")
-        parts, ranks = np.frombuffer(self._parts, "I"), {name: rank for rank, name in enumerate(sorted(self._rewards))}
-        by_name = np.array([ranks[name] for name in self._rewards], dtype=np.uint32)
-        order = np.lexsort((by_name[np.frombuffer(self._reward, "I")], ids, keys, parts))
+        parts, names = np.frombuffer(self._parts, "I"), sorted(self._reward_numbers)
+        ranks = np.array([names.index(name) for name in self._reward_numbers], dtype=np.uint32)
+        order = np.lexsort((ranks[np.frombuffer(self._rewards, "I")], ids, keys, parts))
         first = np.ones(len(order), dtype=bool)
-        same = [held[order][1:] == held[order][:-1] for held in (parts, keys, ids)]
+        same = [column[order][1:] == column[order][:-1] for column in (parts, keys, ids)]
         first[1:] = ~np.logical_and.reduce(same)
         self.merged = np.bincount(parts[order[~first]], minlength=parts.max(initial=0) + 1)  # by part
-        self.rows: Numbers = order[first]  # indices of the tasks: part by part, ordered by question hash
+        self.rows: Indices = order[first]  # row numbers of the tasks: by part, then by question hash
         self.keys, self.ids, self.parts = keys[self.rows], ids[self.rows], parts[self.rows]
         self.sizes = np.frombuffer(self._sizes, "I")[self.rows]
         self.table = pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
 
-    def tables(self, chosen: Numbers) -> Iterator[pa.Table]:
-        """Yield tables of the chosen tasks, of at most CHUNK_ROWS and CHUNK_BYTES of text (unless one task is larger)."""
+    def tables(self, chosen: Indices) -> Iterator[pa.Table]:
+        """Yield tables of the chosen tasks, of at most CHUNK_ROWS rows and CHUNK_BYTES, unless one task is larger."""
         start, size_bytes = 0, 0
         for at, position in enumerate(chosen):
             size = int(self.sizes[position])
@@ -107,23 +107,22 @@ class Spool:
 
     def _flush(self) -> None:
         if self._columns["id"]:
-            self._writer.write_batch(
-                pa.record_batch([pa.array(held, pa.string()) for held in self._columns.values()], schema=SCHEMA)
-            )
+            columns = [pa.array(column, pa.string()) for column in self._columns.values()]
+            self._writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
         self._columns = {name: [] for name in COLUMNS}
-        self._held_bytes = 0
+        self._batch_bytes = 0
 
 
 def order_key(question: str) -> bytes:
-    """Return the hash by which questions are ordered and split, in hex. It ignores white space."""
+    """Return the hash, in hex, by which questions are ordered and split. Differences in white space do not change it."""
     words = " ".join(question.split())
     return hashlib.sha256(f"shoal/tasks/{words}".encode()).hexdigest()[:KEY_BYTES].encode()
 
 
 def content_id(fields: TaskFields) -> str:
-    """Return a task's name: 16 hex digits of the hash of its content."""
+    """Return the id of a task within its source: 16 hex digits of the hash of its content."""
     content = {"question": fields.question, "answer": fields.answer}
-    content |= {name: held for name, held in (("tests", fields.tests), ("metadata", fields.metadata)) if held}
+    content |= {name: text for name, text in (("tests", fields.tests), ("metadata", fields.metadata)) if text}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -133,46 +132,48 @@ def content_id(fields: TaskFields) -> str:
 class Built(BaseModel):
     """The record of a compiled task set, stored in its folder."""
 
-    asked: str  # hash of the part of the config that determines the set
-    digest: str  # of the set, which is the name of its manifest
+    config_hash: str = Field(alias="asked")  # of the config sections that determine the set
+    digest: str  # of the manifest, which names the set
     notes: list[str]  # for people: counts per source
 
 
 @dataclass
 class Portion:
-    """One source while it is compiled: positions into the spool."""
+    """One source while it is compiled. `train` and `heldout` are positions in the spool."""
 
     source: SourceSection
     schemas: list[str]
     left_out: Counter[str]
-    train: Numbers
-    heldout: Numbers
+    train: Indices
+    heldout: Indices
     merged: int
-    ambiguous: int  # tasks with the question of another one
+    ambiguous: int  # tasks that share their question with another task
     dropped: int = 0  # training tasks whose question is held out
 
 
 def compile_tasks(section: TaskSection, folder: Path) -> Built:
-    """Build the set in `folder`, or reuse the existing one if it was built for the same section.
-
-    Raises TasksNotFoundError.
-    """
-    asked = hashlib.sha256(section.model_dump_json(include={"sources", "heldout"}).encode()).hexdigest()
+    """Build the set in `folder`, or reuse it if it was built for the same section. Raise TasksNotFoundError."""
+    config_hash = hashlib.sha256(section.model_dump_json(include={"sources", "heldout"}).encode()).hexdigest()
     built = read_built(folder)
-    if built is None or built.asked != asked:
+    is_new = built is None or built.config_hash != config_hash
+    if built is None or is_new:
         folder.mkdir(parents=True, exist_ok=True)
         manifest, notes = _compile(section, TaskStore(folder))
-        built = Built(asked=asked, digest=TaskStore(folder).put(manifest.encode()), notes=notes)
-        _check_digest(section, built)
-        write_file(folder / BUILT, built.model_dump_json().encode())
-    _check_digest(section, built)
+        built = Built(asked=config_hash, digest=TaskStore(folder).put(manifest.encode()), notes=notes)
+    if section.digest and section.digest != built.digest:
+        raise TasksNotFoundError(
+            f"tasks.digest is {section.digest}, but the sources give {built.digest}: a file of tasks or rewards has "
+            "changed; use the same files on every machine for a whole run, or start a new run without tasks.digest"
+        )
+    if is_new:
+        write_file(folder / BUILT, built.model_dump_json(by_alias=True).encode())
     return built
 
 
 def build_tasks(config: Config, folder: Path) -> tuple[Config, list[str]]:
     """Build a pool's task set in its folder. Return the config with `tasks.digest`, and notes for people.
 
-    A pool's task set never changes: another one for the same folder is refused. Raises ConfigError.
+    A pool's task set never changes: a different set for the same folder is refused. Raise ConfigError.
     """
     before = read_built(folder)
     section = config.tasks
@@ -184,15 +185,6 @@ def build_tasks(config: Config, folder: Path) -> tuple[Config, list[str]]:
         raise ConfigError(str(error)) from error
     section = section.model_copy(update={"digest": built.digest})
     return config.model_copy(update={"tasks": section}), built.notes
-
-
-def _check_digest(section: TaskSection, built: Built) -> None:
-    if section.digest and section.digest != built.digest:
-        raise TasksNotFoundError(
-            f"tasks.digest is {section.digest}, but the sources give {built.digest}: a file of tasks or rewards is another "
-            "one than when this digest was made. Use the same files on every machine and for a whole run. To use the new "
-            "files, start a new run with a config without tasks.digest"
-        )
 
 
 def read_built(folder: Path) -> Built | None:
@@ -212,15 +204,15 @@ def _compile(section: TaskSection, store: TaskStore) -> tuple[TaskManifest, list
         shares = _shares([source.weight for source in section.sources], section.heldout)
         portions = [_split(spool, number, readings[number], share) for number, share in enumerate(shares)]
         heldout = np.sort(np.concatenate([portion.heldout for portion in portions]))
-        # Sorted together, so that any first n are a mixture of sources, too.
+        # Sort across sources, so that the first n are a mixture of them.
         heldout = heldout[np.argsort(spool.keys[heldout], kind="stable")]
         for number, (portion, share) in enumerate(zip(portions, shares, strict=True)):
             held_out = np.isin(spool.keys[portion.train], spool.keys[heldout])  # in this source or another
             portion.train, portion.dropped = portion.train[~held_out], int(held_out.sum())
             _check_counts(portion, share)
             if portion.source.keep:
-                portion.train = _kept(portion.source, spool.ids, portion.train, spool.parts // 2 == number)
-        files = {name: store.put(data) for name, data in _own_files(section.sources).items()}
+                portion.train = _keep(portion.source, spool.ids, portion.train, spool.parts // 2 == number)
+        files = {name: store.put(data) for name, data in _user_files(section.sources).items()}
         manifest = TaskManifest(
             sources=[
                 SourceTasks(
@@ -240,19 +232,19 @@ def _compile(section: TaskSection, store: TaskStore) -> tuple[TaskManifest, list
 # --- read and split -------------------------------------------------------------------------------------------------
 
 
-def _read(spool: Spool, number: int, source: SourceSection) -> list[SourceReading]:
-    """Read a source's splits into parts 2 * number and, of `heldout_split`, 2 * number + 1."""
-    readings = [SourceReading(source, split) for split in (source.split, source.heldout_split) if split]
-    for part, reading in enumerate(readings, start=2 * number):
-        for fields in reading:
+def _read(spool: Spool, number: int, source: SourceSection) -> list[SourceReader]:
+    """Read a source's `split` into part 2 * number of the spool, and its `heldout_split` into part 2 * number + 1."""
+    readers = [SourceReader(source, split) for split in (source.split, source.heldout_split) if split]
+    for part, reader in enumerate(readers, start=2 * number):
+        for fields in reader:
             spool.add(part, source.label, fields)
-    return readings
+    return readers
 
 
-def _split(spool: Spool, number: int, readings: Sequence[SourceReading], share: int) -> Portion:
-    first, *others = readings
+def _split(spool: Spool, number: int, readers: Sequence[SourceReader], share: int) -> Portion:
+    first, *others = readers
     start, middle, end = np.searchsorted(spool.parts, [2 * number, 2 * number + 1, 2 * number + 2])
-    train, apart = np.arange(start, middle), np.arange(middle, end)
+    train, separate = np.arange(start, middle), np.arange(middle, end)
     keys = spool.keys[start:end]
     same = (keys[1:] == keys[:-1]) & (spool.parts[start:end][1:] == spool.parts[start:end][:-1])
     return Portion(
@@ -260,29 +252,29 @@ def _split(spool: Spool, number: int, readings: Sequence[SourceReading], share: 
         first.schemas,
         sum((other.left_out for other in others), first.left_out),
         train if others else train[share:],
-        apart[:share] if others else train[:share],
+        separate[:share] if others else train[:share],
         merged=int(spool.merged[2 * number : 2 * number + 2].sum()),
         ambiguous=int(same.sum()),
     )
 
 
-def _kept(source: SourceSection, all_ids: Numbers, train: Numbers, own: Numbers) -> Numbers:
-    """Return the training tasks that the manifest of `shoal filter` keeps. `own`: which tasks are the source's."""
+def _keep(source: SourceSection, all_ids: Indices, train: Indices, of_source: Indices) -> Indices:
+    """Return the training tasks that the manifest of `shoal filter` keeps. `of_source`: mask of the source's tasks."""
     try:
-        listed = json.loads(Path(source.keep).expanduser().read_bytes())
-        if listed["format"] != "shoal-filter-1":
-            raise ValueError(f"its format is {listed['format']!r}")
-        names = [str(name).rpartition("/") for name in listed["kept"]]
+        manifest = json.loads(Path(source.keep).expanduser().read_bytes())
+        if manifest["format"] != "shoal-filter-1":
+            raise ValueError(f"its format is {manifest['format']!r}")
+        names = [str(name).rpartition("/") for name in manifest["kept"]]
         ids = np.array([int(name, 16) for label, _, name in names if label == source.label], dtype=np.uint64)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TasksNotFoundError(
             f"source {source.label}: keep = {source.keep!r} is not a manifest of `shoal filter` ({error})"
         ) from error
-    missing = np.setdiff1d(ids, all_ids[own])
+    missing = np.setdiff1d(ids, all_ids[of_source])
     if len(missing):
         raise TasksNotFoundError(
-            f"source {source.label}: {len(missing)} of {len(ids)} tasks in {source.keep} are not in the source (first "
-            f"{source.label}/{int(missing[0]):016x}); its rows have changed: filter it again"
+            f"source {source.label}: {len(missing)} of {len(ids)} tasks in {source.keep} are not in the source, for example "
+            f"{source.label}/{int(missing[0]):016x}; its rows have changed: filter it again"
         )
     train = train[np.isin(all_ids[train], ids)]
     if len(train) < MIN_TRAIN:
@@ -301,7 +293,7 @@ def _check_counts(portion: Portion, heldout: int) -> None:
     hint = "; raise operand_max" if source.generator == "arithmetic" else ""
     raise TasksNotFoundError(
         f"source {source.label} ({where}) has {len(portion.train)} tasks to train on and {len(portion.heldout)} held out; "
-        f"{MIN_TRAIN} and {heldout} are needed: lower tasks.heldout or add tasks{hint}{_aside(portion)}"
+        f"{MIN_TRAIN} and {heldout} are needed: lower tasks.heldout or add tasks{hint}{_counts(portion)}"
     )
 
 
@@ -315,17 +307,16 @@ def _shares(weights: Sequence[float], total: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-# --- files of one's own, and notes -----------------------------------------------------------------------------------
+# --- user files, and notes --------------------------------------------------------------------------------------------
 
 
-def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
-    """Read the source files of user rewards and environments, "file.py:name". Return them by file name without folders."""
+def _user_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
+    """Return the files of user rewards and environments ("file.py:name") by file name. Raise TasksNotFoundError."""
     files: dict[str, bytes] = {}
     for source in sources:
         rewards = [source.reward] if isinstance(source.reward, str) else list(source.reward)
-        named = [*(("reward", name) for name in rewards), ("environment", source.environment)]
-        for kind, name in named:
-            if not is_own(name):
+        for kind, name in [*(("reward", name) for name in rewards), ("environment", source.environment)]:
+            if not is_user_code(name):
                 continue
             path = Path(name.rpartition(":")[0])
             try:
@@ -338,22 +329,23 @@ def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
             if len(data) > FILE_BYTES:
                 raise TasksNotFoundError(f"{path} has {len(data) / 1e6:.1f} MB; the limit is 1 MB")
             if files.setdefault(path.name, data) != data:
-                raise TasksNotFoundError(f"two files of your own are named {path.name}; rename one of them")
+                raise TasksNotFoundError(f"two reward or environment files are named {path.name}; rename one of them")
     return files
 
 
 def _note(portion: Portion) -> str:
-    """Summarise a source's rows in one line."""
+    """Summarize a source's rows in one line."""
     schemas = f" ({', '.join(portion.schemas)})" if portion.schemas else ""
     counts = f"{len(portion.train):,} tasks to train on, {len(portion.heldout):,} held out"
-    return f"{portion.source.label}{schemas}: {counts}{_aside(portion)}"
+    return f"{portion.source.label}{schemas}: {counts}{_counts(portion)}"
 
 
-def _aside(portion: Portion) -> str:
-    counted = {
+def _counts(portion: Portion) -> str:
+    """Return what happened to rows that are no separate task, as the end of a sentence."""
+    counts = {
         "equal rows merged": portion.merged,
         "rows share their question with another row, but not the rest": portion.ambiguous,
         "training rows dropped because their question is held out": portion.dropped,
         **{f"rows left out: {reason}": count for reason, count in sorted(portion.left_out.items())},
     }
-    return "".join(f"; {count:,} {what}" for what, count in counted.items() if count)
+    return "".join(f"; {count:,} {what}" for what, count in counts.items() if count)

@@ -1,7 +1,6 @@
 """Derive the tasks of a submission from a hash of its assignment, so that nobody can choose them.
 
-The assignment's nonce makes them unpredictable before it is given out, even for the worker (`coordinator/assignment`).
-
+The assignment's nonce makes them unpredictable until the worker receives it (`coordinator/assignment`).
 Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call.
 """
 

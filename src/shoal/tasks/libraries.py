@@ -1,12 +1,11 @@
-"""Other libraries' tasks as sources, with the libraries' own rewards: `reasoning_gym` and `verifiers`, each an extra.
+"""Tasks of other libraries, scored by the libraries' own rewards: `reasoning_gym` and `verifiers`, each an extra.
 
-Each has a file in `inside/` with `rows(options)`, `prepare(setting)` and `score(value)`, which run in processes of
-their own.
-Invariants: rows follow from the options and the versions of library and environment. Those are in each row's metadata
-and so in the digest of the task set. A completion is scored in a child under limits, so it can hang or kill nothing. A
-score is the library's, or a grader error.
-verifiers may live in a Python of its own, which SHOAL_VERIFIERS_PYTHON names, and a machine loads only the environments that
-SHOAL_VERIFIERS_ENVIRONMENTS lists: no run's author may choose what a machine executes.
+Each has a file in `inside/` with `rows(options)`, `prepare(setting)` and `score(value)`, which run in child processes.
+Invariants: rows follow from the options and the versions of library and environment. Those are in each row's metadata and so
+in the digest of the task set. A completion is scored in a child under limits, so it cannot hang or kill the caller. A score
+is the library's, or a grader error.
+verifiers may use another Python interpreter, SHOAL_VERIFIERS_PYTHON. A machine loads only the verifiers environments that
+SHOAL_VERIFIERS_ENVIRONMENTS lists, so a run's author cannot choose what it executes.
 """
 
 import json
@@ -22,25 +21,24 @@ from shoal.tasks.task import TRUST, Grade, GradeError, Task, TasksNotFoundError,
 FILES = {"reasoning_gym": source("gym"), "verifiers": source("tasksets")}  # by name of the generator and the reward
 LISTING = ProgramLimits(wall_s=1800.0, cpu_s=math.inf, memory_bytes=1 << 40, output_bytes=4 << 30)
 SCORING = ProgramLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=1 << 30)  # the slowest known takes 3 s of CPU time
-CONSIDERED = 20_000  # last characters of a completion
+MAX_COMPLETION = 20_000  # characters that are scored, from the end
 PYTHON = "SHOAL_VERIFIERS_PYTHON"
-ENVIRONMENTS = "SHOAL_VERIFIERS_ENVIRONMENTS"  # names with commas between
+ENVIRONMENTS = "SHOAL_VERIFIERS_ENVIRONMENTS"  # names, comma-separated
 
 
 def check_allowed(library: str, setting: Mapping[str, Any]) -> None:
-    """Check that this machine may load the environment of these options, or of a task. Raises TasksNotFoundError."""
+    """Raise TasksNotFoundError if this machine may not load the environment of these options or of this task setting."""
     allowed = {listed.strip() for listed in os.environ.get(ENVIRONMENTS, "").split(",")} - {""}
     if library != "verifiers" or trusted() or (name := setting.get("environment")) in allowed:
         return
     raise TasksNotFoundError(
-        f"this run's tasks need the verifiers environment {name!r}, which is code that this machine would run as you; "
-        f"it allows {', '.join(sorted(allowed)) or 'none'}. If you trust it, set {ENVIRONMENTS}={name} "
-        f"({TRUST}=1 allows all)"
+        f"this run's tasks need the verifiers environment {name!r}, whose code would run here as your user; this machine "
+        f"allows {', '.join(sorted(allowed)) or 'none'}. If you trust it, set {ENVIRONMENTS}={name} ({TRUST}=1 allows all)"
     )
 
 
 def rows(library: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return every task as a row: question, answer, metadata, and the library as its reward. Raises TasksNotFoundError."""
+    """Return every task as a row with question, answer, metadata and `library` as its reward. Raise TasksNotFoundError."""
     check_allowed(library, options)
     grader = _grader(library, "rows", LISTING)
     try:
@@ -56,27 +54,29 @@ def rows(library: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 class LibraryReward:
-    """A library's own score for its tasks. Its processes start with the first completion."""
+    """A library's own score for its tasks. The first completion starts its processes."""
 
     def __init__(self, library: str, budget: Budget | None = None) -> None:
         self.library, self.budget = library, budget
-        self.graders: dict[str, Grader] = {}  # by setting; all tasks of a source share one
+        self.graders: dict[str, Grader] = {}  # by setting, which all tasks of a source share
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Raises TasksNotFoundError, GradeError, SandboxError."""
+        """Raise TasksNotFoundError, GradeError, SandboxError."""
         grades: dict[int, Grade] = {}
         by_setting: dict[str, list[int]] = {}
         metadata = [json.loads(task.metadata or "{}") for task in tasks]
-        for n, (task, known) in enumerate(zip(tasks, metadata, strict=True)):
-            if known.get("generator") == self.library:
-                by_setting.setdefault(json.dumps(known["setting"]), []).append(n)
+        for n, task in enumerate(tasks):
+            if metadata[n].get("generator") == self.library:
+                by_setting.setdefault(json.dumps(metadata[n]["setting"]), []).append(n)
             else:
                 grades[n] = Grade(0.0, "grader_error", f"task {task.id} is not from generator {self.library}")
-        for setting, alike in by_setting.items():
+        for setting, numbers in by_setting.items():
             values = [
-                metadata[n] | {"question": tasks[n].question, "completion": completions[n][-CONSIDERED:]} for n in alike
+                metadata[n] | {"question": tasks[n].question, "completion": completions[n][-MAX_COMPLETION:]}
+                for n in numbers
             ]
-            grades.update(zip(alike, self._of(setting).grades(values, lambda value: Grade(**value)), strict=True))
+            graded = self._grader(setting).grades(values, lambda value: Grade(**value))
+            grades.update(zip(numbers, graded, strict=True))
         return [grades[n] for n in range(len(tasks))]
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class LibraryReward:
             grader.close()
         self.graders.clear()
 
-    def _of(self, setting: str) -> Grader:
+    def _grader(self, setting: str) -> Grader:
         if setting not in self.graders:
             check_allowed(self.library, json.loads(setting))
             self.graders[setting] = _grader(self.library, "score", SCORING, f"prepare({setting!r})", self.budget)
@@ -97,5 +97,5 @@ def _grader(
     python = os.environ.get(PYTHON) if library == "verifiers" else None
     grader = Grader(library, FILES[library], function, limits, prepare=prepare, python=python or None, budget=budget)
     if library == "verifiers":
-        grader.tier = "trusted"  # its rewards may call other services, so machines need not agree on a score
+        grader.reported_tier = "trusted"  # its rewards may call services, so machines need not agree on a score
     return grader

@@ -3,10 +3,11 @@
     ... 12*7)  <|im_end|>  \\n <|im_start|>user \\n  84  <|im_end|> \\n <|im_start|>assistant \\n  ...
     the model's            the answer's tokens
 
-The answer becomes a user message, which every template supports. The text around it is taken from a rendered conversation of
-sentinels.
+The answer becomes a user message, which every template supports. To find the template's text around it, a conversation of
+sentinels is rendered.
 Invariants: worker, validator and evaluator use this code. An answer cannot contain control tokens: their names are deleted
-from its text. Left out: templates that rewrite earlier turns, for example to drop reasoning: the model's tokens stay.
+from its text.
+Left out: templates that rewrite earlier turns, for example to drop reasoning. The model's tokens stay.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class ChatTemplateError(UserError):
 
 
 def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
-    """Return the token ids of the prompt: the model's chat template around the question. Raises ChatTemplateError."""
+    """Return the token ids of the prompt: the model's chat template around the question. Raise ChatTemplateError."""
     content = config.prompt.replace("{question}", task.question)  # not str.format: other braces are literal
     if length_instruction := instruction(target_length):
         content += f"\n{length_instruction}"
@@ -53,7 +54,7 @@ def completion_text(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 class TurnFrame:
-    """The template's text around an answer. Raises ChatTemplateError if it cannot be determined."""
+    """The template's text around an answer. Raise ChatTemplateError if it cannot be determined."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
@@ -76,7 +77,7 @@ class TurnFrame:
 
     def tokens(self, answer: str) -> list[int]:
         """Return the tokens between the end token of one turn and the start of the model's next turn."""
-        text = self.end + self.before + without(self.control, answer) + self.after
+        text = self.end + self.before + delete_all(self.control, answer) + self.after
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         first, *rest = ids
         if first != self.end_id or not rest:
@@ -87,7 +88,7 @@ class TurnFrame:
         return rest
 
 
-def without(names: Sequence[str], text: str) -> str:
+def delete_all(names: Sequence[str], text: str) -> str:
     """Delete all of these names from the text, including those that a deletion creates."""
     changed = True
     while changed:

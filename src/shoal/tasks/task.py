@@ -1,7 +1,7 @@
 """Tasks, grades, and the interfaces of rewards and environments.
 
-Invariants: a task is data and is the same on every machine; a grade follows from task and completion alone. Only the
-machine's environment says whether its owner trusts the author of a run with it, never the config.
+Invariants: a task is data, the same on every machine; a grade follows from task and completion alone. Only an environment
+variable of the machine says whether its owner trusts the author of a run, never the config.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from shoal.errors import ShoalError, UserError
 from shoal.sandbox import Budget
 
-TRUST = "SHOAL_TRUST_RUN"  # set to 1 by the person who runs this machine, if the author of the run is trusted with it
+TRUST = "SHOAL_TRUST_RUN"  # a machine's owner sets it to 1 to let the run's author execute code outside the sandbox
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,24 @@ class Grade:
     score: float  # in [0, 1]
     outcome: Outcome = "graded"  # wrong_format: no answer found; grader_error: the grader failed, so the score is 0
     detail: str = ""  # why, for people
-    tier: str = ""  # where code ran: a tier of the sandbox, or "trusted"; "" if none ran
-    repeatable: bool = True  # False: a limit was hit or nearly hit, so another machine may score differently
-    parts: Mapping[str, float] = field(default_factory=dict)  # score of each reward, where several are weighted
+    tier: str = ""  # where code ran: a tier of the sandbox, or "trusted"; "" if no code ran
+    repeatable: bool = True  # False: near or over a limit, so another machine may score differently
+    parts: Mapping[str, float] = field(default_factory=dict)  # the score of each of several weighted rewards
 
     @property
     def certain(self) -> bool:
         """Whether every machine with the same versions gives this score.
 
-        Not if the grader failed or came near a limit, nor if code ran: it may read clocks and addresses.
+        False if the grader failed or came near a limit, or if code ran: it may read clocks and addresses.
         """
         return self.repeatable and self.outcome != "grader_error" and not self.tier
 
 
 class Reward(Protocol):
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """One grade per completion. A completion never raises; a grader that fails is a `grader_error`.
+        """Return one grade per completion: a `grader_error` where the grader fails. No completion makes it raise.
 
-        SandboxError: this machine fails, which is not a grade.
+        Raise SandboxError if this machine fails, which is not a grade.
         """
         ...
 
@@ -65,28 +65,27 @@ class Reward(Protocol):
 class Environment(Protocol):
     """Answers the model between its turns. Subclass it; only `respond` is required.
 
-    It keeps no state between calls. Its answer follows from the task, the rollout's seed and the model's turns alone: a
-    validator computes it again from the model's own tokens and rejects another one. It slashes the worker unless an honest
-    machine may give that answer too, which `tolerated` says.
+    It keeps no state between calls. Its answer follows from the task, the rollout's seed and the model's turns alone. A
+    validator computes it again from the model's own tokens and rejects a different answer. That slashes the worker, unless
+    an honest machine may give that answer (`tolerated`).
     """
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
-        """Return the answer to the model's last turn; None: the conversation ends.
+        """Return the answer to the model's last turn; None ends the conversation.
 
-        `turns` is what the model wrote, turn by turn, at least one. The environment's own earlier answers follow from it.
+        `turns`: what the model wrote, turn by turn, at least one. The environment's earlier answers follow from it.
         """
         ...
 
     def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
-        """Return answers that an honest machine may give where another one gives another answer; None: any answer.
+        """Return the answers that honest machines may give instead of `respond`'s; None: any answer.
 
-        Called only if a worker reported an answer that differs from `respond`. A tolerated answer is rejected, but does not
-        slash the worker.
+        Called only if a worker reported a different answer. A tolerated answer is rejected without slashing the worker.
         """
         return ()
 
-    def within(self, budget: Budget) -> None:
-        """Stop the programs that it runs at the end of this budget."""
+    def set_budget(self, budget: Budget) -> None:
+        """Stop the programs that it runs at the end of `budget`."""
         return
 
     def close(self) -> None:

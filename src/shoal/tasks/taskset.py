@@ -1,22 +1,21 @@
 """The task set of a run, read from disk: a manifest in JSON that names chunks of tasks in Arrow's IPC format.
 
-Invariants: every file is named by its SHA-256, which is verified when it is read. A task's name is a hash of its content,
-and `digest` is the hash of the manifest, so two machines with the same digest draw the same tasks. Opening a set reads only
-its manifest; a chunk is fetched and memory-mapped when one of its tasks is first needed.
+Invariants: every file is named by its SHA-256, which is verified when it is read. A task's id is a hash of its content, and
+`digest` is the hash of the manifest, so two machines with the same digest draw the same tasks. Opening a set reads only its
+manifest; a chunk is fetched and memory-mapped when one of its tasks is first needed.
 """
 
 import bisect
 import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, overload
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.config.tasks import TaskSection
@@ -25,13 +24,13 @@ from shoal.tasks.task import Task, TasksNotFoundError
 
 FORMAT = "shoal-tasks-1"
 CHUNK_ROWS = 4096
-CHUNK_BYTES = 32 << 20  # characters in a chunk, unless one task alone has more
-MAX_CHUNK_BYTES = 256 << 20  # of a chunk's file: characters of up to four bytes, or one task with 64 MB of tests
+CHUNK_BYTES = 32 << 20  # characters in a chunk, unless a single task has more
+MAX_CHUNK_BYTES = 256 << 20  # of a chunk's file: a character has up to four bytes, and one task up to 64 MB of tests
 MAX_CHUNKS = 1 << 18  # of a source, or of the held-out tasks
 MAX_SOURCES = MAX_FILES = 1024
 MANIFEST_BYTES = 64 << 20
-FILE_BYTES = 1 << 20  # of a reward's source
-OPEN_CHUNKS = 64  # mapped at once: each keeps a file open
+FILE_BYTES = 1 << 20  # of a user reward's or environment's source
+OPEN_CHUNKS = 64  # mapped at the same time; each keeps a file open
 COLUMNS = [field.name for field in fields(Task)]
 SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in COLUMNS])
 
@@ -56,7 +55,7 @@ class SourceTasks(TaskPart):
     name: str
     chunks: list[TaskChunk] = Field(max_length=MAX_CHUNKS)
     train: int = Count
-    heldout: int = Count  # how many held-out tasks are of this source
+    heldout: int = Count  # number of held-out tasks from this source
 
 
 class TaskManifest(TaskPart):
@@ -74,12 +73,12 @@ class TaskManifest(TaskPart):
             return cls.model_validate_json(data)
         except ValidationError as error:
             raise TasksNotFoundError(
-                f"the manifest of the task set is not of this version: {error.errors()[0]['msg']}"
+                f"the manifest of the task set is invalid in this version: {error.errors()[0]['msg']}"
             ) from error
 
 
 class TaskStore:
-    """A folder of files named by their SHA-256. `fetch` gets missing ones."""
+    """A folder of files named by their SHA-256. `fetch` gets missing files."""
 
     def __init__(self, folder: Path, fetch: Fetch | None = None) -> None:
         self.folder = folder
@@ -97,9 +96,9 @@ class TaskStore:
         return sha256
 
     def path(self, sha256: str, max_bytes: int) -> Path:
-        """Return the file's path; fetch it if it is missing, and verify its hash once. Raises TasksNotFoundError.
+        """Return the file's path; fetch it if it is missing, at most `max_bytes`. Raise TasksNotFoundError.
 
-        Nothing larger than `max_bytes` is fetched.
+        Its hash is verified once.
         """
         path = self.folder / sha256
         if sha256 in self.verified:
@@ -109,37 +108,37 @@ class TaskStore:
                 self.verified.add(sha256)
                 return path
             if self.fetch is None:
-                raise TasksNotFoundError(f"{path} was changed: its content has another hash; delete {self.folder}")
+                raise TasksNotFoundError(f"{path} was changed: its content has a different hash; delete {self.folder}")
             path.unlink()
         if self.fetch is None:
             raise TasksNotFoundError(f"no task data {sha256} in {self.folder}; prepare the tasks again")
         if self.put(self.fetch(sha256, max_bytes)) != sha256:
-            raise TasksNotFoundError(f"the task data {sha256} that the coordinator served has another hash; try again")
+            raise TasksNotFoundError(f"the coordinator served task data {sha256} with a different hash; try again")
         return path
 
     def read(self, sha256: str, max_bytes: int) -> bytes:
         return self.path(sha256, max_bytes).read_bytes()
 
     def batch(self, chunk: TaskChunk) -> pa.RecordBatch:
-        """Return a chunk's tasks, mapped into memory. Raises TasksNotFoundError."""
+        """Return a chunk's tasks, mapped into memory. Raise TasksNotFoundError."""
         if chunk.sha256 in self.mapped:
             self.mapped.move_to_end(chunk.sha256)
             return self.mapped[chunk.sha256]
         path = self.path(chunk.sha256, chunk.size_bytes)
         if path.stat().st_size != chunk.size_bytes:
             raise TasksNotFoundError(
-                f"the task data {chunk.sha256} have {path.stat().st_size} bytes, their manifest says {chunk.size_bytes}"
+                f"task data {chunk.sha256} has {path.stat().st_size} bytes, its manifest says {chunk.size_bytes}"
             )
         batch = _mapped(path)
         if batch.schema != SCHEMA or batch.num_rows != chunk.rows:
-            raise TasksNotFoundError(f"the task data {chunk.sha256} does not hold {chunk.rows} tasks of this version")
+            raise TasksNotFoundError(f"task data {chunk.sha256} does not hold {chunk.rows} tasks of this version")
         self.mapped[chunk.sha256] = batch
         if len(self.mapped) > OPEN_CHUNKS:
             self.mapped.popitem(last=False)
         return batch
 
     def write(self, table: pa.Table) -> TaskChunk:
-        """Store a table of at most CHUNK_ROWS tasks as one chunk. Equal tasks give equal bytes."""
+        """Store a table of at most CHUNK_ROWS tasks as one chunk. Equal tables give equal bytes."""
         [batch] = pa.table([column.combine_chunks() for column in table.columns], schema=SCHEMA).to_batches()
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression=None)) as writer:
@@ -174,19 +173,9 @@ class TaskView(Sequence[Task]):
         row = at - (self.ends[number - 1] if number else 0)
         return Task(*(column[row].as_py() for column in batch.columns))
 
-    def __iter__(self) -> Iterator[Task]:
-        return (self[n] for n in range(len(self)))
-
-    def having(self, ids: Sequence[str]) -> Iterator[Task]:
-        """Yield the tasks with these ids. Reads every chunk."""
-        wanted = pa.array(ids, pa.string())
-        for chunk in self.chunks:
-            for row in self.store.batch(chunk).filter(pc.is_in(self.store.batch(chunk)["id"], wanted)).to_pylist():
-                yield Task(**row)
-
 
 def _mapped(path: Path) -> pa.RecordBatch:
-    """Map and fully validate a chunk: Arrow would follow a hostile file's offsets beyond its text."""
+    """Map a chunk and validate it fully, because Arrow follows a hostile file's offsets beyond its text."""
     try:
         with pa.memory_map(str(path)) as source:
             batch = pa.ipc.open_file(source).get_batch(0)
@@ -202,7 +191,7 @@ def _hash(path: Path) -> str:
 
 
 class TaskSet:
-    """The set named `digest` in `store`. Raises TasksNotFoundError if it is not there or not of these sources."""
+    """The set named `digest` in `store`. Raise TasksNotFoundError if it is missing or has other sources than `section`."""
 
     def __init__(self, section: TaskSection, digest: str, store: TaskStore, notes: Sequence[str] = ()) -> None:
         self.digest = digest
@@ -211,7 +200,9 @@ class TaskSet:
         self.manifest = TaskManifest.decode(store.read(digest, MANIFEST_BYTES))
         names = [source.name for source in self.manifest.sources]
         if names != [source.label for source in section.sources]:
-            raise TasksNotFoundError(f"the task set {digest} is of the sources {', '.join(names)}, not of the config's")
+            raise TasksNotFoundError(
+                f"task set {digest} has the sources {', '.join(names)}, which are not the config's"
+            )
         self.train = TaskView(store, [chunk for source in self.manifest.sources for chunk in source.chunks])
         self.heldout = TaskView(store, self.manifest.heldout)
         self.weights = [source.weight for source in section.sources]
@@ -225,7 +216,7 @@ class TaskSet:
 
     @property
     def samples(self) -> list[Task]:
-        """A training task of each source."""
+        """The first training task of each source."""
         return [self.train[start] for start in [0, *self.ends[:-1]]]
 
     def pick(self, drawn: bytes) -> int:

@@ -33,11 +33,11 @@ from shoal.config import Config
 from shoal.config.sections import ValidatorSection
 from shoal.model.turns import model_spans, model_tokens
 from shoal.protocol.messages import Reason, Replay
-from shoal.sandbox import Budget
+from shoal.sandbox import Budget, interpreter
 from shoal.store.columns import PROOF_BYTES, PROOF_CHUNK_TOKENS
 from shoal.store.rollouts import prompts_digest
 from shoal.tasks import versions
-from shoal.tasks.environments import Conversation, interpreter
+from shoal.tasks.environments import Conversation
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
@@ -344,8 +344,8 @@ def environment(rules: Rules, case: Case) -> Outcome:
     """
     doubtful = PASSED
     for number, row in enumerate(case.rows):
-        fault = rules.conversation.fault(case.tasks[row.group], row.seed, row.tokens, row.turns)
-        if rules.conversation.possible and rules.budget.over:
+        fault = rules.conversation.find_fault(case.tasks[row.group], row.seed, row.tokens, row.turns)
+        if rules.conversation.multi_turn and rules.budget.over:
             return rejected(Reason.UNREPEATABLE, f"rollout {number}: its programs take longer than there is time for")
         if fault and fault.lie:
             return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault.detail}")

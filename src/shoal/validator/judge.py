@@ -93,7 +93,7 @@ class Judge:
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
         self.environments = environments_of(config, self.tasks.files)
         for environment in self.environments.values():
-            environment.within(self.budget)
+            environment.set_budget(self.budget)
         self.model: Any = None
         self.rules: Rules | None = None
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.model.sources import HubError, data_files
-from shoal.tasks.sources.rows import Rows
+from shoal.tasks.sources.rows import read_rows
 
 PIECE_BYTES = 16 << 10
 SHARE = 256  # documents in a share, which one site reads
@@ -107,7 +107,7 @@ class Corpus:
             yield from _pieces(path) if path.suffix == ".txt" else self._rows(path)
 
     def _rows(self, path: Path) -> Iterator[Document]:
-        for number, row in Rows(path).read([self.field]):
+        for number, row in read_rows(path, [self.field]):
             text = row.get(self.field)
             if not isinstance(text, str):
                 raise UserError(f"{path}, row {number}: no text in {self.field!r}; see pretrain.field")

@@ -37,7 +37,7 @@ from torch import Tensor
 from shoal.errors import UserError
 from shoal.model.sources import HubError, ask, data_files
 from shoal.model.tree import Tree
-from shoal.tasks.sources.rows import SUFFIXES, Rows
+from shoal.tasks.sources.rows import SUFFIXES, read_rows
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = ("messages", "prompt", "completion", "tools")
@@ -53,7 +53,7 @@ class Dialogue:
 def read(source: str) -> Iterator[Dialogue]:
     """Yield every conversation of `source`. Raise UserError."""
     for path in find(source):
-        for number, row in Rows(path).read(COLUMNS):
+        for number, row in read_rows(path, COLUMNS):
             yield _conversation(f"{path}, row {number}", row)
 
 

@@ -1,48 +1,48 @@
-"""Environments: what answers the model between its turns. `conversation` says when turns continue, and with which tokens."""
+"""Environments: what answers the model between its turns. `conversation` decides whether turns continue, and how."""
 
 from collections.abc import Callable, Mapping
 
 from shoal.config import Config, ConfigError
 from shoal.config.tasks import SandboxSection
-from shoal.sandbox import SandboxError, interpreter
+from shoal.sandbox import SandboxError
 from shoal.tasks.environments.calculator import Calculator
 from shoal.tasks.environments.conversation import Conversation, responder
 from shoal.tasks.environments.python import Python
-from shoal.tasks.own import AuthorCode, OwnEnvironment, is_own, limits_of
 from shoal.tasks.task import Environment, GradeError
 from shoal.tasks.taskset import TaskSet
+from shoal.tasks.user_code import UserCode, UserEnvironment, is_user_code, program_limits
 
-__all__ = ["Conversation", "Environment", "close", "environments_of", "interpreter", "responder", "try_out"]
+__all__ = ["Conversation", "Environment", "close", "environments_of", "responder", "try_out"]
 
 
 ENVIRONMENTS: dict[str, Callable[[SandboxSection], Environment]] = {
     "calculator": lambda _: Calculator(),
-    "python": lambda section: Python(limits_of(section)),
+    "python": lambda section: Python(program_limits(section)),
 }
 
 
 def environments_of(config: Config, files: Mapping[str, bytes] | None = None) -> Mapping[str, Environment]:
-    """Return the environments of a run by the name of the source whose tasks they answer. Raises ConfigError.
+    """Return a run's environments by the name of the source whose tasks they answer. Raise ConfigError.
 
-    `files`: the source of environments of your own, by file name, from the task set. Workers are not trusted, so a
-    validator must be able to compute every answer again. Sources that name the same one share it. The caller ends them with
-    `close`.
+    `files`: source of user environments by file name, from the task set. Sources that name the same environment share it.
+    The caller ends them with `close`.
     """
-    made: dict[str, Environment] = {}
+    by_name: dict[str, Environment] = {}
     by_source = {}
-    for source, name in _named(config).items():
-        environment = made.get(name) or _started(name, config.tasks.sandbox, files or {})
-        made[name] = by_source[source] = environment
+    for source in config.tasks.sources:
+        if name := source.environment:
+            by_name[name] = by_name.get(name) or _start(name, config.tasks.sandbox, files or {})
+            by_source[source.label] = by_name[name]
     return by_source
 
 
 def try_out(config: Config, task_set: TaskSet) -> None:
-    """Start each environment, and give those of your own an empty turn and a task's answer as one. Raises ConfigError."""
+    """Start each environment; try user environments with an empty turn and with a task's answer. Raise ConfigError."""
     environments = environments_of(config, task_set.files)
     try:
         for task in task_set.samples:
             environment = environments.get(task.source)
-            if not isinstance(environment, OwnEnvironment):
+            if not isinstance(environment, UserEnvironment):
                 continue
             for turn in ("", task.answer):
                 try:
@@ -61,8 +61,8 @@ def close(environments: Mapping[str, Environment]) -> None:
         environment.close()
 
 
-def _started(name: str, section: SandboxSection, files: Mapping[str, bytes]) -> Environment:
-    if name not in ENVIRONMENTS and not is_own(name):
+def _start(name: str, section: SandboxSection, files: Mapping[str, bytes]) -> Environment:
+    if name not in ENVIRONMENTS and not is_user_code(name):
         raise ConfigError(
             f"there is no environment {name!r}; choose one of {', '.join(sorted(ENVIRONMENTS))}, or a class of your own as "
             "file.py:Class"
@@ -70,11 +70,6 @@ def _started(name: str, section: SandboxSection, files: Mapping[str, bytes]) -> 
     try:
         if name in ENVIRONMENTS:
             return ENVIRONMENTS[name](section)
-        return OwnEnvironment(AuthorCode(name, files, section))
+        return UserEnvironment(UserCode(name, files, section))
     except (GradeError, SandboxError) as error:
         raise ConfigError(f"the environment {name!r} cannot run on this machine: {error}") from error
-
-
-def _named(config: Config) -> dict[str, str]:
-    """Return the name of each source's environment, for sources that have one."""
-    return {source.label: source.environment for source in config.tasks.sources if source.environment}

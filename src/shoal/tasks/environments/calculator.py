@@ -1,10 +1,10 @@
-"""The calculator: the model writes `calc(12*7)`, ends its turn, and is answered `84`.
+"""The calculator: the model writes `calc(12*7)`, ends its turn, and gets the answer `84`.
 
-Of several calls in a turn the last one counts. A turn without a complete call ends the conversation. Expressions have
-numbers, + - * / and parentheses. Results are exact: an integer, a decimal where that is exact, otherwise a fraction. What
-cannot be computed is answered with `error: ` and why, so that the model can try again.
-Invariant: read by Python's parser, of characters that make no names, and never run; lengths, depth and digits are bounded,
-so that no input takes long.
+The last complete call of a turn counts; a turn without one ends the conversation. Expressions have numbers, + - * / and
+parentheses. Results are exact: an integer, a decimal where that is exact, otherwise a fraction. If an expression has no
+value, the answer is `error: ` and the reason, so that the model can try again.
+Invariant: Python's parser reads an expression, whose characters can form no names, and nothing executes it. Length, depth
+and digits are bounded, so no input takes long.
 """
 
 import ast
@@ -42,18 +42,18 @@ class Calculator(Environment):
         if expression is None:
             return None
         try:
-            return written(value(expression))
+            return to_text(value(expression))
         except CalculationError as error:
             return f"error: {error}"
 
 
 def last_call(text: str) -> str | None:
-    """Return what stands between the parentheses of the last complete call.
+    """Return the text between the parentheses of the last complete call.
 
     >>> last_call("calc(1+1), then calc(2*(3+4)) and calc(5"), last_call("calculate")
     ('2*(3+4)', None)
     """
-    open_at: list[int] = []  # for each open parenthesis, where its inside begins; -1 unless it is a call's
+    open_at: list[int] = []  # for each open parenthesis of a call, where its content begins; -1 for others
     last = (-1, -1)
     for match in PARENTHESIS.finditer(text):
         if match[0] != ")":
@@ -65,7 +65,7 @@ def last_call(text: str) -> str | None:
 
 
 def value(expression: str) -> Fraction:
-    """Return the exact value of an expression. Raises CalculationError.
+    """Return the exact value of an expression. Raise CalculationError.
 
     >>> value("2 * (3 + 4) / -7")
     Fraction(-2, 1)
@@ -87,10 +87,10 @@ def value(expression: str) -> Fraction:
         raise CalculationError(NOT_AN_EXPRESSION) from error
 
 
-def written(number: Fraction) -> str:
-    """Return a number as text. Raises CalculationError if it is too long.
+def to_text(number: Fraction) -> str:
+    """Return a number as text. Raise CalculationError if it is too long.
 
-    >>> [written(Fraction(*pair)) for pair in ((84, 1), (-5, 2), (1, 3))]
+    >>> [to_text(Fraction(*pair)) for pair in ((84, 1), (-5, 2), (1, 3))]
     ['84', '-2.5', '1/3']
     """
     if max(abs(number.numerator), number.denominator) >= 10**MAX_DIGITS:
@@ -105,8 +105,8 @@ def written(number: Fraction) -> str:
 
 def _value(node: ast.expr, text: str) -> Fraction:
     match node:
-        case ast.Constant(int() | float()):  # and not `...`
-            return Fraction(ast.get_source_segment(text, node) or "")  # its digits: a float would round
+        case ast.Constant(int() | float()):  # not `...`
+            return Fraction(ast.get_source_segment(text, node) or "")  # the digits, because a float rounds
         case ast.UnaryOp(ast.USub() | ast.UAdd() as sign, operand):
             number = _value(operand, text)
             return -number if isinstance(sign, ast.USub) else number

@@ -2,11 +2,11 @@
 
     the model's turn ends with an end token -> its text -> the environment of the task's source -> text -> tokens
 
-It ends when the environment says so, after `sampling.max_turns` turns of the model, at a token limit that leaves no room for
-the answer and one more token, or with a turn that is cut off.
-Invariants: `reply` depends on its arguments alone if the environment's answers do. `fault` never calls an answer a lie that
-an honest machine could give. Tokens in, tokens out: the model's output is decoded for the environment, but never tokenised
-again. Worker, validator and evaluator use this code.
+A conversation ends when the environment ends it, after `sampling.max_turns` turns of the model, when the token limit leaves
+no room for the answer and one more token, or with a turn that is cut off.
+Invariants: if the environment's answers depend on their arguments alone, so does `reply`. `find_fault` never calls an answer
+a lie that an honest machine could give. The model's output is decoded for the environment, but never tokenized again.
+Worker, validator and evaluator use this code.
 """
 
 import logging
@@ -24,7 +24,7 @@ Reply = Callable[[int, int, Sequence[int], Sequence[int]], list[int] | None]  # 
 
 
 def responder(conversation: "Conversation", tasks: Sequence[Task], seeds: Sequence[Sequence[int]]) -> Reply:
-    """Return an engine's `Respond` function for groups with these `tasks` and `seeds`."""
+    """Return the engine's `Respond` function for groups with these `tasks` and `seeds`."""
 
     def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
         return conversation.reply(tasks[group], seeds[group][number], tokens, turns)
@@ -41,7 +41,7 @@ class Fault:
 
 
 class Conversation:
-    """`environments`: by name of the tasks' source. Raises ChatTemplateError if the model cannot be answered."""
+    """`environments` by source name. Raise ChatTemplateError if the model's template cannot express an answer."""
 
     def __init__(
         self, config: Config, environments: Mapping[str, Environment], tokenizer: Any, eos_ids: Sequence[int]
@@ -52,20 +52,15 @@ class Conversation:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.warned = False  # that an answer did not fit
-        self.frame = TurnFrame(tokenizer, eos_ids) if self.possible else None
-
-    @property
-    def possible(self) -> bool:
-        """Whether any completion may have several turns."""
-        return self.max_turns > 1 and bool(self.environments)
+        self.multi_turn = self.max_turns > 1 and bool(environments)
+        self.frame = TurnFrame(tokenizer, eos_ids) if self.multi_turn else None
 
     def reply(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
         """Return the environment's tokens after the model's last turn; None: the completion ends.
 
-        `turns` are the lengths of the turns before the last, see `model/turns`.
+        `turns`: the lengths of the turns before the last, see `model/turns`.
         """
-        open_turn = self._open_turn(task, tokens, turns)
-        if open_turn is None:
+        if (open_turn := self._open_turn(task, tokens, turns)) is None:
             return None
         environment, texts = open_turn
         text = environment.respond(task, seed, texts)
@@ -75,16 +70,16 @@ class Conversation:
         if not answer and not self.warned:
             self.warned = True
             log.warning(
-                "an answer to a model's call does not fit into sampling.max_tokens = %d, so the completion ends with the "
-                "call; if this happens often, raise it",
+                "an environment's answer does not fit into sampling.max_tokens = %d, so the completion ends before it; if "
+                "this happens often, raise the limit",
                 self.max_tokens,
             )
         return answer or None
 
-    def fault(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> Fault | None:
-        """Return the first difference between a finished completion and the environment's answers; lies come first.
+    def find_fault(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> Fault | None:
+        """Return how a finished completion differs from the environment's answers: the first lie, else the first difference.
 
-        The turns must fit.
+        `turns` must fit `tokens`.
         """
         spans = model_spans(turns, len(tokens))
         faults = []
@@ -94,16 +89,14 @@ class Conversation:
             next_turn = spans[number + 1][0] if number + 1 < len(spans) else len(tokens)
             reported = list(tokens[end:next_turn])
             if reported != answer:
-                detail = (
-                    f"after turn {number + 1} of {len(spans)} the environment writes {len(answer)} tokens, not these"
-                )
+                detail = f"after turn {number + 1} of {len(spans)} the environment writes {len(answer)} other tokens"
                 faults.append(Fault(detail, lie=not self._tolerates(task, seed, tokens[:end], before, reported)))
         return next((fault for fault in faults if fault.lie), faults[0] if faults else None)
 
     def _open_turn(
         self, task: Task, tokens: Sequence[int], turns: Sequence[int]
     ) -> tuple[Environment, list[str]] | None:
-        """Return the environment to call, and the text of each turn; None: the completion ends."""
+        """Return the environment to call and the text of each turn; None: the completion ends."""
         environment = self.environments.get(task.source)
         if self.frame is None or environment is None or tokens[-1] not in self.eos_ids:
             return None
@@ -113,7 +106,7 @@ class Conversation:
         return environment, [completion_text(self.tokenizer, tokens[start:end]) for start, end in spans]
 
     def _tokens(self, text: str, length: int) -> list[int]:
-        """Return an answer's tokens after `length` others; empty if there is no room."""
+        """Return an answer's tokens after `length` others; empty if they do not fit."""
         assert self.frame is not None
         answer = self.frame.tokens(text)
         return answer if length + len(answer) < self.max_tokens else []
@@ -122,8 +115,7 @@ class Conversation:
         self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int], reported: Sequence[int]
     ) -> bool:
         """Return whether an honest machine may have computed these tokens."""
-        open_turn = self._open_turn(task, tokens, turns)
-        if open_turn is None:
+        if (open_turn := self._open_turn(task, tokens, turns)) is None:
             return False
         environment, texts = open_turn
         tolerated = environment.tolerated(task, seed, texts)

@@ -1,13 +1,13 @@
-"""Python: the model writes a program in a fenced block, ends its turn, and is answered with what the program prints.
+"""Python: the model writes a program in a fenced block, ends its turn, and gets what the program prints.
 
     ```python
     print(12 * 7)
-    ```                      is answered with   84
+    ```                      the answer is   84
 
-The last closed block of a turn counts; a turn without one ends the conversation. Every program starts afresh, in the
-sandbox, within the limits of `tasks.sandbox`. After a failure, the exception's last line follows what was printed.
-Invariant: no program can make an honest worker slashable. An answer that differs slashes only where the program is `plain`
-and a second run here, within half of all limits, gives the same; and the reported answer is not that of a limit.
+The last closed block of a turn counts; a turn without one ends the conversation. Every program runs in a fresh process of
+the sandbox, within the limits of `tasks.sandbox`. If it fails, the exception's last line follows the output.
+Invariant: no program can make an honest worker slashable. A different answer slashes only if the program is `plain`
+(`inside/plain.py`), it ends without an error here within half of all limits, and the reported answer is not a limit's error.
 Left out: state between turns, files, installed packages, several programs at once.
 """
 
@@ -22,20 +22,20 @@ from shoal.tasks.inside import source
 from shoal.tasks.rewards.code import FENCE, PYTHON
 from shoal.tasks.task import Environment, Task
 
-MOST_CHARACTERS = 1_000  # of what a program prints
-MOST_OF_ERROR = 200  # characters of the exception's line
-LONGEST_PROGRAM = 10_000  # characters
-OUTPUT_BYTES = 1 << 16  # beyond it a program is stopped
-NOTHING = "(no output)"
+MAX_OUTPUT = 1_000  # characters of a program's output in an answer
+MAX_ERROR = 200  # characters of the exception's last line
+MAX_PROGRAM = 10_000  # characters
+OUTPUT_BYTES = 1 << 16  # more output stops a program
+NO_OUTPUT = "(no output)"
 STOPPED = {
     "timeout": "error: time limit",
     "memory": "error: memory limit",
     "output": "error: too much output",
     "killed": "error: killed",
-    "depth": "error: recursion limit",  # versions count depth differently
+    "depth": "error: recursion limit",  # interpreter versions count depth differently
     "sandbox": "error: the sandbox failed",
 }
-# What machines and moments differ in. Refused by name, so that honest machines seldom differ; no wall.
+# Modules whose results differ between machines or runs. Refusing them by name only makes differences rare; it is no wall.
 REFUSED = {"time", "datetime", "timeit", "secrets", "uuid", "platform", "os", "socket", "subprocess", "tempfile"}
 REFUSED |= {"threading", "asyncio", "multiprocessing", "concurrent", "resource", "gc", "tracemalloc"}
 IMPORT = re.compile(r"(?:^|[;:])[ \t]*(?:import|from)[ \t]+([^;\n]*)", flags=re.MULTILINE)
@@ -47,14 +47,14 @@ log = logging.getLogger(__name__)
 
 class Python(Environment):
     def __init__(self, limits: ProgramLimits) -> None:
-        """Raises SandboxError if there is no sandbox here."""
+        """Raise SandboxError if there is no sandbox here."""
         self.sandbox = Sandbox(limits=replace(limits, output_bytes=OUTPUT_BYTES))
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         program = last_program(turns[-1])
         if program is None:
             return None
-        return refusal(program) or shown(self._run(Program(program)))
+        return refusal(program) or answer(self._run(Program(program)))
 
     def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
         program = last_program(turns[-1])
@@ -66,16 +66,16 @@ class Python(Environment):
         result = self._run(Program(program), self._half())
         if result is None or result.outcome != "exited" or result.exit_code != 0:
             return None
-        return [*STOPPED.values(), shown(result)]
+        return [*STOPPED.values(), answer(result)]
 
-    def within(self, budget: Budget) -> None:
+    def set_budget(self, budget: Budget) -> None:
         self.sandbox.budget = budget
 
     def close(self) -> None:
         self.sandbox.close()
 
     def _run(self, program: Program, limits: ProgramLimits | None = None) -> Result | None:
-        """None: the sandbox itself failed."""
+        """Return the program's result; None if the sandbox itself failed."""
         try:
             return self.sandbox.run(program, limits)
         except SandboxError as error:
@@ -113,26 +113,26 @@ def last_program(text: str) -> str | None:
 
 def refusal(program: str) -> str:
     """Return why a program is not run, as its answer; empty if it is."""
-    if len(program) > LONGEST_PROGRAM:
-        return f"error: a program has at most {LONGEST_PROGRAM} characters"
+    if len(program) > MAX_PROGRAM:
+        return f"error: a program has at most {MAX_PROGRAM} characters"
     imported = {name for line in IMPORT.findall(program) for name in re.findall(r"\w+", line)}
     refused = sorted(imported & REFUSED)
     return f"error: module {refused[0]} is not available" if refused else ""
 
 
-def shown(result: Result | None) -> str:
-    """Return a program's end as the model reads it."""
+def answer(result: Result | None) -> str:
+    """Return the model's answer to a program with this result."""
     if result is None:
         return STOPPED["sandbox"]
     if result.outcome != "exited":
         return STOPPED[result.outcome]
-    text = _readable(result.stdout, MOST_CHARACTERS)
+    text = _readable(result.stdout, MAX_OUTPUT)
     if result.exit_code == 0:
-        return text or NOTHING
+        return text or NO_OUTPUT
     last = result.stderr.rstrip().rpartition(b"\n")[2]
     if last.startswith(b"RecursionError"):
         return STOPPED["depth"]
-    error = _readable(last, MOST_OF_ERROR) or f"error: exit status {result.exit_code}"
+    error = _readable(last, MAX_ERROR) or f"error: exit status {result.exit_code}"
     return f"{text}\n{error}" if text else error
 
 

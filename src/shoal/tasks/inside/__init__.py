@@ -1,12 +1,12 @@
-"""Code that runs in the sandbox's child processes, as text, and how its results become grades.
+"""Code that runs in the sandbox's child processes, as source text, and how its results become grades.
 
-candidate, checker               the two sides of a code task
-own                              code of a run's author
-equality, gym, tasksets          graders of answers and of other libraries' tasks
-plain                            which programs print the same everywhere
+candidate, checker          a code task: the program, and the tests that call it
+user_code                   rewards and environments by a run's author
+equality, gym, tasksets     the math reward's comparison; tasks and scores of reasoning-gym and verifiers
+plain                       which programs print the same everywhere
 
-Invariant: these files import nothing of Shoal but `channel`, so that another interpreter can run them and a wall need
-not show the package.
+Invariant: these files import nothing of Shoal but `channel`. So another interpreter can run them, and a sandbox need not
+show the package.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,12 +33,12 @@ def source(name: str) -> str:
     return text.replace("from shoal.sandbox.channel import", "from channel import")
 
 
-class Grader:
-    """`function` of the module `text`, called with plain data in children of the sandbox.
+class Grader(RemoteFunction):
+    """`function` of the module `text`, called with plain data in children of a sandbox.
 
-    Its values are not trusted; in the tier `plain` the function is. Each server runs the line `prepare` once, before its
-    first call. Each child is called with `setup` first, unless it is None. No call begins after the end of `budget`.
-    `python`: the interpreter of the tier `plain`. `tier`: what grades say of where they ran.
+    What it returns is not trusted; in the tier `plain` the function itself is. Each server runs the line `prepare` once,
+    before its first call. `budget` as in `Sandbox`, and so is `python`, the interpreter of the tier `plain`.
+    `reported_tier`: the tier that its grades name.
     """
 
     def __init__(
@@ -51,23 +51,21 @@ class Grader:
         tier: str | None = PLAIN,
         size: int = 1,
         prepare: str = "",
-        setup: Any = None,
         python: str | None = None,
         budget: Budget | None = None,
     ) -> None:
-        self.name, self.limits, self.tier = name, limits, ""
+        self.name, self.reported_tier = name, ""
         preloaded = {"same": SAME, "grader": f"{text}\n{prepare}\n"}
         sandbox = Sandbox(tier, limits, size, preloaded=preloaded, budget=budget, python=python)
-        describe = 'getattr(grader, "described", channel.described)'
-        program = f"import channel, grader; channel.serve(grader.{function}, {describe})"
-        self.function = RemoteFunction(sandbox, program, setup)
+        describe = 'getattr(grader, "describe", channel.describe)'
+        super().__init__(sandbox, f"import channel, grader; channel.serve(grader.{function}, {describe})")
 
     def calls(self, values: Sequence[Any]) -> list[CallResult]:
-        """Call with each value, in order. Raises GradeError if it does not start, SandboxError if this machine fails."""
+        """Call with each value, in order. Raise GradeError if no server starts, SandboxError if this machine fails."""
         try:
-            return self.function.calls(values)
+            return super().calls(values)
         except StartError as error:
-            if self.function.sandbox.tier != PLAIN:
+            if self.sandbox.tier != PLAIN:
                 raise  # only Shoal's own code starts there
             raise GradeError(f"the grader {self.name} does not start ({error}): install what it imports") from error
 
@@ -77,25 +75,21 @@ class Grader:
 
     def failure(self, call: CallResult) -> str:
         """Return why a call gave no answer."""
-        limit = (
-            f"{self.limits.cpu_s:g} s of CPU time" if call.cpu_s >= self.limits.cpu_s else f"{self.limits.wall_s:g} s"
-        )
+        limits = self.sandbox.limits
+        limit = f"{limits.cpu_s:g} s of CPU time" if call.cpu_s >= limits.cpu_s else f"{limits.wall_s:g} s"
         reasons = {
             "raised": call.detail,
             "died": f"the grader died: {call.detail}",
             "timeout": f"the limit of {limit} passed",
-            "memory": "over the limit of memory",
-            "output": f"it writes more than {self.limits.output_bytes} bytes",
-            "late": "no time is left for it",
+            "memory": "it exceeded the memory limit",
+            "output": f"it wrote more than {limits.output_bytes} bytes",
+            "late": "no time was left for it",
         }
         return reasons[call.ending]
-
-    def close(self) -> None:
-        self.function.close()
 
     def _graded(self, call: CallResult, grade: Callable[[Any], Grade]) -> Grade:
         if call.ending == "answered":
             result = grade(call.value)
-            return replace(result, repeatable=result.repeatable and call.repeatable, tier=self.tier)
-        repeatable = call.repeatable and call.ending == "raised" and not self.tier
-        return Grade(0.0, "grader_error", self.failure(call), repeatable=repeatable, tier=self.tier)
+            return replace(result, repeatable=result.repeatable and call.repeatable, tier=self.reported_tier)
+        repeatable = call.repeatable and call.ending == "raised" and not self.reported_tier
+        return Grade(0.0, "grader_error", self.failure(call), repeatable=repeatable, tier=self.reported_tier)

@@ -1,7 +1,7 @@
 """Inside the sandbox: runs a completion's code and answers calls of its functions with plain data.
 
-Invariant: no expected value ever comes here, so what the model's code does to this process (it may change all of it)
-can only change its own answers. Every frame that comes in gets one as its answer:
+Invariant: no expected value ever comes here. The model's code may change everything in this process, but that changes only
+its own answers. Each frame gets one frame as its answer:
 
 setup   [source, prompt, entry]         R   ready
                                         P   text: it does not parse
@@ -22,7 +22,7 @@ from typing import Any
 from shoal.sandbox.channel import DEPTH, WireError, pack, receive, send, unpack
 
 NAME = "candidate"
-# What the field's harnesses put before a solution, which often leaves its imports out.
+# Public harnesses put these imports before a solution, because many solutions omit them.
 PREAMBLE = """
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
 from bisect import *
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def programs(source: str, prompt: str, entry: str) -> list[Any]:
-    """Return what to execute in turn. With a prompt, a completion is a whole function or the rest of the prompt's."""
+    """Return what to execute, in order. With a prompt, a completion is a whole function, or the rest of the prompt's."""
     if not prompt:
         return [compile(source, NAME, "exec")]
     try:
@@ -67,7 +67,7 @@ def programs(source: str, prompt: str, entry: str) -> list[Any]:
         if any(getattr(node, "name", "") == entry for node in tree.body):
             return [compile(prompt + "\n    pass\n", "prompt", "exec"), compile(tree, NAME, "exec")]
     except SyntaxError:
-        pass  # the rest of a function is indented
+        pass  # it may be the indented rest of a function
     try:
         return [compile(f"{prompt}\n{source}", NAME, "exec")]
     except SyntaxError:
@@ -86,7 +86,7 @@ def answer(function: Any, call: bytes) -> bytes:
     args, kwargs = unpack(call, depth=-DEPTH)
     try:
         value = function(*args, **kwargs)
-    except BaseException as error:  # noqa: BLE001 - told to the caller
+    except BaseException as error:  # noqa: BLE001 - reported to the caller
         return b"X" + pack(describe(error))
     try:
         return b"V" + pack(value)

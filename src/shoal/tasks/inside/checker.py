@@ -1,7 +1,7 @@
-"""Inside a second sandbox: runs a task's tests, whose `candidate` is a call to another process.
+"""Inside a second sandbox: runs a task's tests, whose `candidate` calls a function in another process.
 
-Invariant: the model's code never runs here. Its answers come as plain data, so the tests compare builtins; only the
-frame P, sent after all tests ran, says that they passed.
+Invariant: the model's code never runs here. Its answers come as plain data, so the tests compare builtins. Only the frame P,
+sent after all tests ran, means that they passed.
 
 setup   [tests, prompt, entry]
 out     C [args, kwargs]: a call, answered by V value, X [type, message] or U text, as in `candidate`
@@ -16,39 +16,41 @@ from typing import Any
 
 from shoal.sandbox.channel import DEPTH, WireError, pack, receive, send, unpack
 
-# These mean something to whoever runs the tests: a StopIteration ends `all(map(...))` early, as if all were true.
+# Never raised again here, because they change how the tests run: a StopIteration ends `all(map(...))` early with True.
 NOT_RAISED = (StopIteration, StopAsyncIteration)
 
 
 class BadAnswerError(BaseException):
-    """The candidate's answer was not plain data. No `except Exception` of the tests catches it."""
+    """The candidate's answer is not plain data. `except Exception` in the tests does not catch it."""
 
 
 class UncallableError(BaseException):
-    """The tests pass something that cannot cross to the candidate's process."""
+    """The tests pass an argument that is not plain data."""
 
 
 def main() -> None:
     tests, prompt, entry = unpack(receive() or b"")
     try:
-        before = compile(prompt + "\n    pass\n" if prompt else "", "prompt", "exec")  # for its helper functions
+        helpers = compile(
+            prompt + "\n    pass\n" if prompt else "", "prompt", "exec"
+        )  # functions that the tests may use
         code = compile(tests, "tests", "exec")
     except (SyntaxError, ValueError) as error:
         send(b"T" + text(error))
         return
     try:
-        check(before, code, entry)
+        check(helpers, code, entry)
         send(b"P")
     except UncallableError as error:
         send(b"T" + text(error))
-    except BaseException as error:  # noqa: BLE001 - an assertion, or the tests met an unexpected answer
+    except BaseException as error:  # noqa: BLE001 - an assertion failed, or the tests got an unexpected answer
         send(b"F" + text(error))
     os._exit(0)
 
 
-def check(before: Any, tests: Any, entry: str) -> None:
+def check(helpers: Any, tests: Any, entry: str) -> None:
     names: dict[str, Any] = {"__name__": "tests"}
-    exec(before, names)
+    exec(helpers, names)
     names["candidate"] = names[entry] = candidate
     names.pop("check", None)
     exec(tests, names)
@@ -58,7 +60,7 @@ def check(before: Any, tests: Any, entry: str) -> None:
 
 def candidate(*args: Any, **kwargs: Any) -> Any:
     try:
-        call = pack([list(args), kwargs], depth=-DEPTH)  # an argument may be an answer, of any depth
+        call = pack([list(args), kwargs], depth=-DEPTH)  # an argument may be an earlier answer, as deep as DEPTH
     except WireError as error:
         raise UncallableError(f"the tests call it with {error}") from None
     send(b"C" + call)
@@ -83,7 +85,7 @@ def rebuilt(name: Any, message: Any) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED):
         try:
             return kind(message)
-        except TypeError:  # UnicodeDecodeError and others want more
+        except TypeError:  # UnicodeDecodeError and others need more arguments
             pass
     return RuntimeError(f"{name}: {message}")
 

@@ -1,14 +1,14 @@
-r"""Whether two mathematical answers are equal: what the children of the math reward compute, through math-verify.
+r"""Decide whether two mathematical answers are equal, through math-verify. Runs in the children of the math reward.
 
-`judge` raises where the library does.
-Invariants: gold and answer are read alike. Each is one answer: no list of guesses equals one of its members. Text never
-becomes Python: the library turns digits into numbers through sympy's `eval`, and an audit hook lets nothing but numbers and
-symbols pass there, and neither files, processes nor sockets.
+`judge` raises whatever the library raises.
+Invariants: gold and answer are parsed in the same way. Each is one answer: a list of guesses does not equal one of its
+members. Text never becomes Python: the library turns digits into numbers through sympy's `eval`, where an audit hook allows
+only numbers and symbols. The hook refuses files, processes and sockets too.
 
-What counts as equal: numbers, exactly if both are whole or fractions, else to six decimals and four significant digits;
-expressions that simplify to the same; sets in any order, tuples in theirs; intervals with the same ends; `x = 5` and 5;
-50 %, 50 and 0.5. Units, degrees and currency are dropped, so 5 cm equals 5 m. Case does not count. Numbers of more than
-`MAX_DIGITS` digits are not computed and equal nothing but the same text.
+Equal are: numbers, exactly if both are whole or fractions, else to six decimals and four significant digits; expressions
+that simplify to the same; sets in any order, tuples in the same order; intervals with the same ends; `x = 5` and 5; 50 %, 50
+and 0.5. Units, degrees and currency are dropped, so 5 cm equals 5 m. Case is ignored. Numbers of more than `MAX_DIGITS`
+digits are not computed and equal only the same text.
 """
 
 import itertools
@@ -56,7 +56,7 @@ SYMBOLS = {
     "\u00be": r"\frac{3}{4}", "\u00b2": "^{2}", "\u00b3": "^{3}", "\u00a0": " ", "\u2205": r"\emptyset ",
     "\x00": " ", "~": " ",
 }  # fmt: skip
-# Two or three letters behind a number may be a product, as in 3ab: units are those listed here, and longer words.
+# Two or three letters after a number may be a product, as in 3ab. Units are the ones listed here, and longer words.
 SHORT = r"(?:[kcmd]m|[mk]g|[mcd]l|m[si]|k[mp]h|mph|in|ft|yd|lbs?|oz|hrs?|min|sec|day|deg|rad|cts?|[kM]?Hz|[kM][JWNV])"
 UNIT = rf"(?!\s*(?:percent|pct)\b)(?:\s*{SHORT}(?![A-Za-z])|\s+[A-Za-z]{{3,}}|[A-Za-z]{{4,}})"
 REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
@@ -83,14 +83,14 @@ COMPILED = [(re.compile(pattern), by) for pattern, by in REWRITES]
 PRIME = re.compile(r"[A-Za-z)\]}]\s*(?:'|\u2032|\^\s*\{?\s*\\prime)")
 DECIMAL_COMMA = re.compile(r"([-+]?(?:0|\d+(?!,\d{3}$))),(\d+)")
 DECIMAL_POINT = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)\.\d+")
-# The library's own removal of units would take the t of "3t".
+# The library's own removal of units would remove the t of "3t".
 LIBRARY = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timer is off
 
 
 def judge(pair: list[str]) -> tuple[bool, str]:
-    """Return whether gold and answer are equal, and why. Raises ValueError for a gold that is too large."""
+    """Return whether gold and answer are equal, and why. Raise ValueError for a gold that is too large."""
     sys.addaudithook(refuse)
     return compare(*pair)
 
@@ -104,17 +104,17 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     if (why := too_large(answer)) is not None:
         return False, f"the answer {why}"
     if len(PRIME.findall(gold.rpartition("=")[2])) != len(PRIME.findall(answer.rpartition("=")[2])):
-        return False, "another derivative: the library does not read primes"
+        return False, "a different derivative: the library ignores primes"
     gold_value, answer_value = read(gold), read(answer)
     if gold_value is None:
         return False, "the gold answer is text, and the answer is not the same"
     if answer_value is None:
-        return False, "the answer is not readable as mathematics"
+        return False, "the answer cannot be parsed as mathematics"
     return equal(gold_value, answer_value), ""
 
 
 def decimal_point(text: str, other: str) -> str:
-    """`text` with a point for its decimal comma, if `other` is a decimal number: alone, "1,5" is a list."""
+    """Replace a decimal comma in `text` by a point, if `other` is a decimal number. Otherwise "1,5" is a list."""
     comma = DECIMAL_COMMA.fullmatch(text.strip(" $"))
     return f"{comma[1]}.{comma[2]}" if comma and "." in other and DECIMAL_POINT.fullmatch(other.strip(" $")) else text
 
@@ -138,9 +138,9 @@ def too_large(text: str) -> str | None:
 
 
 def read(text: str) -> Basic | MatrixBase | None:
-    """None if it is not mathematics."""
+    """Parse a text; None if it is not mathematics."""
     latex = normalize_latex(normal(text), LIBRARY)
-    for part in dict.fromkeys((latex, get_last_eq(latex))):  # of a = b = c the last, if the whole is not readable
+    for part in dict.fromkeys((latex, get_last_eq(latex))):  # the whole, else the last part of a = b = c
         try:
             value = latex2sympy(part, is_real=not should_treat_as_complex(part), normalization_config=None)
         except ForbiddenError:
@@ -185,13 +185,13 @@ def is_number(value: Any) -> bool:
 
 
 def readings(number: Basic) -> list[Basic]:
-    """Return the values that a number may mean: a percentage is a share, or the number before the sign."""
+    """Return the values that a number may mean: 50 % is 50 or 0.5."""
     of_percent = get_pct_val(number)
     return [number] if of_percent is None else [number, of_percent]
 
 
 def exactly(gold: Any, answer: Any) -> bool | None:
-    """Return whether two rational numbers are equal; None if these are not two. The library compares 15 digits."""
+    """Return whether two rational numbers are equal; None if either is not rational. The library compares 15 digits."""
     pairs = []
     for number in (gold, answer):
         if not is_number(number) or number.has(Float):
@@ -203,7 +203,7 @@ def exactly(gold: Any, answer: Any) -> bool | None:
 
 
 def small_and_apart(gold: Any, answer: Any) -> bool:
-    """Return whether both are small and differ in significant digits. To the library 6.6e-34 would equal 9.1e-31."""
+    """Return whether both are small and differ in significant digits. The library says that 6.6e-34 equals 9.1e-31."""
     if not (is_number(gold) and is_number(answer)):
         return False
     pairs = itertools.product(readings(gold), readings(answer))
@@ -216,7 +216,7 @@ def apart(number: Any, other: Any) -> bool:
 
 
 def same_but_for_rounding(gold: Any, answer: Any) -> bool:
-    """Return whether two numbers agree to 12 digits. The library compares 15: 7^{0.5} would not be the square root of 7."""
+    """Return whether two numbers agree to 12 digits. The library compares 15, so 7^{0.5} would differ from the root of 7."""
     if not (is_number(gold) and is_number(answer) and (gold.has(Float) or answer.has(Float))):
         return False
     difference = abs(gold.doit() - answer.doit()).evalf()
@@ -224,20 +224,20 @@ def same_but_for_rounding(gold: Any, answer: Any) -> bool:
 
 
 def renamed(gold: Any, answer: Any) -> Any:
-    """`answer` with gold's name for the variable of the function that both define: f(t) = t^2 is f(x) = x^2."""
-    ours, theirs = defined(gold), defined(answer)
+    """If both define the same function, rename the answer's variable to the gold's: f(t) = t^2 becomes f(x) = x^2."""
+    ours, theirs = defined_function(gold), defined_function(answer)
     if ours is None or theirs is None or ours.func != theirs.func or ours.args[0] in answer.free_symbols:
         return answer
     return answer.subs(theirs.args[0], ours.args[0])
 
 
-def defined(value: Any) -> Any:
-    """Return the f(x) of `f(x) = ...`, or of several such; None if it is not of one symbol."""
+def defined_function(value: Any) -> Any:
+    """Return the f(x) of `f(x) = ...`, or of a set of such equations; None for anything else."""
     parts = list(value) if isinstance(value, FiniteSet) else [value]
     left = {part.lhs if isinstance(part, Eq) else None for part in parts}
     function = left.pop() if len(left) == 1 else None
-    named = isinstance(function, AppliedUndef) and len(function.args) == 1 and function.args[0].is_Symbol
-    return function if named else None
+    of_symbol = isinstance(function, AppliedUndef) and len(function.args) == 1 and function.args[0].is_Symbol
+    return function if of_symbol else None
 
 
 def max_size(*numbers: Any) -> float:
@@ -246,14 +246,14 @@ def max_size(*numbers: Any) -> float:
 
 
 def smallest(gold: Any) -> float:
-    """Return the smallest size among the numbers in a set, tuple or matrix, 1 at most."""
+    """Return the smallest absolute value among the numbers in a set, tuple or matrix, at most 1."""
     parts = list(gold) if isinstance(gold, FiniteSet | Tuple | MatrixBase) else [gold]
     sizes = [abs(float(part.evalf())) for part in parts if is_number(part) and part.is_real]
     return min([1.0, *(size for size in sizes if size > 1e-300)])
 
 
 def digits(value: Any) -> float:
-    """Return a bound on the digits of the numbers that computing `value` would make, infinite for towers of powers."""
+    """Return a bound on the digits of the numbers that computing `value` creates; infinite for towers of powers."""
     if isinstance(value, Number):
         return 1.0 + (
             abs(float(math.log10(abs(value.p)))) + math.log10(value.q) if isinstance(value, Rational) and value else 0
@@ -286,11 +286,11 @@ def magnitude(exponent: Any) -> float:
 
 
 class ForbiddenError(BaseException):
-    """Something other than arithmetic was tried. Not an Exception, so that no library can swallow it."""
+    """The library tried something other than arithmetic. Not an Exception, so that no `except Exception` swallows it."""
 
 
-NAMES = "from sympy import *"  # what sympy runs before it evaluates
-# What sympy generates for polynomials: tuples of exponents, without attributes or other calls.
+NAMES = "from sympy import *"  # sympy runs this before it evaluates
+# Code that sympy generates for polynomials: tuples of exponents, without attributes or other calls.
 MONOMIALS = re.compile(r"[\s()+\-*,=<>:0-9]|\b(?:def|return|if|else|monomial_[a-z]+|None|[abABkr]\d*|min|max)\b")
 NUMBERS_ONLY = re.compile(r"[\s()+\-*/,0-9.eE]|Integer|Float|Rational|Symbol|'[\w.+\-]*'")
 FORBIDDEN = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "urllib.", "http.", "ftplib.", "smtplib.")
@@ -301,7 +301,7 @@ def harmless(source: str) -> bool:
 
 
 def refuse(event: str, args: tuple[Any, ...]) -> None:
-    """An audit hook (PEP 578). Imports may go on: the library imports some modules late."""
+    """Refuse dangerous events as an audit hook (PEP 578). Allow imports: the library imports some modules late."""
     if event == "compile" and isinstance(args[1], str) and args[1].startswith("<"):
         source = args[0].decode() if isinstance(args[0], bytes) else args[0]
         if source is None or not harmless(source):
@@ -322,6 +322,6 @@ WARM_UP = [
 
 
 def prepare() -> None:
-    """Fills the library's caches and makes its late imports before the first fork."""
+    """Fill the library's caches and run its late imports before the first fork."""
     for pair in WARM_UP:
         compare(*pair)

@@ -1,7 +1,7 @@
-"""reasoning-gym's side of the adapter: lists the entries of a data set and scores answers with its `score_answer`.
+"""Adapter for reasoning-gym: lists the entries of a data set, and scores answers with its `score_answer`.
 
-Invariant: neither a completion nor an option runs as code. An entry is drawn again by its number where it is scored; options
-hold nothing that could be a call. Nine data sets evaluate an answer as Python: they get only what has the characters of
+Invariant: neither a completion nor an option runs as code. Scoring generates an entry again from its index. Options contain
+nothing that could be a call. Nine data sets evaluate an answer as Python: they get only answers that match the syntax of
 literals or formulas.
 """
 
@@ -18,25 +18,25 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 VERSION = version("reasoning_gym")
-# For eval(): no parenthesis, dot, brace or colon, so no call, attribute or lambda; no name in small letters.
+# For eval(): no parenthesis, dot, brace or colon, so no call, attribute or lambda; no lower-case name.
 LITERAL = re.compile(r"[\dA-Z_\s\[\],'\"-]*", re.ASCII)
-# For sympy.parse_expr: no quote, no name but single letters and functions, no dot but in a number.
+# For sympy.parse_expr: no quotes; names are single letters or functions; dots occur only in numbers.
 WORD = r"\b(?:[A-Za-z]|pi|a?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|sqrt|Abs)\b"
 FORMULA = re.compile(rf"(?:[\d\s+\-*/^%(),]|(?<=\d)\.|\.(?=\d)|{WORD})*+", re.ASCII)
 EVALUATED = dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), LITERAL)
 EVALUATED |= dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), FORMULA)
 EVALUATED |= dict.fromkeys(("intermediate_integration", "simple_integration"), FORMULA)
 
-dataset: Any = None  # of the source, set by `prepare`
+dataset: Any = None  # the source's, set by `prepare`
 
 
 def rows(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries as rows; a question that is drawn more than once is listed once."""
+    """Return the entries as rows, each question once."""
     setting = {"size": 1000, "seed": 42} | options
     entries = open_dataset(setting)
     listed: dict[str, dict[str, Any]] = {}
     for index in range(setting["size"]):
-        entry = drawn(entries, index)
+        entry = generate(entries, index)
         metadata = {"generator": "reasoning_gym", "version": VERSION, "setting": setting, "index": index}
         answer = "" if entry["answer"] is None else str(entry["answer"])
         row = {"question": entry["question"], "answer": answer, "metadata": json.dumps(metadata)}
@@ -44,8 +44,8 @@ def rows(options: dict[str, Any]) -> list[dict[str, Any]]:
     return list(listed.values())
 
 
-def drawn(entries: Any, index: int) -> dict[str, Any]:
-    random.seed(index)  # codeio runs programs that draw without a seed
+def generate(entries: Any, index: int) -> dict[str, Any]:
+    random.seed(index)  # codeio runs programs that use unseeded random numbers
     numpy.random.seed(index)
     return dict(entries[index])
 
@@ -56,24 +56,24 @@ def prepare(setting: str) -> None:
 
 
 def score(value: dict[str, Any]) -> dict[str, Any]:
-    """Return what the library gives for a completion, as the fields of a grade."""
+    """Return the library's score for a completion, as the fields of a grade."""
     if value["version"] != VERSION:
-        raise ValueError(f"the task is of reasoning-gym {value['version']}, here is {VERSION}: install the same")
+        raise ValueError(f"the task needs reasoning-gym {value['version']}, installed is {VERSION}: install the same")
     tagged = extract_answer(value["completion"])
     answer = (value["completion"].rpartition("</think>")[2] if tagged is None else str(tagged)).strip()
     if not answer:
         return {"score": 0.0, "outcome": "wrong_format", "detail": "the completion has no answer"}
-    entry = drawn(dataset, value["index"])
+    entry = generate(dataset, value["index"])
     if entry["question"] != value["question"]:
-        raise ValueError("the data set draws another question here: its entries change from process to process")
+        raise ValueError("the data set generates another question here: its entries differ between processes")
     detail = f"answer {answer[:200]!r}"
     allowed = EVALUATED.get(entry["metadata"].get("source_dataset", value["setting"]["dataset"]))
     if allowed and answer != entry["answer"] and not allowed.fullmatch(answer):
         answer, detail = "", f"{detail} is not a plain literal or formula: not evaluated, it counts as an empty answer"
     try:
         return {"score": float(dataset.score_answer(answer, entry)), "detail": detail}
-    except Exception as error:  # noqa: BLE001  whose fault it is follows from the gold answer
-        dataset.score_answer(entry["answer"], entry)  # raises too if the entry is at fault
+    except Exception as error:  # noqa: BLE001  the answer or the entry is at fault
+        dataset.score_answer(entry["answer"], entry)  # the gold answer raises too if it is the entry
         text = f"{detail} is not readable: {type(error).__name__}: {error}"
         return {"score": 0.0, "outcome": "wrong_format", "detail": text[:500]}
 
@@ -84,17 +84,17 @@ def open_dataset(setting: dict[str, Any]) -> Any:
     if name not in DATASETS:
         raise ValueError(f"options.dataset is {name!r}; reasoning-gym {VERSION} has {', '.join(sorted(DATASETS))}")
     if not plain(options):
-        raise ValueError("options are numbers, words and signs, and lists of these: data sets evaluate or open them")
+        raise ValueError("options may hold only numbers, words and operators: data sets evaluate or open them")
     try:
         if name == "composite":
             options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}} | part) for part in options["datasets"]]
         return reasoning_gym.create_dataset(name, **options)
     except (AssertionError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"data set {name} refuses its options: {error}") from error
+        raise ValueError(f"data set {name} refuses the options: {error}") from error
 
 
 def plain(value: Any) -> bool:
-    """Return whether an option holds nothing that would do something if it were evaluated, and no path."""
+    """Return whether evaluating an option would do nothing, and it is no path."""
     if isinstance(value, dict | list):
         return all(map(plain, [*value, *value.values()] if isinstance(value, dict) else value))
     return value is None or re.fullmatch(r"[\w.+*%^&|<>=~-]*|/|//", str(value)) is not None

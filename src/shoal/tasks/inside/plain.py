@@ -1,10 +1,10 @@
-"""Whether a program prints the same with every Python from 3.11 on, on every machine: a list of what it may be made of.
+"""Decide whether a program prints the same on every machine with every Python from 3.11 on, by an allowlist of its parts.
 
-Allowed are integers, text, lists, dicts, control flow, functions and a few built-ins. Floats too, but not together with
-`sum` and `**`, whose last digits depend on version and machine, nor with sorting, where NaN does. Left out is all that
-could show an address, a hash, the clock, the version, or the text of an exception.
-Invariant: a doubtful program is not plain. This runs in the sandbox, because a model's source can crash a parser:
-standard input is the program, standard output `plain` if it is.
+Allowed are integers, text, lists, dicts, control flow, functions and a few builtins. Floats too, but not together with `sum`
+and `**`, whose last digits depend on version and machine, nor with sorting, whose result depends on it for NaN. Everything
+is excluded that could show an address, a hash, the clock, the version, or the text of an exception.
+Invariant: a doubtful program is not plain. This runs in the sandbox, because a model's source can crash a parser. Standard
+input is the program; standard output is `plain` if it is.
 """
 
 import ast
@@ -12,7 +12,7 @@ import sys
 import warnings
 
 CONSUMERS = {"list", "tuple", "sorted", "sum", "min", "max", "any", "all"}
-LAZY = {"zip", "enumerate", "reversed"}  # what they give prints as an address
+LAZY = {"zip", "enumerate", "reversed"}  # their results print as an address
 FUNCTIONS = CONSUMERS | LAZY | {"print", "range", "len", "abs", "divmod", "bin", "hex", "round"}
 FUNCTIONS |= {"int", "float", "str", "bool", "dict"}
 METHODS = {"append", "extend", "insert", "pop", "remove", "clear", "copy", "count", "index", "sort", "reverse"}
@@ -30,11 +30,11 @@ NODES: tuple[type[ast.AST], ...] = (
 
 
 def plain(source: str) -> bool:
-    """Raises what the parser raises."""
+    """Raise what the parser raises."""
     if any(not (" " <= character <= "~" or character in "\n\t") for character in source):
         return False
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # later versions may refuse what this one warns of
+        warnings.simplefilter("error")  # later versions may refuse what this version warns about
         tree = ast.parse(source)
         compile(source, "program", "exec")
     nodes = list(ast.walk(tree))
@@ -66,7 +66,7 @@ def _names(nodes: list[ast.AST]) -> bool:
         and loaded <= variables
         and all(id(node) in iterated for node in nodes if isinstance(node, ast.GeneratorExp))
         and all(
-            id(node) in called and node.attr in METHODS  # no method as a value: it prints as an address
+            id(node) in called and node.attr in METHODS  # a method as a value prints as an address
             for node in nodes
             if isinstance(node, ast.Attribute)
         )
@@ -93,17 +93,17 @@ def _values(nodes: list[ast.AST], source: str) -> bool:
 
 
 def _formats(nodes: list[ast.AST], source: str) -> bool:
-    """Return whether f-strings are such as Python 3.11 reads too, with formats of numbers only."""
+    """Return whether Python 3.11 can read all f-strings, and their formats are for numbers only."""
     specs = [node.format_spec for node in nodes if isinstance(node, ast.FormattedValue) and node.format_spec]
     parts = [part for spec in specs if isinstance(spec, ast.JoinedStr) for part in spec.values]
-    whole = [node for node in nodes if isinstance(node, ast.JoinedStr) and node not in specs]
+    strings = [node for node in nodes if isinstance(node, ast.JoinedStr) and node not in specs]
     return all(isinstance(part, ast.Constant) and set(str(part.value)) <= FORMAT for part in parts) and all(
-        _simple(ast.get_source_segment(source, node) or "") for node in whole
+        _simple(ast.get_source_segment(source, node) or "") for node in strings
     )
 
 
 def _simple(text: str) -> bool:
-    """Return whether an f-string has quotes at its ends only, no escapes, comments or further lines."""
+    """Return whether an f-string is one line with quotes only at its ends, no escapes and no comments."""
     return not set(text) & set("\\#\n") and sum(map(text.count, "'\"")) == 2
 
 

@@ -1,7 +1,7 @@
-"""verifiers' side of the adapter: lists the tasks of a taskset, and scores one reply to each with the taskset's rewards.
+"""Adapter for verifiers: lists the tasks of a taskset, and scores one reply to each with the taskset's rewards.
 
 Invariant: a taskset that needs more than one user message and one reply is refused when it is listed. Its rewards may read
-the machine, so no two machines need agree on a score.
+the machine, so two machines need not agree on a score.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.utils.decorators import discover_decorated
 
-taskset: Any = None  # of the source, set by `prepare`, with `made_of`
-made_of = ""
+taskset: Any = None  # the source's; `prepare` sets both
+taskset_version = ""
 
 
 def rows(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -29,28 +29,28 @@ def rows(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def prepare(setting: str) -> None:
-    global taskset, made_of
+    global taskset, taskset_version
     taskset = open_taskset(json.loads(setting))
-    made_of = made_by(taskset)
+    taskset_version = version_of(taskset)
 
 
 def score(value: dict[str, Any]) -> dict[str, Any]:
-    """Return what the rewards give for a reply, as the fields of a grade."""
-    if value["version"] != made_of:
-        raise ValueError(f"the task is of {value['version']}, this machine has {made_of}: install the same")
+    """Return the rewards' score for a reply, as the fields of a grade."""
+    if value["version"] != taskset_version:
+        raise ValueError(f"the task needs {value['version']}, installed is {taskset_version}: install the same")
     kind = taskset.task_type()
     task = kind(kind.data_type().model_validate(value["entry"]), taskset.config.task)
     nodes = [vf.MessageNode(parent=n - 1 if n else None, message=part) for n, part in enumerate(messages_of(task))]
     reply = vf.AssistantMessage(content=value["completion"])
     nodes.append(vf.MessageNode(parent=len(nodes) - 1, sampled=True, message=reply))
-    told, agent = vf.TraceTask(type=kind.__name__, data=task.data), vf.AgentInfo(config=vf.AgentConfig())
-    trace = vf.Trace(task=told, agent=agent, nodes=nodes, is_completed=True, ok=True)
+    trace_task, agent = vf.TraceTask(type=kind.__name__, data=task.data), vf.AgentInfo(config=vf.AgentConfig())
+    trace = vf.Trace(task=trace_task, agent=agent, nodes=nodes, is_completed=True, ok=True)
     asyncio.run(task.score(trace))
-    parts = {name: given.score for name, given in trace.rewards.items() if given is not None}
-    points = trace.reward / value["setting"]["max_reward"]
-    if len(parts) != len(trace.rewards) or not 0 <= points <= 1:  # not for NaN either
-        raise ValueError(f"{points}, from {parts}, is not within [0, 1]: set options.max_reward to the most they give")
-    return {"score": points, "parts": parts}
+    parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    score = trace.reward / value["setting"]["max_reward"]
+    if len(parts) != len(trace.rewards) or not 0 <= score <= 1:  # also refuses NaN
+        raise ValueError(f"{score}, from {parts}, is not within [0, 1]: set options.max_reward to their largest sum")
+    return {"score": score, "parts": parts}
 
 
 def messages_of(task: Any) -> list[Any]:
@@ -61,9 +61,9 @@ def messages_of(task: Any) -> list[Any]:
 
 def row(loaded: Any, task: Any, setting: dict[str, Any]) -> dict[str, Any]:
     if more := obstacle(loaded, task):
-        raise ValueError(f"task {task.data.idx} is more than a question with one reply: {more}")
+        raise ValueError(f"task {task.data.idx} needs more than a question and one reply: {more}")
     entry, parts = task.data.model_dump(mode="json"), messages_of(task)
-    metadata = {"generator": "verifiers", "version": made_by(loaded), "setting": setting, "entry": entry}
+    metadata = {"generator": "verifiers", "version": version_of(loaded), "setting": setting, "entry": entry}
     answer = str(getattr(task.data, "answer", ""))
     return {"question": "\n\n".join(part.content for part in parts), "answer": answer, "metadata": json.dumps(metadata)}
 
@@ -78,7 +78,7 @@ def open_taskset(setting: dict[str, Any]) -> Any:
         raise ValueError(f"environment {name} does not load: {error}") from error
 
 
-def made_by(loaded: Any) -> str:
+def version_of(loaded: Any) -> str:
     """Return the library's version and a digest of the environment's source, which may be edited in place."""
     file = Path(inspect.getfile(type(loaded)))
     files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
@@ -87,17 +87,17 @@ def made_by(loaded: Any) -> str:
 
 
 def obstacle(loaded: Any, task: Any) -> str:
-    """Return what a task needs beyond a reply to a message; empty if nothing."""
+    """Return what a task needs beyond one reply to one message; empty if nothing."""
     kind, name, rewards = loaded.task_type(), loaded.config.id, task.hooks("reward")
     alone = vf.environment_class(name) is vf.SingleAgentEnv and vf.default_harness_id(name) != name
-    boxed = kind.NEEDS_CONTAINER or task.data.image or task.data.workdir
-    boxed = boxed or any(getattr(kind, step) is not getattr(vf.Task, step) for step in ("setup", "finalize"))
+    container = kind.NEEDS_CONTAINER or task.data.image or task.data.workdir
+    container = container or any(getattr(kind, step) is not getattr(vf.Task, step) for step in ("setup", "finalize"))
     needs = {
         "episodes or a harness of its own": not alone,
-        "a sandbox": boxed or any("runtime" in inspect.signature(hook).parameters for hook in rewards),
+        "a sandbox": container or any("runtime" in inspect.signature(hook).parameters for hook in rewards),
         "tools": loaded.toolsets(loaded.config) or kind.toolsets(loaded.config.task),
         "hooks between turns": [
-            one for each in ("stop", "intercept", "tool") for one in discover_decorated(task, each)
+            hook for name in ("stop", "intercept", "tool") for hook in discover_decorated(task, name)
         ],
         "a judge model": task.config.judges,
         "a reward": not rewards,
@@ -105,4 +105,4 @@ def obstacle(loaded: Any, task: Any) -> str:
         "text alone": not all(isinstance(part.content, str) for part in messages_of(task)),
         "more than its data": set(vars(task)) != {"data", "config"},
     }
-    return ", ".join(needed for needed, is_so in needs.items() if is_so)
+    return ", ".join(need for need, applies in needs.items() if applies)

@@ -1,1 +1,1 @@
-"""Rewards: what turns a completion into a score. One module per kind; `graders` picks each task's."""
+"""Rewards: functions from a completion to a score, one module per kind. `graders` picks the reward of each task."""

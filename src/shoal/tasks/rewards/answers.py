@@ -1,7 +1,7 @@
 """The reward `number`: 1 if the last number of the completion, or of its last box, is the answer, as in GSM8K.
 
-Invariant: a grade follows from the task's answer and the completion alone. Numbers are compared in a canonical form, so that
-none is too long or rounded. A task whose answer is no number is a `grader_error`: no completion could be right.
+Invariant: a grade follows from the task's answer and the completion alone. Numbers are compared as canonical text, exactly
+and at any length. A task whose answer has no number is a `grader_error`: no completion can be right.
 """
 
 import re
@@ -21,7 +21,7 @@ class Number:
         return [_grade(task, completion) for task, completion in zip(tasks, completions, strict=True)]
 
     def close(self) -> None:
-        """Do nothing: no process was started."""
+        pass
 
 
 def _grade(task: Task, completion: str) -> Grade:
@@ -34,7 +34,7 @@ def _grade(task: Task, completion: str) -> Grade:
 
 
 def last_number(text: str) -> str | None:
-    r"""Return the last number in the last \boxed{}, or else in the text, in a canonical form.
+    r"""Return the last number of the last \boxed{}, or else of the text, as canonical text.
 
     >>> last_number("She pays $1,250.50."), last_number(r"\\boxed{018} of 20"), last_number("none")
     ('1250.5', '18', None)

@@ -1,14 +1,13 @@
 """Compare a program's output with its tests' expectations, outside of the sandbox.
 
-Invariant: only builtins are compared, by their own operators, in time linear in the smaller side; a program's
-objects never get here.
+Invariant: only builtins are compared, by their own operators, in time linear in the smaller side; a program's objects never
+get here.
 
-stdout  line by line without blank lines, each line as words. A word is equal as text or as a number: exactly where the
-        expected number is whole, within FLOAT_RELATIVE and FLOAT_ABSOLUTE where it has a fraction or an exponent.
-        These are the tolerances of APPS's harness (numpy.allclose's); LiveCodeBench compares fractions exactly and
-        is stricter.
-values  as Python's == on builtins, but tuples equal lists (JSON has no tuples), keys of a dict may be numbers where
-        JSON has their text, and floats have the same tolerance. A set equals no list.
+stdout  line by line without blank lines, word by word. Words are equal as text or as numbers: exactly if the expected number
+        is whole, within FLOAT_RELATIVE and FLOAT_ABSOLUTE if it has a fraction or an exponent. These are the tolerances of
+        APPS's harness (numpy.allclose's); LiveCodeBench is stricter and compares fractions exactly.
+values  as Python's == on builtins, but tuples equal lists (JSON has no tuples), a dict's key may be a number where JSON has
+        its text, and floats have the same tolerance. A set equals no list.
 """
 
 import re
@@ -18,7 +17,7 @@ from decimal import Decimal
 from typing import Any
 
 FLOAT_RELATIVE, FLOAT_ABSOLUTE = 1e-5, 1e-8
-LONGEST_NUMBER = 4_000  # digits; longer words are compared as text
+MAX_NUMBER = 4_000  # characters; longer words are compared as text
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,5})?", re.ASCII)
 
@@ -38,7 +37,7 @@ class SetItems:
 def same_output(actual: str, expected: str) -> bool:
     lines = _lines(actual), _lines(expected)
     return len(lines[0]) == len(lines[1]) and all(
-        len(words) == len(wanted) and all(map(_same_word, words, wanted)) for words, wanted in zip(*lines, strict=True)
+        len(words) == len(others) and all(map(_same_word, words, others)) for words, others in zip(*lines, strict=True)
     )
 
 
@@ -60,7 +59,7 @@ def same_value(actual: Any, expected: Any) -> bool:
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """Format a value for people, in bounded time: a long int's digits alone would take quadratic time."""
+    """Format a value for people, in bounded time: the digits of a long int would take quadratic time."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, (str, bytes)):
@@ -83,9 +82,7 @@ def _lines(text: str) -> list[list[str]]:
 def _same_word(actual: str, expected: str) -> bool:
     if actual == expected:
         return True
-    if max(len(actual), len(expected)) > LONGEST_NUMBER or not (
-        NUMBER.fullmatch(actual) and NUMBER.fullmatch(expected)
-    ):
+    if max(len(actual), len(expected)) > MAX_NUMBER or not (NUMBER.fullmatch(actual) and NUMBER.fullmatch(expected)):
         return False
     if WHOLE.fullmatch(expected):
         return Decimal(actual) == Decimal(expected)

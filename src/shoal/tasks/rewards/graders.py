@@ -1,7 +1,7 @@
 """Grade completions of any task of a task set, with its source's reward, or the task's own if the source names none.
 
-Invariant: worker, validator, evaluator and the tools grade through this, so the same completion gets the same score.
-Rewards start on first use and end with `close`.
+Invariant: worker, validator, evaluator and the tools all grade here, so the same completion gets the same score. Rewards
+start on first use and end with `close`.
 """
 
 import os
@@ -13,20 +13,20 @@ from typing import Self
 from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
 from shoal.sandbox import Budget, SandboxError, interpreter
 from shoal.tasks import libraries
-from shoal.tasks.own import AuthorCode, OwnReward, file_of, is_own, limits_of
 from shoal.tasks.rewards.answers import Number
 from shoal.tasks.rewards.code import Code
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.task import Grade, GradeError, Reward, Task, trusted
+from shoal.tasks.user_code import UserCode, UserReward, is_user_code, program_limits
 
 REWARDS: dict[str, Callable[[SandboxSection, Budget], Reward]] = {
     "number": lambda *_: Number(),
     "math": lambda _, budget: Math(budget),
     "reasoning_gym": lambda _, budget: libraries.LibraryReward("reasoning_gym", budget),
     "verifiers": lambda _, budget: libraries.LibraryReward("verifiers", budget),
-    "code": lambda section, budget: Code(limits_of(section), budget=budget),
+    "code": lambda section, budget: Code(program_limits(section), budget=budget),
 }
-# Packages that affect scores or the scored text.
+# Packages that affect scores, or the text that is scored.
 PACKAGES = "shoal tokenizers transformers math-verify latex2sympy2-extended sympy reasoning-gym verifiers".split()  # noqa: SIM905
 
 
@@ -42,10 +42,10 @@ class Graders:
     def __init__(
         self, section: TaskSection, *, files: Mapping[str, bytes] | None = None, budget: Budget | None = None
     ) -> None:
-        """`files`: source files of user rewards by name, from the task set. `budget`: after its end nothing runs, and grades
-        are meaningless.
+        """Raise GradeError, and TasksNotFoundError for an environment of verifiers that this machine does not allow.
 
-        Raises GradeError, and TasksNotFoundError for an environment of verifiers that this machine does not allow.
+        `files`: source of user rewards by file name, from the task set. After the end of `budget` nothing runs, and grades
+        mean nothing.
         """
         self.section = section
         self.files = files or {}
@@ -68,7 +68,7 @@ class Graders:
         self.rewards.clear()
 
     def try_out(self, tasks: Sequence[Task]) -> None:
-        """Grade an empty completion and the gold answer of each task, so a broken reward fails now. Raises GradeError."""
+        """Grade an empty completion and the gold answer of each task, to expose a broken reward. Raise GradeError."""
         for task in tasks:
             for completion in ("", task.answer):
                 [grade] = self.grade([task], [completion])
@@ -79,30 +79,32 @@ class Graders:
                     )
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Return one grade per completion. Raises GradeError for a score outside of [0, 1], or if this machine fails."""
+        """Return one grade per completion. Raise GradeError for a score outside of [0, 1], or if this machine fails."""
         grades: dict[int, Grade] = {}
-        for label, own in dict.fromkeys((task.source, task.reward) for task in tasks):
-            alike = [n for n, task in enumerate(tasks) if (task.source, task.reward) == (label, own)]
+        for label, default in dict.fromkeys((task.source, task.reward) for task in tasks):
+            numbers = [n for n, task in enumerate(tasks) if (task.source, task.reward) == (label, default)]
             source = self.section.source(label)
-            grades_alike = self._grade(source, own, [tasks[n] for n in alike], [completions[n] for n in alike])
-            grades.update(zip(alike, grades_alike, strict=True))
+            graded = self._grade(source, default, [tasks[n] for n in numbers], [completions[n] for n in numbers])
+            grades.update(zip(numbers, graded, strict=True))
         for n, task in enumerate(tasks):
-            if not 0 <= grades[n].score <= 1:  # not for NaN either
+            if not 0 <= grades[n].score <= 1:  # also refuses NaN
                 raise GradeError(f"the reward gives {grades[n].score} for task {task.id}; scores must be within [0, 1]")
         return [grades[n] for n in range(len(tasks))]
 
-    def _grade(self, source: SourceSection, own: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        weights = weights_of(source) or {own: 1.0}
-        by_name = {name: self._by_one(self._reward(source, name), name, tasks, completions) for name in weights}
+    def _grade(
+        self, source: SourceSection, default: str, tasks: Sequence[Task], completions: Sequence[str]
+    ) -> list[Grade]:
+        weights = weights_of(source) or {default: 1.0}
+        by_name = {name: self._grade_with(self._reward(source, name), name, tasks, completions) for name in weights}
         if not isinstance(source.reward, dict):
             return next(iter(by_name.values()))
         return [combine({name: by_name[name][n] for name in weights}, weights) for n in range(len(tasks))]
 
-    def _by_one(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Grade, with one retry. A failure of this machine is not a grade: a reported 0 would look like a lie."""
+    def _grade_with(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        """Grade, with one retry. A failure of this machine must not become a grade: a reported 0 would look like a lie."""
         try:
             return reward.grade(tasks, completions)
-        except SandboxError:  # its servers were replaced
+        except SandboxError:  # the sandbox has replaced its servers: try again
             pass
         try:
             return reward.grade(tasks, completions)
@@ -121,31 +123,26 @@ class Graders:
     def _check(self, source: SourceSection, name: str) -> None:
         if not name:
             raise GradeError(f"source {source.label} names no reward, and neither does its schema; set its reward")
-        if is_own(name):
-            if file_of(name) not in self.files:
-                raise GradeError(f"source {source.label}: its task set does not hold {file_of(name)}; make it again")
-        elif name not in REWARDS:
+        if name not in REWARDS and not is_user_code(name):
             known = ", ".join(REWARDS)
-            raise GradeError(
-                f"source {source.label}: no reward {name!r}; there are {known}, and functions as file.py:name"
-            )
+            raise GradeError(f"source {source.label}: no reward {name!r}; there are {known} and file.py:function")
 
     def _start(self, name: str) -> Reward:
         section, size = self.section.sandbox, min(8, len(os.sched_getaffinity(0)))
         try:
             if name in REWARDS:
                 return REWARDS[name](section, self.budget)
-            return OwnReward(AuthorCode(name, self.files, section, size=size, budget=self.budget))
+            return UserReward(UserCode(name, self.files, section, size=size, budget=self.budget))
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
             raise GradeError(f"reward {name} needs a sandbox: {reason}") from error
 
 
 def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
-    """Return one grade for several rewards: the mean by weight, or a wrong format if every reward that counts says so.
+    """Return one grade for several rewards: the weighted mean; `wrong_format` if all rewards that count say so.
 
-    If a reward that counts fails, the whole grade is a `grader_error`, so a broken reward never passes for a low one. A
-    reward of weight 0 does not count: it appears in `parts` and `detail` and changes nothing else.
+    A reward of weight 0 does not count: it appears in `parts` and `detail` and changes nothing else. If a reward that
+    counts fails, the whole grade is a `grader_error`, so that a failure is not mistaken for a low score.
     """
     counted = [grade for name, grade in grades.items() if weights[name]]
     total = sum(weights.values())
@@ -164,7 +161,7 @@ def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
 
 
 def versions() -> str:
-    """Return what scores depend on besides the run: interpreter, libraries, and whether the run's author is trusted."""
+    """Return the versions that scores depend on: interpreter, libraries, and whether the run's author is trusted."""
     return _installed() + (", trusted" if trusted() else "")
 
 
@@ -180,7 +177,7 @@ def _installed() -> str:
 
 
 def weights_of(source: SourceSection) -> dict[str, float]:
-    """Return the rewards that a source names, with weights; empty if each task names its own."""
+    """Return the weights of a source's rewards by name; empty if each task names its own reward."""
     if isinstance(source.reward, dict):
         return source.reward
     return {source.reward: 1.0} if source.reward else {}

@@ -1,23 +1,23 @@
 r"""The reward `math`: 1 if the final answer of a completion equals the gold answer as mathematics, else 0.
 
-Invariants: a completion has at most one final answer, and its last `CONSIDERED` characters alone decide which. So several
-guesses are not several tries. A grade follows from the gold answer and these characters: each comparison runs in a child
-process of its own under a limit on CPU time (`inside/equality.py`), so no answer hangs or kills a run, and load changes
-no score. Three outcomes stay apart: graded; wrong_format, where the completion has no final answer; grader_error, where
-a limit passed, the child died or the library raised.
+Invariants: a completion has at most one final answer, so several guesses are not several tries. It is taken from the last
+`MAX_COMPLETION` characters. A grade follows from the gold answer and these characters. Each comparison runs in its own child
+process with a limit on CPU time (`inside/equality.py`), so no answer hangs or kills a run, and load changes no score.
+Outcomes: `graded`; `wrong_format` if the completion has no final answer; `grader_error` if a limit passed, the child died or
+the library raised.
 
-The final answer, in this order:
+How the final answer is chosen:
 
-1. Text after the last `</think>`, if there is one, is all that counts.
+1. If there is a `</think>`, only the text after the last one counts.
 2. The last `\boxed{...}`, with those joined to it by "and", "or" or a comma on the same line: these are one list. If the
    last box is empty, has no braces or never closes, there is no answer. "The final answer is" after the box overrides it.
-3. What follows the last "answer is", "answer:" or "####".
-4. The whole text, if it is mathematics without prose.
-5. Of formulas in math delimiters or environments and numbers in prose: the last.
+3. Otherwise what follows the last "answer is", "answer:" or "####".
+4. Otherwise the whole text, if it is mathematics without prose.
+5. Otherwise the last formula in math delimiters or environments, or the last number in prose.
 
-It is found in the caller, so every step is linear in the text. math-verify's own extraction is not used: it takes the
-first of two guesses ("3 or 5" is 3) and half of an interval. Left out: partial credit, proofs, text that means the
-same.
+This runs in the caller, so every step is linear in the text. math-verify's own extraction is not used: it takes the first of
+two guesses ("3 or 5" is 3) and half of an interval.
+Left out: partial credit, proofs, text that means the same.
 """
 
 import re
@@ -30,12 +30,12 @@ from shoal.tasks.task import Grade, Task
 
 EQUALITY = source("equality")
 CPU_S = 1.0
-WALL_S = 60.0  # for a comparison that waits; CPU time is what bounds one that computes, so that load changes no score
+WALL_S = 60.0  # long, because load must change no score: CPU time bounds a comparison
 MEMORY_BYTES = 512 << 20
 MAX_GOLD = 1_000  # characters that `equality` reads
 UNCLOSED = re.compile(r"^\\+boxed\s*\{(?!.*\}\s*$)", re.DOTALL)  # of a gold answer that was cut off
 INTEGER = re.compile(r"([-\u2212]?)\$?(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", re.ASCII)
-CONSIDERED = 10_000  # characters, from the end; also of an answer of 10 MB
+MAX_COMPLETION = 10_000  # characters that are read, from the end
 MARK = re.compile(r"####|\banswers?\b(?:[ \w]{0,40}?\b(?:is|are)\b|[ \w]{0,40}?[:=]|\*\*:?)[:* ]*", re.IGNORECASE)
 FINAL = re.compile(r"\bfinal\s+answer\b[ \w]{0,40}?\bis\b[:* ]*", re.IGNORECASE)
 SENTENCE_END = re.compile(r"[.!?](?=\s|\*|$)|\n")
@@ -58,7 +58,7 @@ Span = tuple[int, int, str]  # start, end, answer
 
 
 class Math:
-    """Its processes start with the first comparison that needs one. Use `close` at the end."""
+    """The first comparison starts its processes; `close` ends them."""
 
     def __init__(self, budget: Budget | None = None, *, cpu_s: float = CPU_S, size: int = 1) -> None:
         limits = ProgramLimits(WALL_S, cpu_s, MEMORY_BYTES)
@@ -67,29 +67,28 @@ class Math:
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         answers = [final_answer(completion) for completion in completions]
         pairs = [(_gold(task), answer or "") for task, answer in zip(tasks, answers, strict=True)]
-        grades = {pair: grade for pair in set(pairs) if (grade := _at_sight(*pair)) is not None}
-        asked = [pair for pair in dict.fromkeys(pairs) if pair not in grades]  # the same answer once
-        if asked:
-            grades.update(zip(asked, self.grader.grades([list(pair) for pair in asked], _answered), strict=True))
-        return [grades[pair] for pair in pairs]
+        at_sight = {pair: _grade_at_sight(*pair) for pair in pairs}
+        undecided = [pair for pair, grade in at_sight.items() if grade is None]  # equal pairs are compared once
+        compared = dict(zip(undecided, self.grader.grades([list(pair) for pair in undecided], _grade), strict=True))
+        return [at_sight[pair] or compared[pair] for pair in pairs]
 
     def close(self) -> None:
         self.grader.close()
 
 
-def _answered(value: Any) -> Grade:
-    equal, detail = value
+def _grade(result: Any) -> Grade:
+    equal, detail = result
     return Grade(float(equal), detail=detail)
 
 
 def _gold(task: Task) -> str:
-    worked = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # a whole solution
-    answer = final_answer(task.answer) if worked else None
+    is_solution = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # with its derivation
+    answer = final_answer(task.answer) if is_solution else None
     return answer or tidy(UNCLOSED.sub("", task.answer.removeprefix("####")))
 
 
-def _at_sight(gold: str, answer: str) -> Grade | None:
-    """Return the grade where no comparison is needed: no answer, the same text, two whole numbers."""
+def _grade_at_sight(gold: str, answer: str) -> Grade | None:
+    """Return the grade if no child is needed: no answer, the same text, two whole numbers. None otherwise."""
     if not gold:
         return Grade(0.0, "grader_error", "the task has no gold answer")
     if not answer:
@@ -101,7 +100,7 @@ def _at_sight(gold: str, answer: str) -> Grade | None:
 
 
 def _integer(text: str) -> str | None:
-    """Canonical digits: int() refuses long ones."""
+    """Return a whole number as canonical text, because int() refuses long ones; None for other text."""
     match = INTEGER.fullmatch(text)
     if match is None:
         return None
@@ -114,7 +113,7 @@ def _integer(text: str) -> str | None:
 
 def final_answer(completion: str) -> str | None:
     """Return the final answer, or None if there is none."""
-    text = completion[-CONSIDERED:].rpartition("</think>")[2]
+    text = completion[-MAX_COMPLETION:].rpartition("</think>")[2]
     boxes = [match.start() for match in re.finditer(r"\\(?:boxed|fbox)", text)]
     if boxes:
         override = list(FINAL.finditer(text, boxes[-1]))
@@ -126,7 +125,7 @@ def final_answer(completion: str) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """Return `answer` without surrounding spaces, math delimiters, markdown and full stop."""
+    """Strip surrounding spaces, math delimiters, markdown and final punctuation."""
     before = None
     while before != answer:
         before = answer
@@ -139,14 +138,14 @@ def tidy(answer: str) -> str:
 
 
 def prose(text: str) -> bool:
-    """Return whether `text` has words other than those of formulas and of `\\text{}`."""
+    """Return whether `text` has words outside of formulas and of `\\text{}`."""
     rest = COMMAND.sub(" ", ENVIRONMENT.sub(" ", TEXT.sub(" ", text)))
     words = (word.lower() for word in WORD.findall(rest))
     return any(word in TWO_LETTERS if len(word) == 2 else word not in MATHS_WORDS for word in words)
 
 
 def braced(text: str, at: int) -> str | None:
-    """Return what the braces after the command at `at` hold; None if others come first or they never close."""
+    """Return the content of the braces after the command at `at`; None if other text precedes them or they never close."""
     start = text.find("{", at)
     if start < 0 or text[at:start].strip() not in ("\\boxed", "\\fbox"):
         return None
@@ -160,7 +159,7 @@ def braced(text: str, at: int) -> str | None:
 
 
 def _boxed(text: str, boxes: list[int]) -> str | None:
-    """Return the last box, or the list of those joined to it."""
+    """Return the last box's content, or the list of those joined to it."""
     answers: list[str] = []
     next_start = len(text)
     for at in reversed(boxes):
@@ -189,7 +188,7 @@ def _joins(between: str) -> bool:
 
 
 def _after_mark(text: str, numbers_only: bool = False) -> str | None:
-    """Return the answer after a mark: the rest of its sentence if that is mathematics, else a formula or number in it."""
+    """Return the answer after a mark such as "answer is": the rest of the sentence, or a formula or number in it."""
     text = text.lstrip(" *\n\t:")
     formulas = _formulas(text)
     block = next((formula for formula in formulas if formula[0] == 0), None)
@@ -201,7 +200,7 @@ def _after_mark(text: str, numbers_only: bool = False) -> str | None:
     spans = sorted([*(span for span in formulas if span[1] <= len(sentence)), *_numbers(sentence)])
     if not spans:
         return None if numbers_only else tidy(sentence) or None
-    # In "the value of $x$ is 3" the answer follows the verb. A number that begins the sentence is the answer.
+    # In "the value of $x$ is 3" the answer follows the verb. But a number that begins the sentence is the answer.
     if block is not None or spans[0][0] > 0:
         inside = [(start, end) for start, end, _ in formulas]
         for verb in VERB.finditer(sentence):
@@ -213,8 +212,8 @@ def _after_mark(text: str, numbers_only: bool = False) -> str | None:
 
 def _whole(text: str) -> str | None:
     text = tidy(text)
-    alone = any(map(str.isalnum, text)) and "\n" not in text and not prose(text) and not _formulas(text)
-    return text if alone else None
+    is_formula = any(map(str.isalnum, text)) and "\n" not in text and not prose(text) and not _formulas(text)
+    return text if is_formula else None
 
 
 def _last(text: str) -> str | None:
@@ -228,7 +227,7 @@ def _numbers(text: str) -> list[Span]:
 
 def _formulas(text: str) -> list[Span]:
     spans: list[Span] = []
-    masked = text.replace("\\$", "  ")  # a dollar sign, no delimiter
+    masked = text.replace("\\$", "  ")  # an escaped dollar sign is no delimiter
     for opening, closing in DELIMITERS:
         at = masked.find(opening)
         while at >= 0:
@@ -250,7 +249,7 @@ def _formulas(text: str) -> list[Span]:
 
 
 def _in_dollars(inner: str, after: str) -> bool:
-    """Return whether dollars enclose a formula. As in pandoc "$5 and $3" is none: no space inside, no digit behind."""
+    """Return whether dollar signs enclose a formula. As in pandoc: no space inside them, no digit after them."""
     if (inner[:1].isspace() or inner[-1:].isspace()) and not COMMAND.search(inner.replace("\\$", "")):
         return False
     return not after.isdigit() and not (prose(inner) and " " in inner.strip())

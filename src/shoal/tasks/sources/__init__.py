@@ -1,1 +1,1 @@
-"""Sources: rows of files, data sets and generators, read as the fields of tasks."""
+"""Sources: rows of files, data sets and generators, converted to the fields of tasks."""

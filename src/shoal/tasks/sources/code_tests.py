@@ -1,11 +1,11 @@
-"""The unit tests of code tasks as JSON: how data sets write theirs, and how the reward `code` reads them.
+"""Unit tests of code tasks as JSON: conversion from the formats of data sets, and parsing for the reward `code`.
 
     {"kind": "stdin", "cases": [{"input": str, "output": str}]}
     {"kind": "functional", "entry": "f", "cases": [{"args": [...], "output": ...}]}
     {"kind": "asserts", "entry": "f", "code": "def check(candidate): ..." or assert lines, "prompt": "code before it"}
 
-Invariants: nothing is executed or unpickled here; a pickled string is read as data, and any other pickle is refused.
-What is read is tests in one of the three shapes or a TestsError that says what is wrong; never a guess.
+Invariants: nothing is executed or unpickled here; a pickled string is read as data, and any other pickle is refused. Tests
+that do not have one of the three shapes raise a TestsError with the reason.
 """
 
 import base64
@@ -16,14 +16,14 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.tasks.sources.rows import LeftOutError, RowError, parsed
 
 MAX_UNPACKED_BYTES = 64 << 20
 STRINGS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
-AROUND = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
+FRAMING = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
 DEFINED = re.compile(r"^def\s+(\w+)", flags=re.MULTILINE)
 
 
@@ -42,9 +42,9 @@ def asserts(entry: str, code: str, prompt: str = "") -> str:
 
 
 def apps(raw: Any) -> str:
-    """APPS' form, {"inputs": [...], "outputs": [...], "fn_name": optional}. Raises RowError, LeftOutError.
+    """Convert APPS' format, {"inputs": [...], "outputs": [...], "fn_name": optional}. Raise RowError, LeftOutError.
 
-    Where every expected output is a list of one value, the list is APPS' wrapping and is taken off.
+    If every expected output is a list of one value, use the value: APPS wraps it.
     """
     raw = parsed(raw, "input_output") if raw != "" else {}
     if not isinstance(raw, Mapping):
@@ -63,7 +63,7 @@ def apps(raw: Any) -> str:
 
 
 def genesys(raw: Sequence[Any]) -> str:
-    """SYNTHETIC-1's form, a list of {"type", "input", "output", "fn_name"}. Raises RowError, LeftOutError."""
+    """Convert SYNTHETIC-1's format, a list of {"type", "input", "output", "fn_name"}. Raise RowError, LeftOutError."""
     cases = [case for case in raw if isinstance(case, Mapping)]
     if not cases:
         raise LeftOutError("no tests")
@@ -73,26 +73,27 @@ def genesys(raw: Sequence[Any]) -> str:
     if not entries:
         return stdin([(case["input"], case["output"]) for case in cases])
     if len(entries) > 1 or any(not isinstance(case["input"], list) for case in cases):
-        raise RowError("the test cases call several functions, or without a list of arguments")
+        raise RowError("the test cases call several functions, or have inputs that are not lists of arguments")
     return functional(entries.pop(), [(case["input"], case["output"]) for case in cases])
 
 
 def livecodebench(cases: Sequence[Mapping[str, Any]], entry: str) -> str:
-    """LiveCodeBench's form: a functional case has one argument in JSON per line. Raises RowError, LeftOutError."""
+    """Convert LiveCodeBench's format: a functional case has one argument in JSON per line. Raise RowError, LeftOutError."""
     if not cases:
         raise LeftOutError("no tests")
     if all(case["testtype"] == "stdin" for case in cases):
         return stdin([(case["input"], case["output"]) for case in cases])
     if not entry:
         raise RowError("metadata has no func_name for its functional tests")
-    return functional(
-        entry,
-        [([_argument(line) for line in case["input"].splitlines()], _argument(case["output"])) for case in cases],
-    )
+
+    def value(line: str) -> Any:
+        return parsed(line, "a functional test case")
+
+    return functional(entry, [([*map(value, case["input"].splitlines())], value(case["output"])) for case in cases])
 
 
 def unpack_livecodebench(packed: str) -> list[Any]:
-    """Private tests: JSON, or a JSON string that was pickled, compressed and written in base64. Raises RowError."""
+    """Decode private tests: JSON, or a JSON string that was pickled, compressed and encoded in base64. Raise RowError."""
     if packed.lstrip().startswith("["):
         return list(parsed(packed, "private_test_cases"))
     try:
@@ -106,31 +107,27 @@ def unpack_livecodebench(packed: str) -> list[Any]:
 
 
 def entry_of(code: str, tests: str) -> str:
-    """Return the function that asserts are about: the last in the solution that the tests name. Raises RowError."""
-    named = [name for name in DEFINED.findall(code) if re.search(rf"\b{name}\s*\(", tests)]
-    if not named:
+    """Return the tested function: the last in the solution that the tests call. Raise RowError."""
+    called = [name for name in DEFINED.findall(code) if re.search(rf"\b{name}\s*\(", tests)]
+    if not called:
         raise RowError("the tests call no function that the solution in column code defines")
-    return str(named[-1])
+    return str(called[-1])
 
 
 def _pickled_string(data: bytes) -> str:
-    """Return the string of a pickle that holds one string and nothing else. Its opcodes are listed, never executed."""
+    """Return the string of a pickle that holds one string and nothing else. Read its opcodes; never execute them."""
     try:
-        raw = list(pickletools.genops(data))
-    except Exception as error:  # noqa: BLE001 - pickletools promises no kind of error for bytes that are no pickle
+        opcodes = list(pickletools.genops(data))
+    except Exception as error:  # noqa: BLE001 - pickletools documents no error type for bytes that are no pickle
         raise RowError("column private_test_cases is not a pickled string") from error
-    strings = [str(argument) for opcode, argument, _ in raw if opcode.name in STRINGS]
-    if len(strings) != 1 or any(opcode.name not in STRINGS | AROUND for opcode, _, _ in raw):
+    strings = [str(argument) for opcode, argument, _ in opcodes if opcode.name in STRINGS]
+    if len(strings) != 1 or any(opcode.name not in STRINGS | FRAMING for opcode, _, _ in opcodes):
         raise RowError("column private_test_cases holds a pickle of more than a string, which is never loaded")
     return strings[0]
 
 
-def _argument(line: str) -> Any:
-    return parsed(line, "a functional test case")
-
-
 def _lines(raw: Any) -> str:
-    """Return text of a stream: some data sets store it as a list of lines."""
+    """Return the text of a stream, which some data sets store as a list of lines."""
     return "\n".join(map(str, raw)) if isinstance(raw, list) else str(raw)
 
 
@@ -138,16 +135,13 @@ def _dump(tests: dict[str, Any]) -> str:
     return json.dumps(tests, ensure_ascii=False)
 
 
-# --- read for the reward ----------------------------------------------------------------------------------------------
-
-
-Cases = TypeVar("Cases", "Stdin", "Functional")
+# --- parse for the reward ---------------------------------------------------------------------------------------------
 
 
 class TestsError(ShoalError):
-    """A task whose tests cannot be run; the message says why."""
+    """The tests of a task cannot run."""
 
-    __test__ = False  # nothing for pytest
+    __test__ = False  # for pytest, which would collect the class
 
 
 @dataclass(frozen=True)
@@ -173,30 +167,26 @@ Tests = Stdin | Functional | Asserts
 
 
 def read_tests(text: str) -> Tests:
-    """Raises TestsError."""
+    """Raise TestsError."""
     if not text:
-        raise TestsError('the task has no tests: say which column holds them, fields = { tests = "..." }')
+        raise TestsError('the task has no tests: name their column, fields = { tests = "..." }')
     try:
         tests = json.loads(text)
         if not isinstance(tests, dict):
             raise TestsError(f'the task\'s tests are {text[:40]}, not an object with "kind": see docs/tasks.md, Fields')
         kind = tests["kind"]
+        if kind in ("stdin", "functional") and not tests["cases"]:
+            raise TestsError("the task's tests have no cases")
         if kind == "stdin":
-            return _with_cases(Stdin([(_text(case["input"]), _text(case["output"])) for case in tests["cases"]]))
+            return Stdin([(_text(case["input"]), _text(case["output"])) for case in tests["cases"]])
         if kind == "functional":
             cases = [(list(case["args"]), case["output"]) for case in tests["cases"]]
-            return _with_cases(Functional(_text(tests["entry"]), cases, _text(tests.get("prompt", ""))))
+            return Functional(_text(tests["entry"]), cases, _text(tests.get("prompt", "")))
         if kind == "asserts":
             return Asserts(_text(tests["entry"]), _text(tests["code"]), _text(tests.get("prompt", "")))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TestsError(f"the task's tests cannot be read ({type(error).__name__}: {error})") from error
     raise TestsError(f"the task's tests are of kind {str(kind)[:40]!r}; known: stdin, functional, asserts")
-
-
-def _with_cases(tests: "Cases") -> "Cases":
-    if not tests.cases:
-        raise TestsError("the task's tests have no cases")
-    return tests
 
 
 def _text(value: Any) -> str:

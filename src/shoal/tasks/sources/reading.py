@@ -1,27 +1,27 @@
-"""Reads a source of the config row by row: a file, a folder, a hub data set or a generator, through a schema or a field map.
+"""Read a source of the config row by row: a file, a folder, a hub data set or a generator, through a schema or a field map.
 
 A file of a folder or data set belongs to the split whose name is a word of its path below the folder ("gsm8k_test.jsonl",
-"test-00000-of-00001.parquet", "test/0000.parquet"). Where no file names a split, all are of the split `train`.
-Invariants: a row becomes fields, is counted as left out because its data set marks it so, or is an error that names file and
-row. Rows pass one at a time. The same files in any order of listing give the same answer.
+"test-00000-of-00001.parquet", "test/0000.parquet"). If no file names a split, all belong to `train`.
+Invariants: each row becomes a task, or is counted as left out because its data set marks it so, or is an error that names
+file and row. The order in which files are listed does not matter.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from shoal.config.tasks import SourceSection
 from shoal.model.sources import HubError, ask
 from shoal.tasks import libraries
 from shoal.tasks.sources import generators, schemas
-from shoal.tasks.sources.rows import SUFFIXES, LeftOutError, Row, RowError, Rows, TaskFields, as_json, text, value
+from shoal.tasks.sources.rows import SUFFIXES, LeftOutError, Row, RowError, TaskFields, as_json, read_rows, text, value
 from shoal.tasks.sources.schemas import RowSchema
 from shoal.tasks.task import TasksNotFoundError
 
-T = TypeVar("T")
 DEFAULT_SPLIT = "train"
 KNOWN_SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev", "eval", "heldout")
 GENERATORS: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, str]]]] = {
@@ -35,18 +35,18 @@ MAX_TEXT_BYTES = 1 << 20  # of a question, an answer, or metadata
 MAX_TESTS_BYTES = 64 << 20
 
 
-class SourceReading:
-    """One split of a source while it is read; afterwards it knows which schemas it met and what it left out."""
+class SourceReader:
+    """Reads one split of a source; records the schemas it recognized, and the rows it left out by reason."""
 
     def __init__(self, source: SourceSection, split: str) -> None:
         self.source = source
         self.split = split
         self.schemas: list[str] = []
         self.left_out: Counter[str] = Counter()
-        self.where = ""  # of the newest row, for error messages
+        self.where = ""  # the current row, for error messages
 
     def __iter__(self) -> Iterator[TaskFields]:
-        """Return every row that is a task. Raises TasksNotFoundError."""
+        """Yield every row that is a task. Raise TasksNotFoundError."""
         return self._generated() if self.source.generator else self._from_files()
 
     def _generated(self) -> Iterator[TaskFields]:
@@ -59,39 +59,42 @@ class SourceReading:
 
     def _from_files(self) -> Iterator[TaskFields]:
         for path in locate(self.source, self.split):
-            rows = Rows(path)
-            if rows.first is None:
+            first = next((row for _, row in read_rows(path)), None)
+            if first is None:
                 raise TasksNotFoundError(f"{path} holds no rows; remove it or correct the source's path")
             self.where = f"{path}, row 1"
-            schema = self._named(lambda rows=rows: self._schema(rows.columns, rows.first or {}))
+            with self._naming_the_row():
+                if self.source.fields:
+                    schema = schema_of_fields(self.source.fields, list(first))
+                else:
+                    schema = schemas.recognize(first)
             if schema.name not in self.schemas:
                 self.schemas.append(schema.name)
-            columns = [name for name in (*schema.needs, *schema.reads) if name in rows.columns]
-            for number, row in rows.read(columns):
+            columns = [name for name in (*schema.needs, *schema.reads) if name in first]
+            for number, row in read_rows(path, columns):
                 self.where = f"{path}, row {number}"
                 try:
-                    yield self._checked(self._named(lambda row=row, schema=schema: schema.read(row)))
+                    with self._naming_the_row():
+                        fields = schema.read(row)
                 except LeftOutError as reason:
                     self.left_out[str(reason)] += 1
+                else:
+                    yield self._checked(fields)
 
-    def _schema(self, columns: list[str], first: Row) -> RowSchema:
-        if not self.source.fields:
-            return schemas.recognise(columns, first)
-        return mapped(self.source.fields, columns)
-
-    def _named(self, read: Any) -> Any:
-        """Return what `read` returns; its error gets file and row."""
+    @contextmanager
+    def _naming_the_row(self) -> Iterator[None]:
+        """Add file and row to an error."""
         try:
-            return read()
+            yield
         except RowError as error:
             raise TasksNotFoundError(f"{self.where}: {error}") from error
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise TasksNotFoundError(
-                f"{self.where} is not as its schema says ({type(error).__name__}: {error}); name its columns in `fields`"
+                f"{self.where} does not match its schema ({type(error).__name__}: {error}); name its columns in `fields`"
             ) from error
 
     def _checked(self, fields: TaskFields) -> TaskFields:
-        """Return the fields, if they can be a task."""
+        """Return the fields. Raise TasksNotFoundError if they make no task."""
         if not fields.question.strip():
             raise TasksNotFoundError(f"{self.where}: the question is empty; remove the row")
         if not (fields.reward or self.source.reward) and fields.answer:
@@ -101,61 +104,51 @@ class SourceReading:
             )
         for name in FIELDS:
             limit = MAX_TESTS_BYTES if name == "tests" else MAX_TEXT_BYTES
-            held = getattr(fields, name)
+            content = getattr(fields, name)
             try:
-                size = len(held) if len(held) <= limit // 4 and held.isascii() else len(held.encode())
+                size = len(content) if content.isascii() else len(content.encode())
             except UnicodeEncodeError as error:
                 raise TasksNotFoundError(f"{self.where}: {name} holds half a surrogate pair; remove the row") from error
             if size > limit:
                 raise TasksNotFoundError(
-                    f"{self.where}: {name} holds {size / 1e6:.1f} MB, at most {limit / 1e6:.1f} MB are allowed; shorten "
-                    "or remove it"
+                    f"{self.where}: {name} has {size / 1e6:.1f} MB, more than {limit / 1e6:.1f} MB: shorten or remove it"
                 )
         return fields
 
 
-def mapped(fields: dict[str, str], columns: list[str]) -> RowSchema:
-    """Return a schema that reads the columns named in the config. Raises RowError for unknown fields."""
+def schema_of_fields(fields: dict[str, str], columns: list[str]) -> RowSchema:
+    """Return a schema that reads the columns named in the config. Raise RowError for unknown fields."""
     if unknown := sorted(set(fields) - set(FIELDS)):
         raise RowError(f"fields names {unknown[0]!r}; the fields are {', '.join(FIELDS)}")
-    wanted = dict(fields)
-    for name in ("question", "answer"):
-        if name not in wanted and name in columns:
-            wanted[name] = name
-    if "question" not in wanted:
+    paths = {name: name for name in ("question", "answer") if name in columns} | fields
+    if "question" not in paths:
         raise RowError(
-            f"no column question: there are {', '.join(columns)}; say which holds the question: fields = "
+            f"no column question: there are {', '.join(columns)}; name the question's column: fields = "
             '{ question = "..." }'
         )
-    tops = tuple(path if path in columns else path.split(".")[0] for path in wanted.values())
+    tops = tuple(path if path in columns else path.split(".")[0] for path in paths.values())
     for top in tops:
         if top not in columns:
             raise RowError(f"no column {top}: there are {', '.join(columns)}; correct `fields`")
 
     def read(row: Row) -> TaskFields:
+        answer = text(row, paths["answer"]) if "answer" in paths else ""
         return TaskFields(
-            text(row, wanted["question"]),
-            text(row, wanted["answer"]) if "answer" in wanted else "",
-            tests=as_json(value(row, wanted["tests"])) if "tests" in wanted else "",
-            metadata=as_json(value(row, wanted["metadata"])) if "metadata" in wanted else "",
-            reward=_default_reward(row, wanted),
+            text(row, paths["question"]),
+            answer,
+            tests=as_json(value(row, paths["tests"])) if "tests" in paths else "",
+            metadata=as_json(value(row, paths["metadata"])) if "metadata" in paths else "",
+            reward=schemas.default_reward(answer, has_tests="tests" in paths),
         )
 
     return RowSchema("fields", tops, read)
-
-
-def _default_reward(row: Row, wanted: dict[str, str]) -> str:
-    if "tests" in wanted:
-        return "code"
-    answer = text(row, wanted["answer"]) if "answer" in wanted else ""
-    return "number" if schemas.NUMERIC.fullmatch(answer.strip()) else ""
 
 
 # --- the files of a split ---------------------------------------------------------------------------------------------
 
 
 def locate(source: SourceSection, split: str) -> list[Path]:
-    """Return the files of one split, in the order of their names. Raises TasksNotFoundError."""
+    """Return the files of one split, sorted by name. Raise TasksNotFoundError."""
     if source.hub:
         return _from_hub(source, split)
     path = Path(source.path).expanduser()
@@ -165,22 +158,22 @@ def locate(source: SourceSection, split: str) -> list[Path]:
         return [names[name] for name in of_split(list(names), split, str(path))]
     if not path.is_file():
         raise TasksNotFoundError(
-            f"no file or folder at {path}, neither from {Path.cwd()} nor beside the config; correct the source's path"
+            f"no file or folder at {path}, neither in {Path.cwd()} nor beside the config; correct the source's path"
         )
     if not path.name.endswith(SUFFIXES):
-        raise TasksNotFoundError(f"{path} is neither of {', '.join(SUFFIXES)}; convert it to JSON lines")
+        raise TasksNotFoundError(f"the name of {path} ends in none of {', '.join(SUFFIXES)}; convert it to JSON lines")
     if split not in (DEFAULT_SPLIT, *_words(path.name)):
         raise TasksNotFoundError(
-            f"{path} is one file, without a split {split!r}: leave split and heldout_split out, or give a folder with a "
-            f"file for each split, for example {split}.jsonl"
+            f"{path} is one file, without a split {split!r}: omit split and heldout_split, or give a folder with a file for "
+            f"each split, for example {split}.jsonl"
         )
     return [path]
 
 
 def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
-    """Return the files that belong to a split. Raises TasksNotFoundError, which lists the splits that are there."""
+    """Return the files that belong to a split. Raise TasksNotFoundError, which lists the existing splits."""
     if not names:
-        raise TasksNotFoundError(f"{where} holds no file of {', '.join(SUFFIXES)}; correct the source")
+        raise TasksNotFoundError(f"{where} holds no {', '.join(SUFFIXES)} file; correct the source")
     splits = {name: [word for word in _words(name) if word == split or word in KNOWN_SPLITS] for name in sorted(names)}
     if not any(splits.values()) and split == DEFAULT_SPLIT:
         return list(splits)
@@ -204,21 +197,32 @@ def _from_hub(source: SourceSection, split: str) -> list[Path]:
     from huggingface_hub import HfApi, hf_hub_download
 
     organisation, name, *config = source.hub.strip("/").split("/")
-    repository, revision = f"{organisation}/{name}", source.revision or None
-    asked: dict[str, Any] = {"repo_type": "dataset", "revision": revision}
-    names = _ask(source, partial(HfApi().list_repo_files, repository, **asked))
-    held = [file for file in names if file.endswith(SUFFIXES)]
-    chosen = of_split(_of_config(held, "/".join(config), source), split, f"data set {source.hub}")
-    return [Path(_ask(source, partial(hf_hub_download, repository, file, **asked))) for file in chosen]
+    repository = f"{organisation}/{name}"
+    options: dict[str, Any] = {"repo_type": "dataset", "revision": source.revision or None}
+    try:
+        names = ask(partial(HfApi().list_repo_files, repository, **options))
+        readable = [file for file in names if file.endswith(SUFFIXES)]
+        chosen = of_split(_of_config(readable, "/".join(config), source), split, f"data set {source.hub}")
+        return [Path(ask(partial(hf_hub_download, repository, file, **options))) for file in chosen]
+    except HubError as error:
+        raise TasksNotFoundError(
+            f"data set {source.hub} could not be fetched from the Hugging Face hub ({error}); without a connection, "
+            f"download it elsewhere (hf download {repository} --repo-type dataset --local-dir FOLDER) and set "
+            f'path = "{"/".join(["FOLDER", *config])}" in place of hub'
+        ) from error
 
 
 def _of_config(names: Sequence[str], config: str, source: SourceSection) -> list[str]:
-    """Return the files of a config: in a folder of its name, or with it in their name. Without a config: one folder's."""
+    """Return the files of a config: those in a folder of its name, else those with it in their name.
+
+    Without a config, the files must be in one folder. Raise TasksNotFoundError.
+    """
     if config:
         chosen = [name for name in names if f"/{config.lower()}/" in f"/{name.lower()}"]
         chosen = chosen or [name for name in names if config.lower() in PurePosixPath(name).name.lower()]
         if not chosen:
-            raise TasksNotFoundError(f"data set {source.hub}: no file of config {config!r}; there are {_listed(names)}")
+            listed = ", ".join(sorted(names)[:12]) or "no readable files"
+            raise TasksNotFoundError(f"data set {source.hub}: no file of config {config!r}; there are {listed}")
         return chosen
     configs = {name.split("/")[0] for name in names if "/" in name} - {"data", *KNOWN_SPLITS}
     if len(configs) > 1:
@@ -228,23 +232,7 @@ def _of_config(names: Sequence[str], config: str, source: SourceSection) -> list
         )
     if not names:
         raise TasksNotFoundError(
-            f"data set {source.hub} holds no file of {', '.join(SUFFIXES)}; most have one at revision = "
+            f"data set {source.hub} holds no {', '.join(SUFFIXES)} file; most data sets have one at revision = "
             '"refs/convert/parquet", or convert it and set path'
         )
     return list(names)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(sorted(names)[:12]) or "no readable files"
-
-
-def _ask(source: SourceSection, request: Callable[[], T]) -> T:
-    try:
-        return ask(request)
-    except HubError as error:
-        organisation, name, *config = source.hub.strip("/").split("/")
-        raise TasksNotFoundError(
-            f"data set {source.hub} could not be fetched from the Hugging Face hub ({error}); without a connection, "
-            f"download it elsewhere (hf download {organisation}/{name} --repo-type dataset --local-dir FOLDER) and set "
-            f'path = "{"/".join(["FOLDER", *config])}" in place of hub'
-        ) from error

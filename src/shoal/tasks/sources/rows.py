@@ -1,19 +1,17 @@
-"""The rows of one file, and the values of their columns as text.
+"""Read the rows of one file (JSON lines, plain or gzipped, or Parquet), and the values of their columns as text.
 
-Files are JSON lines, plain or gzipped, or Parquet.
-Invariants: one row at a time is held, rows and files have bounded sizes, and every error names file, row and next step.
-A value becomes the same text whether the row came from JSON lines or from Parquet.
+Invariants: memory holds one JSON row or one batch of Parquet at a time, rows have bounded sizes, and every error names file,
+row and next step. A value becomes the same text whether the row came from JSON lines or from Parquet.
 """
 
-import codecs
 import contextlib
 import gzip
+import itertools
 import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +26,21 @@ SUFFIXES = (*JSON_LINES, PARQUET)
 MAX_LINE_BYTES = 192 << 20
 BATCH_ROWS = 256
 
-Numbered = tuple[int, dict[str, Any]]  # rows are counted from 1, in JSON lines by lines
 Row = Mapping[str, Any]
 
 
-class Rows:
-    """The rows of a file. `columns` are those of its first row; `first` is that row, None in an empty file."""
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield every row with its number, from 1; of JSON lines the line number. Raise TasksNotFoundError.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.first: dict[str, Any] | None = next((row for _, row in self.read(None, batch_rows=1)), None)
-        self.columns = list(self.first or {})
-
-    def read(self, columns: Sequence[str] | None, *, batch_rows: int = BATCH_ROWS) -> Iterator[Numbered]:
-        """Return every row with its number. Of Parquet only `columns` are read. Raises TasksNotFoundError."""
-        if self.path.name.endswith(PARQUET):
-            return _parquet_rows(self.path, columns, batch_rows)
-        return _json_rows(self.path)
+    `columns`: read only these from Parquet.
+    """
+    return _parquet_rows(path, columns) if path.name.endswith(PARQUET) else _json_rows(path)
 
 
-def _json_rows(path: Path) -> Iterator[Numbered]:
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        with _open(path) as lines:
-            for number in range(1, 1 << 62):
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as lines:
+            for number in itertools.count(1):
                 line = lines.readline(MAX_LINE_BYTES + 1)
                 if not line:
                     return
@@ -61,23 +51,17 @@ def _json_rows(path: Path) -> Iterator[Numbered]:
                 if line.strip():
                     yield number, _object(line, f"{path}, row {number}")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TasksNotFoundError(f"{path} is not a whole gzip file ({error}); copy or download it again") from error
+        raise TasksNotFoundError(f"{path} is not a complete gzip file ({error}); copy or download it again") from error
     except OSError as error:
         raise TasksNotFoundError(f"{path} is not readable ({error.strerror}); correct the source's path") from error
 
 
-def _open(path: Path) -> BufferedIOBase:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
-
-
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # without the mark that some editors put first
+        row = json.loads(line.decode("utf-8-sig"))  # without a byte order mark
     except UnicodeDecodeError as error:
-        encoding = "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise TasksNotFoundError(
-            f"{where} is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}); convert the file: "
-            f"iconv -f {encoding} -t UTF-8 FILE > NEW"
+            f"{where} is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}); convert the file with iconv"
         ) from error
     except (ValueError, RecursionError) as error:
         raise TasksNotFoundError(
@@ -88,11 +72,11 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _parquet_rows(path: Path, columns: Sequence[str] | None, batch_rows: int) -> Iterator[Numbered]:
+def _parquet_rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=batch_rows, columns=None if columns is None else list(columns)):
+            for batch in file.iter_batches(BATCH_ROWS, columns=None if columns is None else list(columns)):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
@@ -107,30 +91,30 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, batch_rows: int) ->
 
 @dataclass(frozen=True)
 class TaskFields:
-    """A task before it has a name."""
+    """A task before it has an id."""
 
     question: str
     answer: str = ""
     tests: str = ""  # JSON, see `code_tests`
     metadata: str = ""  # JSON
-    reward: str = ""  # the default of its schema
+    reward: str = ""  # its schema's default
 
 
 class RowError(TasksNotFoundError):
-    """A row that is not as its schema or the field map says. The caller adds file and row number."""
+    """A row does not match its schema or the field map. The caller adds file and row number."""
 
 
 class LeftOutError(Exception):
-    """A row that its data set itself marks as unusable for training by rewards. It is counted by this reason."""
+    """A row is marked by its data set as unusable, or has nothing to grade with. The message is counted as the reason."""
 
 
 def text(row: Row, column: str) -> str:
-    """Return a column's value as text; numbers lose a fraction of zero. Raises RowError."""
+    """Return a column's value as text; 3.0 becomes "3". Raise RowError."""
     return as_text(value(row, column), column)
 
 
 def value(row: Row, path: str) -> Any:
-    """Return a column's value; dots lead into nested columns, and into columns that hold JSON. Raises RowError."""
+    """Return a column's value; dots select nested columns, also in columns that hold JSON. Raise RowError."""
     if path in row:
         cell = row[path]
     else:
@@ -143,30 +127,26 @@ def value(row: Row, path: str) -> Any:
 
 
 def as_text(cell: Any, column: str) -> str:
-    if isinstance(cell, str):
-        return cell
-    if isinstance(cell, bool):
-        return str(cell)
-    if isinstance(cell, int):
+    if isinstance(cell, str | int):
         return str(cell)
     if isinstance(cell, float) and math.isfinite(cell):
         return str(int(cell)) if cell.is_integer() else repr(cell)
-    raise RowError(f"column {column} holds {_kind(cell)}, not text; name a column with text in `fields`")
+    raise RowError(f"column {column} holds a {type(cell).__name__}, not text; name a column with text in `fields`")
 
 
 def as_json(cell: Any) -> str:
-    """Return JSON of a value in one form: text that is JSON already is read and written again. Raises RowError."""
+    """Return a value as normalized JSON; text that is JSON is parsed first. Raise RowError."""
     try:
         if isinstance(cell, str):
             with contextlib.suppress(ValueError):  # plain text becomes a JSON string
                 cell = json.loads(cell)
         return json.dumps(cell, sort_keys=True, ensure_ascii=False, default=str)
     except RecursionError as error:
-        raise RowError("a column holds JSON that is nested too deep; flatten it, or leave the column out") from error
+        raise RowError("a column holds JSON that is nested too deep; flatten it, or omit the column") from error
 
 
 def parsed(cell: Any, column: str) -> Any:
-    """Return a value that may be stored as JSON in a string. Raises RowError."""
+    """Return a value; if it is a string, parse it as JSON. Raise RowError."""
     if not isinstance(cell, str):
         return cell
     try:
@@ -179,14 +159,9 @@ def _step(cell: Any, part: str, path: str) -> Any:
     if isinstance(cell, str):
         cell = parsed(cell, path)
     if not isinstance(cell, Mapping):
-        raise RowError(f"column {path} leads into {_kind(cell)}, which has no column {part}")
+        raise RowError(f"column {path} leads into a {type(cell).__name__}, which has no column {part}")
     if part not in cell:
         raise RowError(
             f"no column {path}: there are {', '.join(map(str, cell)) or 'none'}; correct the row or `fields`"
         )
     return cell[part]
-
-
-def _kind(cell: Any) -> str:
-    names = {list: "a list", dict: "an object", float: "a number that is not finite", bytes: "bytes"}
-    return names.get(type(cell), type(cell).__name__)

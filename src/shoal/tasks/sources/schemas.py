@@ -1,13 +1,13 @@
-"""Schemas of public data sets that are recognised by their columns. To add one, add a function and a line to SCHEMAS.
+"""Schemas of public data sets, recognized by their columns. To add one, add a function and an entry in SCHEMAS.
 
-Invariant: the first schema in the list whose columns a file has, and whose `when` accepts its first row, reads all its rows.
-Columns were taken from the data sets' own pages and loaders.
+Invariant: the first schema whose columns a file has, and whose `when` accepts the file's first row, reads all its rows.
+The columns are those of the data sets' pages and loaders.
 """
 
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,10 @@ from shoal.tasks.sources.rows import LeftOutError, Row, RowError, TaskFields, as
 @dataclass(frozen=True)
 class RowSchema:
     name: str
-    needs: tuple[str, ...]  # columns that it is recognised by
+    needs: tuple[str, ...]  # the columns that identify it
     read: Callable[[Row], TaskFields]
-    reads: tuple[str, ...] = ()  # columns that it reads where they are there
-    when: Callable[[Row], bool] = lambda row: True  # a look at the first row, where columns do not tell
+    reads: tuple[str, ...] = ()  # optional columns
+    when: Callable[[Row], bool] = lambda row: True  # a test of the first row, where columns do not suffice
 
 
 def gsm8k(row: Row) -> TaskFields:
@@ -38,7 +38,7 @@ def gsm8k(row: Row) -> TaskFields:
 
 
 def problem(row: Row) -> TaskFields:
-    """Read a row of MATH-500, DeepScaleR, AIME and others of these columns."""
+    """Read a row of MATH-500, DeepScaleR, AIME and others with these columns."""
     answer = text(row, "answer").strip()
     if not answer:
         raise RowError("column answer is empty")
@@ -63,7 +63,7 @@ def numina_1_5(row: Row) -> TaskFields:
 
 
 def last_boxed(solution: str) -> str | None:
-    r"""Return what is in the last \boxed{}, braces within it included.
+    r"""Return the content of the last \boxed{}, including inner braces.
 
     >>> last_boxed(r"so \boxed{\frac{1}{2}} is it"), last_boxed(r"\boxed 5"), last_boxed("none")
     ('\\frac{1}{2}', '5', None)
@@ -91,13 +91,13 @@ def humaneval(row: Row) -> TaskFields:
 
 
 def mbpp(row: Row) -> TaskFields:
-    """Read a row of the full set, which has its question in `text`, or of the sanitized one, which has it in `prompt`."""
+    """Read a row of the full set (question in `text`) or of the sanitized set (question in `prompt`)."""
     code, lines = text(row, "code"), [str(line) for line in value(row, "test_list")]
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
     tests = "\n".join([*([setup] if setup else []), *lines])
-    asked = text(row, "text" if "text" in row else "prompt").strip()
+    question = text(row, "text" if "text" in row else "prompt").strip()
     return TaskFields(
-        f"{asked}\nYour code should pass these tests:\n" + "\n".join(lines),
+        f"{question}\nYour code should pass these tests:\n" + "\n".join(lines),
         code,
         tests=code_tests.asserts(code_tests.entry_of(code, tests), tests),
         reward="code",
@@ -114,7 +114,7 @@ def apps(row: Row) -> TaskFields:
 
 
 def livecodebench(row: Row) -> TaskFields:
-    """Read all tests, public and private; the private ones are left out of the question."""
+    """Read all tests, public and private. The question shows none of the private tests."""
     public = parsed(value(row, "public_test_cases"), "public_test_cases")
     private = code_tests.unpack_livecodebench(str(row.get("private_test_cases") or "[]"))
     known = parsed(row.get("metadata") or "{}", "metadata")
@@ -133,7 +133,7 @@ def _with_starter(question: str, starter: str) -> str:
 
 
 def verification_info(row: Row) -> TaskFields:
-    """SYNTHETIC-1 and 2, INTELLECT-2: `task_type` says how a row is verified, `verification_info` holds what with."""
+    """Read a row of SYNTHETIC-1 and 2 or INTELLECT-2: `verification_info` holds what an answer is verified with."""
     info, kind = _info(value(row, "verification_info")), str(row.get("task_type") or "")
     if kind in ("verifiable_math", "") and info.get("ground_truth") is not None:
         return TaskFields(text(row, "prompt"), text(info, "ground_truth"), reward="math")
@@ -149,7 +149,7 @@ def verification_info(row: Row) -> TaskFields:
 
 
 def _info(info: Any) -> Row:
-    """Return an object, as it is, as JSON, or as Python writes it."""
+    """Return an object given as such, as JSON, or as a Python literal."""
     if isinstance(info, str):
         try:
             info = json.loads(info)
@@ -167,7 +167,7 @@ def _info(info: Any) -> Row:
 
 
 def plain(row: Row) -> TaskFields:
-    """`question` and `answer`, and `tests` and `metadata` where they are there."""
+    """Read `question`, and the optional `answer`, `tests` and `metadata`."""
     answer = text(row, "answer") if row.get("answer") is not None else ""
     tests, more = row.get("tests"), row.get("metadata")
     return TaskFields(
@@ -175,8 +175,12 @@ def plain(row: Row) -> TaskFields:
         answer,
         tests=as_json(tests) if tests else "",
         metadata=as_json(more) if more else "",
-        reward="code" if tests else ("number" if NUMERIC.fullmatch(answer.strip()) else ""),
+        reward=default_reward(answer, has_tests=bool(tests)),
     )
+
+
+def default_reward(answer: str, *, has_tests: bool) -> str:
+    return "code" if has_tests else "number" if NUMERIC.fullmatch(answer.strip()) else ""
 
 
 NUMERIC = re.compile(r"[-\u2212]?\$?[\d,]*\.?\d+", flags=re.ASCII)
@@ -204,13 +208,12 @@ SCHEMAS = [
 ]
 
 
-def recognise(columns: Iterable[str], first: Row) -> RowSchema:
-    """Return the schema of a file with these columns and this first row. Raises RowError, which names the columns."""
-    held = set(columns)
+def recognize(first: Row) -> RowSchema:
+    """Return the schema of a file with this first row. Raise RowError, which names the columns."""
     for schema in SCHEMAS:
-        if held.issuperset(schema.needs) and schema.when(first):
+        if first.keys() >= set(schema.needs) and schema.when(first):
             return schema
     raise RowError(
-        f"its columns ({', '.join(sorted(held)) or 'none'}) are of no schema known here: say which column is what, "
-        f'for example fields = {{ question = "{min(held, default="text")}", answer = "..." }}'
+        f"its columns ({', '.join(sorted(first)) or 'none'}) match no known schema: name them in fields, "
+        f'for example fields = {{ question = "{min(first, default="text")}", answer = "..." }}'
     )

@@ -1,8 +1,8 @@
-"""One running program, from outside: read its output, send it frames, stop it at its limits.
+"""One running program, seen from outside: read its output, send it frames, stop it at its limits.
 
 Invariant: whatever the program does, no call takes longer than its wall limit plus `GRACE_S`, or keeps more than
 `output_bytes` plus one read in memory.
-Left out: the meaning of frames. They are untrusted bytes; parse them with limits and never unpickle them.
+Left out: what frames mean. They are untrusted bytes: parse them with limits, never unpickle them.
 """
 
 import contextlib
@@ -12,20 +12,18 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import Outcome, Program, ProgramLimits, Result, SandboxError
 
-GRACE_S = 5.0  # for the keeper to kill and report after the leash is pulled; then kill the whole server
+GRACE_S = 5.0  # for the supervisor to kill and report after the leash closes; then kill the whole server
 CHUNK = 1 << 16
 MAX_WAIT_S = 3600.0  # of one `poll` call
 OUT_OF_MEMORY = 10  # SIGUSR1, see program.py
 
-Stream = Literal["stdout", "stderr", "frames"]
 
-
-class Session:
+class SandboxProcess:
     """A running program. Not thread-safe."""
 
     def __init__(
@@ -39,7 +37,7 @@ class Session:
         self._reading: dict[int, str] = {}  # descriptor -> stream
         self._to_send = bytearray()
         self._sending = -1
-        self._reports = b""  # the keeper's JSON lines
+        self._reports = b""  # the supervisor's JSON lines
         self._ended = False  # all of the program's processes have ended
         self._stopped: Outcome | None = None
         self._result: Result | None = None
@@ -70,20 +68,20 @@ class Session:
                     os.close(descriptor)
 
     def send(self, frame: bytes) -> None:
-        """Send one frame. It is buffered until the program reads it; after the program's end it is dropped."""
+        """Send one frame. Buffer it until the program reads it; drop it after the program's end."""
         if self._sending >= 0:
             self._to_send += len(frame).to_bytes(4, "big") + frame
             self._pump(time.monotonic(), lambda: False)
 
     def receive(self) -> bytes | None:
         """Return the program's next frame, or None at the end; `close` then says why."""
-        self._pump(self._over, lambda: self._whole_frame() or not self._open("frames"))
+        self._pump(self._over, lambda: self._whole_frame() or "frames" not in self._reading.values())
         if self._whole_frame():
             buffer, size = self._text["frames"], self._frame_size()
             frame = bytes(buffer[4 : 4 + size])
             del buffer[: 4 + size]
             return frame
-        if self._open("frames") and self._stopped is None:
+        if "frames" in self._reading.values() and self._stopped is None:
             self._stop("timeout")
         return None
 
@@ -112,7 +110,7 @@ class Session:
                 self._done()
         return self._result
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> "SandboxProcess":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -152,11 +150,11 @@ class Session:
         return "exited" if code >= 0 else "killed"
 
     def _stop(self, outcome: Outcome) -> None:
-        """Pull the leash: the keeper kills everything and reports."""
+        """Close the leash: the supervisor kills everything and reports."""
         if self._stopped is None:
             self._stopped = outcome
         self._hang_up()
-        with contextlib.suppress(OSError):  # the keeper may have exited
+        with contextlib.suppress(OSError):  # the supervisor may have exited
             self._leash.shutdown(socket.SHUT_WR)
 
     def _pump(self, deadline: float, done: Callable[[], bool], stopping: bool = False) -> None:
@@ -191,7 +189,7 @@ class Session:
             self._read(descriptor)
 
     def _read(self, descriptor: int) -> bool:
-        """Read available bytes. Return False if there are none."""
+        """Read available bytes of one stream. Return False if there are none."""
         try:
             part = os.read(descriptor, CHUNK)
         except BlockingIOError:
@@ -213,9 +211,6 @@ class Session:
         for descriptor in list(self._reading):
             while self._stopped is None and self._read(descriptor):
                 pass
-
-    def _open(self, stream: Stream) -> bool:
-        return stream in self._reading.values()
 
     def _frame_size(self) -> int:
         return int.from_bytes(self._text["frames"][:4], "big") if len(self._text["frames"]) >= 4 else 0
