@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
 TEST_PROCESSES ?= 2
 QUICK := $(addprefix tests/,config coordinator evals ledger mutants protocol store toploc watch worker test_docs.py test_evidence.py test_layout.py)
-BENCHMARKS ?= benchmarks/asynchrony.py benchmarks/validation_speed.py benchmarks/fuzz.py
+BENCHMARKS ?= speed.asynchrony speed.validation_speed trust.fuzz
 
 # Which torch build: `cpu` or `cuda` (`make setup TORCH=cuda`; later targets keep the last choice).
 # On Linux, PyPI's 2.13.0 is the CUDA build. So setup asks for the CPU build by name, 2.13.0+cpu: first at pip's
@@ -88,7 +88,7 @@ format: $(STAMP)  ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)  ## run benchmarks one by one; BENCHMARKS="..." selects some
-	@set -e; for script in $(BENCHMARKS); do echo "+ $(BIN)/python $$script"; $(BIN)/python $$script; done
+	@set -e; for name in $(BENCHMARKS); do echo "+ python -m benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name; done
 
 clean:  ## remove .venv and caches; keeps runs/
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info

@@ -1,7 +1,7 @@
 """The package's layout in numbers: rooms, floors, imports, files, lines, fields, commands, for one tree or several.
 
-    python benchmarks/layout.py                                     this checkout
-    python benchmarks/layout.py ../before/src/shoal src/shoal       two trees side by side, as a Markdown table
+    python -m benchmarks.layout                                     this checkout
+    python -m benchmarks.layout ../before/src/shoal src/shoal       two trees side by side, as a Markdown table
 
 A room is a folder or a module at the root of the package; `__init__.py` and `__main__.py` at the root are neither. Imports
 are read from the source, wherever they stand in a file. Rooms that import each other, directly or through others, have no
@@ -25,11 +25,12 @@ from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 
-PACKAGE = "shoal"
 ROOT = Path(__file__).parents[1]
+PACKAGE = "shoal"
 CYCLE_LIMIT = 8  # rooms; every order of a cycle is tried
 SMALL = 80  # lines
 FIELDS = """
+from benchmarks.common.machine import ROOT
 from shoal.config import Config
 def count(section):
     return sum(count(inner) if (inner := model(field.annotation)) else 1 for field in section.model_fields.values())

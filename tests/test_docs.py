@@ -139,11 +139,18 @@ def test_every_named_source_file_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_named_benchmark_and_make_target_exists(page: Path) -> None:
     text = page.read_text()
-    scripts = set(re.findall(r"python (benchmarks/\w+\.py)", text))
-    assert {script for script in scripts if not (ROOT / script).exists()} == set()
+    scripts = set(re.findall(r"python -m (benchmarks\.[\w.]+)", " ".join(text.split())))
+    assert {script for script in scripts if not source_of(script)} == set()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = [line for _, block in FENCE.findall(text) for line in block.splitlines()] + SPAN.findall(text)
     assert {match[1] for line in commands if (match := re.match(r"make ([a-z-]+)", line))} <= targets
+
+
+def source_of(module: str) -> str:
+    """Return the source of `benchmarks.FOLDER.NAME`, of a package all its files; "" if there is none."""
+    path = ROOT / module.replace(".", "/")
+    files = [path.with_suffix(".py")] if not path.is_dir() else sorted(path.glob("*.py"))
+    return "".join(file.read_text() for file in files if file.exists())
 
 
 def raw_files(text: str) -> list[Path]:
@@ -265,17 +272,17 @@ def test_files_and_flags_of_benchmark_commands_exist(page: Path) -> None:
     text = page.read_text()
     lines = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
     spans = [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
-    for line in [line for line in lines + spans if line.startswith(("python benchmarks/", "python examples/"))]:
-        words = shlex.split(line)
+    for line in [line for line in lines + spans if line.startswith(("python -m benchmarks.", "python examples/"))]:
+        words = shlex.split(line.replace(" -m ", " "))
         inputs = [word for before, word in zip(words, words[1:], strict=False) if before not in (">", "--out")]
         named = [word for word in inputs if re.match(r"(configs|benchmarks|examples)/", word) or word.endswith(".toml")]
         assert [word for word in named if not list(ROOT.glob(word))] == [], line
-        source = (ROOT / words[1]).read_text()
+        source = source_of(words[1]) or (ROOT / words[1]).read_text()
         assert [flag for flag in re.findall(r" (--[a-z][\w-]*)", line) if f'"{flag}"' not in source] == [], line
 
 
 def test_every_benchmark_that_writes_figures_names_its_commit() -> None:
-    texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")}
     writers = {
         name: text
         for name, text in texts.items()

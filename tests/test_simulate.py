@@ -1,34 +1,21 @@
-"""The simulated pool against closed forms: `benchmarks/simulate`."""
+"""The simulated pool against closed forms: `benchmarks/pool/simulate`."""
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Any]:
-    sys.path.insert(0, BENCHMARKS)
-    from simulate import pool
-
-    yield pool
-    sys.path.remove(BENCHMARKS)
+from benchmarks.pool.simulate import pool
 
 
-def setting(pool: Any, **changed: Any) -> Any:
+def setting(**changed: Any) -> Any:
     """One worker, one validator, one learner: a batch is one submission, 40 s to generate, 4 to check, 20 to train."""
     rig = pool.Rig(group_s=10.0, groups=4, fetch_s=5.0, load_s=1.0, upload_s=2.0)
     own = {"steps": 12, "async_level": 0, "batch": 4, "rigs": [rig], "validators": 1, "validate_s": 1.0}
     return pool.Setting(**(own | {"validate_start_s": 0.0, "train_s": 20.0, "publish_s": 3.0} | changed))
 
 
-def test_at_level_0_a_step_is_the_sum_of_its_parts(pool: Any) -> None:
-    found = pool.Pool(setting(pool)).run()
+def test_at_level_0_a_step_is_the_sum_of_its_parts() -> None:
+    found = pool.Pool(setting()).run()
     assert found.step_s == pytest.approx(40 + 2 + 4 + 20 + 3 + 5 + 1)
     assert found.learner == pytest.approx(12 * 20 / found.seconds)
     assert found.generating == pytest.approx(12 * 40 / found.seconds)
@@ -37,28 +24,28 @@ def test_at_level_0_a_step_is_the_sum_of_its_parts(pool: Any) -> None:
 
 
 @pytest.mark.parametrize(("train_s", "step_s"), [(20.0, 46.0), (90.0, 90.0)])
-def test_at_a_high_level_a_step_is_its_slowest_part(pool: Any, train_s: float, step_s: float) -> None:
+def test_at_a_high_level_a_step_is_its_slowest_part(train_s: float, step_s: float) -> None:
     """The worker is asked again once a batch's verdict is there: that is one part of 40 + 2 + 4 s, with loads between."""
-    found = pool.Pool(setting(pool, async_level=4, train_s=train_s, steps=40)).run()
+    found = pool.Pool(setting(async_level=4, train_s=train_s, steps=40)).run()
     assert found.step_s == pytest.approx(step_s, abs=1.1)
 
 
-def test_several_workers_share_a_batch(pool: Any) -> None:
+def test_several_workers_share_a_batch() -> None:
     rigs = [pool.Rig(group_s=10.0, groups=1)] * 4
-    found = pool.Pool(setting(pool, rigs=rigs, validators=4, publish_s=0.0)).run()
+    found = pool.Pool(setting(rigs=rigs, validators=4, publish_s=0.0)).run()
     assert found.step_s == pytest.approx(10 + 1 + 20)
 
 
-def test_groups_without_a_signal_cost_as_many_more(pool: Any) -> None:
-    whole = pool.Pool(setting(pool, async_level=4, batch=64, steps=20)).run()
-    half = pool.Pool(setting(pool, async_level=4, batch=64, steps=20, useful=0.5)).run()
+def test_groups_without_a_signal_cost_as_many_more() -> None:
+    whole = pool.Pool(setting(async_level=4, batch=64, steps=20)).run()
+    half = pool.Pool(setting(async_level=4, batch=64, steps=20, useful=0.5)).run()
     assert half.step_s == pytest.approx(2 * whole.step_s, rel=0.1)
 
 
-def test_no_group_is_older_than_the_level_allows_and_links_fetch_the_newest_only(pool: Any) -> None:
+def test_no_group_is_older_than_the_level_allows_and_links_fetch_the_newest_only() -> None:
     """Versions take longer to arrive than a step: the worker skips some, and waits for one that is young enough."""
     slow = pool.Rig(group_s=1.0, groups=4, fetch_s=200.0)
-    base = setting(pool, rigs=[slow], train_s=5.0, publish_s=0.0, steps=40)
+    base = setting(rigs=[slow], train_s=5.0, publish_s=0.0, steps=40)
     ages = [pool.Pool(replace(base, async_level=level)).run() for level in (0, 1, 2, 4)]
     assert all(found.staleness <= level for found, level in zip(ages, (0, 1, 2, 4), strict=True))
     assert [found.step_s for found in ages] == sorted((found.step_s for found in ages), reverse=True)
@@ -66,6 +53,6 @@ def test_no_group_is_older_than_the_level_allows_and_links_fetch_the_newest_only
     assert ages[3].links > 0.9
 
 
-def test_a_pool_that_can_do_nothing_says_so(pool: Any) -> None:
+def test_a_pool_that_can_do_nothing_says_so() -> None:
     with pytest.raises(RuntimeError, match="stands still at step 0"):
-        pool.Pool(setting(pool, rigs=[])).run()
+        pool.Pool(setting(rigs=[])).run()

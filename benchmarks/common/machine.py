@@ -1,17 +1,26 @@
-"""What a benchmark ran on, for the results file beside its figures."""
+"""Where results go, and what a benchmark ran on: its command, machine and commit stand beside its figures."""
 
 import os
 import platform
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
 WRITTEN = [":!benchmarks/results", ":!docs"]  # by benchmarks: figures and pictures change no code
 
 
+def command_line() -> str:
+    """Return the command that started this process. Absolute paths become names: they say nothing on another machine."""
+    return " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.orig_argv[1:])])
+
+
 def describe() -> dict[str, Any]:
-    """CPU, cores, versions, commit and the measured matrix product, GFLOP/s."""
+    """Return the CPU, cores, versions, commit and the measured matrix product, GFLOP/s."""
     import torch
 
     from shoal.model.dtype import measure_gflops
@@ -29,7 +38,7 @@ def describe() -> dict[str, Any]:
 
 
 def commit(tree: Path = ROOT) -> str:
-    """The commit of a checkout, with `-dirty` if a tracked file that could change a figure differs from it."""
+    """Return the commit of a checkout, with `-dirty` if a tracked file that could change a figure differs from it."""
 
     def git(*argv: str) -> str:
         return subprocess.run(
@@ -38,3 +47,9 @@ def commit(tree: Path = ROOT) -> str:
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN)
     return git("rev-parse", "--short=10", "HEAD") + ("-dirty" if changed else "")
+
+
+def cpu_s(pid: int) -> float:
+    """Return user and system seconds of a living process and its living descendants. Linux."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return time.clock_gettime((~pid << 3) | 2) + sum(cpu_s(int(child)) for child in children)  # clock_getcpuclockid(3)

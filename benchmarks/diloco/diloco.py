@@ -1,7 +1,7 @@
 """DiLoCo against data-parallel training at equal tokens: a small llama on real text, many settings, one process.
 
-    python benchmarks/diloco.py --seeds 0 1 2                 adds what benchmarks/results/diloco.json lacks
-    python benchmarks/diloco.py --table                       prints that file as a table
+    python -m benchmarks.diloco.diloco --seeds 0 1 2                 adds what benchmarks/results/diloco.json lacks
+    python -m benchmarks.diloco.diloco --table                       prints that file as a table
 
 Every step trains on the same `SEQUENCES` sequences in every setting: data-parallel training computes one gradient of all of
 them, and each of n sites an AdamW step on its n-th part. As in the paper, DiLoCo starts from a model that was trained
@@ -16,7 +16,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from copy import deepcopy
@@ -25,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diloco_model import Size, Trainee, Trainees, perplexity, processor, tokens
 from filelock import FileLock
-from machine import commit
 from torch import Tensor
 
+from benchmarks.common.machine import RESULTS, command_line, commit
+from benchmarks.diloco.diloco_model import Size, Trainee, Trainees, perplexity, processor, tokens
 from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.codec import Kind
 from shoal.diloco.meeting import Meeting
@@ -37,7 +36,7 @@ from shoal.diloco.messages import SILENT, Greeting, Terms
 from shoal.diloco.site import Site
 from shoal.files import write_file
 
-RESULT = Path(__file__).parent / "results" / "diloco.json"
+RESULT = RESULTS / "diloco.json"
 SEQUENCES, BEFORE, STEPS = 8, 500, 1_500  # a step's sequences; steps before DiLoCo begins; steps from there
 SIZE = Size(
     steps=BEFORE + STEPS,
@@ -146,7 +145,7 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
     with FileLock(f"{RESULT}.lock"):
         held = read()
         held |= {
-            "command": f"python benchmarks/diloco.py {' '.join(sys.argv[1:])}",
+            "command": command_line(),
             "commit": commit(),
             "threads": 1,
             "machine": {"cpu": processor(), "python": platform.python_version(), "torch": torch.__version__},

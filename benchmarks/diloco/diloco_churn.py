@@ -1,6 +1,6 @@
 """Sites and their meeting under random faults: real processes, real text; and whether anything was lost or differs.
 
-    python benchmarks/diloco_churn.py --minutes 20 --out benchmarks/results/diloco_churn.json --figure churn.png
+    python -m benchmarks.diloco.diloco_churn --minutes 20 --out benchmarks/results/diloco_churn.json --figure churn.png
 
 Every few seconds one fault of KINDS happens, each kind in turn in a random order. What was killed is started again after up
 to ten seconds. Then all are left alone until a round has every site. Text: the source of Python's standard library. Model:
@@ -27,9 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from machine import describe
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common.machine import command_line, describe
 from shoal.model.load import load_tokenizer, save_model
 from shoal.model.sources import resolve
 
@@ -261,7 +261,7 @@ def main() -> None:
         held = json.loads(arguments.out.read_text())
         picture(held, held["sites"], arguments.figure)
         return
-    held = {"command": f"python benchmarks/diloco_churn.py {' '.join(sys.argv[1:])}", "machine": describe()}
+    held = {"command": command_line(), "machine": describe()}
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), arguments.sites)
         held |= {"sites": arguments.sites, "parameters": run.parameters, "inner_steps": INNER_STEPS, "wait_s": WAIT_S}

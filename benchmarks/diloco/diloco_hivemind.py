@@ -1,6 +1,6 @@
 """One outer step by Shoal's meeting and by hivemind's averager, of the same tensors, in turn on one machine.
 
-    python benchmarks/diloco_hivemind.py --hivemind PYTHON --out benchmarks/results/diloco_hivemind.json
+    python -m benchmarks.diloco.diloco_hivemind --hivemind PYTHON --out benchmarks/results/diloco_hivemind.json
 
 PYTHON is an interpreter with hivemind 1.1.12 (`python -m venv v && v/bin/pip install hivemind==1.1.12`). hivemind is what
 OpenDiLoCo (arXiv 2407.07852) averages with; its peers here use its defaults, FP16 as in the paper, and groups of all peers.
@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from diloco_hivemind_peers import KIND, SIDE
-from machine import describe
+
+from benchmarks.common.machine import command_line, describe
+from benchmarks.diloco.diloco_hivemind_peers import KIND, SIDE
 
 PEERS = Path(__file__).with_name("diloco_hivemind_peers.py")
 
@@ -136,7 +137,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.environ.get("APART") != "1":  # begin again where loopback is this benchmark's alone
         up = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-        os.execvpe(up[0], [*up, sys.executable, *sys.argv], os.environ | {"APART": "1"})
+        os.execvpe(up[0], [*up, *sys.orig_argv], os.environ | {"APART": "1"})
     steps, idle = [], {}
     for peers in arguments.peers:
         with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +152,7 @@ def main() -> None:
                 for engine in (shoal, other):
                     engine.end()
     held = {
-        "command": f"python {' '.join(sys.argv)}".replace(arguments.hivemind, "PYTHON"),
+        "command": command_line().replace(Path(arguments.hivemind).name, "PYTHON"),
         "machine": describe(),
         "parameters": arguments.matrices * SIDE * SIDE,
         "kind": KIND,

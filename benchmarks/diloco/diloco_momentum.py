@@ -1,6 +1,6 @@
 """Why many short rounds with the papers' outer momentum overshoot: one small llama, sites simulated in turn.
 
-    python benchmarks/diloco_momentum.py --steps 400 --seeds 0 1 --out benchmarks/results/diloco_momentum.json
+    python -m benchmarks.diloco.diloco_momentum --steps 400 --seeds 0 1 --out benchmarks/results/diloco_momentum.json
 
 For each H (inner steps), outer momentum μ, outer rate η and inner rate it records, per round: the cosine of the average
 pseudo-gradient with the one of the round before, its norm, the length of the outer step over that norm (`gain`), and, every
@@ -14,17 +14,16 @@ import argparse
 import json
 import math
 import platform
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from diloco_model import Size, Trainee, perplexity, processor, tokens
-from machine import commit
 from torch import Tensor
 
+from benchmarks.common.machine import command_line, commit
+from benchmarks.diloco.diloco_model import Size, Trainee, perplexity, processor, tokens
 from shoal.diloco.agreed import Shapes, outer_step, pseudo_gradient
 from shoal.files import write_file
 
@@ -93,7 +92,7 @@ def main() -> None:
     size = Size(steps=arguments.steps, lr=arguments.lr, width=arguments.width)
     data = tokens(size)
     held: dict[str, Any] = {
-        "command": f"python benchmarks/diloco_momentum.py {' '.join(sys.argv[1:])}",
+        "command": command_line(),
         "commit": commit(),
         "machine": {"cpu": processor(), "python": platform.python_version(), "torch": torch.__version__, "threads": 1},
         "sites": SITES,

@@ -1,11 +1,11 @@
 """Share of the time that two sites compute, over an emulated wide-area network: DiLoCo.
 
-    python benchmarks/diloco_wan.py --repeats 2 --out benchmarks/results/diloco_wan.json
+    python -m benchmarks.diloco.diloco_wan --repeats 2 --out benchmarks/results/diloco_wan.json
 
 Two sites and the meeting in network namespaces of their own, 100 Mb/s each way and a round trip of 50 ms between any two
-(`wan/network.py`). All are real processes with one thread each: `shoal pool meet` and `shoal pretrain --join`. The model is
-a small llama with new weights, the text Python's standard library. The file's figures of data-parallel training are of an
-earlier commit, which had it.
+(`weights/wan/network.py`). All are real processes with one thread each: `shoal pool meet` and `shoal pretrain --join`. The
+model is a small llama with new weights; the text is Python's standard library. The raw file's figures of data-parallel
+training are from an earlier commit, which had it.
 
 `compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round.
 Encoding and the outer step count as not computing.
@@ -25,7 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wan.network import FOLDER, INSIDE, Network, Plan, enter
+from benchmarks.common.machine import command_line, describe
+from benchmarks.weights.wan.network import FOLDER, INSIDE, Network, Plan, enter
 
 PLAN = Plan(100e6, 0.0, 100e6, 0, 2, 50.0, 0.0, 100.0, "cubic")
 LONGEST_S, LOOK_S = 300.0, 0.1
@@ -46,9 +47,8 @@ def main() -> None:
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     enter(Path("peers"))
-    from machine import describe
 
-    command = " ".join(["python", *sys.argv]).removesuffix(f" {INSIDE}")
+    command = command_line().removesuffix(f" {INSIDE}")
     held: dict[str, Any] = {"command": command, "machine": describe(), "load_before": os.getloadavg()}
     held |= {"tokens_per_step_and_site": TOKENS * BATCH, "parameters": write_model(), "runs": []}
     for repeat in range(arguments.repeats):

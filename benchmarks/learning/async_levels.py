@@ -1,6 +1,6 @@
 """The paper's asynchrony ablation at a small scale: training on rollouts that are exactly 0, 1, 2 and 4 versions old.
 
-    python benchmarks/async_levels.py [--steps 40] [--seeds 0 1 2] [--levels 0 1 2 4]
+    python -m benchmarks.learning.async_levels [--steps 40] [--seeds 0 1 2] [--levels 0 1 2 4]
 
 `bundled:tiny` on two-digit sums in one process, with the recipe of configs/tiny.toml. Step s trains on the batch that
 version s - level sampled (version 0 at first), as in the paper; a run would also allow younger ones. Seeds determine the
@@ -18,11 +18,9 @@ import random
 import statistics
 import sys
 from collections import deque
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from machine import describe
-
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe
 from shoal import tasks
 from shoal.config import load
 from shoal.engine.protocol import Sampling
@@ -36,10 +34,9 @@ from shoal.model.sources import TINY, resolve
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.watch.plot import write_png
 
-HERE = Path(__file__).parent
-CONFIG = load(HERE.parent / "configs" / "tiny.toml")
+CONFIG = load(ROOT / "configs" / "tiny.toml")
 PROMPTS, GROUP = 32, 8
-PATH, PICTURE = HERE / "results" / "async_levels.json", HERE.parent / "docs" / "images" / "async-levels.png"
+PATH, PICTURE = RESULTS / "async_levels.json", IMAGES / "async-levels.png"
 LAST = 10  # final steps whose mean reward is compared
 COLORS = {0: "#555555", 1: "#1f6fb4", 2: "#2a9d8f", 4: "#d1495b"}
 T_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, two-sided, by degrees of freedom
@@ -51,7 +48,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--levels", type=int, nargs="+", default=[0, 1, 2, 4])
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
+    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
     for seed in arguments.seeds:
         for level in arguments.levels:
             result["runs"].append(Run(seed, level).figures(arguments.steps))

@@ -1,8 +1,8 @@
 """Thinking budgets: what recorded runs of configs/target-short.toml and target-long.toml show. Runs nothing.
 
-    python benchmarks/runs.py target-short --finished runs/target-short-0 runs/target-short-1 runs/target-short-2
-    python benchmarks/runs.py target-long --finished runs/target-long-0 runs/target-long-1 runs/target-long-2
-    python benchmarks/budgets.py
+    python -m benchmarks.learning.runs target-short --finished runs/target-short-0 runs/target-short-1 runs/target-short-2
+    python -m benchmarks.learning.runs target-long --finished runs/target-long-0 runs/target-long-1 runs/target-long-2
+    python -m benchmarks.learning.budgets
 
 Prints a table and draws docs/images/budgets.png: task reward and length penalty over steps, as in INTELLECT-2's report
 (arXiv 2505.07291, section 4), and the length of completions for each target, at first and at last.
@@ -19,7 +19,8 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot
 
-HERE = Path(__file__).parent
+from benchmarks.common.machine import IMAGES, RESULTS
+
 ENDS = 10  # steps that count as the run's beginning, and as its end
 SMOOTH = 5  # a curve shows the mean of so many steps
 COLOURS = {"target-short": "#1f6fb4", "target-long": "#d1495b"}
@@ -30,11 +31,11 @@ Metrics = list[dict[str, Any]]  # of one run, step by step
 def main() -> None:
     runs = {label: metrics_of(label) for label in COLOURS}
     sys.stdout.write(table(runs))
-    draw(runs, HERE.parent / "docs" / "images" / "budgets.png")
+    draw(runs, IMAGES / "budgets.png")
 
 
 def metrics_of(label: str) -> list[Metrics]:
-    recorded = json.loads((HERE / "results" / f"{label}.json").read_text())["runs"]
+    recorded = json.loads((RESULTS / f"{label}.json").read_text())["runs"]
     return [run["metrics"] for run in recorded]
 
 

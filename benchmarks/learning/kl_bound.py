@@ -1,6 +1,6 @@
 """How far k3 may grow: what one token that the policy has left does to an update, by where the estimator is bounded.
 
-    python benchmarks/kl_bound.py [--seeds 20]
+    python -m benchmarks.learning.kl_bound [--seeds 20]
 
 A table of softmax rows stands for the policy: its logits are the reference's and a drift. Tokens are drawn from it, with
 advantages of 1 and -1. In each batch one token is planted whose probability under the policy lies `outlier` nats below the
@@ -18,14 +18,13 @@ reference's, as after many updates against it. The batch's gradient is clipped t
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 
 import torch
-from machine import commit
 from torch import Tensor
 
-HERE = Path(__file__).parent
+from benchmarks.common.machine import RESULTS, commit
+
 ROWS, VOCABULARY, DRIFT = 64, 256, 1.0  # the drift: std of a logit's change, in nats
 GRAD_CLIP = 0.1
 BETAS = (0.001, 0.04)
@@ -67,13 +66,13 @@ def main() -> None:
                     found.append({"tokens": tokens, "beta": beta, "outlier": outlier, "bound": name} | mean)
                     print(json.dumps(found[-1]))  # noqa: T201
     report = {
-        "command": f"python benchmarks/kl_bound.py --seeds {arguments.seeds}",
+        "command": f"python -m benchmarks.learning.kl_bound --seeds {arguments.seeds}",
         "commit": commit(),
         "torch": torch.__version__,
         "grad_clip": GRAD_CLIP,
         "cases": found,
     }
-    (HERE / "results" / "kl_bound.json").write_text(json.dumps(report, indent=1) + "\n")
+    (RESULTS / "kl_bound.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def measure(seed: int, tokens: int, beta: float, outlier: float, kl: Estimator) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """How much of a LoRA learner's gain reaches whoever loads the published version: adapters apart, and merged into bf16.
 
-    python benchmarks/lora_gain.py --out benchmarks/results/lora_gain.json
+    python -m benchmarks.learning.lora_gain --out benchmarks/results/lora_gain.json
 
 Gain: the advantage-weighted logprobs of the batch, before and after a few updates. "apart" is how versions are published;
 "merged" rounds weight + adapter to bf16, as any plain bf16 model does.
@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from machine import describe
 from safetensors.torch import load_file, save_file
 
+from benchmarks.common.machine import describe
 from shoal.config.recipe import LearnerSection
 from shoal.engine.selftest import fixed_tokens
 from shoal.learner.batch import MicroBatch, micro_batches

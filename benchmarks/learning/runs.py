@@ -1,9 +1,9 @@
 """Whole runs of a config, and what came of each: accuracy before and after, verdicts, time, memory.
 
-    python benchmarks/runs.py quickstart --seeds 0 1 2
-    python benchmarks/runs.py tiny --cheats                 one run for each lie, each with a worker that lies so
-    python benchmarks/runs.py functions --finished runs/functions-0      records runs that `shoal run` has made; runs nothing
-    python benchmarks/runs.py quickstart --plot              docs/images/quickstart.png from the results; runs nothing
+    python -m benchmarks.learning.runs quickstart --seeds 0 1 2
+    python -m benchmarks.learning.runs tiny --cheats           one run for each lie, each with a worker that tells it
+    python -m benchmarks.learning.runs functions --finished runs/functions-0    record runs of `shoal run`; run nothing
+    python -m benchmarks.learning.runs quickstart --plot    docs/images/quickstart.png from the results; run nothing
 
 Writes benchmarks/results/<label>.json (machine, command, every summary, the curves) and prints a table. Unknown arguments
 are passed on to `shoal run` (`--set model.dtype=float32`).
@@ -17,15 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from adversary.cheats import CHEATS
-from byzantine import liars
-from machine import describe
-
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe
+from benchmarks.trust.adversary.cheats import CHEATS
+from benchmarks.trust.byzantine import liars
 from shoal.protocol.messages import Evaluation
 from shoal.watch.plot import draw_curve
 from shoal.watch.summary import read_legs
-
-HERE = Path(__file__).parent
 
 
 def main() -> None:
@@ -43,9 +40,9 @@ def main() -> None:
         plot(arguments.label or arguments.config)
         return
     kinds = [""] if arguments.cheats is None else arguments.cheats or list(CHEATS)
-    (HERE / "results").mkdir(exist_ok=True)
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
-    path = HERE / "results" / f"{arguments.label or arguments.config}.json"
+    RESULTS.mkdir(exist_ok=True)
+    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
+    path = RESULTS / f"{arguments.label or arguments.config}.json"
     if arguments.finished:
         result["runs"] = [record(folder, cheat="") for folder in arguments.finished]
         path.write_text(json.dumps(result, indent=1) + "\n")
@@ -63,7 +60,7 @@ def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, An
     """One `shoal run`, and the worker that lies in it, if any."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        argv = [sys.executable, "-m", "shoal", "run", str(HERE.parent / "configs" / f"{config}.toml")]
+        argv = [sys.executable, "-m", "shoal", "run", str(ROOT / "configs" / f"{config}.toml")]
         argv += ["--set", f"run.seed={seed}", "--out", str(out), *more]
         run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         with liars(run, out, [cheat] if cheat else []):
@@ -85,12 +82,12 @@ def record(folder: Path, cheat: str) -> dict[str, Any]:
 
 def plot(label: str) -> None:
     """docs/images/<label>.png: the curve of the first run in the results file."""
-    run = json.loads((HERE / "results" / f"{label}.json").read_text())["runs"][0]
+    run = json.loads((RESULTS / f"{label}.json").read_text())["runs"][0]
     evaluations = [
         Evaluation(version=0, final=False, **run["heldout_before"]),
         Evaluation(version=run["steps"], final=True, **run["heldout_after"]),
     ]
-    draw_curve(run["metrics"], evaluations, HERE.parent / "docs" / "images" / f"{label}.png", f"{label}-{run['seed']}")
+    draw_curve(run["metrics"], evaluations, IMAGES / f"{label}.png", f"{label}-{run['seed']}")
 
 
 def table(runs: list[dict[str, Any]]) -> str:

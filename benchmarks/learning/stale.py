@@ -1,6 +1,6 @@
 """What delta prevents: two-sided clipping against PPO's one-sided clip, on data many updates old.
 
-    OMP_NUM_THREADS=1 python benchmarks/stale.py [--seeds 3] [--updates 80] [--age 16] [--lr 2e-4] [--label NAME]
+    OMP_NUM_THREADS=1 python -m benchmarks.learning.stale [--seeds 3] [--updates 80] [--age 16] [--lr 2e-4] [--label NAME]
 
 Trains `bundled:tiny` on sums in one process, once with delta = 4 and once with a delta that is never reached, from the same
 weights and tasks. Each update's rollouts are sampled by the policy of `age` updates before (the first `age` updates use the
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from machine import describe
 from torch import Tensor
 
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe
 from shoal import tasks
 from shoal.config import load
 from shoal.config.recipe import LearnerSection, LossSection
@@ -38,8 +38,7 @@ from shoal.model.sources import TINY, resolve
 from shoal.model.tree import Tree, pack
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
-HERE = Path(__file__).parent
-TASKS = load(HERE.parent / "configs" / "tiny.toml").tasks
+TASKS = load(ROOT / "configs" / "tiny.toml").tasks
 PROMPTS, GROUP, MAX_TOKENS = 16, 8, 6
 ARMS = {"delta 4": 4.0, "delta off": 1e9}
 BEYOND = 4.0  # a larger ratio counts as huge, in both arms
@@ -66,7 +65,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started_s = time.monotonic()
     result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "machine": describe(),
         "settings": {"age": arguments.age, "lr": arguments.lr, "prompts": PROMPTS, "group": GROUP, "arms": ARMS},
         "runs": [],
@@ -83,9 +82,9 @@ def main() -> None:
     result["off over on, same weights"] = same_weights(result["runs"])
     result["seconds"] = round(time.monotonic() - started_s, 1)
     name = f"stale-{arguments.label}" if arguments.label else "stale"
-    (HERE / "results" / f"{name}.json").write_text(json.dumps(result) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(result) + "\n")
     if not arguments.label:
-        plot(result, HERE.parent / "docs" / "images" / "stale.png")
+        plot(result, IMAGES / "stale.png")
     sys.stdout.write(table(result))
 
 

@@ -1,10 +1,10 @@
 """Takes the pictures of the pages that docs/ shows, in Chromium, from a run's folder.
 
-    python benchmarks/page_pictures.py RUN                      docs/images/dashboard*.png
-    python benchmarks/page_pictures.py RUN --chat "QUESTION"    docs/images/chat-compare.png, with two of the run's versions
-    python benchmarks/page_pictures.py RUN --dark --phone --out DIR    the same as others see them
+    python -m benchmarks.pool.page_pictures RUN                      docs/images/dashboard*.png
+    python -m benchmarks.pool.page_pictures RUN --chat "QUESTION"    docs/images/chat-compare.png: two of its versions
+    python -m benchmarks.pool.page_pictures RUN --dark --phone --out DIR    the same as others see them
 
-RUN is a finished run, for the dashboard one with a cheating worker (`benchmarks/byzantine.py`).
+RUN is a finished run, for the dashboard one with a cheating worker (`benchmarks/trust/byzantine.py`).
 Look at what it took before you commit it. Needs `make browser`.
 """
 
@@ -20,7 +20,9 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-OUT = Path(__file__).parent.parent / "docs" / "images"
+from benchmarks.common.machine import IMAGES
+
+OUT = IMAGES
 WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 WAIT_MS = 600_000  # a reply on a slow machine
 VIEWS = ("overview", "timeline")

@@ -1,7 +1,7 @@
 """Official and popular clients of OpenAI's API against a live `shoal serve`: what works with which, as a table.
 
-    python benchmarks/sdk_table.py                      makes throwaway environments for the clients: minutes
-    python benchmarks/sdk_table.py --environments DIR   makes them in DIR, or takes those that are there
+    python -m benchmarks.pool.sdk_table                      makes throwaway environments for the clients: minutes
+    python -m benchmarks.pool.sdk_table --environments DIR   makes them in DIR, or takes those that are there
 
 The server is a process with the bundled SmolLM2. A feature works if the client accepts the response and its content is
 right. Each client runs in its own process and environment, because they need different versions of `openai`.
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RESULT = Path(__file__).parent / "results" / "sdk_table.json"
+RESULT = Path(__file__).parents[1] / "results" / "sdk_table.json"
 FEATURES = ["chat", "stream", "seed", "logprobs", "stop", "list", "error"]
 MODEL = "model"
 SAYS = [{"role": "user", "content": "What is the capital of France?"}]
@@ -227,10 +227,10 @@ def main() -> None:
         finally:
             process.terminate()
             process.wait()
-    from machine import describe
 
-    command = "python " + " ".join([f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
-    result = {"command": command, "machine": describe(), "versions": versions, "found": found}
+    from benchmarks.common.machine import command_line, describe
+
+    result = {"command": command_line(), "machine": describe(), "versions": versions, "found": found}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     table(found)
 

@@ -1,7 +1,7 @@
 """This tree against another one, interleaved: whole runs of a config, and SHARDCAST over loopback.
 
     git worktree add ../before COMMIT
-    python benchmarks/against_commit.py ../before --rounds 3 [--jobs tiny quickstart shardcast]
+    python -m benchmarks.speed.against_commit ../before --rounds 3 [--jobs tiny quickstart shardcast]
 
 Each round runs every job once with each tree's sources, the order turning from round to round, so that both meet the same
 state of the machine. Writes benchmarks/results/against_commit.json (machine, commits, every figure) and prints each
@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from machine import commit, describe
+from benchmarks.common.machine import RESULTS, ROOT, commit, describe
 
-HERE = Path(__file__).parent
 SIZE_BYTES = 512 << 20
 Figures = dict[str, float]
 
@@ -33,10 +32,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
     arguments = parser.parse_args()
-    trees = {"before": arguments.before.resolve(), "after": HERE.parent}
+    trees = {"before": arguments.before.resolve(), "after": ROOT}
     commits = {name: commit(tree) for name, tree in trees.items()}
     result = {
-        "command": f"python benchmarks/against_commit.py BEFORE --rounds {arguments.rounds}",
+        "command": f"python -m benchmarks.speed.against_commit BEFORE --rounds {arguments.rounds}",
         "machine": describe(),
         "commits": commits,
         "rounds": [],
@@ -46,7 +45,7 @@ def main() -> None:
             order = list(trees) if number % 2 == 0 else list(trees)[::-1]
             figures = {name: JOBS[job](trees[name], number) for name in order}
             result["rounds"].append({"job": job} | figures)
-            (HERE / "results" / "against_commit.json").write_text(json.dumps(result, indent=1) + "\n")
+            (RESULTS / "against_commit.json").write_text(json.dumps(result, indent=1) + "\n")
             sys.stdout.write(f"{job} {number}: {figures}\n")
             sys.stdout.flush()
     for job in arguments.jobs:

@@ -1,6 +1,6 @@
 """Does asynchrony pay? The tiny run at async level 2 against 0 (synchronous), in turns on the same machine.
 
-    python benchmarks/asynchrony.py [--pairs 3] [--config tiny]
+    python -m benchmarks.speed.asynchrony [--pairs 3] [--config tiny]
 
 Writes benchmarks/results/asynchrony.json. Time counts from the first trained step to the last, so that loading does not.
 At level 0 nothing overlaps, so `shoal run` gives each phase all cores (cores.share_threads): the peer is not held back.
@@ -10,13 +10,10 @@ import argparse
 import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
-from machine import describe
-from runs import one_run
-
-HERE = Path(__file__).parent
+from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.learning.runs import one_run
 
 
 def main() -> None:
@@ -24,7 +21,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--config", default="tiny")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
+    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
     for pair in range(arguments.pairs):
         for level in (2, 0):
             run = one_run(arguments.config, pair, "", ["--set", f"coordinator.async_level={level}"])
@@ -34,7 +31,7 @@ def main() -> None:
     result["median"] = {level: medians(result["runs"], level) for level in (2, 0)}
     ratio = result["median"][2]["tokens_per_s"] / result["median"][0]["tokens_per_s"]
     result["tokens_per_s_ratio"] = round(ratio, 3)
-    path = HERE / "results" / "asynchrony.json"
+    path = RESULTS / "asynchrony.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(f"{result['median']} ratio {ratio:.2f}\n")

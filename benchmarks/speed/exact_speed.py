@@ -1,6 +1,6 @@
 """What exact numerics cost: generation, the validator's prefill and the learner's update, exact against fast, in turns.
 
-    python benchmarks/exact_speed.py [--rounds 3] [--threads 2] [--dtypes bfloat16] [--models smollm2] [--parts decode]
+    python -m benchmarks.speed.exact_speed [--rounds 3] [--threads 2] [--dtypes bfloat16] [--models smollm2] [--parts decode]
 
 The ways of one case run in turns, exact first in every other round, after a round that warms up. Ratios are the medians of
 each round's fast seconds over its exact seconds: 1 is as fast, 0.9 is a tenth slower. Seconds are wall clock; CPU seconds of
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe
 
+from benchmarks.common.machine import RESULTS, command_line, describe
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
@@ -40,7 +40,7 @@ from shoal.model.sources import SMOLLM2, TINY, resolve
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.validator.prefill import VOCABULARY_ROWS, token_evidence
 
-PATH = Path(__file__).parent / "results" / "exact_speed.json"
+PATH = RESULTS / "exact_speed.json"
 MODELS = {"smollm2": SMOLLM2, "tiny": TINY}
 WAYS = ("fast", "exact")
 DECODED = 24  # tokens of a completion
@@ -57,7 +57,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     machine = describe() | {"load": os.getloadavg()}
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": machine, "cases": []}
+    result: dict[str, Any] = {"command": command_line(), "machine": machine, "cases": []}
     for name in arguments.models:
         for dtype in arguments.dtypes:
             for part in arguments.parts:

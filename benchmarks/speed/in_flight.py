@@ -1,6 +1,6 @@
 """A worker's speed by how many submissions it generates at once (`workers.in_flight`).
 
-    python benchmarks/in_flight.py [--in-flight 1 2 4] [--submissions 8] [--rounds 2] [--threads 2] [--engine vllm]
+    python -m benchmarks.speed.in_flight [--in-flight 1 2 4] [--submissions 8] [--rounds 2] [--threads 2] [--engine vllm]
 
 The worker's own loop with SmolLM2-135M in bf16, on GSM8K: completions of up to 256 tokens, two groups of eight in a
 submission. A stand-in for the coordinator hands out one task after the other, and takes the files. The clock runs from the
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from machine import describe
 
+from benchmarks.common.machine import RESULTS, ROOT, command_line, describe
 from shoal import config as config_module
 from shoal.cli.roles import generator
 from shoal.model.sources import resolve
@@ -34,7 +34,6 @@ from shoal.validator.by_hand import offline_assignment
 from shoal.worker.loop import OneThread, Worker
 from shoal.worker.produce import Producer
 
-HERE = Path(__file__).parent
 RUN = "in-flight"
 
 
@@ -79,11 +78,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
-    parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared" / "data", help="folder of GSM8K")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder of GSM8K")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    path = HERE / "results" / ("in_flight.json" if arguments.engine == "torch" else "in_flight-vllm.json")
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
+    path = RESULTS / ("in_flight.json" if arguments.engine == "torch" else "in_flight-vllm.json")
+    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
     settings = config_of(arguments, 1)
     compute = OneThread()
     with generator(arguments.engine, settings, "bfloat16", arguments.threads, compute) as (engine, kind, _):
@@ -104,7 +103,7 @@ def main() -> None:
 def config_of(arguments: argparse.Namespace, in_flight: int) -> config_module.Config:
     source = f"{{path = '{arguments.data.resolve()}/gsm8k_train.jsonl', reward = 'number'}}"
     return config_module.load(
-        HERE.parent / "configs" / "gsm8k.toml",
+        ROOT / "configs" / "gsm8k.toml",
         [
             f"tasks.sources=[{source}]",
             f"workers.in_flight={in_flight}",

@@ -1,8 +1,8 @@
 """The learner alone against plain transformers loops with padding: forward, backward and optimizer step on the same data.
 
-    python benchmarks/learner_alone.py [--rounds 2] [--dtypes bfloat16]
-    python benchmarks/learner_alone.py --rounds 1 --dtypes float32 --lengths 512 --label float32
-    python benchmarks/learner_alone.py --rounds 2 --dtypes float32 --lengths 512 --kinds equal --label equal-float32
+    python -m benchmarks.speed.learner_alone [--rounds 2] [--dtypes bfloat16]
+    python -m benchmarks.speed.learner_alone --rounds 1 --dtypes float32 --lengths 512 --label float32
+    python -m benchmarks.speed.learner_alone --rounds 2 --dtypes float32 --lengths 512 --kinds equal --label equal-float32
 
 SmolLM2-135M on all cores, with sequences of at most 512 and 4096 tokens: all equally long, and ragged (lengths uniform from
 an eighth of that to all of it, seed 0). The systems take turns. Each trains every token after the first with
@@ -25,14 +25,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.common.machine import RESULTS, command_line, describe
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner.batch import micro_batches
 from shoal.learner.groups import Group
@@ -40,7 +39,7 @@ from shoal.learner.policy import Policy
 from shoal.learner.report import forward_flops, shape_of
 from shoal.model.sources import SMOLLM2, resolve
 
-PATH = Path(__file__).parent / "results" / "learner_alone.json"
+PATH = RESULTS / "learner_alone.json"
 ROW_TOKENS = 4096  # computed at once by each system
 KINDS = ["equal", "ragged"]
 BATCHES = {512: (8, 8), 4096: (1, 2)}  # sequences in one update, equal and ragged, by their length
@@ -58,7 +57,7 @@ def main() -> None:
     parser.add_argument("--label", help="write results/learner_alone-LABEL.json instead")
     arguments = parser.parse_args()
     path = PATH.with_stem(f"{PATH.stem}-{arguments.label}") if arguments.label else PATH
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "cases": []}
+    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "cases": []}
     for dtype in arguments.dtypes:
         peak = matmul_peak(getattr(torch, dtype))
         systems = {"shoal": make_shoal(dtype), "autocast": make_plain("float32", dtype)}

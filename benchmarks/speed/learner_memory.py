@@ -1,6 +1,6 @@
 """What each rank of a large learner holds, reads and receives, counted without a GPU: every allocation of the real code.
 
-    python benchmarks/learner_memory.py
+    python -m benchmarks.speed.learner_memory
 
 Qwen2.5-7B and -32B (their sizes, no weights) on 8 and 64 ranks, in bf16, with AdamW,
 activation checkpointing, no reference model, and rows of 40,960 positions (5 completions of 8,140 tokens behind a prompt of
@@ -15,7 +15,7 @@ exists in name only (`Module`). Counted are
     start     seconds to read the files, at DISK_BPS for a machine of eight ranks, and to gather them for the comparison with
               plain transformers, at LINK_BPS
 
-What a step's batch takes is in learner_deal.py. Attention is that of the CPU, the cascade. On a GPU flex attention takes its
+Attention is that of the CPU, the cascade. On a GPU flex attention takes its
 place, which keeps less. What an allocator loses to fragmentation is not counted. Writes results/learner_memory.json
 and prints the table.
 """
@@ -36,7 +36,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from machine import commit
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +47,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import Qwen2Config
 
+from benchmarks.common.machine import RESULTS, command_line, commit
 from shoal.cli.preflight.estimate import LOGITS_BYTES, MASTER_BYTES, Sizes, Work, activation_bytes, sizes_of
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner import masters
@@ -60,7 +60,7 @@ from shoal.model.training import Sharded
 from shoal.model.tree import Pack, Tree, pack
 
 DEVICE = "pretend"
-PATH = Path(__file__).parent / "results" / "learner_memory.json"
+PATH = RESULTS / "learner_memory.json"
 COMMON = {"vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False}
 MODELS = {
     "7B": COMMON
@@ -134,7 +134,7 @@ def main() -> None:
     register()
     cases: list[dict[str, Any]] = []
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "versions": versions, "cases": cases}
+    result = {"command": command_line(), "commit": commit(), "versions": versions, "cases": cases}
     for ranks in arguments.ranks:
         for name in arguments.models:
             cases.append(case(name, ranks))

@@ -1,8 +1,8 @@
 """What `shoal check` estimates of runs whose raw figures are committed, beside what was measured: step, memory.
 
-    python benchmarks/plan.py record tiny --steps 16          one `shoal run`; its figures go into results/plan.json
-    python benchmarks/plan.py record quickstart --steps 8
-    python benchmarks/plan.py                                 the comparison, into results/plan.json; runs nothing
+    python -m benchmarks.speed.plan record tiny --steps 16          one `shoal run`; its figures go into results/plan.json
+    python -m benchmarks.speed.plan record quickstart --steps 8
+    python -m benchmarks.speed.plan                                 the comparison, into results/plan.json; runs nothing
 
 Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
 (`DEVICES`; sources: cli/preflight/estimate.py). Seconds a step come from runs on quiet machines; memory also
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.machine import RESULTS, ROOT, describe
 from shoal.cli.preflight.estimate import (
     BUNDLED,
     Speed,
@@ -37,24 +38,22 @@ from shoal.cli.preflight.estimate import (
 from shoal.config import Config, load
 from shoal.model.dtype import pick
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PATH = RESULTS / "plan.json"
 BF16 = 2
 KEPT = ("time_s", "completion/length_mean", "reward/zero_std_frac")
 SETTLED = 2  # steps before the first that counts: in them workers, validator and evaluator start
-PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; the last by benchmarks/trl.py
+PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; the last by benchmarks/speed/trl
 # What both cores achieve. X decodes with two threads: 31 ms for the weights and 2.3 ms a completion; E with one: 26, 1.6.
 DEVICES = {
     "X": Speed(dense=0.40 * 1327e9, attention=0.045 * 1327e9, decode=0.089 * 1327e9, bandwidth_Bps=8.6e9),
     "E": Speed(dense=0.475 * 944e9, attention=0.05 * 944e9, decode=0.34 * 944e9, bandwidth_Bps=20.6e9),
 }
-RUNS = {  # of benchmarks/runs.py: its config, and the CPU
+RUNS = {  # of benchmarks/learning/runs.py: its config, and the CPU
     "tiny-exact": ("tiny", "X"),
     "quickstart-exact": ("quickstart", "X"),
     "quickstart-fast": ("quickstart", "X"),
 }
-# `shoal run` on GSM8K as benchmarks/trl.py set it, its workload b at commit 775f024; 64 completions of about 210 tokens.
+# `shoal run` on GSM8K as benchmarks/speed/trl set it, its workload b at commit 775f024; 64 completions of about 210 tokens.
 COMPLETIONS = (
     "coordinator.online_filter=false",
     "coordinator.async_level=1",
@@ -172,7 +171,6 @@ def _json(name: str) -> dict[str, Any]:
 
 def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     """One `shoal run` with a small evaluator."""
-    from machine import describe  # it imports torch, which the comparison does not need
 
     machine, found = describe(), measure(pick("auto")[0])
     with tempfile.TemporaryDirectory() as name:
@@ -186,7 +184,7 @@ def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
         summary = json.loads((out / "summary.json").read_text())
         reports = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {
-        "command": f"python benchmarks/plan.py record {config} --steps {steps}",
+        "command": f"python -m benchmarks.speed.plan record {config} --steps {steps}",
         "machine": machine,
         "device": {"flops": found["flops"], "bandwidth_Bps": found["bandwidth_Bps"], "cores": machine["cores"]},
         "overrides": [override for override in overrides if not override.startswith("tasks.sources")],
@@ -204,7 +202,7 @@ def main() -> None:
     recording.add_argument("--steps", type=int, default=8)
     recording.add_argument("--set", action="append", default=[], help="as for `shoal run`")
     arguments = parser.parse_args()
-    known = _json("plan") if PATH.exists() else {"command": "python benchmarks/plan.py", "runs": {}}
+    known = _json("plan") if PATH.exists() else {"command": "python -m benchmarks.speed.plan", "runs": {}}
     if arguments.command:
         known["runs"][arguments.config] = record(arguments.config, arguments.steps, arguments.set)
         PATH.write_text(json.dumps(known, indent=1) + "\n")

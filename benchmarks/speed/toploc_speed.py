@@ -1,6 +1,6 @@
 """Proofs per second: shoal.toploc against the public package toploc 0.1.6, in turns on the same hidden states.
 
-    python benchmarks/toploc_speed.py --public PATH
+    python -m benchmarks.speed.toploc_speed --public PATH
 
 PATH is a folder with the public package, compiled against this torch (about 25 minutes of one core):
 
@@ -31,7 +31,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-HERE = Path(__file__).parent
+from benchmarks.common.machine import RESULTS, ROOT, describe
+
 ROUNDS = 21
 CHUNK, TOP_K = 32, 128
 WIDTHS = (4096, 576)
@@ -48,14 +49,12 @@ def main() -> None:
         json.dump(measure(arguments.public, arguments.states, arguments.threads), sys.stdout)
         return
 
-    from machine import describe
-
-    found: dict[str, Any] = {"command": "python benchmarks/toploc_speed.py --public PATH", "machine": describe()}
+    found: dict[str, Any] = {"command": "python -m benchmarks.speed.toploc_speed --public PATH", "machine": describe()}
     with tempfile.TemporaryDirectory() as folder:
         states = Path(folder) / "states.pt"
         make_states(states)
         for threads in (1, 2):
-            own = [sys.executable, __file__, "--public", str(arguments.public)]
+            own = [sys.executable, "-m", __spec__.name, "--public", str(arguments.public)]
             run = subprocess.run(
                 [*own, "--states", str(states), "--threads", str(threads)],
                 env={**os.environ, "OMP_WAIT_POLICY": "passive"},
@@ -65,7 +64,7 @@ def main() -> None:
             found[f"{threads} threads"] = rows = json.loads(run.stdout)
             for shape, row in rows.items():
                 sys.stdout.write(f"{threads} threads, {shape}: {json.dumps({k: row[k] for k in row if k != 'ms'})}\n")
-    path = HERE / "results" / "toploc_speed.json"
+    path = RESULTS / "toploc_speed.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -78,7 +77,7 @@ def make_states(path: Path) -> None:
     from shoal.model.sources import SMOLLM2, resolve
 
     folder = resolve(SMOLLM2)
-    text = "\n".join(path.read_text() for path in sorted((HERE.parent / "src").rglob("*.py")))
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
     tokens_BT = torch.tensor(load_tokenizer(folder).encode(text)[:1024]).view(2, 512)
     model = load_model(folder).base_model
     with torch.inference_mode():

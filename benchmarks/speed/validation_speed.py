@@ -1,6 +1,6 @@
 """How fast a validator checks, against a plain forward of the same tokens and against generating them.
 
-    python benchmarks/validation_speed.py [configs/quickstart.toml] [--rounds 5] [--long 200] [--rows 1 16 64]
+    python -m benchmarks.speed.validation_speed [configs/quickstart.toml] [--rounds 5] [--long 200] [--rows 1 16 64]
 
 One thread; the ways of one shape run in turns; medians over the rounds. "Tokens" are completion tokens throughout.
 
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe
 
+from benchmarks.common.machine import RESULTS, ROOT, command_line, describe
 from shoal import config
 from shoal.cli.calibrate import RUN
 from shoal.config import Config
@@ -42,13 +42,12 @@ from shoal.validator.prefill import VOCABULARY_ROWS, hidden_states
 from shoal.validator.service import BATCH
 from shoal.worker.produce import Producer
 
-HERE = Path(__file__).parent
 PLAIN_ROWS = (4, 8, 16, 32, 64)  # batches tried for the plain forward; the fastest is compared with
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", type=Path, default=HERE.parent / "configs" / "quickstart.toml")
+    parser.add_argument("config", nargs="?", type=Path, default=ROOT / "configs" / "quickstart.toml")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--long", type=int, default=200, help="tokens of the completions of fixed length")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="sequences generated together")
@@ -57,7 +56,7 @@ def main() -> None:
     settings = config.load(arguments.config)
     dtype, gflops = pick("auto")
     result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "machine": describe(),
         "model": settings.model.name,
         "dtype": dtype,
@@ -73,7 +72,7 @@ def main() -> None:
     for shape, measure in shapes.items():
         result["shapes"][shape] = measure()
         say(shape, result["shapes"][shape])
-        (HERE / "results" / "validation_speed.json").write_text(json.dumps(result, indent=1) + "\n")
+        (RESULTS / "validation_speed.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def as_configured(settings: Config, dtype: DtypeName, engine: TorchEngine, rounds: int) -> dict[str, Any]:

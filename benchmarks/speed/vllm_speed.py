@@ -1,6 +1,6 @@
 """Tokens per second of the torch engine and of vLLM in turns, seeded sampling and hidden states included; weight updates.
 
-    SHOAL_VLLM_PYTHON=... python benchmarks/vllm_speed.py [--rounds 3] [--threads 1] [--tokens 200] [--dtype bfloat16]
+    SHOAL_VLLM_PYTHON=... python -m benchmarks.speed.vllm_speed [--rounds 3] [--threads 1] [--tokens 200] [--dtype bfloat16]
 
 Both engines generate 1, 16 and 64 completions of SmolLM2, prompts of 40 tokens in groups of 8, without end tokens, on equal
 threads. CPU seconds are kept beside those of the clock, because other processes disturb them less. The first round warms up;
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe
 from safetensors.torch import load_file, save_file
 
+from benchmarks.common.machine import RESULTS, command_line, describe
 from shoal.engine.protocol import Engine, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
 from shoal.model.load import WEIGHTS
 from shoal.model.sources import SMOLLM2, resolve
 
-PATH = Path(__file__).parent / "results" / "vllm_speed.json"
+PATH = RESULTS / "vllm_speed.json"
 SIZES = (1, 16, 64)
 GROUP, PROMPT_TOKENS = 8, 40
 UPDATES = 5
@@ -49,7 +49,7 @@ def main() -> None:
     ours = TorchEngine(arguments.dtype)
     ours.load(folder)
     result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "machine": describe(),
         "load": [os.getloadavg()],
     }

@@ -1,6 +1,6 @@
 """What abuse costs a coordinator's honest nodes: a real process on loopback, honest heartbeats, one attack after another.
 
-    python benchmarks/abuse.py [--seconds 10] [--heartbeats 20] [--out benchmarks/results/abuse.json]
+    python -m benchmarks.trust.abuse [--seconds 10] [--heartbeats 20] [--out benchmarks/results/abuse.json]
 
 Each attack has --seconds, a bounded rate and a bounded number of connections. Strangers come from addresses of their own
 (127.0.0.2 and on), members who attack from the honest nodes' own address. Before the first attack and after the last, the
@@ -8,7 +8,7 @@ same is measured in quiet. A result holds, per attack: p50 and p99 of honest hea
 coordinator's largest resident memory in MiB, its CPU seconds a second, its open files, what its folder grew by in MiB, and
 how the attack's requests ended. The coordinator's history and ledger are those of a run of some hundred steps.
 
-For an older commit: PYTHONPATH=CHECKOUT/src python benchmarks/abuse.py
+For an older commit: PYTHONPATH=CHECKOUT/src python -m benchmarks.trust.abuse
 
 The attacks are those of `ATTACKS`. The machine's other work changes the times; memory and open files it does not.
 """
@@ -38,10 +38,10 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
-from attacker import Attacker
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from machine import commit
 
+from benchmarks.common.machine import ROOT, commit
+from benchmarks.trust.attacker import Attacker
 from shoal.coordinator.operating import create_invite
 from shoal.coordinator.state import KEY
 from shoal.ledger.connection import SqliteConnection
@@ -51,7 +51,7 @@ from shoal.protocol.invite import FILE, Invite
 from shoal.protocol.messages import VERSION, Role
 from shoal.protocol.signing import sign_request
 
-CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
+CONFIG = ROOT / "configs" / "tiny.toml"
 START_S = 60.0
 TIMEOUT_S = 10.0  # of one honest heartbeat; node.py has 30
 Then = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -288,7 +288,7 @@ async def measure(
 
 async def attack_in_a_process(site: Site, seconds: float, attack: str) -> dict[str, int]:
     """So that the honest nodes' own process has time for them."""
-    command = [sys.executable, __file__, "--attack", attack, "--seconds", str(seconds)]
+    command = [sys.executable, "-m", __spec__.name, "--attack", attack, "--seconds", str(seconds)]
     pipe = asyncio.subprocess.PIPE
     attacker = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     known = {

@@ -1,7 +1,7 @@
 """What one client can cost the others of a page: a real process on loopback, honest requests, one attack after another.
 
-    python benchmarks/abuse_pages.py [--seconds 10] [--only NAME ...] [--out benchmarks/results/abuse_pages.json]
-    python benchmarks/abuse_pages.py --tree ../before     the processes run another checkout's code
+    python -m benchmarks.trust.abuse_pages [--seconds 10] [--only NAME ...] [--out benchmarks/results/abuse_pages.json]
+    python -m benchmarks.trust.abuse_pages --tree ../before     the processes run another checkout's code
 
 For each row of `ROWS` a process of its own is started, measured in quiet and then under the row's attack, and gets SIGTERM
 while the attack goes on. A result holds, for both: p50 and p99 of each honest request in ms and how many failed or took
@@ -33,14 +33,13 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil
-from machine import commit, describe
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common.machine import RESULTS, ROOT, command_line, commit, describe
 from shoal.model import sources
 from shoal.model.load import load_tokenizer, save_model
 
-ROOT = Path(__file__).parent.parent
-RESULT = Path(__file__).parent / "results" / "abuse_pages.json"
+RESULT = RESULTS / "abuse_pages.json"
 START_S, STOP_S, TIMEOUT_S = 120.0, 60.0, 30.0
 PAUSE_S = 0.1  # between two honest requests of one kind
 FILL_S = 90.0
@@ -324,7 +323,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
     result: Json = {
-        "command": "python " + " ".join([f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
+        "command": command_line(),
         "machine": describe(),
         "commit": commit(tree),
         "load_average_before": os.getloadavg(),

@@ -1,6 +1,6 @@
 """What abuse costs an origin's and a relay's honest readers: real processes on loopback, one attack after another.
 
-    python benchmarks/abuse_shardcast.py [--seconds 3] [--size-mb 8] [--only text] [--out FILE]
+    python -m benchmarks.trust.abuse_shardcast [--seconds 3] [--size-mb 8] [--only text] [--out FILE]
 
 Servers: `shoal origin` and `shoal relay`.
 Anyone may read from them, unlike in a pool: an attacker needs no pass. Each attack lasts --seconds, with a
@@ -38,13 +38,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from machine import commit
-from shardcast_attacks import attacks
 
+from benchmarks.common.machine import commit
+from benchmarks.trust.shardcast_attacks import attacks
 from shoal.shardcast import FetchError
 from shoal.shardcast.alone import fetch
 
-HERE = Path(__file__).parent
 SHOAL = [sys.executable, "-m", "shoal"]
 START_S = 120.0
 ROGUE, ROGUE_S = "a server of huge lists", 20.0
@@ -94,7 +93,7 @@ async def measure(server: Server, folder: Path, key: str, seconds: float, attack
     had_s, started_s = server.cpu_s(), time.monotonic()
     tasks = asyncio.create_task(reading()), asyncio.create_task(watching())
     if attack:
-        where = [str(HERE / "shardcast_attacks.py"), attack, server.host, str(server.port), str(seconds)]
+        where = ["-m", "benchmarks.trust.shardcast_attacks", attack, server.host, str(server.port), str(seconds)]
         attacker = await asyncio.create_subprocess_exec(sys.executable, *where, stdout=asyncio.subprocess.PIPE)
         ended = json.loads((await attacker.communicate())[0])
     else:
@@ -118,7 +117,7 @@ async def measure_readers(origin: Server, folder: Path, key: str, seconds: float
     """A relay and one `shoal fetch` after the other, with the origin and, if asked for, a rogue server to read from."""
     where, urls, attacker = free_port(), [origin.url], None
     if rogue:
-        place = [str(HERE / "shardcast_attacks.py"), "serve", "127.0.0.1", str(where), str(START_S)]
+        place = ["-m", "benchmarks.trust.shardcast_attacks", "serve", "127.0.0.1", str(where), str(START_S)]
         attacker = await asyncio.create_subprocess_exec(sys.executable, *place)
         urls = [f"http://127.0.0.1:{where}", *urls]
         await asyncio.sleep(1.0)

@@ -1,9 +1,9 @@
 """The attack matrix: what a validator finds in honest work and in every lie of `adversary/attacks.py`.
 
-    python benchmarks/attacks.py configs/tiny.toml --versions DIR --n 200        every attack
-    python benchmarks/attacks.py configs/tiny.toml --versions DIR --only honest  some; keeps other results
-    python benchmarks/attacks.py configs/tiny.toml --versions DIR --exact        as within an exactness class
-    python benchmarks/attacks.py configs/tiny.toml --versions DIR --engine vllm  workers that generate with vLLM
+    python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --n 200        every attack
+    python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --only honest  some; keeps other results
+    python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --exact        as within an exactness class
+    python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --engine vllm  workers that generate with vLLM
 
 DIR holds consecutive policy versions v000000, v000001, ... as a run's learner/versions has them
 (`shoal run CONFIG --set learner.keep_versions=100`); the validator judges by the newest. The same workers and tasks are
@@ -38,11 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
-from by_vllm import KIND, REACH, ByVllm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from machine import describe
 
+from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.trust.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
+from benchmarks.trust.by_vllm import KIND, REACH, ByVllm
 from shoal import config, toploc
 from shoal.cli.calibrate import RUN
 from shoal.config import Config
@@ -62,7 +62,6 @@ from shoal.validator.judge import Examined, Judge
 from shoal.validator.service import BATCH
 from shoal.validator.spending import spent
 
-HERE = Path(__file__).parent
 WORKERS = 8
 PAPER_NAME, PUBLIC_NAME = "proof, thresholds of the paper", "proof, public thresholds"
 THRESHOLDS = {PAPER_NAME: toploc.BFLOAT16, PUBLIC_NAME: toploc.Thresholds(60, 40, 40)}
@@ -102,7 +101,7 @@ def main() -> int:
     if by_vllm and (arguments.exact or set(arguments.only or []) - set(REACH)):
         parser.error("vLLM claims no exactness class, and lies that change the forward by a hook do not reach it")
     label = arguments.label or f"attacks-{'exact-' if arguments.exact else ''}{arguments.config.stem}"
-    path = HERE / "results" / f"{label}.json"
+    path = RESULTS / f"{label}.json"
     if arguments.versions is None:
         parser.error("--versions is needed to run attacks")
     torch.set_num_threads(arguments.threads)
@@ -148,7 +147,9 @@ def main() -> int:
             attacker = attacks[name](settings, RUN, identity(0), engine, lab)
             attacker.kind = KIND if by_vllm else ""
             attacker.load(folders[-1], len(folders) - 1)
-            result["attacks"][name] = {"command": command()} | measure(judge, attacker, settings, arguments.n, honest)
+            result["attacks"][name] = {"command": command_line()} | measure(
+                judge, attacker, settings, arguments.n, honest
+            )
             result["attacks"] = {known: result["attacks"][known] for known in attacks if known in result["attacks"]}
             path.write_text(json.dumps(result, indent=1) + "\n")
             sys.stdout.write((exact_row if arguments.exact else row)(name, result["attacks"][name]))
@@ -303,12 +304,6 @@ def identity(number: int) -> Identity:
     """The same key whenever it is asked for."""
     seed = hashlib.sha256(f"shoal/attacks/{number}".encode()).digest()
     return Identity(Ed25519PrivateKey.from_private_bytes(seed))
-
-
-def command() -> str:
-    """The command line, without the place of the versions on this machine."""
-    words = [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    return " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in words)])
 
 
 def row(name: str, found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""An attacker that generates with vLLM: `benchmarks/attacks.py --engine vllm`.
+"""An attacker that generates with vLLM: `benchmarks/trust/attacks.py --engine vllm`.
 
 vLLM generates with the weights that the attack's torch model has when it is asked, changed ones too. What an attack computes
 besides, such as a forward over tokens that it made up, it computes with that model. Lies that change the forward itself by a
@@ -9,10 +9,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from adversary.attacks import ATTACKS
-from adversary.tokens import OtherSampling
-from adversary.weights import Fp8Cache
-
+from benchmarks.trust.adversary.attacks import ATTACKS
+from benchmarks.trust.adversary.tokens import OtherSampling
+from benchmarks.trust.adversary.weights import Fp8Cache
 from shoal.engine.protocol import Completion, Respond, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine

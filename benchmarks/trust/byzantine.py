@@ -1,7 +1,7 @@
 """`shoal run` with workers that lie: each joins the run by an invite, as a stranger's worker joins a pool.
 
-    python benchmarks/byzantine.py configs/tiny.toml --out runs/byzantine
-    python benchmarks/byzantine.py configs/tiny.toml --out DIR --lies quantized_weights forged_reward --set run.steps=30
+    python -m benchmarks.trust.byzantine configs/tiny.toml --out runs/byzantine
+    python -m benchmarks.trust.byzantine configs/tiny.toml --out DIR --lies quantized_weights forged_reward
 
 `adversary/cheats.py` lists the lies. Other arguments are those of `shoal run`. A liar is named `cheater`, or `cheater-0` and
 so on; its folder and log are where those of the run's own processes are.
@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.common.machine import ROOT
 from shoal.coordinator.operating import create_invite
 
-HERE = Path(__file__).parent
 START_S = 600.0  # until a run can be joined, on a very busy machine
 STOP_S = 10.0
 POLL_S = 0.1
@@ -54,12 +54,13 @@ def liars(run: subprocess.Popen, out: Path, kinds: Sequence[str], engine: str = 
     try:
         for number, kind in enumerate(kinds if run.poll() is None else []):
             name = f"cheater-{number}" if len(kinds) > 1 else "cheater"
-            folder = out / name
+            folder = (out / name).resolve()
             folder.mkdir(mode=0o700, exist_ok=True)
             create_invite(coordinator, "worker", name, None, days=1).save(folder / "invite")
-            argv = [sys.executable, str(HERE / "liar.py"), kind, "--join", str(folder / "invite"), "--dir", str(folder)]
+            argv = [sys.executable, "-m", "benchmarks.trust.liar", kind, "--engine", engine]
+            argv += ["--join", str(folder / "invite"), "--dir", str(folder)]
             with (out / "logs" / f"{name}.log").open("ab") as log:
-                started.append(subprocess.Popen([*argv, "--engine", engine], stdout=log, stderr=subprocess.STDOUT))
+                started.append(subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
         yield
     finally:
         for liar in started:

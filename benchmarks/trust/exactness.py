@@ -1,8 +1,8 @@
 """Honest rollouts through the engine and then the validator's prefill: how many tokens differ in a single bit?
 
-    python benchmarks/exactness.py configs/tiny.toml --rollouts 100000
-    python benchmarks/exactness.py configs/quickstart.toml --rollouts 2000
-    python benchmarks/exactness.py configs/tiny.toml --rollouts 2000 --dtype bfloat16 --threads 2
+    python -m benchmarks.trust.exactness configs/tiny.toml --rollouts 100000
+    python -m benchmarks.trust.exactness configs/quickstart.toml --rollouts 2000
+    python -m benchmarks.trust.exactness configs/tiny.toml --rollouts 2000 --dtype bfloat16 --threads 2
 
 Batch shapes change with every submission: how many groups are decoded together, how long completions may be, how the
 prefill's rows are packed, how many submissions share it, and how many threads each side uses. A token is mismatched if it is
@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from machine import describe
 
+from benchmarks.common.machine import RESULTS, command_line, describe
 from shoal import config, toploc
 from shoal.cli.calibrate import RUN
 from shoal.engine.torch_engine import TorchEngine
@@ -38,7 +38,7 @@ from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 from shoal.worker.produce import Producer
 
-RESULTS = Path(__file__).parent / "results" / "exactness.json"
+PATH = RESULTS / "exactness.json"
 GROUPS, SHARING, ROW_TOKENS = (1, 2, 3, 5, 8), (1, 2, 3), (256, 1000, 4096, 10_000)
 
 
@@ -93,11 +93,11 @@ def main() -> int:
         "batch_shapes": len(shapes),
         "wall_s": round(time.perf_counter() - begun),
         "machine": describe(),
-        "command": " ".join(["python", "benchmarks/exactness.py", *sys.argv[1:]]),
+        "command": command_line(),
     }
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(kept | {f"{settings.model.name} {dtype}": found}, indent=1) + "\n")
+    kept = json.loads(PATH.read_text()) if PATH.exists() else {}
+    PATH.parent.mkdir(exist_ok=True)
+    PATH.write_text(json.dumps(kept | {f"{settings.model.name} {dtype}": found}, indent=1) + "\n")
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return int(any(count for name, count in counts.items() if name.startswith("mismatched")))
 

@@ -1,6 +1,6 @@
 """A million damaged inputs for code that reads bytes from strangers: proofs, submissions, requests to the coordinator.
 
-    python benchmarks/fuzz.py [--proofs 900000] [--files 100000] [--requests 20000] [--seed 0]
+    python -m benchmarks.trust.fuzz [--proofs 900000] [--files 100000] [--requests 20000] [--seed 0]
 
 Fails if anything but the documented refusals happens, if a case takes longer than DEADLINE_S, or if a part's memory grows
 by more than GROWTH_BYTES after its first tenth. Writes benchmarks/results/fuzz.json. A part's seed is a hash of `--seed` and
@@ -21,15 +21,13 @@ from random import Random
 from typing import Any
 
 import torch
-from machine import describe
+from tests.fuzzing.coordinator import fuzz_requests
+from tests.fuzzing.damage import CRASH, Note
+from tests.fuzzing.files import fuzz_files
+from tests.fuzzing.proofs import fuzz_proofs
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the fuzzers are test code
-from tests.fuzzing.coordinator import fuzz_requests  # noqa: E402
-from tests.fuzzing.damage import CRASH, Note  # noqa: E402
-from tests.fuzzing.files import fuzz_files  # noqa: E402
-from tests.fuzzing.proofs import fuzz_proofs  # noqa: E402
+from benchmarks.common.machine import RESULTS, command_line, describe
 
-HERE = Path(__file__).parent
 DEADLINE_S = 60.0  # without a case ending: the stack is printed and the process ends
 GROWTH_BYTES = 64 << 20
 MAX_REPORTED = 100  # crashes written out; all are counted
@@ -50,13 +48,13 @@ def main() -> None:
             "files": (arguments.files, fuzz_files),
             "requests": (arguments.requests, lambda *given: fuzz_requests(*given, Path(folder))),
         }
-        result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe()}
+        result: dict[str, Any] = {"command": command_line(), "machine": describe()}
         result["parts"] = {
             name: run(name, Random(f"{arguments.seed} {name}"), *part) for name, part in parts.items() if part[0]
         }
     result["cases"] = sum(part["cases"] for part in result["parts"].values())
     result["failed"] = sum(part["crashes"] + part["grew"] for part in result["parts"].values())
-    path = HERE / "results" / "fuzz.json"
+    path = RESULTS / "fuzz.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(1 if result["failed"] else 0)

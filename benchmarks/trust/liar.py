@@ -1,6 +1,6 @@
 """One worker that lies, in any pool that it has an invite to; `byzantine.py` adds such workers to a run.
 
-    python benchmarks/liar.py KIND --join INVITE --dir DIR
+    python -m benchmarks.trust.liar KIND --join INVITE --dir DIR
 
 Every submission of each kind must be rejected: `adversary/cheats.py` says what each does.
 """
@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from adversary.cheats import CHEATS
-
+from benchmarks.trust.adversary.cheats import CHEATS
 from shoal.cli.launch import process
 from shoal.cli.roles import run_worker
 from shoal.config import EngineName

@@ -1,6 +1,6 @@
 """What programs that a worker made up cost a run: seconds a step beside such workers, against beside workers that left.
 
-    python benchmarks/made_up_programs.py [--seconds 40] [--liars 2] [--out benchmarks/results/made_up_programs.json]
+    python -m benchmarks.trust.made_up_programs [--seconds 40] [--liars 2] [--out benchmarks/results/made_up_programs.json]
 
 Two runs of a small model, whose rewards run each completion as a program, with `validator.check_floor` at 0.05. In both,
 the liars make HONEST submissions each, so that half of theirs are prefilled in part only. In one run they then leave. In the
@@ -23,8 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from machine import describe
-
+from benchmarks.common.machine import RESULTS, ROOT, command_line, describe
 from shoal.cli.launch import process
 from shoal.cli.roles import run_worker
 from shoal.coordinator.operating import create_invite
@@ -35,8 +34,8 @@ from shoal.store.rollouts import Rollout
 from shoal.tasks.derive import GroupPlan
 from shoal.worker.produce import Producer
 
-RESULTS = Path(__file__).parent / "results" / "made_up_programs.json"
-TINY = Path(__file__).parent.parent / "configs" / "tiny.toml"
+PATH = RESULTS / "made_up_programs.json"
+TINY = ROOT / "configs" / "tiny.toml"
 START_S = 240.0
 HONEST, MADE_UP = TRUST_AFTER + 1, 4
 SLEEPS = "import time;time.sleep(99)"
@@ -121,7 +120,8 @@ def measured(arguments: argparse.Namespace, *, lies: bool) -> dict[str, Any]:
                 home.mkdir()
                 invite = create_invite(out / "coordinator", "worker", home.name, None, 1.0)
                 (home / "invite").write_text(invite.encode())
-                command = [sys.executable, __file__, "--liar", str(home / "invite"), *(["--lies"] if lies else [])]
+                command = [sys.executable, "-m", __spec__.name, "--liar", str(home / "invite")]
+                command += ["--lies"] if lies else []
                 with (home / "log").open("wb") as log:
                     workers.append(subprocess.Popen(command, stdout=log, stderr=log))
             begun = all if not lies else any  # the window begins with the first lie, or when all have left
@@ -146,7 +146,7 @@ def main(arguments: argparse.Namespace) -> int:
         return liar(str(arguments.liar), arguments.liar.parent / "worker", lies=arguments.lies)
     quiet, attacked = measured(arguments, lies=False), measured(arguments, lies=True)
     told: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "machine": describe() | {"load": os.getloadavg()},
         "ratio": attacked["step_s"] / quiet["step_s"],
         "runs": [quiet, attacked],
@@ -160,7 +160,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What programs that a worker made up cost a run.")
     parser.add_argument("--seconds", type=float, default=40.0, help="of the run that are measured")
     parser.add_argument("--liars", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=PATH)
     parser.add_argument("--liar", type=Path, help=argparse.SUPPRESS)  # the file with its invite: be one
     parser.add_argument("--lies", action="store_true", help=argparse.SUPPRESS)
     sys.exit(main(parser.parse_args()))

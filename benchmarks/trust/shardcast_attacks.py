@@ -1,7 +1,7 @@
 """The attacks of abuse_shardcast.py on an origin or relay. Imports nothing of Shoal, so that it starts at once.
 
-    python benchmarks/shardcast_attacks.py NAME HOST PORT SECONDS
-    python benchmarks/shardcast_attacks.py serve HOST PORT SECONDS
+    python -m benchmarks.trust.shardcast_attacks NAME HOST PORT SECONDS
+    python -m benchmarks.trust.shardcast_attacks serve HOST PORT SECONDS
 
 Prints how the connections ended, as JSON. `serve` is an attack on readers: a server that answers every request with a list
 of millions of empty lists, which take far more memory than their bytes.
@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from attacker import Attacker
+from benchmarks.trust.attacker import Attacker
 
 HUGE_BYTES = 64 << 20
 LIST_BYTES = 16 << 20

@@ -1,6 +1,6 @@
 """The worker that knows every limit and spends it best: what it gains, and how many submissions it lasts. Runs no model.
 
-    python benchmarks/spending.py                 benchmarks/results/spending.json, docs/images/spending.png
+    python -m benchmarks.trust.spending                 benchmarks/results/spending.json, docs/images/spending.png
 
 benchmarks/results/spending-measured.json has what honest work spent, rollout by rollout, under each pair of dtypes, from
 real prefills of configs/tiny.toml and configs/quickstart.toml: the exposure, and tokens beyond each part of the margin. The
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import commit
 
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, commit
 from shoal import config
 from shoal.coordinator.trust import bets
 from shoal.evidence import ALPHA, REWARD_TILT, TASK_TILT, Process, allocation
@@ -28,7 +28,6 @@ from shoal.protocol.messages import BEYOND, ToleranceSpent
 from shoal.validator.checks import DISTRIBUTION_EVIDENCE
 from shoal.validator.spending import STAKE
 
-HERE = Path(__file__).parent
 WORKERS, MOST = 8, 300  # simulated workers of each strategy, submissions of each
 HONEST, SUBMISSIONS = 40, 300
 HARMFUL = 0.5  # share of near ties of a right completion whose other side is wrong
@@ -86,7 +85,7 @@ def strategies(model: Model, settings: Any) -> list[Strategy]:
 
 
 def measured(model: Model) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((HERE / "results" / "spending-measured.json").read_text())[model.name]
+    found: dict[str, Any] = json.loads((RESULTS / "spending-measured.json").read_text())[model.name]
     return found
 
 
@@ -180,7 +179,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     result: dict[str, Any] = {"commit": commit(), "alpha": None, "rows": [], "honest": []}
     for model in MODELS:
-        settings = config.load(HERE.parent / "configs" / f"{model.config}.toml")
+        settings = config.load(ROOT / "configs" / f"{model.config}.toml")
         result["alpha"] = ALPHA
         honest = Strategy("honest", figures=0.6)
         highest = [
@@ -210,8 +209,8 @@ def main() -> None:
                 result["rows"].append(row)
                 sys.stdout.write(line(row))
                 sys.stdout.flush()
-    (HERE / "results" / "spending.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, HERE.parent / "docs" / "images" / "spending.png")
+    (RESULTS / "spending.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, IMAGES / "spending.png")
 
 
 def line(row: dict[str, Any]) -> str:

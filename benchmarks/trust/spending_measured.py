@@ -1,6 +1,8 @@
 """What honest work uses of the tolerance: the data of `spending.py`, and whether the tests over many submissions bear it.
 
-    python benchmarks/spending_measured.py tiny-40 configs/tiny.toml 10 4    name, config, submissions, workers of each dtype
+    python -m benchmarks.trust.spending_measured tiny-40 configs/tiny.toml 10 4
+
+The arguments: name, config, submissions, workers of each dtype.
 
 Workers in fp32 and bf16, each with its own key and so its own tasks and seeds; a validator in each dtype judges all they
 make. Writes benchmarks/results/spending-measured.json after each worker, and prints the highest evidence that any of each
@@ -15,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attacks import identity
-from machine import commit
 
+from benchmarks.common.machine import RESULTS, commit
+from benchmarks.trust.attacks import identity
 from shoal import config
 from shoal.cli.calibrate import Checking, Generating, _judge, _producer
 from shoal.config.sections import ROW_TOKENS
@@ -33,7 +35,7 @@ from shoal.validator.spending import spent
 DTYPES: list[DtypeName] = ["float32", "bfloat16"]
 PAIRS = [f"{made}|{judged}" for made in DTYPES for judged in DTYPES]
 WORKER = 100  # the first worker's key, behind those of the attack matrix
-RESULTS = Path(__file__).parent / "results" / "spending-measured.json"
+PATH = RESULTS / "spending-measured.json"
 
 
 def empty() -> dict[str, Any]:
@@ -107,8 +109,8 @@ def main(name: str, path: Path, submissions: int, workers: int) -> None:
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         for of_worker in pool.imap_unordered(partial(measured, path, submissions), range(workers)):
             found = added(found, of_worker) | {"submissions": submissions, "commit": commit()}
-            results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-            RESULTS.write_text(json.dumps(results | {name: found}))
+            results = json.loads(PATH.read_text()) if PATH.exists() else {}
+            PATH.write_text(json.dumps(results | {name: found}))
             found = {key: value for key, value in found.items() if key not in ("submissions", "commit")}
             sys.stdout.write(
                 f"{found['workers']} workers of each dtype: {found['distinct']} distinct honest rollouts, "

@@ -1,6 +1,6 @@
 """The worker that knows every limit and spends it best, for real: what it gains, and how many submissions it lasts.
 
-    python benchmarks/spending_real.py configs/tiny.toml --better DIR/v000024 --most 30
+    python -m benchmarks.trust.spending_real configs/tiny.toml --better DIR/v000024 --most 30
 
 `spending.py` simulates it at length; here a model generates, the attacks of `adversary/` change what they can, a
 validator's own judge prefills and judges, and the coordinator's own bets and capital find the worker or do not. Both
@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from adversary.lab import Attack, Lab
-from adversary.nearly import NearLogprobs, NearTemperature, NearWeights
-from adversary.tolerance import PLANS, SPENT, SpendsTolerance
-from attacks import LIMITS, command, identity
-from machine import describe
 
+from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.trust.adversary.lab import Attack, Lab
+from benchmarks.trust.adversary.nearly import NearLogprobs, NearTemperature, NearWeights
+from benchmarks.trust.adversary.tolerance import PLANS, SPENT, SpendsTolerance
+from benchmarks.trust.attacks import LIMITS, identity
 from shoal import config
 from shoal.cli.calibrate import RUN
 from shoal.config import Config
@@ -45,7 +45,7 @@ from shoal.validator.checks import run as run_checks
 from shoal.validator.judge import Judge
 from shoal.validator.spending import spent
 
-RESULTS = Path(__file__).parent / "results" / "spending-real.json"
+PATH = RESULTS / "spending-real.json"
 WORKER, TRIALS = 200, 1_000_000  # the worker's key; numbers of its trial submissions
 STRENGTHS = {"weights": 0.3, "temperature": 0.3, "logprobs": 0.05}  # tried first, then 0.8 times the last
 DIRECTIONS = {"raise": 1.0, "lower": -1.0}
@@ -172,7 +172,7 @@ def row(fast: Bench, exact: Bench | None, strategy: str, direction: float, most:
     strength = fast.strongest(attacker, strategy, direction) if strategy in STRENGTHS else None
     found = fast.lasts(attacker, most)
     gain = statistics.fmean(found["gains"]) if found["gains"] else 0.0
-    made = {"command": command(), "strength": strength, "gain": gain, "most": most} | found
+    made = {"command": command_line(), "strength": strength, "gain": gain, "most": most} | found
     if exact is not None:
         same = exact.attacker(strategy, direction)
         same.spending = getattr(attacker, "spending", None)
@@ -184,10 +184,10 @@ def row(fast: Bench, exact: Bench | None, strategy: str, direction: float, most:
 
 def write(about: dict[str, Any], name: str, found: dict[str, Any]) -> None:
     """Add a row to the results; other processes may add others meanwhile."""
-    result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    result = json.loads(PATH.read_text()) if PATH.exists() else {}
     rows = result.get("rows", {}) | {name: found}
     rows = {known: rows[known] for known in ROWS if known in rows}
-    RESULTS.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    PATH.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     sys.stdout.write(line(name, found))
     sys.stdout.flush()
 

@@ -1,6 +1,6 @@
 """What abuse of the coordinator costs a whole run: seconds a step, in quiet and under each attack of `abuse.py`, in turns.
 
-    python benchmarks/steps_under_attack.py [--seconds 20] [--only garbage]
+    python -m benchmarks.trust.steps_under_attack [--seconds 20] [--only garbage]
 
 A run of configs/tiny.toml shares this machine's cores with the attackers; real ones compute on machines of their own. So
 each attack has three phases: --seconds of quiet, the attack in a process of its own, and a process that takes as much CPU
@@ -24,13 +24,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from abuse import CONFIG, Site, attack_in_a_process, attacks, join
-from machine import describe
-
+from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.trust.abuse import CONFIG, Site, attack_in_a_process, attacks, join
 from shoal.coordinator.operating import create_invite
 from shoal.protocol.identity import Identity
 
-RESULTS = Path(__file__).parent / "results" / "steps_under_attack.json"
+PATH = RESULTS / "steps_under_attack.json"
 START_S = 240.0
 WARM_STEPS = 5
 
@@ -89,11 +88,11 @@ async def main(arguments: argparse.Namespace) -> None:
     ratio = statistics.median(a / b for a, b in zip(attacked, alone, strict=True))
     against_quiet = statistics.median(a / b for a, b in zip(attacked, quiet, strict=True))
     told: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "machine": describe() | {"load": os.getloadavg()},
     }
     told |= {"ratio": ratio, "against_quiet": against_quiet, "phases": phases}
-    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+    PATH.write_text(json.dumps(told, indent=1) + "\n")
     sys.stdout.write(f"a step takes {ratio:.2f} times as long, {against_quiet:.2f} with the attackers' own work\n")
 
 

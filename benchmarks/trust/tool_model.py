@@ -1,7 +1,8 @@
 """Makes a tiny model that calls a calculator, so that the attack matrix can have rows for forged tool answers.
 
-    python benchmarks/tool_model.py DIR                                                    DIR/v000000
-    python benchmarks/attacks.py benchmarks/tool_model.toml --versions DIR --n 10 --groups 2 --only honest forged_tool ...
+    python -m benchmarks.trust.tool_model DIR                                                    DIR/v000000
+    python -m benchmarks.trust.attacks benchmarks/trust/tool_model.toml --versions DIR \
+        --n 10 --groups 2 --only honest forged_tool ...
 
 `bundled:tiny` has no end token between two messages, so no environment can answer it. Here each message of the model ends
 with one, each other message with "=". The model is trained on conversations, half of which call:

@@ -1,7 +1,7 @@
 """Draws what `shoal calibrate` measured of honest vLLM workers under torch validators: docs/images/vllm.png.
 
     shoal calibrate configs/tiny.toml --set 'workers.engines=["vllm"]' --submissions 40 --out DIR
-    python benchmarks/vllm_honest.py DIR [DIR ...] --config configs/tiny.toml
+    python -m benchmarks.trust.vllm_honest DIR [DIR ...] --config configs/tiny.toml
 
 Every calibration draws a worker's key, and so tasks and seeds, of its own: several add up.
 One panel per statistic: its distribution over all judgements, one line per pair of dtypes, and the config's limit. Prints
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from benchmarks.common.machine import IMAGES
 from shoal.cli.calibrate import LIMITS
 from shoal.config import load
 
-IMAGE = Path(__file__).parents[1] / "docs" / "images" / "vllm.png"
+IMAGE = IMAGES / "vllm.png"
 
 
 def main() -> None:

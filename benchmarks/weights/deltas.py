@@ -1,6 +1,6 @@
 """Measures deltas between versions of real training: their size and cost, compared with other encodings.
 
-    python benchmarks/deltas.py --versions 3e-7=runs/a/learner/versions --versions 2e-5=runs/b/learner/versions
+    python -m benchmarks.weights.deltas --versions 3e-7=runs/a/learner/versions --versions 2e-5=runs/b/learner/versions
 
 Each folder holds v000000, v000001, .... At most --most consecutive pairs per label, evenly spaced, are measured on one
 thread with both versions in the page cache. Writes every pair and the medians to benchmarks/results/deltas.json after each
@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
-from machine import describe
 
+from benchmarks.common.machine import RESULTS, describe
 from shoal.model.load import load_model, load_weights_
 from shoal.shardcast import delta
 from shoal.shardcast.delta import MAGIC, PIECE_WORDS, Kind, Link, Reader, Writer
@@ -62,12 +62,12 @@ def main() -> None:
 
     given = " ".join(f"--versions {label}={folder.name}" for label, folder in labels.items())
     found: dict[str, Any] = {
-        "command": f"python benchmarks/deltas.py {given} --most {arguments.most}",
+        "command": f"python -m benchmarks.weights.deltas {given} --most {arguments.most}",
         "machine": describe(),
         "versions": {},
     }
     torch.set_num_threads(1)
-    path = Path(__file__).parent / "results" / "deltas.json"
+    path = RESULTS / "deltas.json"
     path.parent.mkdir(exist_ok=True)
     for label, folder in labels.items():
         chosen = pairs_in(folder, arguments.most)

@@ -1,6 +1,6 @@
 """Measures what one relay that hangs costs the fetch of a delta: wall time over loopback, with it and without it, in turns.
 
-    python benchmarks/hanging_relay.py [--rounds 20] [--size-mb 8] [--out FILE]
+    python -m benchmarks.weights.hanging_relay [--rounds 20] [--size-mb 8] [--out FILE]
 
 Two servers hold two versions, in a process of their own. A third accepts connections and never answers. A client that holds
 version 0 fetches version 1, as the newest one and by its number. It knows nothing of the servers before, so each time it may
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from large_versions import write_versions
-from machine import commit
 
+from benchmarks.common.machine import command_line, commit
+from benchmarks.weights.large_versions import write_versions
 from shoal.shardcast import Origin, ShardStore, app, public_key_hex, serve
 from shoal.shardcast.alone import fetch
 
@@ -42,7 +42,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         rounds = measure(Path(name), arguments.rounds, arguments.size_mb * 10**6)
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "cores": os.cpu_count()}
+    result: dict[str, Any] = {"command": command_line(), "commit": commit(), "cores": os.cpu_count()}
     result |= {"load": os.getloadavg()[0], "summary": summary(rounds), "seconds": rounds}
     sys.stdout.write(json.dumps(result["summary"], indent=1) + "\n")
     if arguments.out:
@@ -57,7 +57,7 @@ def measure(folder: Path, rounds: int, size_bytes: int) -> dict[str, list[float]
     origin = Origin(ShardStore(folder / "store"), key, run="hanging", anchor_every=100)
     for version, model in enumerate(versions):
         origin.publish(model, version)
-    command = [sys.executable, __file__, "--serve", str(folder / "store")]
+    command = [sys.executable, "-m", __spec__.name, "--serve", str(folder / "store")]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     took_s: dict[str, list[float]] = {"alone": [], "alone, by number": [], "hanging": [], "hanging, by number": []}
     try:

@@ -1,6 +1,6 @@
 """Measures what a version costs its origin and its readers by its size, and extrapolates to 62 GB (31e9 words of bf16).
 
-    python benchmarks/large_versions.py [--sizes-mb 256 1024] [--gb 62] [--label name] [--out FILE]
+    python -m benchmarks.weights.large_versions [--sizes-mb 256 1024] [--gb 62] [--label name] [--out FILE]
 
 One safetensors file of bf16 words; between two versions 0.3 % of the words change by one unit in the last place. Version 0
 is an anchor, 1 to 3 are deltas. For each step: CPU seconds of the process that does it (all threads, user and system), and
@@ -31,12 +31,11 @@ from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from machine import commit
 
+from benchmarks.common.machine import RESULTS, command_line, commit
 from shoal.shardcast import Origin, ShardStore, public_key_hex
 from shoal.shardcast.alone import fetch
 
-HERE = Path(__file__).parent
 MB, GB = 10**6, 10**9
 TENSOR_WORDS = 16 << 20
 CHANGED = 0.003
@@ -50,9 +49,9 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=62.0, help="size to extrapolate to")
     parser.add_argument("--label", default="", help="what was measured, for the results file")
     parser.add_argument("--port", type=int, default=18471, help="of the server of plain files")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "large_versions.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "large_versions.json")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "label": arguments.label}
+    result: dict[str, Any] = {"command": command_line(), "commit": commit(), "label": arguments.label}
     result |= {"cores": os.cpu_count(), "cpu": processor(), "load": os.getloadavg()[0], "sizes": []}
     for size_mb in arguments.sizes_mb:
         with tempfile.TemporaryDirectory() as name:

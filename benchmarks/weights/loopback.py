@@ -1,6 +1,6 @@
 """Measures what SHARDCAST costs a machine: CPU seconds per GiB against nginx, curl and b3sum, and memory by file size.
 
-    python benchmarks/loopback.py [--rounds 5] [--size-mb 1024] [--sizes-mb 64 512 2048 8192]
+    python -m benchmarks.weights.loopback [--rounds 5] [--size-mb 1024] [--sizes-mb 64 512 2048 8192]
 
 Needs Linux, nginx, curl and b3sum. Everything runs over loopback, in turns. User and system seconds of each process:
 
@@ -34,10 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from cpu_time import cpu_s
-from machine import describe
 
-HERE = Path(__file__).parent
+from benchmarks.common.machine import RESULTS, command_line, cpu_s, describe
+
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 GIB, MIB = 1 << 30, 1 << 20
 BLOCK_BYTES = 64 * MIB
@@ -70,12 +69,12 @@ def main() -> None:
     )
     parser.add_argument("--port", type=int, default=18470, help="port of nginx")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe()}
+    result: dict[str, Any] = {"command": command_line(), "machine": describe()}
     result |= {"size_bytes": arguments.size_mb * MIB, "publish_s": {}, "rounds": [], "memory": []}
 
     def keep(line: str) -> None:
-        (HERE / "results").mkdir(exist_ok=True)
-        (HERE / "results" / "loopback.json").write_text(json.dumps(result, indent=1) + "\n")
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "loopback.json").write_text(json.dumps(result, indent=1) + "\n")
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 

@@ -1,6 +1,6 @@
 """Measures the time from an optimizer step to the new weights in a worker's engine.
 
-    python benchmarks/update_latency.py --versions DIR [--count 20] [--threads 1]
+    python -m benchmarks.weights.update_latency --versions DIR [--count 20] [--threads 1]
 
 DIR holds the versions v000000, v000001, ... of a real run (`learner/versions` of `shoal run CONFIG --set
 learner.keep_versions=100`). `shoal origin`, `shoal relay` and `shoal fetch --follow` run as processes on loopback. The
@@ -27,12 +27,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from machine import describe
 
+from benchmarks.common.machine import RESULTS, describe
 from shoal.model.dtype import pick
 from shoal.model.load import load_model, load_tokenizer, load_weights_, save_model
-
-HERE = Path(__file__).parent
 
 
 def main() -> None:
@@ -47,7 +45,7 @@ def main() -> None:
     trained, engine = load_model(folders[0], "float32", "cpu"), load_model(folders[0], dtype, "cpu")
     tokenizer = load_tokenizer(folders[0])
     result: dict[str, Any] = {
-        "command": f"python benchmarks/update_latency.py --versions DIR --count {arguments.count}",
+        "command": f"python -m benchmarks.weights.update_latency --versions DIR --count {arguments.count}",
         "machine": describe(),
         "dtype": dtype,
         "versions": [],
@@ -71,7 +69,7 @@ def main() -> None:
     for part in ("write_s", "reach_s", "load_s"):
         result[part] = statistics.median(row[part] for row in later)
     result["total_s"] = statistics.median(row["write_s"] + row["reach_s"] + row["load_s"] for row in later)
-    (HERE / "results" / "update_latency.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "update_latency.json").write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(
         ", ".join(f"{part} {result[part]:.2f}" for part in ("write_s", "reach_s", "load_s", "total_s")) + "\n"
     )

@@ -1,6 +1,6 @@
 """How soon vLLM generates with a version that arrives as a delta: SmolLM2, an origin and a relay as processes on loopback.
 
-    SHOAL_VLLM_PYTHON=... python benchmarks/vllm_update.py --versions DIR [--threads 1] [--dtype bfloat16]
+    SHOAL_VLLM_PYTHON=... python -m benchmarks.weights.vllm_update --versions DIR [--threads 1] [--dtype bfloat16]
 
 DIR holds the versions v000000, v000001, ... of a real run (`learner/versions` of `shoal run CONFIG --set
 learner.keep_versions=100`), which are moved into the origin's folder one after the other, with a pause: servers tidy up
@@ -30,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe
-from update_latency import servers
 
+from benchmarks.common.machine import RESULTS, describe
+from benchmarks.weights.update_latency import servers
 from shoal.engine.protocol import Engine, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
 from shoal.shardcast import Access, Client, FetchError
 
-PATH = Path(__file__).parent / "results" / "vllm_update.json"
+PATH = RESULTS / "vllm_update.json"
 PROMPT = list(range(200, 240))
 LATEST_S = 120.0
 PAUSE_S = 2.0
@@ -54,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     plain = TorchEngine(arguments.dtype)
     result: dict[str, Any] = {
-        "command": "python benchmarks/vllm_update.py --versions DIR",
+        "command": "python -m benchmarks.weights.vllm_update --versions DIR",
         "threads": arguments.threads,
         "dtype": arguments.dtype,
         "machine": describe(),

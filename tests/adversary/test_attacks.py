@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.adversary.attacks import ATTACKS, Lab
+from benchmarks.trust.adversary.attacks import ATTACKS, Lab
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.cli.calibrate import RUN

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.adversary.cheats import (
+from benchmarks.trust.adversary.cheats import (
     VERSIONS_BEHIND,
     OlderWeights,
     QuantizedWeights,

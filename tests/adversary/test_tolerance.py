@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from benchmarks.adversary.attacks import ATTACKS, Attack, Lab
-from benchmarks.adversary.nearly import NearTemperature
-from benchmarks.adversary.tolerance import FAR, PLANS, SPENT, Plan, SpendsTolerance, Swap, Tried
+from benchmarks.trust.adversary.attacks import ATTACKS, Attack, Lab
+from benchmarks.trust.adversary.nearly import NearTemperature
+from benchmarks.trust.adversary.tolerance import FAR, PLANS, SPENT, Plan, SpendsTolerance, Swap, Tried
 
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine

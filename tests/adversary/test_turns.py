@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
-from benchmarks.adversary.cheats import CHEATS
+from benchmarks.trust.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
+from benchmarks.trust.adversary.cheats import CHEATS
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.messages import HARD, Reason

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.adversary.cheats import QuantizedWeights
+from benchmarks.trust.adversary.cheats import QuantizedWeights
 
 from shoal import config as config_module
 from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, bounds, by_pair, calibrate, honest_figures

@@ -1,4 +1,4 @@
-"""Sites and their meeting under random faults: `benchmarks/diloco_churn.py` in short, and what its committed result says."""
+"""Sites and their meeting under random faults: `benchmarks/diloco/diloco_churn.py` in short, and its committed result."""
 
 import json
 import subprocess
@@ -29,13 +29,14 @@ def check(result: dict[str, Any]) -> None:
 @pytest.mark.timeout(LIMIT_S)
 def test_a_minute_of_churn_loses_no_round_and_leaves_all_sites_with_the_same_bits(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "diloco_churn.py"), "--minutes", "1", "--every", "3"]
+    command = [sys.executable, "-m", "benchmarks.diloco.diloco_churn", "--minutes", "1", "--every", "3"]
     done = subprocess.run(
         [*command, "--stop", "8", "--seed", "1", "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     check(json.loads(out.read_text()))

@@ -1,4 +1,4 @@
-"""A few thousand damaged proofs, submissions and requests are refused without a crash; benchmarks/fuzz.py runs a million."""
+"""Refuse thousands of damaged proofs, submissions and requests without a crash; benchmarks/trust/fuzz.py runs a million."""
 
 from collections.abc import Callable
 from pathlib import Path

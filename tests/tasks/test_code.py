@@ -18,6 +18,8 @@ from shoal.tasks.rewards.code import Code, program_of
 from shoal.tasks.rewards.compare import Pairs, SetItems, same_output, same_value, shown
 from shoal.tasks.sources.code_tests import read_tests
 
+from . import humaneval
+
 ADD = {"kind": "functional", "entry": "add", "cases": [{"args": [1, 2], "output": 3}, {"args": [-1, 1], "output": 0}]}
 ECHO = {"kind": "stdin", "cases": [{"input": "3\n1 2 3\n", "output": "6\n"}, {"input": "1\n5", "output": "5"}]}
 
@@ -328,21 +330,16 @@ DATA = Path(os.environ.get("SHOAL_DATA") or ROOT.parent / "shared" / "data") / "
 @pytest.mark.parametrize(
     ("tier", "every"), [(None, 14), *(pytest.param(tier, 1, marks=pytest.mark.slow) for tier in TIERS)]
 )
-def test_canonical_solutions_of_humaneval_pass_and_mutated_solutions_fail(
-    tier: Tier | None, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_canonical_solutions_of_humaneval_pass_and_mutated_solutions_fail(tier: Tier | None, every: int) -> None:
     if tier and (reason := problem(tier)):
         pytest.skip(reason)
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import humaneval
-
     rows = humaneval.read(DATA)
     assert len(rows) == 164
     rows = rows[::every]
     tasks = [humaneval.task(row) for row in rows]
     with closing(Code(ProgramLimits(), tier or best_tier())) as code:
         right = code.grade(tasks, [row["canonical_solution"] for row in rows])
-        wrong = code.grade(tasks, [source for _, source in map(humaneval.mutant, rows)])
+        wrong = code.grade(tasks, [humaneval.mutant(row) for row in rows])
     assert [grade for grade in right if grade.score != 1] == []
     assert [grade for grade in wrong if grade.score or grade.outcome != "graded"] == []
     assert {grade.tier for grade in right} == {tier or best_tier()}

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.adversary.cheats import QuantizedWeights
+from benchmarks.trust.adversary.cheats import QuantizedWeights
 
 from shoal import config as config_module
 from shoal.cli.main import DONE, USAGE, main

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.adversary.cheats import QuantizedWeights
+from benchmarks.trust.adversary.cheats import QuantizedWeights
 
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.protocol.messages import MILLION, Outcomes, Reason

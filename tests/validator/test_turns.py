@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.adversary.cheats import CHEATS
+from benchmarks.trust.adversary.cheats import CHEATS
 
 from shoal.model.turns import model_positions, model_spans, model_tokens
 from shoal.protocol.messages import HARD, Reason, Verdict

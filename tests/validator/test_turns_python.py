@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.adversary.cheats import CHEATS
+from benchmarks.trust.adversary.cheats import CHEATS
 
 from shoal.config import Config
 from shoal.protocol.messages import HARD, Reason, Verdict

@@ -1,1 +1,1 @@
-"""What `churn.py` is made of: a network of one namespace per process, the processes in it, faults, and the verdict."""
+"""Whole runs under random faults (`python -m benchmarks.pool.churn`)."""

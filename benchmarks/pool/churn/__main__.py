@@ -1,12 +1,12 @@
 """Churn: every 20 s something happens to a random process of a whole run. Nothing that was accepted may be lost.
 
-    python benchmarks/churn.py --minutes 15 --out benchmarks/results/churn.json
+    python -m benchmarks.pool.churn --minutes 15 --out benchmarks/results/churn.json
 
 8 workers, 2 validators, 2 relays, a learner, an origin, a coordinator and an evaluator with the tiny model, each in a
-network namespace of its own (churning/network.py), started and started again as `shoal run` does it. From the first
-trained step on, every 20 s a process of a random role is killed, frozen, cut off or slowed (churning/faults.py), for
+network namespace of its own (network.py), started and started again as `shoal run` does it. From the first
+trained step on, every 20 s a process of a random role is killed, frozen, cut off or slowed (faults.py), for
 `--minutes`. Then the run is stopped as with Ctrl-C, and resumed to train 8 steps more, which ends it. Then
-churning/verdict.py says what is wrong.
+verdict.py says what is wrong.
 
 Needs root on Linux and iproute2. Writes the result with every fault, every state that is not `active` as it was seen,
 restarts, and the machine. Exit status 0: the run completed, the audit passed, nothing accepted was lost, nobody was
@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from churning.faults import Fault, draw, in_background
-from churning.network import INSIDE, SUBNET, Network, enter, missing
-from churning.verdict import figures, judge
-
+from benchmarks.common.machine import ROOT, command_line, describe
+from benchmarks.pool.churn.faults import Fault, draw, in_background
+from benchmarks.pool.churn.network import INSIDE, SUBNET, Network, enter, missing
+from benchmarks.pool.churn.verdict import figures, judge
 from shoal import config as config_module
 from shoal.cli.launch import members
 from shoal.cli.launch.children import Child, Children
@@ -35,7 +35,6 @@ from shoal.cli.launch.swarm import Swarm
 from shoal.config import Config
 from shoal.errors import ShoalError
 
-HERE = Path(__file__).parent
 PORT = 8700
 SPARED = ("evaluator",)
 PEACE_S, MORE_STEPS = 20.0, 8
@@ -49,7 +48,7 @@ class InNamespaces(Children):
 
     def start(self, name: str, command: list[str], module: str = "shoal.cli") -> Child:
         more = ["--listen", f"{self.network.address(name)}:0"] if name.startswith(("relay", "origin")) else []
-        return super().start(name, ["--namespace", name, module, *command, *more], "churning.node")
+        return super().start(name, ["--namespace", name, module, *command, *more], "benchmarks.pool.churn.node")
 
 
 class Apart(Swarm):
@@ -156,7 +155,7 @@ def main() -> int:
         return 2
     enter()
     chosen = [*CHOSEN, f"workers.count={arguments.workers}", *arguments.set]
-    config = config_module.load(HERE.parent / "configs" / "tiny.toml", chosen)
+    config = config_module.load(ROOT / "configs" / "tiny.toml", chosen)
     network = Network(["coordinator", *(member.name for member in members.members(config))])
     swarm, failed, last = Churned(config, arguments, network), "", None
     try:
@@ -166,10 +165,9 @@ def main() -> int:
     except ShoalError as error:
         failed = str(error)
     wrong = judge(swarm.out, last.config.run.steps if last else 0) | ({"failed": [failed]} if failed else {})
-    from machine import describe  # imports torch
 
     result = {
-        "command": " ".join(["python", *sys.argv]).removesuffix(f" {INSIDE}"),
+        "command": command_line().removesuffix(f" {INSIDE}"),
         "machine": describe(),
         "wrong": wrong,
         "churned_s": round(swarm.churned_s, 1),

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
-from churning.network import Network
+from benchmarks.pool.churn.network import Network
 
 KINDS = ("kill", "freeze", "cut", "slow")
 LASTS_S = {"kill": (0.0, 0.0), "freeze": (5.0, 25.0), "cut": (5.0, 25.0), "slow": (15.0, 35.0)}

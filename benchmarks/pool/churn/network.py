@@ -2,7 +2,7 @@
 
 Invariant: everything is inside the mount, process and network namespaces that `enter` moves this program into, and ends with
 it. Nothing reaches the network outside. Needs root on Linux and iproute2.
-Called by `churn.py`; a process enters its namespace in `node`.
+Called by `__main__.py`; a process enters its namespace in `node`.
 """
 
 import shutil
@@ -36,7 +36,7 @@ def enter() -> None:
     if INSIDE in sys.argv:
         run("sh", "-c", BRIDGE)
         return
-    again = ["setpriv", "--pdeathsig", "TERM", *APART, sys.executable, *sys.argv, INSIDE]
+    again = ["setpriv", "--pdeathsig", "TERM", *APART, *sys.orig_argv, INSIDE]
     sys.exit(subprocess.run(again, check=False).returncode)
 
 

@@ -2,7 +2,7 @@
 
     --namespace NAME MODULE ARGUMENT...
 
-Started by `churn.py` through `shoal.cli.launch.children`, which forks it.
+Started by `__main__.py` through `shoal.cli.launch.children`, which forks it.
 """
 
 import ctypes

@@ -1,1 +1,1 @@
-"""What `scale.py` is made of: prepared requests and their sender, and the coordinator's process."""
+"""How many workers a coordinator serves (`python -m benchmarks.pool.scale`)."""

@@ -1,9 +1,9 @@
 """One coordinator under up to 10,000 simulated workers: heartbeats per second, latency, memory, on SQLite or PostgreSQL.
 
-    python benchmarks/scale.py --out benchmarks/results/scale.json
+    python -m benchmarks.pool.scale --out benchmarks/results/scale.json
 
 A real `shoal coordinator` process, real HTTP on loopback. Workers are keys: each registers with an invite of its own, and
-its heartbeats are signed before the clock runs (scaling/requests.py), so the client is not the bottleneck. They go over
+its heartbeats are signed before the clock runs (requests.py), so the client is not the bottleneck. They go over
 `--connections` connections, each from an address of its own and kept open; `one_each` opens a connection for each heartbeat.
 
 For each number of workers, in turn:
@@ -35,8 +35,9 @@ from typing import Any
 
 import httpx
 import psutil
-from scaling.requests import Sent, body_of, identities, request, send
 
+from benchmarks.common.machine import ROOT, command_line, describe
+from benchmarks.pool.scale.requests import Sent, body_of, identities, request, send
 from shoal import config as config_module
 from shoal.coordinator.nodes import Nodes
 from shoal.coordinator.state import open_tables
@@ -44,7 +45,6 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.messages import VERSION, PolicyVersion, Role
 
-HERE = Path(__file__).parent
 START_S = 60.0
 PREPARED = 12_000  # requests: signing them takes a second or two, and they are good for a minute
 MEASURED = 200  # registrations
@@ -61,10 +61,9 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write the coordinator's profile (cProfile) there")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    from machine import describe  # imports torch
 
     result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "machine": describe(),
         "load": os.getloadavg(),
         "connections": arguments.connections,
@@ -83,7 +82,6 @@ def database(name: str) -> Iterator[str]:
     if name == "sqlite":
         yield ""
         return
-    sys.path.insert(0, str(HERE.parent))
     from tests.servers import postgres_server
 
     with postgres_server() as url:
@@ -97,7 +95,7 @@ def database(name: str) -> Iterator[str]:
 
 async def measure(folder: Path, url: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     chosen = [f"coordinator.database={url}", "run.steps=100"]
-    config = config_module.load(HERE.parent / "configs" / "tiny.toml", chosen)
+    config = config_module.load(ROOT / "configs" / "tiny.toml", chosen)
     (folder / "config.toml").write_text(config_module.dumps(config))
     coordinator = Identity.load_or_create(folder / "pool" / "identity.pem")
     run = run_id("scale", coordinator.public)

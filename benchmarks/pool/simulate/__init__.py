@@ -1,1 +1,1 @@
-"""The whole pool as queues: `python -m simulate` in this folder's parent."""
+"""The whole pool as queues: `python -m benchmarks.pool.simulate`."""

@@ -1,6 +1,6 @@
 """Simulate pools of 10 to 10,000 workers, and a run that was recorded.
 
-    cd benchmarks; python -m simulate [--sizes 10 100 1000 10000] [--names "same batch"] [--run RUN_FOLDER]
+    python -m benchmarks.pool.simulate [--sizes 10 100 1000 10000] [--names "same batch"] [--run RUN_FOLDER]
 
 `--run` compares with a run's folder. What is not asked for stays in the results file as it is.
 Writes results/simulate.json, docs/images/simulate.png, and prints tables.
@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from simulate.pool import Pool
-from simulate.recorded import recorded
-from simulate.settings import SIZES, cases
+from benchmarks.common.machine import IMAGES, RESULTS
+from benchmarks.pool.simulate.pool import Pool
+from benchmarks.pool.simulate.recorded import recorded
+from benchmarks.pool.simulate.settings import SIZES, cases
 
-ROOT = Path(__file__).parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "simulate.json"
+PATH = RESULTS / "simulate.json"
 SEEDS = range(5)  # of the comparison
 
 
@@ -45,14 +45,14 @@ def main() -> None:
             f"{' | '.join(shares)} | {found['staleness']:.1f} |\n"
         )
         sys.stdout.flush()
-    draw(list(keep({})["pools"].values()), ROOT / "docs" / "images" / "simulate.png")
+    draw(list(keep({})["pools"].values()), IMAGES / "simulate.png")
 
 
 def keep(new: dict[str, Any]) -> dict[str, Any]:
     """Put these figures into the results file beside the others. Returns all."""
-    result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"pools": {}}
+    result: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"pools": {}}
     result = result | new | {"pools": result["pools"] | new.get("pools", {})}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    PATH.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 

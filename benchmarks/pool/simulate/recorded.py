@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.pool.simulate.pool import Rig, Setting
 from shoal.config import load
-from simulate.pool import Rig, Setting
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ about 14 minutes to arrive (590 Mb/s). Everything else is assumed: the constants
 import random
 from dataclasses import dataclass, replace
 
-from simulate.pool import Rig, Setting
+from benchmarks.pool.simulate.pool import Rig, Setting
 
 VERSION_BITS = 62e9 * 8
 LINK_BPS = 590e6

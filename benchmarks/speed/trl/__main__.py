@@ -1,8 +1,8 @@
 """Shoal against TRL's GRPOTrainer: the same model, tasks, prompts, batch and recipe, in turns on the same machine.
 
     python -m venv PEER && PEER/bin/pip install torch==2.13.0 && PEER/bin/pip install trl==1.16.0 pydantic tomli_w
-    python benchmarks/trl.py --peer PEER [--workload a] [--rounds 3] [--smoke]
-    python benchmarks/trl.py --peer PEER --tune [--workload b] [--only "bf16 x8" "bf16 x16"]
+    python -m benchmarks.speed.trl --peer PEER [--workload a] [--rounds 3] [--smoke]
+    python -m benchmarks.speed.trl --peer PEER --tune [--workload b] [--only "bf16 x8" "bf16 x16"]
 
     a   prompt-heavy: small sums, prompts of 46 tokens, completions of at most 16
     b   completion-heavy: GSM8K, prompts of about 120 tokens, completions of at most 256
@@ -10,8 +10,8 @@
 A step is eight prompts of eight completions and one optimizer step. Three systems take turns in each round:
 
     shoal run    the whole system: a worker, proofs, validation, training, SHARDCAST, the ledger
-    shoal loop   generation and training in one process, without verification (against_trl/loop.py)
-    trl          GRPOTrainer with the settings CHOSEN in against_trl/settings.py, which lists those that --tune tries
+    shoal loop   generation and training in one process, without verification (loop.py)
+    trl          GRPOTrainer with the settings CHOSEN in settings.py, which lists those that --tune tries
 
 All systems generate the same number of completions: `shoal run` also takes groups of equal rewards instead of sampling
 again (`coordinator.online_filter = false`). None saves checkpoints or recomputes activations. Held-out accuracy (a) is that
@@ -36,18 +36,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against_trl.heldout import first_at, measure
-from against_trl.job import write_job
-from against_trl.settings import CHOSEN, SETTINGS
-from against_trl.weigh import Scales
-from machine import describe
 
+from benchmarks.common.machine import RESULTS, ROOT, command_line, describe
+from benchmarks.speed.trl.heldout import first_at, measure
+from benchmarks.speed.trl.job import write_job
+from benchmarks.speed.trl.settings import CHOSEN, SETTINGS
+from benchmarks.speed.trl.weigh import Scales
 from shoal import config as config_module
 from shoal.model import dtype
 from shoal.model.sources import resolve
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
 CALCULATOR = (
     "You are a calculator. You answer every sum with its result, a number, and write no words, no units and no working."
 )
@@ -90,10 +89,10 @@ SYSTEMS = ("trl", "shoal loop", "shoal run")
 def main() -> None:
     arguments = read_arguments()
     torch.set_num_threads(arguments.threads)
-    path = HERE / "results" / f"{arguments.label or ('trl-smoke' if arguments.smoke else 'trl')}.json"
+    path = RESULTS / f"{arguments.label or ('trl-smoke' if arguments.smoke else 'trl')}.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     part: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "machine": describe(),
         "peer": versions(arguments.peer),
         "runs": [],
@@ -189,7 +188,7 @@ def one_run(
         options["settings"] = SETTINGS.get(settings)
         launched_s = write_job(folder, config, model, versions_in if keeps else None, **options)
         python = arguments.peer / "bin" / "python" if system == "trl" else sys.executable
-        script = HERE / "against_trl" / ("peer.py" if system == "trl" else "loop.py")
+        script = HERE / ("peer.py" if system == "trl" else "loop.py")
         argv = [str(python), str(script), str(folder / "job.json")]
     peak_bytes, failed = execute(argv, arguments, folder / "log")
     if failed:

@@ -1,4 +1,4 @@
-"""Held-out accuracy of either system's weights: one engine, one grader, after the run. Called by `trl.py`."""
+"""Held-out accuracy of either system's weights: one engine, one grader, after the run. Called by `__main__.py`."""
 
 from pathlib import Path
 from typing import Any

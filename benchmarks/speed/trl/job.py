@@ -1,4 +1,4 @@
-"""The input of both systems: the prompts of every step, and the job for peer.py and loop.py. Called by `trl.py`."""
+"""The input of both systems: the prompts of every step, and the job for peer.py and loop.py. Called by `__main__.py`."""
 
 import json
 import random

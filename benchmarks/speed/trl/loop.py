@@ -1,6 +1,6 @@
-"""Shoal without verification: one process that generates, grades and trains with its own weights. Started by `trl.py`.
+"""Shoal without verification: one process that generates, grades and trains with its own weights. Started by `__main__.py`.
 
-    python benchmarks/against_trl/loop.py JOB.json
+    python -m benchmarks.speed.trl.loop JOB.json
 
 No real run works like this. It shows the cost of generation and training alone, on TRL's prompts. JOB.json is that of
 `peer.py` without TRL's settings. The engine is that of `shoal run`; the update is its learner's. Weights pass from

@@ -1,8 +1,8 @@
-"""One run of TRL's GRPOTrainer on prompts that Shoal exported. Runs in the peer's environment: started by `trl.py`.
+"""One run of TRL's GRPOTrainer on prompts that Shoal exported. Runs in the peer's environment: started by `__main__.py`.
 
-    PYTHONPATH=src PEER/bin/python benchmarks/against_trl/peer.py JOB.json
+    PYTHONPATH=src PEER/bin/python -m benchmarks.speed.trl.peer JOB.json
 
-JOB.json (written by `trl.py`) holds the model, prompts, recipe and TRL's settings. Rewards come from `shoal.tasks`, as on
+JOB.json (by `__main__.py`) holds the model, prompts, recipe and TRL's settings. Rewards come from `shoal.tasks`, as on
 Shoal's side. Nothing else of the package is imported, so the peer's environment keeps its own versions. Writes each step's
 seconds, tokens and rewards to the job's `out`, and, if `versions` is a folder, the bf16 weights every `save_every` steps,
 while the clock is stopped. It checks that the prompts encode to the tokens that Shoal gives its engine.

@@ -1,4 +1,4 @@
-"""TRL's settings: those that `trl.py --tune` tries, and those that the measurement uses.
+"""TRL's settings: those that `--tune` tries, and those that the measurement uses.
 
 Each overrides the shared recipe (`peer.py`). `weights` is the dtype in which the model is loaded, `attention` its
 implementation. The others are fields of GRPOConfig. `bf16` there means autocast, which bfloat16 weights do not need.

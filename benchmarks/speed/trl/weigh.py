@@ -1,7 +1,7 @@
 """Peak memory of a process and all its descendants together. Pages mapped by several are counted once.
 
 Sampled from Linux's /proc (smaps_rollup, Pss), only when resident memory is higher than ever: the kernel walks every page
-for it, which twice a second would take a third of a core. Called by `trl.py` for both systems.
+for it, which twice a second would take a third of a core. Called by `__main__.py` for both systems.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Every attack that the validator is measured against, by name, in the order of `benchmarks/attacks.py`'s table.
+"""Every attack that the validator is measured against, by name, in the order of `benchmarks/trust/attacks.py`'s table.
 
     made = ATTACKS["int8_weights"](config, run, identity, TorchEngine("float32"), Lab(versions))
     made.load(versions[-1], version)

@@ -1,1 +1,1 @@
-"""The emulated network of benchmarks/wan.py, and a class for each system that sends a file over it."""
+"""The emulated network of benchmarks/weights/wan, and a class for each system that sends a file over it."""

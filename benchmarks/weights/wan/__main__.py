@@ -1,10 +1,10 @@
 """Measures the seconds until every client of an emulated wide-area network has verified a file from one origin.
 
     python -m venv PEERS && PEERS/bin/pip install shardcast==0.3.2 libtorrent==2.1.1
-    python benchmarks/wan.py --peers PEERS --rounds 2 --scale 0.25 [--loss 0.5] [--kill-relay --throttle-relay]
+    python -m benchmarks.weights.wan --peers PEERS --rounds 2 --scale 0.25 [--loss 0.5] [--kill-relay --throttle-relay]
 
 Needs root on Linux and the Debian packages gcc, iproute2, iputils-ping, nginx-light, curl, aria2, wget and b3sum. The
-systems take turns, each time in fresh network namespaces (wan/network.py) joined by an emulator (wan/link.c): an origin
+systems take turns, each time in fresh network namespaces (network.py) joined by an emulator (link.c): an origin
 of 100 Mb/s, 4 relays of 1 Gb/s, 16 clients of 200 Mb/s, a round trip of 50 ms between any two. `--scale 0.25` uses a
 quarter of every rate and of the file's size, so that times stay the same with less CPU. Everything that can start before
 the file exists does. The clock runs from the moment when the origin gets the file until a client has verified it. This
@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from wan.network import FOLDER, INSIDE, Network, Plan, enter
-from wan.stage import LOOK_AGAIN_S, Stage
-from wan.systems import SYSTEMS
 
-HERE = Path(__file__).parent
+from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.weights.wan.network import FOLDER, INSIDE, Network, Plan, enter
+from benchmarks.weights.wan.stage import LOOK_AGAIN_S, Stage
+from benchmarks.weights.wan.systems import SYSTEMS
+
 SLOW = ("curl",)
 LEAST_WATCH_S = 60.0
 
@@ -68,9 +69,8 @@ def main() -> int:
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     enter(arguments.peers)
-    from machine import describe  # imports torch
 
-    command = " ".join(["python", *sys.argv]).removesuffix(f" {INSIDE}").replace(str(arguments.peers), "PEERS")
+    command = command_line().removesuffix(f" {INSIDE}").replace(str(arguments.peers), "PEERS")
     rates = (arguments.origin, arguments.relay, arguments.client)
     plan = Plan(
         *(rate * 1e6 * arguments.scale for rate in rates),
@@ -85,7 +85,7 @@ def main() -> int:
     bound_s = size_bytes * 8 / min(plan.origin_bps, plan.client_bps) + 2 * plan.rtt_ms / 2e3
     result: dict[str, Any] = {"command": command, "machine": describe(), "plan": asdict(plan)}
     result |= {"size_bytes": size_bytes, "bound_s": bound_s, "framing": 1500 / 1448, "transfers": []}
-    path = HERE / "results" / f"wan-{arguments.label}.json"
+    path = RESULTS / f"wan-{arguments.label}.json"
     names = [name for name in arguments.systems if not (arguments.skip_slow and name in SLOW)]
     print_line(f"bound {bound_s:.2f} s, with framing {bound_s * result['framing']:.2f} s")
     for number in range(arguments.rounds):

@@ -2,7 +2,7 @@
 
 Invariant: everything is created inside the mount, process and network namespaces that `enter` moves this program into,
 and ends with it. Nothing reaches the network outside.
-Called by benchmarks/wan.py, once per transfer, so that no system is affected by the one before.
+Called by benchmarks/weights/wan, once per transfer, so that no system is affected by the one before.
 """
 
 import json
@@ -31,7 +31,7 @@ def enter(peers: Path) -> None:
     """Restarts this program in its own namespaces, with the peers' Python environment at FOLDER/peers."""
     if INSIDE not in sys.argv:
         apart = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        again = ["setpriv", "--pdeathsig", "KILL", *apart, sys.executable, *sys.argv, INSIDE]
+        again = ["setpriv", "--pdeathsig", "KILL", *apart, *sys.orig_argv, INSIDE]
         sys.exit(subprocess.run(again, check=False).returncode)
     for folder in (Path("/run"), FOLDER):
         run("mount", "-t", "tmpfs", "-o", "size=80%", "tmpfs", str(folder))

@@ -1,4 +1,4 @@
-"""The systems that benchmarks/wan.py compares, by name, each with the best settings found for it."""
+"""The systems that benchmarks/weights/wan compares, by name, each with the best settings found for it."""
 
 import json
 import shutil

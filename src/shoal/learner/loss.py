@@ -186,7 +186,7 @@ def k3(logp_N: Tensor, reference_N: Tensor) -> Tensor:
 
        Beyond d = MAX_LOG_REFERENCE its tangent replaces the exponential, so that a token that the policy has left neither
     an update nor loses its pull. Source: Schulman, "Approximating KL divergence" (2020); for the bound,
-       benchmarks/kl_bound.py.
+       benchmarks/learning/kl_bound.py.
     """
     d_N = reference_N - logp_N
     beyond_N = (d_N - MAX_LOG_REFERENCE).clamp(min=0)

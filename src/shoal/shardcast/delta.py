@@ -20,7 +20,7 @@ can make the reader allocate more. A malformed delta causes DeltaError or wrong 
 that `apply` writes against the manifest. `encode` reads each new file once, except unchanged files without tensors. `apply`
 reads and writes each file once for a whole chain of deltas.
 Left out: merging the deltas of several versions into one (readers fetch the chain), renamed files (sent whole), and grouping
-words by exponent, which makes smaller deltas but takes more CPU time (benchmarks/deltas.py compares encodings).
+words by exponent, which makes smaller deltas but takes more CPU time (benchmarks/weights/deltas.py compares encodings).
 Source: docs/shardcast.md has the measurements; the paper sends whole checkpoints.
 """
 

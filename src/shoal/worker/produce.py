@@ -2,7 +2,7 @@
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
 Several threads may ask at once: they generate together and do everything else one after another. It does no network
-requests itself. Each method is one place where a worker could lie; `benchmarks/adversary` overrides one in each lie.
+requests itself. Each method is one place where a worker could lie; `benchmarks/trust/adversary` overrides one in each lie.
 """
 
 import math

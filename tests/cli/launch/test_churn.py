@@ -1,4 +1,4 @@
-"""Whole runs whose processes are killed, frozen, cut off and slowed: `benchmarks/churn.py` in short, and mixed speeds."""
+"""Whole runs whose processes are killed, frozen, cut off and slowed: `benchmarks/pool/churn` in short, and mixed speeds."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.pool.churn.network import missing
 
 from .test_swarm import DEADLINE_S, children, start, summary_of, trained_steps, wait_until
 
@@ -30,16 +31,12 @@ def check(result: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_two_minutes_of_churn_lose_nothing_and_penalise_nobody(tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        from churning.network import missing
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
     if why := missing():
         pytest.skip(why)
     command = [
         sys.executable,
-        str(ROOT / "benchmarks" / "churn.py"),
+        "-m",
+        "benchmarks.pool.churn",
         "--minutes",
         "2",
         "--every",
@@ -51,6 +48,7 @@ def test_two_minutes_of_churn_lose_nothing_and_penalise_nobody(tmp_path: Path) -
         text=True,
         timeout=2 * DEADLINE_S,
         check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     check(json.loads((tmp_path / "result.json").read_text()))

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from benchmarks.adversary.cheats import CHEATS
-from benchmarks.byzantine import liars
+from benchmarks.trust.adversary.cheats import CHEATS
+from benchmarks.trust.byzantine import liars
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -103,7 +103,7 @@ def gain(summary: dict[str, Any]) -> float:
 
 
 def committed_gains(name: str) -> list[float]:
-    """Of the runs in a file that `python benchmarks/runs.py tiny --label NAME` wrote."""
+    """Of the runs in a file that `python -m benchmarks.learning.runs tiny --label NAME` wrote."""
     return [gain(run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
 
 

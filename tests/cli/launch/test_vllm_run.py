@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.byzantine import liars
+from benchmarks.trust.byzantine import liars
 
 from shoal.engine.vllm.client import PYTHON
 

@@ -1,13 +1,12 @@
 """The arithmetic against runs whose raw figures are committed, at the speeds of their CPUs' own benchmarks."""
 
-import importlib.util
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.speed import plan
 
 from shoal.cli.preflight.estimate import BUNDLED, attention_flops, dense_flops, sizes_of, work_of
 from shoal.config import load
@@ -16,17 +15,7 @@ from shoal.learner import report
 ROOT = Path(__file__).parents[3]
 
 
-def compared() -> list[Any]:
-    """The rows of benchmarks/plan.py, computed again."""
-    spec = importlib.util.spec_from_file_location("compared_plan", ROOT / "benchmarks" / "plan.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks there
-    spec.loader.exec_module(module)
-    return list(module.rows())
-
-
-ROWS = compared()
+ROWS = list(plan.rows())  # computed again
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.run}: {row.what}")

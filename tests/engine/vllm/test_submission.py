@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.adversary.cheats import QuantizedWeights, WrongTemperature
+from benchmarks.trust.adversary.cheats import QuantizedWeights, WrongTemperature
 
 from shoal.cli.calibrate import RUN
 from shoal.config import Config, load

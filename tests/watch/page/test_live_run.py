@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from benchmarks.byzantine import liars
+from benchmarks.trust.byzantine import liars
 
 from shoal.protocol.invite import Address
 from tests.servers import free_port

@@ -1,0 +1,1 @@
+"""DiLoCo: sites that train apart and average now and then."""

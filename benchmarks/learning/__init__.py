@@ -1,0 +1,1 @@
+"""What is learned: whole runs, and how age, limits and precision change learning."""

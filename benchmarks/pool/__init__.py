@@ -1,0 +1,1 @@
+"""Pools of many machines: failures, load, simulation, and the pages and servers of a pool."""

@@ -1,0 +1,1 @@
+"""How fast each part is, alone and against other systems."""

@@ -1,0 +1,1 @@
+"""`shoal run` against GRPOTrainer of TRL."""

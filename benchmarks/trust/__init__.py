@@ -1,0 +1,1 @@
+"""Whether lies are caught, honest work passes, and a hostile party is held off."""

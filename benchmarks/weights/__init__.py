@@ -1,0 +1,1 @@
+"""How weights travel: deltas, SHARDCAST and other ways to send a file."""
