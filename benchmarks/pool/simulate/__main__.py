@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import IMAGES, RESULTS
+from benchmarks.common.machine import IMAGES, RESULTS, command_line, commit
 from benchmarks.pool.simulate.pool import Pool
 from benchmarks.pool.simulate.recorded import recorded
 from benchmarks.pool.simulate.settings import SIZES, cases
@@ -51,7 +51,7 @@ def main() -> None:
 def keep(new: dict[str, Any]) -> dict[str, Any]:
     """Put these figures into the results file beside the others. Returns all."""
     result: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"pools": {}}
-    result = result | new | {"pools": result["pools"] | new.get("pools", {})}
+    result = result | {"command": command_line(), "commit": commit()} | new | {"pools": result["pools"] | new.get("pools", {})}
     PATH.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
