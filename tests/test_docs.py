@@ -24,7 +24,13 @@ from shoal.validator.checks import EXACT
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "shoal"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
 README_LIMIT_BYTES = 6_000  # without comments
 RESULTS = ROOT / "benchmarks" / "results"
 RUN_FILES = {"summary.json"}  # JSON files that pages name and that are not raw files of figures
@@ -37,6 +43,10 @@ SPAN = re.compile(r"`([^`]+)`")
 FIGURE = re.compile(r"(\d+(?:\.\d+)?)( %| MB| GiB|)<!-- ([\w-]+\.json): (.+?) -->")
 UNITS = {"": 1.0, "%": 100.0, "MB": 1e-6, "GiB": 2.0**-30}
 REDUCE: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "sum": sum, "max": max, "min": min}
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def load(path: Path) -> ModuleType:
@@ -91,7 +101,7 @@ def test_the_readme_fits_one_page() -> None:
     assert len(visible.encode()) <= README_LIMIT_BYTES
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_relative_link_has_a_target(page: Path) -> None:
     broken = []
     for link in LINK.findall(page.read_text()):
@@ -104,7 +114,7 @@ def test_every_relative_link_has_a_target(page: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_and_flag_exists(page: Path) -> None:
     text, known = page.read_text(), subparsers(command_line())
     for command in fenced_commands(text) + inline_commands(text):
@@ -118,7 +128,7 @@ def test_every_command_and_flag_exists(page: Path) -> None:
             assert flags <= options(known[alternative]), f"{flags} of: {command}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_in_a_block_can_be_parsed(page: Path) -> None:
     for command in fenced_commands(page.read_text()):
         words = shlex.split(command)[1:]
@@ -128,7 +138,7 @@ def test_every_command_in_a_block_can_be_parsed(page: Path) -> None:
             pytest.fail(f"not accepted: {command}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_named_source_file_exists(page: Path) -> None:
     spans = SPAN.findall(FENCE.sub("", page.read_text()))
     paths = [span for span in spans if re.fullmatch(r"[\w./*-]+/[\w.*-]+\.(py|toml|c)", span)]
@@ -136,7 +146,7 @@ def test_every_named_source_file_exists(page: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_named_benchmark_and_make_target_exists(page: Path) -> None:
     text = page.read_text()
     scripts = set(re.findall(r"python -m (benchmarks\.[\w.]+)", " ".join(text.split())))
@@ -231,7 +241,7 @@ def value(raw: Any, path: str) -> float:
 
 
 @MEASURED
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_marked_figures_equal_their_raw_files(page: Path) -> None:
     """`8.6<!-- trl-sums-run.json: median measurement a/runs/*/median_step_s -->`: rounded to the digits written."""
     for written, unit, name, path in FIGURE.findall(page.read_text()):
@@ -243,8 +253,8 @@ def test_marked_figures_equal_their_raw_files(page: Path) -> None:
 
 
 def test_readme_and_results_have_marked_figures() -> None:
-    marked = {page.name: len(FIGURE.findall(page.read_text())) for page in PAGES}
-    assert marked["README.md"] >= 2 and marked["results.md"] >= 8
+    marked = {name_of(page): len(FIGURE.findall(page.read_text())) for page in PAGES}
+    assert marked["README.md"] >= 2 and marked["docs/results.md"] >= 8
     for page in PAGES:
         marks = re.findall(r"[^`]<!-- [\w-]+\.json", page.read_text())  # in backticks they are examples
         assert len(FIGURE.findall(page.read_text())) == len(marks), f"a mark of {page.name} is malformed"
@@ -266,7 +276,7 @@ def test_the_number_of_honest_submissions_equals_the_raw_files() -> None:
 
 
 @MEASURED
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_flags_of_benchmark_commands_exist(page: Path) -> None:
     """Except for a reader's own folders: `$SHOAL_DATA/...`, `runs/...`, names in capitals."""
     text = page.read_text()
@@ -290,6 +300,17 @@ def test_every_benchmark_that_writes_figures_names_its_commit() -> None:
     }
     assert len(writers) > 40
     assert [name for name, text in writers.items() if not re.search(r"\b(describe|commit)\(", text)] == []
+
+
+def test_the_list_of_benchmarks_names_every_script() -> None:
+    folder = ROOT / "benchmarks"
+    rows = table((folder / "README.md").read_text(), "| script |")
+    scripts = [path for path in folder.rglob("*.py") if "argparse.ArgumentParser(" in path.read_text()]
+    modules = {path.relative_to(folder).with_suffix("").as_posix().removesuffix("/__main__") for path in scripts}
+    assert sorted(name.strip("`") for name, *_ in rows) == sorted(module.replace("/", ".") for module in modules)
+    for name, _, arguments, *_ in rows:
+        source = source_of("benchmarks." + name.strip("`"))
+        assert [flag for flag in re.findall(r"--[a-z][\w-]*", arguments) if f'"{flag}"' not in source] == [], name
 
 
 def test_the_architecture_lists_the_rooms_and_their_imports() -> None:

@@ -8,6 +8,7 @@ Prints a table and draws docs/images/budgets.png: task reward and length penalty
 (arXiv 2505.07291, section 4), and the length of completions for each target, at first and at last.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ Metrics = list[dict[str, Any]]  # of one run, step by step
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     runs = {label: metrics_of(label) for label in COLOURS}
     sys.stdout.write(table(runs))
     draw(runs, IMAGES / "budgets.png")

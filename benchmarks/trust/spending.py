@@ -10,6 +10,7 @@ at 90 % of all limits gains what it gained for real without these tests: 0.438 -
 To lower the reward every second near tie is taken to help. Bets, capital and limits are the coordinator's own code.
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -176,6 +177,7 @@ def lasted(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rng = np.random.default_rng(0)
     result: dict[str, Any] = {"commit": commit(), "alpha": None, "rows": [], "honest": []}
     for model in MODELS:

@@ -2,13 +2,12 @@
 
     python -m benchmarks.trust.spending_measured tiny-40 configs/tiny.toml 10 4
 
-The arguments: name, config, submissions, workers of each dtype.
-
 Workers in fp32 and bf16, each with its own key and so its own tasks and seeds; a validator in each dtype judges all they
 make. Writes benchmarks/results/spending-measured.json after each worker, and prints the highest evidence that any of each
 pair reached; ln(1 / alpha) would dismiss an honest worker. `spending.py` reads the names `tiny` and `SmolLM2`.
 """
 
+import argparse
 import json
 import multiprocessing
 import sys
@@ -121,4 +120,10 @@ def main(name: str, path: Path, submissions: int, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="of the row in the results file")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("submissions", type=int, help="of each worker")
+    parser.add_argument("workers", type=int, help="of each dtype")
+    arguments = parser.parse_args()
+    main(arguments.name, arguments.config, arguments.submissions, arguments.workers)

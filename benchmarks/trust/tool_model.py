@@ -13,9 +13,9 @@ with one, each other message with "=". The model is trained on conversations, ha
 Invariant: it never sees a sum that the config holds out. Left out: a model that is good at it; the lies need calls only.
 """
 
+import argparse
 import logging
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -78,4 +78,6 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    main(parser.parse_args().out)

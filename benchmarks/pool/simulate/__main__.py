@@ -51,7 +51,8 @@ def main() -> None:
 def keep(new: dict[str, Any]) -> dict[str, Any]:
     """Put these figures into the results file beside the others. Returns all."""
     result: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"pools": {}}
-    result = result | {"command": command_line(), "commit": commit()} | new | {"pools": result["pools"] | new.get("pools", {})}
+    ran = {"command": command_line(), "commit": commit()}
+    result = result | ran | new | {"pools": result["pools"] | new.get("pools", {})}
     PATH.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
