@@ -1,5 +1,7 @@
 """Where results go, and what a benchmark ran on: its command, machine and commit stand beside its figures."""
 
+import json
+import math
 import os
 import platform
 import subprocess
@@ -11,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
+DIGITS, WIDTH = 6, 120  # of raw files
 WRITTEN = [":!benchmarks/results", ":!docs"]  # by benchmarks: figures and pictures change no code
 
 
@@ -47,6 +50,36 @@ def commit(tree: Path = ROOT) -> str:
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN)
     return git("rev-parse", "--short=10", "HEAD") + ("-dirty" if changed else "")
+
+
+def save(path: Path, result: Any) -> None:
+    """Write a raw file: JSON with numbers of DIGITS digits, and with each value on one line that fits there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_layout(_rounded(result)) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(inner) for inner in value]
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    short = float(f"{value:.{DIGITS}g}") if abs(value) < 10**DIGITS else round(value, 2)  # of times, too
+    return int(short) if short.is_integer() else short
+
+
+def _layout(value: Any, indent: int = 0) -> str:
+    line = json.dumps(value)
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if len(line) + indent <= WIDTH or not inner:
+        return line
+    if isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in inner):
+        return line
+    keys = [f"{json.dumps(str(key))}: " for key in value] if isinstance(value, dict) else [""] * len(inner)
+    lines = [" " * (indent + 1) + key + _layout(item, indent + 1) for key, item in zip(keys, inner, strict=True)]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return "\n".join([first, ",\n".join(lines), " " * indent + last])
 
 
 def cpu_s(pid: int) -> float:

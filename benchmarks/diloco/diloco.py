@@ -27,14 +27,13 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from benchmarks.common.machine import RESULTS, command_line, commit
+from benchmarks.common.machine import RESULTS, command_line, commit, save
 from benchmarks.diloco.diloco_model import Size, Trainee, Trainees, perplexity, processor, tokens
 from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.codec import Kind
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import SILENT, Greeting, Terms
 from shoal.diloco.site import Site
-from shoal.files import write_file
 
 RESULT = RESULTS / "diloco.json"
 SEQUENCES, BEFORE, STEPS = 8, 500, 1_500  # a step's sequences; steps before DiLoCo begins; steps from there
@@ -157,7 +156,7 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
         }
         if (run["setting"], run["seed"]) not in [(done["setting"], done["seed"]) for done in held["runs"]]:
             held["runs"].append(run)
-        write_file(RESULT, (json.dumps(held, indent=1) + "\n").encode())
+        save(RESULT, held)
 
 
 def table() -> None:

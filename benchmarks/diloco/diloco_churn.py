@@ -29,7 +29,7 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common.machine import command_line, describe
+from benchmarks.common.machine import command_line, describe, save
 from shoal.model.load import load_tokenizer, save_model
 from shoal.model.sources import resolve
 
@@ -271,7 +271,7 @@ def main() -> None:
             for process in run.processes.values():
                 process.kill()
                 process.wait()
-    arguments.out.write_text(json.dumps(held | found | {"load": os.getloadavg()}, indent=None) + "\n")
+    save(arguments.out, held | found | {"load": os.getloadavg()})
     if arguments.figure:
         picture(found, arguments.sites, arguments.figure)
     print(json.dumps({key: value for key, value in found.items() if not key.endswith("_by_round")}))  # noqa: T201

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common.machine import command_line, describe
+from benchmarks.common.machine import command_line, describe, save
 from benchmarks.diloco.diloco_hivemind_peers import KIND, SIDE
 
 PEERS = Path(__file__).with_name("diloco_hivemind_peers.py")
@@ -160,7 +160,7 @@ def main() -> None:
         "medians": medians(steps),
         "steps": steps,
     }
-    arguments.out.write_text(json.dumps(held, indent=1) + "\n")
+    save(arguments.out, held)
     print(json.dumps(held["medians"], indent=1))  # noqa: T201
 
 

@@ -11,7 +11,6 @@ Nesterov momentum makes a step of η(1 + μ + … ) of the pseudo-gradient in a 
 """
 
 import argparse
-import json
 import math
 import platform
 import time
@@ -22,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.machine import command_line, commit
+from benchmarks.common.machine import command_line, commit, save
 from benchmarks.diloco.diloco_model import Size, Trainee, perplexity, processor, tokens
 from shoal.diloco.agreed import Shapes, outer_step, pseudo_gradient
-from shoal.files import write_file
 
 SITES = 2
 EVERY = 50  # inner steps between two measurements of the held-out loss
@@ -105,7 +103,7 @@ def main() -> None:
             started_s = time.process_time()
             run = {"setting": asdict(setting), "seed": seed} | train(setting, data, seed, size)
             held["runs"].append(run | {"cpu_s": round(time.process_time() - started_s, 1)})
-            write_file(arguments.out, (json.dumps(held, indent=1) + "\n").encode())
+            save(arguments.out, held)
             late = run["rounds"][len(run["rounds"]) // 2 :]
             mean = {name: sum(each[name] for each in late) / len(late) for name in ("cosine", "gain")}
             print(f"{setting} seed {seed}: perplexity {run['perplexity']:.2f}, {mean}", flush=True)  # noqa: T201

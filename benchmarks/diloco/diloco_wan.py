@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import command_line, describe
+from benchmarks.common.machine import command_line, describe, save
 from benchmarks.weights.wan.network import FOLDER, INSIDE, Network, Plan, enter
 
 PLAN = Plan(100e6, 0.0, 100e6, 0, 2, 50.0, 0.0, 100.0, "cubic")
@@ -55,7 +55,7 @@ def main() -> None:
         for name in arguments.settings:
             found = sites(FOLDER / f"{name}-{repeat}", dict(SETTINGS[name]))
             held["runs"].append({"name": name, "settings": SETTINGS[name], "repeat": repeat} | found)
-            arguments.out.write_text(json.dumps(held) + "\n")
+            save(arguments.out, held)
             print(name, json.dumps(found["summary"]), flush=True)  # noqa: T201
 
 
@@ -88,7 +88,6 @@ def sites(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         },
         "stats": stats,
         "rounds": rounds,
-        "course": course,
     }
 
 

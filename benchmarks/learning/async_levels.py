@@ -12,7 +12,6 @@ docs/images/async-levels.png.
 """
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -20,7 +19,7 @@ import sys
 from collections import deque
 from typing import Any, NamedTuple
 
-from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe, save
 from shoal import tasks
 from shoal.config import load
 from shoal.engine.protocol import Sampling
@@ -52,12 +51,12 @@ def main() -> None:
     for seed in arguments.seeds:
         for level in arguments.levels:
             result["runs"].append(Run(seed, level).figures(arguments.steps))
-            PATH.write_text(json.dumps(result, indent=1) + "\n")
+            save(PATH, result)
             figures = {name: value for name, value in result["runs"][-1].items() if not isinstance(value, list)}
             sys.stdout.write(f"{figures}\n")
             sys.stdout.flush()
     result["levels"] = [compare(result["runs"], level) for level in arguments.levels]
-    PATH.write_text(json.dumps(result, indent=1) + "\n")
+    save(PATH, result)
     draw(result["runs"])
     sys.stdout.write("".join(f"{row}\n" for row in result["levels"]))
 

@@ -13,7 +13,6 @@ import json
 import sys
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import matplotlib
 
@@ -22,11 +21,11 @@ from matplotlib import pyplot
 
 from benchmarks.common.machine import IMAGES, RESULTS
 
-ENDS = 10  # steps that count as the run's beginning, and as its end
-SMOOTH = 5  # a curve shows the mean of so many steps
+FIRST, LAST = slice(10), slice(-10, None)  # steps that count as the run's beginning and end
+SMOOTH = 5  # steps whose mean a curve shows
 COLOURS = {"target-short": "#1f6fb4", "target-long": "#d1495b"}
 
-Metrics = list[dict[str, Any]]  # of one run, step by step
+Metrics = dict[str, list[float | None]]  # of one run: a value per step; None where a step had no group of that target
 
 
 def main() -> None:
@@ -37,17 +36,15 @@ def main() -> None:
 
 
 def metrics_of(label: str) -> list[Metrics]:
-    recorded = json.loads((RESULTS / f"{label}.json").read_text())["runs"]
-    return [run["metrics"] for run in recorded]
+    return [run["metrics"] for run in json.loads((RESULTS / f"{label}.json").read_text())["runs"]]
 
 
 def targets_of(run: Metrics) -> list[int]:
-    return sorted({int(name.split("/")[1]) for row in run for name in row if name.startswith("length/")})
+    return sorted(int(name.split("/")[1]) for name in run if name.startswith("length/"))
 
 
-def over(rows: Metrics, name: str) -> float:
-    """The mean over the steps that have this figure: a step may have drawn no group of some target."""
-    return mean(row[name] for row in rows if name in row)
+def over(run: Metrics, name: str, steps: slice) -> float:
+    return mean(value for value in run[name][steps] if value is not None)
 
 
 def table(runs: dict[str, list[Metrics]]) -> str:
@@ -55,25 +52,17 @@ def table(runs: dict[str, list[Metrics]]) -> str:
     lines = ["| run | task reward | length penalty |", "| --- | --- | --- |"]
     for label, of in runs.items():
         for seed, run in enumerate(of):
-            first, last = first_of(run), last_of(run)
             cells = [
-                f"{over(first, name):.2f} → {over(last, name):.2f}" for name in ("score/mean", "length_penalty/mean")
+                f"{over(run, name, FIRST):.2f} → {over(run, name, LAST):.2f}"
+                for name in ("score/mean", "length_penalty/mean")
             ]
             lines.append(f"| {label}, seed {seed} | {' | '.join(cells)} |")
     lines += ["", "| run | target | length at first | length at last |", "| --- | --- | --- | --- |"]
     for label, of in runs.items():
         for target in targets_of(of[0]):
-            ends = [mean(over(part(run), f"length/{target}/mean") for run in of) for part in (first_of, last_of)]
+            ends = [mean(over(run, f"length/{target}/mean", steps) for run in of) for steps in (FIRST, LAST)]
             lines.append(f"| {label} | {target} | {ends[0]:.1f} | {ends[1]:.1f} |")
     return "\n".join(lines) + "\n"
-
-
-def first_of(run: Metrics) -> Metrics:
-    return run[:ENDS]
-
-
-def last_of(run: Metrics) -> Metrics:
-    return run[-ENDS:]
 
 
 def draw(runs: dict[str, list[Metrics]], path: Path) -> None:
@@ -83,7 +72,7 @@ def draw(runs: dict[str, list[Metrics]], path: Path) -> None:
         (penalty, "length_penalty/mean", "length penalty"),
     ):
         for label, of in runs.items():
-            curves = [smooth([row[name] for row in run]) for run in of]
+            curves = [smooth(run[name]) for run in of]
             for curve in curves:
                 axes.plot(curve, color=COLOURS[label], alpha=0.25, linewidth=1)
             axes.plot([mean(at) for at in zip(*curves, strict=False)], color=COLOURS[label], label=label)
@@ -91,9 +80,9 @@ def draw(runs: dict[str, list[Metrics]], path: Path) -> None:
         axes.set_ylim(bottom=0)
     for label, of in runs.items():
         targets = targets_of(of[0])
-        for part, style in ((first_of, ":"), (last_of, "-")):
+        for steps, style in ((FIRST, ":"), (LAST, "-")):
             for run in of:
-                found = [over(part(run), f"length/{target}/mean") for target in targets]
+                found = [over(run, f"length/{target}/mean", steps) for target in targets]
                 lengths.plot(targets, found, style, marker="o", markersize=3, color=COLOURS[label], linewidth=1)
     most = max(target for of in runs.values() for target in targets_of(of[0]))
     lengths.plot([0, most], [0, most], color="#999999", linewidth=0.8)

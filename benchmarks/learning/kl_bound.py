@@ -23,7 +23,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from benchmarks.common.machine import RESULTS, commit
+from benchmarks.common.machine import RESULTS, commit, save
 
 ROWS, VOCABULARY, DRIFT = 64, 256, 1.0  # the drift: std of a logit's change, in nats
 GRAD_CLIP = 0.1
@@ -72,7 +72,7 @@ def main() -> None:
         "grad_clip": GRAD_CLIP,
         "cases": found,
     }
-    (RESULTS / "kl_bound.json").write_text(json.dumps(report, indent=1) + "\n")
+    save(RESULTS / "kl_bound.json", report)
 
 
 def measure(seed: int, tokens: int, beta: float, outlier: float, kl: Estimator) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common.machine import describe
+from benchmarks.common.machine import describe, save
 from shoal.config.recipe import LearnerSection
 from shoal.engine.selftest import fixed_tokens
 from shoal.learner.batch import MicroBatch, micro_batches
@@ -39,7 +39,7 @@ def main() -> None:
     found = {"machine": describe(), "model": given.model, "dtype": given.dtype, "updates": UPDATES, "rows": rows}
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        save(given.out, found)
 
 
 def measured(folder: Path, lr: float, dtype: str) -> dict[str, float]:

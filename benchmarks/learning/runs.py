@@ -11,18 +11,25 @@ are passed on to `shoal run` (`--set model.dtype=float32`).
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe, save
 from benchmarks.trust.adversary.cheats import CHEATS
 from benchmarks.trust.byzantine import liars
 from shoal.protocol.messages import Evaluation
 from shoal.watch.plot import draw_curve
 from shoal.watch.summary import read_legs
+
+# What tables, pictures and other benchmarks read. A run's own metrics.jsonl has more.
+KEPT = re.compile(
+    r"time_s|(reward|score|length_penalty)/mean|reward/zero_std_frac|completion/length_mean|optim/grad_norm|"
+    r"policy/(entropy|mismatch_kl)|async/staleness_mean|perf/(tokens|busy_s|waiting_s)|length/\d+/mean"
+)
 
 
 def main() -> None:
@@ -40,18 +47,17 @@ def main() -> None:
         plot(arguments.label or arguments.config)
         return
     kinds = [""] if arguments.cheats is None else arguments.cheats or list(CHEATS)
-    RESULTS.mkdir(exist_ok=True)
     result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
     path = RESULTS / f"{arguments.label or arguments.config}.json"
     if arguments.finished:
         result["runs"] = [record(folder, cheat="") for folder in arguments.finished]
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        save(path, result)
         sys.stdout.write(table(result["runs"]) + "\n")
         return
     for kind in kinds:
         for seed in arguments.seeds:
             result["runs"].append(one_run(arguments.config, seed, kind, more))
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            save(path, result)
             sys.stdout.write(table(result["runs"][-1:]) + "\n")
             sys.stdout.flush()
 
@@ -71,10 +77,12 @@ def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, An
 
 
 def record(folder: Path, cheat: str) -> dict[str, Any]:
-    """A finished run's summary without the config, and its metrics."""
+    """Return a finished run's summary without the config, and the series of the metrics in KEPT, a value per step."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     summary["dtype"] = summary.pop("config")["model"]["dtype"]
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = sorted({name for step in steps for name in step if KEPT.fullmatch(name)})
+    metrics = {name: [step.get(name) for step in steps] for name in names}
     legs = read_legs(folder)
     estimated = {name: sum(getattr(leg, name) for leg in legs) for name in ("estimated_s", "estimated_bytes")}
     return {"cheat": cheat} | summary | estimated | {"metrics": metrics}
@@ -87,7 +95,8 @@ def plot(label: str) -> None:
         Evaluation(version=0, final=False, **run["heldout_before"]),
         Evaluation(version=run["steps"], final=True, **run["heldout_after"]),
     ]
-    draw_curve(run["metrics"], evaluations, IMAGES / f"{label}.png", f"{label}-{run['seed']}")
+    metrics = [{"reward/mean": reward} for reward in run["metrics"]["reward/mean"]]
+    draw_curve(metrics, evaluations, IMAGES / f"{label}.png", f"{label}-{run['seed']}")
 
 
 def table(runs: list[dict[str, Any]]) -> str:

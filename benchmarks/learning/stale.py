@@ -11,7 +11,6 @@ sampling: the policy's own at that update.
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe, save
 from shoal import tasks
 from shoal.config import load
 from shoal.config.recipe import LearnerSection, LossSection
@@ -42,6 +41,11 @@ TASKS = load(ROOT / "configs" / "tiny.toml").tasks
 PROMPTS, GROUP, MAX_TOKENS = 16, 8, 6
 ARMS = {"delta 4": 4.0, "delta off": 1e9}
 BEYOND = 4.0  # a larger ratio counts as huge, in both arms
+PLOTTED = {  # of each update
+    "grad_norm": "gradient norm, before clipping",
+    "beyond": f"tokens with A < 0, ratio > {BEYOND:.0f}",
+    "reward": "reward of fresh samples",
+}
 SPIKE = 10.0  # times the run's median gradient norm
 
 
@@ -70,19 +74,21 @@ def main() -> None:
         "settings": {"age": arguments.age, "lr": arguments.lr, "prompts": PROMPTS, "group": GROUP, "arms": ARMS},
         "runs": [],
     }
+    pooled: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for seed in range(arguments.seeds):
         for arm in ARMS:
             updates = run(seed, ARMS[arm], arguments.age, arguments.lr, arguments.updates)
-            result["runs"].append({"arm": arm, "seed": seed} | figures(updates) | {"updates": updates})
-            found = {name: value for name, value in result["runs"][-1].items() if name != "updates"}
-            sys.stdout.write(f"{time.monotonic() - started_s:.0f} s {found}\n")
+            pooled[arm] += updates
+            run_figures = {"arm": arm, "seed": seed} | figures(updates)
+            series = {name: [update[name] for update in updates] for name in PLOTTED}
+            result["runs"].append(run_figures | {"updates": series})
+            sys.stdout.write(f"{time.monotonic() - started_s:.0f} s {run_figures}\n")
             sys.stdout.flush()
-    pooled = {arm: [u for one in result["runs"] if one["arm"] == arm for u in one["updates"]] for arm in ARMS}
     result["all seeds"] = {arm: figures(updates) for arm, updates in pooled.items()}
-    result["off over on, same weights"] = same_weights(result["runs"])
+    result["off over on, same weights"] = same_weights(pooled)
     result["seconds"] = round(time.monotonic() - started_s, 1)
     name = f"stale-{arguments.label}" if arguments.label else "stale"
-    (RESULTS / f"{name}.json").write_text(json.dumps(result) + "\n")
+    save(RESULTS / f"{name}.json", result)
     if not arguments.label:
         plot(result, IMAGES / "stale.png")
     sys.stdout.write(table(result))
@@ -183,13 +189,13 @@ def figures(updates: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def same_weights(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Gradient norm without delta over that with delta, per update, at the same weights and data, over all runs."""
+def same_weights(updates: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Compare, per update, the gradient norm without delta to that with delta at the same weights and data."""
     factors = []
-    for one in runs:
-        for update in one["updates"]:
+    for arm in updates:
+        for update in updates[arm]:
             on, off = update["grad_norm"], update["grad_norm_other"]
-            factors.append(off / on if one["arm"] == "delta 4" else on / off)
+            factors.append(off / on if arm == "delta 4" else on / off)
     return {"median": statistics.median(factors), "p99": percentile(factors, 0.99), "max": max(factors)} | {
         f"beyond {times} times": sum(factor > times for factor in factors) for times in (2, 5, 10)
     }
@@ -224,18 +230,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = {
-        "grad_norm": "gradient norm, before clipping",
-        "beyond": f"tokens with A < 0, ratio > {BEYOND:.0f}",
-        "reward": "reward of fresh samples",
-    }
-    figure, panels = pyplot.subplots(1, len(names), figsize=(14, 3.6))
+    figure, panels = pyplot.subplots(1, len(PLOTTED), figsize=(14, 3.6))
     colors = dict(zip(ARMS, ("tab:blue", "tab:red"), strict=True))
-    for panel, (name, title) in zip(panels, names.items(), strict=True):
+    for panel, (name, title) in zip(panels, PLOTTED.items(), strict=True):
         for one in result["runs"]:
-            values = [update[name] for update in one["updates"]]
             label = one["arm"] if one["seed"] == 0 else None
-            panel.plot(values, color=colors[one["arm"]], lw=1, alpha=0.8, label=label)
+            panel.plot(one["updates"][name], color=colors[one["arm"]], lw=1, alpha=0.8, label=label)
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("update")
         panel.grid(alpha=0.25)

@@ -228,10 +228,10 @@ def main() -> None:
             process.terminate()
             process.wait()
 
-    from benchmarks.common.machine import command_line, describe
+    from benchmarks.common.machine import command_line, describe, save
 
     result = {"command": command_line(), "machine": describe(), "versions": versions, "found": found}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(arguments.out, result)
     table(found)
 
 

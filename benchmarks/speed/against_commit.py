@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common.machine import RESULTS, ROOT, commit, describe
+from benchmarks.common.machine import RESULTS, ROOT, commit, describe, save
 
 SIZE_BYTES = 512 << 20
 Figures = dict[str, float]
@@ -45,7 +45,7 @@ def main() -> None:
             order = list(trees) if number % 2 == 0 else list(trees)[::-1]
             figures = {name: JOBS[job](trees[name], number) for name in order}
             result["rounds"].append({"job": job} | figures)
-            (RESULTS / "against_commit.json").write_text(json.dumps(result, indent=1) + "\n")
+            save(RESULTS / "against_commit.json", result)
             sys.stdout.write(f"{job} {number}: {figures}\n")
             sys.stdout.flush()
     for job in arguments.jobs:

@@ -7,12 +7,11 @@ At level 0 nothing overlaps, so `shoal run` gives each phase all cores (cores.sh
 """
 
 import argparse
-import json
 import statistics
 import sys
 from typing import Any
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 from benchmarks.learning.runs import one_run
 
 
@@ -32,20 +31,19 @@ def main() -> None:
     ratio = result["median"][2]["tokens_per_s"] / result["median"][0]["tokens_per_s"]
     result["tokens_per_s_ratio"] = round(ratio, 3)
     path = RESULTS / "asynchrony.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    save(path, result)
     sys.stdout.write(f"{result['median']} ratio {ratio:.2f}\n")
 
 
 def figures(run: dict[str, Any]) -> dict[str, float]:
-    """Trained tokens a second and the learner's waiting share, between the first and the last step."""
-    first, *rest = run["metrics"]
-    seconds = rest[-1]["time_s"] - first["time_s"]
-    waiting = sum(step["perf/waiting_s"] for step in rest)
+    """Return the trained tokens a second and the learner's waiting share, between the first and the last step."""
+    metrics = run["metrics"]
+    seconds = metrics["time_s"][-1] - metrics["time_s"][0]
+    waiting, busy, tokens = (sum(metrics[f"perf/{name}"][1:]) for name in ("waiting_s", "busy_s", "tokens"))
     return {
-        "tokens_per_s": sum(step["perf/tokens"] for step in rest) / seconds,
-        "learner_waiting_frac": waiting / (waiting + sum(step["perf/busy_s"] for step in rest)),
-        "staleness_mean": statistics.mean(step["async/staleness_mean"] for step in rest),
+        "tokens_per_s": tokens / seconds,
+        "learner_waiting_frac": waiting / (waiting + busy),
+        "staleness_mean": statistics.mean(metrics["async/staleness_mean"][1:]),
         "seconds": seconds,
         "heldout_greedy_after": run["heldout_after"]["greedy"],
     }

@@ -16,7 +16,6 @@ Writes benchmarks/results/exact_speed.json with every timing.
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
@@ -68,7 +67,7 @@ def main() -> None:
                         f"{name} {dtype} {case}: {measured['ratio']:.3f} (CPU {measured['cpu_ratio']:.3f})\n"
                     )
                     sys.stdout.flush()
-                    PATH.write_text(json.dumps(result, indent=1) + "\n")
+                    save(PATH, result)
 
 
 def decode(folder: Path, dtype: Any) -> dict[str, dict[str, Way]]:

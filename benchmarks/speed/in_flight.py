@@ -11,7 +11,6 @@ Writes benchmarks/results/in_flight.json (in_flight-vllm.json) with every timing
 """
 
 import argparse
-import json
 import statistics
 import sys
 import threading
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import RESULTS, ROOT, command_line, describe
+from benchmarks.common.machine import RESULTS, ROOT, command_line, describe, save
 from shoal import config as config_module
 from shoal.cli.roles import generator
 from shoal.model.sources import resolve
@@ -97,7 +96,7 @@ def main() -> None:
                 sys.stdout.write(f"{result['runs'][-1]}\n")
                 sys.stdout.flush()
                 result["tokens_per_s"] = medians(result["runs"])
-                path.write_text(json.dumps(result, indent=1) + "\n")
+                save(path, result)
 
 
 def config_of(arguments: argparse.Namespace, in_flight: int) -> config_module.Config:

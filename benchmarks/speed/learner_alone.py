@@ -19,7 +19,6 @@ Writes benchmarks/results/learner_alone.json.
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner.batch import micro_batches
 from shoal.learner.groups import Group
@@ -72,7 +71,7 @@ def main() -> None:
                 result["cases"].append(figures(dtype, f"{kind} {longest}", sequences, seconds, peak))
                 sys.stdout.write(f"{result['cases'][-1]}\n")
                 sys.stdout.flush()
-                path.write_text(json.dumps(result, indent=1) + "\n")
+                save(path, result)
 
 
 def make_sequences(longest: int, n: int, *, ragged: bool) -> list[list[int]]:

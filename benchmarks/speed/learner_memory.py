@@ -21,7 +21,6 @@ and prints the table.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import weakref
@@ -47,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import Qwen2Config
 
-from benchmarks.common.machine import RESULTS, command_line, commit
+from benchmarks.common.machine import RESULTS, command_line, commit, save
 from shoal.cli.preflight.estimate import LOGITS_BYTES, MASTER_BYTES, Sizes, Work, activation_bytes, sizes_of
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner import masters
@@ -138,7 +137,7 @@ def main() -> None:
     for ranks in arguments.ranks:
         for name in arguments.models:
             cases.append(case(name, ranks))
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+            save(arguments.out, result)
     sys.stdout.write(table(cases) + "\n")
 
 

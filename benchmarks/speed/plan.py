@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import RESULTS, ROOT, describe
+from benchmarks.common.machine import RESULTS, ROOT, describe, save
 from shoal.cli.preflight.estimate import (
     BUNDLED,
     Speed,
@@ -117,14 +117,17 @@ def _said(name: str) -> Iterator[Row]:
 
 
 def _of_run(name: str, runs: list[dict[str, Any]], config: Config, device: Speed) -> Iterator[Row]:
-    steps = [step for run in runs for step in run["metrics"][SETTLED:]]
-    length = round(statistics.fmean(step["completion/length_mean"] for step in steps))
-    flat = statistics.fmean(step.get("reward/zero_std_frac", 0.0) for step in steps)
+    length = round(statistics.fmean(_settled(runs, "completion/length_mean")))
+    flat = statistics.fmean(_settled(runs, "reward/zero_std_frac"))
     work = work_of(config, prompt=PROMPT[RUNS[name][0]], length=length, useful=1 - flat)
-    took_s = statistics.fmean(_step_s([step["time_s"] for step in run["metrics"]]) for run in runs)
+    took_s = statistics.fmean(_step_s(run["metrics"]["time_s"]) for run in runs)
     yield Row(name, "step_s", planned_s(config, work, device), took_s)
     peaks = {process: statistics.fmean(run["peak_rss_bytes"][process] for run in runs) for process in _PROCESSES}
     yield from _memory(name, config, work, peaks, statistics.fmean(run["peak_together_bytes"] for run in runs))
+
+
+def _settled(runs: list[dict[str, Any]], name: str) -> list[float]:
+    return [value or 0.0 for run in runs for value in run["metrics"][name][SETTLED:]]
 
 
 def _of_completions() -> Row:
@@ -205,11 +208,11 @@ def main() -> None:
     known = _json("plan") if PATH.exists() else {"command": "python -m benchmarks.speed.plan", "runs": {}}
     if arguments.command:
         known["runs"][arguments.config] = record(arguments.config, arguments.steps, arguments.set)
-        PATH.write_text(json.dumps(known, indent=1) + "\n")
+        save(PATH, known)
         return
     found = list(rows())
     known["compared"] = [vars(row) | {"ratio": round(row.ratio, 3)} for row in found]
-    PATH.write_text(json.dumps(known, indent=1) + "\n")
+    save(PATH, known)
     for row in found:
         sys.stdout.write(f"{row.run:22} {row.what:16} {row.planned:12.4g} {row.measured:12.4g} {row.ratio:6.2f}\n")
 

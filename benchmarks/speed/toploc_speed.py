@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common.machine import RESULTS, ROOT, describe
+from benchmarks.common.machine import RESULTS, ROOT, describe, save
 
 ROUNDS = 21
 CHUNK, TOP_K = 32, 128
@@ -65,8 +65,7 @@ def main() -> None:
             for shape, row in rows.items():
                 sys.stdout.write(f"{threads} threads, {shape}: {json.dumps({k: row[k] for k in row if k != 'ms'})}\n")
     path = RESULTS / "toploc_speed.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    save(path, found)
 
 
 def make_states(path: Path) -> None:

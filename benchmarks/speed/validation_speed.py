@@ -14,7 +14,6 @@ share of a worker's time its proofs take. Writes benchmarks/results/validation_s
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, ROOT, command_line, describe
+from benchmarks.common.machine import RESULTS, ROOT, command_line, describe, save
 from shoal import config
 from shoal.cli.calibrate import RUN
 from shoal.config import Config
@@ -72,7 +71,7 @@ def main() -> None:
     for shape, measure in shapes.items():
         result["shapes"][shape] = measure()
         say(shape, result["shapes"][shape])
-        (RESULTS / "validation_speed.json").write_text(json.dumps(result, indent=1) + "\n")
+        save(RESULTS / "validation_speed.json", result)
 
 
 def as_configured(settings: Config, dtype: DtypeName, engine: TorchEngine, rounds: int) -> dict[str, Any]:

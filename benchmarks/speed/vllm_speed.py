@@ -11,7 +11,6 @@ Writes benchmarks/results/vllm_speed.json with every timing. `load` there tells 
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 from shoal.engine.protocol import Engine, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
@@ -64,7 +63,7 @@ def main() -> None:
         ]
         result["update_s"] = updates(theirs, [change(folder, Path(changed)), folder])
     result["load"].append(os.getloadavg())
-    PATH.write_text(json.dumps(result, indent=1) + "\n")
+    save(PATH, result)
     report(result)
 
 

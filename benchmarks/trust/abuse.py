@@ -40,7 +40,7 @@ import aiohttp
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import ROOT, commit
+from benchmarks.common.machine import ROOT, commit, save
 from benchmarks.trust.attacker import Attacker
 from shoal.coordinator.operating import create_invite
 from shoal.coordinator.state import KEY
@@ -400,11 +400,10 @@ async def main(arguments: argparse.Namespace) -> None:
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
     }
-    text = json.dumps({"settings": settings, "tracebacks": tracebacks, "results": results}, indent=1)
     sys.stdout.write(f"quiet {results['quiet']}\nquiet again {results['quiet again']}\n")
     sys.stdout.write(f"tracebacks of the coordinator: {tracebacks}\n")
     if arguments.out:
-        arguments.out.write_text(text + "\n")
+        save(arguments.out, {"settings": settings, "tracebacks": tracebacks, "results": results})
 
 
 if __name__ == "__main__":

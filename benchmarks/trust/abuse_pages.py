@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common.machine import RESULTS, ROOT, command_line, commit, describe
+from benchmarks.common.machine import RESULTS, ROOT, command_line, commit, describe, save
 from shoal.model import sources
 from shoal.model.load import load_tokenizer, save_model
 
@@ -338,7 +338,7 @@ def main() -> None:
             result["rows"][name] = found
             sys.stdout.write(f"{name}: {json.dumps(found)}\n")
             sys.stdout.flush()
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from benchmarks.common.machine import commit
+from benchmarks.common.machine import commit, save
 from benchmarks.trust.shardcast_attacks import attacks
 from shoal.shardcast import FetchError
 from shoal.shardcast.alone import fetch
@@ -241,7 +241,7 @@ async def main(arguments: argparse.Namespace) -> None:
         result.setdefault("summary", {})[server_name] = summary
         sys.stdout.write(f"{server_name}: {json.dumps(summary)}\n")
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(arguments.out, result)
 
 
 def free_port() -> int:

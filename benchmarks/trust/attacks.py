@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 from benchmarks.trust.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
 from benchmarks.trust.by_vllm import KIND, REACH, ByVllm
 from shoal import config, toploc
@@ -129,7 +129,6 @@ def main() -> int:
         "limits": {name: getattr(limits, limit) for name, limit in LIMITS.items()}
         | {"distribution_evidence": DISTRIBUTION_EVIDENCE},
     }
-    path.parent.mkdir(exist_ok=True)
     head = HEAD_EXACT if arguments.exact else HEAD
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"numerics": numerics})})
     with Judge(settings, RUN, dtype) as judge, ExitStack() as opened:
@@ -151,7 +150,7 @@ def main() -> int:
                 judge, attacker, settings, arguments.n, honest
             )
             result["attacks"] = {known: result["attacks"][known] for known in attacks if known in result["attacks"]}
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            save(path, result)
             sys.stdout.write((exact_row if arguments.exact else row)(name, result["attacks"][name]))
             sys.stdout.flush()
     return int(bool(result["attacks"].get("honest", {}).get("rejected")))

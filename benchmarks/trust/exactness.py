@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 from shoal import config, toploc
 from shoal.cli.calibrate import RUN
 from shoal.engine.torch_engine import TorchEngine
@@ -96,8 +96,7 @@ def main() -> int:
         "command": command_line(),
     }
     kept = json.loads(PATH.read_text()) if PATH.exists() else {}
-    PATH.parent.mkdir(exist_ok=True)
-    PATH.write_text(json.dumps(kept | {f"{settings.model.name} {dtype}": found}, indent=1) + "\n")
+    save(PATH, kept | {f"{settings.model.name} {dtype}": found})
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return int(any(count for name, count in counts.items() if name.startswith("mismatched")))
 

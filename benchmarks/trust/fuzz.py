@@ -9,7 +9,6 @@ its name, so one part alone runs the same cases, except for keys, nonces and the
 
 import argparse
 import faulthandler
-import json
 import os
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from tests.fuzzing.damage import CRASH, Note
 from tests.fuzzing.files import fuzz_files
 from tests.fuzzing.proofs import fuzz_proofs
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 
 DEADLINE_S = 60.0  # without a case ending: the stack is printed and the process ends
 GROWTH_BYTES = 64 << 20
@@ -55,8 +54,7 @@ def main() -> None:
     result["cases"] = sum(part["cases"] for part in result["parts"].values())
     result["failed"] = sum(part["crashes"] + part["grew"] for part in result["parts"].values())
     path = RESULTS / "fuzz.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    save(path, result)
     sys.exit(1 if result["failed"] else 0)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.machine import IMAGES, RESULTS, ROOT, commit
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, commit, save
 from shoal import config
 from shoal.coordinator.trust import bets
 from shoal.evidence import ALPHA, REWARD_TILT, TASK_TILT, Process, allocation
@@ -211,7 +211,7 @@ def main() -> None:
                 result["rows"].append(row)
                 sys.stdout.write(line(row))
                 sys.stdout.flush()
-    (RESULTS / "spending.json").write_text(json.dumps(result, indent=1) + "\n")
+    save(RESULTS / "spending.json", result)
     plot(result, IMAGES / "spending.png")
 
 

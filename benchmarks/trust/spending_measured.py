@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, commit
+from benchmarks.common.machine import RESULTS, commit, save
 from benchmarks.trust.attacks import identity
 from shoal import config
 from shoal.cli.calibrate import Checking, Generating, _judge, _producer
@@ -35,6 +35,7 @@ DTYPES: list[DtypeName] = ["float32", "bfloat16"]
 PAIRS = [f"{made}|{judged}" for made in DTYPES for judged in DTYPES]
 WORKER = 100  # the first worker's key, behind those of the attack matrix
 PATH = RESULTS / "spending-measured.json"
+SIMULATED = ("tiny", "SmolLM2")  # `spending.py` reads the exposure of every rollout of these
 
 
 def empty() -> dict[str, Any]:
@@ -109,7 +110,8 @@ def main(name: str, path: Path, submissions: int, workers: int) -> None:
         for of_worker in pool.imap_unordered(partial(measured, path, submissions), range(workers)):
             found = added(found, of_worker) | {"submissions": submissions, "commit": commit()}
             results = json.loads(PATH.read_text()) if PATH.exists() else {}
-            PATH.write_text(json.dumps(results | {name: found}))
+            kept = found if name in SIMULATED else {key: value for key, value in found.items() if key != "exposure"}
+            save(PATH, results | {name: kept})
             found = {key: value for key, value in found.items() if key not in ("submissions", "commit")}
             sys.stdout.write(
                 f"{found['workers']} workers of each dtype: {found['distinct']} distinct honest rollouts, "

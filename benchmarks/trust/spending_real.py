@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 from benchmarks.trust.adversary.lab import Attack, Lab
 from benchmarks.trust.adversary.nearly import NearLogprobs, NearTemperature, NearWeights
 from benchmarks.trust.adversary.tolerance import PLANS, SPENT, SpendsTolerance
@@ -113,20 +113,24 @@ class Bench:
 
     def lasts(self, attacker: Attack, most: int) -> dict[str, Any]:
         """Submissions until the worker is found, by what, and what it gained until then."""
-        process, gains, shares = Process(), [], []
+        process, gains, highest = Process(), [], dict.fromkeys(LIMITS, 0.0)
         for number in range(most):
             case, finding, figures = self.judged(attacker, number)
             if finding is not None:
-                return {"found": number + 1, "by": f"a limit: {finding.reason.value}", "gains": gains, "shares": shares}
+                return {
+                    "found": number + 1,
+                    "by": f"a limit: {finding.reason.value}",
+                    "gains": gains,
+                    "highest": highest,
+                }
             gains.append(statistics.fmean(case.graded()) - self.honest_reward(number))
-            shares.append(
-                {n: round(figures[n] / getattr(self.settings.validator, limit), 3) for n, limit in LIMITS.items()}
-            )
+            for name, limit in LIMITS.items():  # the share of each limit that any submission used
+                highest[name] = max(highest[name], figures[name] / getattr(self.settings.validator, limit))
             process = process.after(bets(spent(case, self.settings, figures), self.settings))
             if process.evidence >= -np.log(ALPHA):
                 found = {"found": number + 1, "by": ", ".join(process.strongest(2))}
-                return found | {"gains": gains, "shares": shares, "nats": process.evidence}
-        return {"found": None, "by": "", "gains": gains, "shares": shares, "nats": process.evidence}
+                return found | {"gains": gains, "highest": highest, "nats": process.evidence}
+        return {"found": None, "by": "", "gains": gains, "highest": highest, "nats": process.evidence}
 
     def first_inexact(self, attacker: Attack, most: int) -> dict[str, Any]:
         """With exact replay: the first submission that is not accepted, and by what."""
@@ -187,7 +191,7 @@ def write(about: dict[str, Any], name: str, found: dict[str, Any]) -> None:
     result = json.loads(PATH.read_text()) if PATH.exists() else {}
     rows = result.get("rows", {}) | {name: found}
     rows = {known: rows[known] for known in ROWS if known in rows}
-    PATH.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    save(PATH, about | {"rows": rows})
     sys.stdout.write(line(name, found))
     sys.stdout.flush()
 

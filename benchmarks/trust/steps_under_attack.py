@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 from benchmarks.trust.abuse import CONFIG, Site, attack_in_a_process, attacks, join
 from shoal.coordinator.operating import create_invite
 from shoal.protocol.identity import Identity
@@ -92,7 +92,7 @@ async def main(arguments: argparse.Namespace) -> None:
         "machine": describe() | {"load": os.getloadavg()},
     }
     told |= {"ratio": ratio, "against_quiet": against_quiet, "phases": phases}
-    PATH.write_text(json.dumps(told, indent=1) + "\n")
+    save(PATH, told)
     sys.stdout.write(f"a step takes {ratio:.2f} times as long, {against_quiet:.2f} with the attackers' own work\n")
 
 

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 import zstandard
 
-from benchmarks.common.machine import RESULTS, describe
+from benchmarks.common.machine import RESULTS, describe, save
 from shoal.model.load import load_model, load_weights_
 from shoal.shardcast import delta
 from shoal.shardcast.delta import MAGIC, PIECE_WORDS, Kind, Link, Reader, Writer
@@ -68,14 +68,13 @@ def main() -> None:
     }
     torch.set_num_threads(1)
     path = RESULTS / "deltas.json"
-    path.parent.mkdir(exist_ok=True)
     for label, folder in labels.items():
         chosen = pairs_in(folder, arguments.most)
         model = load_model(chosen[0][0], "bfloat16")
         pairs = [measure(*pair, model, turn) for turn, pair in enumerate(chosen)]
         found["versions"][label] = {"medians": medians(pairs), "pairs": pairs}
         show(label, found["versions"][label]["medians"])
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        save(path, found)
 
 
 def pairs_in(folder: Path, most: int) -> list[tuple[Path, Path]]:

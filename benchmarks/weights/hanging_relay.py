@@ -22,7 +22,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import command_line, commit
+from benchmarks.common.machine import command_line, commit, save
 from benchmarks.weights.large_versions import write_versions
 from shoal.shardcast import Origin, ShardStore, app, public_key_hex, serve
 from shoal.shardcast.alone import fetch
@@ -46,7 +46,7 @@ def main() -> None:
     result |= {"load": os.getloadavg()[0], "summary": summary(rounds), "seconds": rounds}
     sys.stdout.write(json.dumps(result["summary"], indent=1) + "\n")
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(arguments.out, result)
 
 
 def measure(folder: Path, rounds: int, size_bytes: int) -> dict[str, list[float]]:

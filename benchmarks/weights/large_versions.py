@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import RESULTS, command_line, commit
+from benchmarks.common.machine import RESULTS, command_line, commit, save
 from shoal.shardcast import Origin, ShardStore, public_key_hex
 from shoal.shardcast.alone import fetch
 
@@ -57,7 +57,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             result["sizes"].append(measure(Path(name), size_mb * MB, arguments.port))
         result["extrapolated"] = extrapolated(result["sizes"], arguments.gb * GB)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(arguments.out, result)
         sys.stdout.write(json.dumps(result["sizes"][-1]) + "\n")
     sys.stdout.write(json.dumps(result["extrapolated"], indent=1) + "\n")
 

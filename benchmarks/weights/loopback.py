@@ -35,7 +35,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from benchmarks.common.machine import RESULTS, command_line, cpu_s, describe
+from benchmarks.common.machine import RESULTS, command_line, cpu_s, describe, save
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 GIB, MIB = 1 << 30, 1 << 20
@@ -73,8 +73,7 @@ def main() -> None:
     result |= {"size_bytes": arguments.size_mb * MIB, "publish_s": {}, "rounds": [], "memory": []}
 
     def keep(line: str) -> None:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "loopback.json").write_text(json.dumps(result, indent=1) + "\n")
+        save(RESULTS / "loopback.json", result)
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 

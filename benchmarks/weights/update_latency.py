@@ -28,7 +28,7 @@ from typing import IO, Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, describe
+from benchmarks.common.machine import RESULTS, describe, save
 from shoal.model.dtype import pick
 from shoal.model.load import load_model, load_tokenizer, load_weights_, save_model
 
@@ -69,7 +69,7 @@ def main() -> None:
     for part in ("write_s", "reach_s", "load_s"):
         result[part] = statistics.median(row[part] for row in later)
     result["total_s"] = statistics.median(row["write_s"] + row["reach_s"] + row["load_s"] for row in later)
-    (RESULTS / "update_latency.json").write_text(json.dumps(result, indent=1) + "\n")
+    save(RESULTS / "update_latency.json", result)
     sys.stdout.write(
         ", ".join(f"{part} {result[part]:.2f}" for part in ("write_s", "reach_s", "load_s", "total_s")) + "\n"
     )

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, describe
+from benchmarks.common.machine import RESULTS, describe, save
 from benchmarks.weights.update_latency import servers
 from shoal.engine.protocol import Engine, Sampling
 from shoal.engine.torch_engine import TorchEngine
@@ -83,7 +83,7 @@ def main() -> None:
     deltas = [row for row in result["versions"] if row["delta"]]
     result |= {part: {"median": statistics.median(of), "max": max(of)} for part, of in columns(deltas).items()}
     result["load"].append(os.getloadavg())
-    PATH.write_text(json.dumps(result, indent=1) + "\n")
+    save(PATH, result)
     for part in PARTS:
         sys.stdout.write(f"{part}: median {result[part]['median']:.2f}, most {result[part]['max']:.2f}\n")
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import ROOT, command_line, describe
+from benchmarks.common.machine import ROOT, command_line, describe, save
 from benchmarks.pool.churn.faults import Fault, draw, in_background
 from benchmarks.pool.churn.network import INSIDE, SUBNET, Network, enter, missing
 from benchmarks.pool.churn.verdict import figures, judge
@@ -175,10 +175,9 @@ def main() -> int:
         "faults": [fault.row() for fault in swarm.faults],
         "states": swarm.states,
     }
-    text = json.dumps(result, indent=1) + "\n"
-    sys.stdout.write(text)
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
     if arguments.out:
-        arguments.out.write_text(text)
+        save(arguments.out, result)
     return 1 if any(wrong.values()) else 0
 
 

@@ -36,7 +36,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.common.machine import ROOT, command_line, describe
+from benchmarks.common.machine import ROOT, command_line, describe, save
 from benchmarks.pool.scale.requests import Sent, body_of, identities, request, send
 from shoal import config as config_module
 from shoal.coordinator.nodes import Nodes
@@ -72,7 +72,7 @@ def main() -> None:
         with database(name) as url, tempfile.TemporaryDirectory(prefix="shoal-scale-") as folder:
             result[name] = asyncio.run(measure(Path(folder), url, arguments))
         if arguments.out:
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+            save(arguments.out, result)
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import IMAGES, RESULTS, command_line, commit
+from benchmarks.common.machine import IMAGES, RESULTS, command_line, commit, save
 from benchmarks.pool.simulate.pool import Pool
 from benchmarks.pool.simulate.recorded import recorded
 from benchmarks.pool.simulate.settings import SIZES, cases
@@ -53,7 +53,7 @@ def keep(new: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"pools": {}}
     ran = {"command": command_line(), "commit": commit()}
     result = result | ran | new | {"pools": result["pools"] | new.get("pools", {})}
-    PATH.write_text(json.dumps(result, indent=1) + "\n")
+    save(PATH, result)
     return result
 
 

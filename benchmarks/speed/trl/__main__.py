@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, ROOT, command_line, describe
+from benchmarks.common.machine import RESULTS, ROOT, command_line, describe, save
 from benchmarks.speed.trl.heldout import first_at, measure
 from benchmarks.speed.trl.job import write_job
 from benchmarks.speed.trl.settings import CHOSEN, SETTINGS
@@ -103,7 +103,7 @@ def main() -> None:
             run = one_run(arguments, workload, system, settings, seed, Path(folder))
         part["runs"].append({"workload": workload, "system": system, "settings": settings, "seed": seed} | run)
         part["median"] = medians(part["runs"])
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        save(path, result)
         sys.stdout.write(row(part["runs"][-1]) + "\n")
         sys.stdout.flush()
 

@@ -19,7 +19,6 @@ than 5 ms late for lack of CPU. Files are in memory (three times the file's size
 """
 
 import argparse
-import json
 import random
 import shutil
 import statistics
@@ -31,7 +30,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from benchmarks.common.machine import RESULTS, command_line, describe
+from benchmarks.common.machine import RESULTS, command_line, describe, save
 from benchmarks.weights.wan.network import FOLDER, INSIDE, Network, Plan, enter
 from benchmarks.weights.wan.stage import LOOK_AGAIN_S, Stage
 from benchmarks.weights.wan.systems import SYSTEMS
@@ -92,7 +91,7 @@ def main() -> int:
         for name in names:
             done = transfer(name, plan, size_bytes, bound_s, number, arguments)
             result["transfers"].append({"system": name, "round": number} | done)
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            save(path, result)
             print_line(row(name, done))
     for name in names:
         seconds = [done["seconds"] for done in result["transfers"] if done["system"] == name and done["seconds"]]
