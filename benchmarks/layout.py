@@ -8,9 +8,9 @@ are read from the source, wherever they stand in a file. Rooms that import each 
 order without an upward import; within such a cycle the order with the fewest is taken. A floor is a room's height: one more
 than the highest room it imports, where a cycle counts as one room.
 
-A function counts as used once if its name occurs once beside its definition in the whole package. Config fields and commands
-are read from the imported package, where this interpreter can import it. Left out: whether an import is allowed.
-tests/test_layout.py holds that list.
+A function counts as used once if its name occurs in one other place of the package than its definition. Config fields and
+commands are read from the imported package, if this interpreter can import it. Left out: whether an import is allowed, which
+tests/test_layout.py checks.
 """
 
 import argparse

@@ -13,12 +13,12 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
-DIGITS, WIDTH = 6, 120  # of raw files
-WRITTEN = [":!benchmarks/results", ":!docs"]  # by benchmarks: figures and pictures change no code
+DIGITS, WIDTH = 6, 120  # digits of a number and characters of a line in raw files
+WRITTEN = [":!benchmarks/results", ":!docs"]  # files that benchmarks write; they change no code
 
 
 def command_line() -> str:
-    """Return the command that started this process. Absolute paths become names: they say nothing on another machine."""
+    """Return the command that started this process. Absolute paths are cut to their last part."""
     return " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.orig_argv[1:])])
 
 
@@ -53,7 +53,7 @@ def commit(tree: Path = ROOT) -> str:
 
 
 def save(path: Path, result: Any) -> None:
-    """Write a raw file: JSON with numbers of DIGITS digits, and with each value on one line that fits there."""
+    """Write a raw file: JSON with numbers of DIGITS digits, and a container on one line where it fits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_layout(_rounded(result)) + "\n")
 
@@ -65,7 +65,9 @@ def _rounded(value: Any) -> Any:
         return [_rounded(inner) for inner in value]
     if not isinstance(value, float) or not math.isfinite(value):
         return value
-    short = float(f"{value:.{DIGITS}g}") if abs(value) < 10**DIGITS else round(value, 2)  # of times, too
+    short = (
+        float(f"{value:.{DIGITS}g}") if abs(value) < 10**DIGITS else round(value, 2)
+    )  # Unix times keep their seconds
     return int(short) if short.is_integer() else short
 
 

@@ -36,7 +36,7 @@ from shoal.diloco.messages import SILENT, Greeting, Terms
 from shoal.diloco.site import Site
 
 RESULT = RESULTS / "diloco.json"
-SEQUENCES, BEFORE, STEPS = 8, 500, 1_500  # a step's sequences; steps before DiLoCo begins; steps from there
+SEQUENCES, BEFORE, STEPS = 8, 500, 1_500  # sequences of a step; steps before DiLoCo begins; steps after that
 SIZE = Size(
     steps=BEFORE + STEPS,
     lr=1e-3,
@@ -64,11 +64,11 @@ GRID = [
     *(Setting(sites, 50) for sites in (8, 2, 1)),
     *(Setting(sites, steps) for steps in (500, 100) for sites in (4, 8, 2, 1)),
 ]
-EARLIER = {"fragments": 1, "delay": 0, "keep": 0.0}  # what runs of an earlier commit say, too
+EARLIER = {"fragments": 1, "delay": 0, "keep": 0.0}  # also in runs of an earlier commit
 
 
 def start(train_N: Tensor, seed: int) -> Trainee:
-    """What every setting starts from: `BEFORE` data-parallel steps."""
+    """Return the common start of every setting: `BEFORE` data-parallel steps."""
     trainee = Trainee(train_N, seed, list(range(SEQUENCES)), SIZE)
     for step in range(BEFORE):
         trainee.step(step)
@@ -160,7 +160,7 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
 
 
 def table() -> None:
-    """Held-out perplexity, mean over seeds with its standard deviation, and bytes per site and token."""
+    """Return held-out perplexity, mean and standard deviation over seeds, and bytes per site and token."""
     held = read()
     tokens = STEPS * SEQUENCES * SIZE.length
     for setting in GRID:

@@ -2,13 +2,13 @@
 
     python -m benchmarks.diloco.diloco_churn --minutes 20 --out benchmarks/results/diloco_churn.json --figure churn.png
 
-Every few seconds one fault of KINDS happens, each kind in turn in a random order. What was killed is started again after up
-to ten seconds. Then all are left alone until a round has every site. Text: the source of Python's standard library. Model:
+Every few seconds one fault of KINDS happens, each kind in turn in a random order. Killed processes are restarted within
+ten seconds. The next fault waits until a round has every site. Text: the source of Python's standard library. Model:
 a random llama of two layers, so that faults, not training, take the time.
 
 `wrong` must be empty: no round is missing or twice, after every round each site's parameters have the meeting's digest, and
-a fault loses at most one round of work of the sites that it hit. The last is counted for every killed site: the inner steps
-it had made since its last round, unless the meeting had taken its offer.
+a fault loses at most one round of work of the sites that it hit. For every killed site this counts the
+inner steps since its last round, unless the meeting had its offer.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class Run:
         self.folder, self.sites = folder, [f"site-{i}" for i in range(sites)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.seen: dict[str, dict[int, str]] = {name: {} for name in self.sites}  # digests by round
-        self.heldout: dict[int, float] = {}  # the loss after so many rounds, equal at all sites
+        self.heldout: dict[int, float] = {}  # the loss by number of rounds, equal at all sites
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         lines = [json.dumps({"text": path.read_text(errors="replace")}) + "\n" for path in files]
         (folder / "text.jsonl").write_text("".join(lines))
@@ -102,7 +102,7 @@ class Run:
         return whole_lines(self.folder / "meet" / "rounds.jsonl")
 
     def offered(self) -> list[str]:
-        """The sites that have offered in the open round, by the meeting's log."""
+        """Return the sites that have offered in the open round, from the meeting's log."""
         log, number = (self.folder / "meet.log").read_text(errors="replace"), len(self.rounds())
         return [name for name in self.sites if f"{name} offers for round {number}\n" in log]
 
@@ -133,7 +133,7 @@ def wait(true: Callable[[], Any], what: str) -> None:
 
 
 def at(run: Run, kind: str, site: str) -> None:
-    """Wait for the moment that the fault is about, in a round in which the others count on `site`."""
+    """Wait for the moment of this fault, in a round in which the others wait for `site`."""
 
     def now() -> bool:
         offered, rounds = run.offered(), run.rounds()
@@ -150,7 +150,7 @@ def at(run: Run, kind: str, site: str) -> None:
 
 
 def fault(run: Run, kind: str, draw: random.Random, stop_s: float) -> dict[str, Any]:
-    """One fault, and the return of whoever it hit. Returns what happened."""
+    """Cause one fault, restart the processes that it hit, and return a record of it."""
     site = draw.choice(run.sites)
     at(run, kind, site)
     before = len(run.rounds())
@@ -209,7 +209,7 @@ def verdict(run: Run, faults: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def picture(found: dict[str, Any], sites: int, path: Path) -> None:
-    """Loss, faults by kind, and sites, by round."""
+    """Draw loss, faults by kind, and sites, by round."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")

@@ -6,7 +6,7 @@ PYTHON is an interpreter with hivemind 1.1.12 (`python -m venv v && v/bin/pip in
 OpenDiLoCo (arXiv 2407.07852) averages with; its peers here use its defaults, FP16 as in the paper, and groups of all peers.
 
 For each number of peers both engines are started, every peer a process of its own, and then make outer steps in turn. A
-step begins when all peers are told their pseudo-gradients, which are random with known seeds, and ends when the last has its
+step begins when all peers get their pseudo-gradients, which are random with known seeds, and ends when the last peer has its
 new parameters: averaged as FP16, SGD with Nesterov momentum. Counted per step: seconds; CPU seconds of all processes of the
 engine; bytes over loopback, in a network namespace that holds nothing else; the largest difference between the average that
 a peer used and the true one; and whether all peers hold the same bits. Needs root on Linux and iproute2.
@@ -39,8 +39,10 @@ class Engine:
             self.start("meeting", str(folder), *self.size)
             self.peers = [self.start("site", str(folder), str(peer), *self.size)[0] for peer in range(peers)]
         else:
-            process, said = self.start("hivemind", "", "0", *self.size)
-            more = [self.start("hivemind", said["address"], str(peer), *self.size)[0] for peer in range(1, peers)]
+            process, answer_of_first = self.start("hivemind", "", "0", *self.size)
+            more = [
+                self.start("hivemind", answer_of_first["address"], str(peer), *self.size)[0] for peer in range(1, peers)
+            ]
             self.peers = [process, *more]
 
     def start(self, *words: str) -> tuple[Any, dict[str, Any]]:
@@ -61,22 +63,22 @@ class Engine:
             answer(peer)
         seconds = time.monotonic() - begun_s
         cpu_s, moved = self.cpu_s() - cpu_s, loopback_bytes() - moved
-        told = [answer(peer) for peer in self.peers]
+        answers = [answer(peer) for peer in self.peers]
         return {
             "engine": self.name,
             "peers": len(self.peers),
             "seconds": round(seconds, 4),
-            "of_them_forming_s": round(max(each["forming_s"] for each in told), 4),
+            "of_them_forming_s": round(max(each["forming_s"] for each in answers), 4),
             "cpu_s": round(cpu_s, 3),
             "bytes": moved,
-            "error": max(each["error"] for each in told),
-            "same_bits": len({each["digest"] for each in told}) == 1,
-            "groups": [each.get("group", len(self.peers)) for each in told],
+            "error": max(each["error"] for each in answers),
+            "same_bits": len({each["digest"] for each in answers}) == 1,
+            "groups": [each.get("group", len(self.peers)) for each in answers],
             "load": round(os.getloadavg()[0], 1),
         }
 
     def cpu_s(self) -> float:
-        """Of all its processes so far."""
+        """Return CPU seconds of all its processes so far."""
         found = 0.0
         for process in self.processes:
             own = psutil.Process(process.pid)
@@ -98,7 +100,7 @@ def say(process: Any, word: str) -> None:
 
 
 def answer(process: Any) -> dict[str, Any]:
-    """The next line in which a process says something; hivemind writes others."""
+    """Return the process's next JSON line; hivemind prints other lines, too."""
     for line in process.stdout:
         if line.startswith("{"):
             found: dict[str, Any] = json.loads(line)
@@ -112,7 +114,7 @@ def loopback_bytes() -> int:
 
 
 def idle_bytes(seconds: float) -> float:
-    """Bytes a second while no engine is asked for anything."""
+    """Return bytes a second while the engines are idle."""
     before = loopback_bytes()
     time.sleep(seconds)
     return round((loopback_bytes() - before) / seconds)
@@ -121,9 +123,9 @@ def idle_bytes(seconds: float) -> float:
 def medians(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     found = {}
     for key in sorted({(each["engine"], each["peers"]) for each in steps}):
-        mine = [each for each in steps if (each["engine"], each["peers"]) == key]
+        chosen = [each for each in steps if (each["engine"], each["peers"]) == key]
         keys = ("seconds", "of_them_forming_s", "cpu_s", "bytes", "error")
-        found["{} {}".format(*key)] = {name: statistics.median(each[name] for each in mine) for name in keys}
+        found["{} {}".format(*key)] = {name: statistics.median(each[name] for each in chosen) for name in keys}
     return found
 
 
@@ -135,7 +137,7 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, default=16, help=f"of {SIDE} x {SIDE} numbers")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if os.environ.get("APART") != "1":  # begin again where loopback is this benchmark's alone
+    if os.environ.get("APART") != "1":  # restart in a network namespace with a loopback of its own
         up = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
         os.execvpe(up[0], [*up, *sys.orig_argv], os.environ | {"APART": "1"})
     steps, idle = [], {}

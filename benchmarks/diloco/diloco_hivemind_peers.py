@@ -1,7 +1,7 @@
 """The processes of `diloco_hivemind`: the meeting, its sites, and hivemind's peers.
 
-A peer reads a step's number from standard input, prepares its pseudo-gradient and says so. At the next line it makes the
-outer step, says so, and tells what it used. `diloco_hivemind` starts each as `ROLE FOLDER-OR-ADDRESS NUMBERS`; hivemind's
+A peer reads a step's number from standard input, prepares its pseudo-gradient and prints a line. After the next input
+line it makes the outer step and prints what it used. `diloco_hivemind` starts each as `ROLE FOLDER-OR-ADDRESS NUMBERS`; hivemind's
 run in an interpreter that has no Shoal.
 """
 

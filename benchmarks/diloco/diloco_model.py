@@ -41,7 +41,7 @@ class Size:
 
 
 def text(size: Size) -> tuple[str, str]:
-    """To train on and held out: files in the order of their names' hashes."""
+    """Return the training and the held-out text: files in the order of their names' hashes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in library.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts)]
     files.sort(key=lambda path: sha256(str(path.relative_to(library)).encode()).digest())
@@ -52,7 +52,7 @@ def text(size: Size) -> tuple[str, str]:
 
 
 def tokens(size: Size) -> tuple[Tensor, Tensor]:
-    """Token ids to train on and held out, of a byte-level BPE that is trained on the first part of the text."""
+    """Return token ids to train on and held out, by a byte-level BPE trained on the first part of the text."""
     train, held = text(size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,7 +82,7 @@ def model(seed: int, size: Size) -> Any:
 
 
 class Trainee:
-    """A model, its AdamW, and the windows of the text that the draws `numbers` give."""
+    """A model, its AdamW, and windows of the text chosen by the draws `numbers`."""
 
     def __init__(self, train_N: Tensor, seed: int, numbers: list[int], size: Size) -> None:
         self.model, self.train_N, self.seed, self.numbers, self.size = model(seed, size), train_N, seed, numbers, size
@@ -108,7 +108,7 @@ class Trainee:
 class Trainees:
     """`count` copies of a trainee, its weights and its moments. Each trains on its share of the draws, all in one pass.
 
-    Letter S: sites. One pass (`torch.func.vmap`) takes two thirds of the time that one after the other takes.
+    Letter S: sites. One pass (`torch.func.vmap`) takes two thirds of the time of separate passes.
     """
 
     def __init__(self, first: Trainee, count: int) -> None:
@@ -132,7 +132,7 @@ class Trainees:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.first.size.autocast):
             logits_SBTV = vmap(self.logits)(self.stacked, ids_SBT)
         mean = F.cross_entropy(logits_SBTV[..., :-1, :].flatten(0, 2).float(), ids_SBT[..., 1:].flatten())
-        (mean * self.count).backward()  # the sum over sites of each one's mean
+        (mean * self.count).backward()  # the sum of the sites' means
         gradients = [own.grad for own in self.stacked.values() if own.grad is not None]
         norms_S = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
         for gradient in gradients:

@@ -9,7 +9,7 @@ training are from an earlier commit, which had it.
 
 `compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round.
 Encoding and the outer step count as not computing.
-`busiest_Mbps` is the most that the meeting's link carried one way in any second, with IP headers.
+`busiest_Mbps` is the maximum rate of the meeting's link in one direction over a second, with IP headers.
 `late` in `stats`: packets that the emulator delivered more than 5 ms late for lack of CPU.
 Needs root on Linux, gcc and iproute2.
 """
@@ -104,7 +104,7 @@ def share(first: dict[str, Any], last: dict[str, Any]) -> float:
 
 
 def other_s(first: dict[str, Any], last: dict[str, Any]) -> float:
-    """Seconds per round of encoding, decoding, the outer step and files."""
+    """Return seconds per round of encoding, decoding, the outer step and files."""
     elapsed, computed, waited = (per(first, last, name, "round") for name in ("elapsed_s", "computed_s", "waited_s"))
     return elapsed - computed - waited
 
@@ -126,7 +126,7 @@ def watch(network: Network, node: str, done: Callable[[], bool], folder: Path) -
 
 
 def busiest(course: list[tuple[float, int, int]]) -> float:
-    """The most that passed one way in a second, Mb/s."""
+    """Return the maximum that passed one way in a second, Mb/s."""
     most, first = 0.0, 0
     for at_s, *counted in course:
         while at_s - course[first][0] > 1.0:
@@ -144,7 +144,7 @@ def until(true: Callable[[], bool], log: Path) -> None:
 
 
 def write_model() -> int:
-    """A folder with a llama's config and the tokenizer of `bundled:tiny`. Returns the number of parameters."""
+    """Write a llama's config and the tokenizer of `bundled:tiny` into a folder. Return the number of parameters."""
     from transformers import LlamaConfig
 
     from shoal.model.load import load_model, load_tokenizer

@@ -4,7 +4,7 @@
 
 `bundled:tiny` on two-digit sums in one process, with the recipe of configs/tiny.toml. Step s trains on the batch that
 version s - level sampled (version 0 at first), as in the paper; a run would also allow younger ones. Seeds determine the
-tasks and the samples. The claim under test: no measurable loss of reward up to level 4 (INTELLECT-2, arXiv 2505.07291,
+tasks and the samples. The claim tested: no measurable loss of reward up to level 4 (INTELLECT-2, arXiv 2505.07291,
 section 4, with larger models on mathematics). Measured: the reward of each version's own samples, its mean over the last
 ten versions, and held-out greedy accuracy at the end; their differences to level 0 over the seeds with 95 % intervals
 (Welch's t). Levels take turns within each seed. Writes benchmarks/results/async_levels.json and
@@ -99,7 +99,7 @@ class Run:
         }
 
     def sample(self, *, number: int, version: int) -> Sampled:
-        """A batch sampled by the current policy."""
+        """Return a batch sampled by the current policy."""
         chosen = self.draw.sample(self.tasks.train, k=PROMPTS)
         prompts = [prompt_tokens(self.policy.tokenizer, CONFIG.tasks, task, 0) for task in chosen]
         seeds = [
@@ -126,31 +126,31 @@ class Run:
         return figures | {"policy/mismatch_kl": figures["policy/mismatch_kl"] / n_tokens}
 
     def heldout(self) -> float:
-        """Greedy accuracy on the held-out tasks."""
-        asked = self.tasks.heldout[:256]
-        prompts = [prompt_tokens(self.policy.tokenizer, CONFIG.tasks, task, 0) for task in asked]
-        groups = self.engine.generate(prompts, [[0]] * len(asked), self.sampling(0.0))
+        """Return greedy accuracy on the held-out tasks."""
+        heldout = self.tasks.heldout[:256]
+        prompts = [prompt_tokens(self.policy.tokenizer, CONFIG.tasks, task, 0) for task in heldout]
+        groups = self.engine.generate(prompts, [[0]] * len(heldout), self.sampling(0.0))
         texts = [completion_text(self.policy.tokenizer, group[0].tokens) for group in groups]
-        return statistics.mean(grade.score for grade in self.graders.grade(asked, texts))
+        return statistics.mean(grade.score for grade in self.graders.grade(heldout, texts))
 
     def sampling(self, temperature: float) -> Sampling:
         return Sampling(temperature, CONFIG.sampling.max_tokens, (self.policy.tokenizer.eos_token_id,))
 
 
 def compare(runs: list[dict[str, Any]], level: int) -> dict[str, Any]:
-    """Means at `level`, and the difference to level 0 with its interval."""
+    """Return means at `level`, and the difference to level 0 with its interval."""
     row: dict[str, Any] = {"async_level": level}
     for name in ("reward_last", "greedy_after"):
-        mine, base = ([run[name] for run in runs if run["async_level"] == of] for of in (level, 0))
-        row[name] = statistics.mean(mine)
+        values, base = ([run[name] for run in runs if run["async_level"] == of] for of in (level, 0))
+        row[name] = statistics.mean(values)
         if level:
             row[f"{name}_difference"] = row[name] - statistics.mean(base)
-            row[f"{name}_interval"] = half_interval(mine, base)
+            row[f"{name}_interval"] = half_interval(values, base)
     return row
 
 
 def half_interval(a: list[float], b: list[float]) -> float:
-    """Half the width of the 95 % interval of mean(a) - mean(b), with separate variances (Welch)."""
+    """Return half the width of the 95 % interval of mean(a) - mean(b), with separate variances (Welch)."""
     errors = [statistics.variance(sample) / len(sample) for sample in (a, b)]
     total = sum(errors)
     if total == 0:
@@ -160,7 +160,7 @@ def half_interval(a: list[float], b: list[float]) -> float:
 
 
 def draw(runs: list[dict[str, Any]]) -> None:
-    """Each run's reward as a thin line, the mean over seeds of each level as a thick one."""
+    """Draw each run's reward as a thin line, the mean over seeds of each level as a thick one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")

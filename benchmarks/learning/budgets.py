@@ -1,11 +1,11 @@
-"""Thinking budgets: what recorded runs of configs/target-short.toml and target-long.toml show. Runs nothing.
+"""Thinking budgets in recorded runs of configs/target-short.toml and target-long.toml. Runs nothing.
 
     python -m benchmarks.learning.runs target-short --finished runs/target-short-0 runs/target-short-1 runs/target-short-2
     python -m benchmarks.learning.runs target-long --finished runs/target-long-0 runs/target-long-1 runs/target-long-2
     python -m benchmarks.learning.budgets
 
 Prints a table and draws docs/images/budgets.png: task reward and length penalty over steps, as in INTELLECT-2's report
-(arXiv 2505.07291, section 4), and the length of completions for each target, at first and at last.
+(arXiv 2505.07291, section 4), and the length of completions for each target, in the first and last steps.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def over(run: Metrics, name: str, steps: slice) -> float:
 
 
 def table(runs: dict[str, list[Metrics]]) -> str:
-    """Markdown: every run's beginning and end, and mean lengths by target over all runs of a config."""
+    """Return Markdown tables: every run's beginning and end, and mean lengths by target over all runs of a config."""
     lines = ["| run | task reward | length penalty |", "| --- | --- | --- |"]
     for label, of in runs.items():
         for seed, run in enumerate(of):

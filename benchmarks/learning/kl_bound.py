@@ -1,13 +1,13 @@
-"""How far k3 may grow: what one token that the policy has left does to an update, by where the estimator is bounded.
+"""Where to bound k3: the effect of one token that the policy has abandoned on an update, for several bounds.
 
     python -m benchmarks.learning.kl_bound [--seeds 20]
 
-A table of softmax rows stands for the policy: its logits are the reference's and a drift. Tokens are drawn from it, with
-advantages of 1 and -1. In each batch one token is planted whose probability under the policy lies `outlier` nats below the
-reference's, as after many updates against it. The batch's gradient is clipped to the recipe's norm. Per bound it reports
+The policy is a table of softmax rows, whose logits are the reference's plus a drift. Tokens are drawn from it, with
+advantages of 1 and -1. Each batch has one planted token whose logprob under the policy is `outlier` nats below the
+reference's, as after many updates against it. The batch's gradient is clipped to the recipe's norm. For each bound:
 
     share     norm of that token's own gradient over that of all others together
-    progress  of what the update would do for all other tokens without it, how much is left (1: all)
+    progress  the share of the other tokens' progress that is left (1: all)
     pull      whether the update makes the token likelier again
     kept      cosine of the KL gradient without the planted token to that of the unbounded estimator
 

@@ -1,9 +1,9 @@
-"""How much of a LoRA learner's gain reaches whoever loads the published version: adapters apart, and merged into bf16.
+"""How much of a LoRA learner's gain is in the published version: with separate adapters, and merged into bf16.
 
     python -m benchmarks.learning.lora_gain --out benchmarks/results/lora_gain.json
 
-Gain: the advantage-weighted logprobs of the batch, before and after a few updates. "apart" is how versions are published;
-"merged" rounds weight + adapter to bf16, as any plain bf16 model does.
+Gain: the advantage-weighted logprobs of the batch, before and after a few updates. "apart" is the published form;
+"merged" rounds weight + adapter to bf16, as a plain bf16 model does.
 """
 
 import argparse

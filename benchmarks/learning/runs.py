@@ -1,4 +1,4 @@
-"""Whole runs of a config, and what came of each: accuracy before and after, verdicts, time, memory.
+"""Whole runs of a config: accuracy before and after, verdicts, time and memory of each.
 
     python -m benchmarks.learning.runs quickstart --seeds 0 1 2
     python -m benchmarks.learning.runs tiny --cheats           one run for each lie, each with a worker that tells it
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, Any]:
-    """One `shoal run`, and the worker that lies in it, if any."""
+    """Start one `shoal run`, with a worker that lies if `cheat` names a lie. Return its record."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         argv = [sys.executable, "-m", "shoal", "run", str(ROOT / "configs" / f"{config}.toml")]
@@ -89,7 +89,7 @@ def record(folder: Path, cheat: str) -> dict[str, Any]:
 
 
 def plot(label: str) -> None:
-    """docs/images/<label>.png: the curve of the first run in the results file."""
+    """Draw docs/images/<label>.png: the curve of the first run in the results file."""
     run = json.loads((RESULTS / f"{label}.json").read_text())["runs"][0]
     evaluations = [
         Evaluation(version=0, final=False, **run["heldout_before"]),
@@ -100,7 +100,7 @@ def plot(label: str) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """A Markdown row for each run; in brackets what `shoal run` said before it started."""
+    """Return a Markdown row for each run; in brackets what `shoal run` estimated before it started."""
     return "\n".join(
         f"| {run['cheat'] or 'seed ' + str(run['seed'])} "
         f"| {run['heldout_before']['sampled']:.2f} → {run['heldout_after']['sampled']:.2f} "

@@ -1,4 +1,4 @@
-"""What delta prevents: two-sided clipping against PPO's one-sided clip, on data many updates old.
+"""The effect of delta: two-sided clipping against PPO's one-sided clip, on data many updates old.
 
     OMP_NUM_THREADS=1 python -m benchmarks.learning.stale [--seeds 3] [--updates 80] [--age 16] [--lr 2e-4] [--label NAME]
 
@@ -6,8 +6,8 @@ Trains `bundled:tiny` on sums in one process, once with delta = 4 and once with 
 weights and tasks. Each update's rollouts are sampled by the policy of `age` updates before (the first `age` updates use the
 first policy's first batch). 16 is async level 2 at the recipe's 8 updates per step. Each update also computes the gradient
 of the other arm's loss at the same weights and data, so the two losses are compared independently of each run's progress.
-Writes benchmarks/results/stale.json and docs/images/stale.png, and prints a table. Rewards are those of the rollouts at
-sampling: the policy's own at that update.
+Writes benchmarks/results/stale.json and docs/images/stale.png, and prints a table. Rewards are those of the rollouts that
+the policy of that update samples.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def run(seed: int, delta: float, age: int, lr: float, n_updates: int) -> list[dict[str, float]]:
-    """One training run. Returns each update's figures; fewer than requested if it diverged or has nothing to train on."""
+    """Train once. Return each update's figures; fewer than requested if the run diverges or runs out of data."""
     loss = LossSection(delta=delta, beta=0.0, entropy=0.0, normalize_std=True)
     policy = Policy(resolve(TINY), LearnerSection(lr=lr, warmup_steps=0, loss=loss), "float32", "cpu", temperature=1.0)
     engine = TorchEngine("float32")
@@ -105,7 +105,7 @@ def run(seed: int, delta: float, age: int, lr: float, n_updates: int) -> list[di
     updates: list[dict[str, float]] = []
     for update in range(n_updates):
         fresh = sample(engine, policy, draw, seed, update)
-        if len(fresh.behaviour_N):  # otherwise the online filter left nothing, and the queued data is used
+        if len(fresh.behaviour_N):  # otherwise the online filter kept nothing, and the queued data is used
             waiting.append(fresh)
         if not waiting:
             return updates
@@ -118,7 +118,7 @@ def run(seed: int, delta: float, age: int, lr: float, n_updates: int) -> list[di
 
 
 def sample(engine: TorchEngine, policy: Policy, draw: random.Random, seed: int, update: int) -> Stored:
-    """Rollouts of random tasks by the current policy."""
+    """Return rollouts of random tasks by the current policy."""
     task_set = tasks.load(TASKS)
     chosen = draw.sample(task_set.train, k=PROMPTS)
     prompts = [prompt_tokens(policy.tokenizer, TASKS, task, 0) for task in chosen]
@@ -141,7 +141,7 @@ def sample(engine: TorchEngine, policy: Policy, draw: random.Random, seed: int, 
 
 
 def train(policy: Policy, stored: Stored, loss: LossSection) -> dict[str, float]:
-    """One update on one batch. Returns its figures, and the gradient norm of the other arm's loss here."""
+    """Make one update. Return its figures, and the gradient norm of the other arm's loss at the same weights."""
     n_tokens = len(stored.behaviour_N)
     found: dict[str, float] = {}
 
@@ -171,7 +171,7 @@ def train(policy: Policy, stored: Stored, loss: LossSection) -> dict[str, float]
 
 
 def figures(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Gradient norms, and the reward over the last quarter of the updates, of one or several runs."""
+    """Return gradient norms, and the reward over the last quarter of the updates, of one or several runs."""
     norms = [update["grad_norm"] for update in updates]
     median = statistics.median(norms)
     late = 0.75 * max(update["update"] for update in updates)
@@ -206,7 +206,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line per run, then one per arm, as Markdown."""
+    """Return a Markdown table: one line per run, then one per arm."""
     columns = {
         "grad_norm_median": "median",
         "grad_norm_p99": "99th percentile",
@@ -224,7 +224,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Gradient norm, huge ratios and reward by update; one line per seed."""
+    """Plot gradient norm, huge ratios and reward by update; one line per seed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,11 @@
-"""Takes the pictures of the pages that docs/ shows, in Chromium, from a run's folder.
+"""Take the pictures of pages in docs/images, in Chromium, from a run's folder.
 
     python -m benchmarks.pool.page_pictures RUN                      docs/images/dashboard*.png
     python -m benchmarks.pool.page_pictures RUN --chat "QUESTION"    docs/images/chat-compare.png: two of its versions
-    python -m benchmarks.pool.page_pictures RUN --dark --phone --out DIR    the same as others see them
+    python -m benchmarks.pool.page_pictures RUN --dark --phone --out DIR    the same, dark and on a phone
 
 RUN is a finished run, for the dashboard one with a cheating worker (`benchmarks/trust/byzantine.py`).
-Look at what it took before you commit it. Needs `make browser`.
+Look at the pictures before you commit them. Needs `make browser`.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def say(page: Any, text: str, replies: int) -> None:
 
 @contextmanager
 def serving(command: str, *arguments: object) -> Iterator[str]:
-    """The address of a server of its own."""
+    """Start a server and yield its address."""
     process = subprocess.Popen(
         [sys.executable, "-m", "shoal", command, *map(str, arguments)], stdout=subprocess.PIPE, text=True
     )

@@ -1,7 +1,7 @@
-"""Official and popular clients of OpenAI's API against a live `shoal serve`: what works with which, as a table.
+"""A table of what works when clients of OpenAI's API use a live `shoal serve`.
 
-    python -m benchmarks.pool.sdk_table                      makes throwaway environments for the clients: minutes
-    python -m benchmarks.pool.sdk_table --environments DIR   makes them in DIR, or takes those that are there
+    python -m benchmarks.pool.sdk_table                      makes temporary environments for the clients: minutes
+    python -m benchmarks.pool.sdk_table --environments DIR   makes them in DIR, or reuses those in it
 
 The server is a process with the bundled SmolLM2. A feature works if the client accepts the response and its content is
 right. Each client runs in its own process and environment, because they need different versions of `openai`.
@@ -238,12 +238,12 @@ def main() -> None:
 def worked(check: Callable[[], bool]) -> str:
     try:
         return "yes" if check() else "wrong answer"
-    except Exception as error:  # noqa: BLE001 - whatever a client raises is the finding
+    except Exception as error:  # noqa: BLE001 - any error of a client is a result
         return f"{type(error).__name__}: {error}"[:300]
 
 
 def installed(folder: Path) -> dict[str, str]:
-    """The clients' versions in these environments, which are made first if they are not there."""
+    """Return the clients' versions in these environments. Make missing environments first."""
     found = {}
     for name, (packages, _) in CLIENTS.items():
         python = folder / name / "bin" / "python"

@@ -37,7 +37,7 @@ RUN = "in-flight"
 
 
 class Pool:
-    """What a worker's loop needs of a node: so many tasks, and a place for files."""
+    """A stand-in for a node: it hands out a number of tasks and takes files."""
 
     direct = False
     policy_version: int | None = None
@@ -112,7 +112,7 @@ def config_of(arguments: argparse.Namespace, in_flight: int) -> config_module.Co
 
 
 def measured(config: config_module.Config, producer: Producer, submissions: int, compute: OneThread) -> dict[str, Any]:
-    """Seconds and tokens of a worker's loop over so many submissions."""
+    """Return seconds and tokens of a worker's loop over `submissions` submissions."""
     folder = resolve(config.model.name)
     pool = Pool(config, producer.identity, submissions)
     worker: Any = Worker(pool, producer, compute=compute)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What each rank of a large learner holds, reads and receives, counted without a GPU: every allocation of the real code.
+"""Memory and traffic of each rank of a large learner, counted without a GPU: every allocation of the real code.
 
     python -m benchmarks.speed.learner_memory
 
@@ -15,8 +15,8 @@ exists in name only (`Module`). Counted are
     start     seconds to read the files, at DISK_BPS for a machine of eight ranks, and to gather them for the comparison with
               plain transformers, at LINK_BPS
 
-Attention is that of the CPU, the cascade. On a GPU flex attention takes its
-place, which keeps less. What an allocator loses to fragmentation is not counted. Writes results/learner_memory.json
+Attention is that of the CPU, the cascade. On a GPU it is flex attention, which keeps less. The allocator's
+fragmentation is not counted. Writes results/learner_memory.json
 and prints the table.
 """
 

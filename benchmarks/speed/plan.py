@@ -1,4 +1,4 @@
-"""What `shoal check` estimates of runs whose raw figures are committed, beside what was measured: step, memory.
+"""Compare the estimates of `shoal check` with committed raw figures of runs: step, memory.
 
     python -m benchmarks.speed.plan record tiny --steps 16          one `shoal run`; its figures go into results/plan.json
     python -m benchmarks.speed.plan record quickstart --steps 8
@@ -7,7 +7,7 @@
 Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
 (`DEVICES`; sources: cli/preflight/estimate.py). Seconds a step come from runs on quiet machines; memory also
 from recorded ones, which other work hardly changes. Recorded runs are compared with the estimate for their machine,
-whose peak it measures just before. Of `SAID`, what `shoal run` said before it started is compared with the whole run.
+whose peak it measures just before. For the runs in `ESTIMATED`, the printed estimate is compared with the whole run.
 tests/cli/preflight/test_measured.py computes the ratios again.
 """
 
@@ -71,7 +71,7 @@ LONGER = (
     "learner.activation_checkpointing=true",
     "evaluator.n=256",
 )
-SAID = ("quickstart", "quickstart-float32")  # runs before which `shoal run` said how long they would take
+ESTIMATED = ("quickstart", "quickstart-float32")  # runs with an estimate by `shoal run` before they started
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Every comparison."""
-    for name in SAID:
+    for name in ESTIMATED:
         yield from _said(name)
     for name, (config, device) in RUNS.items():
         runs = _json(name)["runs"]

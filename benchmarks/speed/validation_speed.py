@@ -154,8 +154,8 @@ def ready(
 
 
 def made(judge: Judge, producer: Producer, number: int) -> Case:
-    asked = offline_assignment(producer.config, producer.identity.public, number)
-    case = judge.open(asked, producer.identity.public, producer.submission(asked))
+    assignment = offline_assignment(producer.config, producer.identity.public, number)
+    case = judge.open(assignment, producer.identity.public, producer.submission(assignment))
     if not isinstance(case, Case):
         raise SystemExit(f"honest work cannot be read: {case.detail}")
     return case

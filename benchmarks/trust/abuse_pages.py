@@ -1,4 +1,4 @@
-"""What one client can cost the others of a page: a real process on loopback, honest requests, one attack after another.
+"""The cost of an abusive client to a page's other clients: a real process on loopback, one attack after another.
 
     python -m benchmarks.trust.abuse_pages [--seconds 10] [--only NAME ...] [--out benchmarks/results/abuse_pages.json]
     python -m benchmarks.trust.abuse_pages --tree ../before     the processes run another checkout's code
@@ -9,7 +9,7 @@ longer than TIMEOUT_S; the process's largest resident memory in MiB and the byte
 ended; the seconds from SIGTERM to the process's end. An attack has a bounded number of connections, and ends after
 --seconds, or after the time that its row has.
 
-A row names its page (`PAGES`): how its process is started, and what is honestly asked of it. The model of `shoal serve` is a
+A row names its page (`PAGES`): how its process is started, and its honest requests. The model of `shoal serve` is a
 random one of two layers with SmolLM2's tokenizer and positions, so that texts and proofs have a real length.
 """
 
@@ -50,7 +50,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Site:
-    """A page's process and what is known of it."""
+    """A page's process, with its address and keys."""
 
     url: str
     process: subprocess.Popen[str]
@@ -68,7 +68,7 @@ class Site:
             return response.status, await response.read()
 
     async def attack(self, method: str, path: str, *, within_s: float = TIMEOUT_S, **more: Any) -> int:
-        """One request of an attack. Returns its status; 0: none."""
+        """Send one request of an attack. Return its status, 0 if there was none."""
         try:
             status, _ = await self.ask(method, path, within_s=within_s, **more)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -152,18 +152,18 @@ async def health(site: Site) -> None:
 
 
 async def completion(site: Site) -> None:
-    asked = {"model": site.model, "messages": [{"role": "user", "content": "one and two"}], "max_tokens": 4}
-    status, _ = await site.ask("POST", "/v1/chat/completions", json=asked, headers=bearer("honest"))
+    body = {"model": site.model, "messages": [{"role": "user", "content": "one and two"}], "max_tokens": 4}
+    status, _ = await site.ask("POST", "/v1/chat/completions", json=body, headers=bearer("honest"))
     assert status == 200, status
 
 
 async def login(site: Site) -> None:
-    """With a wrong name: it costs what a right one costs. From an address of its own each time, which has its own count."""
+    """Log in with a wrong name, which costs as much as a right one, each time from an address with its own count."""
     address = f"127.0.{secrets.randbelow(250)}.{1 + secrets.randbelow(250)}"
     connector = aiohttp.TCPConnector(local_addr=(address, 0))
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as own:
-        asked = {"name": f"nobody-{secrets.token_hex(8)}", "password": PASSWORD}
-        async with own.post(f"{site.url}/chat/login", json=asked) as response:
+        body = {"name": f"nobody-{secrets.token_hex(8)}", "password": PASSWORD}
+        async with own.post(f"{site.url}/chat/login", json=body) as response:
             assert response.status == 401, response.status
 
 
@@ -174,8 +174,8 @@ class Person:
 
     @classmethod
     async def enter(cls, site: Site) -> "Person":
-        asked = {"name": f"eve-{secrets.token_hex(4)}", "password": PASSWORD}
-        async with site.session.post(f"{site.url}/chat/register", json=asked) as response:
+        body = {"name": f"eve-{secrets.token_hex(4)}", "password": PASSWORD}
+        async with site.session.post(f"{site.url}/chat/register", json=body) as response:
             cookies = "; ".join(f"{name}={morsel.value}" for name, morsel in response.cookies.items())
             return cls(site, {"X-CSRF-Token": (await response.json())["csrf"], "Cookie": cookies})
 
@@ -185,12 +185,12 @@ class Person:
 
 
 async def long_texts(site: Site) -> None:
-    """Requests of 4 MB, four at a time, with one key."""
+    """Send requests of 4 MB, four at a time, with one key."""
     await texts(site, 4_000_000)
 
 
 async def longest_texts(site: Site) -> None:
-    """The same, as long as a text with as many tokens as positions could be."""
+    """Send the same, as long as a text of as many tokens as positions could be."""
     await texts(site, 650_000)
 
 
@@ -203,7 +203,7 @@ async def texts(site: Site, characters: int) -> None:
 
 
 async def filled_conversations(site: Site) -> None:
-    """60 conversations made first and then filled, eight requests at a time: a message is stored before its reply fails."""
+    """Create 60 conversations, then fill them, eight requests at a time: a message is stored before its reply fails."""
     person = await Person.enter(site)
     ids = [await person.begin() for _ in range(60)]
     headers = person.headers | {"Content-Type": "application/json"}
@@ -218,18 +218,18 @@ async def filled_conversations(site: Site) -> None:
 
 
 async def read_conversations(site: Site) -> None:
-    """One conversation of 4 MB, exported by 32 connections at once."""
+    """Export one conversation of 4 MB over 32 connections at once."""
     person = await Person.enter(site)
     id = await person.begin()
     for _ in range(38):
-        asked = {"content": "x" * 100_000, "models": ["absent"]}
-        await site.ask("POST", f"/chat/conversations/{id}/replies", json=asked, headers=person.headers)
+        body = {"content": "x" * 100_000, "models": ["absent"]}
+        await site.ask("POST", f"/chat/conversations/{id}/replies", json=body, headers=person.headers)
     path = f"/chat/conversations/{id}/export"
     await together(32, lambda: site.attack("GET", path, headers=person.headers))
 
 
 async def together(count: int, request: Callable[[], Awaitable[int]]) -> None:
-    """The request again and again, so many at a time."""
+    """Repeat the request without end, `count` at a time."""
 
     async def again() -> None:
         while await request() or not await asyncio.sleep(PAUSE_S):
@@ -273,14 +273,14 @@ async def measure(row: Row, folder: Path, environment: dict[str, str], seconds: 
 
 
 async def within(attack: asyncio.Task[None], seconds: float) -> None:
-    """Until the attack ends or its time has passed. Raises what it raised."""
+    """Wait until the attack ends or its time is up. Raise its error."""
     done, _ = await asyncio.wait([attack], timeout=seconds)
     for one in done:
         one.result()
 
 
 async def honest(site: Site, probes: dict[str, Probe], duration: Awaitable[None]) -> Json:
-    """Ask honestly for as long as `duration` takes."""
+    """Send honest requests until `duration` ends."""
     over = asyncio.ensure_future(duration)
     memory = asyncio.create_task(largest_bytes(site.process.pid, over))
     figures = await asyncio.gather(*(probed(site, probe, over) for probe in probes.values()))

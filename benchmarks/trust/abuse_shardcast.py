@@ -50,7 +50,7 @@ ROGUE, ROGUE_S = "a server of huge lists", 20.0
 
 
 class Server:
-    """A process that serves, and what it has started."""
+    """A server's process with its children."""
 
     def __init__(self, name: str, url: str, process: subprocess.Popen[bytes]) -> None:
         self.name, self.url, self.process = name, url, process
@@ -66,7 +66,7 @@ class Server:
 
 
 async def measure(server: Server, folder: Path, key: str, seconds: float, attack: str = "") -> dict[str, Any]:
-    """One honest client while a process of its own attacks, or nobody does."""
+    """Measure one honest client, with or without an attack from another process."""
     stop, took_s = asyncio.Event(), list[float]()
 
     async def reading() -> int:
@@ -114,7 +114,7 @@ async def measure(server: Server, folder: Path, key: str, seconds: float, attack
 
 
 async def measure_readers(origin: Server, folder: Path, key: str, seconds: float, *, rogue: bool) -> dict[str, Any]:
-    """A relay and one `shoal fetch` after the other, with the origin and, if asked for, a rogue server to read from."""
+    """Measure a relay and one `shoal fetch` after the other that read from the origin and, if `rogue`, a rogue server."""
     where, urls, attacker = free_port(), [origin.url], None
     if rogue:
         place = ["-m", "benchmarks.trust.shardcast_attacks", "serve", "127.0.0.1", str(where), str(START_S)]
@@ -173,16 +173,16 @@ async def measure_readers(origin: Server, folder: Path, key: str, seconds: float
 
 @contextlib.contextmanager
 def started(name: str, command: list[str], log: Path, versions: int) -> Iterator[tuple[Server, list[dict[str, Any]]]]:
-    """A server that has said its address and completed so many versions."""
+    """Start a server. Yield it once it has printed its address and completed `versions` versions."""
     with log.open("wb") as file, log.with_suffix(".err").open("wb") as errors:
         process = subprocess.Popen([*SHOAL, *command], stdout=file, stderr=errors)
     try:
         deadline_s = time.monotonic() + START_S
-        while len(said := log.read_bytes().splitlines()) < 1 + versions:
+        while len(lines := log.read_bytes().splitlines()) < 1 + versions:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise SystemExit(f"{name} did not start: {log.with_suffix('.err').read_text()}")
             time.sleep(0.05)
-        facts = [json.loads(line) for line in said]
+        facts = [json.loads(line) for line in lines]
         yield Server(name, facts[0]["url"], process), facts
     finally:
         process.terminate()

@@ -1,4 +1,4 @@
-"""The attack matrix: what a validator finds in honest work and in every lie of `adversary/attacks.py`.
+"""The attack matrix: the validator's findings in honest work and in every lie of `adversary/attacks.py`.
 
     python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --n 200        every attack
     python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --only honest  some; keeps other results
@@ -16,8 +16,8 @@ themselves, had the rejected ones not been sent.
 
 With --exact both sides use exact numerics, and every attacker claims the validator's fingerprint, which costs it the limits.
 Each submission is then compared with the one that honest work yields: one whose tokens, logprobs and proofs are the same
-changed nothing, and is counted as such. What an attack gains is the mean reward of its accepted rollouts less that of honest
-ones; what it tried to gain, that of all.
+changed nothing, and is counted as such. An attack's gain is the mean reward of its accepted rollouts less that of honest
+ones; its attempted gain is that of all submissions.
 
 Writes benchmarks/results/<label>.json after each attack, and the table next to it as .md. Exit status 1 if honest work was
 rejected.
@@ -133,7 +133,7 @@ def main() -> int:
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"numerics": numerics})})
     with Judge(settings, RUN, dtype) as judge, ExitStack() as opened:
         judge.load(folders[-1])
-        engine = TorchEngine(dtype, settings.model.device, numerics)  # every attacker loads its weights into it again
+        engine = TorchEngine(dtype, settings.model.device, numerics)  # every attacker reloads it
         if by_vllm:
             engine = opened.enter_context(closing(ByVllm(dtype, arguments.threads)))
         honest = None
@@ -158,7 +158,7 @@ def main() -> int:
 
 @dataclass
 class Tally:
-    """What was found in the submissions of one attack."""
+    """The findings in the submissions of one attack."""
 
     reasons: Counter[str] = field(default_factory=Counter)
     first: Counter[str] = field(default_factory=Counter)  # check that fired first
@@ -173,7 +173,7 @@ class Tally:
     dismissed: int | None = None  # its accepted submissions until it is dismissed
 
     def follow(self, one: Examined | None, settings: Config) -> None:
-        """Take one worker's next submission; None: a file that did not open."""
+        """Add one worker's next submission; None is a file that did not open."""
         if self.dismissed is not None:
             return
         if one is None or one.finding is not None:
@@ -185,7 +185,7 @@ class Tally:
             self.lasts = self.lasts or self.dismissed
 
     def add(self, judge: Judge, examined: Sequence[Examined]) -> None:
-        """Take the pipeline's findings, then run every check on every case by itself."""
+        """Add the pipeline's findings, then run every check alone on every case."""
         assert judge.rules is not None
         unseen = {n: judge.grade(one.case) for n, one in enumerate(examined) if one.case.prefill is None}
         computed = dict(zip(unseen, judge.prefill(list(unseen.values())), strict=True))
@@ -205,7 +205,7 @@ class Tally:
                     self.evidence.setdefault(name, []).append(value)
 
     def compare(self, judge: Judge, one: Examined, honest: Case) -> None:
-        """Take what the attack changed of honest work, and what that gains."""
+        """Compare with honest work: whether the attack changed anything, and what it gained."""
         same = [_made(row) for row in one.case.rows] == [_made(row) for row in honest.rows]
         claims = [row.reward for row in one.case.rows] == [row.reward for row in honest.rows]
         same = same and claims and one.case.header.signer == honest.header.signer
@@ -233,17 +233,17 @@ def measure(judge: Judge, attacker: Attack, settings: Config, n: int, honest: At
     for start in range(0, n, BATCH):
         opened: list[Case | Finding] = []
         for number in range(start, min(start + BATCH, n)):
-            asked, data, seconds = make(attacker, settings, number)
+            assignment, data, seconds = make(attacker, settings, number)
             making_s += seconds
-            opened.append(judge.open(asked, attacker.identity.public, data))
+            opened.append(judge.open(assignment, attacker.identity.public, data))
         cases = [replace(case, exact=honest is not None) for case in opened if isinstance(case, Case)]
         for finding in (finding for finding in opened if isinstance(finding, Finding)):
             tally.reasons[finding.reason] += 1
             tally.first["open"] += 1
             tally.follow(None, settings)
-        begun = time.perf_counter()
+        started_s = time.perf_counter()
         examined = judge.examine(cases)
-        judging_s += time.perf_counter() - begun
+        judging_s += time.perf_counter() - started_s
         tally.add(judge, examined)
         for one in examined:
             tally.follow(one, settings)
@@ -271,24 +271,24 @@ def measure(judge: Judge, attacker: Attack, settings: Config, n: int, honest: At
 
 
 def _honest_case(judge: Judge, honest: Attack, settings: Config, case: Case) -> Case:
-    """What honest work yields for the same assignment."""
-    asked, data, _ = make(honest, settings, case.assignment.number)
-    opened = judge.open(asked, case.worker, data)
+    """Return honest work for the same assignment, opened."""
+    assignment, data, _ = make(honest, settings, case.assignment.number)
+    opened = judge.open(assignment, case.worker, data)
     assert isinstance(opened, Case), opened
     return opened
 
 
 def make(attacker: Attack, settings: Config, number: int) -> tuple[Assignment, bytes, float]:
-    """One file, by one of several workers in turn; and the seconds that it took."""
+    """Make one file, by one of several workers in turn. Return assignment, file and seconds."""
     attacker.identity = identity(number % WORKERS)
-    asked = offline_assignment(settings, attacker.identity.public, number)
-    begun = time.perf_counter()
-    data = attacker.submission(asked)
-    return asked, data, time.perf_counter() - begun
+    assignment = offline_assignment(settings, attacker.identity.public, number)
+    started_s = time.perf_counter()
+    data = attacker.submission(assignment)
+    return assignment, data, time.perf_counter() - started_s
 
 
 def by_thresholds(case: Case) -> list[str]:
-    """Which thresholds some proof of the submission exceeds: all of TOPLOC without Shoal's limits on the mean."""
+    """Return the thresholds that some proof exceeds: those of TOPLOC, without Shoal's limits on the mean."""
     prefill = case.computed()
     hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
     try:
@@ -300,7 +300,7 @@ def by_thresholds(case: Case) -> list[str]:
 
 
 def identity(number: int) -> Identity:
-    """The same key whenever it is asked for."""
+    """Return the key of this number, always the same."""
     seed = hashlib.sha256(f"shoal/attacks/{number}".encode()).digest()
     return Identity(Ed25519PrivateKey.from_private_bytes(seed))
 
@@ -324,7 +324,7 @@ def exact_row(name: str, found: dict[str, Any]) -> str:
 
 
 def share(count: int, n: int) -> str:
-    """In percent; neither 0 nor 100 where it is not exactly that."""
+    """Return a percentage that reads 0 or 100 only where it is exactly that."""
     percent = 100 * count / n
     return f"{percent:.0f} %" if percent in (0, 100) or 1 <= percent <= 99 else f"{percent:.1f} %"
 

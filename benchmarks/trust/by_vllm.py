@@ -1,8 +1,8 @@
 """An attacker that generates with vLLM: `benchmarks/trust/attacks.py --engine vllm`.
 
-vLLM generates with the weights that the attack's torch model has when it is asked, changed ones too. What an attack computes
-besides, such as a forward over tokens that it made up, it computes with that model. Lies that change the forward itself by a
-hook would not reach vLLM: `REACH` names those that are left.
+vLLM generates with the current weights of the attack's torch model, changed ones too. An attack's other computations, such
+as a forward over invented tokens, use the torch model itself. Lies that change the forward by a hook would not reach vLLM:
+`REACH` names the lies that do.
 """
 
 import tempfile

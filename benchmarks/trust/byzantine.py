@@ -4,7 +4,7 @@
     python -m benchmarks.trust.byzantine configs/tiny.toml --out DIR --lies quantized_weights forged_reward
 
 `adversary/cheats.py` lists the lies. Other arguments are those of `shoal run`. A liar is named `cheater`, or `cheater-0` and
-so on; its folder and log are where those of the run's own processes are.
+so on; its folder and log are beside those of the run's own processes.
 """
 
 import argparse
@@ -34,15 +34,15 @@ def main() -> int:
     with subprocess.Popen(argv) as run, liars(run, arguments.out, arguments.lies, arguments.engine):
         try:
             return run.wait()
-        except KeyboardInterrupt:  # the terminal has sent it to the run, too
+        except KeyboardInterrupt:  # the terminal sent it to the run, too
             return run.wait()
 
 
 @contextmanager
 def liars(run: subprocess.Popen, out: Path, kinds: Sequence[str], engine: str = "torch") -> Iterator[None]:
-    """Within the context, workers that lie take part in this `shoal run --out out`.
+    """Start workers that lie in this `shoal run --out out`, and stop them at the end of the context.
 
-    None starts if `run` ends before it can be joined. Raises TimeoutError.
+    If `run` ends before it can be joined, none starts. Raise TimeoutError.
     """
     coordinator = out / "coordinator"
     deadline_s = time.monotonic() + START_S

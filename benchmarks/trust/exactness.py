@@ -57,7 +57,7 @@ def main() -> int:
     identity = Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"shoal/exactness").digest()))
     counts = {"rollouts": 0, "tokens": 0, "mismatched_tokens": 0, "mismatched_logprobs": 0, "mismatched_proofs": 0}
     shapes: set[tuple[int, ...]] = set()
-    begun, number, said = time.perf_counter(), itertools.count(), 0.0
+    started_s, number, printed_s = time.perf_counter(), itertools.count(), 0.0
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"numerics": "exact"})})
     with Judge(settings, RUN, dtype) as judge:
         judge.load(folder)
@@ -73,31 +73,31 @@ def main() -> int:
             torch.set_num_threads(threads[0])
             cases: list[Case] = []
             for _ in range(random_.choice(SHARING)):
-                asked = offline_assignment(settings, identity.public, next(number))
-                asked = asked.model_copy(update={"groups": groups})
-                case = judge.open(asked, identity.public, producer.submission(asked))
+                assignment = offline_assignment(settings, identity.public, next(number))
+                assignment = assignment.model_copy(update={"groups": groups})
+                case = judge.open(assignment, identity.public, producer.submission(assignment))
                 assert isinstance(case, Case), case
                 cases.append(case)
             torch.set_num_threads(threads[1])
             for case in judge.prefill(cases):
                 add(counts, case)
             shapes.add((groups, len(cases), row_tokens, most, *threads))
-            if time.perf_counter() - said > 20:
-                said = time.perf_counter()
+            if time.perf_counter() - printed_s > 20:
+                printed_s = time.perf_counter()
                 sys.stdout.write(f"{counts}\n")
                 sys.stdout.flush()
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": settings.model.name,
         "dtype": dtype,
         **counts,
         "batch_shapes": len(shapes),
-        "wall_s": round(time.perf_counter() - begun),
+        "wall_s": round(time.perf_counter() - started_s),
         "machine": describe(),
         "command": command_line(),
     }
     kept = json.loads(PATH.read_text()) if PATH.exists() else {}
-    save(PATH, kept | {f"{settings.model.name} {dtype}": found})
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    save(PATH, kept | {f"{settings.model.name} {dtype}": result})
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
     return int(any(count for name, count in counts.items() if name.startswith("mismatched")))
 
 

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    memory = Path("/dev/shm")  # databases are synced to disk at every request, and the disk is not what is tested
+    memory = Path("/dev/shm")  # every request syncs a database, and the disk is not tested here
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         parts: dict[str, tuple[int, Callable[[Random, int, Note], None]]] = {
             "proofs": (arguments.proofs, fuzz_proofs),
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run(name: str, random: Random, cases: int, part: Callable[[Random, int, Note], None]) -> dict[str, Any]:
-    """How the cases of one part ended, how fast, and this process's memory after a tenth of them and after all."""
+    """Run the cases of one part. Return outcomes, speed, and this process's memory after a tenth of them and after all."""
     outcomes: Counter[str] = Counter()
     crashes: list[str] = []
     watched_s = warm_bytes = done = 0.0

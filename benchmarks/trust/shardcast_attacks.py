@@ -27,7 +27,7 @@ Attack = Callable[[], Awaitable[Counter[str]]]
 
 
 def attacks(host: str, port: int, seconds: float) -> dict[str, Attack]:
-    """Every attack by its name."""
+    """Return every attack by name."""
 
     def attack(data: Callable[[], bytes], *, rate: float, at_once: int, then: Then | None = None) -> Attack:
         async def run() -> Counter[str]:
@@ -81,21 +81,21 @@ def attacks(host: str, port: int, seconds: float) -> dict[str, Attack]:
 
 
 async def serve(host: str, port: int, seconds: float) -> Counter[str]:
-    """Answers every request with a huge list, until the time is over. Counts the requests."""
+    """Answer every request with a huge list until the time is up. Return the number of requests."""
     body = b'{"versions": [' + b"[]," * (LIST_BYTES // 3) + b"1]}"
-    asked: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while await reader.readuntil(b"\r\n\r\n"):
-                asked["requests"] += 1
+                counts["requests"] += 1
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
                 await writer.drain()
         writer.close()
 
     async with await asyncio.start_server(visit, host, port):
         await asyncio.sleep(seconds)
-    return asked
+    return counts
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The worker that knows every limit and spends it best: what it gains, and how many submissions it lasts. Runs no model.
+"""Simulate a worker that knows every limit and spends it best: its gain, and its number of submissions. Runs no model.
 
     python -m benchmarks.trust.spending                 benchmarks/results/spending.json, docs/images/spending.png
 
@@ -53,7 +53,7 @@ MODELS = [
 
 @dataclass(frozen=True)
 class Strategy:
-    """`reach`: how far it chooses, in units of the margin limit. `rate`: most chosen tokens per unit of exposure."""
+    """`reach`: the largest margin, in units of its limit. `rate`: the maximum of chosen tokens per unit of exposure."""
 
     name: str
     reach: float = 0.0
@@ -95,7 +95,7 @@ def exposures(model: Model) -> np.ndarray:
 
 
 def honest_rates(model: Model) -> np.ndarray:
-    """Tokens beyond each part of the margin per unit of exposure, in the noisiest pair of dtypes measured."""
+    """Return tokens beyond each part of the margin per unit of exposure, in the noisiest pair of dtypes measured."""
     found = measured(model)
     return np.array(found["beyond"][model.pair]) / found["total_exposure"]
 
@@ -103,7 +103,7 @@ def honest_rates(model: Model) -> np.ndarray:
 def submission(
     model: Model, plan: Strategy, settings: Any, up: bool, rng: np.random.Generator
 ) -> tuple[ToleranceSpent, float]:
-    """One submission: what it used, and how much the mean reward of its rollouts changed as wished."""
+    """Return what one submission spent, and how far the mean reward of its rollouts moved in the intended direction."""
     size = settings.sampling.group_size
     shape = (model.groups, size)
     exposed = rng.choice(exposures(model), shape)
@@ -112,7 +112,7 @@ def submission(
     right = rng.random(shape) < np.clip(chance, 0, 1)[:, None]
     wished = right if up else ~right
     useful = model.useful if up else HARMFUL
-    # The cheapest choice that helps, in units of the limit.
+    # The cheapest useful choice, in units of the limit.
     limit = settings.validator.sampling_margin
     nats = rng.exponential(1 / (exposed * useful)) / limit
     moved = ~wished & (nats <= plan.reach)
@@ -164,7 +164,7 @@ def submission(
 def lasted(
     draw: Callable[[], tuple[ToleranceSpent, float]], settings: Any, most: int
 ) -> tuple[int | None, float, float]:
-    """Submissions until one worker is dismissed (None: not within `most`), its mean gain, the highest evidence in nats."""
+    """Return submissions until a worker is dismissed (None: not within `most`), mean gain, and highest evidence in nats."""
     process, gains, highest = Process(), [], 0.0
     for number in range(1, most + 1):
         used, gain = draw()

@@ -1,4 +1,4 @@
-"""What honest work uses of the tolerance: the data of `spending.py`, and whether the tests over many submissions bear it.
+"""How much tolerance honest work uses: the data of `spending.py`, and whether the tests over many submissions pass it.
 
     python -m benchmarks.trust.spending_measured tiny-40 configs/tiny.toml 10 4
 
@@ -33,7 +33,7 @@ from shoal.validator.spending import spent
 
 DTYPES: list[DtypeName] = ["float32", "bfloat16"]
 PAIRS = [f"{made}|{judged}" for made in DTYPES for judged in DTYPES]
-WORKER = 100  # the first worker's key, behind those of the attack matrix
+WORKER = 100  # the first worker's key, after those of the attack matrix
 PATH = RESULTS / "spending-measured.json"
 SIMULATED = ("tiny", "SmolLM2")  # `spending.py` reads the exposure of every rollout of these
 
@@ -54,7 +54,7 @@ def empty() -> dict[str, Any]:
 
 
 def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
-    """One worker of each dtype under a validator of each."""
+    """Measure one worker of each dtype under a validator of each."""
     torch.set_num_threads(1)
     settings = config.load(path)
     folder = resolve(settings.model.name)
@@ -65,11 +65,11 @@ def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
     for number, made in enumerate(DTYPES):
         key = identity(WORKER + worker * len(DTYPES) + number)
         producer = _producer(settings, Generating(made, settings.workers.groups_per_submission, 1), key, folder)
-        for asked in (offline_assignment(settings, key.public, number) for number in range(submissions)):
-            data = producer.submission(asked)
+        for assignment in (offline_assignment(settings, key.public, number) for number in range(submissions)):
+            data = producer.submission(assignment)
             for dtype, judge in judges.items():
                 pair = f"{made}|{dtype}"
-                opened = judge.open(asked, key.public, data)
+                opened = judge.open(assignment, key.public, data)
                 assert isinstance(opened, Case) and judge.rules is not None
                 [case] = judge.prefill([judge.grade(opened)])
                 outcome = run([*EXPENSIVE, *GRADED], judge.rules, case)
@@ -91,7 +91,7 @@ def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
 
 
 def added(one: Any, other: Any) -> Any:
-    """Both together: numbers and lists of numbers summed, exposures joined."""
+    """Return the sum of both: numbers and lists of numbers added, exposures joined."""
     if isinstance(one, dict):
         return {
             name: {pair: max(one[name][pair], other[name][pair]) for pair in PAIRS}

@@ -1,14 +1,14 @@
-"""The worker that knows every limit and spends it best, for real: what it gains, and how many submissions it lasts.
+"""A real worker that knows every limit and spends it best: its gain, and its number of submissions.
 
     python -m benchmarks.trust.spending_real configs/tiny.toml --better DIR/v000024 --most 30
 
 `spending.py` simulates it at length; here a model generates, the attacks of `adversary/` change what they can, a
 validator's own judge prefills and judges, and the coordinator's own bets and capital find the worker or do not. Both
-compute in fp32: an honest worker has no mismatch there, so all that is found is the attacker's. --better is a later version
+compute in fp32: an honest worker has no mismatch there, so every mismatch is the attacker's. --better is a later version
 of the same run, for the attacker that leans its weights towards it (or away from it).
 
-For each budget the attacker first looks for how much passes: for the largest strength whose figures stay below 90 % of every
-limit in two trial submissions. Gain: mean reward of its submissions less that of honest work for the same assignments.
+For each budget the attacker first searches the largest strength whose figures stay below 90 % of every limit in two trial
+submissions. Gain: mean reward of its submissions less that of honest work for the same assignments.
 With exact replay the same attacker, at the same strength, claims the validator's fingerprint: its first submission that
 differs from honest work is `inexact`, so it gains nothing.
 
@@ -53,7 +53,7 @@ ROWS = ["honest|", *(f"{strategy}|{direction}" for strategy in [*PLANS, *STRENGT
 
 
 class Bench:
-    """A worker's engine and a validator's judge, in fp32, of one numerics."""
+    """A worker's engine and a validator's judge, in fp32, with the same numerics."""
 
     def __init__(self, settings: Config, folder: Path, better: Path, exact: bool) -> None:
         model = settings.model.model_copy(update={"numerics": "exact" if exact else "fast"})
@@ -80,9 +80,9 @@ class Bench:
         return made
 
     def judged(self, maker: Attack, number: int) -> tuple[Case, Finding | None, dict[str, float]]:
-        """A submission as the validator sees it: graded, what its checks find, and their figures."""
-        asked = offline_assignment(self.settings, self.key.public, number)
-        opened = self.judge.open(asked, self.key.public, maker.submission(asked))
+        """Return a submission as the validator sees it: the graded case, the finding, and the figures."""
+        assignment = offline_assignment(self.settings, self.key.public, number)
+        opened = self.judge.open(assignment, self.key.public, maker.submission(assignment))
         assert isinstance(opened, Case), opened
         [case] = self.judge.prefill([self.judge.grade(opened)])
         assert self.judge.rules is not None
@@ -95,7 +95,7 @@ class Bench:
         return self.rewards[number]
 
     def strongest(self, attacker: Any, strategy: str, direction: float) -> float:
-        """The largest strength, of a ladder, whose figures stay below 90 % of every limit."""
+        """Return the largest strength of a ladder whose figures stay below 90 % of every limit."""
         strength = STRENGTHS[strategy]
         while strength > 1e-4:
             attacker.lean(direction, strength)
@@ -112,7 +112,7 @@ class Bench:
         )
 
     def lasts(self, attacker: Attack, most: int) -> dict[str, Any]:
-        """Submissions until the worker is found, by what, and what it gained until then."""
+        """Return the submissions until the worker is found, by what, and its gain until then."""
         process, gains, highest = Process(), [], dict.fromkeys(LIMITS, 0.0)
         for number in range(most):
             case, finding, figures = self.judged(attacker, number)
@@ -133,10 +133,10 @@ class Bench:
         return {"found": None, "by": "", "gains": gains, "highest": highest, "nats": process.evidence}
 
     def first_inexact(self, attacker: Attack, most: int) -> dict[str, Any]:
-        """With exact replay: the first submission that is not accepted, and by what."""
+        """Return, with exact replay, the first submission that is rejected, and by what."""
         for number in range(most):
-            asked = offline_assignment(self.settings, self.key.public, number)
-            opened = self.judge.open(asked, self.key.public, attacker.submission(asked))
+            assignment = offline_assignment(self.settings, self.key.public, number)
+            opened = self.judge.open(assignment, self.key.public, attacker.submission(assignment))
             assert isinstance(opened, Case), opened
             [one] = self.judge.examine([replace(opened, exact=True)])
             if one.finding is not None:
@@ -187,7 +187,7 @@ def row(fast: Bench, exact: Bench | None, strategy: str, direction: float, most:
 
 
 def write(about: dict[str, Any], name: str, found: dict[str, Any]) -> None:
-    """Add a row to the results; other processes may add others meanwhile."""
+    """Add a row to the results. Other processes may add rows at the same time."""
     result = json.loads(PATH.read_text()) if PATH.exists() else {}
     rows = result.get("rows", {}) | {name: found}
     rows = {known: rows[known] for known in ROWS if known in rows}

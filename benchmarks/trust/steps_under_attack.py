@@ -3,8 +3,8 @@
     python -m benchmarks.trust.steps_under_attack [--seconds 20] [--only garbage]
 
 A run of configs/tiny.toml shares this machine's cores with the attackers; real ones compute on machines of their own. So
-each attack has three phases: --seconds of quiet, the attack in a process of its own, and a process that takes as much CPU
-time as the attackers took and asks nothing. A phase's figure is its length divided by the number of steps that ended in it.
+each attack has three phases: --seconds of quiet, the attack in a process of its own, and a process that uses as much CPU
+time as the attackers and sends nothing. A phase's figure is its length divided by the number of steps that ended in it.
 The cost of the attacks is the median of attack over CPU alone; against quiet, it also counts the attackers' own work.
 
 Writes benchmarks/results/steps_under_attack.json.
@@ -47,7 +47,7 @@ while time.time() < began_s + seconds:
 
 
 def times(metrics: Path) -> list[float]:
-    """When each step ended, Unix seconds."""
+    """Return the end of each step in Unix seconds."""
     if not metrics.exists():
         return []
     return [json.loads(line)["time_s"] for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -87,12 +87,12 @@ async def main(arguments: argparse.Namespace) -> None:
     quiet, attacked, alone = steps_s[::3], steps_s[1::3], steps_s[2::3]
     ratio = statistics.median(a / b for a, b in zip(attacked, alone, strict=True))
     against_quiet = statistics.median(a / b for a, b in zip(attacked, quiet, strict=True))
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "command": command_line(),
         "machine": describe() | {"load": os.getloadavg()},
     }
-    told |= {"ratio": ratio, "against_quiet": against_quiet, "phases": phases}
-    save(PATH, told)
+    result |= {"ratio": ratio, "against_quiet": against_quiet, "phases": phases}
+    save(PATH, result)
     sys.stdout.write(f"a step takes {ratio:.2f} times as long, {against_quiet:.2f} with the attackers' own work\n")
 
 

@@ -66,9 +66,9 @@ def main(out: Path) -> None:
 
 def conversation(tokenizer: Any, section: TaskSection, task: tasks.Task) -> Tree:
     call = encoded(tokenizer, f"calc({task.question})<eos>")
-    told = encoded(tokenizer, f"{task.answer}=")
+    reply = encoded(tokenizer, f"{task.answer}=")
     answer = encoded(tokenizer, f"{task.answer}<eos>")
-    return Tree(prompt_tokens(tokenizer, section, task, 0), [[*call, *told, *answer]], [[len(call), len(told)]])
+    return Tree(prompt_tokens(tokenizer, section, task, 0), [[*call, *reply, *answer]], [[len(call), len(reply)]])
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:

@@ -128,7 +128,7 @@ def measure_model(old: Path, new: Path, files: Files, packed: Path, model: Any) 
 
 
 def decode_changes(new: Path, files: Files, packed: Path) -> list[tuple[str, int, Any, Any]]:
-    """(tensor, first word, places or None for all words, what to add there or all words) for every changed piece."""
+    """Yield (tensor, first word, places or None for all, differences or all words) for every changed piece."""
     changes: list[tuple[str, int, Any, Any]] = []
     with packed.open("rb") as file:
         reader = Reader(file, len(files))
@@ -190,7 +190,7 @@ def load_pieces(old: Path, new: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def pieces_of(path: Path) -> Iterator[tuple[StoredTensor, int, int]]:
-    """(tensor, first word, words)"""
+    """Yield (tensor, first word, words)."""
     for tensor in read_layout(path).tensors:
         for start in range(0, tensor.words, PIECE_WORDS):
             yield tensor, start, min(PIECE_WORDS, tensor.words - start)
@@ -207,7 +207,7 @@ def timed(run: Callable[..., Any], *arguments: Any) -> tuple[Any, dict[str, floa
 
 
 def one_unit_share(pieces: Pairs) -> float:
-    """Of changed words, those that moved by one unit in their last place."""
+    """Return the share of changed words that moved by one unit in the last place."""
     steps = np.concatenate([zigzag(after[at] - before[at]) for before, after, at in changed_in(pieces)])
     return float(np.isin(steps, (1, 2)).mean())
 
@@ -294,7 +294,7 @@ def decode_grouped(packed: bytes, old: Any) -> Any:
 
 
 def choose_limit(exponents: Any, changed: Any) -> int:
-    """The highest limit below which an eighth of the words change and at most an eighth of all words lie."""
+    """Return the highest limit below which an eighth of the words change, and at most an eighth of all words are."""
     words_C = np.cumsum(np.bincount(exponents[::16], minlength=256)) * 16
     changed_C = np.cumsum(np.bincount(changed, minlength=256))
     worthwhile_C = (8 * changed_C >= words_C) & (8 * words_C <= len(exponents))
@@ -345,7 +345,7 @@ def unzigzag(numbers: Any) -> Any:
 
 
 def ordered(words: Any) -> Any:
-    """The words as integers that sort like the floating-point numbers they encode."""
+    """Return the words as integers that sort like the floating-point numbers they encode."""
     sign = words.dtype.type(1 << (8 * words.itemsize - 1))
     return np.where(words & sign, ~words, words | sign)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.weights.hanging_relay [--rounds 20] [--size-mb 8] [--out FILE]
 
 Two servers hold two versions, in a process of their own. A third accepts connections and never answers. A client that holds
-version 0 fetches version 1, as the newest one and by its number. It knows nothing of the servers before, so each time it may
+version 0 fetches version 1, as the newest one and by its number. It has no record of the servers, so each time it may
 ask the one that hangs first. The cost is the longest fetch with that server against the median without it; at most 0.3 s.
 The committed run is benchmarks/results/hanging_relay.json.
 """
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(folder: Path, rounds: int, size_bytes: int) -> dict[str, list[float]]:
-    """Seconds of each fetch of version 1."""
+    """Return the seconds of each fetch of version 1."""
     versions = [folder / "model0", folder / "model1"]
     write_versions(versions, size_bytes)
     key = Ed25519PrivateKey.generate()

@@ -99,7 +99,7 @@ def measure(folder: Path, size_bytes: int, port: int) -> dict[str, Any]:
 
 
 def write_versions(folders: list[Path], size_bytes: int) -> int:
-    """Returns the size of each."""
+    """Write the versions. Return the size of each."""
     noise = np.random.default_rng(0)
     counts = [TENSOR_WORDS] * (size_bytes // 2 // TENSOR_WORDS) + [size_bytes // 2 % TENSOR_WORDS]
     ends = np.cumsum([0, *counts]) * 2
@@ -125,7 +125,7 @@ def write_versions(folders: list[Path], size_bytes: int) -> int:
 
 
 def taken(act: Callable[[], object], size_bytes: int) -> dict[str, float]:
-    """CPU and wall seconds, and the bytes read and written, divided by `size_bytes`."""
+    """Return CPU and wall seconds, and the bytes read and written, divided by `size_bytes`."""
     had, cpu_s, wall_s = file_bytes(), time.process_time(), time.monotonic()
     act()
     cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
@@ -146,7 +146,7 @@ def processor() -> str:
 
 
 def extrapolated(sizes: list[dict[str, Any]], size_bytes: float) -> dict[str, dict[str, float]]:
-    """CPU seconds, and GB read and written, for one version of `size_bytes`."""
+    """Return CPU seconds, and GB read and written, for one version of `size_bytes`."""
     first, last = sizes[0], sizes[-1]
     found = {}
     for name, step in last["steps"].items():

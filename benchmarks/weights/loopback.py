@@ -126,10 +126,10 @@ class Turn:
             str(folder / "key.pem"),
         ]
         self.origin = stack.enter_context(started(argv, folder / "origin.out"))
-        facts = said(self.origin, folder / "origin.out", 1)
+        facts = json_line(self.origin, folder / "origin.out", 1)
         self.url, self.key = facts["url"], facts["key"]
         had_s = cpu_s(self.origin.pid)
-        said(self.origin, folder / "origin.out", 2)
+        json_line(self.origin, folder / "origin.out", 2)
         self.publish_s = round(cpu_s(self.origin.pid) - had_s, 4)
 
     def take(self, first: int) -> dict[str, dict[str, float]]:
@@ -152,8 +152,8 @@ class Turn:
         self.settle()
         argv = [SHOAL, "relay", "--upstream", self.url, "--key", self.key, "--store", str(store)]
         with started(argv, self.folder / "relay.out") as relay:
-            url = said(relay, self.folder / "relay.out", 1)["url"]
-            said(relay, self.folder / "relay.out", 2)
+            url = json_line(relay, self.folder / "relay.out", 1)["url"]
+            json_line(relay, self.folder / "relay.out", 2)
             received_s, origin_s = cpu_s(relay.pid), cpu_s(self.origin.pid) - had_s
             client_s = self.fetch(url)
             relay_s = cpu_s(relay.pid)
@@ -195,7 +195,7 @@ class Turn:
 
 
 def summary(rounds: Sequence[dict[str, Any]], size_bytes: int) -> dict[str, Any]:
-    """CPU seconds per GiB and their ratio: gross, and net of what a tiny version costs."""
+    """Return CPU seconds per GiB and their ratio: gross, and net of the cost of a tiny version."""
 
     def both(processes: Processes) -> dict[str, list[float]]:
         full, tiny = (
@@ -207,9 +207,9 @@ def summary(rounds: Sequence[dict[str, Any]], size_bytes: int) -> dict[str, Any]
     found: dict[str, Any] = {}
     for name, (ours, plain) in ROWS.items():
         found[name] = {}
-        for (kind, mine), theirs in zip(both(ours).items(), both(plain).values(), strict=True):
-            ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-            medians = {"ours_s": statistics.median(mine), "plain_s": statistics.median(theirs), "ratio": ratio}
+        for (kind, ours_s), plain_s in zip(both(ours).items(), both(plain).values(), strict=True):
+            ratio = statistics.median(a / b for a, b in zip(ours_s, plain_s, strict=True))
+            medians = {"ours_s": statistics.median(ours_s), "plain_s": statistics.median(plain_s), "ratio": ratio}
             found[name][kind] = {what: round(figure, 3) for what, figure in medians.items()}
     return found
 
@@ -226,7 +226,7 @@ def cpu_line(name: str, row: dict[str, Any]) -> str:
 
 
 def memory(folder: Path, size_mb: int) -> dict[str, Any]:
-    """Sends a version from its origin to a relay and, when it is complete there, to a client."""
+    """Send a version from its origin to a relay and, when it is complete there, to a client."""
     if shutil.disk_usage(folder).free < size_mb * MIB + FREE_BYTES:
         return {"size_mb": size_mb, "skipped": f"{folder} has less than {size_mb + FREE_BYTES // MIB} MB free"}
     (folder / "source").mkdir()
@@ -245,14 +245,14 @@ def memory(folder: Path, size_mb: int) -> dict[str, Any]:
     ]
     with started(argv, folder / "origin.out") as origin:
         watched = {"origin": Watched(origin.pid)}
-        facts = said(origin, folder / "origin.out", 1)
-        size_bytes = said(origin, folder / "origin.out", 2)["size_bytes"]
+        facts = json_line(origin, folder / "origin.out", 1)
+        size_bytes = json_line(origin, folder / "origin.out", 2)["size_bytes"]
         share(folder / "origin")
         argv = [SHOAL, "relay", "--upstream", facts["url"], "--key", facts["key"], "--store", str(folder / "relay")]
         with started(argv, folder / "relay.out") as relay:
             watched["relay"] = Watched(relay.pid)
-            url = said(relay, folder / "relay.out", 1)["url"]
-            said(relay, folder / "relay.out", 2)
+            url = json_line(relay, folder / "relay.out", 1)["url"]
+            json_line(relay, folder / "relay.out", 2)
             share(folder / "relay")
             argv = [SHOAL, "fetch", url, "--key", facts["key"], "--out", str(folder / "out")]
             with started(argv, folder / "fetch.out") as client:
@@ -297,7 +297,7 @@ class Watched(threading.Thread):
 
 
 def share(store: Path) -> None:
-    """Replaces shards of the same bytes by hard links to one file."""
+    """Replace shards with equal bytes by hard links to one file."""
     firsts: dict[str, Path] = {}
     for shard in sorted(store.glob("v*/*/*.shard")):
         first = firsts.setdefault(blake3(shard.read_bytes()).hexdigest(), shard)
@@ -331,8 +331,8 @@ def started(argv: list[str], out: Path) -> Iterator[subprocess.Popen]:
         process.wait(30)
 
 
-def said(process: subprocess.Popen, out: Path, count: int) -> dict[str, Any]:
-    """The JSON line number `count` that a server prints."""
+def json_line(process: subprocess.Popen, out: Path, count: int) -> dict[str, Any]:
+    """Return the JSON line number `count` that a server prints."""
     deadline_s = time.monotonic() + DEADLINE_S
     while len(lines := out.read_text().split("\n")) <= count:
         if process.poll() is not None or time.monotonic() > deadline_s:
@@ -342,7 +342,7 @@ def said(process: subprocess.Popen, out: Path, count: int) -> dict[str, Any]:
 
 
 def run(argv: list[str]) -> tuple[float, str]:
-    """CPU seconds from start to end, and what it printed."""
+    """Run a command. Return its CPU seconds and its output."""
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         killer = threading.Timer(DEADLINE_S, process.kill)
         killer.start()

@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def arrives(client: Client, engine: Engine, version: int) -> dict[str, Any]:
-    """Wait until the relay shows the version's manifest; then take it, and generate one token."""
+    """Wait until the relay shows the version's manifest; then fetch it, load it, and generate one token."""
     until_s = time.monotonic() + LATEST_S
     while not shown(client, version):
         if time.monotonic() > until_s:

@@ -1,12 +1,12 @@
-"""Churn: every 20 s something happens to a random process of a whole run. Nothing that was accepted may be lost.
+"""Churn: every 20 s a fault hits a random process of a whole run. Nothing that was accepted may be lost.
 
     python -m benchmarks.pool.churn --minutes 15 --out benchmarks/results/churn.json
 
 8 workers, 2 validators, 2 relays, a learner, an origin, a coordinator and an evaluator with the tiny model, each in a
 network namespace of its own (network.py), started and started again as `shoal run` does it. From the first
 trained step on, every 20 s a process of a random role is killed, frozen, cut off or slowed (faults.py), for
-`--minutes`. Then the run is stopped as with Ctrl-C, and resumed to train 8 steps more, which ends it. Then
-verdict.py says what is wrong.
+`--minutes`. Then the run is stopped as with Ctrl-C, and resumed for its last 8 steps. Then
+verdict.py lists what is wrong.
 
 Needs root on Linux and iproute2. Writes the result with every fault, every state that is not `active` as it was seen,
 restarts, and the machine. Exit status 0: the run completed, the audit passed, nothing accepted was lost, nobody was
@@ -82,7 +82,7 @@ class Churned(Apart):
             churning.join()
 
     def _churn(self, over: threading.Event) -> None:
-        """From the first trained step on."""
+        """Inject faults from the first trained step on."""
         while not over.is_set() and (self.status is None or not self.status.trained):
             over.wait(0.2)
         begun_s, busy = time.monotonic(), {}
@@ -94,7 +94,7 @@ class Churned(Apart):
             if over.is_set() or time.monotonic() - begun_s >= 60 * self.settings.minutes:
                 break
             while fault.name in busy and busy[fault.name].is_alive() and not over.is_set():
-                busy[fault.name].join(0.2)  # one fault of a process at a time: this one waits for the last one's end
+                busy[fault.name].join(0.2)  # one fault of a process at a time: wait for the end of the last
             self.faults.append(fault)
             self._say(f"churn: {fault.kind} {fault.name} for {fault.lasts_s} s")
             busy[fault.name] = in_background(fault, self._pid, self.network, lambda: time.monotonic() - begun_s)
@@ -108,7 +108,7 @@ class Churned(Apart):
             os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C would end it
 
     def last_leg(self) -> Apart:
-        """The stopped run, resumed to train only a few steps more."""
+        """Resume the stopped run for its last steps."""
         name, address = stopped_run(self.out)
         steps = len((self.out / "metrics.jsonl").read_text().splitlines()) + MORE_STEPS
         config = config_module.load(self.out / "config.toml", [f"run.steps={steps}"])
@@ -121,7 +121,7 @@ class Churned(Apart):
         return None
 
     def _note_states(self, begun_s: float) -> None:
-        """Write down each node whose state is another than before."""
+        """Record each node whose state has changed."""
         for node in self.status.nodes if self.status else []:
             before = next((seen["state"] for seen in reversed(self.states) if seen["name"] == node.name), "active")
             if node.state != before:

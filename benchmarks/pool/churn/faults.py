@@ -1,4 +1,4 @@
-"""The faults: what happens to one process, for how long, and how it ends.
+"""The faults of one process, how long they last, and how they end.
 
     kill      kill -9 of the process alone; `shoal run` starts it again after a growing pause (0.5 to 8 s)
     freeze    SIGSTOP to the process and its children, SIGCONT after a while: its connections stay open and silent
@@ -6,7 +6,7 @@
     slow      it runs 1/10 of the time, in slices of 20 ms
 
 Invariant: each pair of role and fault comes once before any comes twice; the order, the process and the length follow from
-the seed. A process has at most one fault at a time; the next one waits for its end.
+the seed. A process has at most one fault at a time; the next fault waits until it ends.
 """
 
 import random
@@ -28,7 +28,7 @@ RUNS_S, STOPS_S = 0.02, 0.18
 
 @dataclass
 class Fault:
-    """`begun_s`, `ended_s`: since the run began. A killed process is back when another has its name."""
+    """`begun_s`, `ended_s`: seconds since the run began. A killed process is back when another has its name."""
 
     kind: str
     role: str
@@ -42,7 +42,7 @@ class Fault:
 
 
 def draw(names: list[str], seed: int) -> Iterator[Fault]:
-    """Faults without end. `names` of processes; a role is a name without its number."""
+    """Yield faults without end for processes with these names; a role is a name without its number."""
     chance = random.Random(seed)
     roles = sorted({role_of(name) for name in names})
     while True:
@@ -58,7 +58,7 @@ def role_of(name: str) -> str:
 
 
 def suffer(fault: Fault, pid: Callable[[str], int | None], network: Network, now_s: Callable[[], float]) -> None:
-    """Cause the fault, and end it after its time. Returns when the process is whole again."""
+    """Cause the fault, end it after its time, and return when the process works again."""
     victim = pid(fault.name)
     if victim is None:
         raise ProcessLookupError(f"{fault.name} does not run")

@@ -15,7 +15,7 @@ APART = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mo
 
 
 def missing() -> str:
-    """Why this machine cannot have such a network; "" if it can."""
+    """Return why this machine cannot have such a network, "" if it can."""
     if not all(map(shutil.which, ("unshare", "ip", "setpriv"))):
         return "needs Linux with util-linux and iproute2"
     made = subprocess.run([*APART, "sh", "-c", BRIDGE], capture_output=True, text=True, check=False)
@@ -32,7 +32,7 @@ ip link set bridge0 up
 
 
 def enter() -> None:
-    """Restarts this program in its own namespaces, which end with it."""
+    """Restart this program in its own namespaces, which end with it."""
     if INSIDE in sys.argv:
         run("sh", "-c", BRIDGE)
         return
@@ -50,7 +50,7 @@ class Network:
         return f"{SUBNET}.{self.names.index(name) + 2}"
 
     def cut(self, name: str) -> None:
-        """From now on all packets from and to this process are lost."""
+        """Drop all packets from and to this process from now on."""
         run("ip", "link", "set", self._link(name), "down")
 
     def mend(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A process of the churned run: it enters its namespace, then runs the command that `shoal run` would run.
+"""A process of the run under churn: enter its namespace, then run the command that `shoal run` would run.
 
     --namespace NAME MODULE ARGUMENT...
 

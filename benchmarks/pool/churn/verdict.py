@@ -1,4 +1,4 @@
-"""What a churned run must show when it has ended, each as a list of what is wrong.
+"""The verdict on a run under churn: for each requirement, a list of what is wrong.
 
 `incomplete`   the run has not trained and evaluated all of its steps
 `audit`        `shoal audit` found a broken link
@@ -7,7 +7,7 @@
 `penalised`    an honest node was rejected for a hard reason, slashed, dismissed, evicted or suspended, or its credit was
                forfeited
 
-Read from the coordinator's database, the ledger, the logs, and the states that were seen while the run was on.
+Sources: the coordinator's database, the ledger, the logs, and the states of nodes during the run.
 """
 
 import json

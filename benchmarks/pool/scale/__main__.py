@@ -46,7 +46,7 @@ from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.messages import VERSION, PolicyVersion, Role
 
 START_S = 60.0
-PREPARED = 12_000  # requests: signing them takes a second or two, and they are good for a minute
+PREPARED = 12_000  # requests: signing them takes one or two seconds, and they are valid for a minute
 MEASURED = 200  # registrations
 NODE_BEATS_S = 1.0
 STATS = {"doing": "generating for step 7", "tokens": 123456, "busy_s": 1234.5, "waiting_s": 67.8, "rss_bytes": 1 << 31}
@@ -78,7 +78,7 @@ def main() -> None:
 
 @contextmanager
 def database(name: str) -> Iterator[str]:
-    """Its URL; "" for SQLite."""
+    """Yield the database's URL, "" for SQLite."""
     if name == "sqlite":
         yield ""
         return
@@ -139,7 +139,7 @@ class Pool:
         self.workers: list[Identity] = []
 
     async def begin(self) -> None:
-        """An origin joins and publishes version 0, so that workers can be given tasks."""
+        """Join as the origin and publish version 0, so that workers can get tasks."""
         (origin,) = identities(1)
         policy = PolicyVersion(version=0, digest="0" * 64, size_bytes=1000).model_dump()
         for path, body in (("/v1/register", self._joining("origin", "origin")), ("/v1/policies", body_of(policy))):
@@ -161,7 +161,7 @@ class Pool:
         return found
 
     async def _register(self, count: int) -> dict[str, Any]:
-        """So many new workers: the first over HTTP, which is measured; the others into the table of nodes."""
+        """Add `count` workers: the first over HTTP, which is measured, the others directly into the table of nodes."""
         new, first = identities(count), len(self.workers)
         known, rest = new[:MEASURED], new[MEASURED:]
         joining = [
@@ -180,7 +180,7 @@ class Pool:
         return found
 
     def _beats(self, *, wants_task: bool, most: int = PREPARED) -> list[bytes]:
-        """Of all workers in turn, as many as `--seconds` can take."""
+        """Return heartbeats of all workers in turn, enough for `--seconds`."""
         body = body_of({"policy_version": 0, "wants_task": wants_task, "stats": STATS})
         return [
             self._signed(self.workers[n % len(self.workers)], "/v1/heartbeat", body)
@@ -220,7 +220,7 @@ class Pool:
 
 
 class Until:
-    """Iterates over requests until the time is over."""
+    """Iterates over requests until the time is up."""
 
     def __init__(self, prepared: list[bytes], seconds: float) -> None:
         self.prepared, self.seconds = prepared, seconds

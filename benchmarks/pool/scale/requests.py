@@ -1,7 +1,7 @@
 """Signed requests, prepared as bytes before the clock runs, and a client that sends them over plain sockets.
 
 Invariant: between sending and having read an answer the client parses nothing but its status and length, so that the
-coordinator, not the client, is what is measured. Both run on this machine: `client_cpu_s` says what the client took.
+coordinator, not the client, is measured. Both run on this machine: `client_cpu_s` is the client's CPU time.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ def identities(count: int) -> list[Identity]:
 
 
 def request(identity: Identity, run: str, host: str, path: str, body: bytes) -> bytes:
-    """One signed POST, as it goes over the wire. It is good for a minute."""
+    """Return the bytes of one signed POST, valid for a minute."""
     headers = sign_request(
         identity,
         method="POST",
@@ -45,7 +45,7 @@ def request(identity: Identity, run: str, host: str, path: str, body: bytes) -> 
 
 @dataclass
 class Sent:
-    """What happened to requests: seconds from when each was due to its answer, and how many had which status."""
+    """The outcome of requests: seconds from due time to answer, and the count of each status."""
 
     wall_s: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -61,8 +61,8 @@ class Sent:
 async def send(
     url: str, prepared: Iterable[bytes], *, connections: int, per_s: float | None, reuse: bool = True
 ) -> Sent:
-    """Send them in order. `per_s`: each is due at its time, however late the ones before are answered; None: one after
-    the other on each connection. `reuse`: connections stay open; else each request has its own."""
+    """Send the requests in order. `per_s`: the rate at which they are due, however late earlier ones are answered; None: one
+    after the other on each connection. `reuse`: connections stay open; else each request has its own."""
     parts, sent = urlsplit(url), Sent()
     begun_s, remaining = time.perf_counter(), iter(enumerate(prepared))
 
@@ -92,7 +92,7 @@ async def send(
 
 
 class Line:
-    """One connection from an address of its own, opened when it is first needed."""
+    """One connection from an address of its own, opened on first use."""
 
     def __init__(self, host: str, port: int, source: str) -> None:
         self.host, self.port, self.source = host, port, source
@@ -100,7 +100,7 @@ class Line:
         self.writer: asyncio.StreamWriter | None = None
 
     async def ask(self, data: bytes) -> str:
-        """Returns the answer's status."""
+        """Send a request and return the answer's status."""
         if self.reader is None or self.writer is None:
             self.reader, self.writer = await asyncio.open_connection(
                 self.host, self.port, local_addr=(self.source, 0), limit=1 << 24

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pool.simulate [--sizes 10 100 1000 10000] [--names "same batch"] [--run RUN_FOLDER]
 
-`--run` compares with a run's folder. What is not asked for stays in the results file as it is.
+`--run` compares with a run's folder. Other entries of the results file stay as they are.
 Writes results/simulate.json, docs/images/simulate.png, and prints tables.
 """
 

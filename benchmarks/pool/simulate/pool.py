@@ -42,7 +42,7 @@ class Setting:
     train_s: float  # a batch
     publish_s: float = 0.0  # from the end of training until relays hand the version out
     useful: float = 1.0  # share of groups whose rewards differ
-    spread: float = 0.0  # durations vary evenly by this share either way
+    spread: float = 0.0  # durations vary uniformly by this share in both directions
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Pool:
     under_way: int = 0  # groups that are generated or wait for a verdict
     uploads: deque[tuple[int, int]] = field(default_factory=deque)  # (groups, version)
     idle: deque[_Worker] = field(default_factory=deque)
-    full: int = 0  # batches that the learner has not begun
+    full: int = 0  # full batches that wait for the learner
     ended_s: list[float] = field(default_factory=list)  # of each trained step
     free_validators: int = 0
     training: bool = False
@@ -94,7 +94,7 @@ class Pool:
     counted: int = 0  # events
 
     def run(self) -> Result:
-        """Until the last step is trained. Raises RuntimeError if nothing can happen any more."""
+        """Run until the last step is trained. Raise RuntimeError if no event is left before that."""
         self.draw = random.Random(self.seed)
         self.free_validators = self.setting.validators
         self.workers = [_Worker(rig) for rig in self.setting.rigs]
@@ -140,7 +140,7 @@ class Pool:
         return self.setting.batch / share - self.waiting.total() / share - self.under_way
 
     def _hand_out(self) -> None:
-        """Work to whoever is idle, as far as the open batch needs it; each idle worker is asked once."""
+        """Give work to idle workers, as far as the open batch needs it; visit each idle worker once."""
         for _ in range(len(self.idle)):
             if self.step >= self.setting.steps or self.newest < self._oldest() or self._missing() <= 0:
                 return
@@ -222,7 +222,7 @@ class Pool:
     # --- the learner -------------------------------------------------------------------------------------------------
 
     def _close_batches(self) -> None:
-        """As long as there are enough groups for the open batch: the oldest first, none that is too old."""
+        """Close batches while there are enough groups: the oldest first, none that is too old."""
         while self.step < self.setting.steps and self.waiting.total() >= self.setting.batch:
             missing = self.setting.batch
             for version in sorted(self.waiting):

@@ -1,7 +1,7 @@
-"""A run's folder -> the setting that simulates it, and the utilisation that it had.
+"""Read a run's folder: the setting that simulates it, and the utilisation that it had.
 
-Read are the coordinator's database (when tasks were given, uploaded and judged, when versions were published and fetched)
-and `metrics.jsonl` (what the learner reports). Service times are means; nothing is fitted to the utilisation.
+Sources: the coordinator's database (times at which tasks were given, uploaded and judged, and versions published and
+fetched) and the learner's `metrics.jsonl`. Service times are means; nothing is fitted to the utilisation.
 """
 
 import json

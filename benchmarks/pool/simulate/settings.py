@@ -1,6 +1,6 @@
 """The pools that are simulated: the paper's 32B run, and how it grows.
 
-Known of that run (arXiv 2505.07291): 256 prompts x 16 completions a step, async level 2, versions of 62 GB, which took
+Published about that run (arXiv 2505.07291): 256 prompts x 16 completions a step, async level 2, versions of 62 GB that took
 about 14 minutes to arrive (590 Mb/s). Everything else is assumed: the constants below.
 """
 
@@ -20,7 +20,7 @@ RIG_GROUPS = 4
 UPLOAD_BITS = 4 * 16 * 8_000 * 18 * 8  # a submission: groups x completions x tokens x bytes x 8
 UP_BPS = 50e6
 LOAD_S = 60.0
-MOST_STEPS, FEWEST_STEPS, STEP_WORKERS = 24, 6, 12_000  # fewer of large pools, whose every step is many events
+MOST_STEPS, FEWEST_STEPS, STEP_WORKERS = 24, 6, 12_000  # fewer in large pools, where a step has many events
 SIZES = (10, 100, 1_000, 10_000)
 
 
@@ -33,7 +33,7 @@ class Case:
 
 
 def rig(draw: random.Random, spread: float, relays_bps: float, workers: int) -> Rig:
-    """A worker whose speed and link differ from the mean's by up to `spread` times either way (log-uniform)."""
+    """Return a worker whose speed and link differ from the mean by a factor of up to `spread`, log-uniform."""
     speed, link = (spread ** draw.uniform(-1, 1) for _ in range(2))
     group_s = GENERATE_S * WORKERS / (BATCH / USEFUL) / speed
     down_bps = min(LINK_BPS * link, relays_bps / workers)
@@ -48,7 +48,7 @@ def rig(draw: random.Random, spread: float, relays_bps: float, workers: int) -> 
 
 
 def pool(workers: int, async_level: int, *, grows: bool, spread: float = 1.0, relays: int = 0) -> Setting:
-    """`grows`: batch, learner and validators are as many times larger as there are more workers than WORKERS.
+    """`grows`: batch, learner and validators grow in proportion to the workers, beyond WORKERS.
 
     `relays`: each sends 10 Gb/s in all; 0: as many as are needed. A larger learner trains a larger batch in the same time.
     """
@@ -71,7 +71,7 @@ def pool(workers: int, async_level: int, *, grows: bool, spread: float = 1.0, re
 
 
 def without_network(setting: Setting) -> Setting:
-    """The same pool if versions arrived at once."""
+    """Return the same pool with instant arrival of versions."""
     return replace(setting, publish_s=0.0, rigs=[replace(one, fetch_s=0.0, load_s=0.0) for one in setting.rigs])
 
 

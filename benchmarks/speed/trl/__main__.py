@@ -158,12 +158,12 @@ def one_run(
     arguments: argparse.Namespace, workload: str, system: str, settings: str, seed: int, folder: Path
 ) -> dict[str, Any]:
     """One system's steps, memory and accuracy; `failed` is the reason if it failed."""
-    asked = WORKLOADS[workload]
-    steps = 3 if arguments.smoke or arguments.tune else asked.steps
+    chosen = WORKLOADS[workload]
+    steps = 3 if arguments.smoke or arguments.tune else chosen.steps
     if arguments.steps:
         steps = arguments.steps[min(arguments.systems.index(system), len(arguments.steps) - 1)]
-    more = [*asked.overrides, *(asked.smoke if arguments.smoke else ())]
-    if asked.config == "gsm8k":
+    more = [*chosen.overrides, *(chosen.smoke if arguments.smoke else ())]
+    if chosen.config == "gsm8k":
         more.append(f"tasks.sources=[{{path = '{arguments.data.resolve()}/gsm8k_train.jsonl', reward = 'number'}}]")
     more += arguments.set
     # The run's own evaluator gets a single task. Accuracy of all versions is measured after the run.
@@ -173,8 +173,8 @@ def one_run(
         f"learner.keep_versions={steps + 1}",
         f"learner.checkpoint_every={steps}",
     ]
-    config = config_module.load(ROOT / "configs" / f"{asked.config}.toml", more)
-    model, keeps = resolve(config.model.name), asked.accuracy and not arguments.tune
+    config = config_module.load(ROOT / "configs" / f"{chosen.config}.toml", more)
+    model, keeps = resolve(config.model.name), chosen.accuracy and not arguments.tune
     if system == "shoal run":
         versions_in = folder / "run" / "learner" / "versions"
         quiet = config.evaluator.model_copy(update={"n": 1})
@@ -259,8 +259,10 @@ def read_run(out: Path, launched_s: float) -> dict[str, Any]:
 
 def versions(peer: Path) -> dict[str, str]:
     names = ["torch", "trl", "transformers", "accelerate"]
-    asked = f"import json; from importlib.metadata import version as v; print(json.dumps({{n: v(n) for n in {names}}}))"
-    done = subprocess.run([peer / "bin" / "python", "-c", asked], capture_output=True, text=True, check=True)
+    program = (
+        f"import json; from importlib.metadata import version as v; print(json.dumps({{n: v(n) for n in {names}}}))"
+    )
+    done = subprocess.run([peer / "bin" / "python", "-c", program], capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout)
     return found
 

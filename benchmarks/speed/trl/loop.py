@@ -44,17 +44,17 @@ def main() -> None:
     ready_s, off_s, steps = time.time() - job["launched_s"], 0.0, []
     for step in range(job["steps"]):
         started_s, started_cpu_s = time.time(), time.process_time()
-        asked = lines[step * prompts : (step + 1) * prompts]
+        batch = lines[step * prompts : (step + 1) * prompts]
         seeds = [[rollout_seed("benchmark", step, "", 0, i * size + g) for g in range(size)] for i in range(prompts)]
-        answered = engine.generate([line["tokens"] for line in asked], seeds, sampling)
+        generated = engine.generate([line["tokens"] for line in batch], seeds, sampling)
         generated_s, generated_cpu_s = time.time(), time.process_time()
         grades = []
-        for line, group in zip(asked, answered, strict=True):
+        for line, group in zip(batch, generated, strict=True):
             task = tasks.Task(line["task"], "", line["answer"], source, reward=line["reward_name"])
             texts = [completion_text(tokenizer, c.tokens) for c in group]
             grades.append([grade.score for grade in graders.grade([task] * len(group), texts)])
         groups = []
-        for line, group, values in zip(asked, answered, grades, strict=True):
+        for line, group, values in zip(batch, generated, grades, strict=True):
             pairs = zip(values, group, strict=True)
             rewards = [
                 reward(value, len(completion.tokens), job["target_length"], config.tasks) for value, completion in pairs

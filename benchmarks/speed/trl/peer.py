@@ -53,12 +53,12 @@ def main() -> None:
         completion_ids: list[list[int]], task: list[str], answer: list[str], reward_name: list[str], **_: Any
     ) -> list[float]:
         """Called once per step, on the whole batch."""
-        asked = [
+        batch = [
             tasks.Task(name, "", right, source, reward=by)
             for name, right, by in zip(task, answer, reward_name, strict=True)
         ]
         texts = [completion_text(tokenizer, ids) for ids in completion_ids]
-        grades = [grade.score for grade in graders.grade(asked, texts)]
+        grades = [grade.score for grade in graders.grade(batch, texts)]
         now.update(
             generated_s=time.time(),
             generated_cpu_s=time.process_time(),

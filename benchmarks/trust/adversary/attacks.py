@@ -4,8 +4,7 @@
     made.load(versions[-1], version)
     file = made.submission(assignment)
 
-`honest` is the control: it must always be accepted. docs/trust.md lists the attacks that a validator of the newest version
-accepts some of, and why they do no harm.
+`honest` is the control: it must always be accepted. docs/results.md lists the attacks of which some submissions pass.
 """
 
 from shoal.config import Config
@@ -60,5 +59,5 @@ TOOL_ATTACKS: dict[str, type[Attack]] = {  # where tasks have an environment
 
 
 def attacks_on(config: Config) -> dict[str, type[Attack]]:
-    """The attacks that are lies in a run of this config."""
+    """Return the attacks that a run of this config could meet."""
     return ATTACKS | TOOL_ATTACKS if config.sampling.max_turns > 1 else ATTACKS

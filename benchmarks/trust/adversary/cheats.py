@@ -2,7 +2,7 @@
 
 `liar.py` starts one, `byzantine.py` a run with some. Each kind lies from its first submission on, so every one of its
 submissions must be rejected; `forged_tool` from its first call of a tool on, so it needs tasks with an environment.
-All are slashed but `faked_fingerprint`, which is not paid until it is put out of the class; then its work, which is
+All are slashed, except `faked_fingerprint`: it is not paid until it is removed from the class, and then its work, which is
 honest, is judged by the limits.
 """
 
@@ -35,7 +35,7 @@ class OlderWeights(Producer):
             self.first_version = version
             super().load(folder, version)
         stale = version >= self.first_version + VERSIONS_BEHIND
-        return version if stale else None  # None: it does not ask for tasks yet
+        return version if stale else None  # None: do not ask for tasks yet
 
 
 class QuantizedWeights(Producer):
@@ -116,7 +116,7 @@ CHEATS: dict[str, type[Producer]] = {
 
 
 def hint(task: Task) -> str:
-    """What no tool writes, so that it is a lie also where a tool would give the right answer."""
+    """Return a text that no tool writes: a lie even where a tool would give the right answer."""
     return f"The answer is {task.answer}."
 
 
@@ -135,7 +135,7 @@ def round_to_4_bits_(weight_OI: torch.Tensor, block: int = 32) -> None:
 
 
 def rounded_copy(folder: Path, to: Path) -> Path:
-    """`to`, with what `folder` holds and the weights of linear layers rounded to 4 bits."""
+    """Copy the model in `folder` into `to`, with the weights of linear layers rounded to 4 bits. Return `to`."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     weights = load_file(to / WEIGHTS)
     for name, weight in weights.items():

@@ -27,11 +27,11 @@ from shoal.worker.produce import Producer
 
 @dataclass(frozen=True)
 class Lab:
-    versions: list[Path]  # folders of consecutive policy versions; tasks ask for the last
+    versions: list[Path]  # folders of consecutive policy versions; assignments name the last
     neighbour: Identity = field(default_factory=Identity.generate)  # an honest worker whose files the attacker sees
 
     def behind(self, steps: int) -> Path:
-        """The version from `steps` steps ago. Raises ValueError if the lab has no such version."""
+        """Return the version from `steps` steps ago. Raise ValueError if the lab has no such version."""
         if steps >= len(self.versions):
             raise ValueError(f"{len(self.versions)} versions are too few to go back {steps} steps")
         return self.versions[-1 - steps]
@@ -58,7 +58,7 @@ class Attack(Producer):
     def scored(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]]
     ) -> list[list[Completion]]:
-        """The tokens as completions of these prompts, with the model's hidden states and logprobs."""
+        """Return these tokens as completions of the prompts, with the model's hidden states and logprobs."""
         completions = []
         for prompt, group in zip(prompts, groups, strict=True):
             tree = Tree(prompt, [c.tokens for c in group], [c.turns for c in group])
@@ -79,7 +79,7 @@ class Attack(Producer):
 
     @torch.inference_mode()
     def restated(self, completion: Completion) -> Completion:
-        """The completion with its logprobs at the stated temperature, from its hidden states (no new forward)."""
+        """Return the completion with logprobs at the stated temperature, from its hidden states (no new forward)."""
         hidden_TH = completion.hidden_TH.to(self.model.device, self.model.dtype)
         sampled = model_positions(completion.turns, len(completion.tokens))
         tokens_T = torch.tensor([completion.tokens[at] for at in sampled], device=hidden_TH.device)
@@ -89,7 +89,7 @@ class Attack(Producer):
 
 @contextmanager
 def outputs_changed(module: torch.nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside of the context, `module` returns `change(output)`."""
+    """Make `module` return `change(output)` within the context."""
     hook = module.register_forward_hook(lambda _, __, output: change(output))
     try:
         yield

@@ -4,7 +4,7 @@
     NearWeights       hidden states: the proofs' exponents and mantissas
     NearLogprobs      claimed logprobs
 
-How far each goes is set from outside, by `lean`: whoever can run the validator finds what passes.
+`lean` sets how far each goes. An attacker who can run the validator tries what passes.
 Invariant: a strength of 0 is honest.
 """
 
@@ -30,7 +30,7 @@ class NearTemperature(OtherSampling):
 
 
 class NearWeights(Attack):
-    """Runs weights slightly towards those of `better`, or away from them, and proves the hidden states it got."""
+    """Runs weights moved slightly towards those of `better`, or away from them, and proves the resulting hidden states."""
 
     folder: Path
     better: Path

@@ -21,7 +21,7 @@ from shoal.toploc.field import PRIME
 
 from .lab import Attack
 
-UNASSIGNED = 10_000_000  # added to a submission's number: work that nobody asked for
+UNASSIGNED = 10_000_000  # added to a submission's number: work that was not assigned
 TOP_K = PROOF_BYTES // 2 - 1
 
 
@@ -87,7 +87,7 @@ class FlippedBit(Attack):
 
 
 class ConstantProofs(Attack):
-    """Every proof is a constant polynomial, the median peak of the submission: it says nothing about its chunk."""
+    """Every proof is a constant polynomial, the median peak of the submission, whatever its chunk."""
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         found = peaks([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS, top_k=TOP_K)
@@ -138,6 +138,6 @@ class MissingProofs(Attack):
 
 
 def regrouped(flat: Sequence[bytes], like: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
-    """The proofs in rows of the lengths of `like`."""
+    """Return the proofs in rows as long as those of `like`."""
     rest = iter(flat)
     return [[next(rest) for _ in row] for row in like]

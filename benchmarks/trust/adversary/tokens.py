@@ -23,7 +23,7 @@ from .lab import Attack, outputs_changed
 TOP_K = 5
 TOP_P = 0.9
 ROLLS = 4
-PADDING = 4  # end tokens appended at most
+PADDING = 4  # at most this many end tokens are appended
 
 
 class OtherSampling(Attack):
@@ -85,9 +85,9 @@ class EndSuppressed(OtherSampling):
 
 
 class BestOfFour(Attack):
-    """Samples every completion four times and submits the one with the highest reward under the derived seed.
+    """Samples every completion four times and submits the one with the highest reward, under the derived seed.
 
-    In a tie it submits the completion that the seed yields.
+    A tie goes to the completion that the derived seed yields.
     """
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
@@ -137,7 +137,7 @@ class OtherEndings(Attack):
     """Changes where completions end; hidden states and logprobs are those of the changed tokens."""
 
     def ended(self, tokens: list[int], room: int) -> list[int]:
-        """The changed tokens of a last turn, which may have `room` tokens."""
+        """Return the changed tokens of a last turn, at most `room` of them."""
         raise NotImplementedError
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:

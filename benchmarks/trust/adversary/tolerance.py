@@ -1,15 +1,14 @@
-"""Spending the tolerance: an attacker that has read the limits and chooses among the tokens that they allow.
+"""An attacker that spends the tolerance: it knows the limits and chooses among the tokens that they allow.
 
-At each position it knows every token's score under its seed. A token whose score misses the winner's by less than the
-margin's limit, while the submission's budget lasts, passes the checks with limits. It tries every such change, completes
-the rest honestly, and makes the cheapest ones that raise (or lower) the reward.
-How much it spends is its plan. The tests over many submissions (`coordinator/trust.py`) are made to find any plan
-that gains much; `PLANS` has one for each budget, and those that a reader of these tests would think of.
-In an exactness class every such token has a margin above 0: nothing is left to choose.
+At each position the attacker knows every token's score under the seed. The checks with limits accept a token whose score
+is below the best one by less than the margin's limit, until the submission's budget is spent. The attacker tries every
+such change, completes the rest honestly, and makes the cheapest changes that raise (or lower) the reward.
+Its plan says how much it spends. `PLANS` has a plan for each budget, and plans that try to evade the tests over many
+submissions (`coordinator/trust.py`).
+In an exactness class every such token has a margin above 0, so there is no choice.
 
 Invariant: everything else is honest: states, logprobs and proofs are those of the claimed weights for the chosen tokens.
-Left out: choosing for anything else than reward, several changes
-of one completion, and completions of several turns.
+Left out: goals other than reward, several changes of one completion, and completions of several turns.
 """
 
 import math
@@ -26,19 +25,19 @@ from shoal.tasks.derive import GroupPlan
 from .lab import Attack
 
 SPENT = 0.9  # of each limit
-SEED_STEP = 0x9E3779B97F4A7C15  # splitmix64's: a seed moved by it counts positions from one later
-FAR = 4  # margins: the validator rejects a submission with one token beyond
+SEED_STEP = 0x9E3779B97F4A7C15  # splitmix64's: adding it to a seed shifts positions by one
+FAR = 4  # times the margin's limit: one token beyond it gets a submission rejected
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of the tolerance is spent. Shares of limits are of those in [validator]."""
+    """How much of the tolerance is spent, as shares of the limits in [validator]."""
 
     reach: float = SPENT  # of sampling_margin: how far a chosen token may miss
     mean: float = SPENT  # of sampling_margin_mean, over the submission
     rate: float = math.inf  # of the bound on changed tokens, `evidence.rates`
     far: int = 0  # tokens in a submission that miss by more than sampling_margin, up to 90 % of FAR times it
-    decoys: float = 0.0  # tokens changed for nothing, for each that is changed for the reward
+    decoys: float = 0.0  # tokens changed without effect, for each that is changed for the reward
 
 
 PLANS = {
@@ -64,7 +63,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Tried:
-    """A swap, what the seed yields after it, and how much higher the reward is then."""
+    """A swap, the completion that the seed yields after it, and the change of its reward."""
 
     swap: Swap
     completion: Completion
@@ -96,8 +95,7 @@ class SpendsTolerance(Attack):
     def swaps(
         self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]
     ) -> tuple[list[Swap], float]:
-        """The second-best token of every position, nearest first; and how many tokens numerics could move: the sum of
-        1 - P(token)."""
+        """Return the second-best token of every position, nearest first, and the exposure: the sum of 1 - P(token)."""
         found, movable = [], 0.0
         for g, group in enumerate(groups):
             for number, completion in enumerate(group):
@@ -123,7 +121,7 @@ class SpendsTolerance(Attack):
         groups: Sequence[Sequence[Completion]],
         swaps: Sequence[Swap],
     ) -> list[Tried]:
-        """Every swap with the rest of its completion and its gain, in the same order."""
+        """Return every swap with the rest of its completion and its gain, in the same order."""
         old = [groups[swap.group][swap.number] for swap in swaps]
         new: list[Completion | None] = [None] * len(swaps)
         for position in sorted({swap.position for swap in swaps}):
@@ -146,7 +144,7 @@ class SpendsTolerance(Attack):
         swaps: Sequence[Swap],
         old: Sequence[Completion],
     ) -> list[list[int]]:
-        """The tokens of each completion with its swap, and what its seed yields after it. All swaps are at one position."""
+        """Return each completion's tokens with its swap and what the seed yields after it. All swaps share one position."""
         kept = [[*one.tokens[: swap.position], swap.token] for swap, one in zip(swaps, old, strict=True)]
         room = self.sampling.max_tokens - len(kept[0])
         going = [n for n, swap in enumerate(swaps) if room and swap.token not in self.sampling.eos_ids]
@@ -162,7 +160,7 @@ class SpendsTolerance(Attack):
         return kept
 
     def chosen(self, tried: Sequence[Tried], tokens: int, movable: float) -> list[Tried]:
-        """What the plan pays for, of swaps that come nearest first: one for each completion at most."""
+        """Return the swaps that the plan can pay for, nearest first, at most one for each completion."""
         plan, limits = self.spending, self.config.validator
         nats = plan.mean * limits.sampling_margin_mean * tokens
         near = plan.rate * self.config.evidence.rates[0] * movable / (1.0 + plan.decoys)
@@ -176,7 +174,7 @@ class SpendsTolerance(Attack):
             if useful and cost <= nats and (far if beyond else near) >= 1:
                 far, near, nats = far - beyond, near - (not beyond), nats - cost
                 taken[one.place] = one
-        # Decoys in the completions that speak least for a choice: the worse ones, to raise the reward.
+        # Decoys go where they look least like a choice: to raise the reward, into the worse completions.
         decoys = round(plan.decoys * len(taken))
         for one in sorted(tried, key=lambda one: (self.direction * one.before, one.swap.margin)):
             if (

@@ -104,7 +104,7 @@ def main() -> int:
 def transfer(
     name: str, plan: Plan, size_bytes: int, bound_s: float, number: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One system's transfer. `seconds` is None if a client did not get the file, or got a wrong one."""
+    """Run one system's transfer. `seconds` is None if a client did not get the file, or got a wrong one."""
     data = random.Random(arguments.seed + number).randbytes(size_bytes)
     digest = blake3(data).hexdigest()
     folder = FOLDER / "transfer"
@@ -134,7 +134,7 @@ def transfer(
 
 
 def waited(stage: Stage, began_s: float, bound_s: float, arguments: argparse.Namespace) -> list[tuple[float, int, int]]:
-    """Waits until every client is done or has ended, or the watchdog's time is over, and harms relays meanwhile. Returns,
+    """Wait until every client is done or has ended, or the watchdog's time is up, and harm relays meanwhile. Return,
     twice a second, the time, the bytes sent by the origin, and the bytes received by all clients together."""
     events = []
     course: list[tuple[float, int, int]] = []
@@ -173,7 +173,7 @@ def verdict(stage: Stage, began_s: float) -> dict[str, Any]:
 
 
 def cpu() -> tuple[int, int]:
-    """Idle ticks of all cores, and all ticks."""
+    """Return the idle ticks of all cores, and all ticks."""
     ticks = list(map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]))
     return ticks[3] + ticks[4], sum(ticks)
 

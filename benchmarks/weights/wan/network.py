@@ -28,7 +28,7 @@ route add 10.77.0.0/24 dev wan0 src {address} congctl {plan.congestion}
 
 
 def enter(peers: Path) -> None:
-    """Restarts this program in its own namespaces, with the peers' Python environment at FOLDER/peers."""
+    """Restart this program in its own namespaces, with the peers' Python environment at FOLDER/peers."""
     if INSIDE not in sys.argv:
         apart = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         again = ["setpriv", "--pdeathsig", "KILL", *apart, *sys.orig_argv, INSIDE]
@@ -87,7 +87,7 @@ class Network:
         return [name for name in self.nodes if name.startswith("client")]
 
     def start(self, name: str, argv: Sequence[str | Path], log: Path, **more: Any) -> subprocess.Popen[str]:
-        """Starts a process on that node; its output goes to `log`."""
+        """Start a process on that node; its output goes to `log`."""
         with log.open("ab") as out:
             return subprocess.Popen(
                 ["nsenter", f"--net=/run/netns/{name}", *map(str, argv)],
@@ -99,7 +99,7 @@ class Network:
             )
 
     def kill(self, name: str) -> None:
-        """Kills all processes of that node, at once."""
+        """Kill all processes of that node at once."""
         for pid in run("ip", "netns", "pids", name).split():
             with suppress(ProcessLookupError):  # already ended
                 os.kill(int(pid), signal.SIGKILL)
@@ -109,17 +109,17 @@ class Network:
         self._say(f"rate {self.nodes.index(name) + 1} {rate} {rate}")
 
     def stats(self) -> dict[str, Any]:
-        """The counters of link.c, per node."""
+        """Return the counters of link.c, per node."""
         self._say("stats")
         stats: dict[str, Any] = json.loads(self._answer())
         return stats | {"nodes": dict(zip(self.nodes, stats["nodes"], strict=True))}
 
     def rtt_ms(self) -> float:
-        """The round trip between the first two clients, idle: the minimum of five."""
+        """Return the idle round trip between the first two clients: the minimum of five."""
         first, second = self.clients()[:2]
         ping = ["ping", "-q", "-c", "5", "-i", "0.2", self.address(second)]
-        said = run("nsenter", f"--net=/run/netns/{first}", *ping)
-        return float(said.rpartition("= ")[2].split("/")[0])
+        output = run("nsenter", f"--net=/run/netns/{first}", *ping)
+        return float(output.rpartition("= ")[2].split("/")[0])
 
     def close(self) -> None:
         for name in self.nodes:
@@ -141,5 +141,5 @@ class Network:
 
 
 def run(*argv: str, given: str = "") -> str:
-    """What the command prints; raises CalledProcessError, with what it said against it on the screen."""
+    """Return the command's output. Raise CalledProcessError; its errors are on the screen."""
     return subprocess.run(argv, input=given, stdout=subprocess.PIPE, text=True, check=True).stdout

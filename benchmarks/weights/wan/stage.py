@@ -20,7 +20,7 @@ class Stage:
 
     network: Network
     folder: Path
-    file: Path  # what is to be published; a system may link or rename it
+    file: Path  # the file to publish; a system may link or rename it
     digest: str  # BLAKE3
     scale: float
     started: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Stage:
         return process
 
     def wait(self, names: Sequence[str], mark: str, holds: str = "") -> None:
-        """Waits until each of these nodes has a file `mark` that contains the text `holds`."""
+        """Wait until each of these nodes has a file `mark` that contains the text `holds`."""
         deadline_s = time.monotonic() + READY_S
         while missing := [name for name in names if not self._holds(name, mark, holds)]:
             ended = [name for name in missing if self.started[name].poll() is not None]
@@ -53,7 +53,7 @@ class Stage:
             time.sleep(LOOK_AGAIN_S)
 
     def wait_asking(self) -> None:
-        """Waits until all clients have sent a packet, so that none is still starting."""
+        """Wait until all clients have sent a packet, so that none is still starting."""
         deadline_s = time.monotonic() + READY_S
         while silent := [name for name, sent in self._sent().items() if sent == self.sent[name]]:
             if time.monotonic() > deadline_s:
@@ -69,14 +69,14 @@ class Stage:
         return {name: nodes[name]["sent_bytes"] for name in self.network.clients()}
 
     def log(self, name: str) -> str:
-        """The end of what the node printed."""
+        """Return the end of the node's output."""
         path = self.at(name) / "log"
         return path.read_text(errors="replace")[-500:] if path.exists() else ""
 
 
 class System(Protocol):
     def start(self, stage: Stage) -> None:
-        """Starts everything that can run before the file exists, and waits until it does."""
+        """Start everything that can run before the file exists, and wait until it runs."""
 
     def publish(self, stage: Stage) -> None:
-        """Gives the file to the origin. What the origin then does (hashing, cutting) counts as transfer time."""
+        """Give the file to the origin. The origin's own work (hashing, cutting) counts as transfer time."""

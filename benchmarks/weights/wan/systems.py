@@ -45,7 +45,7 @@ class Shoal:
         stage.start(name, ["sh", "-c", f"{sys.executable} -m shoal {line}"])
 
     def announced(self, stage: Stage, name: str) -> dict[str, str]:
-        """The JSON line that a server prints once it listens."""
+        """Return the JSON line that a server prints once it listens."""
         stage.wait([name], "log", holds="{")
         return json.loads(next(line for line in stage.log(name).splitlines() if line.startswith("{")))
 
