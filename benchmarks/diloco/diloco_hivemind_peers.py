@@ -1,8 +1,8 @@
 """The processes of `diloco_hivemind`: the meeting, its sites, and hivemind's peers.
 
 A peer reads a step's number from standard input, prepares its pseudo-gradient and prints a line. After the next input
-line it makes the outer step and prints what it used. `diloco_hivemind` starts each as `ROLE FOLDER-OR-ADDRESS NUMBERS`; hivemind's
-run in an interpreter that has no Shoal.
+line it makes the outer step and prints what it used. `diloco_hivemind` starts each as `ROLE FOLDER-OR-ADDRESS NUMBERS`;
+hivemind's peers run in an interpreter that has no Shoal.
 """
 
 import asyncio
