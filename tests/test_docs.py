@@ -210,22 +210,6 @@ def test_current_figures_are_from_clean_commits_of_this_repository(history: list
     assert [why for path in sorted(stated) if (why := fault(path, history))] == []
 
 
-@pytest.mark.parametrize(
-    ("commit", "why"),
-    [
-        ("", "names no commit"),
-        ("5c4e6ea450-dirty", "local changes"),
-        ("0123456789", "lacks: 0123456789"),
-        ("5c4e6ea450 (seed 0), 0123456789 (seed 1)", "lacks: 0123456789"),
-        ("5c4e6ea450", None),
-    ],
-)
-def test_the_commit_of_a_raw_file_is_checked(tmp_path: Path, commit: str, why: str | None) -> None:
-    (tmp_path / "raw.json").write_text(json.dumps({"machine": {"commit": commit}}))
-    result = fault(tmp_path / "raw.json", ["5c4e6ea4501111111111"])
-    assert (result is None) if why is None else (result and why in result)
-
-
 def value(raw: Any, path: str) -> float:
     """Return the number at `a/b/c` in a raw file. `*` means all entries; a word before the path says how to reduce them."""
     reduce, keys = path.split(" ", 1) if path.split(" ")[0] in REDUCE else ("", path)
@@ -333,27 +317,6 @@ def test_the_list_of_checks_has_the_validators_checks_in_order() -> None:
     rows = table((ROOT / "docs" / "trust.md").read_text(), "| check |")
     written = [name.split("`")[1] for name, *_ in rows if name.startswith("`")]
     assert written == [check.__name__ for check in (*checks.FILE, *checks.EXPENSIVE, *EXACT, *checks.GRADED)]
-
-
-def test_the_layout_benchmark_counts_an_upward_import(tmp_path: Path) -> None:
-    layout = load(ROOT / "benchmarks" / "layout.py")
-    sources = {
-        "__init__.py": "",
-        "errors.py": "",
-        "low/__init__.py": "",
-        "low/one.py": "from shoal.high import two\n",
-        "high/__init__.py": "import shoal.low.one\n",
-        "high/two.py": "from shoal import errors\nfrom ..low import one\n",
-    }
-    for name, text in sources.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    figures = layout.measure(tmp_path)
-    assert figures["modules at the root"] == "1"
-    assert figures["rooms, modules at the root included"] == "3"
-    assert figures["imports that run upwards"] == "1"  # `low` is below `high`: one import up, two down
-    assert figures["floors"] == "2"
-    assert figures["`high`: files, lines"] == "2, 3"
 
 
 def test_the_page_on_tasks_lists_the_schemas_that_are_recognised() -> None:

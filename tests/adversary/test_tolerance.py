@@ -11,13 +11,11 @@ from statistics import fmean
 
 import pytest
 from benchmarks.trust.adversary.attacks import ATTACKS, Attack, Lab
-from benchmarks.trust.adversary.nearly import NearTemperature
 from benchmarks.trust.adversary.tolerance import FAR, PLANS, SPENT, Plan, SpendsTolerance, Swap, Tried
 
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.messages import ToleranceSpent
-from shoal.store.rollouts import read_submission
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.judge import Examined, Judge
@@ -142,21 +140,6 @@ def test_the_verdict_counts_regenerated_changes(engine: TorchEngine, talkative_f
     assert verdict.spent.improved + verdict.spent.spoiled <= regenerated
 
 
-def test_a_near_temperature_of_strength_0_is_honest(engine: TorchEngine, talkative_folder: Path) -> None:
-    assignment = offline_assignment(SETTINGS, ALICE.public, 0)
-
-    def tokens(kind: type[Attack], strength: float) -> list[list[int]]:
-        worker = attacker(kind, talkative_folder, engine)
-        if isinstance(worker, NearTemperature):
-            worker.lean(1.0, strength)
-        rows = read_submission(worker.submission(assignment), max_rows=32, max_tokens=24).rows
-        return [row.tokens for row in rows]
-
-    honest = tokens(Attack, 0.0)
-    assert tokens(NearTemperature, 0.0) == honest
-    assert tokens(NearTemperature, 0.5) != honest
-
-
 # --- plans -------------------------------------------------------------------------------------------
 
 
@@ -183,13 +166,3 @@ def test_no_plan_exceeds_a_limit(name: str) -> None:
     assert chosen and sum(nats for nats in chosen if nats <= LIMIT) <= NATS
     assert max(chosen) <= FAR * LIMIT
     assert sum(nats > LIMIT for nats in chosen) <= SETTINGS.validator.sampling_mismatches
-
-
-def test_a_plan_chooses_the_nearest_helpful_swaps_and_pays_for_decoys() -> None:
-    assert margins(Plan(reach=0.5), tried([0.1, 0.2, 0.5 * LIMIT + 0.01])) == [0.1, 0.2]
-    assert margins(Plan(), tried([0.1], gain=-1.0)) == [] and margins(Plan(), tried([0.1], gain=-1.0), -1.0) == [0.1]
-    assert margins(Plan(reach=0.0, far=2), tried([0.1, LIMIT + 0.1, 2.0, 2.5])) == [LIMIT + 0.1, 2.0]
-    bound = int(0.25 * SETTINGS.evidence.rates[0] * 400)
-    assert len(margins(Plan(rate=0.25), tried([0.01] * 50))) == bound
-    useless = [Tried(swap.swap, swap.completion, 0.0, 0.0) for swap in tried([0.01] * 60)[50:]]
-    assert len(margins(Plan(rate=0.25, decoys=1.0), tried([0.01] * 50) + useless)) == 2 * (bound // 2)

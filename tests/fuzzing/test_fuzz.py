@@ -5,11 +5,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from .coordinator import fuzz_requests
-from .damage import CRASH, Note, damaged
+from .damage import CRASH, Note
 from .files import fuzz_files
 from .proofs import fuzz_proofs
 
@@ -38,9 +36,3 @@ def test_damaged_submissions_are_refused_or_unchanged() -> None:
 def test_damaged_requests_are_answered_below_500(tmp_path: Path) -> None:
     common = ["request: 400", "request: 401", *(f"signed by its role: {status}" for status in (200, 400, 404))]
     check(lambda note: fuzz_requests(Random(0), 800, note, tmp_path), 800, common, 20)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32), st.binary(max_size=300), st.lists(st.binary(max_size=300), min_size=1, max_size=3))
-def test_damage_is_the_same_for_the_same_seed(seed: int, data: bytes, others: list[bytes]) -> None:
-    assert damaged(Random(seed), data, others) == damaged(Random(seed), data, others)
