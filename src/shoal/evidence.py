@@ -7,9 +7,9 @@ An e-value is the payoff of a bet against the honest hypothesis for one observat
     allocation   events fall on places with high values more often than exposure explains
 
 `Process` is the capital of several bets on one worker's observations. The money of each bet is staked in parts: the part
-w_j = 1 / (j (j + 1)) at observation j. From then on it is multiplied by the bet's e-value at each observation. So evidence
-against a worker that cheats after n honest observations is delayed by a factor of only n (n + 1), about 2 ln n nats, however
-much the bets lost before. The money not yet staked after n observations is 1 / (n + 1).
+w_j = 1 / (j (j + 1)) at observation j. From then on it is multiplied by the bet's e-value at each observation. So n honest
+observations before a lie cost the bets only a factor of n (n + 1), about 2 ln n nats, and not all that the earlier parts
+lost. The money not yet staked after n observations is 1 / (n + 1).
 
     capital = mean over bets b of ( R_b + 1 / (n + 1) ),      R_b <- (R_b + w_n) * e_b
 
@@ -33,7 +33,7 @@ FLOOR = -700.0  # minimum of a stored logarithm; raising capital to e^-700 chang
 
 
 def frequency(count: float, exposure: float, rate: float, theta: float) -> float:
-    """Return the e-value exp(theta * count - (e^theta - 1) * rate * exposure), theta > 0.
+    """Return ln of the e-value exp(theta * count - (e^theta - 1) * rate * exposure), theta > 0.
 
     Hypothesis: `count` sums variables in [0, 1] whose conditional means sum to at most rate * exposure. For one such
     variable x of mean m, E exp(theta x) <= 1 + m (e^theta - 1) <= exp(m (e^theta - 1)), as exp is convex.
@@ -42,7 +42,7 @@ def frequency(count: float, exposure: float, rate: float, theta: float) -> float
 
 
 def share(value: float, mean: float, stake: float) -> float:
-    """Return the e-value 1 + stake * (value - mean) / mean, for value in [0, 1], 0 < mean <= 1, and a stake in [0, 1).
+    """Return ln of the e-value 1 + stake * (value - mean) / mean; value in [0, 1], 0 < mean <= 1, stake in [0, 1).
 
     Hypothesis: the conditional mean of `value` is at most `mean`. A value of 0 leaves 1 - stake of the capital.
     """
@@ -52,11 +52,11 @@ def share(value: float, mean: float, stake: float) -> float:
 def allocation(
     counts: Sequence[int], exposures: Sequence[float], values: Sequence[float], tilt: float, stake: float
 ) -> float:
-    """Return the e-value product over places of (1 + stake * (value - centre) / (centre - lowest value)) ^ count.
+    """Return ln of the e-value: the product over places of (1 + stake * (value - centre) / (centre - lowest)) ^ count.
 
     Hypothesis: at place i, `counts[i]` sums independent events whose chances sum to rate * d_i * exposures[i], for any
     single rate and any d_i in [1, tilt]; values are fixed. `centre` is the largest mean of the values under such weights, so
-    the weighted mean of the factors is at most 1 for any rate and d. Return 0 nats if all values are equal.
+    the weighted mean of the factors is at most 1 for any rate and d. If all values are equal, return 0.
 
     To bet on low values, negate them.
     """
