@@ -22,33 +22,33 @@ MAX_TASK_BYTES = 8_192  # mean length of the task names in one file
 LENGTH = np.dtype("<i4")
 
 
+def _schema(**types: pa.DataType) -> pa.Schema:
+    return pa.schema([pa.field(name, type_, nullable=False) for name, type_ in types.items()])
+
+
 def _list_of(type_: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", type_, nullable=False))
 
 
-SUBMISSION = pa.schema(
-    [
-        pa.field("group", pa.int32(), nullable=False),
-        pa.field("task", pa.string(), nullable=False),
-        pa.field("target_length", pa.int32(), nullable=False),
-        pa.field("seed", pa.int64(), nullable=False),
-        pa.field("tokens", _list_of(pa.int32()), nullable=False),
-        pa.field("logprobs", _list_of(pa.float32()), nullable=False),
-        pa.field("reward", pa.float32(), nullable=False),
-        pa.field("proofs", _list_of(pa.binary(PROOF_BYTES)), nullable=False),
-        pa.field("turns", _list_of(pa.int32()), nullable=False),
-    ]
+SUBMISSION = _schema(
+    group=pa.int32(),
+    task=pa.string(),
+    target_length=pa.int32(),
+    seed=pa.int64(),
+    tokens=_list_of(pa.int32()),
+    logprobs=_list_of(pa.float32()),
+    reward=pa.float32(),
+    proofs=_list_of(pa.binary(PROOF_BYTES)),
+    turns=_list_of(pa.int32()),
 )
-ACCEPTED = pa.schema(
-    [
-        pa.field("group", pa.int32(), nullable=False),
-        pa.field("task", pa.string(), nullable=False),
-        pa.field("prompt", _list_of(pa.int32()), nullable=False),
-        pa.field("tokens", _list_of(pa.int32()), nullable=False),
-        pa.field("logprobs", _list_of(pa.float32()), nullable=False),
-        pa.field("reward", pa.float32(), nullable=False),
-        pa.field("turns", _list_of(pa.int32()), nullable=False),
-    ]
+ACCEPTED = _schema(
+    group=pa.int32(),
+    task=pa.string(),
+    prompt=_list_of(pa.int32()),
+    tokens=_list_of(pa.int32()),
+    logprobs=_list_of(pa.float32()),
+    reward=pa.float32(),
+    turns=_list_of(pa.int32()),
 )
 
 
