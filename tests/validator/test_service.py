@@ -24,7 +24,7 @@ from shoal.validator.service import BATCH, Validator
 from shoal.worker.produce import Producer
 
 from ..store.support import never
-from ..store.test_pages import INFLATING
+from ..store.test_pages import BOMBS
 from ..workers import ALICE, GROUPS, RUN, VALIDATOR, produced, signed
 from .support import (
     ASKED,
@@ -63,7 +63,7 @@ def modelless() -> Iterator[Validator]:
 def test_a_file_that_inflates_is_unreadable_and_decoded_neither_here_nor_in_the_child(
     modelless: Validator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {fault: make() for fault, make in INFLATING.items()}
+    files = {fault: make() for fault, make in BOMBS.items()}
     checked(modelless, claim(), b"")
     child = modelless.judge.quarantine.child
     for decoder in ("ParquetFile", "read_table"):
