@@ -110,8 +110,7 @@ def test_no_call_starts_after_the_end_of_the_budget() -> None:
 
 def test_usage_is_measured_and_more_than_half_of_a_limit_is_not_repeatable(function: RemoteFunction) -> None:
     idle, large, huge = function.calls([["add", 1], ["memory", 100 << 20], ["memory", 150 << 20]])
-    assert large.memory_bytes - idle.memory_bytes > 90 << 20
-    assert idle.repeatable and not huge.repeatable
+    assert idle.repeatable and large.repeatable and not huge.repeatable
     [worked] = function.calls([["work", 0.2]])
     assert worked.cpu_s >= 0.2 > idle.cpu_s and not worked.repeatable
 

@@ -27,12 +27,12 @@ def processes_of(box: Sandbox) -> list[int]:
 # Bombs
 
 
-def test_fork_bomb_of_a_single_process(box: Sandbox) -> None:
+def test_a_program_cannot_fork(box: Sandbox) -> None:
     result = attack(box, "import os\nwhile True: os.fork()")
     assert (result.outcome, result.exit_code) == ("exited", 1) and b"PermissionError" in result.stderr
 
 
-def test_thread_bomb(box: Sandbox) -> None:
+def test_a_thread_bomb_gets_eight_threads(box: Sandbox) -> None:
     source = (
         "import threading, time\nborn = 0\n"
         "try:\n"
@@ -42,7 +42,7 @@ def test_thread_bomb(box: Sandbox) -> None:
     assert attack(box, source).stdout == b"8\n"
 
 
-def test_memory_bomb(box: Sandbox) -> None:
+def test_a_memory_bomb_stops_at_its_limit(box: Sandbox) -> None:
     result = attack(box, "x = []\nwhile True: x.append(bytearray(1 << 20))", ProgramLimits(memory_bytes=128 * MIB))
     assert result.outcome == "memory"
 
@@ -56,7 +56,7 @@ def test_memory_bomb(box: Sandbox) -> None:
     ],
     ids=["one file", "many files", "empty files"],
 )
-def test_disk_bomb(box: Sandbox, written: str, error: bytes) -> None:
+def test_a_disk_bomb_fills_only_its_scratch(box: Sandbox, written: str, error: bytes) -> None:
     result = attack(box, f"n = 0\nwhile True:\n    {written}; n += 1")
     assert result.exit_code == 1 and error in result.stderr
 
@@ -84,13 +84,13 @@ def test_endless_programs_are_stopped(box: Sandbox, source: str, cpu_s: float) -
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_output_flood(box: Sandbox, stream: str) -> None:
+def test_an_output_flood_stops_at_its_limit(box: Sandbox, stream: str) -> None:
     source = f"import sys\nwhile True: print('x' * 10_000, file=sys.{stream}, flush=True)"
     result = attack(box, source, ProgramLimits(wall_s=60.0, output_bytes=50_000))
     assert (result.outcome, len(getattr(result, stream))) == ("output", 50_000)
 
 
-def test_filling_the_frame_pipe_without_reading(box: Sandbox) -> None:
+def test_an_unread_frame_pipe_blocks_nobody(box: Sandbox) -> None:
     source = "import channel\nwhile True: channel.send(b'x' * 1000)"
     with box.open(Program(source), ProgramLimits(wall_s=60.0, output_bytes=50_000)) as process:
         process.send(b"y" * 10_000_000)  # never read: stays in the buffer and blocks nobody
@@ -100,7 +100,7 @@ def test_filling_the_frame_pipe_without_reading(box: Sandbox) -> None:
     assert_works(box)
 
 
-def test_frames_that_lie_about_their_length(box: Sandbox) -> None:
+def test_a_frame_with_a_false_length_is_no_frame(box: Sandbox) -> None:
     with box.open(Program("import os; os.write(4, b'\\0\\0\\0\\x10half')"), WIDE) as process:
         assert process.receive() is None
         assert process.close().outcome == "exited"
@@ -119,7 +119,7 @@ for path in PATHS:
 """
 
 
-def test_reading_the_parents_files(box: Sandbox, tmp_path: Path) -> None:
+def test_the_parents_files_cannot_be_read(box: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("the secret")
     secret.chmod(0o600)
@@ -181,7 +181,7 @@ def test_a_program_cannot_reach(box: Sandbox, what: str) -> None:
     assert result.stdout == b"tried\n", result
 
 
-def test_reading_the_parents_environment(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parents_environment_cannot_be_read(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TEST_SECRET", "the secret")
     with Sandbox(box.tier) as fresh:  # its server starts with the secret in the environment
         paths = f"[f'/proc/{{pid}}/environ' for pid in ['self', *range(1, 99), {os.getpid()}, {os.getppid()}]]"
@@ -189,7 +189,7 @@ def test_reading_the_parents_environment(box: Sandbox, monkeypatch: pytest.Monke
         attack(fresh, "import os, sys\nif 'secret' in repr(os.environ) + repr(sys.argv): print('ESCAPED')")
 
 
-def test_writing_outside_of_scratch(box: Sandbox, tmp_path: Path) -> None:
+def test_nothing_is_written_outside_of_scratch(box: Sandbox, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("as it was")
     folders = ["/", "/usr/lib", "/usr", "/dev", "/dev/shm", "/var/tmp", "/etc", sys.base_prefix, str(tmp_path)]
@@ -206,7 +206,7 @@ def test_writing_outside_of_scratch(box: Sandbox, tmp_path: Path) -> None:
     assert not any(Path(folder, "sandbox-was-here").exists() for folder in folders)
 
 
-def test_symlink_races_in_scratch(box: Sandbox, tmp_path: Path) -> None:
+def test_symlink_races_in_scratch_lead_nowhere(box: Sandbox, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     (victim / "inner").mkdir(parents=True)
     (victim / "inner" / "file").write_text("as it was")
@@ -232,7 +232,7 @@ def test_symlink_races_in_scratch(box: Sandbox, tmp_path: Path) -> None:
 # Network
 
 
-def test_network(box: Sandbox) -> None:
+def test_there_is_no_network(box: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.5)
         source = (
@@ -265,13 +265,13 @@ print('still here', flush=True)
 """
 
 
-def test_killing_and_tracing_the_parent(box: Sandbox) -> None:
+def test_the_parent_cannot_be_killed_or_traced(box: Sandbox) -> None:
     victims = [os.getpid(), os.getppid(), *processes_of(box)]
     result = attack(box, f"import os\nPIDS = [os.getppid(), 1, *{victims}]" + KILL)
     assert result.stdout == b"still here\n"
 
 
-def test_killing_all_it_can_see(box: Sandbox) -> None:
+def test_kill_reaches_no_process_outside(box: Sandbox) -> None:
     with subprocess.Popen(["sleep", "600"]) as bystander:
         result = attack(box, "import os\nfor _ in range(9):\n    try: os.kill(-1, 9)\n    except OSError: pass")
         assert result.outcome in ("exited", "killed") and bystander.poll() is None
@@ -303,12 +303,14 @@ def test_os_exit_gives_no_answer(box: Sandbox) -> None:
         ("import threading; threading._shutdown = lambda: 1 / 0", "exited", 0),
     ],
 )
-def test_exit_code_tricks(box: Sandbox, source: str, outcome: str, code: int) -> None:
+def test_exit_code_tricks_change_only_the_programs_own_result(
+    box: Sandbox, source: str, outcome: str, code: int
+) -> None:
     result = attack(box, source)
     assert (result.outcome, result.exit_code) == (outcome, code)
 
 
-def test_forging_the_supervisors_report(box: Sandbox) -> None:
+def test_the_supervisors_report_cannot_be_forged(box: Sandbox) -> None:
     source = (
         "import os\n"
         "for fd in range(1024):\n"
@@ -319,7 +321,7 @@ def test_forging_the_supervisors_report(box: Sandbox) -> None:
     assert attack(box, source).exit_code == 9
 
 
-def test_inherited_descriptors(box: Sandbox) -> None:
+def test_no_descriptor_is_inherited(box: Sandbox) -> None:
     source = (
         "import os\nopened = []\n"
         "for fd in range(4096):\n"

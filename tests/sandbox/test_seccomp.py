@@ -63,7 +63,7 @@ def test_ordinary_calls_are_allowed_dangerous_ones_are_not_and_some_depend_on_ar
     assert (call("prlimit64", 0), call("prlimit64", 1)) == (ALLOW, EPERM)
 
 
-def test_calls_of_another_machine_type_kill(machine: str) -> None:
+def test_a_call_of_another_machine_type_kills_the_program(machine: str) -> None:
     assert decide(machine, 0, arch=0x40000003) == KILL  # i386
 
 

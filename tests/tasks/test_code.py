@@ -74,7 +74,7 @@ def test_the_tests_of_a_task_are_parsed_once_for_all_its_completions(
         ("", ""),
     ],
 )
-def test_the_program_of_a_completion(completion: str, program: str) -> None:
+def test_the_last_block_marked_as_python_is_the_program(completion: str, program: str) -> None:
     assert program_of(completion) == program
 
 
@@ -99,7 +99,7 @@ def test_the_program_of_a_completion(completion: str, program: str) -> None:
         ("", "", True),
     ],
 )
-def test_outputs(actual: str, expected: str, same: bool) -> None:
+def test_outputs_are_compared_word_by_word(actual: str, expected: str, same: bool) -> None:
     assert same_output(actual, expected) is same
 
 
@@ -131,7 +131,7 @@ def test_outputs(actual: str, expected: str, same: bool) -> None:
         (1 + 0j, 1, True),
     ],
 )
-def test_values(actual: Any, expected: Any, same: bool) -> None:
+def test_values_are_compared_as_builtins(actual: Any, expected: Any, same: bool) -> None:
     assert same_value(actual, expected) is same
 
 
@@ -167,7 +167,9 @@ def test_a_value_is_formatted_in_bounded_space() -> None:
         (ECHO, "print(6); raise SystemExit(3)", 0, "graded", "exit code 3"),
     ],
 )
-def test_grades(code: Code, tests: Any, completion: str, score: float, outcome: str, detail: str) -> None:
+def test_a_program_gets_its_grade(
+    code: Code, tests: Any, completion: str, score: float, outcome: str, detail: str
+) -> None:
     result = grade(code, tests, completion)
     assert (result.score, result.outcome) == (score, outcome), result
     assert detail in result.detail

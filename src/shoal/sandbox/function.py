@@ -33,11 +33,10 @@ class CallResult:
     detail: str = ""  # the exception, or how the child died
     repeatable: bool = False  # used at most half of each limit
     cpu_s: float = 0.0
-    memory_bytes: int = 0
 
 
 class RemoteFunction:
-    """The function that `program` serves. Each call runs in a fresh child of the sandbox, which `close` ends."""
+    """The function that `program` serves. Each call runs in a fresh child of the sandbox. `close` closes the sandbox."""
 
     def __init__(self, sandbox: Sandbox, program: str) -> None:
         self.sandbox, self.program = sandbox, Program(program)
@@ -54,7 +53,7 @@ class RemoteFunction:
             process.send(frame)
             call = self._read(process, process.receive())
             used = process.close(END_S)
-        return replace(call, repeatable=self._within_half(used), cpu_s=used.cpu_s, memory_bytes=used.memory_bytes)
+        return replace(call, repeatable=self._within_half(used), cpu_s=used.cpu_s)
 
     def calls(self, values: Sequence[Any]) -> list[CallResult]:
         """Call the function with each value, `sandbox.size` at once. Raise SandboxError."""

@@ -100,14 +100,9 @@ class PathRule(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
 
 
-def landlock_abi() -> int:
-    """Return this kernel's Landlock version. Raise OSError if it has none."""
-    return syscall("landlock_create_ruleset", LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
-
-
 def restrict_files(readable: Iterable[str], devices: Iterable[str], writable: str) -> None:
     """Confine this thread and all it will start. Needs `no_new_privs`. Raise OSError."""
-    version = landlock_abi()
+    version = syscall("landlock_create_ruleset", LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = Ruleset(handled, 3, 3)  # TCP bind and connect; abstract sockets and signals

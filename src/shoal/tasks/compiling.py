@@ -341,7 +341,7 @@ def _note(portion: Portion) -> str:
 
 
 def _counts(portion: Portion) -> str:
-    """Return what happened to rows that are no separate task, as the end of a sentence."""
+    """Return the counts of merged, ambiguous, dropped and left-out rows, to append to a message."""
     counts = {
         "equal rows merged": portion.merged,
         "rows share their question with another row, but not the rest": portion.ambiguous,

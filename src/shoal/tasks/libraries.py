@@ -40,7 +40,7 @@ def check_allowed(library: str, setting: Mapping[str, Any]) -> None:
 def rows(library: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return every task as a row with question, answer, metadata and `library` as its reward. Raise TasksNotFoundError."""
     check_allowed(library, options)
-    grader = _grader(library, "rows", LISTING)
+    grader = _start(library, "rows", LISTING)
     try:
         [call] = grader.calls([dict(options)])
     except GradeError as error:
@@ -87,11 +87,11 @@ class LibraryReward:
     def _grader(self, setting: str) -> Grader:
         if setting not in self.graders:
             check_allowed(self.library, json.loads(setting))
-            self.graders[setting] = _grader(self.library, "score", SCORING, f"prepare({setting!r})", self.budget)
+            self.graders[setting] = _start(self.library, "score", SCORING, f"prepare({setting!r})", self.budget)
         return self.graders[setting]
 
 
-def _grader(
+def _start(
     library: str, function: str, limits: ProgramLimits, prepare: str = "", budget: Budget | None = None
 ) -> Grader:
     python = os.environ.get(PYTHON) if library == "verifiers" else None

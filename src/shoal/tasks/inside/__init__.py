@@ -36,9 +36,8 @@ def source(name: str) -> str:
 class Grader(RemoteFunction):
     """`function` of the module `text`, called with plain data in children of a sandbox.
 
-    What it returns is not trusted; in the tier `plain` the function itself is. Each server runs the line `prepare` once,
-    before its first call. `budget` as in `Sandbox`, and so is `python`, the interpreter of the tier `plain`.
-    `reported_tier`: the tier that its grades name.
+    What it returns is never trusted. Each server runs the line `prepare` once, before its first call. `tier`, `size`,
+    `python` and `budget` are those of `Sandbox`. `reported_tier`: the tier that grades name.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def answer(function: Any, call: bytes) -> bytes:
 
 
 def describe(error: BaseException) -> list[str]:
-    """Return the name of the nearest builtin exception type, and the message."""
+    """Return the name of the most specific builtin type of an exception, and its message."""
     kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
     try:
         message = str(error)[:500]

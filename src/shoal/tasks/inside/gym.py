@@ -73,7 +73,7 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"score": float(dataset.score_answer(answer, entry)), "detail": detail}
     except Exception as error:  # noqa: BLE001  the answer or the entry is at fault
-        dataset.score_answer(entry["answer"], entry)  # the gold answer raises too if it is the entry
+        dataset.score_answer(entry["answer"], entry)  # raises too if the entry is at fault
         text = f"{detail} is not readable: {type(error).__name__}: {error}"
         return {"score": 0.0, "outcome": "wrong_format", "detail": text[:500]}
 

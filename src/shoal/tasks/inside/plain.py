@@ -30,7 +30,7 @@ NODES: tuple[type[ast.AST], ...] = (
 
 
 def plain(source: str) -> bool:
-    """Raise what the parser raises."""
+    """Return whether a program prints the same everywhere. Raise what the parser raises."""
     if any(not (" " <= character <= "~" or character in "\n\t") for character in source):
         return False
     with warnings.catch_warnings():
