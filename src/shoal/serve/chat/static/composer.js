@@ -55,7 +55,7 @@ export function composer({ models, onsend, onstop }) {
     fit();
     onsend(content);
   } },
-    h("div.box", {}, text, h("div.tools", {}, first, compare, second, models.targets.length ? budget : null, models.as_trained ? asTrained : null, h("span.spacer"), stop, send)),
+    h("div.box", {}, text, h("div.tools", {}, first, compare, second, models.targets.length ? budget : null, models.as_trained ? asTrained : null, stop, send)),
     h("p.hint", {}, "Small models are often wrong. Every reply has a proof of its weights, prompt and seed."));
   fill(models);
   fit();

@@ -1,15 +1,16 @@
 // The table of nodes, and how weights spread.
 
 import { h, replace } from "./dom.js";
-import { brief, bytes, count, duration, percent } from "./figures.js";
+import { brief, bytes, count, duration, ellipsize, percent } from "./figures.js";
 import { fetchJson } from "./run.js";
 
 const EVERY_MS = 3000;
 const MAX_ROWS = 200;
+const MAX_NAME = 32; // characters
 const OPTIONAL = ["memory"]; // columns that are hidden if no node reports them
 const ofWorker = (write) => (node) => (node.role === "worker" ? write(node) : "–");
 const COLUMNS = [
-  ["name", "Node", (node) => h("span", {}, h("i", { class: `mark ${node.tone}`, "aria-hidden": "true" }), ` ${node.name}`)],
+  ["name", "Node", (node) => h("span", { title: node.name }, h("i", { class: `mark ${node.tone}`, "aria-hidden": "true" }), ` ${ellipsize(node.name, MAX_NAME)}`)],
   ["role", "Role", (node) => node.role],
   ["condition", "State", (node) => h("span", { title: node.why }, node.tone === "bad" || node.tone === "warn" ? h("span", { class: `pill ${node.tone}` }, node.condition) : node.condition)],
   ["version", "Version", (node) => node.version ?? "–", "n"],
@@ -71,7 +72,7 @@ export class Nodes {
 
   drawTree({ tree, left_out }) {
     const rows = tree.map((node) => {
-      const name = h("td", {}, `${"\u2003".repeat(node.depth)}${node.depth ? "└ " : ""}${node.name}`);
+      const name = h("td", {}, `${"\u2003".repeat(node.depth)}${node.depth ? "└ " : ""}${ellipsize(node.name, MAX_NAME)}`);
       const senders = node.from.map((sender) => `${sender.name} ${bytes(sender.bytes_per_s)}/s`).join(", ");
       return h("tr", {}, name, h("td", { class: "dim" }, node.role), h("td", { class: "n" }, node.version ?? "–"), h("td", { class: "n" }, node.behind_s === null ? "–" : `${brief(node.behind_s)} s`), h("td", { class: "dim" }, senders));
     });
