@@ -16,6 +16,7 @@ from shoal.serve.chat.routes import STATIC
 from shoal.serve.openai.routes import Keys
 from shoal.watch.page.files import POLICY, SHARED, Files
 from shoal.watch.page.guard import HttpError
+from shoal.watch.page.server import STATIC as DASHBOARD
 
 from .support import CHEAP, PASSWORD, Running, User, serving
 
@@ -218,8 +219,8 @@ def test_every_response_has_the_policy_and_the_page_needs_no_exception(ada: User
     assert html.count("<script src=") + html.count('<script type="module" src=') == html.count("<script")
 
 
-def test_no_file_of_the_page_contacts_a_third_party_or_writes_markup() -> None:
-    for path in (*SHARED.iterdir(), *STATIC.iterdir()):
+def test_no_file_of_a_page_contacts_a_third_party_or_writes_markup() -> None:
+    for path in (*SHARED.iterdir(), *STATIC.iterdir(), *DASHBOARD.iterdir()):
         text = path.read_text()
         if path.name.startswith("katex"):
             continue  # test_browser tests that the browser itself refuses unsafe code

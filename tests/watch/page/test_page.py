@@ -35,21 +35,6 @@ def test_the_page_refers_only_to_files_that_exist() -> None:
         assert set(names) <= PAGE.keys(), name
 
 
-def test_no_file_makes_markup_or_contacts_another_server() -> None:
-    for path in STATIC.iterdir():
-        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
-        for unsafe in (
-            "innerHTML",
-            "outerHTML",
-            "insertAdjacentHTML",
-            "document.write",
-            "eval(",
-            "http://",
-            "https://",
-        ):
-            assert unsafe not in text, (path.name, unsafe)
-
-
 def test_the_page_is_smaller_than_100_kilobytes() -> None:
     sizes = [len(gzip.compress(PAGE[path.name].read_bytes())) for path in STATIC.iterdir()]
     assert sum(sizes) < 100_000
