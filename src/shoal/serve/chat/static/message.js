@@ -85,7 +85,7 @@ export function replyMessage(message, { path, alternatives, onregenerate, onpick
     note(facts),
     h("div.actions", {},
       copyButton("Copy the reply", message.content),
-      onregenerate ? h("button.quiet", { "aria-label": "Regenerate the reply", onclick: onregenerate }, icon("again"), "Again") : null,
+      onregenerate ? h("button.quiet", { "aria-label": "Regenerate the reply", onclick: onregenerate }, icon("again"), "Regenerate") : null,
       onpick ? h("button.quiet", { onclick: onpick }, icon("check"), "Continue with this") : null,
       branchSwitch(alternatives, message, onbranch),
       badge),
