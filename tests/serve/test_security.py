@@ -50,6 +50,15 @@ def test_a_request_from_another_site_changes_nothing(ada: User, headers: dict[st
     assert ada.get("conversations").json() == before
 
 
+def test_secrets_that_are_not_utf8_are_refused(ada: User, page: Running) -> None:
+    assert ada.post("conversations", headers={"X-CSRF-Token": b"\xff"}).status_code == 403
+    for path, header in (
+        ("chat/conversations", (b"Cookie", b"shoal_session=\xff")),
+        ("v1/models", (b"Authorization", b"Bearer \xff")),
+    ):
+        assert httpx.get(f"{page.url}/{path}", headers=[header]).status_code == 401
+
+
 def test_a_form_from_another_site_is_refused(ada: User, page: Running) -> None:
     headers = {"X-CSRF-Token": ada.csrf, "Content-Type": "text/plain"}
     assert ada.http.post("/chat/conversations", content="{}", headers=headers).status_code == 415

@@ -290,7 +290,8 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 
 def _has_csrf_token(request: web.Request, session: Session) -> bool:
-    return hmac.compare_digest(request.headers.get("X-CSRF-Token", "").encode(), session.csrf.encode())
+    token = request.headers.get("X-CSRF-Token", "").encode(errors="surrogateescape")
+    return hmac.compare_digest(token, session.csrf.encode())
 
 
 def _error_response(error: HttpError) -> web.Response:

@@ -84,7 +84,7 @@ class Keys:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 BODY_BYTES = 4 << 20
