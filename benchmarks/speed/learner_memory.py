@@ -264,7 +264,7 @@ def there(tensor: Tensor) -> Tensor:
 def row() -> Pack:
     """A row of real numbers, and what the CPU's attention derives of them."""
     packed = pack([Tree([1] * PROMPT, [[1] * LENGTH for _ in range(COMPLETIONS)])])
-    _ = packed.layout.segments, packed.layout.home_T, packed.layout.in_order, packed.layout.across
+    _ = packed.layout.segments, packed.layout.restore_T, packed.layout.in_order, packed.layout.across
     return packed
 
 
@@ -272,7 +272,7 @@ def faked(packed: Pack) -> Pack:
     """The row on the device, with the CPU's attention."""
     layout, real = attention.RowLayout(packed.layout.spans, torch.device(DEVICE), "cascade"), packed.layout
     segments = [attention.Segments(there(of.index_BL), there(of.padded_BL11), of.start) for of in real.segments]
-    layout.__dict__ |= {"segments": segments, "home_T": there(real.home_T)}
+    layout.__dict__ |= {"segments": segments, "restore_T": there(real.restore_T)}
     layout.__dict__ |= {"in_order": real.in_order, "across": real.across}
     tensors = {name: there(of) for name, of in vars(packed).items() if isinstance(of, Tensor)}
     return replace(packed, layout=layout, **tensors)

@@ -82,7 +82,7 @@ def test_without_a_config_it_makes_the_tiny_model_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     trained: list[object] = []
-    monkeypatch.setattr("shoal.learner.sft.tiny.tiny_dir", lambda: tmp_path / "tiny")
+    monkeypatch.setattr("shoal.learner.sft.tiny.bundled_dir", lambda name: tmp_path / "tiny")
     monkeypatch.setattr("shoal.learner.sft.tiny.train", lambda *_, **__: trained.append(1))
     assert main(["sft"]) == main(["sft"]) == DONE
     assert capsys.readouterr().out == f"{tmp_path / 'tiny'}\n" * 2 and trained == [1]

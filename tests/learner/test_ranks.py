@@ -130,7 +130,7 @@ def models(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     tiny_llama(3, tie_word_embeddings=False, num_hidden_layers=16).save_pretrained(folder / "deep")
     adapted = make_policy(tiny_folder, lora={"rank": 4})
     save_model(adapted.model, adapted.tokenizer, folder / "adapters", adapted.published(), adapted.stored)
-    architectures.made(folder / "qwen2_moe", "qwen2_moe")
+    architectures.create(folder / "qwen2_moe", "qwen2_moe")
     for each in folder.iterdir():
         tiny_tokenizer().save_pretrained(each)
     return {"tied": tiny_folder} | {each.name: each for each in folder.iterdir()}

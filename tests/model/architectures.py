@@ -1,6 +1,6 @@
-"""Tiny models of transformers' architectures with random weights, and whether Shoal computes each (docs/recipe.md).
+"""Tiny models of transformers' architectures with random weights, and whether Shoal supports each (docs/recipe.md).
 
-Sizes are set by field names, because architectures share them; `EXTRA` holds what one needs besides.
+Architectures share the names of their size fields (`SIZES`); `EXTRA` has the fields of single ones.
 """
 
 from pathlib import Path
@@ -45,8 +45,8 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def made(folder: Path, name: str, **config: Any) -> Path:
-    """A model of this architecture in `folder`, with weights so large that attention decides the logits."""
+def create(folder: Path, name: str, **config: Any) -> Path:
+    """Save a model of this architecture in `folder`, with weights so large that attention decides the logits."""
     kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     torch.manual_seed(0)
     model = kind(kind.config_class(**_sizes(kind.config_class) | EXTRA.get(name, {}) | config))

@@ -1,4 +1,4 @@
-"""Small random models of many architectures, and what all tests of exact numerics do with them."""
+"""Small random models of many architectures for tests of exact numerics, and their packed results."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def skip_unless_exact(dtype: DtypeName) -> None:
 
 
 def make(architecture: str, folder: Path, seed: int = 0) -> Path:
-    """A folder with a random model; biases and norms are random, too."""
+    """Save a random model, whose biases and norms are random too, in a folder."""
     kind, changed = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZE | changed)))
@@ -72,7 +72,7 @@ def exact_model(architecture: str, folder: Path, dtype: DtypeName) -> Any:
 
 @torch.inference_mode()
 def states(model: Any, trees: Sequence[Tree], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(hidden_NH, logp_N) of the trees' completions, packed into one row, as the validator computes them."""
+    """Return (hidden_NH, logp_N) of the trees' completions, packed into one row, as the validator computes them."""
     packed = pack(trees)
     hidden_NH = forward_hidden(model, packed)
     return hidden_NH, token_logprobs(model.lm_head(hidden_NH).float().div_(temperature), packed.target_N)
@@ -81,8 +81,8 @@ def states(model: Any, trees: Sequence[Tree], temperature: float = 1.0) -> tuple
 def random_trees(seed: int, vocabulary: int, longest: int = 200) -> list[Tree]:
     draw = torch.Generator().manual_seed(seed)
 
-    def tokens(most: int) -> list[int]:
-        return torch.randint(vocabulary, (int(torch.randint(1, most, (), generator=draw)),), generator=draw).tolist()
+    def tokens(limit: int) -> list[int]:
+        return torch.randint(vocabulary, (int(torch.randint(1, limit, (), generator=draw)),), generator=draw).tolist()
 
     counts = torch.randint(1, 5, (4,), generator=draw).tolist()
     return [Tree(tokens(longest), [tokens(60) for _ in range(count)]) for count in counts]

@@ -1,4 +1,4 @@
-"""The bundled SmolLM2 is right, not only loadable: a wrong permutation or scale in it fails here."""
+"""The converted SmolLM2 writes sensible English: a wrong permutation or scale of its weights fails here."""
 
 import math
 import random
@@ -56,7 +56,7 @@ def answers(engine: TorchEngine, chats: list[list[int]], bundled: Path) -> list[
 
 
 @torch.no_grad()
-def test_plain_english_is_unsurprising_and_its_words_shuffled_are_not(
+def test_perplexity_is_low_for_plain_english_and_high_for_shuffled_words(
     bundled_model: Any, bundled_tokenizer: Any
 ) -> None:
     words = PARAGRAPH.split()
@@ -69,7 +69,7 @@ def test_plain_english_is_unsurprising_and_its_words_shuffled_are_not(
 
 
 @pytest.mark.parametrize(("index", "question"), list(enumerate(QUESTIONS)))
-def test_a_trivial_question_is_answered_right(
+def test_trivial_questions_are_answered_right(
     answers: list[list[int]], bundled_tokenizer: Any, index: int, question: str
 ) -> None:
     assert QUESTIONS[question] in bundled_tokenizer.decode(answers[index])

@@ -1,3 +1,5 @@
+"""With exact numerics a token's results depend on its prefix alone, and each test of that notices another order of sums."""
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +22,18 @@ from .exactness import DTYPES, EACH, exact_model, make, random_trees, skip_unles
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def alone(trees: list[Tree]) -> list[Tree]:
-    """Every completion as a tree of its own."""
+def branches(trees: list[Tree]) -> list[Tree]:
+    """Return every completion as a tree of its own."""
     return [Tree(tree.prompt, [completion]) for tree in trees for completion in tree.completions]
 
 
 def each_alone(model: Any, trees: list[Tree]) -> tuple[Tensor, Tensor]:
-    parts = [states(model, [one]) for one in alone(trees)]
+    parts = [states(model, [tree]) for tree in branches(trees)]
     return torch.cat([hidden for hidden, _ in parts]), torch.cat([logp for _, logp in parts])
 
 
-def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
-    assert torch.equal(one[0], other[0])
-    assert torch.equal(one[1], other[1])
-
-
-# ---- a token's results do not depend on what is computed beside it
+def assert_same(results: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> None:
+    assert all(map(torch.equal, results, others))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,12 +43,12 @@ def test_packing_changes_no_bit(architecture: str, dtype: DtypeName, tmp_path: P
     trees = random_trees(1, model.config.vocab_size)
     together = states(model, trees)
     assert_same(each_alone(model, trees), together)
-    assert_same(states(model, alone(trees)), together)
+    assert_same(states(model, branches(trees)), together)
     torch.set_num_threads(2)
     assert_same(states(model, trees), together)
 
 
-def test_a_longer_row_changes_no_bit_of_its_start(tmp_path: Path) -> None:
+def test_appending_tokens_changes_no_bit_of_the_earlier_ones(tmp_path: Path) -> None:
     model = exact_model("wide", tmp_path, "bfloat16")
     tree = Tree([5], [list(range(5, 90)) * 8])
     long_NH, _ = states(model, [tree])
@@ -71,7 +69,7 @@ def test_the_learners_forward_has_the_validators_bits(tmp_path: Path, dtype: Dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_common_beginning_changes_no_bit(tmp_path: Path, dtype: DtypeName) -> None:
+def test_a_shared_prefix_changes_no_bit(tmp_path: Path, dtype: DtypeName) -> None:
     model = exact_model("three to a key head", tmp_path, dtype)
     for length in (17, 64, 130, 300):
         root = [5 * n % model.config.vocab_size for n in range(length)]
@@ -79,8 +77,7 @@ def test_a_common_beginning_changes_no_bit(tmp_path: Path, dtype: DtypeName) -> 
             replace(tree, prompt=[*root, *tree.prompt]) for tree in random_trees(4, model.config.vocab_size, longest=60)
         ]
         assert pack(trees).layout.root >= length
-        for found_N, expected_N in zip(states(model, trees), each_alone(model, trees), strict=True):
-            assert torch.equal(found_N, expected_N), length
+        assert_same(states(model, trees), each_alone(model, trees))
 
 
 @pytest.mark.parametrize("root", [0, 40])
@@ -101,10 +98,7 @@ def test_logprobs_and_gradients_are_those_of_fast_numerics_up_to_rounding(
         assert float((grad - grads[1][name]).norm() / grads[1][name].norm()) < 1e-4, name
 
 
-# ---- these tests can fail
-
-
-def test_fast_numerics_do_not_pass(tmp_path: Path) -> None:
+def test_fast_numerics_do_depend_on_packing(tmp_path: Path) -> None:
     make("wide", tmp_path)
     model = load_model(tmp_path, "bfloat16", numerics="fast")
     trees = random_trees(1, 96)
@@ -112,7 +106,9 @@ def test_fast_numerics_do_not_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", ["tile", "order"])
-def test_another_order_of_summing_keys_is_seen(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_order_of_summing_keys_is_noticed(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = exact_model("wide", tmp_path, "float32")
     trees = random_trees(5, 96, longest=400)
     before = states(model, trees)[0]
@@ -122,24 +118,20 @@ def test_another_order_of_summing_keys_is_seen(changed: str, tmp_path: Path, mon
         forwards = exact.attention
 
         def backwards(query: Tensor, key: Tensor, value: Tensor, hidden: exact.Hidden, *wanted: bool) -> Any:
-            size = key.shape[1]
-            bias = torch.cat([torch.zeros(*hidden.bias.shape[:-1], hidden.start), hidden.bias], -1)
-            turned = exact.Hidden(0, bias.flip(-1), hidden.shape)
-            assert bias.shape[-1] == size
-            return forwards(query, key.flip(1), value.flip(1), turned, *wanted)
+            seen = torch.zeros(*hidden.bias_SM1K.shape[:-1], hidden.start)
+            bias_SM1K = torch.cat([seen, hidden.bias_SM1K], -1)
+            assert bias_SM1K.shape[-1] == key.shape[1]
+            return forwards(query, key.flip(1), value.flip(1), exact.Hidden(0, bias_SM1K.flip(-1)), *wanted)
 
         monkeypatch.setattr(exact, "attention", backwards)
     assert not torch.equal(states(model, trees)[0], before)
 
 
-def test_another_order_of_summing_a_products_depth_is_seen() -> None:
+def test_another_order_of_summing_a_products_depth_is_noticed() -> None:
     x_RK, weight_CK = products.cancelling(32, 32, 64, torch.float32)
     whole = x_RK @ weight_CK.T
     halves = x_RK[:, :32] @ weight_CK[:, :32].T + x_RK[:, 32:] @ weight_CK[:, 32:].T
     assert float((whole != halves).float().mean()) > 0.5
-
-
-# ---- products
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,8 +146,8 @@ def test_a_products_row_does_not_depend_on_the_others(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_way_that_is_taken_has_the_references_bits(dtype: torch.dtype) -> None:
-    """Also where a product is not taken as a whole: its rows are halved then."""
+def test_every_way_has_the_references_bits(dtype: torch.dtype) -> None:
+    """Even where no way computes a product as a whole, and its rows are halved."""
     skip_unless_exact("float32" if dtype == torch.float32 else "bfloat16")
     x_RK, weight_CK, expected_RC = products._reference(576, 300, dtype)
     for count in (16, 48, 96, 176, 256):
@@ -201,11 +193,8 @@ def test_a_products_gradients() -> None:
     x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((5, 8), (3, 8), (3,)))
     got = torch.autograd.grad(products.linear(x, weight, bias).square().sum(), (x, weight, bias))
     expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).square().sum(), (x, weight, bias))
-    for mine, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-# ---- logprobs
+    for grad, plain in zip(got, expected, strict=True):
+        torch.testing.assert_close(grad, plain)
 
 
 def test_a_logprob_does_not_depend_on_the_rows_beside_it() -> None:
@@ -217,9 +206,6 @@ def test_a_logprob_does_not_depend_on_the_rows_beside_it() -> None:
         for count in (1, 2, 3, 16, 33):
             assert torch.equal(token_logprobs(scaled_NV[:count], tokens_N[:count]), whole[:count])
     assert torch.equal(likelihoods(scaled_NV[:1]).total_N, likelihoods(scaled_NV).total_N[:1])
-
-
-# ---- what is computed together
 
 
 @pytest.mark.parametrize("root", [0, 50])
@@ -234,16 +220,14 @@ def test_every_query_is_computed_once_and_sees_its_sequence(heads: int, root: in
                 for s in torch.nonzero(~batch.padded_SM[:, m])[:, 0].tolist():
                     query = int(batch.query_SM[s, m])
                     assert query not in seen
-                    bias_K = torch.cat([torch.zeros(part.start), part.bias_SM1K[s, m - part.queries.start, 0]])
+                    hidden = part.hidden
+                    bias_K = torch.cat([torch.zeros(hidden.start), hidden.bias_SM1K[s, m - part.queries.start, 0]])
                     seen[query] = set(batch.key_SK[s, : part.keys][bias_K == 0].tolist())
     expected = {query: set(sees_T.nonzero()[:, 0].tolist()) for query, sees_T in enumerate(layout.mask_11TT[0, 0])}
     assert seen == expected
 
 
-# ---- choosing
-
-
-def test_auto_is_fast_where_exact_cannot_be_had_and_the_model_keeps_which(
+def test_auto_is_fast_where_exact_is_not_possible_and_a_model_keeps_its_numerics(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "cuda" in str(numerics.refusal("float32", "cuda"))
@@ -257,9 +241,6 @@ def test_auto_is_fast_where_exact_cannot_be_had_and_the_model_keeps_which(
     assert [numerics.pick(kind, "float32", "cpu") for kind in ("auto", "fast")] == ["exact", "fast"]
 
 
-# ---- larger sweeps
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(5))
@@ -270,13 +251,13 @@ def test_smollm2_packing_changes_no_bit(bundled: Path, dtype: DtypeName, seed: i
     together = states(model, trees)
     assert_same(each_alone(model, trees), together)
     torch.set_num_threads(2)
-    assert_same(states(model, trees[::-1][::-1]), together)
+    assert_same(states(model, trees), together)
     logp_N, _ = Scorer(model)(pack(trees), 1.0, with_entropy=False)
     assert torch.equal(logp_N, together[1])
 
 
-def test_a_product_that_is_split_by_its_number_of_keys_gets_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on AMD CPUs, where products of more than 192 keys are summed in two halves."""
+def test_tiles_are_smaller_where_larger_products_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD CPUs sum products of more than 192 keys in two halves."""
     whole = torch.bmm
 
     def halved(left: Tensor, right: Tensor) -> Tensor:

@@ -1,3 +1,5 @@
+"""Loading and saving folders, replacing weights in place, and end tokens."""
+
 import errno
 import resource
 from collections.abc import Callable, Iterator
@@ -35,7 +37,7 @@ def tokenizer(tiny_folder: Path) -> Any:
 
 @pytest.fixture
 def edited(tiny_folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Tensor]], object]], Path]:
-    """`edited(change)`: a folder whose weights file went through `change`."""
+    """Return a function that applies a change to the tensors of a weights file, and returns the new folder."""
 
     def edit(change: Callable[[dict[str, Tensor]], object]) -> Path:
         tensors = load_file(tiny_folder / WEIGHTS)
@@ -46,19 +48,16 @@ def edited(tiny_folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, T
     return edit
 
 
-# ---- folders that hold no model
-
-
 @pytest.mark.parametrize("config", ["{}", '{"model_type": "no-such-model"}', "not JSON"])
 @pytest.mark.parametrize(("load", "part"), [(load_model, "config"), (load_tokenizer, "tokenizer")])
 def test_a_folder_that_transformers_cannot_read_is_named(tmp_path: Path, load: Any, part: str, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(UnsupportedModelError, match=f"{tmp_path} holds no {part} that transformers can read: "):
+    with pytest.raises(UnsupportedModelError, match=f"transformers cannot read the {part} in {tmp_path}: "):
         load(tmp_path)
 
 
 @pytest.mark.parametrize(("load", "reader"), [(load_model, AutoConfig), (load_tokenizer, AutoTokenizer)])
-def test_an_error_of_the_system_says_nothing_of_the_model(
+def test_an_error_of_the_system_is_not_blamed_on_the_model(
     tmp_path: Path, load: Any, reader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -67,9 +66,6 @@ def test_an_error_of_the_system_says_nothing_of_the_model(
     monkeypatch.setattr(reader, "from_pretrained", fail)
     with pytest.raises(OSError, match="Too many open files"):
         load(tmp_path)
-
-
-# ---- round trip
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -81,8 +77,8 @@ def test_weights_come_back_rounded_to_bfloat16(make_tiny: Any, tokenizer: Any, t
     assert all(torch.equal(loaded[name], w.bfloat16().float()) for name, w in model.state_dict().items())
 
 
-def test_a_version_loaded_and_saved_again_and_again_stays_the_same_bytes(tiny_folder: Path, tmp_path: Path) -> None:
-    """Not from the first load on: transformers notes in tokenizer_config.json that it was a local one."""
+def test_loading_and_saving_a_version_again_changes_no_byte(tiny_folder: Path, tmp_path: Path) -> None:
+    """After the first load, which changes tokenizer_config.json: transformers records there that it was local."""
     folders = [tiny_folder, tmp_path / "once", tmp_path / "twice"]
     for source, target in pairwise(folders):
         save_model(load_model(source), load_tokenizer(source), target)
@@ -120,7 +116,7 @@ def test_weights_are_stored_in_bfloat16_and_a_tied_output_head_once(
 
 
 @pytest.mark.parametrize("refused", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_disk_that_refuses_is_an_error_that_names_the_folder(
+def test_a_failed_write_is_an_error_that_names_the_folder(
     make_tiny: Any, tokenizer: Any, tmp_path: Path, refused: str
 ) -> None:
     model = make_tiny(3, hidden_size=256)  # so that the weights are the longest file
@@ -154,7 +150,7 @@ def test_weights_are_written_last_tensor_by_tensor_and_renamed_when_complete(
     assert seen_bytes == sorted(seen_bytes) and seen_bytes[-1] > seen_bytes[0]
     stored = load_file(folder / WEIGHTS)
     assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == shapes
-    assert not any(tensor.any() for tensor in stored.values()), "those that were given, not the model's own"
+    assert not any(tensor.any() for tensor in stored.values()), "the given ones, not the model's own"
     assert list(folder.glob(".*")) == []
 
 
@@ -176,13 +172,6 @@ def test_tensors_that_the_model_does_not_store_are_refused(
     assert not (tmp_path / "m" / WEIGHTS).exists()
 
 
-# ---- loading
-
-
-def test_a_model_loads_in_eval_mode_in_the_dtype_asked_for(tiny_folder: Path, tiny_model: Any) -> None:
-    assert not tiny_model.training and load_model(tiny_folder, "bfloat16").dtype == torch.bfloat16
-
-
 def test_a_pickled_checkpoint_is_never_opened(make_tiny: Any, tmp_path: Path) -> None:
     model = make_tiny(3)
     model.config.save_pretrained(tmp_path)
@@ -191,12 +180,10 @@ def test_a_pickled_checkpoint_is_never_opened(make_tiny: Any, tmp_path: Path) ->
         load_model(tmp_path)
 
 
-# ---- swapping weights in place
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_swapped_weights_equal_a_fresh_load_in_the_same_memory(tiny_folders: tuple[Path, Path], dtype: Any) -> None:
+def test_replaced_weights_equal_a_fresh_load_in_the_same_memory(tiny_folders: tuple[Path, Path], dtype: Any) -> None:
     model = load_model(tiny_folders[0], dtype)
+    assert not model.training and model.dtype == getattr(torch, dtype)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     load_weights_(model, tiny_folders[1])
     fresh = load_model(tiny_folders[1], dtype).state_dict()
@@ -235,9 +222,6 @@ def test_a_refused_file_leaves_every_weight_as_it_was(tiny_folder: Path, edited:
     assert [key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])] == []
 
 
-# ---- end tokens
-
-
 @pytest.mark.parametrize(
     ("tokenizers", "declared", "expected"),
     [
@@ -257,15 +241,13 @@ def test_end_tokens_are_the_tokenizers_then_the_generation_configs(
     assert eos_ids(tmp_path) == expected
 
 
-def test_loading_prints_no_progress_and_leaves_the_bars_of_others(
+def test_loading_shows_no_progress_bar_and_leaves_those_of_others(
     tiny_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.enable_progress_bar()
-    try:
-        load_model(tiny_folder, "float32")
-        assert "Loading" not in capfd.readouterr().err
-        assert transformers_logging.is_progress_bar_enabled()
-    finally:
-        if not shown:
-            transformers_logging.disable_progress_bar()
+    load_model(tiny_folder, "float32")
+    assert "Loading" not in capfd.readouterr().err
+    assert transformers_logging.is_progress_bar_enabled()
+    if not shown:
+        transformers_logging.disable_progress_bar()

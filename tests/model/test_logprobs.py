@@ -1,3 +1,5 @@
+"""Logprobs, entropies and gradients computed in slices equal those through the full log softmax."""
+
 from collections.abc import Iterator
 
 import pytest
@@ -5,10 +7,10 @@ import torch
 from torch import Tensor
 
 from shoal.model import logprobs
-from shoal.model.logprobs import chosen_logprobs, chosen_loss
+from shoal.model.logprobs import Scoring, chosen_logprobs, chosen_loss
 
 VOCAB, HIDDEN = 64, 32
-PRODUCT, CACHED = 8, 3  # rows of a product, and of what is exponentiated together
+PRODUCT, CACHED = 8, 3  # rows of a product, and of a chunk that is exponentiated
 SIZES = [1, PRODUCT - 1, PRODUCT, PRODUCT + 1, 2 * PRODUCT + 3]
 
 
@@ -32,7 +34,7 @@ def full_logprobs(hidden_NH: Tensor, head_VH: Tensor, temperature: float) -> Ten
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_and_entropies_equal_the_full_log_softmax(n: int, temperature: float) -> None:
     hidden_NH, head_VH, target_N = case(n)
-    logp_N, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N, temperature=temperature, with_entropy=True)
+    logp_N, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N, Scoring(temperature, with_entropy=True))
     full_NV = full_logprobs(hidden_NH, head_VH, temperature)
     torch.testing.assert_close(logp_N, full_NV[torch.arange(n), target_N])
     torch.testing.assert_close(entropy_N, -(full_NV.exp() * full_NV).sum(-1))
@@ -42,19 +44,19 @@ def test_values_and_entropies_equal_the_full_log_softmax(n: int, temperature: fl
 def test_gradients_equal_those_through_the_full_log_softmax(n: int) -> None:
     hidden_NH, head_VH, target_N = case(n)
     weight_N = torch.randn(n)
-    logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N, temperature=0.6, with_entropy=True)
+    logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N, Scoring(0.6, with_entropy=True))
     assert entropy_N is not None
     full_NV = full_logprobs(hidden_NH, head_VH, 0.6)
     expected = (weight_N * (full_NV[torch.arange(n), target_N] - (full_NV.exp() * full_NV).sum(-1))).sum()
     inputs = (hidden_NH, head_VH)
-    got = torch.autograd.grad((weight_N * (logprobs_N + entropy_N)).sum(), inputs)
-    for mine, plain in zip(got, torch.autograd.grad(expected, inputs), strict=True):
-        torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-4)
+    grads = torch.autograd.grad((weight_N * (logprobs_N + entropy_N)).sum(), inputs)
+    for grad, plain in zip(grads, torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(grad, plain, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [0, *SIZES])
-def test_a_loss_of_slices_has_the_gradients_of_the_loss_of_all_bit_for_bit(n: int, dtype: torch.dtype) -> None:
+def test_a_sliced_loss_has_the_gradients_of_the_whole_loss_bit_for_bit(n: int, dtype: torch.dtype) -> None:
     hidden_NH, head_VH, target_N = case(n)
     bias_V, weight_N = torch.randn(VOCAB), torch.randn(n)
     inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden_NH, head_VH, bias_V)]
@@ -63,13 +65,11 @@ def test_a_loss_of_slices_has_the_gradients_of_the_loss_of_all_bit_for_bit(n: in
         assert entropy_C is not None
         return (weight_N[targets] * (logp_C.square() - 3 * entropy_C)).sum()
 
-    settings = {"temperature": 0.6, "with_entropy": True, "bias_V": inputs[2]}
-    logp_N, entropy_N = chosen_logprobs(inputs[0], inputs[1], target_N, **settings)  # type: ignore[arg-type]
-    whole = loss_of(slice(None), logp_N, entropy_N)
-    sliced = chosen_loss(inputs[0], inputs[1], target_N, loss_of, **settings)  # type: ignore[arg-type]
+    how = Scoring(0.6, with_entropy=True)
+    whole = loss_of(slice(None), *chosen_logprobs(inputs[0], inputs[1], target_N, how, inputs[2]))
+    sliced = chosen_loss(inputs[0], inputs[1], target_N, loss_of, how, inputs[2])
     torch.testing.assert_close(sliced, whole)
-    found = torch.autograd.grad(2 * sliced, inputs)
-    assert all(torch.equal(*pair) for pair in zip(found, torch.autograd.grad(2 * whole, inputs), strict=True))
+    assert all(map(torch.equal, torch.autograd.grad(2 * sliced, inputs), torch.autograd.grad(2 * whole, inputs)))
 
 
 def test_logits_are_computed_once_where_the_loss_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Where models come from, and how many positions they have."""
+"""Resolving the names of models, and the number of their positions."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
 
 
-def test_an_unknown_bundled_name_lists_those_there_are() -> None:
+def test_an_unknown_bundled_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ModelNotFoundError, match=f"'bundled:gpt-5'; there are '{SMOLLM2}' and '{TINY}'"):
         resolve("bundled:gpt-5")
 
@@ -47,7 +47,7 @@ def test_a_relative_folder_resolves_to_its_absolute_path(tiny_folder: Path, monk
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", ["org/no-such-model", "two/many/parts", "spaces are not allowed"])
-def test_a_hub_name_that_leads_nowhere_says_so_and_what_to_write_for_a_folder(name: str) -> None:
+def test_an_unknown_hub_name_is_refused_with_a_hint_for_folders(name: str) -> None:
     with pytest.raises(
         ModelNotFoundError, match=f"'{name}' was not found.*for a local folder write ./{name}"
     ) as caught:
@@ -55,8 +55,8 @@ def test_a_hub_name_that_leads_nowhere_says_so_and_what_to_write_for_a_folder(na
     assert "\n" not in str(caught.value)
 
 
-def test_the_tiny_model_is_found_in_the_cache_or_its_command_is_named(empty_cache: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="not made on this machine yet: run `shoal sft`"):
+def test_the_tiny_model_is_in_the_cache_or_its_command_is_named(empty_cache: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="does not exist on this machine yet: run `shoal sft`"):
         resolve(TINY)
     folder = empty_cache / "models" / "tiny-v2"
     folder.mkdir(parents=True)
@@ -64,7 +64,7 @@ def test_the_tiny_model_is_found_in_the_cache_or_its_command_is_named(empty_cach
     assert resolve(TINY) == folder
 
 
-def test_smollm2_is_converted_once_from_its_package_whose_absence_says_what_to_install(
+def test_smollm2_is_converted_once_and_its_missing_package_is_named(
     bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -90,7 +90,7 @@ def test_a_prompt_needs_a_position_too(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "expected"),
     [
         ({}, None),
         ({"text_config": {"max_position_embeddings": 9}}, 9),
@@ -100,14 +100,14 @@ def test_a_prompt_needs_a_position_too(tiny_folder: Path) -> None:
     ],
 )
 def test_positions_are_those_of_the_language_model(
-    tmp_path: Path, config: dict[str, object], found: int | None
+    tmp_path: Path, config: dict[str, object], expected: int | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert positions(config) == found
+    assert positions(config) == expected
     check_max_tokens(tmp_path, 8)
 
 
-def test_workers_and_validators_refuse_it_without_loading_the_weights(tiny_folder: Path) -> None:
+def test_workers_and_validators_refuse_too_many_tokens_before_loading_weights(tiny_folder: Path) -> None:
     config = parse(TOO_LONG)
     producer = Producer(config, "run-0", Identity.generate(), TorchEngine("float32"))
     with pytest.raises(ShoalError, match=MESSAGE):

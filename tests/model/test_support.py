@@ -29,9 +29,9 @@ from shoal.model.support import (
     TOLERANCE,
     UnsupportedModelError,
     _trees,
-    acts_on_long,
     change_of_logits,
     compare_,
+    long_sequence_field,
 )
 from shoal.model.training import Scorer
 from shoal.model.tree import Tree, pack
@@ -62,55 +62,55 @@ LONGROPE: dict[str, Any] = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_model_with_full_attention_is_accepted(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
-    assert load_model(architectures.made(tmp_path, name, **config)).config.model_type == name
+    assert load_model(architectures.create(tmp_path, name, **config)).config.model_type == name
 
 
-SOON = ("qwen2", "gpt2", "granite", "lfm2", "bloom", "gemma2", "bert")  # in the default run; `slow` walks all
+QUICK = ("qwen2", "gpt2", "granite", "lfm2", "bloom", "gemma2", "bert")  # the default run; `slow` tests all
 TREES = [Tree(list(range(4, 24)), [[5, 6, 7], [8, 9]]), Tree([30, 31, 32], [list(range(33, 50))])]
 
 
 def by_transformers(model: Any, trees: list[Tree], temperature: float = 1.0) -> torch.Tensor:
-    """Logprobs of all completions by transformers' eager forward of each sequence alone."""
+    """Return the logprobs of all completions by transformers' eager forward of each sequence alone."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    found = []
+    parts = []
     for tree in trees:
         for completion in tree.completions:
             ids_1L = torch.tensor([[*tree.prompt, *completion]])
             logits_LV = model(input_ids=ids_1L, use_cache=False).logits[0].float() / temperature
             logp_LV = logits_LV[len(tree.prompt) - 1 : -1].log_softmax(-1)
-            found.append(logp_LV.gather(-1, torch.tensor(completion)[:, None])[:, 0])
+            parts.append(logp_LV.gather(-1, torch.tensor(completion)[:, None])[:, 0])
     model.set_attn_implementation(own)
     model.config._attn_implementation = own
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
-def in_turn(names: tuple[str, ...]) -> Any:
+def each(names: tuple[str, ...]) -> Any:
     slow = pytest.mark.slow
-    return pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in SOON else slow) for one in names])
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else slow) for name in names])
 
 
-@in_turn(architectures.PACKED)
-def test_an_architecture_is_computed_right_by_learner_and_engine(tmp_path: Path, name: str) -> None:
-    loaded = load_model(architectures.made(tmp_path, name))
-    wanted_N = by_transformers(loaded, TREES, 0.7)
-    found_N, entropy_N = Scorer(loaded)(pack(TREES), 0.7, True)
-    torch.testing.assert_close(found_N, wanted_N.detach(), rtol=1e-4, atol=1e-4)
-    (found_N.sum() + entropy_N.sum()).backward()  # type: ignore[union-attr]
+@each(architectures.PACKED)
+def test_learner_and_engine_compute_an_accepted_architecture_right(tmp_path: Path, name: str) -> None:
+    loaded = load_model(architectures.create(tmp_path, name))
+    expected_N = by_transformers(loaded, TREES, 0.7)
+    logp_N, entropy_N = Scorer(loaded)(pack(TREES), 0.7, True)
+    torch.testing.assert_close(logp_N, expected_N.detach(), rtol=1e-4, atol=1e-4)
+    (logp_N.sum() + entropy_N.sum()).backward()  # type: ignore[union-attr]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in loaded.get_output_embeddings().parameters())
     engine = TorchEngine("float32")
     engine.model = loaded
     prompts = [list(range(4, 16)), [9, 8, 7]]
-    drawn = engine.generate(prompts, [[1, 2], [3]], Sampling(temperature=0.7, max_tokens=6, eos_ids=()))
-    trees = [Tree(prompt, [one.tokens for one in group]) for prompt, group in zip(prompts, drawn, strict=True)]
-    claimed_N = torch.tensor([value for group in drawn for one in group for value in one.logprobs])
+    groups = engine.generate(prompts, [[1, 2], [3]], Sampling(temperature=0.7, max_tokens=6, eos_ids=()))
+    trees = [Tree(prompt, [c.tokens for c in group]) for prompt, group in zip(prompts, groups, strict=True)]
+    sampled_N = torch.tensor([logprob for group in groups for c in group for logprob in c.logprobs])
     with torch.no_grad():
-        torch.testing.assert_close(claimed_N, by_transformers(loaded, trees, 0.7), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sampled_N, by_transformers(loaded, trees, 0.7), rtol=1e-4, atol=1e-4)
 
 
-@in_turn(architectures.REFUSED)
+@each(architectures.REFUSED)
 def test_an_architecture_that_packed_rows_would_compute_wrongly_is_refused(tmp_path: Path, name: str) -> None:
-    folder = architectures.made(tmp_path, name)
+    folder = architectures.create(tmp_path, name)
     with pytest.raises(UnsupportedModelError, match=f"{folder}|cannot be replaced"):
         load_model(folder)
 
@@ -128,13 +128,13 @@ def test_the_page_names_every_architecture_of_the_table() -> None:
 def test_gradients_through_scaled_and_capped_logits_are_transformers(
     tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
-    loaded = load_model(architectures.made(tmp_path, name, **settings))
+    loaded = load_model(architectures.create(tmp_path, name, **settings))
     assert change_of(loaded) == (LogitChange(0.25) if name == "granite" else LogitChange(1.0, 2.0))
     weights = [loaded.get_input_embeddings().weight, loaded.model.layers[0].self_attn.q_proj.weight]
-    found = torch.autograd.grad(Scorer(loaded)(pack(TREES), 0.7, False)[0].sum(), weights)
-    wanted = torch.autograd.grad(by_transformers(loaded, TREES, 0.7).sum(), weights)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    grads = torch.autograd.grad(Scorer(loaded)(pack(TREES), 0.7, False)[0].sum(), weights)
+    expected = torch.autograd.grad(by_transformers(loaded, TREES, 0.7).sum(), weights)
+    for grad, plain in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, plain, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_gradients_through_scaled_and_capped_logits_are_transformers(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_happens_behind_the_output_head_is_found_by_field_and_example(config: Any, change: LogitChange) -> None:
+def test_the_change_of_logits_is_identified_by_field_and_example(config: Any, change: LogitChange) -> None:
     raw = 5 * torch.randn(40, 16)
     assert change_of_logits(config, raw, change(raw)) == change
     assert change_of_logits(config, raw, raw + raw.abs()) is None
@@ -157,12 +157,12 @@ def test_what_happens_behind_the_output_head_is_found_by_field_and_example(confi
 
 def test_the_difference_is_measured_in_float32_whatever_the_dtype(tmp_path: Path) -> None:
     """In bfloat16, rounding alone differs by as much as a state that leaks."""
-    folder, found = architectures.made(tmp_path, "lfm2"), []
+    folder, differences = architectures.create(tmp_path, "lfm2"), []
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM.* by \S+ nats per token") as error:
             load_model(folder, dtype)
-        found.append(float(str(error.value).partition(" by ")[2].split()[0]))
-    assert found[0] == pytest.approx(found[1], rel=0.05)
+        differences.append(float(str(error.value).partition(" by ")[2].split()[0]))
+    assert differences[0] == pytest.approx(differences[1], rel=0.05)
 
 
 def test_the_comparison_leaves_the_model_and_the_random_state_as_they_were(tiny_folder: Path) -> None:
@@ -177,8 +177,8 @@ def test_the_comparison_leaves_the_model_and_the_random_state_as_they_were(tiny_
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_window_under_an_unknown_name_is_crossed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compared sequences are longer than any small number that the config may mean as a window."""
+def test_a_window_under_an_unknown_name_is_noticed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compared sequences are longer than any small number in the config that may be a window."""
     eager = modeling_llama.eager_attention_forward
 
     def windowed(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -209,8 +209,8 @@ def test_a_window_under_an_unknown_name_is_crossed(tiny_folder: Path, monkeypatc
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_what_acts_on_long_sequences_alone_is_known_by_its_field(config: Any, field: str) -> None:
-    assert acts_on_long(config) == field
+def test_a_model_that_treats_long_sequences_differently_is_identified_by_its_config(config: Any, field: str) -> None:
+    assert long_sequence_field(config) == field
 
 
 @pytest.mark.parametrize(("positions", "length"), [(12, 12), (LENGTH, LENGTH), (4096, LENGTH)])
@@ -220,17 +220,17 @@ def test_the_compared_sequences_fit_the_models_positions(positions: int, length:
     assert lengths == {length}
 
 
-@pytest.mark.parametrize("differs", [0.9 * TOLERANCE, 1.1 * TOLERANCE, float("nan")])
-def test_the_mean_difference_decides(tiny_folder: Path, differs: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("difference", [0.9 * TOLERANCE, 1.1 * TOLERANCE, float("nan")])
+def test_the_mean_difference_decides(tiny_folder: Path, difference: float, monkeypatch: pytest.MonkeyPatch) -> None:
     own = support._own_logprobs
 
     def changed(model: Any, trees: list[Tree]) -> torch.Tensor:
-        found_N = own(model, trees)
-        found_N[: len(found_N) // 2] += 2 * differs
-        return found_N
+        logp_N = own(model, trees)
+        logp_N[: len(logp_N) // 2] += 2 * difference
+        return logp_N
 
     monkeypatch.setattr(support, "_own_logprobs", changed)
-    if differs < TOLERANCE:
+    if difference < TOLERANCE:
         load_model(tiny_folder)
         return
     with pytest.raises(

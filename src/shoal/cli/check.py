@@ -74,8 +74,8 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
         yield from (ok("tasks", note) for note in loaded.notes)
         yield ok("tasks", f"rewards and environments answered a trial; tasks.digest = {loaded.digest}")
         # do not search the hub's cache
-        own = {sources.SMOLLM2: sources.smollm2_dir, sources.TINY: sources.tiny_dir}
-        model = own[name]() if name in own else sources.resolve(name) if name.startswith((".", "/", "~")) else None
+        is_bundled, is_folder = name in sources.BUNDLED_FOLDERS, name.startswith((".", "/", "~"))
+        model = sources.bundled_dir(name) if is_bundled else sources.resolve(name) if is_folder else None
         if model is not None and (model / "config.json").is_file():
             prompt = estimate.mean_prompt(load_tokenizer(model), config, loaded.heldout[: estimate.SAMPLE])
     except UserError as error:

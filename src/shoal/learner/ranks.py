@@ -25,7 +25,8 @@ from shoal.diloco.site import GIVE_UP_S
 from shoal.errors import ShoalError
 from shoal.model import dtype
 from shoal.model.dtype import DtypeName
-from shoal.model.training import blocks, local, shard_rows
+from shoal.model.training import local, shard_rows
+from shoal.model.tree import blocks
 from shoal.protocol.calling import StoppedError
 
 T = TypeVar("T")

@@ -42,7 +42,7 @@ class Adapters:
 
 
 class Adapted(nn.Linear):
-    """A linear layer and its adapter. It shares the weight of the layer that it replaces."""
+    """A linear layer with its adapter. It shares the weight of the layer that it replaces."""
 
     def __init__(self, layer: nn.Linear, section: Adapters, *, exact: bool) -> None:
         with torch.device("meta"):
@@ -63,14 +63,14 @@ class Adapted(nn.Linear):
 
 
 def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
-    """Add zero-initialised adapters to the model and record them in its config. Keep existing ones of the same section.
+    """Add zero-initialised adapters to the model and record them in its config. Keep existing ones with the same settings.
 
     Raise ShoalError if the model has other adapters, or no target layer.
     """
     stored = stored_in(model.config)
     if stored is not None and any(layers(model)):
         if stored != section:
-            raise ShoalError(f"the model has adapters already: {stored}; learner.lora asks for {section}")
+            raise ShoalError(f"the model has adapters already: {stored}, but learner.lora is {section}")
         return
     attached = False
     for parent in list(model.modules()):
@@ -94,10 +94,10 @@ def stored_in(config: Any) -> Adapters | None:
 
 
 def layers(model: Any) -> Iterator[tuple[str, Adapted]]:
-    """Return the layers that have an adapter, by name."""
+    """Return the names and layers that have an adapter."""
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, Adapted))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor of this name belongs to an adapter."""
+    """Return whether a tensor of this name belongs to an adapter."""
     return name.rpartition(".")[2] in NAMES

@@ -2,11 +2,11 @@
 
 If prompts share a prefix, that prefix, the root, is in the row once, before all trees.
 
-Three kernels compute the same result; the device determines which:
+Three kernels compute the same result; the device decides which one runs:
 
     cascade  CPU. Root, prompts and completions attend causally to themselves, batched by length. Then the completions of a
-             tree attend to its prompt, and all trees to the root, whose keys are read once for all of them. The parts of
-             each softmax are merged by their log-sum-exps. No masked score is computed.
+             tree attend to its prompt, and all trees to the root, whose keys are read once for all of them. Each query's
+             results are merged by their log-sum-exps. No masked score is computed.
     flex     CUDA. PyTorch's flex_attention with a block mask, compiled. Masked blocks are skipped.
     masked   other devices, and the tests' reference: one dense mask. Its cost grows with the square of the row.
 
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 NAME = "shoal"
 BLOCK = 128  # queries, and keys, that flex attention computes or skips together: PyTorch's default
-SHORT = 256  # queries; up to here PyTorch's bf16 backward takes 1.2 to 5 times as long as its fp32 one
+SHORT = 256  # queries; up to here PyTorch's bf16 backward is 1.2 to 5 times slower than its fp32 one
 UNEVEN = 0.75  # a segment shorter than this share of its batch's longest one starts a new batch
 
 Kernel = Literal["cascade", "flex", "masked"]
@@ -128,27 +128,22 @@ class RowLayout:
         return Segments(index_BL, padded_BL[:, :, None, None], first if together else None)
 
     @cached_property
-    def home_T(self) -> Tensor:
-        """For each position of the row, its index in the segments' batches, flattened and concatenated."""
-        index = torch.cat([segments.index_BL.flatten() for segments in self.segments])
-        kept = ~torch.cat([segments.padded_BL11.flatten() for segments in self.segments])
-        home_T = torch.empty(self.length, dtype=torch.long, device=self.device)
-        home_T[index[kept]] = torch.arange(len(index), device=self.device)[kept]
-        return home_T
+    def restore_T(self) -> Tensor:
+        return restore_index([(batch.index_BL, batch.padded_BL11) for batch in self.segments], self.length)
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether `home_T` is the identity."""
-        return bool((self.home_T == torch.arange(self.length, device=self.device)).all())
+        """Whether `restore_T` leaves all in place."""
+        return bool((self.restore_T == torch.arange(self.length, device=self.device)).all())
 
-    def home(self, parts: Sequence[Tensor]) -> Tensor:
-        """Reorder the batches' results into the row's positions."""
+    def restore(self, parts: Sequence[Tensor]) -> Tensor:
+        """Put the batches' results back into the row's order."""
         together = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        return together[: self.length] if self.in_order else together.index_select(0, self.home_T)
+        return together[: self.length] if self.in_order else together.index_select(0, self.restore_T)
 
     @cached_property
     def across(self) -> list[tuple[slice, slice]]:
-        """(queries, keys) of non-causal attention: several completions to their prompt; all trees to the root."""
+        """The (queries, keys) of non-causal attention: several completions to their prompt; all trees to the root."""
         pairs = [
             (slice(span.branches, span.end), slice(span.start, span.branches))
             for span in self.spans
@@ -160,7 +155,7 @@ class RowLayout:
 
     @cached_property
     def owners(self) -> tuple[Tensor, Tensor]:
-        """tree_T and branch_T: each position's tree (-1: the root), and its branch of that tree; branch 0 is the prompt."""
+        """Each position's tree (-1: the root) and its branch of that tree (0: the prompt): tree_T and branch_T."""
         tree, branch = [-1] * self.root, [0] * self.root
         for i, span in enumerate(self.spans):
             tree += [i] * (span.end - span.start)
@@ -170,7 +165,7 @@ class RowLayout:
 
     @cached_property
     def mask_11TT(self) -> Tensor:
-        """bool: whether query (row) attends to key (column)."""
+        """Whether each query (row) attends to each key (column)."""
         at_T = torch.arange(self.length, device=self.device)
         return self.sees(at_T[:, None], at_T)[None, None]
 
@@ -184,6 +179,18 @@ class RowLayout:
         same_branch = (branch_T[query] == branch_T[key]) | (branch_T[key] == 0)
         same_tree = (tree_T[query] == tree_T[key]) & same_branch
         return (same_tree | (tree_T[key] < 0)) & (key <= query)
+
+
+def restore_index(batches: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
+    """Return where each of a row's positions lies among its batches, flattened and concatenated.
+
+    Each batch: (positions, whether they are padding), of one size.
+    """
+    index = torch.cat([positions.flatten() for positions, _ in batches])
+    kept = ~torch.cat([padded.flatten() for _, padded in batches])
+    restore_T = torch.empty(length, dtype=torch.long, device=index.device)
+    restore_T[index[kept]] = torch.arange(len(index), device=index.device)[kept]
+    return restore_T
 
 
 @lru_cache(maxsize=2)
@@ -239,7 +246,7 @@ class _Cascade(torch.autograd.Function):
             output_BhLD, logsumexp_BhL = _flash(*inputs, 0.0, True, scale=scale)
             outputs.append(output_BhLD.transpose(1, 2).flatten(0, 1))
             sums.append(logsumexp_BhL.transpose(1, 2).flatten(0, 1))
-        output_ThD, logsumexp_Th = layout.home(outputs), layout.home(sums)
+        output_ThD, logsumexp_Th = layout.restore(outputs), layout.restore(sums)
         for queries, keys in layout.across:
             output_1hQD, logsumexp_1hQ = _flash(
                 _row(query_ThD, queries), _row(key_ThD, keys), _row(value_ThD, keys), 0.0, False, scale=scale
@@ -294,7 +301,7 @@ def cascade_backward(
         )
         for collected, grad in zip(grads, gradients, strict=True):
             collected.append(grad.transpose(1, 2).flatten(0, 1))
-    query_grad, key_grad, value_grad = map(layout.home, grads)
+    query_grad, key_grad, value_grad = map(layout.restore, grads)
     for queries, keys in layout.across:
         gradients = _flash_backward(
             _row(grad_ThD, queries),
@@ -323,7 +330,7 @@ def _flash_backward(
     causal: bool,
     scale: float,
 ) -> Sequence[Tensor]:
-    """Gradients of query, key and value, in their dtype."""
+    """Return the gradients of query, key and value, in their dtype."""
     inputs = [grad, query, key, value, output]
     if query.shape[2] <= SHORT:
         inputs = [x.float() for x in inputs]
@@ -358,13 +365,13 @@ def block_mask(length: int, sees: Callable[[Tensor, Tensor], Tensor], device: to
     """Build flex attention's block mask, like PyTorch's `create_block_mask`, but one tile of queries at a time.
 
     `create_block_mask` first holds all pairs of query and key: 17 GB at 40,960 positions, eagerly. Here the largest tensor
-    is BLOCK rows of them. `sees(query, key)` tells which attends to which, broadcast over int64 positions.
+    is BLOCK rows of them. `sees(query, key)`: whether queries attend to keys, broadcast over int64 positions.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     tiles = -(-length // BLOCK)
     at_T = torch.arange(length, device=device)
-    pairs_QK = torch.zeros(tiles, tiles, dtype=torch.int64, device=device)  # that are seen, of each block
+    pairs_QK = torch.zeros(tiles, tiles, dtype=torch.int64, device=device)  # visible pairs of each block
     for tile, query_L in enumerate(torch.split(at_T, BLOCK)):
         sees_LT = F.pad(sees(query_L[:, None], at_T), (0, -length % BLOCK))
         pairs_QK[tile] = sees_LT.view(len(query_L), tiles, BLOCK).sum((0, 2))

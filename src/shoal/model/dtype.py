@@ -1,7 +1,7 @@
 """How this process computes: its dtype, chosen by measurement, its threads, and returning freed memory.
 
-The dtype is measured on this machine, because a CPU's name and vendor do not predict it. Two 2-core CPUs, measured: fp32 170
-and bf16 1 GFLOP/s on one, fp32 190 and bf16 850 on the other. `shoal run` writes the result into the resolved config.
+The dtype is measured, because a CPU's name and vendor do not predict the faster one. Of two 2-core CPUs, one had 170
+GFLOP/s in fp32 and 1 in bf16, the other 190 and 850. `shoal run` writes the result into the resolved config.
 Left out: fp16 and fp8. *Published* weights are bf16 in any case.
 """
 
@@ -31,7 +31,7 @@ def check_device(device: str) -> None:
     """Raise DeviceError for a device that torch cannot use here."""
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         why = first_line(error)
         raise DeviceError(f'model.device = "{device}" cannot be used here: {why}; set model.device = "cpu"') from error
 
@@ -62,7 +62,7 @@ def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]
     if wanted == "bfloat16":
         return "bfloat16", {}
     if wanted != "auto":
-        raise ValueError(f'dtype {wanted!r} is not known; use "auto", "float32" or "bfloat16"')
+        raise ValueError(f'unknown dtype {wanted!r}; use "auto", "float32" or "bfloat16"')
     speeds = {
         "float32": measure_gflops(torch.float32, device),
         "bfloat16": measure_gflops(torch.bfloat16, device),
@@ -72,7 +72,7 @@ def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]
 
 
 def compute_on(threads: int) -> None:
-    """Use `threads` cores in this process; 0 means all that PyTorch finds."""
+    """Use `threads` cores in this process; 0 leaves PyTorch's default."""
     if threads:
         torch.set_num_threads(threads)
         torch.set_num_interop_threads(1)
@@ -90,10 +90,10 @@ def temporarily_on(threads: int) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return freed memory to the system, after something large has ended. Takes milliseconds per gigabyte.
+    """Return freed memory to the system, after a large model was freed. Takes milliseconds per gigabyte.
 
-    glibc keeps freed blocks below its threshold (32 MB in children of `shoal run`) unless they are at the end of the heap,
-    so memory freed after loading or evaluating a model would stay allocated for the rest of the run.
+    Otherwise glibc keeps freed blocks below its threshold (32 MB in children of `shoal run`) unless they are at the end of
+    the heap, and so for the rest of the run.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -105,5 +105,5 @@ def _malloc_trim() -> Any:
     """Return glibc's malloc_trim; None with another C library."""
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # not in this library; no library of the process can be opened
+    except (AttributeError, OSError, TypeError):  # other libraries; other systems
         return None

@@ -1,17 +1,17 @@
 """Exact attention: a token's output has the same bits in whatever batch, packing, cache or process it is computed.
 
-Equal formulas do not give equal bits: sums of floats depend on their order, and PyTorch's attention kernels choose it by
-shape. Here the order is fixed. Queries meet the keys of their own sequence at absolute positions 0, 1, 2, ...:
+Equal formulas do not give equal bits: the result of a sum of floats depends on the order, which PyTorch's attention kernels
+choose by shape. Here the order is fixed. Queries meet the keys of their own sequence at absolute positions 0, 1, 2, ...:
 
-    scores       one product over the head's depth, float32; keys a query may not see get -inf
-    weights      softmax over all keys; a hidden key's weight is exactly 0, so how many of them stand behind does not matter
+    scores       one product over the head's depth, float32; keys that a query may not see get -inf
+    weights      softmax over all keys; a hidden key's weight is exactly 0, so the number of hidden keys does not matter
     output       the sum over keys in tiles of `tile()`, one tile after the other
 
-Invariant: the result of a row depends on its query and its visible keys alone. `numerics.refusal` finds out whether this
+Invariant: the result of a row depends on its query and its visible keys alone. `numerics.refusal` tests whether this
 machine's float32 products and softmax keep it.
-The same functions serve prefill of packed trees (validator, learner) and decoding with a cache (engine). The backward need
-not be exact: it is the cascade's (`attention`). Registered with transformers as "shoal_exact".
-Left out: other devices than the CPU.
+The same functions serve prefill of packed trees (validator, learner) and decoding with a cache (engine). The backward pass
+is the cascade's (`attention`), which is not exact. Registered with transformers as "shoal_exact".
+Left out: devices other than the CPU.
 """
 
 from collections.abc import Sequence
@@ -24,24 +24,43 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.model.attention import RowLayout, cascade_backward
+from shoal.model.attention import RowLayout, cascade_backward, restore_index
 
 NAME = "shoal_exact"
 TILES = (256, 192, 128)  # numbers of keys that one product may sum; see `tile`
-KEYS = 16  # keys of a sequence are rounded up to multiples of this
-ROWS = 8  # rows of a product are rounded up to multiples of this: a product of few rows takes other kernels
+KEYS = 16  # a sequence's number of keys is rounded up to a multiple of this
+ROWS = 8  # a product's number of rows is rounded up to a multiple of this: products of few rows use other kernels
 QUERIES = 128  # queries of one sequence computed together; keys that none of them sees are left out
 NEAR = 64  # sequences whose numbers of keys differ by less are computed together
-CACHED = 1 << 18  # numbers of one kind in use at once: what fits the CPU's cache
+CACHED = 1 << 18  # numbers of one tensor in use at once: they fit the CPU's cache
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """The keys that queries may not see. All queries see the keys before `start`."""
+
+    start: int
+    bias_SM1K: Tensor  # float32, 0 or -inf, added to the scores of M queries in S sequences from key `start` on
+
+    def hide_(self, scores_NRK: Tensor) -> None:
+        """Add the bias to scores whose N * R rows belong to S sequences of M queries, with some number of heads each."""
+        sequences, queries = self.bias_SM1K.shape[:2]
+        scores_NRK.view(sequences, queries, -1, scores_NRK.shape[-1])[..., self.start :].add_(self.bias_SM1K)
+
+
+def hide_after(last_SM: Tensor, start: int, keys: int) -> Hidden:
+    """Hide the keys after the last one that each query sees, of `keys` in total."""
+    hidden_SMK = torch.arange(start, keys) > last_SM[..., None]
+    return Hidden(start, torch.zeros(hidden_SMK.shape).masked_fill_(hidden_SMK, float("-inf"))[:, :, None])
 
 
 def attention(
-    query_NRD: Tensor, key_NKD: Tensor, value_NKD: Tensor, hidden: "Hidden", with_logsumexp: bool = False
+    query_NRD: Tensor, key_NKD: Tensor, value_NKD: Tensor, hidden: Hidden, with_logsumexp: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention of one key head in N sequences, R rows of queries each. All float32; the queries carry the scale.
+    """Compute softmax attention of one key head in N sequences, with R rows of queries each. All float32.
 
-    Return (output_NRD, logsumexp_NR of the scores, if wanted: for a backward). R is a multiple of ROWS, K of KEYS. Every
-    query sees a key. Hidden keys and values must be finite.
+    The queries are scaled already. R is a multiple of ROWS, K of KEYS. Every query sees a key. Hidden keys and values must
+    be finite. Return output_NRD, and logsumexp_NR of the scores if requested, for the backward pass.
     """
     scores_NRK = torch.bmm(query_NRD, key_NKD.transpose(1, 2))
     hidden.hide_(scores_NRK)
@@ -64,10 +83,10 @@ def weighted_sum_(output_NRD: Tensor, weights_NRK: Tensor, value_NKD: Tensor) ->
 
 @cache
 def tile() -> int:
-    """How many keys one product sums: the most up to which this machine's products do not depend on hidden keys behind.
+    """Return the largest number of keys whose product does not depend on hidden keys at its end, on this machine.
 
-    Larger products are split, in places that depend on their number of keys: above 256 with MKL on an Intel CPU with
-    AVX-512, above 192 on an AMD one. Where none of TILES will do, `numerics.refusal` says so.
+    Libraries split larger products in places that depend on the number of keys: above 256 with MKL on an Intel CPU with
+    AVX-512, above 192 on an AMD one. If no element of TILES is small enough, `numerics.refusal` says so.
     """
     draw = torch.Generator().manual_seed(0)
     weights_NRK, value_NKD = (
@@ -86,97 +105,87 @@ def tile() -> int:
     return TILES[-1]
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """Which keys are hidden: 0 or -inf, added to the scores from key `start` on; every query sees the keys before."""
-
-    start: int
-    bias: Tensor  # of the shape below, broadcast
-    shape: tuple[int, ...]  # the scores' [N, R] written out, to which bias broadcasts
-
-    def hide_(self, scores_NRK: Tensor) -> None:
-        scores_NRK.view(*self.shape, scores_NRK.shape[-1])[..., self.start :].add_(self.bias)
-
-
 @cache
-def fewest_rows(depth: int) -> int:
-    """The unit to which a decoding row's few queries are rounded up: half of ROWS where the kernels for it sum alike."""
+def min_rows(depth: int) -> int:
+    """Return the unit to which decoding rounds a sequence's queries up: half of ROWS where it gives the same bits."""
     draw = torch.Generator().manual_seed(0)
     query_NRD = torch.randn(4, ROWS, depth, generator=draw)
     few = slice(0, ROWS // 2)
     for keys in (KEYS, 3 * KEYS, 9 * KEYS, tile(), 2 * tile() + 5 * KEYS):
         key_NKD, value_NKD = torch.randn(2, 4, keys, depth, generator=draw)
-        hidden = Hidden(keys, torch.zeros(0), (-1, 1))
-        some, _ = attention(query_NRD[:, few], key_NKD, value_NKD, hidden)
-        if not torch.equal(some, attention(query_NRD, key_NKD, value_NKD, hidden)[0][:, few]):
+        hidden = Hidden(keys, torch.zeros(1, 1, 1, 0))
+        fewer_NRD, _ = attention(query_NRD[:, few], key_NKD, value_NKD, hidden)
+        if not torch.equal(fewer_NRD, attention(query_NRD, key_NKD, value_NKD, hidden)[0][:, few]):
             return ROWS
     return ROWS // 2
 
 
 def rounded(count: int, unit: int) -> int:
-    """The next multiple of `unit`."""
+    """Round up to a multiple of `unit`."""
     return -(-count // unit) * unit
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries computed together, and the keys that they see."""
+
+    queries: slice  # sequences of a decoding step, or queries of each sequence in a `QueryBatch`
+    keys: int  # the first ones of each sequence
+    hidden: Hidden
 
 
 # --- decoding: every row of a batch has one new token ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Few:
-    """Some neighbouring sequences of a step: as many as the CPU's cache holds once converted."""
-
-    rows: slice
-    keys: int  # the first ones of the cache: as many as their longest needs
-    start: int  # every query sees the keys before
-    bias_N11K: Tensor  # float32, of the keys from `start` on: 0, or -inf where the query does not see the key
-
-
 class Step:
-    """One step of decoding B sequences: row b sees the first lengths_B[b] keys of its cache, its own key included."""
+    """One step of decoding B sequences: row b sees the first lengths_B[b] keys of its cache, its own key included.
+
+    All blocks of the model share the step, and so its buffers.
+    """
 
     def __init__(self, lengths_B: Tensor) -> None:
         self.lengths_B = lengths_B
-        self.few: list[Few] = []
+        self.parts: list[Part] = []
         self.query_BkRD = torch.empty(0)
 
     def attend(self, query_BhD: Tensor, key_BkKD: Tensor, value_BkKD: Tensor, scale: float) -> Tensor:
-        """With the cache's first keys and values, in any dtype. Return output_BhD, float32.
+        """Attend to the cache's first keys and values, in any dtype. Return output_BhD, float32.
 
-        Queries behind the cache's last row are padding: their output is 0.
+        Queries after the cache's last row are padding: their output is 0.
         """
         padded, heads, depth = query_BhD.shape
         batch, key_heads, keys, _ = key_BkKD.shape
         sharing = heads // key_heads
-        rows = rounded(sharing, fewest_rows(depth))
-        if self.query_BkRD.shape != (batch, key_heads, rows, depth):  # of all blocks
-            self.few = self._parts(max(1, CACHED // (key_heads * keys * depth)))
+        rows = rounded(sharing, min_rows(depth))
+        if self.query_BkRD.shape != (batch, key_heads, rows, depth):
+            self.parts = self._parts(max(1, CACHED // (key_heads * keys * depth)))
             self.query_BkRD = torch.zeros(batch, key_heads, rows, depth)  # rows of padding stay 0
             self.output_BkRD = torch.empty_like(self.query_BkRD)
         self.query_BkRD[:, :, :sharing] = query_BhD[:batch].view(batch, key_heads, sharing, depth)
-        self.query_BkRD[:, :, :sharing].mul_(scale)  # in float32, not before
-        for few in self.few:
-            query_NRD = self.query_BkRD[few.rows].flatten(0, 1)
-            scores_NRK = torch.bmm(query_NRD, self._float(key_BkKD, few).transpose(1, 2))
-            scores_NRK.view(-1, key_heads, rows, few.keys)[..., few.start :].add_(few.bias_N11K)
+        self.query_BkRD[:, :, :sharing].mul_(scale)  # after the conversion to float32
+        for part in self.parts:  # as in `attention`, but a part's values are converted only when its scores are done
+            query_NRD = self.query_BkRD[part.queries].flatten(0, 1)
+            scores_NRK = torch.bmm(query_NRD, _float(key_BkKD, part).transpose(1, 2))
+            part.hidden.hide_(scores_NRK)
             torch.softmax(scores_NRK, -1, out=scores_NRK)
-            weighted_sum_(self.output_BkRD[few.rows].flatten(0, 1), scores_NRK, self._float(value_BkKD, few))
+            weighted_sum_(self.output_BkRD[part.queries].flatten(0, 1), scores_NRK, _float(value_BkKD, part))
         output_BhD = self.output_BkRD.new_zeros(padded, heads, depth)
         output_BhD[:batch].view(batch, key_heads, sharing, depth).copy_(self.output_BkRD[:, :, :sharing])
         return output_BhD
 
-    def _float(self, x_BkKD: Tensor, few: Few) -> Tensor:
-        """What few sequences need, x_NKD in float32: it is read from the CPU's cache once converted."""
-        return x_BkKD[few.rows, :, : few.keys].float().flatten(0, 1)
-
-    def _parts(self, step: int) -> list[Few]:
+    def _parts(self, step: int) -> list[Part]:
         parts = []
         for at in range(0, len(self.lengths_B), step):
             lengths_N = self.lengths_B[at : at + step]
-            start, keys = int(lengths_N.min()), rounded(int(lengths_N.max()), KEYS)
-            hidden_NK = torch.arange(start, keys) >= lengths_N[:, None]
-            bias_NK = torch.zeros(hidden_NK.shape).masked_fill_(hidden_NK, float("-inf"))
-            parts.append(Few(slice(at, at + len(lengths_N)), keys, start, bias_NK[:, None, None]))
+            keys = rounded(int(lengths_N.max()), KEYS)
+            hidden = hide_after(lengths_N[:, None] - 1, int(lengths_N.min()), keys)
+            parts.append(Part(slice(at, at + len(lengths_N)), keys, hidden))
         return parts
+
+
+def _float(x_BkKD: Tensor, part: Part) -> Tensor:
+    """Return the part's keys or values as x_NKD in float32: once converted, they are read from the CPU's cache."""
+    return x_BkKD[part.queries, :, : part.keys].float().flatten(0, 1)
 
 
 # --- packed trees ------------------------------------------------------------------------------------------------------
@@ -184,10 +193,10 @@ class Step:
 
 @dataclass(frozen=True)
 class QuerySpan:
-    """The queries of one root, prompt or completion, as positions in the row of T, and its keys."""
+    """The queries of one root, prompt or completion, as positions in the row of T."""
 
     queries: range
-    before: Sequence[range]  # whose keys come first, in the order of the sequence
+    before: Sequence[range]  # the positions before them in their sequence, whose keys they see too
 
     @property
     def n_before(self) -> int:
@@ -199,29 +208,19 @@ class QuerySpan:
 
 
 @dataclass(frozen=True)
-class QueryTile:
-    """Consecutive queries of a batch, and the keys that they see."""
-
-    queries: slice  # of M
-    keys: int  # the first ones of K
-    start: int  # every query sees the keys before
-    bias_SM1K: Tensor  # float32, of the keys from `start` on: 0, or -inf where a query does not see the key
-
-
-@dataclass(frozen=True)
 class QueryBatch:
     """S sequences of similar size computed together: M queries and K keys each, padded."""
 
     query_SM: Tensor  # int64, positions in the row; 0 for padding
     padded_SM: Tensor  # bool
     key_SK: Tensor  # int64, positions in the row; 0 for padding
-    parts: list[QueryTile]
+    parts: list[Part]
 
 
 def batches(layout: RowLayout, heads: int, depth: int) -> list[QueryBatch]:
-    """Every query of the row exactly once: sequences by their size, as many together as the cache holds.
+    """Return batches that hold every query of the row once: sequences by size, as many together as the CPU's cache holds.
 
-    `heads`: of queries to a key head. `depth`: of keys.
+    `heads`: query heads to a key head. `depth`: of a head.
     """
     groups: list[list[QuerySpan]] = []
     chains = [QuerySpan(*part) for part in layout.parts() if len(part[0])]
@@ -253,39 +252,32 @@ def _batch(group: Sequence[QuerySpan]) -> QueryBatch:
     return QueryBatch(query_SM, torch.arange(queries) >= count_S[:, None], key_SK, parts)
 
 
-def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> QueryTile:
+def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> Part:
     keys = rounded(int((first_S + count_S.clamp(max=queries.stop)).max()), KEYS)
-    start = int(first_S.min()) + queries.start + 1
-    last_SM1 = (first_S[:, None] + torch.arange(queries.start, queries.stop))[
-        ..., None
-    ]  # the last key that a query sees
-    hidden_SMK = torch.arange(start, keys) > last_SM1
-    bias_SMK = torch.zeros(hidden_SMK.shape).masked_fill_(hidden_SMK, float("-inf"))
-    return QueryTile(queries, keys, start, bias_SMK[:, :, None])
+    last_SM = first_S[:, None] + torch.arange(queries.start, queries.stop)  # the last key that a query sees
+    return Part(queries, keys, hide_after(last_SM, int(first_S.min()) + queries.start + 1, keys))
 
 
 class Plan:
-    """A layout's batches, and where each position's output is found among theirs."""
+    """A layout's batches, and where each position's output lies among theirs."""
 
     def __init__(self, layout: RowLayout, heads: int, depth: int) -> None:
         self.batches = batches(layout, heads, depth)
-        index = torch.cat([batch.query_SM.flatten() for batch in self.batches])
-        kept = ~torch.cat([batch.padded_SM.flatten() for batch in self.batches])
-        self.outputs = len(index)
-        self.home_T = torch.empty(layout.length, dtype=torch.long)
-        self.home_T[index[kept]] = torch.arange(len(index))[kept]
+        self.outputs = sum(batch.query_SM.numel() for batch in self.batches)
+        places = [(batch.query_SM, batch.padded_SM) for batch in self.batches]
+        self.restore_T = restore_index(places, layout.length)
 
 
 def plan(layout: RowLayout, heads: int, depth: int) -> Plan:
-    """The layout's plan, made once: every block of the model asks for it."""
+    """Return the layout's plan, built once: every block of the model uses it."""
     if (heads, depth) not in layout.derived:
         layout.derived[heads, depth] = Plan(layout, heads, depth)
-    made: Plan = layout.derived[heads, depth]
-    return made
+    result: Plan = layout.derived[heads, depth]
+    return result
 
 
 class _Packed(torch.autograd.Function):
-    """Attention within a row of trees. Positions of the row behind the layout's last are padding: their output is 0."""
+    """Attention within a row of trees. Positions after the layout's last are padding: their output is 0."""
 
     @staticmethod
     def forward(
@@ -315,21 +307,21 @@ class _Packed(torch.autograd.Function):
             for part in batch.parts:
                 for k in range(key_heads):
                     query_SMgD = query_kSMgD[k, :, part.queries]
-                    found_NRD, logsumexp_NR = attention(
+                    output_NRD, logsumexp_NR = attention(
                         query_SMgD.flatten(1, 2),
                         key_SKkD[:, : part.keys, k],
                         value_SKkD[:, : part.keys, k],
-                        Hidden(part.start, part.bias_SM1K, query_SMgD.shape[:3]),
+                        part.hidden,
                         wanted,
                     )
-                    output_SMkgD[:, part.queries, k] = found_NRD.view(query_SMgD.shape)
+                    output_SMkgD[:, part.queries, k] = output_NRD.view(query_SMgD.shape)
                     if logsumexp_NR is not None:
                         logsumexp_SMkg[:, part.queries, k] = logsumexp_NR.view(query_SMgD.shape[:3])
         output_Tx = torch.zeros_like(query_Tx)
-        torch.index_select(output_Qx, 0, own.home_T, out=output_Tx[: layout.length])
+        torch.index_select(output_Qx, 0, own.restore_T, out=output_Tx[: layout.length])
         output_ThD = output_Tx.view(query_ThD.shape)
         if wanted:
-            logsumexp_Th = logsumexp_Qkg.index_select(0, own.home_T).flatten(1)
+            logsumexp_Th = logsumexp_Qkg.index_select(0, own.restore_T).flatten(1)
             ctx.save_for_backward(query_ThD, key_TkD, value_TkD, output_ThD, logsumexp_Th)
             ctx.layout, ctx.scale = layout, scale
         return output_ThD
@@ -366,7 +358,7 @@ def attend(
     layout: RowLayout | Step | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. Return (output_BLhD, None)."""
+    """Implement transformers' attention interface. Return (output_BLhD, None)."""
     scale = query_BhLD.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(layout, Step):
         output_BhD = layout.attend(query_BhLD[:, :, 0], key_BkLD, value_BkLD, scale)

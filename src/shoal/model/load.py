@@ -1,11 +1,11 @@
-"""Loads a causal language model from a Hugging Face folder and saves it: the only module that reads or writes weights.
+"""Load a causal language model from a Hugging Face folder, and save it. A published policy version is such a folder.
 
 Invariant: weights are read from safetensors only. They are written as one bf16 `model.safetensors`, tensor by tensor, which
-`AutoModelForCausalLM.from_pretrained` loads. A published policy version is such a folder, including the tokenizer.
+`AutoModelForCausalLM.from_pretrained` loads too. (`training` reads a rank's rows of the same files.)
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -28,7 +28,7 @@ from shoal.model.support import UnsupportedModelError, check_config, compare_
 WEIGHTS = "model.safetensors"
 T = TypeVar("T")
 
-OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file counts as memory until it is closed
+OPENED_FOR = 16  # tensors read before a file is reopened: its mapped pages count as memory until it is closed
 
 
 def load_model(
@@ -38,21 +38,21 @@ def load_model(
     numerics: Numerics = "fast",
     seed: int | None = None,
 ) -> Any:
-    """The causal LM in `folder`, in eval mode. Return a transformers model (typed Any: transformers is untyped).
+    """Load the causal LM in `folder`, in eval mode. Return a transformers model (typed Any: transformers is untyped).
 
-    With `seed`, it has random weights in place of the folder's: the same for the same folder, seed and version of PyTorch.
-    Raise UnsupportedModelError for a model whose logprobs in packed rows are not those of plain transformers.
+    `seed`: initialise random weights instead, the same for the same folder, seed and version of PyTorch.
+    Raise UnsupportedModelError for a model whose logprobs in packed rows differ from plain transformers.
     """
     config = load_config(folder)
     check_config(config, folder)
     model = _load(folder, config, dtype, device, numerics, seed)
     compare_(model, folder)
-    give_back()  # the comparison's copies
+    give_back()  # the memory of the comparison's copies
     return model
 
 
 class Root(nn.Module):
-    """A model whose weights may be sharded: they are whole only while a function of the model runs in `forward`."""
+    """A model whose weights may be sharded: FSDP gathers them only while `forward` runs a function of the model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -63,8 +63,6 @@ class Root(nn.Module):
 
 
 def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics, seed: int | None) -> Any:
-    """The whole model, as `prepared_` makes it."""
-
     def build(name: str) -> Any:
         if seed is not None:
             torch.manual_seed(seed)
@@ -87,9 +85,9 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
 
 
 def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics) -> Any:
-    """The model that `build` makes with Shoal's attention of this name, in eval mode, with its products and its adapters.
+    """Build a model with Shoal's attention, exact products if requested, and its adapters. Return it in eval mode.
 
-    Raise UnsupportedModelError if the model's attention cannot be replaced.
+    `build` takes the name under which transformers finds the attention. Raise UnsupportedModelError if it cannot be used.
     """
     name = {"exact": exact.NAME, "fast": attention.NAME}[numerics]
     AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
@@ -112,40 +110,40 @@ def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics) -> A
 
 @contextmanager
 def quiet(*, warnings: bool = True) -> Iterator[None]:
-    """Within it, transformers shows no progress bar and, without `warnings`, names no tensor that has no place."""
-    before, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    """Hide transformers' progress bars within the block and, unless `warnings`, its warnings."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     if not warnings:
         transformers_logging.set_verbosity_error()
-    _show_bars(False)
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(before)
-        _show_bars(bars)
-
-
-def _show_bars(shown: bool) -> None:
-    if shown:
-        transformers_logging.enable_progress_bar()
-    else:
-        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 @torch.no_grad()
 def _load_adapters_(model: Any, folder: Path) -> None:
     own = model.state_dict()
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        for name in filter(adapters.is_adapter, own):
-            own[name].copy_(file.get_tensor(name))
+    for name, file in open_for_each(folder / WEIGHTS, list(filter(adapters.is_adapter, own))):
+        own[name].copy_(file.get_tensor(name))
+
+
+def open_for_each(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield each name with the opened safetensors file, reopened regularly to free the memory of the pages read."""
+    for start in range(0, len(names), OPENED_FOR):
+        with safe_open(path, framework="pt") as file:
+            yield from ((name, file) for name in names[start : start + OPENED_FOR])
 
 
 def load_config(folder: Path) -> Any:
-    """Raise UnsupportedModelError, or FileNotFoundError without the folder."""
+    """Raise UnsupportedModelError, or FileNotFoundError if there is no folder."""
     return _read(folder, "config", AutoConfig)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Raise UnsupportedModelError, or FileNotFoundError without the folder."""
+    """Raise UnsupportedModelError, or FileNotFoundError if there is no folder."""
     return _read(folder, "tokenizer", AutoTokenizer)
 
 
@@ -153,17 +151,16 @@ def _read(folder: Path, part: str, kind: Any) -> Any:
     try:
         return kind.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the system's, which says nothing of the model
+        if isinstance(error, OSError) and error.errno is not None:  # an error of the system, not of the model
             raise
         if not folder.is_dir():  # a version may be removed while it is read
-            raise FileNotFoundError(f"{folder} is not there any more") from error
-        raise UnsupportedModelError(
-            f"{folder} holds no {part} that transformers can read: {first_line(error)}"
-        ) from error
+            raise FileNotFoundError(f"{folder} does not exist any more") from error
+        raise UnsupportedModelError(f"transformers cannot read the {part} in {folder}: {first_line(error)}") from error
 
 
+@torch.no_grad()
 def load_weights_(model: Any, folder: Path) -> None:
-    """Copy a published version's weights into `model`, in place, tensor by tensor: no second copy is in memory."""
+    """Copy a published version's weights into `model`, in place. Only a few tensors are in memory twice."""
     own = model.state_dict()
     tied = tied_names(model)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -171,15 +168,12 @@ def load_weights_(model: Any, folder: Path) -> None:
         missing, unknown = set(own) - names - tied, names - set(own)
         if missing or unknown:
             raise ValueError(f"{folder / WEIGHTS}: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
-        for name in names:  # all checked before the first copy, so that a refused file leaves the model unchanged
+        for name in names:  # check all before the first copy, so that a refused file leaves the model unchanged
             shape = tuple(file.get_slice(name).get_shape())
             if shape != tuple(own[name].shape):
                 raise ValueError(f"{folder / WEIGHTS}: {name} is {shape}, not {tuple(own[name].shape)}")
-    ordered = sorted(names)
-    for start in range(0, len(ordered), OPENED_FOR):
-        with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
-            for name in ordered[start : start + OPENED_FOR]:
-                own[name].copy_(file.get_tensor(name))
+    for name, file in open_for_each(folder / WEIGHTS, sorted(names)):
+        own[name].copy_(file.get_tensor(name))
 
 
 def save_model(
@@ -191,11 +185,11 @@ def save_model(
 ) -> None:
     """Write `model` in bf16 with its config and tokenizer. `folder` must not exist yet.
 
-    `tensors`, if given, replace the model's own weights. They must have the names of `shapes` (default: the model's
-    `stored_shapes`), in that order, whole, on any device. One is in memory at a time. Raise ValueError, naming the
+    `tensors`, if given, replace the model's own weights. They must have the names and shapes of `shapes` (default: the
+    model's `stored_shapes`), in that order, on any device; only one is in memory at a time. Raise ValueError, naming the
     tensor, for any other.
-    The weights are written last, under a temporary name until they are complete. Raise OSError, naming the folder, if the
-    disk refuses.
+    The weights are written last, under a temporary name until they are complete. Raise OSError, naming the folder, if
+    writing fails.
     """
     folder.mkdir(parents=True)
     with _naming(folder):
@@ -221,7 +215,7 @@ def save_model(
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Turns a failed write by any library into an OSError that names the folder."""
+    """Turn a failed write by any library into an OSError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -233,13 +227,13 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a published version, in file order."""
+    """Return the names and shapes of the weights in a published version, in file order."""
     tied = tied_names(model)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """The header of a safetensors file of bf16 tensors."""
+    """Return the header of a safetensors file of bf16 tensors."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end_bytes = 0
     for name, shape in shapes.items():
@@ -251,14 +245,14 @@ def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
 
 
 def tied_names(model: Any) -> set[str]:
-    """Names in the state dict that share another's storage (an output head tied to the embedding)."""
+    """Return the names in the state dict that share another's storage (an output head tied to the embedding)."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return set()
     return set(model._tied_weights_keys or ())
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
-    """The token ids that end a completion, as the folder's generation config and tokenizer declare them."""
+    """Return the ids of end tokens that the folder's tokenizer and generation config declare."""
     from transformers import GenerationConfig
 
     declared = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id

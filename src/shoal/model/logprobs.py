@@ -2,8 +2,8 @@
 
 The full logits of a batch (tokens x vocabulary) are the largest tensor in training a small model. Here they exist for a
 few hundred tokens at a time. `chosen_loss` computes a slice's gradients while its logits exist, as Liger Kernel does (arXiv
-2410.10989). `chosen_logprobs`, which does not know the loss, recomputes the logits in the backward pass. With z the logits
-divided by the temperature, p their softmax and H its entropy:
+2410.10989). `chosen_logprobs`, for a loss that needs all tokens at once (gspo), recomputes the logits in the backward pass.
+With z the logits divided by the temperature, p their softmax and H its entropy:
 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 
@@ -27,12 +27,12 @@ from torch.autograd.function import once_differentiable
 from shoal.model import products
 
 PRODUCT_BYTES = 128 << 20  # float32 logits of one matrix product: large, for full speed
-CACHED_BYTES = 4 << 20  # chunk processed together: fits the CPU's cache
+CACHED_BYTES = 4 << 20  # logits processed together: they fit the CPU's cache
 ATTRIBUTE = "shoal_logits"  # a model's attribute with its LogitChange
 
 LossOf = Callable[
     [slice, Tensor, Tensor | None], Tensor
-]  # (numbers of targets, their logp_C, entropy_C or None): a sum
+]  # (a slice of targets, their logp_C, entropy_C or None): a sum
 
 
 class LogitChange(NamedTuple):
@@ -91,25 +91,26 @@ def token_logprobs(scaled_NV: Tensor, tokens_N: Tensor, known: Likelihoods | Non
     return (scaled_NV.gather(-1, tokens_N[:, None]) - top_N1)[:, 0] - total_N.log()
 
 
-def chosen_logprobs(
-    hidden_NH: Tensor,
-    head_VH: Tensor,
-    target_N: Tensor,
-    *,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    exact: bool = False,
-    bias_V: Tensor | None = None,
-    change: LogitChange = NOTHING,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute each target's logprob under softmax(change(hidden @ head.T + bias) / temperature), and optionally the entropy.
+@dataclass(frozen=True)
+class Scoring:
+    """How targets are scored."""
 
-    hidden_NH and head_VH are in the compute dtype, target_N is int64. Return (logp_N, entropy_N or None), float32, in
-    nats, differentiable in hidden, head and bias. `exact`: with the bits of `products.linear`.
+    temperature: float = 1.0
+    with_entropy: bool = False
+    exact: bool = False  # logits have the bits of `products.linear`
+    change: LogitChange = NOTHING
+
+
+def chosen_logprobs(
+    hidden_NH: Tensor, head_VH: Tensor, target_N: Tensor, how: Scoring = Scoring(), bias_V: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return each target's logprob under softmax(change(hidden @ head.T + bias) / temperature), and optionally the entropy.
+
+    hidden_NH and head_VH are in the compute dtype, target_N is int64. (logp_N, entropy_N or None) are float32, in nats,
+    and differentiable in hidden, head and bias.
     """
-    how = _How(temperature, with_entropy, exact, change)
     logp_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, head_VH, bias_V, target_N, how)  # type: ignore[no-untyped-call]
-    return logp_N, entropy_N if with_entropy else None
+    return logp_N, entropy_N if how.with_entropy else None
 
 
 def chosen_loss(
@@ -117,29 +118,16 @@ def chosen_loss(
     head_VH: Tensor,
     target_N: Tensor,
     loss_of: LossOf,
-    *,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    exact: bool = False,
+    how: Scoring = Scoring(),
     bias_V: Tensor | None = None,
-    change: LogitChange = NOTHING,
 ) -> Tensor:
     """Return the sum of `loss_of` over slices of the targets, with the logprobs of `chosen_logprobs`. A scalar.
 
     Each slice's gradients are computed while its logits exist, so logits are neither kept nor recomputed. The loss of a
-    token must therefore depend on no other slice's logprobs.
+    token must therefore not depend on another slice's logprobs.
     """
-    how = _How(temperature, with_entropy, exact, change)
     loss: Tensor = _ChosenLoss.apply(hidden_NH, head_VH, bias_V, target_N, how, loss_of)  # type: ignore[no-untyped-call]
     return loss
-
-
-@dataclass(frozen=True)
-class _How:
-    temperature: float
-    with_entropy: bool
-    exact: bool
-    change: LogitChange
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -150,7 +138,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         head_VH: Tensor,
         bias_V: Tensor | None,
         target_N: Tensor,
-        how: _How,
+        how: Scoring,
     ) -> tuple[Tensor, Tensor]:
         scores = _Scores.empty(target_N, how)
         for start, z_CV in _logits(hidden_NH, head_VH, bias_V, how.exact):
@@ -180,7 +168,7 @@ class _ChosenLoss(torch.autograd.Function):
         head_VH: Tensor,
         bias_V: Tensor | None,
         target_N: Tensor,
-        how: _How,
+        how: Scoring,
         loss_of: LossOf,
     ) -> Tensor:
         scores = _Scores.empty(target_N, how)
@@ -214,13 +202,13 @@ class _Scores:
     """Logprob, log-sum-exp and entropy of each target, filled slice by slice."""
 
     target_N: Tensor
-    how: _How
+    how: Scoring
     logp_N: Tensor
     logsumexp_N: Tensor
     entropy_N: Tensor  # 0 unless requested
 
     @staticmethod
-    def empty(target_N: Tensor, how: _How) -> "_Scores":
+    def empty(target_N: Tensor, how: Scoring) -> "_Scores":
         logp_N = torch.empty(len(target_N), device=target_N.device)
         return _Scores(target_N, how, logp_N, torch.empty_like(logp_N), torch.zeros_like(logp_N))
 
@@ -296,7 +284,7 @@ def _logits(hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, exact: bo
         yield start, head(hidden_NH[start : start + step], head_VH, bias_V)
 
 
-def _cached(z_CV: Tensor, start: int, how: _How, *, in_place: bool = False) -> Iterator[tuple[slice, Tensor]]:
+def _cached(z_CV: Tensor, start: int, how: Scoring, *, in_place: bool = False) -> Iterator[tuple[slice, Tensor]]:
     """Yield (slice of all N rows, float32 logits divided by the temperature), a few rows at a time.
 
     Plain float32 logits are not copied: `in_place` divides them by the temperature where they are.

@@ -1,8 +1,8 @@
 """Exact or fast: whether a token's results have the same bits in every batch and process.
 
     exact   a token's hidden state, logits and logprob depend on its own prefix and the weights alone: products and attention
-            sum in a fixed order (`products`, `exact`). Machines that compute alike agree to the last bit.
-    fast    whichever kernels are fastest (`attention`); results differ by rounding with batch and packing.
+            sum in a fixed order (`products`, `exact`). Machines with equal fingerprints agree to the last bit.
+    fast    the fastest kernels (`attention`); results differ by rounding with batch and packing.
 
 Invariant: a model keeps the numerics it was loaded with.
 Left out: devices other than the CPU. A GPU needs products and attention that do not depend on the batch, and a test of them.
@@ -25,33 +25,33 @@ Numerics = Literal["exact", "fast"]
 
 ROW_UNIT = (
     products.UNIT
-)  # rows of tokens are padded to multiples of this: what is left of a vector is computed differently
-SHAPES = ((64, 192), (576, 192))  # depths and columns of the products that are tried
+)  # rows of tokens are padded to multiples of it: kernels compute a vector's remainder differently
+SHAPES = ((64, 192), (576, 192))  # depths and columns of the products that `refusal` tries
 
 
 def of(model: Any) -> Numerics:
-    """What the model was loaded with."""
+    """Return the numerics that the model was loaded with."""
     return "exact" if model.config._attn_implementation == exact.NAME else "fast"
 
 
 def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
-    """The numerics to load a model with; "auto" is exact where possible. Raise ShoalError for "exact" elsewhere."""
+    """Return the numerics to load a model with; "auto" is exact where possible. Raise ShoalError for "exact" elsewhere."""
     if wanted == "fast":
         return "fast"
     why = refusal(dtype, device)
     if why is None:
         return "exact"
     if wanted == "exact":
-        raise ShoalError(f'model.numerics = "exact" cannot be had: {why}; set model.numerics = "auto" or "fast"')
+        raise ShoalError(f'model.numerics = "exact" is not possible: {why}; set model.numerics = "auto" or "fast"')
     log.info("numerics are fast: %s", why)
     return "fast"
 
 
 @cache
 def refusal(dtype: DtypeName, device: str = "cpu") -> str | None:
-    """Why exact numerics cannot be had here; None if they can. Measured in a fraction of a second, once a process."""
+    """Return why this machine cannot compute exactly; None if it can. Takes a fraction of a second, once per process."""
     if torch.device(device).type != "cpu":
-        return f"on {device} nobody made products and attention that do not depend on the batch"
+        return f"on {device} products and attention depend on the batch"
     try:
         for depth, width in SHAPES:
             products.check(depth, width, getattr(torch, dtype))
@@ -61,14 +61,12 @@ def refusal(dtype: DtypeName, device: str = "cpu") -> str | None:
 
 
 def _attention_refusal() -> str | None:
-    """Whether one row's attention depends on the rows and hidden keys beside it."""
+    """Return the shape at which one row's attention depends on the rows and hidden keys beside it, if any."""
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(6, n, 64, generator=draw) for n in (3 * exact.QUERIES, 640, 640))
 
     def attend(heads: int, rows: int, keys: int, seen: int) -> Tensor:
-        bias_K = torch.zeros(keys - 1)
-        bias_K[seen - 1 :] = float("-inf")
-        hidden = exact.Hidden(1, bias_K, (heads, rows))
+        hidden = exact.hide_after(torch.tensor([[seen - 1]]), 1, keys)
         return exact.attention(query[:heads, :rows], key[:heads, :keys], value[:heads, :keys], hidden)[0]
 
     for seen in (40, 130, 300):

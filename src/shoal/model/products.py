@@ -1,14 +1,15 @@
-"""Matrix products that give a row the same bits beside any number of other rows, at any number of threads.
+"""Matrix products that give a row the same bits beside any number of other rows, on any number of threads.
 
 A product's bits depend on the order of the sum over its depth, and libraries choose that order by shape: with AMX, oneDNN
-cuts the depth of some bf16 products in two, and MKL takes other float32 kernels for few rows. Small products are not cut:
+splits the depth of some bf16 products in two, and MKL uses other float32 kernels for few rows. Small products are not split:
 UNIT rows and the narrowest of COLUMNS on one thread are the reference here. A larger product is computed in the first of a
-few ways whose bits equal the reference's: as a whole, in wide columns, or turned (weights times rows: no library rearranges
-the weights then). Where no way does, its rows are halved. `_way` measures this once for a process, shape, dtype and threads.
+few ways whose bits equal the reference's: as a whole, in wide columns, or transposed (weights times rows: no library
+rearranges the weights then). Where no way does, its rows are halved. `_way` measures this once per process, shape, dtype and
+number of threads.
 
-The data of the measurement shows every difference of order: the products of each sum cancel in pairs, at random places, so
-that what is left is rounding alone.
-Invariant: `linear` returns the reference's bits, or `OrderError` names the product that this machine cannot repeat.
+The measurement's data shows every difference of order: the terms of each sum cancel in pairs, at random places, so that the
+result is rounding alone.
+Invariant: `linear` returns the reference's bits, or raises an `OrderError` that names the product.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,20 +25,20 @@ from shoal.errors import ShoalError
 from shoal.model.dtype import temporarily_on
 
 UNIT = 16  # rows of the smallest product; counts of rows are padded to multiples of it
-MOST = 4096  # rows of the largest product
-FEW = 128  # rows, up to which a bf16 product is turned if possible
-COLUMNS = (4096, 512, 256, 128)  # of a product, widest first
-DISTINCT = 256  # rows of different data that are measured with; more rows repeat them
+MAX_ROWS = 4096  # of one product
+FEW = 128  # rows; up to here a bf16 product is transposed if possible
+COLUMNS = (4096, 512, 256, 128)  # of one product, widest first
+DISTINCT = 256  # different rows in the measurement's data; larger products repeat them
 
 Way = Callable[[Tensor, Tensor, Tensor], None]  # (x_RK, weight_NK, y_RN): writes y
 
 
 class OrderError(ShoalError):
-    """A matrix product whose bits differ with threads or columns on this machine; the message says what to do."""
+    """A matrix product's bits depend on threads or columns on this machine. The message says what to do."""
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, differentiable. Return y_TN. Raise OrderError."""
+    """Return y_TN = x @ weight.T + bias, differentiable. Raise OrderError."""
     if not torch.is_grad_enabled():
         return _product(x_TK, weight_NK, bias_N)
     y_TN: Tensor = _Linear.apply(x_TK, weight_NK, bias_N)  # type: ignore[no-untyped-call]
@@ -85,11 +86,11 @@ def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> T
     if missing := -count % UNIT:
         x_TK = F.pad(x_TK, (0, 0, 0, missing))
     y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
-    for start in range(0, len(x_TK), MOST):
-        _write(x_TK[start : start + MOST], weight_NK, y_TN[start : start + MOST])
+    for start in range(0, len(x_TK), MAX_ROWS):
+        _write(x_TK[start : start + MAX_ROWS], weight_NK, y_TN[start : start + MAX_ROWS])
     if missing:
         y_TN = y_TN[:count]
-    return y_TN if bias_N is None else y_TN.add_(bias_N)  # in every case after rounding
+    return y_TN if bias_N is None else y_TN.add_(bias_N)  # always after rounding
 
 
 def _write(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor) -> None:
@@ -98,14 +99,9 @@ def _write(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor) -> None:
     if way is not None:
         way(x_RK, weight_NK, y_RN)
         return
-    first = smaller(rows)
+    first = 1 << (rows - 1).bit_length() - 1  # the largest power of two below `rows`
     _write(x_RK[:first], weight_NK, y_RN[:first])
     _write(x_RK[first:], weight_NK, y_RN[first:])
-
-
-def smaller(rows: int) -> int:
-    """The largest power of two below `rows`, a multiple of UNIT above UNIT."""
-    return 1 << (rows - 1).bit_length() - 1
 
 
 def _in_columns(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor, columns: int) -> None:
@@ -113,24 +109,24 @@ def _in_columns(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor, columns: int) -> 
         torch.mm(x_RK, weight_CK.T, out=y_RC)
 
 
-def _turned(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor, columns: int) -> None:
+def _transposed(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor, columns: int) -> None:
     for weight_CK, y_RC in _pieces(weight_NK, y_RN, columns):
         y_RC.copy_(torch.mm(weight_CK, x_RK.T).T)
 
 
 def _pieces(weight_NK: Tensor, y_RN: Tensor, columns: int) -> Iterable[tuple[Tensor, Tensor]]:
-    if len(weight_NK) <= columns:  # most products: as they are
+    if len(weight_NK) <= columns:  # most products
         return [(weight_NK, y_RN)]
     return zip(torch.split(weight_NK, columns), torch.split(y_RN, columns, 1), strict=True)
 
 
 @cache
 def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) -> Way | None:
-    """The first way with the reference's bits; None if the rows must be halved. Raise OrderError if they cannot be."""
-    most = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width  # every width of a piece occurs
-    x_DK, weight_CK, expected_DC = _reference(depth, most, dtype)
+    """Return the first way with the reference's bits; None if the rows must be halved. Raise OrderError if they cannot."""
+    columns = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width  # enough for a piece of every width
+    x_DK, weight_CK, expected_DC = _reference(depth, columns, dtype)
     x_RK = x_DK.repeat(-(-rows // DISTINCT), 1)[:rows]
-    y_RC = x_RK.new_empty(rows, most)
+    y_RC = x_RK.new_empty(rows, columns)
     with temporarily_on(threads):
         for way in ways(rows, width, dtype):
             way(x_RK, weight_CK, y_RC)
@@ -139,23 +135,23 @@ def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) ->
     if rows > UNIT:
         return None
     raise OrderError(
-        f"{dtype} products of depth {depth} and {width} columns do not repeat to the bit at {threads} threads on this "
-        'machine; set model.numerics = "fast" or another model.dtype'
+        f"{dtype} products of depth {depth} and {width} columns on {threads} threads do not have the same bits each time "
+        'on this machine; set model.numerics = "fast" or another model.dtype'
     )
 
 
 def ways(rows: int, width: int, dtype: torch.dtype) -> list[Way]:
-    """What to try, fastest first."""
+    """Return the ways to try, fastest first."""
     columns = [c for n, c in enumerate(COLUMNS) if n == 0 or c < width]
-    tried: list[Way] = [partial(_in_columns, columns=c) for c in columns]
-    if dtype == torch.bfloat16:  # float32 weights are read as they are anyway
-        tried.insert(0 if rows <= FEW else min(3, len(tried)), partial(_turned, columns=COLUMNS[0]))
-    return tried
+    result: list[Way] = [partial(_in_columns, columns=c) for c in columns]
+    if dtype == torch.bfloat16:  # libraries do not rearrange float32 weights
+        result.insert(0 if rows <= FEW else min(3, len(result)), partial(_transposed, columns=COLUMNS[0]))
+    return result
 
 
 @lru_cache(maxsize=8)  # shapes of one model
 def _reference(depth: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Cancelling rows and weights, and their product: UNIT rows and the narrowest columns at a time, on one thread."""
+    """Return cancelling rows and weights, and their product in UNIT rows and the narrowest columns, on one thread."""
     x_DK, weight_CK = cancelling(DISTINCT, columns, depth, dtype)
     y_DC = x_DK.new_empty(DISTINCT, columns)
     with temporarily_on(1):
@@ -165,12 +161,12 @@ def _reference(depth: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def check(depth: int, width: int, dtype: torch.dtype) -> None:
-    """Whether every product of this shape can be repeated here. Raise OrderError."""
+    """Raise OrderError if products of this shape cannot have the reference's bits on this machine."""
     _way(UNIT, depth, width, dtype, torch.get_num_threads())
 
 
 def cancelling(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x_RK, weight_CK) whose product is 0 but for rounding: another order of summing gives other bits almost everywhere."""
+    """Return (x_RK, weight_CK) whose product is 0 except for rounding: summing in another order changes almost all bits."""
     draw = torch.Generator().manual_seed(0)
     half = (depth + 1) // 2
     x_RK = torch.randn(rows, half, generator=draw).to(dtype)

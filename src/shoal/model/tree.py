@@ -69,8 +69,8 @@ class Pack:
 def split(tree: Tree, row_tokens: int) -> list[Tree]:
     """Split a tree that does not fit a row into several with the same prompt. Completions stay whole and in order."""
     branches = list(tree.branches())
-    fitting = split_lengths(len(tree.prompt), [len(completion) for completion, _ in branches], row_tokens)
-    return [_tree(tree.prompt, branches[part.start : part.stop]) for part in fitting]
+    parts = split_lengths(len(tree.prompt), [len(completion) for completion, _ in branches], row_tokens)
+    return [_tree(tree.prompt, branches[part.start : part.stop]) for part in parts]
 
 
 def split_lengths(prompt: int, completions: Sequence[int], row_tokens: int) -> list[range]:
@@ -96,7 +96,7 @@ def _tree(prompt: Ids, branches: Sequence[tuple[Ids, Turns]]) -> Tree:
 
 
 def assign_rows(sizes: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Fill rows of `row_tokens` in order. Return the tree indices of each row. Every size must be <= row_tokens."""
+    """Assign trees in order to rows of `row_tokens`. Return each row's tree indices. Every size must be <= row_tokens."""
     rows: list[list[int]] = []
     free = 0
     for index, size in enumerate(sizes):
@@ -110,7 +110,7 @@ def assign_rows(sizes: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 def pack(trees: Sequence[Tree]) -> Pack:
     """Pack trees side by side into one row."""
-    root = common_beginning([tree.prompt for tree in trees])
+    root = shared_prefix([tree.prompt for tree in trees])
     predictors, targets = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     tokens, positions = [np.asarray(trees[0].prompt[:root] if root else (), np.int64)], [np.arange(root)]
     spans: list[Span] = []
@@ -136,8 +136,8 @@ def pack(trees: Sequence[Tree]) -> Pack:
     return Pack(tokens_T, positions_T, predictor_N, target_N, RowLayout(spans, torch.device("cpu"), root=root))
 
 
-def common_beginning(prompts: Sequence[Ids]) -> int:
-    """Return the length of the prompts' common prefix, shorter than every prompt; 0 if sharing is not worth it."""
+def shared_prefix(prompts: Sequence[Ids]) -> int:
+    """Return the length of the prompts' shared prefix, shorter than every prompt; 0 if sharing is not worth it."""
     if len(prompts) < 2:
         return 0
     first, shared = np.asarray(prompts[0]), min(map(len, prompts)) - 1
@@ -157,7 +157,7 @@ def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:
 def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
     """Compute the final hidden states of every position. Return hidden_TH, with padding at the end for exact numerics.
 
-    `cache`: a transformers cache, which sees each block's keys and values.
+    `cache`: a transformers cache, which receives each block's keys and values.
     """
     padding = -len(packed.tokens_T) % ROW_UNIT if numerics.of(model) == "exact" else 0
     output = body(model)(
@@ -177,4 +177,10 @@ def body(model: Any) -> Any:
     for inner in (model.base_model, model.get_decoder()):
         if inner is not model:
             return inner
-    return model.model  # transformers names no part of Llama 4's text model
+    return model.model  # Llama 4's text model has neither
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder's blocks: the unit of sharding, recomputation and conversion."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])

@@ -4,7 +4,7 @@
 
 Turns alternate. The first and the last are the model's, so there is an even number of lengths; [] is a single turn.
 Only the model's tokens have logprobs, hidden states, proofs and a loss.
-Invariant: the functions below require turns that `fit`; rollout files are checked (`store/rollouts`).
+Invariant: the other functions require turns that `fit`; `store/rollouts` checks those of rollout files.
 Nothing here imports torch. Left out: what the environment writes (`tasks/environments`).
 """
 
@@ -14,7 +14,7 @@ Turns = Sequence[int]
 
 
 def fit(turns: Turns, n_tokens: int) -> bool:
-    """Whether these can be the turns of a completion of `n_tokens`: none is empty, the last one included."""
+    """Return whether a completion of `n_tokens` can have these turns: none is empty, the last one included."""
     return not turns or (len(turns) % 2 == 0 and min(turns) >= 1 and sum(turns) < n_tokens)
 
 
@@ -42,5 +42,5 @@ def model_tokens(turns: Turns, n_tokens: int) -> int:
 
 
 def last_turn(turns: Turns, tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens of the model's last turn."""
+    """Return the tokens of the last turn."""
     return tokens[sum(turns) :]

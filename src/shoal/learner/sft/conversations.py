@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UserError
-from shoal.model.sources import HubError, ask, data_files
+from shoal.model.sources import HubError, call_hub, data_files
 from shoal.model.tree import Tree
 from shoal.tasks.sources.rows import SUFFIXES, read_rows
 
@@ -73,7 +73,7 @@ def _from_hub(name: str, pattern: str = "") -> list[Path]:
     from huggingface_hub import HfApi
 
     try:
-        repo_files = [] if pattern else ask(lambda: HfApi().list_repo_files(name, repo_type="dataset"))
+        repo_files = [] if pattern else call_hub(lambda: HfApi().list_repo_files(name, repo_type="dataset"))
         result = data_files(name, [pattern] if pattern else _training_files(name, repo_files))
     except HubError as error:
         raise UserError(

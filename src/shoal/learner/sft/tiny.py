@@ -21,7 +21,7 @@ from shoal.config.recipe import LearnerSection, LossSection
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.learner.policy import Policy
 from shoal.model.load import save_model
-from shoal.model.sources import tiny_dir
+from shoal.model.sources import TINY, bundled_dir
 from shoal.model.tree import Pack, Tree, pack
 from shoal.tasks.prompt import prompt_tokens
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 def tiny() -> Path:
     """Return the folder of `bundled:tiny`; train it into the cache first if it is missing."""
-    folder = tiny_dir()
+    folder = bundled_dir(TINY)
     if (folder / "config.json").exists():
         return folder
     torch.manual_seed(0)

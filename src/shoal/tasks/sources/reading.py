@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.config.tasks import SourceSection
-from shoal.model.sources import HubError, ask
+from shoal.model.sources import HubError, call_hub
 from shoal.tasks import libraries
 from shoal.tasks.sources import generators, schemas
 from shoal.tasks.sources.rows import SUFFIXES, LeftOutError, Row, RowError, TaskFields, as_json, read_rows, text, value
@@ -200,10 +200,10 @@ def _from_hub(source: SourceSection, split: str) -> list[Path]:
     repository = f"{organisation}/{name}"
     options: dict[str, Any] = {"repo_type": "dataset", "revision": source.revision or None}
     try:
-        names = ask(partial(HfApi().list_repo_files, repository, **options))
+        names = call_hub(partial(HfApi().list_repo_files, repository, **options))
         readable = [file for file in names if file.endswith(SUFFIXES)]
         chosen = of_split(_of_config(readable, "/".join(config), source), split, f"data set {source.hub}")
-        return [Path(ask(partial(hf_hub_download, repository, file, **options))) for file in chosen]
+        return [Path(call_hub(partial(hf_hub_download, repository, file, **options))) for file in chosen]
     except HubError as error:
         raise TasksNotFoundError(
             f"data set {source.hub} could not be fetched from the Hugging Face hub ({error}); without a connection, "
