@@ -1,28 +1,48 @@
-"""What tests of single and of several turns need: the slow way to generate, and a list of what was generated."""
+"""Prompts and seeds for an engine, and a scheduler's sequence that records what it receives."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from shoal.engine.protocol import Completion, Sampling
-from shoal.model.sampling import choose
+from shoal.engine.protocol import Completion
+from shoal.engine.scheduler import DecodeRequest
 
-
-@torch.no_grad()
-def naive(model: Any, sequence: Sequence[int], seed: int, sampling: Sampling, start: int = 0) -> list[int]:
-    """One turn, no cache, the whole sequence again for every token. It begins at position `start` of the completion."""
-    tokens: list[int] = []
-    for position in range(start, sampling.max_tokens):
-        logits_1V = model(torch.tensor([[*sequence, *tokens]])).logits[:, -1]
-        tokens += choose(logits_1V, [seed], [position], sampling.temperature)[0].tolist()
-        if tokens[-1] in sampling.eos_ids:
-            break
-    return tokens
+# Groups of different sizes, prompts of different lengths, no two seeds alike.
+PROMPTS = [[5, 9, 33, 7], [12], list(range(2, 64)), [40, 41] * 33]
+SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]
+Groups = list[list[Completion]]
 
 
-def with_prompts(
-    prompts: Sequence[list[int]], groups: Sequence[Sequence[Completion]]
-) -> list[tuple[list[int], Completion]]:
-    """Every completion of every group, with its prompt."""
-    return [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]
+def with_prompts(groups: Groups) -> list[tuple[list[int], Completion]]:
+    """Return every completion with its prompt."""
+    return [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]
+
+
+@dataclass(eq=False)
+class Recorder:
+    """A `DecodeSequence` that records what it receives and ends at an end token or at `max_tokens`."""
+
+    model: Any
+    request: DecodeRequest
+    ends: tuple[int, ...] = ()
+    cancelled: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    echoed: list[int] = field(default_factory=list)  # lengths of the prompts received
+    ended: bool = False
+
+    def on_prefill(self, hidden_LH: Tensor) -> None:
+        self.echoed.append(len(hidden_LH))
+
+    def position(self) -> int:
+        return len(self.tokens)
+
+    def on_token(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
+        assert not self.ended and logits_1V.shape[0] == 1
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.states.append(state_H.clone())
+        self.ended = token in self.ends or len(self.tokens) == self.request.max_tokens
+        return None if self.ended else token

@@ -1,3 +1,5 @@
+"""Decoding has the bits of a prefill, whatever is decoded beside it, on any number of threads and in any process."""
+
 import os
 import subprocess
 import sys
@@ -9,17 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import exact as exact_attention
 from shoal.model.dtype import DtypeName
 from shoal.model.tree import Tree
 
 from ..model.exactness import DTYPES, EACH, exact_model, skip_unless_exact, states
+from .support import PROMPTS, SEEDS, Groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PROMPTS = [[5, 9, 33, 7], [12], list(range(2, 64)), [40, 41] * 33]
-SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]
 SOME_END = Sampling(temperature=0.9, max_tokens=70, eos_ids=(1, 7, 20, 33, 50))
 
 
@@ -29,15 +30,13 @@ def engine_for(architecture: str, folder: Path, dtype: DtypeName) -> TorchEngine
     return engine
 
 
-def assert_replayed(
-    model: Any, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]], t: float
-) -> None:
-    """Every hidden state and logprob is the one that a prefill of all completions yields."""
+def assert_replayed(model: Any, prompts: Sequence[Sequence[int]], groups: Groups, temperature: float) -> None:
+    """Compare every hidden state and logprob with a prefill of all completions."""
     trees = [
         Tree(prompt, [c.tokens for c in group], [c.turns for c in group] if any(c.turns for c in group) else ())
         for prompt, group in zip(prompts, groups, strict=True)
     ]
-    hidden_NH, logp_N = states(model, trees, t)
+    hidden_NH, logp_N = states(model, trees, temperature)
     flat = [completion for group in groups for completion in group]
     assert torch.equal(hidden_NH.bfloat16(), torch.cat([completion.hidden_TH for completion in flat]))
     assert logp_N.tolist() == [logprob for completion in flat for logprob in completion.logprobs]
@@ -53,7 +52,7 @@ def test_decoding_has_the_bits_of_one_prefill(architecture: str, dtype: DtypeNam
     assert_replayed(engine.model, PROMPTS, groups, SOME_END.temperature)
 
 
-def test_given_tokens_change_no_bit(tmp_path: Path) -> None:
+def test_an_environments_tokens_change_no_bit(tmp_path: Path) -> None:
     engine = engine_for("grouped heads", tmp_path, "float32")
 
     def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
@@ -86,18 +85,18 @@ if cores and hasattr(os, "sched_setaffinity"):
 torch.set_num_threads(threads)
 engine = TorchEngine(dtype, "cpu", "exact")
 engine.load(folder)
-made = engine.generate([[5, 9, 3], [4] * 40], [[1, 2, 3], [4, 5]], Sampling(1.0, 24, (1,)))
-flat = [one for group in made for one in group]
-digest = hashlib.sha256(repr([(one.tokens, one.logprobs) for one in flat]).encode())
-digest.update(torch.cat([one.hidden_TH for one in flat]).view(torch.int16).numpy().tobytes())
+groups = engine.generate([[5, 9, 3], [4] * 40], [[1, 2, 3], [4, 5]], Sampling(1.0, 24, (1,)))
+flat = [completion for group in groups for completion in group]
+digest = hashlib.sha256(repr([(completion.tokens, completion.logprobs) for completion in flat]).encode())
+digest.update(torch.cat([completion.hidden_TH for completion in flat]).view(torch.int16).numpy().tobytes())
 print(fingerprint(engine.model), digest.hexdigest())
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_processes_of_other_threads_cores_and_load_are_of_one_class(tiny_folder: Path, dtype: DtypeName) -> None:
-    """A machine with two threads, one bound to a core, one thread; the last two while others keep all cores busy."""
+def test_threads_cores_and_load_change_no_bit_of_a_process(tiny_folder: Path, dtype: DtypeName) -> None:
+    """Compare two threads with one thread bound to a core and one free thread, both while all cores are busy."""
     skip_unless_exact(dtype)
 
     def computed(threads: int, cores: str) -> str:
@@ -114,11 +113,8 @@ def test_processes_of_other_threads_cores_and_load_are_of_one_class(tiny_folder:
             process.wait()
 
 
-# ---- these tests can fail
-
-
 @pytest.mark.parametrize("mutant", ["another tile", "keys backwards"])
-def test_a_decoding_that_sums_in_another_order_is_seen(
+def test_decoding_that_sums_in_another_order_is_noticed(
     mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_for("wide", tmp_path, "float32")
@@ -141,9 +137,6 @@ def test_a_decoding_that_sums_in_another_order_is_seen(
         groups = engine.generate(PROMPTS, SEEDS, sampling)
     with pytest.raises(AssertionError):
         assert_replayed(engine.model, PROMPTS, groups, 1.0)
-
-
-# ---- larger sweeps
 
 
 @pytest.mark.slow

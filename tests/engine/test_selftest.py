@@ -27,8 +27,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
 
 
-def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention whose order of summation depends on how many rows there are."""
+def depend_on_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make attention's result depend on the number of rows, as another order of summation does."""
     attention = exact.attention
 
     def by_shape(query: Any, key: Any, value: Any, hidden: Any, *more: Any) -> Any:
@@ -38,18 +38,24 @@ def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "attention", by_shape)
 
 
-def test_exact_numerics_pass_and_arithmetic_that_depends_on_shapes_is_named(
+def test_exact_numerics_pass_and_arithmetic_that_depends_on_shapes_fails(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert selftest.disagreements(model, "float32", "cpu") == []
-    unordered(monkeypatch)
+    depend_on_shape(monkeypatch)
     assert selftest.disagreements(model, "float32", "cpu") and not selftest.passes(model, "float32", "cpu")
 
 
-def test_the_result_is_kept_for_the_same_conditions_only(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cached_result_is_valid_for_the_same_model_environment_and_library_only(
+    model: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = load_model(shutil.copytree(tiny_folder, tmp_path / "elsewhere"), "float32", "cpu", "exact")
     assert selftest.passes(model, "float32", "cpu")
-    monkeypatch.setattr(selftest, "disagreements", lambda *_: ["measured anew"])
+    monkeypatch.setattr(selftest, "disagreements", lambda *_: ["measured again"])
     assert selftest.passes(model, "float32", "cpu"), "from disk"
+    assert selftest.passes(elsewhere, "float32", "cpu"), "each role loads the model from a folder of its own"
+    elsewhere.config.num_attention_heads += 1
+    assert not selftest.passes(elsewhere, "float32", "cpu"), "another model"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert selftest.passes(model, "float32", "cpu"), "thread counts do not matter"
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
@@ -59,26 +65,14 @@ def test_the_result_is_kept_for_the_same_conditions_only(model: Any, monkeypatch
     assert not selftest.passes(model, "float32", "cpu"), "an updated library"
 
 
-def test_the_result_is_that_of_every_folder_with_this_model(
-    model: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each worker and validator of a machine, and each run, reads the model from a folder of its own."""
-    elsewhere = load_model(shutil.copytree(tiny_folder, tmp_path / "elsewhere"), "float32", "cpu", "exact")
-    assert selftest.passes(model, "float32", "cpu")
-    monkeypatch.setattr(selftest, "disagreements", lambda *_: ["measured anew"])
-    assert selftest.passes(elsewhere, "float32", "cpu")
-    elsewhere.config.num_attention_heads += 1
-    assert not selftest.passes(elsewhere, "float32", "cpu"), "another model"
-
-
-def test_a_fingerprint_is_that_of_the_computation(
+def test_a_fingerprint_changes_with_dtype_order_and_library(
     model: Any, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fingerprint(model)
     assert before == fingerprint(load_model(tiny_folder, "float32", "cpu", "exact"))
     assert before != fingerprint(load_model(tiny_folder, "bfloat16", "cpu", "exact")), "another dtype"
     assert before != fingerprint(load_model(tiny_folder, "float32", "cpu", "fast")), "another order"
-    unordered(monkeypatch)
+    depend_on_shape(monkeypatch)
     assert before != fingerprint(model), "a changed library"
 
 

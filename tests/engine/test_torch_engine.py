@@ -1,3 +1,5 @@
+"""Completions of one and of several turns, against plain forward passes and loops without a cache."""
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -6,43 +8,80 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from shoal.engine.batch import close_gaps
-from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.protocol import Sampling
+from shoal.engine.scheduler import close_gaps
 from shoal.engine.torch_engine import TorchEngine
+from shoal.model.sampling import choose
+from shoal.model.turns import model_positions
 
-from .support import naive, with_prompts
+from .support import PROMPTS, SEEDS, Groups, with_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Groups of different sizes, prompts of different lengths, no two seeds alike.
-PROMPTS = [[5, 9, 33, 7], [12], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [3, 3, 8]]
-SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]
+ENDS = (1, 7, 20, 33)  # about one token in sixteen ends a turn
 ENDLESS = Sampling(temperature=1.0, max_tokens=40, eos_ids=())
-SOME_END = Sampling(temperature=1.0, max_tokens=40, eos_ids=(1, 7, 20, 33))  # about one token in sixteen ends a row
-LONG = Sampling(temperature=1.0, max_tokens=150, eos_ids=())  # longer than two growths of the cache
+SOME_END = Sampling(temperature=1.0, max_tokens=40, eos_ids=ENDS)
+LONG = Sampling(temperature=1.0, max_tokens=150, eos_ids=())  # the cache grows twice
+TURNS = Sampling(temperature=1.0, max_tokens=60, eos_ids=(*ENDS, 41, 50))
+
+
+def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+    """Reply one to four tokens, end tokens among them, which depend on everything; nothing after three replies."""
+    assert tokens[-1] in TURNS.eos_ids
+    reply = [1, 2 + group, 7, 30 + number][: 1 + (sum(tokens) + group) % 4]
+    return reply if len(turns) < 6 and len(tokens) + len(reply) < TURNS.max_tokens else None
 
 
 @pytest.fixture(scope="module")
-def groups(engine: TorchEngine) -> list[list[Completion]]:
+def engine(tiny_folder: Path) -> TorchEngine:
+    engine = TorchEngine("float32")
+    engine.load(tiny_folder)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def groups(engine: TorchEngine) -> Groups:
     return engine.generate(PROMPTS, SEEDS, SOME_END)
 
 
-def only_tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
+@pytest.fixture(scope="module")
+def conversations(engine: TorchEngine) -> Groups:
+    return engine.generate(PROMPTS, SEEDS, TURNS, respond)
+
+
+def only_tokens(groups: Groups) -> list[list[list[int]]]:
     return [[completion.tokens for completion in group] for group in groups]
 
 
-def flat(groups: list[list[Completion]]) -> list[tuple[list[int], Completion]]:
-    return with_prompts(PROMPTS, groups)
+@torch.no_grad()
+def naive(model: Any, sequence: Sequence[int], seed: int, sampling: Sampling, start: int = 0) -> list[int]:
+    """Generate one turn without a cache: one forward of the whole sequence per token, from position `start` on."""
+    tokens: list[int] = []
+    for position in range(start, sampling.max_tokens):
+        logits_1V = model(torch.tensor([[*sequence, *tokens]])).logits[:, -1]
+        tokens += choose(logits_1V, [seed], [position], sampling.temperature)[0].tolist()
+        if tokens[-1] in sampling.eos_ids:
+            break
+    return tokens
 
 
-# ---- tokens
+def naive_turns(model: Any, group: int, number: int) -> tuple[list[int], list[int]]:
+    """Return the tokens and turns of one conversation, by a loop over single turns."""
+    tokens, turns = list[int](), list[int]()
+    while True:
+        start = len(tokens)
+        tokens += naive(model, [*PROMPTS[group], *tokens], SEEDS[group][number], TURNS, start)
+        reply = respond(group, number, tokens, turns) if tokens[-1] in TURNS.eos_ids else None
+        if not reply:
+            return tokens, turns
+        turns += [len(tokens) - start, len(reply)]
+        tokens += reply
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [SOME_END, LONG, Sampling(temperature=0.6, max_tokens=20, eos_ids=(1, 7, 20, 33))],
+    [SOME_END, LONG, Sampling(temperature=0.6, max_tokens=20, eos_ids=ENDS)],
     ids=["some end early", "cache grows", "temperature 0.6"],
 )
 def test_every_completion_equals_a_naive_loop_with_its_seed(engine: TorchEngine, sampling: Sampling) -> None:
@@ -54,58 +93,67 @@ def test_every_completion_equals_a_naive_loop_with_its_seed(engine: TorchEngine,
 
 
 def test_greedy_tokens_equal_transformers_own_generate_whatever_the_seed(engine: TorchEngine) -> None:
-    sampling = Sampling(temperature=0.0, max_tokens=30, eos_ids=())
-    got = engine.generate(PROMPTS, [[0, 1]] * len(PROMPTS), sampling)
-    for group, prompt in zip(got, map(torch.tensor, PROMPTS), strict=True):
+    completions = engine.generate(PROMPTS, [[0, 1]] * len(PROMPTS), Sampling(0.0, 30, ()))
+    for group, prompt in zip(completions, map(torch.tensor, PROMPTS), strict=True):
         output = engine.model.generate(
             prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=False, max_new_tokens=30,
             eos_token_id=None,
         )  # fmt: skip
-        assert [one.tokens for one in group] == [output[0, len(prompt) :].tolist()] * 2
+        assert [completion.tokens for completion in group] == [output[0, len(prompt) :].tolist()] * 2
 
 
-# ---- lengths
-
-
-def test_a_completion_ends_at_its_first_end_token_or_the_limit(
-    engine: TorchEngine, groups: list[list[Completion]]
-) -> None:
-    assert len({len(c.tokens) for _, c in flat(groups)}) >= 5, "rows end at many different times"
-    for _, completion in flat(groups):
+def test_a_completion_ends_at_its_first_end_token_or_the_limit(engine: TorchEngine, groups: Groups) -> None:
+    assert len({len(c.tokens) for group in groups for c in group}) >= 5, "rows end at many different times"
+    for _, completion in with_prompts(groups):
         *body, last = completion.tokens
-        assert not set(body) & set(SOME_END.eos_ids)
-        assert last in SOME_END.eos_ids or len(completion.tokens) == SOME_END.max_tokens
+        assert not set(body) & set(ENDS)
+        assert last in ENDS or len(completion.tokens) == SOME_END.max_tokens
     assert [len(group) for group in engine.generate(PROMPTS[:3], [[1, 2], [], [3]], ENDLESS)] == [2, 0, 1]
-    for most in (1, 2, 6):
-        shorter = engine.generate(PROMPTS, SEEDS, Sampling(1.0, most, eos_ids=SOME_END.eos_ids))
-        assert only_tokens(shorter) == [[tokens[:most] for tokens in group] for group in only_tokens(groups)]
+    for limit in (1, 2, 6):
+        shorter = engine.generate(PROMPTS, SEEDS, Sampling(1.0, limit, ENDS))
+        assert only_tokens(shorter) == [[tokens[:limit] for tokens in group] for group in only_tokens(groups)]
 
 
-# ---- logprobs and hidden states
+def test_turns_equal_a_loop_of_single_turns(engine: TorchEngine, conversations: Groups) -> None:
+    assert {len(c.turns) for group in conversations for c in group} > {6}, "some have three replies, some fewer"
+    for g, group in enumerate(conversations):
+        for number, completion in enumerate(group):
+            assert (completion.tokens, completion.turns) == naive_turns(engine.model, g, number)
 
 
-def plain(model: Any, prompt: Sequence[int], completion: Completion, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """logprobs_T and the final hidden states_TH at the predicting positions, from one plain forward."""
-    with torch.no_grad():
-        ids = torch.tensor([[*prompt, *completion.tokens]])
-        output = model(ids, output_hidden_states=True)
-    span = slice(len(prompt) - 1, -1)
-    logp_TV = torch.log_softmax(output.logits[0, span] / temperature, -1)
-    return logp_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0], output.hidden_states[-1][0, span]
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_logprobs_at_the_temperature_and_rounded_hidden_states_equal_a_plain_forward(
-    engine: TorchEngine, temperature: float
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("temperature", "turns"), [(1.0, False), (0.5, False), (1.0, True)], ids=["plain", "cold", "several turns"]
+)
+def test_logprobs_and_rounded_hidden_states_of_sampled_tokens_equal_a_plain_forward(
+    engine: TorchEngine, conversations: Groups, temperature: float, turns: bool
 ) -> None:
-    for prompt, completion in flat(engine.generate(PROMPTS, SEEDS, Sampling(temperature, 20, SOME_END.eos_ids))):
-        expected_T, expected_TH = plain(engine.model, prompt, completion, temperature)
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected_T, atol=1e-4, rtol=0)
-        assert completion.hidden_TH.dtype == torch.bfloat16
+    groups = conversations if turns else engine.generate(PROMPTS, SEEDS, Sampling(temperature, 20, ENDS))
+    for prompt, completion in with_prompts(groups):
+        output = engine.model(torch.tensor([[*prompt, *completion.tokens]]), output_hidden_states=True)
+        sampled_N = torch.tensor(model_positions(completion.turns, len(completion.tokens)))
+        before_N = sampled_N + len(prompt) - 1
+        logp_NV = torch.log_softmax(output.logits[0, before_N] / temperature, -1)
+        logp_N = logp_NV.gather(-1, torch.tensor(completion.tokens)[sampled_N][:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logp_N, atol=1e-4, rtol=0)
+        assert completion.hidden_TH.dtype == torch.bfloat16 and len(completion.hidden_TH) == len(sampled_N)
+        expected_TH = output.hidden_states[-1][0, before_N]
         torch.testing.assert_close(completion.hidden_TH.float(), expected_TH, atol=1e-4, rtol=2**-8)
 
 
-# ---- weights
+def test_an_environment_that_never_replies_changes_nothing(engine: TorchEngine, groups: Groups) -> None:
+    silent = engine.generate(PROMPTS, SEEDS, SOME_END, lambda *_: None)
+    for (_, a), (_, b) in zip(with_prompts(silent), with_prompts(groups), strict=True):
+        assert (a.tokens, a.logprobs, a.turns) == (b.tokens, b.logprobs, [])
+        assert torch.equal(a.hidden_TH, b.hidden_TH)
+
+
+def test_a_reply_that_leaves_room_for_one_token_is_used_and_a_longer_one_is_refused(engine: TorchEngine) -> None:
+    groups = engine.generate(PROMPTS, SEEDS, TURNS, lambda g, n, tokens, turns: [4] * (59 - len(tokens)))
+    with_reply = [c for group in groups for c in group if c.turns]
+    assert with_reply and all(len(c.tokens) == 60 and sum(c.turns) == 59 for c in with_reply)
+    with pytest.raises(ValueError, match="leave no room below max_tokens 60"):
+        engine.generate(PROMPTS, SEEDS, TURNS, lambda g, n, tokens, turns: [4] * (60 - len(tokens)))
 
 
 def test_generating_before_loading_says_what_to_do() -> None:
@@ -113,7 +161,7 @@ def test_generating_before_loading_says_what_to_do() -> None:
         TorchEngine("float32").generate([[1]], [[1]], ENDLESS)
 
 
-def test_loading_again_swaps_the_weights_in_the_same_model(tiny_folders: tuple[Path, Path], groups: Any) -> None:
+def test_loading_again_replaces_the_weights_of_the_same_model(tiny_folders: tuple[Path, Path], groups: Groups) -> None:
     engine, fresh = TorchEngine("float32"), TorchEngine("float32")
     engine.load(tiny_folders[0])
     before = engine.model
@@ -124,16 +172,14 @@ def test_loading_again_swaps_the_weights_in_the_same_model(tiny_folders: tuple[P
     assert engine.model is before
 
 
-# ---- closing gaps
-
 rows_and_finished = st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1))))
 
 
 @given(rows_and_finished)
 def test_closing_gaps_keeps_the_live_rows_and_moves_only_those_from_the_end_forward(case: tuple[int, set[int]]) -> None:
-    """So that copying in order never overwrites a row that is still to be read."""
+    """So copying in order never overwrites a row that is still to be read."""
     n_rows, finished = case
     staying = [row for row in range(n_rows) if row not in finished]
-    keep = close_gaps(n_rows, staying)
-    assert sorted(keep) == staying
-    assert all(old == new or (old >= len(keep) and new in finished) for new, old in enumerate(keep))
+    kept = close_gaps(n_rows, staying)
+    assert sorted(kept) == staying
+    assert all(old == new or (old >= len(kept) and new in finished) for new, old in enumerate(kept))

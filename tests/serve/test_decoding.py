@@ -54,8 +54,8 @@ def test_exact_completions_equal_those_of_the_engine_alone(tiny_folder: Path) ->
         pytest.skip(f"exact numerics are not available here: {why}")
     loaded = load(Offer("tiny", None, tiny_folder), TorchEngine("float32", "cpu", "exact"))
     for each in decode(loaded, ServeLimits(rows=4)):
-        sampling = Sampling(1.0, each.ask.max_tokens, loaded.eos_ids)
-        [[alone]] = loaded.engine.generate([each.ask.prompt], [[each.ask.seed]], sampling)
+        sampling = Sampling(1.0, each.request.max_tokens, loaded.eos_ids)
+        [[alone]] = loaded.engine.generate([each.request.prompt], [[each.request.seed]], sampling)
         assert each.tokens == alone.tokens
         assert torch.equal(torch.stack(each.states), alone.hidden_TH)
 
@@ -63,8 +63,8 @@ def test_exact_completions_equal_those_of_the_engine_alone(tiny_folder: Path) ->
 def test_fast_completions_keep_the_states_of_their_own_tokens(tiny: LoadedModel) -> None:
     for each in decode(tiny, ServeLimits(rows=4)):
         expected = tiny.engine.model.base_model(
-            input_ids=torch.tensor([[*each.ask.prompt, *each.tokens]]), use_cache=False
-        ).last_hidden_state[0, len(each.ask.prompt) - 1 : -1]
+            input_ids=torch.tensor([[*each.request.prompt, *each.tokens]]), use_cache=False
+        ).last_hidden_state[0, len(each.request.prompt) - 1 : -1]
         assert torch.allclose(torch.stack(each.states).float(), expected.float(), atol=0.05)
 
 
@@ -110,7 +110,7 @@ def test_an_engine_failure_ends_every_completion_and_is_reported(tiny: LoadedMod
     async def main() -> Exception | None:
         scheduler = ServeScheduler(ServeLimits())
         broken = generation(tiny, range(5, 9), 1, 8)
-        broken.ask = ServeRequest((10**6,), 1, 1.0, 8)  # no such token
+        broken.request = ServeRequest((10**6,), 1, 1.0, 8)  # no such token
         scheduler.submit([broken])
         scheduler.start()
         await finish([broken])

@@ -135,11 +135,13 @@ def generator(
         with closing(VllmEngine(dtype, threads)) as vllm:
             yield vllm, f"{name}/{device.partition(':')[0]}", lambda: ""
         return
-    from shoal.engine.protocol import here
+    from shoal.engine.protocol import run_inline
     from shoal.engine.torch_engine import TorchEngine
     from shoal.model import numerics
 
-    engine = TorchEngine(dtype, device, numerics.pick(config.model.numerics, dtype, device), compute=compute or here)
+    engine = TorchEngine(
+        dtype, device, numerics.pick(config.model.numerics, dtype, device), compute=compute or run_inline
+    )
     prints = fingerprinter(config, dtype)
     yield engine, "", lambda: prints(engine.model)
 

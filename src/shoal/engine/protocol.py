@@ -1,8 +1,8 @@
-"""The interface of an inference engine, and what engines share: unfinished completions, and calls that share a batch.
+"""The interface of an inference engine, and what all engines share: drafts of completions, and calls that share a batch.
 
 A completion may have several turns: when the model ends one, `Respond` may append an environment's tokens, and the model
-continues. Tokens in, tokens out: the model's output is never tokenised again.
-The torch engine (`torch_engine`) is the default and the test double; `vllm.client` is another.
+continues. Prompts and completions are token ids: the model's output is never tokenised again.
+The torch engine (`torch_engine`) is the default and the test double; `vllm.client` is the alternative.
 """
 
 import threading
@@ -20,10 +20,10 @@ IDLE_S = 1.0
 # (group, number within the group, tokens so far, lengths of the turns before the last) -> tokens that an environment appends
 # to a completion whose last token ends a turn; None or empty: the completion ends. Must leave room for one more token.
 Respond = Callable[[int, int, Sequence[int], Sequence[int]], Sequence[int] | None]
-Compute = Callable[[Callable[[], Any]], Any]  # runs a job somewhere, and returns its result
+Compute = Callable[[Callable[[], Any]], Any]  # runs a job, perhaps in another thread, and returns its result
 
 
-def here(job: Callable[[], T]) -> T:
+def run_inline(job: Callable[[], T]) -> T:
     """Run a job in the calling thread."""
     return job()
 
@@ -39,12 +39,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion, including its end token if there is one. The model sampled T of its tokens; the rest were given."""
+    """One completion, including its end token if there is one.
+
+    The model sampled T of its tokens; an environment wrote the others.
+    """
 
     tokens: list[int]
     logprobs: list[float]  # of each sampled token, at the sampling temperature
     hidden_TH: Tensor  # bfloat16: the final hidden state from which each token was sampled
-    turns: list[int] = field(default_factory=list)  # see `model/turns`; []: the model wrote every token
+    turns: list[int] = field(default_factory=list)  # see `model/turns`; []: the model wrote all tokens
 
 
 class Engine(Protocol):
@@ -61,7 +64,7 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """Return one completion per seed, for each prompt. A prompt is computed once for all its completions.
 
-        `max_tokens` and the positions that seed the noise count all tokens of a completion, given ones included.
+        `max_tokens`, and the positions that seed the noise, count the environment's tokens too.
         """
         ...
 
@@ -78,7 +81,7 @@ class Draft:
     respond: Respond | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)  # parts of hidden_TH
+    states: list[Tensor] = field(default_factory=list)  # parts of hidden_TH, in order
     turns: list[int] = field(default_factory=list)
     done: bool = False
     error: BaseException | None = None
@@ -88,9 +91,9 @@ class Draft:
         self.error, self.done = self.error or error, True
 
     def reply(self) -> Sequence[int]:
-        """Return the tokens that the environment appends after the last token, or none.
+        """Return the tokens that the environment appends after the last token, if any.
 
-        An error of the environment finishes this completion alone; `generate` raises it in the calling thread.
+        An error of the environment finishes only this completion; `generate` raises it in the calling thread.
         """
         if self.respond is None or self.tokens[-1] not in self.sampling.eos_ids:
             return ()
@@ -98,9 +101,10 @@ class Draft:
             reply = self.respond(self.group, self.number, self.tokens, self.turns) or ()
             if reply and len(self.tokens) + len(reply) >= self.sampling.max_tokens:
                 raise ValueError(
-                    f"{len(reply)} tokens given after {len(self.tokens)} leave no room below {self.sampling.max_tokens}"
+                    f"the environment's {len(reply)} tokens after {len(self.tokens)} leave no room below "
+                    f"max_tokens {self.sampling.max_tokens}"
                 )
-        except Exception as error:  # noqa: BLE001 - the caller's own
+        except Exception as error:  # noqa: BLE001 - whatever the caller's function raises
             self.finish(error)
             return ()
         if reply:
@@ -112,7 +116,7 @@ class Draft:
 
 
 class Calls:
-    """Concurrent calls of `generate`: one thread advances the completions of all, the others wait.
+    """Concurrent calls of `generate`: one of their threads advances the completions of all calls, the others wait.
 
     `changed` guards the engine's queue.
     """
@@ -123,7 +127,7 @@ class Calls:
         self._advancing = False
 
     def wait(self, own: Sequence[Draft], advance: Callable[[], None]) -> None:
-        """Advance all completions, or wait while another thread does, until these are done.
+        """Advance all completions, or wait while another thread does, until `own` are done.
 
         Raise the error of one of them, or of `advance`.
         """

@@ -1,11 +1,10 @@
 """The live rows of one model and their KV cache. Rows join and leave between steps.
 
     join: prefill new prompts in one packed row, keep their keys and values -> fork: copy a live row's prompt into new rows
-    -> step: one token per row -> keep: drop rows
+    -> step: append one token per row -> keep: drop rows
 
-With exact numerics a row's hidden states equal those of a prefill of the row alone, bit for bit, whichever rows join
-(`model/exact`).
-Invariant: a row attends to its own tokens only. With exact numerics the batch is padded to a multiple of ROW_UNIT rows; the
+Invariant: a row attends to its own tokens only. With exact numerics (`model/exact`) its hidden states equal those of a
+prefill of the row alone, bit for bit, whichever rows join; the batch is padded to a multiple of ROW_UNIT rows, and the
 padding has no keys and is never read.
 Left out: reuse of a conversation's earlier turns, chunked prefill, and paging: all slots are as long as the longest row, and
 the scheduler reserves that memory.
@@ -41,46 +40,78 @@ def max_positions(prompt_tokens: int, max_tokens: int) -> int:
     return rounded(prompt_tokens + max_tokens + GROW_BY, KEYS)
 
 
-class CachedRows:
-    """The live rows of one model, with their KV cache."""
+@dataclass(frozen=True)
+class PackedPrompts:
+    """How prompts lie in one packed row: the prefix that all share, once, then the rest of each. Lengths in tokens."""
+
+    root: int
+    suffixes: list[int]
+
+    def split(self, x_TX: Tensor) -> list[Tensor]:
+        """Split a packed tensor by prompt, and drop padding at the end."""
+        root_LX, *parts = torch.split(x_TX[: self.root + sum(self.suffixes)], [self.root, *self.suffixes])
+        return [torch.cat([root_LX, part]) for part in parts] if self.root else parts
+
+
+class CachedRows(Cache):  # type: ignore[misc]
+    """The live rows of one model and their KV cache: buffers of every block, [rows, key heads, positions, depth].
+
+    Row b's keys are at its own positions 0, 1, 2, ... in buffer row b, whatever the lengths of the others. What is stored
+    beyond them is finite, and attention gives it no weight. Buffers grow with the rows, shrink when half of them is unused,
+    and are freed with the last row.
+    """
 
     def __init__(self, model: Any) -> None:
+        super().__init__(layers=[])
         self.model = model
         self.exact = numerics.of(model) == "exact"
         self.lengths_B = torch.zeros(0, dtype=torch.long)  # tokens of each live row
-        self.cache = Slots(model.device)
+        self.rows = self.positions = 0  # capacity
+        self.buffers: dict[tuple[int, int], Tensor] = {}  # by (block, 0 for keys or 1 for values)
+        # Where the current forward pass writes and reads:
+        self.prompts: PackedPrompts | None = None  # being prefilled into new rows; None: decoding
+        self.line_N = torch.empty(0)  # a step's lines of a buffer seen as [rows * key heads * positions, depth]
+        self.used = 0  # positions that attention reads
 
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Append a row for each prompt. Return hidden_LH of each prompt's L positions."""
         packed = pack([Tree(prompt, []) for prompt in prompts]).to(self.model.device)
-        taken = PackedPrompts(packed.layout.root, [span.prompt for span in packed.layout.spans])
-        self.cache.receive(len(self.lengths_B), self._longest(), taken)
-        hidden_TH = forward_row(self.model, packed, self.cache)
-        self.lengths_B = torch.cat([self.lengths_B, torch.tensor([len(prompt) for prompt in prompts])])
-        return taken.split(hidden_TH)
+        self.prompts = PackedPrompts(packed.layout.root, [span.prompt for span in packed.layout.spans])
+        lengths_B = torch.cat([self.lengths_B, torch.tensor([len(prompt) for prompt in prompts])])
+        self._grow(len(lengths_B), int(lengths_B.max()) + 1)
+        hidden_TH = forward_row(self.model, packed, self)
+        self.lengths_B = lengths_B
+        return self.prompts.split(hidden_TH)
 
     def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
         """Append a copy of each live row in `sources`, cut to its first `lengths` tokens."""
-        self.cache.fork(len(self.lengths_B), self._longest(), sources, max(lengths))
+        first, length = len(self.lengths_B), max(lengths)
+        self._grow(first + len(sources), self._longest() + 1)
+        source_N = torch.tensor(sources, device=self.model.device)
+        for buffer in self.buffers.values():
+            buffer[first : first + len(sources), :, :length] = buffer[source_N, :, :length]
         self.lengths_B = torch.cat([self.lengths_B, torch.tensor(lengths)])
 
     def step(self, tokens_B: Tensor) -> Tensor:
         """Append a token to each row. Return hidden_BH, from which the next tokens are sampled."""
-        self.lengths_B = self.lengths_B + 1
-        at_B, longest = self.lengths_B - 1, self._longest()
-        used = rounded(longest, KEYS) if self.exact else longest
+        at_B, self.lengths_B = self.lengths_B, self.lengths_B + 1
+        longest = self._longest()
+        self.prompts, self.used = None, rounded(longest, KEYS) if self.exact else longest
+        self._grow(len(at_B), self.used)
+        heads = self.buffers[0, 0].shape[1]
+        line_Bk = torch.arange(len(at_B) * heads).view(len(at_B), heads) * self.positions + at_B[:, None]
+        self.line_N = line_Bk.flatten().to(self.model.device)
         padding = -len(at_B) % ROW_UNIT if self.exact else 0
-        self.cache.begin(at_B, used)
         attention: dict[str, Any]
         if self.exact:  # the mask is unused; 4-D, so that transformers builds none
             attention = {"layout": Step(self.lengths_B), "attention_mask": tokens_B.new_empty(1, 1, 1, 1)}
         else:
-            seen_BK = torch.arange(used) < self.lengths_B[:, None]
+            seen_BK = torch.arange(self.used) < self.lengths_B[:, None]
             attention = {"attention_mask": seen_BK[:, None, None, :].to(self.model.device)}
         output = body(self.model)(
             input_ids=F.pad(tokens_B, (0, padding))[:, None].to(self.model.device),
             position_ids=F.pad(at_B, (0, padding))[:, None].to(self.model.device),
-            past_key_values=self.cache,
+            past_key_values=self,
             use_cache=True,
             **attention,
         )
@@ -88,111 +119,51 @@ class CachedRows:
         return hidden_BH
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these old rows, in this order."""
-        self.lengths_B = self.lengths_B[torch.tensor(rows, dtype=torch.long)]
-        self.cache.keep(rows, self._longest())
-
-    @property
-    def held_bytes(self) -> int:
-        """The size of the allocated buffers."""
-        return token_bytes(self.model) * self.cache.rows * self.cache.positions
-
-    def _longest(self) -> int:
-        return int(self.lengths_B.max()) if len(self.lengths_B) else 0
-
-
-# --- keys and values -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PackedPrompts:
-    """Prompts packed in one row: their common root, once, then the rest of each."""
-
-    root: int  # tokens
-    rests: list[int]
-
-    @property
-    def longest(self) -> int:
-        return self.root + max(self.rests)
-
-    def split(self, x_TX: Tensor) -> list[Tensor]:
-        """Split a packed tensor by prompt, and drop padding at the end."""
-        root_LX, *parts = torch.split(x_TX[: self.root + sum(self.rests)], [self.root, *self.rests])
-        return [torch.cat([root_LX, part]) for part in parts] if self.root else parts
-
-
-class Slots(Cache):  # type: ignore[misc]
-    """The KV cache of the live rows: buffers of every block, [rows, key heads, positions, depth].
-
-    receive: store the prompts of new rows -> fork: copy live rows into new ones -> begin: append one position per row
-
-    Buffers grow with the rows, shrink when half of them is unused, and are freed with the last row. Row b's keys are at its
-    own positions 0, 1, 2, ... in slot b, whatever the lengths of the others. Values beyond them are finite, and attention
-    gives them no weight.
-    """
-
-    def __init__(self, device: Any) -> None:
-        super().__init__(layers=[])
-        self.device = device
-        self.rows = self.positions = 0  # capacity
-        self.used = 0  # keys that attention reads
-        self.first = 0  # slot of the first new row
-        self.taken: PackedPrompts | None = None  # the prompts being stored; None: decoding
-        self.line_N = torch.empty(0)  # where a step writes, in lines of a buffer [rows * key heads * positions, depth]
-        self.batch = 0
-        self.buffers: dict[tuple[int, int], Tensor] = {}  # by (block, 0 for keys or 1 for values)
-
-    def receive(self, first: int, longest: int, taken: PackedPrompts) -> None:
-        """Make `update` store these prompts into slots from `first` on.
-
-        `longest`: tokens of the longest live row.
-        """
-        self.first, self.taken = first, taken
-        self._grow(first + len(taken.rests), max(longest, taken.longest) + 1)
-
-    def fork(self, first: int, longest: int, sources: Sequence[int], length: int) -> None:
-        """Copy live slots into those from `first` on, up to position `length`."""
-        self._grow(first + len(sources), longest + 1)
-        source_N = torch.tensor(sources, device=self.device)
-        for buffer in self.buffers.values():
-            buffer[first : first + len(sources), :, :length] = buffer[source_N, :, :length]
-
-    def begin(self, at_B: Tensor, used: int) -> None:
-        """Make `update` write one position per row: at_B."""
-        self.taken, self.used, self.batch = None, used, len(at_B)
-        self._grow(len(at_B), used)
-        heads = self.buffers[0, 0].shape[1]
-        line_Bk = torch.arange(len(at_B) * heads).view(len(at_B), heads) * self.positions + at_B[:, None]
-        self.line_N = line_Bk.flatten().to(self.device)
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.taken is not None:
-            self._store(layer_idx, 0, key)
-            self._store(layer_idx, 1, value)
-            return key, value
-        return self._write(self.buffers[layer_idx, 0], key), self._write(self.buffers[layer_idx, 1], value)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0 if self.taken is not None else self.used
-
-    def keep(self, rows: Sequence[int], length: int) -> None:
-        """Make row b a copy of old row rows[b], up to position `length`. Only rows that move are copied.
+        """Keep these old rows, in this order. Copy only rows that move.
 
         Free all memory if no row is left, some if the remaining rows are few or short.
         """
+        self.lengths_B = self.lengths_B[torch.tensor(rows, dtype=torch.long)]
         if not rows:
             self.buffers, self.rows, self.positions = {}, 0, 0
             return
+        length = self._longest()
         moves = [(new, old) for new, old in enumerate(rows) if new != old]
         if moves:
-            new_M, old_M = (torch.tensor(ends, device=self.device) for ends in zip(*moves, strict=True))
+            new_M, old_M = (torch.tensor(ends, device=self.model.device) for ends in zip(*moves, strict=True))
             for buffer in self.buffers.values():
                 buffer[new_M, :, :length] = buffer[old_M, :, :length]
         if 2 * len(rows) <= self.rows or 2 * _with_room(length) <= self.positions:
             self._resize(len(rows), length)
 
+    @property
+    def allocated_bytes(self) -> int:
+        return token_bytes(self.model) * self.rows * self.positions
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store a block's new keys and values. Return those to attend to. The model calls it once per block and pass."""
+        if self.prompts is None:
+            return self._append(self.buffers[layer_idx, 0], key), self._append(self.buffers[layer_idx, 1], value)
+        for part, x_1kTD in enumerate((key, value)):
+            if (layer_idx, part) not in self.buffers:
+                self.buffers[layer_idx, part] = self._empty(x_1kTD)
+            prompts = self.prompts.split(x_1kTD[0].transpose(0, 1))
+            for row, prompt_LkD in enumerate(prompts, len(self.lengths_B)):
+                self.buffers[layer_idx, part][row, :, : len(prompt_LkD)] = prompt_LkD.transpose(0, 1)
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.used if self.prompts is None else 0
+
+    def _append(self, buffer_BkPD: Tensor, x_Bk1D: Tensor) -> Tensor:
+        batch, depth = len(self.lengths_B), x_Bk1D.shape[-1]
+        buffer_BkPD.view(-1, depth).index_copy_(0, self.line_N, x_Bk1D[:batch].reshape(-1, depth))
+        return buffer_BkPD[:batch, :, : self.used]
+
+    def _longest(self) -> int:
+        return int(self.lengths_B.max()) if len(self.lengths_B) else 0
+
     def _grow(self, rows: int, positions: int) -> None:
-        """Make room for this many rows and positions."""
         if rows > self.rows or positions > self.positions:
             self._resize(rows, positions)
 
@@ -206,20 +177,6 @@ class Slots(Cache):  # type: ignore[misc]
     def _empty(self, like_BkPD: Tensor) -> Tensor:
         # zeros, because attention multiplies unused values by 0
         return like_BkPD.new_zeros(self.rows, like_BkPD.shape[1], self.positions, like_BkPD.shape[3])
-
-    def _store(self, block: int, part: int, x_1kTD: Tensor) -> None:
-        assert self.taken is not None
-        if (block, part) not in self.buffers:
-            self.buffers[block, part] = self._empty(x_1kTD)
-        buffer = self.buffers[block, part]
-        for slot, prompt_LkD in enumerate(self.taken.split(x_1kTD[0].transpose(0, 1)), self.first):
-            buffer[slot, :, : len(prompt_LkD)] = prompt_LkD.transpose(0, 1)
-
-    def _write(self, buffer_BkPD: Tensor, x_Bk1D: Tensor) -> Tensor:
-        depth = x_Bk1D.shape[-1]
-        lines_Nd = x_Bk1D[: self.batch].reshape(-1, depth)
-        buffer_BkPD.view(-1, depth).index_copy_(0, self.line_N, lines_Nd)
-        return buffer_BkPD[: self.batch, :, : self.used]
 
 
 def _with_room(positions: int) -> int:

@@ -1,14 +1,14 @@
 """Test whether this machine computes a token with the same bits in every batch, by a quick sweep over shapes.
 
-Completions are decoded together, alone, and with another prompt of the same beginning, on one thread and on all, then
-prefilled in several packings. Every hidden state, logit and logprob must have the same bits. A machine that passes may claim
-an exactness class (`fingerprint`). Results are cached on disk.
+The same completions are decoded together, alone, and beside a prompt with the same prefix, on one thread and on all, and
+then prefilled in several packings. Every hidden state, logit and logprob must have the same bits. A machine that passes may
+claim an exactness class (`fingerprint`). Results are cached on disk.
 
 A fingerprint is the digest of a model's hidden states and logits for fixed inputs: a packed tree whose branches cross the
-borders of attention's tiles. Machines with equal fingerprints compute alike. It depends on the weights, too.
+borders of attention's tiles. Machines with equal fingerprints compute alike.
 
-Invariants: a fingerprint depends on weights, dtype and arithmetic alone; not on time, thread count or what else the process
-computes, provided that the machine passed the self-test. A cached result is valid for one model config, dtype, device, CPU,
+Invariants: on a machine that passed the self-test, a fingerprint depends on weights, dtype and arithmetic alone; not on
+time, thread count or what else the process computes. A cached result is valid for one model config, dtype, device, CPU,
 library versions and code of this package. Left out: a proof for all shapes (the property tests try many more), and a proof
 that the node computed its fingerprint: a false one gains nothing (docs/trust.md).
 """
@@ -40,15 +40,15 @@ from shoal.model.tree import Tree, forward_hidden, pack
 PROMPTS = (3, 61, 250)  # tokens; with their completions they cross the borders of attention's tiles
 COMPLETIONS, TOKENS = 2, 8
 ALONE = 1  # the prompt whose completions are decoded without the others, too
-ALIKE, BEGINNING = slice(1, 3), 40  # prompts that share their first tokens, and how many
-SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # environment that changes kernels
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # numbers of threads, which results must not depend on
+SHARING, SHARED = slice(1, 3), 40  # prompts that share a prefix, and its tokens
+SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # prefixes of environment variables that change kernels
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # thread counts, on which results must not depend
 CODE = [Path(room.__path__[0]) for room in (model_room, engine_room)]
-PROMPT, BRANCHES = 5, (67, 3)  # tokens; attention's tiles are powers of two
+PROMPT, BRANCHES = 5, (67, 3)  # tokens of the fingerprint's tree; attention's tiles are powers of two
 
 
 def passes(model: Any, dtype: DtypeName, device: str) -> bool:
-    """Whether no shape of the sweep changes a bit. Use a cached result if there is one.
+    """Return whether no shape of the sweep changes a bit. Use a cached result if there is one.
 
     A lock makes one of several processes measure; the others wait for its result, or measure if it dies.
     """
@@ -69,18 +69,18 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
     engine.model = model
     vocabulary, differences = vocabulary_of(model), []
     prompts = [fixed_tokens(f"self-test {length}", length, vocabulary) for length in PROMPTS]
-    prompts[ALIKE] = [[*prompts[ALONE][:BEGINNING], *prompt[BEGINNING:]] for prompt in prompts[ALIKE]]
+    prompts[SHARING] = [[*prompts[ALONE][:SHARED], *prompt[SHARED:]] for prompt in prompts[SHARING]]
     sampling = Sampling(temperature=1.0, max_tokens=TOKENS, eos_ids=())
     seeds = [[17 * group + number for number in range(COMPLETIONS)] for group in range(len(prompts))]
     together = engine.generate(prompts, seeds, sampling)
     flat = [completion for group in together for completion in group]
     for threads in sorted({1, torch.get_num_threads()}):
         with temporarily_on(threads):
-            if not _alike(together[ALONE], engine.generate([prompts[ALONE]], [seeds[ALONE]], sampling)[0]):
+            if not _equal(together[ALONE], engine.generate([prompts[ALONE]], [seeds[ALONE]], sampling)[0]):
                 differences.append(f"decoded alone, {threads} threads")
-            both = zip(together[ALIKE], engine.generate(prompts[ALIKE], seeds[ALIKE], sampling), strict=True)
-            if not all(_alike(*groups) for groups in both):
-                differences.append(f"decoded behind a common beginning, {threads} threads")
+            both = zip(together[SHARING], engine.generate(prompts[SHARING], seeds[SHARING], sampling), strict=True)
+            if not all(_equal(*groups) for groups in both):
+                differences.append(f"decoded behind a shared prefix, {threads} threads")
             for name, rows in _packings(prompts, together).items():
                 hidden_NH = torch.cat([forward_hidden(model, pack(trees).to(model.device)) for trees in rows])
                 if not _same_states(model, hidden_NH, flat):
@@ -94,36 +94,36 @@ def _packings(prompts: Sequence[list[int]], groups: Sequence[Sequence[Completion
         Tree(prompt, [completion.tokens for completion in group]) for prompt, group in zip(prompts, groups, strict=True)
     ]
     branches = [Tree(tree.prompt, [completion]) for tree in trees for completion in tree.completions]
-    alike = [trees[: ALIKE.start], trees[ALIKE]]
-    return {"in one row": [trees], "behind a common beginning": alike, "one by one": [[branch] for branch in branches]}
+    shared = [trees[: SHARING.start], trees[SHARING]]
+    return {"in one row": [trees], "behind a shared prefix": shared, "one by one": [[branch] for branch in branches]}
 
 
 def _same_states(model: Any, hidden_NH: Tensor, completions: Sequence[Completion]) -> bool:
-    """Whether these states, and their logprobs from one product and from several, equal the engine's."""
-    engines_NH = torch.cat([completion.hidden_TH for completion in completions])
-    if not torch.equal(hidden_NH.to("cpu", torch.bfloat16), engines_NH):
+    """Return whether these states, and their logprobs from one product and from several, equal the engine's."""
+    decoded_NH = torch.cat([completion.hidden_TH for completion in completions])
+    if not torch.equal(hidden_NH.to("cpu", torch.bfloat16), decoded_NH):
         return False
     tokens_N = torch.tensor([token for completion in completions for token in completion.tokens]).to(hidden_NH.device)
-    claimed_N = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
+    decoded_N = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
     for step in (len(tokens_N), 16):
         parts = [
             token_logprobs(logits(model, hidden_NH[start : start + step]), tokens_N[start : start + step])
             for start in range(0, len(tokens_N), step)
         ]
-        if not torch.equal(torch.cat(parts).cpu(), claimed_N):
+        if not torch.equal(torch.cat(parts).cpu(), decoded_N):
             return False
     return True
 
 
-def _alike(ones: Sequence[Completion], others: Sequence[Completion]) -> bool:
+def _equal(group: Sequence[Completion], other: Sequence[Completion]) -> bool:
     return all(
-        one.tokens == other.tokens and one.logprobs == other.logprobs and torch.equal(one.hidden_TH, other.hidden_TH)
-        for one, other in zip(ones, others, strict=True)
+        a.tokens == b.tokens and a.logprobs == b.logprobs and torch.equal(a.hidden_TH, b.hidden_TH)
+        for a, b in zip(group, other, strict=True)
     )
 
 
 def _conditions(model: Any, dtype: DtypeName, device: str) -> str:
-    """Return the digest of everything that the result may depend on."""
+    """Return the digest of everything that the self-test's result may depend on."""
     config: dict[str, Any] = json.loads(
         model.config.to_json_string(use_diff=False),
         object_hook=lambda fields: {name: value for name, value in fields.items() if not name.startswith("_")},  # paths
@@ -160,7 +160,6 @@ def fixed_tokens(name: str, length: int, vocabulary: int) -> list[int]:
 
 
 def vocabulary_of(model: Any) -> int:
-    """Return the model's vocabulary size."""
     size: int = model.config.get_text_config(decoder=True).vocab_size
     return size
 

@@ -1,10 +1,8 @@
-"""The default engine: continuous batching in plain torch. A group's prompt is prefilled once.
+"""The default engine: continuous batching in plain torch.
 
     generate: queue a completion for each seed -> step the scheduler until all are finished
 
-Calls from several threads share one batch (`Calls`): finished completions are replaced by the next ones, of any call. Tokens
-that an environment gives replace sampled ones, one per step.
-
+Calls from several threads share one batch (`Calls`). An environment's tokens replace sampled ones, one per step.
 With exact numerics a completion depends on its prompt, its seed and the weights alone; with fast numerics rounding also
 depends on the other rows of the batch. The sampling noise is seeded in both.
 Invariant: weights never change during generation. Left out: prefix caching between calls.
@@ -16,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shoal.engine.batch import DecodeRequest
-from shoal.engine.protocol import Calls, Completion, Compute, Draft, Respond, Sampling, here
-from shoal.engine.scheduler import Scheduler, SchedulerLimits
+from shoal.engine.protocol import Calls, Completion, Compute, Draft, Respond, Sampling, run_inline
+from shoal.engine.scheduler import DecodeRequest, Scheduler, SchedulerLimits
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_weights_
 from shoal.model.numerics import Numerics
@@ -36,7 +32,7 @@ class TorchEngine:
         device: str = "cpu",
         numerics: Numerics = "fast",
         limits: SchedulerLimits | None = None,
-        compute: Compute = here,
+        compute: Compute = run_inline,
     ) -> None:
         """`compute` runs a step; with `OneThread`, all steps run in one thread, whichever thread waits."""
         self.dtype = dtype
@@ -52,9 +48,7 @@ class TorchEngine:
         """Load or replace the weights. Raise RuntimeError during a `generate` call."""
         with self._calls.changed:
             if self._calls.open:
-                raise RuntimeError(
-                    "load() while completions are written would change their weights: wait for generate()"
-                )
+                raise RuntimeError("load() would change the weights during generate(): wait for it to return")
             if self.model is None:
                 self.model = load_model(folder, self.dtype, self.device, self.numerics)
             else:
@@ -87,14 +81,14 @@ class TorchEngine:
         return completions
 
     def _step(self) -> None:
-        """Run one step of all completions. A failure of the model ends them all."""
+        """Run one step of all calls' completions. An error of the model finishes them all."""
         with self._calls.changed:
             self._scheduler.add(self._new)
             self._new = []
         try:
             self.compute(self._scheduler.step)
         except BaseException as error:
-            for draft in self._scheduler.everyone():
+            for draft in self._scheduler.unfinished():
                 assert isinstance(draft, _Draft)
                 draft.finish(error)
             self._scheduler = Scheduler(self._scheduler.limits)
@@ -103,36 +97,33 @@ class TorchEngine:
 
 @dataclass(eq=False)
 class _Draft(Draft):
-    """A `Decoding` of the scheduler."""
+    """A draft as the scheduler's `DecodeSequence`."""
 
     model: Any = None
-    given: deque[int] = field(default_factory=deque)  # the environment's tokens that are not in `tokens` yet
-    ask: DecodeRequest = field(init=False)
+    reply_left: deque[int] = field(default_factory=deque)  # the environment's tokens that are not in `tokens` yet
+    request: DecodeRequest = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.sampling
-        self.ask = DecodeRequest(self.prompt, self.seed, sampling.temperature, sampling.max_tokens)
+        self.request = DecodeRequest(self.prompt, self.seed, sampling.temperature, sampling.max_tokens)
 
-    def began(self, hidden_LH: Tensor) -> None:
-        """Ignore the prompt's states."""
+    def on_prefill(self, hidden_LH: Tensor) -> None:
+        """Do nothing: no prompt is echoed."""
 
     def position(self) -> int:
         return len(self.tokens)
 
-    def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
-        if self.given:
-            self.tokens.append(self.given.popleft())
+    def on_token(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
+        if self.reply_left:
+            self.tokens.append(self.reply_left.popleft())
         else:
             self.tokens.append(token)
             self.logprobs.append(logprob)
-            self.states.append(state_H)
+            self.states.append(state_H[None])
             if token in self.sampling.eos_ids:
-                self.given.extend(self.reply())
-                if not self.given:
+                self.reply_left.extend(self.reply())
+                if not self.reply_left:
                     self.finish()
-        if len(self.tokens) == self.ask.max_tokens:
+        if len(self.tokens) == self.request.max_tokens:
             self.finish()
         return None if self.done else self.tokens[-1]
-
-    def completion(self) -> Completion:
-        return Completion(self.tokens, self.logprobs, torch.stack(self.states), self.turns)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine import batch
+from shoal.engine.scheduler import DecodeRequest
 from shoal.model import logprobs
 from shoal.model.logprobs import likelihoods, token_logprobs
 from shoal.serve.detokenizer import Detokenizer, Finish
@@ -41,7 +41,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class ServeRequest(batch.DecodeRequest):
+class ServeRequest(DecodeRequest):
     """One completion's parameters. `top` is the number of top logprobs to return; None returns no logprobs."""
 
     stops: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class ServeRequest(batch.DecodeRequest):
 
 @dataclass
 class Generation:
-    ask: ServeRequest
+    request: ServeRequest
     loaded: LoadedModel
     loop: asyncio.AbstractEventLoop
     text: Detokenizer = field(init=False)
@@ -68,35 +68,35 @@ class Generation:
     queue: "asyncio.Queue[tuple[Generation, Piece]]" = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        ask, loaded = self.ask, self.loaded
+        ask, loaded = self.request, self.loaded
         self.text = Detokenizer(loaded.tokenizer, ask.stops, loaded.eos_ids, ask.max_tokens)
 
     @property
     def model(self) -> Any:
         return self.loaded.engine.model
 
-    def began(self, hidden_LH: Tensor) -> None:
+    def on_prefill(self, hidden_LH: Tensor) -> None:
         """Compute the prompt's logprobs in chunks: all logits of a long prompt would fill the memory."""
-        tokens = self.ask.prompt[1:]
+        tokens = self.request.prompt[1:]
         for start in range(0, len(tokens), ECHO_CHUNK):
             logits_LV = logprobs.logits(self.model, hidden_LH[start : start + ECHO_CHUNK][: len(tokens) - start])
-            self.prompt_logprobs += score_tokens(logits_LV, tokens[start : start + ECHO_CHUNK], self.ask.top or 0)
+            self.prompt_logprobs += score_tokens(logits_LV, tokens[start : start + ECHO_CHUNK], self.request.top or 0)
 
     def position(self) -> int:
         return len(self.tokens)
 
-    def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
+    def on_token(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         """Record this step's token and piece; return the token to continue from, or None at the end."""
         if self.cancelled:
             return None
-        if self.ask.prompt_only:
+        if self.request.prompt_only:
             self.ready = Piece("", finish="length")
             return None
         self.tokens.append(token)
-        if self.ask.proof:
+        if self.request.proof:
             self.states.append(state_H.clone())  # a view would keep the whole batch's states in memory
         text, finish = self.text.add(token), self.text.finish
-        scores = () if self.ask.top is None else tuple(score_tokens(logits_1V, (token,), self.ask.top))
+        scores = () if self.request.top is None else tuple(score_tokens(logits_1V, (token,), self.request.top))
         self.ready = Piece(text, scores, finish)
         return None if finish else token
 

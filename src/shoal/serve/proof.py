@@ -130,7 +130,7 @@ class ReplyVerdict:
 
 def build(generation: Generation, finish: str, text: str, messages: Sequence[Any]) -> Reply:
     """Build the reply file of a finished generation that kept its states, in milliseconds. Raise ReplyError."""
-    ask, loaded = generation.ask, generation.loaded
+    ask, loaded = generation.request, generation.loaded
     if not generation.states:
         raise ReplyError("nothing was generated, so there is nothing to prove")
     hidden_TH = torch.stack(generation.states)

@@ -86,7 +86,7 @@ class ServeScheduler:
         with self._changed:
             if self._stopping or self.error:
                 raise BusyError("the server is stopping", 5)
-            caller = generations[0].ask.caller
+            caller = generations[0].request.caller
             self.check_caller(caller, len(generations))
             if self.waiting + len(generations) > self.limits.waiting + self._free_rows():
                 self.counts.refused += len(generations)
@@ -113,7 +113,7 @@ class ServeScheduler:
         needed_bytes = engine.cache_bytes(generation.model, [generation])
         if needed_bytes > self.limits.cache_bytes:
             raise RequestError(
-                f"{len(generation.ask.prompt)} prompt tokens and max_tokens {generation.ask.max_tokens} need "
+                f"{len(generation.request.prompt)} prompt tokens and max_tokens {generation.request.max_tokens} need "
                 f"{needed_bytes >> 20} MiB of cache; this server has {self.limits.cache_bytes >> 20} MiB; lower max_tokens"
             )
 
@@ -141,9 +141,9 @@ class ServeScheduler:
         decoded = [generation for generation, piece in pieces if piece.finish != "cancelled"]
         started = [generation for generation in decoded if not generation.last_piece_s]
         self.counts.completions += len(started)
-        self.counts.prompt_tokens += sum(len(generation.ask.prompt) for generation in started)
+        self.counts.prompt_tokens += sum(len(generation.request.prompt) for generation in started)
         self.counts.steps += 1
-        self.counts.tokens += sum(not generation.ask.prompt_only for generation in decoded)
+        self.counts.tokens += sum(not generation.request.prompt_only for generation in decoded)
         self._dispatch(pieces)
 
     def _cancel_all(self) -> None:
@@ -164,9 +164,9 @@ class ServeScheduler:
                 if piece.finish:
                     del self._unfinished[id(generation)]
                     self._row_s += 0.1 * (now_s - generation.submitted_s - self._row_s)
-                    self._callers[generation.ask.caller] -= 1
-                    if not self._callers[generation.ask.caller]:
-                        del self._callers[generation.ask.caller]
+                    self._callers[generation.request.caller] -= 1
+                    if not self._callers[generation.request.caller]:
+                        del self._callers[generation.request.caller]
                     self.counts.cancelled += piece.finish == "cancelled"
         loops = {id(generation.loop): generation.loop for generation, _ in pieces}
         for loop in loops.values():

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal import tasks, toploc
 from shoal.config import Config
-from shoal.engine.protocol import Completion, Compute, Engine, Respond, Sampling, here
+from shoal.engine.protocol import Completion, Compute, Engine, Respond, Sampling, run_inline
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sources import check_max_tokens
 from shoal.model.turns import last_turn, model_tokens
@@ -37,7 +37,7 @@ class Producer:
         engine: Engine,
         task_set: TaskSet | None = None,
         kind: str = "",
-        compute: Compute = here,
+        compute: Compute = run_inline,
     ) -> None:
         """`task_set`: the pool's; None: built here from the config's sources.
 

@@ -140,7 +140,7 @@ class Replies:
 
     async def _save(self, user: int, id: str, parent: str, form: ReplyForm, reply: ReplyInProgress) -> dict[str, Any]:
         generation, text = reply.generation, "".join(reply.text)
-        loaded, ask = generation.loaded, generation.ask
+        loaded, ask = generation.loaded, generation.request
         facts: dict[str, Any] = {
             "model": loaded.id,
             "version": loaded.offer.version,

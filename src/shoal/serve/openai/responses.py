@@ -144,7 +144,7 @@ class ApiResponse:
         finally:  # no row outlives its request
             for generation in self.generations:
                 generation.cancel()
-        caller = self.generations[0].ask.caller
+        caller = self.generations[0].request.caller
         text = await threads.run(caller, lambda: json.dumps(self._whole(pieces)))
         return web.Response(text=text, content_type="application/json")
 
@@ -155,11 +155,11 @@ class ApiResponse:
             tokens = [token for piece in own_pieces for token in piece.tokens]
             logprobs = self._logprobs(generation, tokens)
             choices.append(choice(self.chat, index, self._echo(generation) + text, finish, logprobs))
-            if generation.ask.proof:
+            if generation.request.proof:
                 reply = proof.build(generation, finish or "", text, self.messages)
                 replies.append(reply.model_dump(mode="json"))
         more: dict[str, Any] = {
-            "seeds": [str(generation.ask.seed) for generation in self.generations],
+            "seeds": [str(generation.request.seed) for generation in self.generations],
             "weights": self.loaded.digest,
         }
         if replies:
@@ -179,9 +179,9 @@ class ApiResponse:
             if not self.chat and not offsets[index]:
                 text = self._echo(generation) + text
             logprobs = None
-            if generation.ask.echo and not offsets[index]:  # slow: it covers the whole prompt
+            if generation.request.echo and not offsets[index]:  # slow: it covers the whole prompt
                 logprobs = await threads.run(
-                    generation.ask.caller, partial(self._logprobs, generation, piece.tokens), generation.loaded
+                    generation.request.caller, partial(self._logprobs, generation, piece.tokens), generation.loaded
                 )
             elif piece.tokens:
                 logprobs = self._logprobs(generation, piece.tokens, offset=offsets[index])
@@ -199,7 +199,7 @@ class ApiResponse:
         """Return the prompt's text if the request asks for it."""
         if not (isinstance(self.params, CompletionRequest) and self.params.echo):
             return ""
-        prompt = generation.ask.prompt
+        prompt = generation.request.prompt
         if prompt not in self._prompt_texts:
             self._prompt_texts[prompt] = str(self.loaded.tokenizer.decode(list(prompt)))
         return self._prompt_texts[prompt]
@@ -207,17 +207,17 @@ class ApiResponse:
     def _logprobs(
         self, generation: Generation, tokens: Sequence[TokenLogprobs], offset: int = 0
     ) -> dict[str, Any] | None:
-        if generation.ask.top is None:
+        if generation.request.top is None:
             return None
         if self.chat:
             return chat_logprobs(self.loaded.text, tokens)
-        if generation.ask.echo and not offset:
+        if generation.request.echo and not offset:
             tokens = [*generation.prompt_logprobs, *tokens]
-            return text_logprobs(self.loaded.text, tokens, first=generation.ask.prompt[0])
+            return text_logprobs(self.loaded.text, tokens, first=generation.request.prompt[0])
         return text_logprobs(self.loaded.text, tokens, offset=offset)
 
     def _usage(self) -> dict[str, int]:
-        prompts = {id(generation.ask.prompt): len(generation.ask.prompt) for generation in self.generations}
+        prompts = {id(generation.request.prompt): len(generation.request.prompt) for generation in self.generations}
         prompt_tokens = sum(prompts.values())
         tokens = sum(len(generation.tokens) for generation in self.generations)
         return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
