@@ -1,4 +1,4 @@
-"""A real vLLM, where there is one."""
+"""The Python of a real vLLM, if one is installed."""
 
 import os
 

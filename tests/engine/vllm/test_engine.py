@@ -1,4 +1,4 @@
-"""vLLM draws Shoal's tokens from Shoal's seeds, and says what they were drawn from. Slow; needs vLLM."""
+"""vLLM samples Shoal's tokens by Shoal's seeds, and returns their logprobs and hidden states. Slow; needs vLLM."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ from shoal.engine.vllm.client import VllmEngine
 from shoal.model.load import load_model
 from shoal.model.sampling import replay_margins
 from shoal.model.sources import resolve
+from shoal.model.turns import model_positions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
@@ -41,42 +42,40 @@ def model(tiny: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def made(engine: VllmEngine) -> list[list[Completion]]:
+def groups(engine: VllmEngine) -> list[list[Completion]]:
     return engine.generate(PROMPTS, SEEDS, SAMPLING)
 
 
 @torch.inference_mode()
 def computed(model: Any, prompt: Sequence[int], completion: Completion) -> tuple[torch.Tensor, torch.Tensor]:
-    """What plain torch draws the completion's tokens from: hidden_TH and logits_TV."""
+    """Return the hidden_TH and logits_TV from which plain torch would sample the completion's tokens."""
     start, sequence = len(prompt) - 1, [*prompt, *completion.tokens]
     output = model(torch.tensor([sequence]), output_hidden_states=True)
     return output.hidden_states[-1][0, start:-1], output.logits[0, start:-1]
 
 
-def test_every_token_is_the_one_that_its_seed_yields(model: Any, made: list[list[Completion]]) -> None:
-    for prompt, seeds, group in zip(PROMPTS, SEEDS, made, strict=True):
-        for seed, one in zip(seeds, group, strict=True):
-            _, logits_TV = computed(model, prompt, one)
-            positions = range(len(one.tokens))
-            margins_T = replay_margins(logits_TV, torch.tensor(one.tokens), [seed] * len(positions), positions)
-            assert float(margins_T.max()) < NEAR
-    assert len({tuple(one.tokens) for group in made for one in group}) > len(PROMPTS), "seeds differ"
+def assert_sampled(model: Any, prompt: Sequence[int], seed: int, completion: Completion) -> None:
+    """Compare tokens, logprobs and hidden states with plain torch and the seed."""
+    hidden_TH, logits_TV = computed(model, prompt, completion)
+    sampled = model_positions(completion.turns, len(completion.tokens))
+    tokens_N = torch.tensor([completion.tokens[at] for at in sampled])
+    margins_N = replay_margins(logits_TV[sampled], tokens_N, [seed] * len(sampled), sampled)
+    assert float(margins_N.max()) < NEAR
+    logp_N = logits_TV[sampled].log_softmax(-1)[torch.arange(len(sampled)), tokens_N]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), logp_N, atol=NEAR, rtol=0)
+    torch.testing.assert_close(completion.hidden_TH.float(), hidden_TH[sampled], atol=NEAR, rtol=0.02)
+    assert completion.hidden_TH.dtype == torch.bfloat16
 
 
-def test_hidden_states_and_logprobs_are_those_of_the_tokens(model: Any, made: list[list[Completion]]) -> None:
-    for prompt, group in zip(PROMPTS, made, strict=True):
-        for one in group:
-            hidden_TH, logits_TV = computed(model, prompt, one)
-            logp_T = logits_TV.log_softmax(-1)[torch.arange(len(one.tokens)), one.tokens]
-            torch.testing.assert_close(torch.tensor(one.logprobs), logp_T, atol=NEAR, rtol=0)
-            torch.testing.assert_close(one.hidden_TH.float(), hidden_TH, atol=NEAR, rtol=0.02)
-            assert one.hidden_TH.dtype == torch.bfloat16
-
-
-def test_a_completion_ends_with_an_end_token_or_at_the_limit(made: list[list[Completion]]) -> None:
-    for one in [one for group in made for one in group]:
-        assert 1 not in one.tokens[:-1]
-        assert one.tokens[-1] == 1 or len(one.tokens) == SAMPLING.max_tokens
+def test_tokens_follow_from_seeds_and_come_with_their_logprobs_and_states(
+    model: Any, groups: list[list[Completion]]
+) -> None:
+    for prompt, seeds, group in zip(PROMPTS, SEEDS, groups, strict=True):
+        for seed, completion in zip(seeds, group, strict=True):
+            assert_sampled(model, prompt, seed, completion)
+            assert 1 not in completion.tokens[:-1]
+            assert completion.tokens[-1] == 1 or len(completion.tokens) == SAMPLING.max_tokens
+    assert len({tuple(completion.tokens) for group in groups for completion in group}) > len(PROMPTS), "seeds differ"
 
 
 def test_more_requests_than_fit_wait_their_turn(engine: VllmEngine) -> None:
@@ -84,46 +83,35 @@ def test_more_requests_than_fit_wait_their_turn(engine: VllmEngine) -> None:
     seeds = [list(range(300))]
     together = engine.generate(PROMPTS[:1], seeds, short)[0]
     alone = engine.generate(PROMPTS[:1], [seeds[0][290:292]], short)[0]
-    assert [one.tokens for one in together[290:292]] == [one.tokens for one in alone]
+    assert [completion.tokens for completion in together[290:292]] == [completion.tokens for completion in alone]
 
 
 def test_greedy_tokens_are_the_torch_engines(engine: VllmEngine, tiny: Path) -> None:
     greedy = Sampling(0.0, 12, (1,))
     torch_engine = TorchEngine("float32")
     torch_engine.load(tiny)
-    seeds = [[0]] * len(PROMPTS)
-    ours, theirs = (each.generate(PROMPTS, seeds, greedy) for each in (torch_engine, engine))
-    assert [one.tokens for [one] in ours] == [one.tokens for [one] in theirs]
+    ours, theirs = (each.generate(PROMPTS, [[0]] * len(PROMPTS), greedy) for each in (torch_engine, engine))
+    assert [completion.tokens for [completion] in ours] == [completion.tokens for [completion] in theirs]
 
 
-def test_a_turn_goes_on_after_an_environments_answer(engine: VllmEngine, model: Any) -> None:
+def test_a_turn_follows_an_environments_reply(engine: VllmEngine, model: Any) -> None:
     ends = Sampling(1.0, 24, tuple(range(20)))  # many end tokens
 
     def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
         return [30, 31] if not turns and len(tokens) < 20 else None
 
     [group] = engine.generate(PROMPTS[:1], SEEDS[:1], ends, respond)
-    assert any(one.turns for one in group)
-    for seed, one in zip(SEEDS[0], group, strict=True):
-        if not one.turns:
-            continue
-        first, given = one.turns
-        assert one.tokens[first : first + given] == [30, 31]
-        own = [*range(first), *range(first + given, len(one.tokens))]
-        assert len(one.logprobs) == len(one.hidden_TH) == len(own)
-        _, logits_TV = computed(model, PROMPTS[0], one)
-        tokens_N = torch.tensor([one.tokens[at] for at in own])
-        margins_N = replay_margins(logits_TV[own], tokens_N, [seed] * len(own), own)
-        assert float(margins_N.max()) < NEAR, "positions count given tokens"
+    assert any(completion.turns for completion in group)
+    for seed, completion in zip(SEEDS[0], group, strict=True):
+        if completion.turns:
+            first, reply = completion.turns
+            assert completion.tokens[first : first + reply] == [30, 31]
+        assert_sampled(model, PROMPTS[0], seed, completion)
 
 
-def test_a_long_prompt_is_shared_and_its_tokens_are_right(engine: VllmEngine, model: Any, tiny: Path) -> None:
+def test_a_long_prompt_is_shared_and_its_completions_are_right(engine: VllmEngine, model: Any) -> None:
     prompt = [5 + at * at % 40 for at in range(300)]  # more than two blocks of vLLM's cache
     for seeds in ([1, 2, 3, 4], [5, 6]):  # the second time it is cached
         [group] = engine.generate([prompt], [seeds], SAMPLING)
-        for seed, one in zip(seeds, group, strict=True):
-            hidden_TH, logits_TV = computed(model, prompt, one)
-            positions = range(len(one.tokens))
-            margins_T = replay_margins(logits_TV, torch.tensor(one.tokens), [seed] * len(positions), positions)
-            assert float(margins_T.max()) < NEAR
-            torch.testing.assert_close(one.hidden_TH.float(), hidden_TH, atol=NEAR, rtol=0.02)
+        for seed, completion in zip(seeds, group, strict=True):
+            assert_sampled(model, prompt, seed, completion)

@@ -1,4 +1,4 @@
-"""After a reload every weight is the new one, in several architectures: vLLM keeps copies that it must renew. Slow."""
+"""After a reload vLLM computes with the new weights alone, in several architectures: it keeps copies of some. Slow."""
 
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,13 @@ PROMPT, SEEDS = [5 + at * at % 40 for at in range(300)], list(range(8))  # vLLM 
     [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)],
     ids=["llama", "qwen2", "qwen3"],
 )
-def test_what_is_computed_after_a_reload_is_of_the_new_weights(
-    vllm_python: str, tmp_path: Path, config: type, kind: type, tied: bool
-) -> None:
+def test_a_reload_replaces_every_weight(vllm_python: str, tmp_path: Path, config: type, kind: type, tied: bool) -> None:
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = kind(config(**SIZES, tie_word_embeddings=tied)).eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if "norm" in name or "bias" in name:  # ones and zeros in both, otherwise
+                if "norm" in name or "bias" in name:  # otherwise ones or zeros in both models
                     weight.add_(0.1 * torch.randn_like(weight))
         save_model(model, tiny_tokenizer(), tmp_path / str(seed))
     engine, torch_engine = VllmEngine("float32", 1, vllm_python), TorchEngine("float32")
@@ -47,7 +45,7 @@ def test_what_is_computed_after_a_reload_is_of_the_new_weights(
     for seed in (0, 1, 0):
         engine.load(tmp_path / str(seed))
         torch_engine.load(tmp_path / str(seed))
-        [group], [expected] = (one.generate([PROMPT], [SEEDS], sampling) for one in (engine, torch_engine))
+        [group], [expected] = (each.generate([PROMPT], [SEEDS], sampling) for each in (engine, torch_engine))
         assert [one.tokens for one in group] == [one.tokens for one in expected]
         for one, other in zip(group, expected, strict=True):
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-3, rtol=0)

@@ -1,4 +1,4 @@
-"""What vLLM generates is accepted by a validator that runs plain torch; what a cheating vLLM worker submits is not. Slow."""
+"""A validator that runs plain torch accepts honest vLLM workers and rejects cheating ones. Slow; needs vLLM."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,8 +40,8 @@ def judge() -> Iterator[Judge]:
 def judged(judge: Judge, engine: VllmEngine, kind: type[Producer], number: int) -> Examined:
     producer = kind(CONFIG, RUN, ALICE, engine, kind="vllm/cpu")
     producer.load(resolve(CONFIG.model.name), 0)
-    asked = offline_assignment(CONFIG, ALICE.public, number)
-    case = judge.open(asked, ALICE.public, producer.submission(asked))
+    assignment = offline_assignment(CONFIG, ALICE.public, number)
+    case = judge.open(assignment, ALICE.public, producer.submission(assignment))
     producer.close()
     assert isinstance(case, Case), case
     assert case.header.engine == "vllm/cpu"
@@ -50,7 +50,7 @@ def judged(judge: Judge, engine: VllmEngine, kind: type[Producer], number: int) 
 
 @pytest.mark.parametrize("number", range(3))
 def test_honest_work_is_accepted(judge: Judge, engine: VllmEngine, number: int) -> None:
-    """In bf16 there, and in float32 here: the widest pair of dtypes."""
+    """The worker computes in bf16, the validator in float32: the widest pair of dtypes."""
     examined = judged(judge, engine, Producer, number)
     assert examined.finding is None, examined.finding
     assert len(examined.case.rows) == 8 * CONFIG.sampling.group_size
@@ -59,7 +59,7 @@ def test_honest_work_is_accepted(judge: Judge, engine: VllmEngine, number: int) 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [(QuantizedWeights, Reason.PROOF), (WrongTemperature, Reason.SAMPLING)],
-    ids=lambda one: str(one),
+    ids=str,
 )
 def test_cheating_work_is_rejected(judge: Judge, engine: VllmEngine, kind: type[Producer], reason: Reason) -> None:
     examined = judged(judge, engine, kind, 0)

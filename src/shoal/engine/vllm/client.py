@@ -1,14 +1,14 @@
 """The vLLM engine as a worker sees it: `Engine`'s methods, over a socket to a child process in vLLM's own environment.
 
-vLLM's pins differ from Shoal's, so it gets an environment of its own, whose Python `SHOAL_VLLM_PYTHON` names
-(docs/operate.md). The child imports a few of Shoal's modules, none of which needs more than that environment has.
+vLLM's pins differ from Shoal's, so it has an environment of its own, whose Python `SHOAL_VLLM_PYTHON` names
+(docs/operate.md). The child imports only those modules of Shoal that need no more than that environment has.
 All groups of all calls are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. After
-an environment's answer, the next turn is a new request, which joins while the others continue. Calls from several threads
+an environment's reply, the next turn is a new request, which joins while the others continue. Calls from several threads
 share the socket: one of them reads for all.
 
-Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error. What it says is
-checked, because the worker signs it: a broken child must not make an honest worker look like a liar.
-Left out: one scheduler for several workers.
+Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error. Every completion
+is checked, because the worker signs it: a broken child must not make an honest worker look like a liar.
+Left out: one vLLM for several workers.
 """
 
 import contextlib
@@ -35,32 +35,32 @@ from shoal.errors import ShoalError
 from shoal.model.dtype import DtypeName
 
 PYTHON = "SHOAL_VLLM_PYTHON"
-NAME = "vllm"  # of the engine, in reports and in the headers of submissions
+NAME = "vllm"  # the engine's name in reports and in the headers of submissions
 START_S = 600.0  # to load vLLM and a model
-SILENT_S = 120.0  # while it draws tokens it says so every second; one step may take longer
+SILENT_S = 120.0  # the child reports every second that it samples tokens; one step may take longer
 END_S = 10.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",  # it listens for peers, of which vLLM has none
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # its cloudpickle stays off
+    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",  # Gloo listens for peers, though there are none
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no cloudpickle
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_PLUGINS": "",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner, GPUs' default, has another interface than `extension` knows
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `extension` uses the interface of version 1
 }
 
 
 class VllmError(ShoalError):
-    """vLLM's process failed; the message says why."""
+    """vLLM's process failed. The message says why."""
 
     restart_helps = True
 
 
 def _request(draft: Draft) -> dict[str, Any]:
-    """What vLLM is asked to write next."""
+    """Return the fields of the request for the draft's next turn."""
     done = len(draft.tokens)
     return {
         "prompt": [*draft.prompt, *draft.tokens],
@@ -72,38 +72,39 @@ def _request(draft: Draft) -> dict[str, Any]:
     }
 
 
-def _fault(tokens: Any, tensors: dict[str, Tensor], sampling: Sampling, room: int) -> str:
-    """What is wrong with the completion of a request, in words; "" if nothing is. `room`: the most tokens."""
+def _fault(tokens: Any, tensors: dict[str, Tensor], sampling: Sampling, max_tokens: int) -> str:
+    """Describe what is wrong with a request's completion; "" if nothing is."""
     if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
-        return "whose tokens are no numbers"
+        return "its tokens are not token ids"
+    count = len(tokens)
     ends = [token in sampling.eos_ids for token in tokens]
-    if not 0 < len(tokens) <= room or any(ends[:-1]) or not (ends[-1] or len(tokens) == room):
-        return f"of {len(tokens)} tokens that ends elsewhere than at its end token or after {room}"
+    if not 0 < count <= max_tokens or any(ends[:-1]) or not (ends[-1] or count == max_tokens):
+        return f"it has {count} tokens, but ends neither at its first end token nor after {max_tokens} tokens"
     logprobs, hidden = tensors.get("logprobs"), tensors.get("hidden")
-    if logprobs is None or logprobs.dtype != torch.float32 or logprobs.shape != (len(tokens),):
-        return f"of {len(tokens)} tokens without their logprobs"
-    if hidden is None or hidden.dtype != torch.bfloat16 or hidden.ndim != 2 or len(hidden) != len(tokens):
-        return f"of {len(tokens)} tokens without their hidden states"
+    if logprobs is None or logprobs.dtype != torch.float32 or logprobs.shape != (count,):
+        return f"its {count} tokens have no matching logprobs"
+    if hidden is None or hidden.dtype != torch.bfloat16 or hidden.ndim != 2 or len(hidden) != count:
+        return f"its {count} tokens have no matching hidden states"
     if not (logprobs.isfinite().all() and hidden.isfinite().all()):
-        return "with logprobs or hidden states that are no numbers"
+        return "its logprobs or hidden states are not finite"
     return ""
 
 
-def _link(source: str, to: str) -> None:
-    """A second name of the file; a copy where there can be none: another disk, or a file of another user."""
+def _link(source: str, target: str) -> None:
+    """Hard-link a file, or copy it if it is on another disk or belongs to another user."""
     try:
-        os.link(Path(source).resolve(), to)
-    except OSError:  # if it cannot be read at all, the copy says so
-        shutil.copyfile(source, to)
+        os.link(Path(source).resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)  # raises if the file cannot be read
 
 
 class VllmEngine:
-    """Holds one child process. The first `load` starts vLLM in it, later ones replace its weights in place."""
+    """One child process. The first `load` starts vLLM in it; later ones replace its weights in place."""
 
     def __init__(self, dtype: DtypeName, threads: int = 0, python: str = "") -> None:
-        """`python`: of vLLM's environment; "": what SHOAL_VLLM_PYTHON says. `threads` 0: as many as vLLM takes.
+        """`python`: of vLLM's environment; "" reads SHOAL_VLLM_PYTHON. `threads`: 0 leaves the number to vLLM.
 
-        Raise ShoalError where there is no vLLM, or another release.
+        Raise ShoalError where vLLM is missing or has another version.
         """
         python = python or os.environ.get(PYTHON, "")
         if not python or shutil.which(python) is None:
@@ -111,40 +112,40 @@ class VllmEngine:
                 f"{PYTHON} names {python or 'nothing'}: set it to the Python of an environment with vLLM (docs/operate.md)"
             )
         self.dtype = dtype
-        self.numbers = itertools.count()
-        self.waiting: dict[str, Draft] = {}  # by request
-        self._calls = Calls()  # its lock guards what waits, and that one thread sends
+        self.request_ids = itertools.count()
+        self.waiting: dict[str, Draft] = {}  # by request id
+        self._calls = Calls()  # its lock also guards `waiting`, and sending
         self._closing = threading.Lock()
         self.loaded = False
-        self.connection, theirs = socket.socketpair()
-        self.outward = self.connection.dup()  # one thread may send while another reads: each with a timeout of its own
-        self.path = tempfile.TemporaryDirectory(prefix="shoal-vllm-")
-        # Shoal alone on the path: its neighbours may be the libraries whose releases differ.
-        (Path(self.path.name) / "shoal").symlink_to(Path(shoal.__file__).parent)
+        self.incoming, child_end = socket.socketpair()
+        self.outgoing = self.incoming.dup()  # timeouts are per object, and one thread may send while another reads
+        self.folder = tempfile.TemporaryDirectory(prefix="shoal-vllm-")
+        # Only Shoal is on the child's path: the packages installed beside it may have versions that vLLM's differ from.
+        (Path(self.folder.name) / "shoal").symlink_to(Path(shoal.__file__).parent)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
-        # vLLM puts what its processes meet by, and PyTorch what it compiles, into TMPDIR: no other user may write there.
-        environment |= ENVIRONMENT | {"PYTHONPATH": self.path.name, "TMPDIR": self.path.name}
+        # TMPDIR, where vLLM creates sockets and PyTorch writes compiled code, must not be writable by other users.
+        environment |= ENVIRONMENT | {"PYTHONPATH": self.folder.name, "TMPDIR": self.folder.name}
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
-        with theirs:
+        with child_end:
             self.process = subprocess.Popen(
-                [python, "-P", "-m", "shoal.engine.vllm.server", self.path.name, str(theirs.fileno())],
+                [python, "-P", "-m", "shoal.engine.vllm.server", self.folder.name, str(child_end.fileno())],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         self.versions: dict[str, str] = self._expect("hello", START_S).get("versions", {})
 
     def load(self, folder: Path) -> None:
-        """Raise RuntimeError while something is generated."""
+        """Load or replace the weights. Raise RuntimeError during a `generate` call."""
         if self.waiting:
-            raise RuntimeError("load() while completions are written would change their weights: wait for generate()")
+            raise RuntimeError("load() would change the weights during generate(): wait for it to return")
         if self.loaded:
             self._load(folder)
             return
-        first = Path(self.path.name) / "first"  # vLLM takes long to start; a cache may drop the version meanwhile
+        first = Path(self.folder.name) / "first"  # vLLM starts slowly: the caller may delete the version meanwhile
         shutil.copytree(folder, first, copy_function=_link)
         self._load(first)
         shutil.rmtree(first)
@@ -168,85 +169,82 @@ class VllmEngine:
             for g, (prompt, group) in enumerate(zip(map(tuple, prompts), seeds, strict=True))
         ]
         own = [draft for group in drafts for draft in group]
-        self._ask(own)
+        self._submit(own)
         self._calls.wait(own, self._read)
         return [[draft.completion() for draft in group] for group in drafts]
 
     def _read(self) -> None:
-        """One frame, for everybody. After an error whoever reads next gets one, too."""
+        """Process one frame, for whichever call it belongs to. After an error the next read fails too."""
         try:
-            self._take(*self._receive(SILENT_S))
+            frame, tensors = self._receive(SILENT_S)
+            if frame["is"] != "working":
+                self._finish(frame, tensors)
         except BaseException:
             self.close()  # requests are still in flight
             raise
 
-    def _take(self, frame: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """What vLLM says: that it works, or that a request is done."""
-        if frame["is"] == "working":
-            return
+    def _finish(self, frame: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Append a finished request's tokens to its draft, and submit the next turn if the environment replies."""
         draft = self.waiting.pop(str(frame.get("id")), None) if frame["is"] == "done" else None
         if draft is None:
-            raise self._failure(f"it said {frame['is']!r} of {frame.get('id')!r}, which it was not asked for")
-        self._extend(draft, frame.get("tokens"), tensors)
+            raise self._failure(f"it sent an unexpected {frame['is']!r} with id {frame.get('id')!r}")
+        tokens: Any = frame.get("tokens")
+        if fault := _fault(tokens, tensors, draft.sampling, draft.sampling.max_tokens - len(draft.tokens)):
+            raise self._failure(f"it sent a bad completion: {fault}")
+        draft.tokens += tokens
+        draft.logprobs += tensors["logprobs"].tolist()
+        draft.states.append(tensors["hidden"])
         reply = draft.reply()
         draft.tokens += reply
         if reply:
-            self._ask([draft])
+            self._submit([draft])
         else:
             draft.finish()
 
-    def _ask(self, drafts: Sequence[Draft]) -> None:
-        """Hand these to vLLM's scheduler."""
+    def _submit(self, drafts: Sequence[Draft]) -> None:
+        """Add the drafts' next turns to vLLM's scheduler."""
         with self._calls.changed:
-            asked = {f"shoal-{next(self.numbers)}": draft for draft in drafts}
-            self.waiting |= asked
-            self._send({"do": "add", "requests": [{"id": id, **_request(draft)} for id, draft in asked.items()]})
+            new = {f"shoal-{next(self.request_ids)}": draft for draft in drafts}
+            self.waiting |= new
+            self._send({"do": "add", "requests": [{"id": id, **_request(draft)} for id, draft in new.items()]})
 
     def close(self) -> None:
-        """End the child process and everything it started. It may be called twice, and by several threads."""
+        """End the child process and everything it started. May be called repeatedly, and from several threads."""
         with self._closing:
-            with contextlib.suppress(OSError):  # it is closed already
-                self.connection.shutdown(socket.SHUT_RDWR)  # wakes whoever reads
-            self.connection.close()
-            self.outward.close()
+            with contextlib.suppress(OSError):  # closed already
+                self.incoming.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+            self.incoming.close()
+            self.outgoing.close()
             try:
                 self.process.wait(END_S)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
-            self.path.cleanup()
-
-    def _extend(self, draft: Draft, tokens: Any, tensors: dict[str, Tensor]) -> None:
-        wrong = _fault(tokens, tensors, draft.sampling, draft.sampling.max_tokens - len(draft.tokens))
-        if wrong:
-            raise self._failure(f"a completion {wrong}")
-        draft.tokens += tokens
-        draft.logprobs += tensors["logprobs"].tolist()
-        draft.states.append(tensors["hidden"])
+            self.folder.cleanup()
 
     def _send(self, frame: dict[str, Any]) -> None:
         if self.process.poll() is not None:
             raise self._failure("it ended")
         try:
-            self.outward.settimeout(SILENT_S)
-            wire.send(self.outward, frame)
+            self.outgoing.settimeout(SILENT_S)
+            wire.send(self.outgoing, frame)
         except TimeoutError:
-            raise self._failure(f"it did not listen for {SILENT_S:g} s") from None
-        except (wire.ClosedError, OSError):  # or another thread closed the socket
+            raise self._failure(f"it read nothing for {SILENT_S:g} s") from None
+        except (wire.ClosedError, OSError):  # OSError: another thread closed the socket
             raise self._failure("it ended") from None
 
-    def _expect(self, what: str, within_s: float) -> dict[str, Any]:
+    def _expect(self, kind: str, within_s: float) -> dict[str, Any]:
         frame, _ = self._receive(within_s)
-        if frame["is"] != what:
-            raise self._failure(f"it said {frame['is']!r} instead of {what!r}")
+        if frame["is"] != kind:
+            raise self._failure(f"it sent {frame['is']!r} instead of {kind!r}")
         return frame
 
     def _receive(self, within_s: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The next frame. Raise VllmError if vLLM failed or ended, sent no whole frame in time, or sent something else."""
+        """Return the next frame. Raise VllmError if vLLM failed or ended, or sent no valid frame in time."""
         try:
-            frame, tensors = wire.receive(self.connection, within_s)
+            frame, tensors = wire.receive(self.incoming, within_s)
         except TimeoutError:
-            raise self._failure(f"it said nothing for {within_s:g} s") from None
+            raise self._failure(f"it sent nothing for {within_s:g} s") from None
         except wire.FrameError as error:
             raise self._failure(str(error)) from None
         except OSError:  # another thread closed the socket
@@ -260,10 +258,10 @@ class VllmEngine:
             case str():
                 return frame, tensors
             case other:
-                raise self._failure(f"a frame that says {other!r}")
+                raise self._failure(f"it sent a frame of kind {other!r}")
 
     def _failure(self, why: str) -> VllmError:
-        """What to raise; the child process is ended."""
+        """End the child process and return the error to raise."""
         self.close()
         status = self.process.returncode
-        return VllmError(f"vLLM's process (status {status}): {why}; its own words are above, in this log")
+        return VllmError(f"vLLM's process failed (exit status {status}): {why}; see its messages above")

@@ -1,13 +1,13 @@
-"""What runs inside vLLM: Shoal's seeded sampling, a record of what was drawn from what, and weights replaced in place.
+"""The code that runs inside vLLM: Shoal's seeded sampling, a record of it, and replacing weights in place.
 
-vLLM is extended at three public points: `LogitsProcessor` (the draw), `worker_extension_cls` (`Extension`, called by
-`collective_rpc`), and a forward pre-hook on the model's logits module, which is given exactly the final hidden states that
-a step draws from, in the order of the rows that the logits processor sees. So prefix caching does no harm: the last token
-of a prompt is always computed.
+vLLM is extended at three public points: `LogitsProcessor` (sampling), `worker_extension_cls` (`Extension`, called by
+`collective_rpc`), and a forward pre-hook on the model's logits module. The hook receives exactly the final hidden states
+that a step samples from, in the order of the rows that the logits processor sees. Prefix caching does no harm: vLLM always
+computes a prompt's last token.
 
-    hook: hidden_BH -> vLLM: logits_BV -> SeededDraw: tokens_B, logprobs_B, by the seed -> vLLM takes the argmax
+    hook: hidden_BH -> vLLM: logits_BV -> SeededSampler: tokens_B, logprobs_B, by the seed -> vLLM takes the argmax
 
-Invariant: each drawn token is recorded under its request and position, with its logprob and its hidden state, or the
+Invariant: each sampled token is recorded under its request and position, with its logprob and its hidden state, or the
 process ends with an error.
 Left out: vLLM's second model runner, which has another interface (`client` turns it off).
 Imported by vLLM in its own environment, in one process (docs/operate.md).
@@ -29,17 +29,17 @@ from shoal.model.sampling import choose
 
 
 @dataclass(frozen=True)
-class ShoalArguments:
-    """What `extra_args["shoal"]` says."""
+class SeededRequest:
+    """The fields of `extra_args["shoal"]`."""
 
     id: str
     seed: int
-    first: int  # position of the request's first token within its completion: the ones before are in vLLM's prompt, too
+    first: int  # position of the request's first token in its completion; vLLM's prompt holds the tokens before it
     temperature: float
 
 
-class Drawn(NamedTuple):
-    """A token, its logprob, and the hidden state it was drawn from: bfloat16, on the CPU."""
+class Sampled(NamedTuple):
+    """A token, its logprob, and the hidden state it was sampled from: bfloat16, on the CPU."""
 
     token: int
     logprob: float
@@ -47,69 +47,65 @@ class Drawn(NamedTuple):
 
 
 @dataclass
-class DrawRecord:
-    """What was drawn. One for the process: vLLM makes the processor and the extension itself, and knows of no third."""
+class SampleRecord:
+    """The sampled tokens. Global, because vLLM creates the processor and the extension itself and passes nothing between."""
 
-    hidden_BH: Tensor | None = None  # that the logits at hand were computed from
-    # By request and position: a prompt's parts before the last draw, too, at the place where its first token comes.
-    drawn: dict[str, dict[int, Drawn]] = field(default_factory=dict)
-    count: int = 0  # of all tokens ever drawn
+    hidden_BH: Tensor | None = None  # from which the current step's logits are computed
+    # By request and position. A chunk of a prompt samples a token too, which vLLM discards; the next one overwrites it.
+    sampled: dict[str, dict[int, Sampled]] = field(default_factory=dict)
+    count: int = 0  # of all tokens ever sampled
 
     def take_hidden(self, rows: int) -> Tensor:
-        """The hidden states of the logits at hand, once. Raise RuntimeError if they are not of these rows."""
+        """Return the current step's hidden states, once. Raise RuntimeError unless there is one for each row of logits."""
         hidden_BH, self.hidden_BH = self.hidden_BH, None
         if hidden_BH is None or len(hidden_BH) != rows:
-            seen = "none" if hidden_BH is None else len(hidden_BH)
-            raise RuntimeError(
-                f"{rows} rows of logits, but {seen} of hidden states: this model has no usual logits module"
-            )
+            count = 0 if hidden_BH is None else len(hidden_BH)
+            raise RuntimeError(f"{rows} rows of logits, but {count} hidden states: this model is not supported")
         return hidden_BH
 
 
-RECORD = DrawRecord()
+RECORD = SampleRecord()
 
 
-class SeededDraw(LogitsProcessor):  # type: ignore[misc]
-    """Chooses every token by Shoal's seeded Gumbel-max, and leaves vLLM no other choice.
+class SeededSampler(LogitsProcessor):  # type: ignore[misc]
+    """Sample every token by Shoal's seeded Gumbel-max, and make its logit infinite, so that vLLM's argmax picks it.
 
-    Requests say `temperature=0` to vLLM, and their own seed and temperature in `extra_args["shoal"]`.
+    Requests set `temperature=0` for vLLM, and their own seed and temperature in `extra_args["shoal"]`.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.requests: dict[
-            int, tuple[ShoalArguments, list[int]]
-        ] = {}  # by row, with the tokens so far, which vLLM appends to
+        # By row: the request and its tokens so far, a list that vLLM appends to.
+        self.requests: dict[int, tuple[SeededRequest, list[int]]] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         if sampling_params.temperature != 0 or "shoal" not in (sampling_params.extra_args or {}):
-            raise ValueError("each request has temperature 0 and extra_args['shoal'] (server.py)")
+            raise ValueError("each request needs temperature 0 and extra_args['shoal'] (server.py)")
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        def new(
-            params: SamplingParams, prompt: list[int] | None, output: list[int]
-        ) -> tuple[ShoalArguments, list[int]]:
-            return ShoalArguments(**params.extra_args["shoal"]), output
+        def new(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> tuple[SeededRequest, list[int]]:
+            return SeededRequest(**params.extra_args["shoal"]), output
 
         process_dict_updates(self.requests, batch_update, new)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Draw and record a token for each row. logits [B, V]: a drawn token's becomes infinite."""
-        requests = [self.requests[row] for row in range(len(logits))]
+        """Sample and record a token for each row. logits (B, V): a sampled token's becomes infinite."""
+        batch = [self.requests[row] for row in range(len(logits))]
         hidden_BH = RECORD.take_hidden(len(logits)).to("cpu", torch.bfloat16)
-        for temperature in {one.temperature for one, _ in requests}:
-            rows = [row for row, (one, _) in enumerate(requests) if one.temperature == temperature]
-            alike = [requests[row] for row in rows]
-            positions = [one.first + len(output) for one, output in alike]
+        for temperature in {request.temperature for request, _ in batch}:
+            rows = [row for row, (request, _) in enumerate(batch) if request.temperature == temperature]
+            requests = [batch[row][0] for row in rows]
+            positions = [batch[row][0].first + len(batch[row][1]) for row in rows]
             logits_NV = logits if len(rows) == len(logits) else logits[rows]
-            tokens_N, logprobs_N = choose(logits_NV, [one.seed for one, _ in alike], positions, temperature)
+            tokens_N, logprobs_N = choose(logits_NV, [request.seed for request in requests], positions, temperature)
             logits[rows, tokens_N] = torch.inf
-            drawn = zip(rows, alike, positions, tokens_N.tolist(), logprobs_N.tolist(), strict=True)
-            for row, (one, _), at, token, logprob in drawn:
-                RECORD.drawn.setdefault(one.id, {})[at] = Drawn(token, logprob, hidden_BH[row].clone())
+            sampled = zip(rows, requests, positions, tokens_N.tolist(), logprobs_N.tolist(), strict=True)
+            for row, request, position, token, logprob in sampled:
+                state_H = hidden_BH[row].clone()
+                RECORD.sampled.setdefault(request.id, {})[position] = Sampled(token, logprob, state_H)
         RECORD.count += len(logits)
         return logits
 
@@ -120,7 +116,7 @@ class Extension:
     model_runner: Any  # the worker's
 
     def shoal_record(self) -> None:
-        """Keep the hidden states of every step's logits from now on."""
+        """Record the hidden states of every step from now on."""
 
         def keep(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             RECORD.hidden_BH = arguments[1] if len(arguments) > 1 else keywords["hidden_states"]
@@ -128,17 +124,16 @@ class Extension:
         model = self.model_runner.get_model()
         model.logits_processor.register_forward_pre_hook(keep, with_kwargs=True)
 
-    def shoal_drawn(self) -> int:
-        """How many tokens were ever drawn."""
+    def shoal_sampled(self) -> int:
+        """Return how many tokens were ever sampled."""
         return RECORD.count
 
     def shoal_take(self, id: str) -> tuple[list[int], dict[str, Tensor]]:
-        """All that a finished request drew, in order; tensors: hidden [T, H], logprobs [T]. Forgets it."""
-        drawn = [one for _, one in sorted(RECORD.drawn.pop(id).items())]
-        logprobs = torch.tensor([one.logprob for one in drawn], dtype=torch.float32)
-        return [one.token for one in drawn], {
-            "hidden": torch.stack([one.state_H for one in drawn]),
-            "logprobs": logprobs,
+        """Return a finished request's tokens in order, with hidden states (T, H) and logprobs (T,), and forget it."""
+        sampled = [token for _, token in sorted(RECORD.sampled.pop(id).items())]
+        return [one.token for one in sampled], {
+            "hidden": torch.stack([one.state_H for one in sampled]),
+            "logprobs": torch.tensor([one.logprob for one in sampled], dtype=torch.float32),
         }
 
     def shoal_reload(self, folder: str) -> None:
@@ -148,11 +143,11 @@ class Extension:
         def weights() -> Iterator[tuple[str, Tensor]]:
             for path in sorted(Path(folder).glob("*.safetensors")):
                 with safe_open(path, "pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
+                    for name in file.keys():  # noqa: SIM118 - safe_open returns no mapping
                         names.add(name)
                         yield name, file.get_tensor(name)
 
         self.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)  # type: ignore[attr-defined]
         head = self.model_runner.get_model().lm_head
-        if "lm_head.weight" not in names:  # tied to the embedding: vLLM's CPU build keeps a packed copy, and forgets it
+        if "lm_head.weight" not in names:  # tied: vLLM's CPU build keeps a packed copy, now outdated
             head.quant_method.process_weights_after_loading(head)

