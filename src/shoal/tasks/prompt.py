@@ -66,10 +66,9 @@ class TurnFrame:
                 self.before = after_turn.removeprefix(end)
                 break
         else:
-            raise ChatTemplateError(
+            raise _cannot_answer(
                 f"the chat template of {tokenizer.name_or_path} writes {after_turn[:40]!r} after the assistant's message, "
-                f"which begins with none of the end tokens {sorted(ends)}: an environment cannot answer this model; "
-                "correct eos_token_id in the model's generation_config.json, or set sampling.max_turns = 1"
+                f"which begins with none of the end tokens {sorted(ends)} (eos_token_id in generation_config.json)"
             )
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.control = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
@@ -81,10 +80,8 @@ class TurnFrame:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         first, *rest = ids
         if first != self.end_id or not rest:
-            raise ChatTemplateError(
-                f"the tokenizer of {self.tokenizer.name_or_path} reads the end token {self.end!r} as another token "
-                f"({first}): an environment cannot answer this model; set sampling.max_turns = 1"
-            )
+            name = self.tokenizer.name_or_path
+            raise _cannot_answer(f"the tokenizer of {name} reads the end token {self.end!r} as another token ({first})")
         return rest
 
 
@@ -99,21 +96,21 @@ def delete_all(names: Sequence[str], text: str) -> str:
     return text
 
 
+def _cannot_answer(reason: str) -> ChatTemplateError:
+    remedy = "set sampling.max_turns = 1, or use a model for conversations"
+    return ChatTemplateError(f"{reason}: an environment cannot answer this model; {remedy}")
+
+
 def _around(tokenizer: Any) -> tuple[str, str]:
     """Return the template's text from an answer to the next question, and from there to the next answer."""
     messages = [{"role": role, "content": text} for role, text in zip(ROLES, SENTINELS, strict=True)]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except (ValueError, TemplateError) as error:
-        raise ChatTemplateError(
-            f"the chat template of {tokenizer.name_or_path} does not render a second question ({error}): an environment "
-            "cannot answer this model; set sampling.max_turns = 1, or use a model for conversations"
-        ) from error
+        reason = f"the chat template of {tokenizer.name_or_path} does not render a second question ({error})"
+        raise _cannot_answer(reason) from error
     if any(text.count(sentinel) != 1 for sentinel in SENTINELS):
-        raise ChatTemplateError(
-            f"the chat template of {tokenizer.name_or_path} does not write every message once: an environment cannot "
-            "answer this model; set sampling.max_turns = 1, or use a model for conversations"
-        )
+        raise _cannot_answer(f"the chat template of {tokenizer.name_or_path} does not write every message once")
     _, _, rest = text.partition(SENTINELS[1])
     between, _, after = rest.partition(SENTINELS[2])
     return between, after

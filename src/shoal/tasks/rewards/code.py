@@ -75,9 +75,6 @@ class Candidate:
             raise FailedError("its answer is empty")
         return frame[NUMBER_BYTES:]
 
-    def end(self) -> Result:
-        return self.process.close(END_S)
-
     def _receive(self) -> bytes:
         frame = self.process.receive()
         if frame is None:
@@ -214,7 +211,7 @@ class Code:
                             checked.append(checker.close(END_S))
             except FailedError as error:
                 grade = Grade(0.0, error.outcome, str(error))
-            result = candidate.end()
+            result = process.close(END_S)
         repeatable = self._within_half(result) and (result.outcome == "exited" or not candidate.ended_early)
         repeatable = repeatable and all(map(self._repeatable, checked))
         return replace(grade, repeatable=repeatable)
