@@ -169,14 +169,14 @@ def _module(absolute: str, modules: dict[str, Path]) -> str:
 
 
 def reached(start: str, edges: Edges) -> set[str]:
-    found: set[str] = set()
+    result: set[str] = set()
     waiting = [start]
     while waiting:
-        new = {other for name, other in edges if name == waiting[-1]} - found
+        new = {other for name, other in edges if name == waiting[-1]} - result
         waiting.pop()
-        found |= new
+        result |= new
         waiting += new
-    return found
+    return result
 
 
 def cycles(rooms: list[str], edges: Edges) -> list[tuple[str, ...]]:

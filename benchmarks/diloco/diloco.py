@@ -122,8 +122,8 @@ def sparse(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
     }
 
 
-def lacking(found: dict[str, Any], seed: int) -> list[Setting]:
-    done = [run["setting"] for run in found["runs"] if run["seed"] == seed]
+def lacking(result: dict[str, Any], seed: int) -> list[Setting]:
+    done = [run["setting"] for run in result["runs"] if run["seed"] == seed]
     return [setting for setting in GRID if not any(same(each, setting) for each in done)]
 
 
@@ -167,14 +167,14 @@ def table() -> None:
         runs = [run for run in held["runs"] if same(run["setting"], setting)]
         if not runs:
             continue
-        found = [run["perplexity"] for run in runs]
-        spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        result = [run["perplexity"] for run in runs]
+        spread = f" ± {statistics.stdev(result):.2f}" if len(result) > 1 else ""
         n = setting.sites
         sent = runs[0].get("sent_bytes_per_site", 0) / (tokens / n)
         ring = 2 * (n - 1) / n * 4 * runs[0]["parameters"] * STEPS / (tokens / n)
         fewer = f"{ring / sent:,.0f}" if sent and n > 1 else "–"
         how = f"H = {setting.inner_steps}, {setting.kind}" if setting.inner_steps else "data-parallel"
-        print(f"| {n} | {how} | {statistics.mean(found):.2f}{spread} | {sent:,.1f} | {fewer} | {len(runs)} |")  # noqa: T201
+        print(f"| {n} | {how} | {statistics.mean(result):.2f}{spread} | {sent:,.1f} | {fewer} | {len(runs)} |")  # noqa: T201
 
 
 def main() -> None:
@@ -195,7 +195,7 @@ def main() -> None:
         count = sum(tensor.numel() for tensor in first.tensors.values())
         while settings := lacking(read(), seed):
             setting, started_s = settings[0], time.process_time()
-            found = sparse(setting, first, held_N) if setting.inner_steps else dense(first, held_N)
+            result = sparse(setting, first, held_N) if setting.inner_steps else dense(first, held_N)
             cpu_s = round(time.process_time() - started_s, 1)
             run = {
                 "setting": asdict(setting),
@@ -204,8 +204,8 @@ def main() -> None:
                 "perplexity_before": before,
                 "cpu_s": cpu_s,
             }
-            add(run | found, len(train_N))
-            print(f"{setting} seed {seed}: perplexity {found['perplexity']:.3f}, {cpu_s} s", flush=True)  # noqa: T201
+            add(run | result, len(train_N))
+            print(f"{setting} seed {seed}: perplexity {result['perplexity']:.3f}, {cpu_s} s", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

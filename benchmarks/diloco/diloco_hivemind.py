@@ -79,13 +79,13 @@ class Engine:
 
     def cpu_s(self) -> float:
         """Return CPU seconds of all its processes so far."""
-        found = 0.0
+        result = 0.0
         for process in self.processes:
             own = psutil.Process(process.pid)
             for each in (own, *own.children(recursive=True)):
                 times = each.cpu_times()
-                found += times.user + times.system
-        return found
+                result += times.user + times.system
+        return result
 
     def end(self) -> None:
         for process in self.processes:
@@ -103,8 +103,8 @@ def answer(process: Any) -> dict[str, Any]:
     """Return the process's next JSON line; hivemind prints other lines, too."""
     for line in process.stdout:
         if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
+            result: dict[str, Any] = json.loads(line)
+            return result
     raise SystemExit(f"a process ended with status {process.wait()}")
 
 
@@ -121,12 +121,12 @@ def idle_bytes(seconds: float) -> float:
 
 
 def medians(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    found = {}
+    result = {}
     for key in sorted({(each["engine"], each["peers"]) for each in steps}):
         chosen = [each for each in steps if (each["engine"], each["peers"]) == key]
         keys = ("seconds", "of_them_forming_s", "cpu_s", "bytes", "error")
-        found["{} {}".format(*key)] = {name: statistics.median(each[name] for each in chosen) for name in keys}
-    return found
+        result["{} {}".format(*key)] = {name: statistics.median(each[name] for each in chosen) for name in keys}
+    return result
 
 
 def main() -> None:
@@ -147,8 +147,8 @@ def main() -> None:
             other = Engine("hivemind", arguments.hivemind, Path(folder), peers, arguments.matrices)
             try:
                 for number in range(arguments.steps + 1):
-                    found = [engine.step(number) for engine in (shoal, other)[:: 1 if number % 2 else -1]]
-                    steps += found if number else []
+                    result = [engine.step(number) for engine in (shoal, other)[:: 1 if number % 2 else -1]]
+                    steps += result if number else []
                 idle[str(peers)] = idle_bytes(5.0)
             finally:
                 for engine in (shoal, other):

@@ -53,10 +53,10 @@ def main() -> None:
     held |= {"tokens_per_step_and_site": TOKENS * BATCH, "parameters": write_model(), "runs": []}
     for repeat in range(arguments.repeats):
         for name in arguments.settings:
-            found = sites(FOLDER / f"{name}-{repeat}", dict(SETTINGS[name]))
-            held["runs"].append({"name": name, "settings": SETTINGS[name], "repeat": repeat} | found)
+            result = sites(FOLDER / f"{name}-{repeat}", dict(SETTINGS[name]))
+            held["runs"].append({"name": name, "settings": SETTINGS[name], "repeat": repeat} | result)
             save(arguments.out, held)
-            print(name, json.dumps(found["summary"]), flush=True)  # noqa: T201
+            print(name, json.dumps(result["summary"]), flush=True)  # noqa: T201
 
 
 def sites(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

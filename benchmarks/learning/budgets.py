@@ -82,8 +82,8 @@ def draw(runs: dict[str, list[Metrics]], path: Path) -> None:
         targets = targets_of(of[0])
         for steps, style in ((FIRST, ":"), (LAST, "-")):
             for run in of:
-                found = [over(run, f"length/{target}/mean", steps) for target in targets]
-                lengths.plot(targets, found, style, marker="o", markersize=3, color=COLOURS[label], linewidth=1)
+                result = [over(run, f"length/{target}/mean", steps) for target in targets]
+                lengths.plot(targets, result, style, marker="o", markersize=3, color=COLOURS[label], linewidth=1)
     most = max(target for of in runs.values() for target in targets_of(of[0]))
     lengths.plot([0, most], [0, most], color="#999999", linewidth=0.8)
     lengths.set(title="length by target: first steps dotted, last solid", xlabel="target, tokens", ylabel="tokens")

@@ -56,21 +56,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = []
+    result = []
     for tokens in TOKENS:
         for beta in BETAS:
             for outlier in OUTLIERS:
                 for name, kl in ESTIMATORS.items():
                     runs = [measure(seed, tokens, beta, outlier, kl) for seed in range(arguments.seeds)]
                     mean = {key: float(f"{fmean(run[key] for run in runs):.4g}") for key in runs[0]}
-                    found.append({"tokens": tokens, "beta": beta, "outlier": outlier, "bound": name} | mean)
-                    print(json.dumps(found[-1]))  # noqa: T201
+                    result.append({"tokens": tokens, "beta": beta, "outlier": outlier, "bound": name} | mean)
+                    print(json.dumps(result[-1]))  # noqa: T201
     report = {
         "command": f"python -m benchmarks.learning.kl_bound --seeds {arguments.seeds}",
         "commit": commit(),
         "torch": torch.__version__,
         "grad_clip": GRAD_CLIP,
-        "cases": found,
+        "cases": result,
     }
     save(RESULTS / "kl_bound.json", report)
 
@@ -94,8 +94,8 @@ def measure(seed: int, tokens: int, beta: float, outlier: float, kl: Estimator) 
     def gradient(of_N: Tensor, estimator: Estimator, surrogate: bool) -> Tensor:
         logp_N = logits_RV.log_softmax(-1)[row_N, token_N]
         loss_N = beta * estimator(reference_RV[row_N, token_N] - logp_N) - surrogate * advantage_N * logp_N
-        (found,) = torch.autograd.grad((loss_N * of_N).sum() / tokens, logits_RV)
-        return found
+        (result,) = torch.autograd.grad((loss_N * of_N).sum() / tokens, logits_RV)
+        return result
 
     own, others = gradient(one, kl, True), gradient(~one, kl, True)
     update, without = clipped(own + others), clipped(others)

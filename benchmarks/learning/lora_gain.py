@@ -36,10 +36,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows = [measured(resolve(given.model), lr, given.dtype) for lr in (1e-6, 1e-5, 1e-4)]
-    found = {"machine": describe(), "model": given.model, "dtype": given.dtype, "updates": UPDATES, "rows": rows}
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    result = {"machine": describe(), "model": given.model, "dtype": given.dtype, "updates": UPDATES, "rows": rows}
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
     if given.out:
-        save(given.out, found)
+        save(given.out, result)
 
 
 def measured(folder: Path, lr: float, dtype: str) -> dict[str, float]:

@@ -143,13 +143,13 @@ def sample(engine: TorchEngine, policy: Policy, draw: random.Random, seed: int, 
 def train(policy: Policy, stored: Stored, loss: LossSection) -> dict[str, float]:
     """Make one update. Return its figures, and the gradient norm of the other arm's loss at the same weights."""
     n_tokens = len(stored.behaviour_N)
-    found: dict[str, float] = {}
+    row: dict[str, float] = {}
 
     def value(batch: Stored) -> Tensor:
         logp_N, _ = policy.logprobs(pack(batch.trees), with_entropy=False)
         ratio_N = torch.exp(logp_N.detach() - batch.behaviour_N)
-        found["ratio_max"] = float(ratio_N.max())
-        found["beyond"] = float(((ratio_N > BEYOND) & (batch.advantage_N < 0)).sum()) / n_tokens
+        row["ratio_max"] = float(ratio_N.max())
+        row["beyond"] = float(((ratio_N > BEYOND) & (batch.advantage_N < 0)).sum()) / n_tokens
         over = denominator(loss.kind, n_tokens, PROMPTS * GROUP, MAX_TOKENS)
         losses = {
             delta: policy_loss(
@@ -163,11 +163,11 @@ def train(policy: Policy, stored: Stored, loss: LossSection) -> dict[str, float]
         }
         (other,) = set(ARMS.values()) - {loss.delta}
         gradients = torch.autograd.grad(losses[other], list(policy.model.parameters()), retain_graph=True)
-        found["grad_norm_other"] = float(torch.nn.utils.get_total_norm(gradients))
+        row["grad_norm_other"] = float(torch.nn.utils.get_total_norm(gradients))
         return losses[loss.delta]
 
     step = policy.step(value, [stored])
-    return found | {"loss": step["loss"], "grad_norm": step["optim/grad_norm"]}
+    return row | {"loss": step["loss"], "grad_norm": step["optim/grad_norm"]}
 
 
 def figures(updates: list[dict[str, float]]) -> dict[str, float]:

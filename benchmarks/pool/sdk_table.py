@@ -222,17 +222,17 @@ def main() -> None:
         versions = installed(folder)
         process, url = served(Path(temporary))
         try:
-            found = {name: asked_by(folder, name, url) for name in CLIENTS}
-            found["openai (npm)"] = asked_by_node(folder, url)
+            figures = {name: asked_by(folder, name, url) for name in CLIENTS}
+            figures["openai (npm)"] = asked_by_node(folder, url)
         finally:
             process.terminate()
             process.wait()
 
     from benchmarks.common.machine import command_line, describe, save
 
-    result = {"command": command_line(), "machine": describe(), "versions": versions, "found": found}
+    result = {"command": command_line(), "machine": describe(), "versions": versions, "found": figures}
     save(arguments.out, result)
-    table(found)
+    table(figures)
 
 
 def worked(check: Callable[[], bool]) -> str:
@@ -244,7 +244,7 @@ def worked(check: Callable[[], bool]) -> str:
 
 def installed(folder: Path) -> dict[str, str]:
     """Return the clients' versions in these environments. Make missing environments first."""
-    found = {}
+    figures = {}
     for name, (packages, _) in CLIENTS.items():
         python = folder / name / "bin" / "python"
         ask = [
@@ -256,11 +256,11 @@ def installed(folder: Path) -> dict[str, str]:
             subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
             install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
             subprocess.run([*install, *packages.split()], check=True)
-        found[name] = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+        figures[name] = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
     if not (folder / "node_modules" / "openai").exists():
         subprocess.run(["npm", "install", "--silent", "--prefix", str(folder), "openai"], check=True)
     own = json.loads((folder / "node_modules" / "openai" / "package.json").read_text())
-    return found | {"openai (npm)": own["version"]}
+    return figures | {"openai (npm)": own["version"]}
 
 
 def served(folder: Path) -> tuple[subprocess.Popen[str], str]:
@@ -290,15 +290,15 @@ def answered(command: list[str], folder: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHONPATH"))}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     with contextlib.suppress(IndexError, ValueError):
-        found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        figures: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        return figures
     return dict.fromkeys(FEATURES, f"the client ended: {done.stderr[-300:]}")
 
 
-def table(found: dict[str, dict[str, str]]) -> None:
+def table(figures: dict[str, dict[str, str]]) -> None:
     print("| client |", " | ".join(FEATURES), "|")  # noqa: T201
     print("| --- |", " | ".join("---" for _ in FEATURES), "|")  # noqa: T201
-    for name, own in found.items():
+    for name, own in figures.items():
         print(f"| {name} |", " | ".join(own.get(feature, "-") for feature in FEATURES), "|")  # noqa: T201
 
 

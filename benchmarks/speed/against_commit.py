@@ -49,9 +49,9 @@ def main() -> None:
             sys.stdout.write(f"{job} {number}: {figures}\n")
             sys.stdout.flush()
     for job in arguments.jobs:
-        rounds = [found for found in result["rounds"] if found["job"] == job]
+        rounds = [row for row in result["rounds"] if row["job"] == job]
         for figure in rounds[0]["before"]:
-            before, after = ([found[name][figure] for found in rounds] for name in ("before", "after"))
+            before, after = ([row[name][figure] for row in rounds] for name in ("before", "after"))
             ratios = [b / a for a, b in zip(before, after, strict=True) if a]
             ratio = statistics.median(ratios) if ratios else float("nan")
             medians = f"{statistics.median(before):.4g} | {statistics.median(after):.4g}"

@@ -147,13 +147,13 @@ def figures(
 ) -> dict[str, Any]:
     n_tokens = sum(map(len, sequences))
     flops = 3 * sum(forward_flops(SHAPE, 1, [len(s) - 1]) for s in sequences)
-    found: dict[str, Any] = {"dtype": dtype, "case": case, "lengths": [len(s) for s in sequences], "peak_gflops": peak}
+    row: dict[str, Any] = {"dtype": dtype, "case": case, "lengths": [len(s) for s in sequences], "peak_gflops": peak}
     for name, each_s in seconds.items():
         median_s = statistics.median(each_s)
-        found[name] = {"seconds": each_s, "tokens_per_s": n_tokens / median_s, "mfu": flops / median_s / peak / 1e9}
+        row[name] = {"seconds": each_s, "tokens_per_s": n_tokens / median_s, "mfu": flops / median_s / peak / 1e9}
         pairs = zip(seconds["shoal"], each_s, strict=True)
-        found[name]["shoal_times_faster"] = statistics.median(other / own for own, other in pairs)
-    return found
+        row[name]["shoal_times_faster"] = statistics.median(other / own for own, other in pairs)
+    return row
 
 
 if __name__ == "__main__":

@@ -154,15 +154,15 @@ class Bytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its parts come here, too
-        found = func(*args, **(kwargs or {}))
+        figures = func(*args, **(kwargs or {}))
         if self.paused:
-            return found
+            return figures
         if func.namespace == "c10d":
             self.received += received(func, args)
-        for leaf in tree_leaves((found, args)):
+        for leaf in tree_leaves((figures, args)):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self.see(leaf.untyped_storage(), leaf.device.type)
-        return found
+        return figures
 
     def see(self, storage: torch.UntypedStorage, where: str) -> None:
         if id(storage) not in self.sizes:
@@ -183,9 +183,9 @@ class Bytes(TorchDispatchMode):
 
     def phase(self) -> tuple[Counter[str], int]:
         """The peaks and the bytes received since the last call."""
-        found = self.peak, self.received
+        figures = self.peak, self.received
         self.peak, self.received = self.now.copy(), 0
-        return found
+        return figures
 
     @contextmanager
     def besides(self) -> Any:
@@ -236,10 +236,10 @@ class FakeWeights:
     def fill_(self, model: Any) -> None:
         for tensor in model.state_dict().values():
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            found = torch.empty(own.shape, dtype=torch.bfloat16)
-            self.read_bytes += nbytes(found)
-            self.largest_bytes = max(self.largest_bytes, nbytes(found))
-            own.copy_(found)
+            figures = torch.empty(own.shape, dtype=torch.bfloat16)
+            self.read_bytes += nbytes(figures)
+            self.largest_bytes = max(self.largest_bytes, nbytes(figures))
+            own.copy_(figures)
 
 
 class Built(Sharded):

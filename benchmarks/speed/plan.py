@@ -168,14 +168,14 @@ def _step_s(ends_s: list[float]) -> float:
 
 
 def _json(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
 
 
 def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     """One `shoal run` with a small evaluator."""
 
-    machine, found = describe(), measure(pick("auto")[0])
+    machine, result = describe(), measure(pick("auto")[0])
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "run"
         argv = [sys.executable, "-m", "shoal", "run", str(ROOT / "configs" / f"{config}.toml"), "--out", str(out)]
@@ -189,7 +189,7 @@ def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     return {
         "command": f"python -m benchmarks.speed.plan record {config} --steps {steps}",
         "machine": machine,
-        "device": {"flops": found["flops"], "bandwidth_Bps": found["bandwidth_Bps"], "cores": machine["cores"]},
+        "device": {"flops": result["flops"], "bandwidth_Bps": result["bandwidth_Bps"], "cores": machine["cores"]},
         "overrides": [override for override in overrides if not override.startswith("tasks.sources")],
         "steps": [{name: report[name] for name in KEPT} for report in reports],
         "peak_rss_bytes": summary["peak_rss_bytes"],
@@ -210,10 +210,10 @@ def main() -> None:
         known["runs"][arguments.config] = record(arguments.config, arguments.steps, arguments.set)
         save(PATH, known)
         return
-    found = list(rows())
-    known["compared"] = [vars(row) | {"ratio": round(row.ratio, 3)} for row in found]
+    result = list(rows())
+    known["compared"] = [vars(row) | {"ratio": round(row.ratio, 3)} for row in result]
     save(PATH, known)
-    for row in found:
+    for row in result:
         sys.stdout.write(f"{row.run:22} {row.what:16} {row.planned:12.4g} {row.measured:12.4g} {row.ratio:6.2f}\n")
 
 

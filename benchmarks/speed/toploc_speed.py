@@ -49,7 +49,10 @@ def main() -> None:
         json.dump(measure(arguments.public, arguments.states, arguments.threads), sys.stdout)
         return
 
-    found: dict[str, Any] = {"command": "python -m benchmarks.speed.toploc_speed --public PATH", "machine": describe()}
+    figures: dict[str, Any] = {
+        "command": "python -m benchmarks.speed.toploc_speed --public PATH",
+        "machine": describe(),
+    }
     with tempfile.TemporaryDirectory() as folder:
         states = Path(folder) / "states.pt"
         make_states(states)
@@ -61,11 +64,11 @@ def main() -> None:
                 stdout=subprocess.PIPE,
                 check=True,
             )
-            found[f"{threads} threads"] = rows = json.loads(run.stdout)
+            figures[f"{threads} threads"] = rows = json.loads(run.stdout)
             for shape, row in rows.items():
                 sys.stdout.write(f"{threads} threads, {shape}: {json.dumps({k: row[k] for k in row if k != 'ms'})}\n")
     path = RESULTS / "toploc_speed.json"
-    save(path, found)
+    save(path, figures)
 
 
 def make_states(path: Path) -> None:

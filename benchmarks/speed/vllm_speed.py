@@ -69,7 +69,7 @@ def main() -> None:
 
 def in_turns(engines: dict[str, Engine], tokens: int, *, vllm_first: bool) -> list[dict[str, Any]]:
     """One measurement of each size with each engine."""
-    found = []
+    figures = []
     for size in SIZES:
         for name in sorted(engines, reverse=vllm_first):
             groups = -(-size // GROUP)
@@ -80,8 +80,8 @@ def in_turns(engines: dict[str, Engine], tokens: int, *, vllm_first: bool) -> li
             wall_s, used_s = time.perf_counter() - began_s, cpu_s(engines[name]) - before_s
             total = sum(len(one.tokens) for group in made for one in group)
             assert total == size * tokens
-            found.append({"engine": name, "size": size, "tokens": total, "wall_s": wall_s, "cpu_s": used_s})
-    return found
+            figures.append({"engine": name, "size": size, "tokens": total, "wall_s": wall_s, "cpu_s": used_s})
+    return figures
 
 
 def cpu_s(engine: Engine) -> float:
@@ -108,15 +108,15 @@ def change(folder: Path, to: Path) -> Path:
 def updates(engine: VllmEngine, folders: list[Path]) -> list[float]:
     """Seconds of each `load`; what is generated afterwards is another's than before."""
     sampling = Sampling(0.0, 32, ())
-    prompt, found, before = list(range(200, 240)), [], None
+    prompt, figures, before = list(range(200, 240)), [], None
     for number in range(UPDATES):
         began_s = time.perf_counter()
         engine.load(folders[number % 2])
-        found.append(time.perf_counter() - began_s)
+        figures.append(time.perf_counter() - began_s)
         [[one]] = engine.generate([prompt], [[0]], sampling)
         assert before != one.logprobs, "the new weights took effect"
         before = one.logprobs
-    return found
+    return figures
 
 
 def report(result: dict[str, Any]) -> None:

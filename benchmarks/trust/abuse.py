@@ -80,10 +80,10 @@ class Site:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 writer.write(self.request(self.insider, method, path, body, connection="close"))
-                found: dict[str, Any] = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+                figures: dict[str, Any] = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
         finally:
             writer.transport.abort()
-        return found
+        return figures
 
     def request(self, identity: Identity, method: str, path: str, body: bytes, **changed: str) -> bytes:
         """A signed request as it goes over the wire."""
@@ -297,8 +297,8 @@ async def attack_in_a_process(site: Site, seconds: float, attack: str) -> dict[s
         "key": site.insider.private_key.private_bytes_raw().hex(),
     }
     answer, _ = await attacker.communicate(json.dumps(known).encode())
-    found: dict[str, int] = json.loads(answer)
-    return found
+    figures: dict[str, int] = json.loads(answer)
+    return figures
 
 
 def attack_here(name: str, seconds: float) -> None:

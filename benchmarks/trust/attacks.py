@@ -305,22 +305,22 @@ def identity(number: int) -> Identity:
     return Identity(Ed25519PrivateKey.from_private_bytes(seed))
 
 
-def row(name: str, found: dict[str, Any]) -> str:
-    n = found["n"]
-    ordered = sorted(found["first"].items(), key=lambda pair: -pair[1])
+def row(name: str, figures: dict[str, Any]) -> str:
+    n = figures["n"]
+    ordered = sorted(figures["first"].items(), key=lambda pair: -pair[1])
     first = ", ".join(check if count == n else f"{check} ({share(count, n)})" for check, count in ordered) or "none"
-    proof, public = (share(found["alone"].get(check, 0), n) for check in ("proof", PUBLIC_NAME))
-    lasts = found["lasts"] or f"all {n}" if "lasts" in found else ""
-    rejected = f"{found['rejected']} of {n} ({share(found['rejected'], n)})"
+    proof, public = (share(figures["alone"].get(check, 0), n) for check in ("proof", PUBLIC_NAME))
+    lasts = figures["lasts"] or f"all {n}" if "lasts" in figures else ""
+    rejected = f"{figures['rejected']} of {n} ({share(figures['rejected'], n)})"
     return f"| {name} | {rejected} | {first} | {proof} | {public} | {lasts} |\n"
 
 
-def exact_row(name: str, found: dict[str, Any]) -> str:
-    n, changed = found["n"], found["n"] - found["unchanged"]
-    ordered = sorted(found["first"].items(), key=lambda pair: -pair[1])
+def exact_row(name: str, figures: dict[str, Any]) -> str:
+    n, changed = figures["n"], figures["n"] - figures["unchanged"]
+    ordered = sorted(figures["first"].items(), key=lambda pair: -pair[1])
     first = ", ".join(f"{check} ({count})" for check, count in ordered) or "none"
-    caught = f"{changed - found['slipped']} of {changed}" if changed else "nothing was changed"
-    return f"| {name} | {changed} of {n} | {caught} | {first} | {found['tried']:+.3f} | {found['gained']:+.3f} |\n"
+    caught = f"{changed - figures['slipped']} of {changed}" if changed else "nothing was changed"
+    return f"| {name} | {changed} of {n} | {caught} | {first} | {figures['tried']:+.3f} | {figures['gained']:+.3f} |\n"
 
 
 def share(count: int, n: int) -> str:

@@ -61,7 +61,7 @@ def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
     judges = {dtype: _judge(settings, Checking(dtype, ROW_TOKENS, 1)) for dtype in DTYPES}
     for judge in judges.values():
         judge.load(folder)
-    found, seeds, processes = empty() | {"workers": 1}, set[int](), dict.fromkeys(PAIRS, Process())
+    result, seeds, processes = empty() | {"workers": 1}, set[int](), dict.fromkeys(PAIRS, Process())
     for number, made in enumerate(DTYPES):
         key = identity(WORKER + worker * len(DTYPES) + number)
         producer = _producer(settings, Generating(made, settings.workers.groups_per_submission, 1), key, folder)
@@ -74,20 +74,20 @@ def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
                 [case] = judge.prefill([judge.grade(opened)])
                 outcome = run([*EXPENSIVE, *GRADED], judge.rules, case)
                 seeds.update(row.seed for row in case.rows)
-                found["judgements"] += len(case.rows)
-                found["rejected"] += outcome.finding is not None
+                result["judgements"] += len(case.rows)
+                result["rejected"] += outcome.finding is not None
                 used = spent(case, settings, dict(outcome.evidence))
                 processes[pair] = processes[pair].after(bets(used, settings))
-                found["highest_nats"][pair] = max(found["highest_nats"][pair], processes[pair].evidence)
-                found["beyond"][pair] = [a + b for a, b in zip(found["beyond"][pair], used.beyond, strict=True)]
-                found["exposures"][pair] += used.exposure
+                result["highest_nats"][pair] = max(result["highest_nats"][pair], processes[pair].evidence)
+                result["beyond"][pair] = [a + b for a, b in zip(result["beyond"][pair], used.beyond, strict=True)]
+                result["exposures"][pair] += used.exposure
                 if made == dtype == "float32":
                     exposure_N = 1 - case.computed().logprobs_N.exp()
                     per_rollout = torch.split(exposure_N, case.computed().lengths)
-                    found["exposure"] += [round(float(one.sum()), 3) for one in per_rollout]
-                    found["rollouts"] += len(per_rollout)
-                    found["total_exposure"] += used.exposure
-    return found | {"distinct": len(seeds)}
+                    result["exposure"] += [round(float(one.sum()), 3) for one in per_rollout]
+                    result["rollouts"] += len(per_rollout)
+                    result["total_exposure"] += used.exposure
+    return result | {"distinct": len(seeds)}
 
 
 def added(one: Any, other: Any) -> Any:
@@ -105,18 +105,18 @@ def added(one: Any, other: Any) -> Any:
 
 
 def main(name: str, path: Path, submissions: int, workers: int) -> None:
-    found = empty()
+    result = empty()
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         for of_worker in pool.imap_unordered(partial(measured, path, submissions), range(workers)):
-            found = added(found, of_worker) | {"submissions": submissions, "commit": commit()}
+            result = added(result, of_worker) | {"submissions": submissions, "commit": commit()}
             results = json.loads(PATH.read_text()) if PATH.exists() else {}
-            kept = found if name in SIMULATED else {key: value for key, value in found.items() if key != "exposure"}
+            kept = result if name in SIMULATED else {key: value for key, value in result.items() if key != "exposure"}
             save(PATH, results | {name: kept})
-            found = {key: value for key, value in found.items() if key not in ("submissions", "commit")}
+            result = {key: value for key, value in result.items() if key not in ("submissions", "commit")}
             sys.stdout.write(
-                f"{found['workers']} workers of each dtype: {found['distinct']} distinct honest rollouts, "
-                f"{found['judgements']} judgements, {found['rejected']} submissions rejected; highest evidence "
-                f"{found['highest_nats']} nats\n"
+                f"{result['workers']} workers of each dtype: {result['distinct']} distinct honest rollouts, "
+                f"{result['judgements']} judgements, {result['rejected']} submissions rejected; highest evidence "
+                f"{result['highest_nats']} nats\n"
             )
             sys.stdout.flush()
 

@@ -83,7 +83,7 @@ async def main(arguments: argparse.Namespace) -> None:
         finally:
             run.send_signal(signal.SIGINT)
             run.wait(120)
-    steps_s = [found["step_s"] for found in phases]
+    steps_s = [figures["step_s"] for figures in phases]
     quiet, attacked, alone = steps_s[::3], steps_s[1::3], steps_s[2::3]
     ratio = statistics.median(a / b for a, b in zip(attacked, alone, strict=True))
     against_quiet = statistics.median(a / b for a, b in zip(attacked, quiet, strict=True))

@@ -61,7 +61,7 @@ def main() -> None:
     labels = {label: Path(folder) for label, folder in (given.split("=", 1) for given in arguments.versions)}
 
     given = " ".join(f"--versions {label}={folder.name}" for label, folder in labels.items())
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "command": f"python -m benchmarks.weights.deltas {given} --most {arguments.most}",
         "machine": describe(),
         "versions": {},
@@ -72,9 +72,9 @@ def main() -> None:
         chosen = pairs_in(folder, arguments.most)
         model = load_model(chosen[0][0], "bfloat16")
         pairs = [measure(*pair, model, turn) for turn, pair in enumerate(chosen)]
-        found["versions"][label] = {"medians": medians(pairs), "pairs": pairs}
-        show(label, found["versions"][label]["medians"])
-        save(path, found)
+        figures["versions"][label] = {"medians": medians(pairs), "pairs": pairs}
+        show(label, figures["versions"][label]["medians"])
+        save(path, figures)
 
 
 def pairs_in(folder: Path, most: int) -> list[tuple[Path, Path]]:
@@ -270,8 +270,8 @@ def encode_gaps(level: int, step: Callable[[Any, Any], Any], old: Any, new: Any)
 
 
 def decode_gaps(unstep: Callable[[Any, Any], Any], packed: bytes, old: Any) -> Any:
-    found, steps = unpack(packed, "<u4", old.dtype)
-    places, new = ungaps(found), old.copy()
+    figures, steps = unpack(packed, "<u4", old.dtype)
+    places, new = ungaps(figures), old.copy()
     new[places] = unstep(old[places], steps)
     return new
 
@@ -331,8 +331,8 @@ def gaps(places: Any) -> Any:
     return (np.diff(places, prepend=-1) - 1).astype("<u4")
 
 
-def ungaps(found: Any) -> Any:
-    return np.cumsum(found + np.int64(1)) - 1
+def ungaps(figures: Any) -> Any:
+    return np.cumsum(figures + np.int64(1)) - 1
 
 
 def zigzag(differences: Any) -> Any:
@@ -388,11 +388,11 @@ def medians(pairs: list[dict[str, Any]]) -> dict[str, Any]:
         return float(f"{median(map(get, of)):.5g}")
 
     def row(of: list[dict[str, Any]], get: Callable[[dict[str, Any]], Any], whole: str) -> dict[str, float]:
-        found = {"times_smaller": over(of, lambda pair: pair[whole] / get(pair)["bytes"])}
-        found["bytes"] = over(of, lambda pair: get(pair)["bytes"])
+        figures = {"times_smaller": over(of, lambda pair: pair[whole] / get(pair)["bytes"])}
+        figures["bytes"] = over(of, lambda pair: get(pair)["bytes"])
         for what, kind in ((what, kind) for what in ("encode", "apply") for kind in ("clock", "cpu")):
-            found[f"{what} {kind}_s"] = over(of, lambda pair, what=what, kind=kind: get(pair)[f"{what}_s"][kind])
-        return found
+            figures[f"{what} {kind}_s"] = over(of, lambda pair, what=what, kind=kind: get(pair)[f"{what}_s"][kind])
+        return figures
 
     return {
         "pairs": len(pairs),
@@ -421,16 +421,16 @@ def seconds_over(bits_s: float, kind: str, pair: dict[str, Any]) -> float:
     return float(files["encode_s"][kind] + 8 * files["bytes"] / bits_s + files["apply_s"][kind])
 
 
-def show(label: str, found: dict[str, Any]) -> None:
+def show(label: str, figures: dict[str, Any]) -> None:
     out = sys.stdout.write
-    out(f"{label}: {found['pairs']} pairs, {found['changed_share']:.2%} of words changed")
-    out(f", {found['one_unit_share']:.0%} of these by one unit\n")
-    for name, row in {"files": found["files"], **found["ways"]}.items():
+    out(f"{label}: {figures['pairs']} pairs, {figures['changed_share']:.2%} of words changed")
+    out(f", {figures['one_unit_share']:.0%} of these by one unit\n")
+    for name, row in {"files": figures["files"], **figures["ways"]}.items():
         out(f"  {name:28} {row['bytes']:10.0f} bytes {row['times_smaller']:7.1f} x smaller")
         out(f"   encode {row['encode clock_s']:.3f} s (CPU {row['encode cpu_s']:.3f})")
         out(f"   apply {row['apply clock_s']:.3f} s (CPU {row['apply cpu_s']:.3f})\n")
     for key in ("links", "a model, cpu", "grouped_pays_below_mb_s"):
-        out(f"  {key}: {json.dumps(found[key])}\n")
+        out(f"  {key}: {json.dumps(figures[key])}\n")
 
 
 if __name__ == "__main__":

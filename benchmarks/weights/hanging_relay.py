@@ -78,14 +78,14 @@ def measure(folder: Path, rounds: int, size_bytes: int) -> dict[str, list[float]
 
 
 def summary(took_s: dict[str, list[float]]) -> dict[str, float]:
-    found = {}
+    figures = {}
     for name in ("", ", by number"):
         usual_s = statistics.median(took_s[f"alone{name}"])
-        found[f"median alone{name}"] = round(usual_s, 3)
-        found[f"median hanging{name}"] = round(statistics.median(took_s[f"hanging{name}"]), 3)
-        found[f"longest hanging{name}"] = max(took_s[f"hanging{name}"])
-        found[f"cost{name}"] = round(max(took_s[f"hanging{name}"]) - usual_s, 3)
-    return found | {"target": TARGET_S}
+        figures[f"median alone{name}"] = round(usual_s, 3)
+        figures[f"median hanging{name}"] = round(statistics.median(took_s[f"hanging{name}"]), 3)
+        figures[f"longest hanging{name}"] = max(took_s[f"hanging{name}"])
+        figures[f"cost{name}"] = round(max(took_s[f"hanging{name}"]) - usual_s, 3)
+    return figures | {"target": TARGET_S}
 
 
 async def serving(store: Path) -> None:

@@ -130,8 +130,8 @@ def taken(act: Callable[[], object], size_bytes: int) -> dict[str, float]:
     act()
     cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
     read, written = (after - before for before, after in zip(had, file_bytes(), strict=True))
-    found = {"cpu_s": cpu_s, "wall_s": wall_s, "read": read / size_bytes, "written": written / size_bytes}
-    return {name: round(figure, 3) for name, figure in found.items()}
+    row = {"cpu_s": cpu_s, "wall_s": wall_s, "read": read / size_bytes, "written": written / size_bytes}
+    return {name: round(figure, 3) for name, figure in row.items()}
 
 
 def file_bytes() -> tuple[int, int]:
@@ -148,16 +148,16 @@ def processor() -> str:
 def extrapolated(sizes: list[dict[str, Any]], size_bytes: float) -> dict[str, dict[str, float]]:
     """Return CPU seconds, and GB read and written, for one version of `size_bytes`."""
     first, last = sizes[0], sizes[-1]
-    found = {}
+    row = {}
     for name, step in last["steps"].items():
         less_s, less_bytes = (first["steps"][name]["cpu_s"], first["size_bytes"]) if len(sizes) > 1 else (0.0, 0)
         slope = (step["cpu_s"] - less_s) / (last["size_bytes"] - less_bytes)
-        found[name] = {
+        row[name] = {
             "cpu_s": round(slope * size_bytes, 1),
             "read_gb": round(step["read"] * size_bytes / GB, 1),
             "written_gb": round(step["written"] * size_bytes / GB, 1),
         }
-    return found
+    return row
 
 
 if __name__ == "__main__":

@@ -204,21 +204,21 @@ def summary(rounds: Sequence[dict[str, Any]], size_bytes: int) -> dict[str, Any]
         )
         return {"gross": full, "net": [f - t for f, t in zip(full, tiny, strict=True)]}
 
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, (ours, plain) in ROWS.items():
-        found[name] = {}
+        figures[name] = {}
         for (kind, ours_s), plain_s in zip(both(ours).items(), both(plain).values(), strict=True):
             ratio = statistics.median(a / b for a, b in zip(ours_s, plain_s, strict=True))
             medians = {"ours_s": statistics.median(ours_s), "plain_s": statistics.median(plain_s), "ratio": ratio}
-            found[name][kind] = {what: round(figure, 3) for what, figure in medians.items()}
-    return found
+            figures[name][kind] = {what: round(figure, 3) for what, figure in medians.items()}
+    return figures
 
 
 def cpu_line(name: str, row: dict[str, Any]) -> str:
     return f"{name:36}" + "".join(
-        f" | {kind} {found['ours_s']:.2f} / {found['plain_s']:.2f} s per GiB = {found['ratio']:.2f}"
-        + (" MISSED" if found["ratio"] > MOST_RATIO else "")
-        for kind, found in row.items()
+        f" | {kind} {figures['ours_s']:.2f} / {figures['plain_s']:.2f} s per GiB = {figures['ratio']:.2f}"
+        + (" MISSED" if figures["ratio"] > MOST_RATIO else "")
+        for kind, figures in row.items()
     )
 
 
@@ -280,10 +280,10 @@ class Watched(threading.Thread):
 
     def run(self) -> None:
         looks = 0
-        while found := self._look():
-            self.peak_mb = found["VmHWM"]
+        while figures := self._look():
+            self.peak_mb = figures["VmHWM"]
             if looks % self.LOOKS == 0:
-                self.rss_mb.append(found["VmRSS"])
+                self.rss_mb.append(figures["VmRSS"])
             looks += 1
             time.sleep(self.EVERY_S / self.LOOKS)
 

@@ -81,23 +81,23 @@ def _incomplete(folder: Path, steps: int) -> list[str]:
 def _lost(folder: Path, database: sqlite3.Connection) -> list[str]:
     states = dict(database.execute("SELECT id, state FROM submissions"))
     logged = {
-        found[1]
+        result[1]
         for log in sorted((folder / "logs").glob("validator*.log"))
         for line in log.read_text(errors="replace").splitlines()
-        if (found := ACCEPTED.search(line))
+        if (result := ACCEPTED.search(line))
     }
     opened = open_run(folder)
     entered = {str(body["submission"]) for body in opened.of("accepted")}
-    found = [
+    result = [
         f"{id}: accepted by a validator, {states.get(id)} in the pool" for id in logged if states.get(id) != "accepted"
     ]
-    found += [
+    result += [
         f"{id}: accepted in the ledger, {states.get(id)} in the pool" for id in entered if states[id] != "accepted"
     ]
-    found += [f"{id}: accepted in the pool, not in the ledger" for id in _accepted(states) - entered]
+    result += [f"{id}: accepted in the pool, not in the ledger" for id in _accepted(states) - entered]
     trained = {(str(id), body["step"]) for body in opened.of("trained") for id in body["submissions"]}  # type: ignore[union-attr]
     of_batches = database.execute("SELECT submission, batch FROM groups WHERE useful AND batch IS NOT NULL")
-    return found + [f"{id}: in batch {step}, not trained on" for id, step in set(of_batches) - trained]
+    return result + [f"{id}: in batch {step}, not trained on" for id, step in set(of_batches) - trained]
 
 
 def _accepted(states: dict[str, str]) -> set[str]:
@@ -107,12 +107,14 @@ def _accepted(states: dict[str, str]) -> set[str]:
 def _penalised(folder: Path, database: sqlite3.Connection) -> list[str]:
     names = dict(database.execute("SELECT key, name FROM nodes"))
     hard = database.execute("SELECT worker, id, reason FROM submissions WHERE reason IS NOT NULL")
-    found = [f"{names[worker]}: {id} rejected ({why})" for worker, id, why in hard if why in {str(one) for one in HARD}]
+    result = [
+        f"{names[worker]}: {id} rejected ({why})" for worker, id, why in hard if why in {str(one) for one in HARD}
+    ]
     states = database.execute("SELECT name, state, reason FROM nodes WHERE state NOT IN ('active', 'left')")
-    found += [f"{name}: {state} at the end ({why})" for name, state, why in states]
+    result += [f"{name}: {state} at the end ({why})" for name, state, why in states]
     suspended = database.execute("SELECT name, suspensions FROM nodes WHERE suspensions > 0")
-    found += [f"{name}: suspended {times} times" for name, times in suspended]
+    result += [f"{name}: suspended {times} times" for name, times in suspended]
     chain = open_run(folder)
     for kind in ("slashed", "dismissed", "forfeited"):
-        found += [f"{names.get(str(body.get('worker')))}: {kind}" for body in chain.of(kind)]
-    return found
+        result += [f"{names.get(str(body.get('worker')))}: {kind}" for body in chain.of(kind)]
+    return result

@@ -148,17 +148,17 @@ class Pool:
                 raise RuntimeError(f"{path}: {sent.statuses}")
 
     async def of(self, count: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"workers": count, "register": await self._register(count - len(self.workers))}
-        found["idle"] = await self._timed(self._beats(wants_task=False))
-        found["waiting"] = await self._timed(self._beats(wants_task=True))
-        found["one_each"] = await self._timed(self._beats(wants_task=False), reuse=False)
+        figures: dict[str, Any] = {"workers": count, "register": await self._register(count - len(self.workers))}
+        figures["idle"] = await self._timed(self._beats(wants_task=False))
+        figures["waiting"] = await self._timed(self._beats(wants_task=True))
+        figures["one_each"] = await self._timed(self._beats(wants_task=False), reuse=False)
         per_s = count / NODE_BEATS_S
         beats = self._beats(wants_task=False, most=int(per_s * self.arguments.seconds))
-        found["due"] = {"due_per_s": per_s} | await self._timed(beats, per_s=per_s)
-        found["status"] = self._status()
-        found["rss_mb"] = round(self.process.memory_info().rss / 1e6, 1)
-        sys.stderr.write(json.dumps(found) + "\n")
-        return found
+        figures["due"] = {"due_per_s": per_s} | await self._timed(beats, per_s=per_s)
+        figures["status"] = self._status()
+        figures["rss_mb"] = round(self.process.memory_info().rss / 1e6, 1)
+        sys.stderr.write(json.dumps(figures) + "\n")
+        return figures
 
     async def _register(self, count: int) -> dict[str, Any]:
         """Add `count` workers: the first over HTTP, which is measured, the others directly into the table of nodes."""
@@ -168,16 +168,16 @@ class Pool:
             self._signed(key, "/v1/register", self._joining("worker", f"w{number}"))
             for number, key in enumerate(known, start=first)
         ]
-        found = await self._timed(joining, seconds=3600.0)
-        if set(found["statuses"]) != {"200"}:
-            raise RuntimeError(f"workers could not register: {found['statuses']}")
+        figures = await self._timed(joining, seconds=3600.0)
+        if set(figures["statuses"]) != {"200"}:
+            raise RuntimeError(f"workers could not register: {figures['statuses']}")
         tables = open_tables(self.folder)
         with tables.transaction():
             for number, key in enumerate(rest, start=first + len(known)):
                 Nodes(tables).add(key.public, f"w{number}", "worker", None, f"invite {number}", time.time())
         tables.close()
         self.workers += new
-        return found
+        return figures
 
     def _beats(self, *, wants_task: bool, most: int = PREPARED) -> list[bytes]:
         """Return heartbeats of all workers in turn, enough for `--seconds`."""

@@ -35,14 +35,14 @@ def main() -> None:
         if case.workers not in arguments.sizes or (arguments.names and case.name not in arguments.names):
             continue
         started_s = time.perf_counter()
-        found = asdict(Pool(case.setting).run())
+        row = asdict(Pool(case.setting).run())
         took_s = time.perf_counter() - started_s
         name = {"name": case.name, "workers": case.workers, "async_level": case.async_level}
-        keep({"pools": {f"{case.name}, {case.workers}, level {case.async_level}": name | found | {"took_s": took_s}}})
-        shares = [f"{found[name]:.0%}" for name in ("generating", "links", "validators", "learner", "wasted")]
+        keep({"pools": {f"{case.name}, {case.workers}, level {case.async_level}": name | row | {"took_s": took_s}}})
+        shares = [f"{row[name]:.0%}" for name in ("generating", "links", "validators", "learner", "wasted")]
         sys.stdout.write(
-            f"| {case.name} | {case.workers:,} | {case.async_level} | {found['step_s'] / 60:.0f} min | "
-            f"{' | '.join(shares)} | {found['staleness']:.1f} |\n"
+            f"| {case.name} | {case.workers:,} | {case.async_level} | {row['step_s'] / 60:.0f} min | "
+            f"{' | '.join(shares)} | {row['staleness']:.1f} |\n"
         )
         sys.stdout.flush()
     draw(list(keep({})["pools"].values()), IMAGES / "simulate.png")
@@ -60,10 +60,10 @@ def keep(new: dict[str, Any]) -> dict[str, Any]:
 def compare(folder: Path) -> dict[str, Any]:
     setting, measured = recorded(folder)
     runs = [asdict(Pool(setting, seed).run()) for seed in SEEDS]
-    found = {name: sum(run[name] for run in runs) / len(runs) for name in asdict(measured)}
+    row = {name: sum(run[name] for run in runs) / len(runs) for name in asdict(measured)}
     for name, value in asdict(measured).items():
-        sys.stdout.write(f"| {name} | {value:.3f} | {found[name]:.3f} | {found[name] / value - 1:+.0%} |\n")
-    return {"setting": asdict(setting), "measured": asdict(measured), "simulated": found}
+        sys.stdout.write(f"| {name} | {value:.3f} | {row[name]:.3f} | {row[name] / value - 1:+.0%} |\n")
+    return {"setting": asdict(setting), "measured": asdict(measured), "simulated": row}
 
 
 def draw(pools: list[dict[str, Any]], path: Path) -> None:

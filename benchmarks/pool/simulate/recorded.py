@@ -44,11 +44,11 @@ def recorded(folder: Path) -> tuple[Setting, Measured]:
     fetch_s = max(0.0, mean(to_s - published[version] for version, to_s in fetched if version in published))
     rigs = [
         Rig(
-            group_s=sum(uploaded - assigned for _, _, assigned, uploaded, _ in found) / sum(one[1] for one in found),
+            group_s=sum(uploaded - assigned for _, _, assigned, uploaded, _ in result) / sum(one[1] for one in result),
             groups=config.workers.groups_per_submission,
             fetch_s=fetch_s,
         )
-        for found in own.values()
+        for result in own.values()
     ]
     setting = Setting(
         steps=len(steps),

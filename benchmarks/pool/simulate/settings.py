@@ -76,17 +76,17 @@ def without_network(setting: Setting) -> Setting:
 
 
 def cases() -> list[Case]:
-    found = []
+    result = []
     for level in (0, 1, 2, 4):
         setting = pool(WORKERS, level, grows=False)
-        found.append(Case("paper", WORKERS, level, setting))
-        found.append(Case("paper, versions arrive at once", WORKERS, level, without_network(setting)))
+        result.append(Case("paper", WORKERS, level, setting))
+        result.append(Case("paper, versions arrive at once", WORKERS, level, without_network(setting)))
     for workers in SIZES:
         for level in (1, 2, 4):
-            found += [
+            result += [
                 Case("grows", workers, level, pool(workers, level, grows=True)),
                 Case("grows, mixed", workers, level, pool(workers, level, grows=True, spread=3.0)),
                 Case("grows, mixed, 8 relays", workers, level, pool(workers, level, grows=True, spread=3.0, relays=8)),
                 Case("same batch", workers, level, pool(workers, level, grows=False)),
             ]
-    return found
+    return result

@@ -263,8 +263,8 @@ def versions(peer: Path) -> dict[str, str]:
         f"import json; from importlib.metadata import version as v; print(json.dumps({{n: v(n) for n in {names}}}))"
     )
     done = subprocess.run([peer / "bin" / "python", "-c", program], capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    figures: dict[str, str] = json.loads(done.stdout)
+    return figures
 
 
 def counted(run: dict[str, Any]) -> list[dict[str, Any]]:

@@ -32,11 +32,11 @@ def measure(
 
 def accuracy(engine: TorchEngine, config: Config, sampling: Sampling, model: Path) -> float:
     """The share of correct answers on the first held-out tasks. `model` is the folder of the tokenizer."""
-    found, tokenizer, n = tasks.load(config.tasks), load_tokenizer(model), config.evaluator.n
+    result, tokenizer, n = tasks.load(config.tasks), load_tokenizer(model), config.evaluator.n
     graders = tasks.Graders(config.tasks)
     right = 0.0
     for start in range(0, n, EVALUATED_AT_ONCE):
-        chunk = found.heldout[start : min(start + EVALUATED_AT_ONCE, n)]
+        chunk = result.heldout[start : min(start + EVALUATED_AT_ONCE, n)]
         prompts = [prompt_tokens(tokenizer, config.tasks, task, 0) for task in chunk]
         answers = engine.generate(prompts, [[start + i] for i in range(len(chunk))], sampling)
         texts = [completion_text(tokenizer, group[0].tokens) for group in answers]

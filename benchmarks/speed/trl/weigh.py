@@ -51,10 +51,10 @@ def family(pid: int) -> list[int]:
         except OSError:  # it has just ended
             continue
         children.setdefault(parent, []).append(int(folder.name))
-    found = [pid]
-    for member in found:
-        found.extend(children.get(member, []))
-    return found
+    result = [pid]
+    for member in result:
+        result.extend(children.get(member, []))
+    return result
 
 
 def resident_bytes(pid: int) -> int:

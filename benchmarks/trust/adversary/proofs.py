@@ -90,10 +90,10 @@ class ConstantProofs(Attack):
     """Every proof is a constant polynomial, the median peak of the submission, whatever its chunk."""
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
-        found = peaks([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS, top_k=TOP_K)
-        middle = int((found.bits_BK & 0x7FFF).median())
+        result = peaks([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS, top_k=TOP_K)
+        middle = int((result.bits_BK & 0x7FFF).median())
         proof = b"".join(word.to_bytes(2, "big") for word in (PRIME, middle, *[0] * (TOP_K - 1)))
-        return [[proof] * count for count in found.chunks_per_sequence]
+        return [[proof] * count for count in result.chunks_per_sequence]
 
 
 class TemplateProofs(Attack):

@@ -96,7 +96,7 @@ class SpendsTolerance(Attack):
         self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]
     ) -> tuple[list[Swap], float]:
         """Return the second-best token of every position, nearest first, and the exposure: the sum of 1 - P(token)."""
-        found, movable = [], 0.0
+        result, movable = [], 0.0
         for g, group in enumerate(groups):
             for number, completion in enumerate(group):
                 if completion.turns:
@@ -111,8 +111,8 @@ class SpendsTolerance(Attack):
                 best_T2, token_T2 = scores_TV.topk(2, dim=-1)
                 for position, (pair, tokens) in enumerate(zip(best_T2.tolist(), token_T2.tolist(), strict=True)):
                     other = tokens[1] if tokens[0] == completion.tokens[position] else tokens[0]
-                    found.append(Swap(g, number, position, other, pair[0] - pair[1]))
-        return sorted(found, key=lambda swap: swap.margin), movable
+                    result.append(Swap(g, number, position, other, pair[0] - pair[1]))
+        return sorted(result, key=lambda swap: swap.margin), movable
 
     def tried(
         self,

@@ -110,7 +110,7 @@ def transfer(
     folder = FOLDER / "transfer"
     network = Network(plan, arguments.seed + number)
     try:
-        found: dict[str, Any] = {"rtt_ms": network.rtt_ms()}
+        figures: dict[str, Any] = {"rtt_ms": network.rtt_ms()}
         stage = Stage(network, folder, folder / "given", digest, arguments.scale)
         stage.file.write_bytes(data)
         SYSTEMS[name].start(stage)
@@ -118,19 +118,19 @@ def transfer(
         before, idle_before = network.stats(), cpu()
         began_s = time.time()
         SYSTEMS[name].publish(stage)
-        found["course"] = waited(stage, began_s, bound_s, arguments)
+        figures["course"] = waited(stage, began_s, bound_s, arguments)
         after, idle_after = network.stats(), cpu()
-        found |= {"cpu_idle_frac": (idle_after[0] - idle_before[0]) / (idle_after[1] - idle_before[1])}
-        found |= verdict(stage, began_s)
-        found["link"] = difference(after, before)
+        figures |= {"cpu_idle_frac": (idle_after[0] - idle_before[0]) / (idle_after[1] - idle_before[1])}
+        figures |= verdict(stage, began_s)
+        figures["link"] = difference(after, before)
     except (RuntimeError, OSError) as error:
         return {"seconds": None, "errors": {"start": str(error)}}
     finally:
         network.close()
         shutil.rmtree(folder, ignore_errors=True)
-    found["origin_sent"] = found["link"]["nodes"]["origin"]["sent_bytes"] / size_bytes
-    found["over_bound"] = found["seconds"] and found["seconds"] / bound_s
-    return found
+    figures["origin_sent"] = figures["link"]["nodes"]["origin"]["sent_bytes"] / size_bytes
+    figures["over_bound"] = figures["seconds"] and figures["seconds"] / bound_s
+    return figures
 
 
 def waited(stage: Stage, began_s: float, bound_s: float, arguments: argparse.Namespace) -> list[tuple[float, int, int]]:
