@@ -32,7 +32,7 @@ def test_it_says_whether_this_machine_may_join(offered: dict[str, Any], capsys: 
     assert main(["pool", "discover", URL]) == DONE
     printed = capsys.readouterr().out
     assert f"{RUN}, key {OWNER.public}\n" in printed and "\x1b" not in printed
-    assert "step 3 of 24, invited only, 2 workers, 1 places free\n" in printed
+    assert "step 4 of 24, invited only, 2 workers, 1 places free\n" in printed
     assert "lacks an engine of vllm (it has torch)" in printed
 
 

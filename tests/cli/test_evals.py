@@ -80,6 +80,13 @@ def test_two_models_of_one_name_are_refused(folder: Path, capsys: pytest.Capture
     assert "two models are called" in capsys.readouterr().err
 
 
+def test_the_help_says_which_tasks_n_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "the first N of lm_eval's; of a code suite, a sample drawn by hash" in words
+
+
 def test_the_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--list"]) == DONE
     shown = capsys.readouterr().out

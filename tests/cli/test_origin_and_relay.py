@@ -181,6 +181,14 @@ def test_a_relay_behind_a_proxy_announces_the_proxy_and_takes_passes_for_it_only
     assert files and origin.stopped() == relay.stopped() == "stopped"
 
 
+def test_a_relay_reports_what_it_waits_for_and_why(site: Site) -> None:
+    origin, relay, _ = site.mirroring()
+    assert site.node("relay").stats.doing == "the origin"
+    origin.stopped()
+    wait_until(lambda: site.node("relay").stats.doing.startswith("the origin: "))
+    assert relay.stopped() == "stopped"
+
+
 def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: Site, tmp_path: Path) -> None:
     origin, relay = site.origin(), site.relay()
     files = site.write(0)

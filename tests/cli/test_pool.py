@@ -87,11 +87,25 @@ def test_it_prints_the_commands_that_start_the_pool(
 ) -> None:
     init(config, tmp_path / "pool")
     printed = capsys.readouterr().out
+    assert f"shoal pool up {tmp_path / 'pool'}\n" in printed
     assert f"shoal coordinator --dir {tmp_path / 'pool'}\n" in printed
     assert "shoal worker --join worker-0.invite --dir worker-0\n" in printed
     assert "shoal origin --join origin.invite --dir origin --watch learner/versions\n" in printed
     assert f"shoal pool status {URL}\n" in printed
     assert "origin.listen and relays.listen announce 127.0.0.1" in printed, "others could not fetch weights"
+
+
+def test_each_of_the_learners_sites_has_an_invite_and_its_commands(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init(config, tmp_path / "pool", "--set", "learner.sites=2")
+    assert {"learner", "learner-1"} <= set(invites(tmp_path / "pool"))
+    printed = capsys.readouterr().out
+    assert f"shoal pool meet {tmp_path / 'pool' / 'config.toml'} --dir meet\n" in printed
+    assert "shoal learner --join learner.invite --dir learner --site site-0.invite\n" in printed
+    assert "shoal learner --join learner-1.invite --dir learner-1 --site site-1.invite\n" in printed
+    assert "shoal origin --join origin.invite --dir origin --watch meet/versions\n" in printed
+    assert "pool up" not in printed, "it starts no sites"
 
 
 def test_a_printed_command_can_be_pasted_even_if_the_folder_has_a_space(

@@ -193,9 +193,10 @@ class Pool(Store):
         self.policy_version: int | None = None
         self.identity = LEARNER
         self.reports: list[StepReport] = []
+        self.activities: list[str] = []
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
-        """Not recorded."""
+        self.activities.append(what)
 
     def get(self, path: str, kind: type[Batch]) -> Batch:
         step = int(path.removeprefix("/v1/batches/"))

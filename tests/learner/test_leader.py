@@ -88,6 +88,7 @@ def test_the_next_steps_files_are_fetched_beside_training_and_once(tmp_path: Pat
     assert found is not None
     assert [group.submission for group in found.fetched.groups] == [submission(1)] * 5
     assert pool.asked == [f"/v1/accepted/{submission(1)}"]
+    assert pool.activities == ["the batch of step 2", "training step 2"], "people count steps from 1"
 
 
 def test_what_the_fetching_raises_ends_the_wait_on_all_ranks(tmp_path: Path) -> None:

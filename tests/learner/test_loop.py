@@ -219,7 +219,7 @@ def test_nothing_to_train_on_several_times_in_a_row_stops_the_run_and_says_why(
 ) -> None:
     pool = Pool(files[0], *[b"broken"] * (MAX_SKIPS + 1))
     for _ in range(2):  # and after a restart
-        with pytest.raises(ShoalError, match=r"step 4: .*5 are in files moved to quarantine.* The 3 steps before"):
+        with pytest.raises(ShoalError, match=r"step 5: .*5 are in files moved to quarantine.* The 3 steps before"):
             make_learner(tiny_folder, tmp_path, pool, steps=5).run(threading.Event())
     assert len(pool.reports) == 1 + MAX_SKIPS
 

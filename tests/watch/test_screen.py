@@ -27,7 +27,7 @@ def test_no_line_is_wider_than_the_console(shown: Seen, width: int) -> None:
 def test_an_empty_status_shows_that_nothing_happened_yet(width: int) -> None:
     text = screen(status(), width)
     for words in (
-        *("sums", "running", "step 0 of 30", "ETA –", "no step trained yet", "not evaluated yet"),
+        *("sums", "running", "0 of 30 steps", "ETA –", "no step trained yet", "not evaluated yet"),
         *("no node yet", "0 of 16 groups accepted for step 1", "none"),
     ):
         assert words in text
@@ -37,7 +37,7 @@ def test_an_empty_status_shows_that_nothing_happened_yet(width: int) -> None:
 def test_a_run_in_progress_shows_its_figures(width: int) -> None:
     text = screen(mid_run(), width)
     for words in (
-        "step 3 of 30",
+        "3 of 30 steps",
         "elapsed 1m 40s",
         "ETA 13m 20s",
         "0.375  ▁▅█  +0.275 since step 1",
@@ -71,7 +71,7 @@ def test_every_node_has_a_row(width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS[1:])
 def test_a_finished_run_has_no_eta_and_shows_its_last_evaluation(width: int) -> None:
     text = screen(finished(), width)
-    assert "finished" in text and "step 30 of 30" in text and "ETA" not in text
+    assert "finished" in text and "30 of 30 steps" in text and "ETA" not in text
     assert "greedy 12.0 % → 61.0 %" in text and "v0 → v30, n 256" in text
     assert "every step has its rollouts" in text
 
@@ -118,12 +118,12 @@ def busy(workers: int, **values: Any) -> Seen:
     """Return a pool whose nodes report the longest texts of honest nodes, with two servers."""
     nodes = [
         node("evaluator", "evaluator", seen_s=170.0, stats={"doing": "a version to evaluate", "waiting": True}),
-        node("learner", "learner", seen_s=170.0, stats={"doing": "step 24's batch", "waiting": True}),
+        node("learner", "learner", seen_s=170.0, stats={"doing": "the batch of step 25", "waiting": True}),
         node("validator", "validator", seen_s=170.0, stats={"doing": "submissions", "waiting": True}),
         node("origin", "origin", url="http://o"),
         node("relay-0", "relay", url="http://r"),
     ]
-    doing = {"doing": "generating for step 24"}
+    doing = {"doing": "generating for step 25"}
     nodes += [node(f"worker-{number}", seen_s=170.0, stats=doing) for number in range(workers)]
     return mid_run(nodes=nodes, **values)
 
@@ -134,7 +134,7 @@ def test_every_node_has_a_row_in_80x24_or_is_counted(workers: int) -> None:
     assert len(text.splitlines()) <= 24
     shown = len(re.findall(r"│ (worker-|learner  +v|validator|evaluator|origin|relay)", text))
     assert shown >= min(workers + 5, 6) and (shown == workers + 5 or f" +{workers + 5 - shown} more ─╯" in text)
-    for words in ("waiting for a version to evaluate", "waiting for step 24's batch", "waiting for submissions"):
+    for words in ("waiting for a version to evaluate", "waiting for the batch of step 25", "waiting for submissions"):
         assert words in text, "the activity is not cut"
 
 

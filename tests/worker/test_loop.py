@@ -166,7 +166,7 @@ def test_while_there_is_no_task_it_waits_and_says_for_what(tiny_folder: Path) ->
     assert node.said == ["waiting for the learner"]
     node = ScriptedNode([running(waiting_for="the learner"), FINISHED])
     work(node, FakeFollower(last_error="no relay answers"))
-    assert node.said == ["waiting for no relay answers"]
+    assert node.said == ["waiting for weights: no relay answers"]
 
 
 def test_a_task_that_came_too_late_costs_only_itself(tiny_folder: Path) -> None:
@@ -174,6 +174,7 @@ def test_a_task_that_came_too_late_costs_only_itself(tiny_folder: Path) -> None:
     node.refusals[task(0).upload_path] = RefusedError("came after its deadline", 409)
     assert work(node, held(tiny_folder)) == "finished"
     assert list(node.uploads) == [task(1).upload_path]
+    assert "generating for step 1" in node.said, "people count steps from 1"
     assert any("not uploading" in line and "deadline" in line for line in node.said)
 
 

@@ -39,7 +39,8 @@ def add_commands(commands: Commands) -> None:
     served = "with --url: its model"
     add("--served-name", action="append", default=[], dest="served", metavar="NAME", help=served)
     add("--path", help="a code suite's rows: a file or a folder (default: from the hub)")
-    add("--n", type=whole(1, 10**9), default=0, help="evaluate n tasks of each suite only")
+    tasks = "tasks of each suite: the first N of lm_eval's; of a code suite, a sample drawn by hash (default: all)"
+    add("--n", type=whole(1, 10**9), default=0, help=tasks)
     add("--k", type=whole(1, MAX_K), help="completions per task (default: the suite's)")
     add("--temperature", type=real(0, 10), help="0: greedy (default: the suite's)")
     add("--max-tokens", type=whole(1, 10**7), help="longest completion (default: the suite's)")

@@ -96,7 +96,8 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
                 node.policy_version = max(mirrored) if mirrored else None
                 if relay.status.arrival:
                     node.came(relay.status.arrival)
-                node.doing(relay.status.last_error or "the origin", waiting=True)
+                error = relay.status.last_error
+                node.doing(f"the origin: {error}" if error else "the origin", waiting=True)
                 await asyncio.sleep(WATCH_S)
             if task.done():
                 await task  # raises the exception that ended it

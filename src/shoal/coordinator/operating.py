@@ -37,13 +37,18 @@ PARTICIPLES = {"ban": "evicted", "drain": "drained", "readmit": "readmitted"}
 
 
 def invited_nodes(config: Config) -> dict[str, Role]:
-    """Return the role of every node that gets an invite, by name, in the order to start them."""
+    """Return the role of every node that gets an invite, by name, in the order to start them.
+
+    Each of a learner's sites is a node: `learner`, `learner-1`, ...
+    """
     counts: dict[Role, int] = {
         "relay": config.relays.count,
         "validator": config.validator.count,
         "worker": config.workers.count,
     }
-    roles: dict[str, Role] = {"learner": "learner", "origin": "origin"}
+    learners = ["learner", *(f"learner-{number}" for number in range(1, config.learner.sites))]
+    roles: dict[str, Role] = dict.fromkeys(learners, "learner")
+    roles["origin"] = "origin"
     roles |= {f"{role}-{number}": role for role, count in counts.items() for number in range(count)}
     return roles | {"evaluator": "evaluator"}
 
@@ -157,15 +162,24 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
         f"pool {address.run}: {len(roles)} invites in {folder / INVITES}, each for one node. Keep them secret.",
         "",
     ]
-    lines += [
-        "here:",
-        f"  shoal coordinator --dir {shlex.quote(str(folder))}",
-        "",
-        f"on each node's machine, with its invite from {folder / INVITES}:",
-    ]
+    coordinator, sites = f"  shoal coordinator --dir {shlex.quote(str(folder))}", config.learner.sites
+    if sites:
+        meet = f"  shoal pool meet {shlex.quote(str(folder / CONFIG))} --dir meet"
+        lines += ["here, the coordinator, and the meeting of the learner's sites:", coordinator, meet]
+    else:
+        lines += ["here, every node but the workers:", f"  shoal pool up {shlex.quote(str(folder))}"]
+        lines += ["", "or here the coordinator alone:", coordinator]
+    lines += ["", f"each node on its machine, with its invite from {folder / INVITES}:"]
     for name, role in roles.items():
-        more = " --watch learner/versions" if role == "origin" else ""
+        more = f" --watch {'meet' if sites else 'learner'}/versions" if role == "origin" else ""
+        if role == "learner" and sites:
+            more = f" --site site-{name.removeprefix('learner').lstrip('-') or 0}.invite"
         lines.append(f"  shoal {role} --join {name}.invite --dir {name}{more}")
+    if sites:
+        lines += [
+            "",
+            "The meeting writes the sites' invites to meet/invites. The origin runs on the meeting's machine.",
+        ]
     lines += ["", "from anywhere:", f"  shoal pool status {address.url}"]
     local = urlsplit(address.url).hostname in LOOPBACK
     unreachable = [

@@ -349,13 +349,13 @@ class IncomingBatches:
 
     def _gathered(self, node: Node, step: int, stop: threading.Event) -> StepBatch | None:
         started_s = time.monotonic()
-        node.doing(f"step {step}'s batch", waiting=True)
+        node.doing(f"the batch of step {step + 1}", waiting=True)
         prefetch, self._prefetch = self._prefetch, None
         gathering = prefetch.take() if prefetch and prefetch.step == step else self._gathering(node)
         while not stop.is_set():
             batch = node.get(f"/v1/batches/{step}", Batch)
             if batch.ready:
-                node.doing(f"training step {step}")
+                node.doing(f"training step {step + 1}")
                 full_s = time.monotonic()
                 fetched = gathering.gather(batch, validators(node))
                 return StepBatch(step, fetched.groups, fetched, batch.groups, full_s - started_s, full_s)

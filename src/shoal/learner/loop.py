@@ -94,11 +94,11 @@ class Learner:
         if progress.skipped_in_row >= MAX_SKIPS:
             self.checkpoints.finish()  # a restart stops here, too
             raise ShoalError(
-                f"step {progress.step}: no group is left to train on; {fetched.left_out} (see the log). The "
+                f"step {progress.step + 1}: no group is left to train on; {fetched.left_out} (see the log). The "
                 f"{progress.skipped_in_row} steps before it were skipped, the maximum: look for a broken "
                 "validator or coordinator"
             )
-        log.error("step %d is skipped: no group is left to train on; %s", progress.step, fetched.left_out)
+        log.error("step %d is skipped: no group is left to train on; %s", progress.step + 1, fetched.left_out)
         progress.skipped_in_row += 1
         return {"optim/skipped": 1.0}
 

@@ -164,7 +164,7 @@ class SiteLearner(Learner):
                 try:
                     figures = self.train_share(progress, batch, stop)
                     if self.node:
-                        self.node.doing(f"the sites of step {progress.step}", waiting=True)
+                        self.node.doing(f"the other sites in step {progress.step + 1}", waiting=True)
                     outcome = self.place.meet(figures.get("loss"), stop)
                 except RoundClosedError as error:
                     self.take_over(progress, str(error))

@@ -150,8 +150,8 @@ class Worker:
 
     def begin(self, assignment: Assignment, threads: ThreadPoolExecutor) -> None:
         """Produce a submission in one of these threads."""
-        self.node.doing(f"generating for step {assignment.step}")
-        log.info("task %s: %d groups for step %d", assignment.id, assignment.groups, assignment.step)
+        self.node.doing(f"generating for step {assignment.step + 1}")
+        log.info("task %s: %d groups for step %d", assignment.id, assignment.groups, assignment.step + 1)
         self.working[assignment] = produced = threads.submit(self.producer.submission, assignment)
         produced.add_done_callback(self.compute.wake)
 
@@ -178,7 +178,7 @@ class Worker:
         if self.working:
             self.wait(pause_s)
             return
-        why = follower.last_error or answer.waiting_for
+        why = f"weights: {follower.last_error}" if follower.last_error else answer.waiting_for
         if answer.assignment is not None:  # its work would look like a lie
             version = answer.assignment.policy_version
             why = f"a newer version: its weights of version {version} are not the pool's"

@@ -368,10 +368,10 @@ FORGERIES: dict[Callable[[Ledger], None], str] = {
     batch_of_rejected: "was not accepted",
     batch_of_unjudged: "was not accepted",
     batch_of_one_group: "is in two batches",
-    batch_after_the_end: "is not the batch of step 3 of 3",
-    step_after_the_end: "records step 2",
+    batch_after_the_end: "is not the batch of step 4 of 3",
+    step_after_the_end: "records step 3",
     version_after_the_end: "before the batch of the step that makes it is full",
-    work_after_the_end: "is for step 3, which was not open",
+    work_after_the_end: "is for step 4, which was not open",
     version_before_its_step: "before the batch of the step that makes it is full",
     a_new_kind: "is of an unknown kind, pardoned",
 }

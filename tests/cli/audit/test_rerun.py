@@ -108,7 +108,7 @@ def test_another_state_before_the_step_gives_other_weights(found: Any, tmp_path:
     with pytest.raises(BrokenError) as broken:  # noqa: SIM117
         with rerun(other, found, 2, tmp_path / "scratch"):  # type: ignore[arg-type]
             pass
-    assert broken.value.link == "step 2"
+    assert broken.value.link == "step 3"
 
 
 @pytest.mark.slow

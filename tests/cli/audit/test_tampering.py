@@ -45,7 +45,7 @@ def test_a_clean_run_passes_and_its_contributions_are_counted(finished: Path) ->
     lines = check(finished)
     assert "steps: 3 trained, each on exactly the groups of its batch" in lines
     assert "tables: as sealed" in lines
-    assert any(line.startswith("step 0: alice 2 groups, 12 tokens; mallory 1 groups, 6 tokens") for line in lines)
+    assert any(line.startswith("step 1: alice 2 groups, 12 tokens; mallory 1 groups, 6 tokens") for line in lines)
     assert any(line.startswith("mallory") and line.endswith("slashed") for line in lines)
 
 
@@ -59,7 +59,7 @@ def test_a_batch_of_another_size_than_the_config_says_is_named(tmp_path: Path, n
     run.submit(ALICE, 0)
     run.submit(BOB, 0)
     [entry] = run.pool.db.ledger.entries(kind="batch")
-    with pytest.raises(BrokenError, match="is not the batch of step 0") as broken:
+    with pytest.raises(BrokenError, match="is not the batch of step 1") as broken:
         audit(run.folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True)
     assert broken.value.link == f"ledger entry {entry.seq}"
 

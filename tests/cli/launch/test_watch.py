@@ -47,8 +47,10 @@ def test_a_run_without_progress_is_stopped_and_names_who_waits(tmp_path: Path) -
     site.at(0, nodes=[node("worker-0", accepted=1)])
     site.at(90, nodes=[node("worker-0", accepted=2)])
     site.at(180, nodes=[node("worker-0", accepted=2)])
-    waiting = node("learner", "learner", stats={"doing": "step 1's batch", "waiting": True})
-    with pytest.raises(ShoalError, match=r"nothing was accepted or trained for 101 s; learner is waiting for step 1's"):
+    waiting = node("learner", "learner", stats={"doing": "the batch of step 2", "waiting": True})
+    with pytest.raises(
+        ShoalError, match=r"nothing was accepted or trained for 101 s; learner is waiting for the batch of step 2"
+    ):
         site.at(191, nodes=[node("worker-0", accepted=2), waiting])
 
 

@@ -79,7 +79,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
 
 
 def trained(page: Any) -> int:
-    match = re.search(r"step (\d+) of", page.locator("#progress").inner_text())
+    match = re.search(r"(\d+) of", page.locator("#progress").inner_text())
     assert match
     return int(match[1])
 

@@ -80,7 +80,7 @@ def rerun(run: Opened, found: Found, step: int, scratch: Path) -> Iterator[Again
         kept = scratch / "checkpoints" / CHECKPOINT.format(step)
         kept.parent.mkdir(parents=True)
         kept.symlink_to((run.folder / "learner" / "checkpoints" / kept.name).resolve(), target_is_directory=True)
-    with temporarily_on(record.computed.threads), naming(f"step {step}"):
+    with temporarily_on(record.computed.threads), naming(f"step {step + 1}"):
         torch.manual_seed(config.run.seed)
         picked = numerics.pick(config.model.numerics, dtype, config.model.device)
         folder, temperature = resolve(config.model.name), config.sampling.temperature
@@ -100,7 +100,7 @@ def rerun(run: Opened, found: Found, step: int, scratch: Path) -> Iterator[Again
 def _compare(again: Again, version: int, digest: str) -> None:
     if again.compared and file_digest(again.versions / version_name(version) / WEIGHTS) != digest:
         why = f"run again, it does not give the published weights of version {version}"
-        raise BrokenError(f"step {again.step}", why)
+        raise BrokenError(f"step {again.step + 1}", why)
 
 
 # --- submissions judged again ----------------------------------------------------------------------------------------

@@ -93,10 +93,12 @@ def _again(run: Opened, found: Found, steps: int, proofs: int, random: Random, s
     for step in sorted(random.sample(possible, min(steps, len(possible)))):
         with tempfile.TemporaryDirectory() as scratch, rerun(run, found, step, Path(scratch)) as again:
             if again.compared:
-                say(f"step {step}: run again, version {step + 1} is equal to the last bit")
+                say(f"step {step + 1}: run again, version {step + 1} is equal to the last bit")
             else:
                 differs = [name for name, value in again.here if value != getattr(again.there, name)]
-                say(f"step {step}: run again, not compared: this machine computes with another {', '.join(differs)}")
+                say(
+                    f"step {step + 1}: run again, not compared: this machine computes with another {', '.join(differs)}"
+                )
             of_version = [one for one in found.accepted.values() if one.version == step]
             sample = random.sample(of_version, min(proofs, len(of_version)))
             judge_again(run, sample, again.before, again.there.dtype)
@@ -213,7 +215,7 @@ def by_node(found: Found) -> list[str]:
 def by_step(found: Found) -> list[str]:
     """A line for each trained step: groups and tokens of each worker."""
     lines = []
-    for step, _ in enumerate(found.records):
+    for step in range(len(found.records)):
         groups: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for id, group in found.batches[step]:
@@ -221,5 +223,5 @@ def by_step(found: Found) -> list[str]:
             groups[found.names[one.worker]] += 1
             tokens[found.names[one.worker]] += one.group_tokens[group]
         parts = [f"{name} {groups[name]} groups, {tokens[name]:,} tokens" for name in sorted(groups)]
-        lines.append(f"step {step}: {'; '.join(parts)}")
+        lines.append(f"step {step + 1}: {'; '.join(parts)}")
     return lines

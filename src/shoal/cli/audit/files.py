@@ -192,7 +192,7 @@ def _checkpoints(run: Opened, found: Found) -> list[str]:
                 raise BrokenError(link, "signed by no learner of this run")
             record = CheckpointRecord.model_validate_json(signed.open(signed.key, domain=CHECKPOINT))
             if (record.run, record.step) != (run.run, int(folder.name.removeprefix("step-"))):
-                raise BrokenError(link, f"is the state before step {record.step} of {record.run}")
+                raise BrokenError(link, f"is the state after {record.step} steps of {record.run}")
             there = {path.name: file_digest(path) for path in folder.iterdir() if path.name != SIGNED}
             changed = [name for name in record.files | there if there.get(name) != record.files.get(name)]
             if changed:

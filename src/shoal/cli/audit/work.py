@@ -168,14 +168,14 @@ class Walk:
         members = [(str(id), int(group)) for id, group in body["groups"]]
         due = len(self.found.batches)
         if step != due or due >= config.run.steps or len(members) != config.coordinator.prompts_per_step:
-            raise ValueError(f"is not the batch of step {due} of {config.run.steps}")
+            raise ValueError(f"is not the batch of step {due + 1} of {config.run.steps}")
         unchecked = 0
         for id, group in members:
             one = self.found.accepted.get(id)
             if one is None or group >= len(one.useful) or (id, group) in self.found.batched:
                 raise ValueError(f"group {group} of {id} is in two batches, or was not accepted")
             if not one.version <= step <= one.version + config.coordinator.async_level:
-                raise ValueError(f"group {group} of {id} is of version {one.version}, too old for step {step}")
+                raise ValueError(f"group {group} of {id} is of version {one.version}, too old for step {step + 1}")
             if config.coordinator.online_filter and not one.useful[group]:
                 raise ValueError(f"group {group} of {id} has equal rewards, and teaches nothing")
             unchecked += not one.full
@@ -190,23 +190,23 @@ class Walk:
         self._is(signed.key, "learner")
         record = StepRecord.model_validate_json(signed.open(signed.key, domain=DOMAIN))
         if not record.run == self.run.run or not step == record.step == body["step"]:
-            raise ValueError(f"records step {record.step} of {record.run}, not step {step}")
+            raise ValueError(f"records step {record.step + 1} of {record.run}, not step {step + 1}")
         if step >= len(self.found.batches):
-            raise ValueError(f"trains step {step} before its batch is full")
+            raise ValueError(f"trains step {step + 1} before its batch is full")
         self.found.configs.append(self.found.config)
         fetched = gather_step(self.run, self.found, step)
         groups = [BatchGroup(submission=group.submission, group=group.number) for group in fetched.groups]
         if self.found.config.learner.sites:  # what a site that died was to train is in no version
             groups = [group for group in groups if group in record.groups]
         if groups != record.groups:
-            raise ValueError(f"the learner trained step {step} on other groups than its batch's")
+            raise ValueError(f"the learner trained step {step + 1} on other groups than its batch's")
         for id, content in record.files.items():
             if fetched.contents.get(id) != content:
-                raise ValueError(f"the learner trained step {step} on other rows of {id} than those accepted")
+                raise ValueError(f"the learner trained step {step + 1} on other rows of {id} than those accepted")
         if set(record.files) != {group.submission for group in groups} or sorted(record.files) != body["submissions"]:
-            raise ValueError(f"names other submissions than the learner for step {step}")
+            raise ValueError(f"names other submissions than the learner for step {step + 1}")
         if self.found.records and self.found.records[-1].after != record.before:
-            raise ValueError(f"step {step} began with other weights than step {step - 1} ended with")
+            raise ValueError(f"step {step + 1} began with other weights than step {step} ended with")
         self.found.records.append(record)
 
     # --- what they share ---------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Walk:
         if not id.startswith(worker[:16]) or body["version"] not in self.found.policies:
             raise ValueError(f"{id} is not {worker[:16]}'s, or of a version that was not published")
         if not body["version"] <= body["step"] <= min(len(self.found.batches), self.found.config.run.steps - 1):
-            raise ValueError(f"{id} is for step {body['step']}, which was not open, with version {body['version']}")
+            raise ValueError(f"{id} is for step {body['step'] + 1}, which was not open, with version {body['version']}")
         return id
 
     def _is(self, key: str, role: str) -> None:

@@ -260,7 +260,7 @@ def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
     from shoal.coordinator.members import missing_requirement
 
     wants = RequirementsSection.model_validate(offer.requirements)
-    state = f"step {offer.step} of {offer.steps}" if offer.state == "running" else "finished"
+    state = f"step {min(offer.step + 1, offer.steps)} of {offer.steps}" if offer.state == "running" else "finished"
     places = "" if offer.places_free is None else f", {offer.places_free} places free"
     joining = "open to stake" if offer.invite else "invited only"
     missing = missing_requirement(machine, wants)

@@ -104,7 +104,7 @@ def _header(status: Status, history: RunHistory, elapsed_s: float, width: int) -
     items = [
         Text(ellipsize(clean(status.run), max(width // 2, 12)) or NONE, style="bold"),
         Text(status.state, style="green"),
-        Text(f"step {done} of {status.steps}"),
+        Text(f"{done} of {status.steps} steps"),
         Text(f"elapsed {duration(elapsed_s)}"),
     ]
     if running:

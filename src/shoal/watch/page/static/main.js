@@ -74,7 +74,7 @@ function drawHeader(overview) {
   state.className = `pill ${overview.state}`;
   const share = overview.steps ? (100 * overview.trained) / overview.steps : 0;
   const time = overview.left_s === null ? duration(overview.elapsed_s) : `${duration(overview.left_s)} left`;
-  replace(byId("progress"), h("span", {}, `step ${overview.trained} of ${overview.steps}`), h("span", { class: "track", role: "progressbar", "aria-label": "Steps trained", "aria-valuenow": overview.trained, "aria-valuemax": overview.steps }, h("i", { "width%": Math.min(share, 100) })), h("span", { class: "eta" }, time));
+  replace(byId("progress"), h("span", {}, `${overview.trained} of ${overview.steps} steps`), h("span", { class: "track", role: "progressbar", "aria-label": "Steps trained", "aria-valuenow": overview.trained, "aria-valuemax": overview.steps }, h("i", { "width%": Math.min(share, 100) })), h("span", { class: "eta" }, time));
 }
 
 function showNotice(text) {
