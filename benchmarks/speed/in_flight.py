@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.common.machine import RESULTS, ROOT, command_line, describe, save
 from shoal import config as config_module
-from shoal.cli.roles import generator
+from shoal.cli.roles import opened_engine
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Finished, HeartbeatAnswer
@@ -84,7 +84,7 @@ def main() -> None:
     result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
     settings = config_of(arguments, 1)
     compute = OneThread()
-    with generator(arguments.engine, settings, "bfloat16", arguments.threads, compute) as (engine, kind, _):
+    with opened_engine(arguments.engine, settings, "bfloat16", arguments.threads, compute) as (engine, kind, _):
         for number in range(arguments.rounds):
             for most in arguments.in_flight[:: -1 if number % 2 else 1]:
                 identity = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))

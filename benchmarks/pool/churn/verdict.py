@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.audit.opened import open_run
+from shoal.cli.audit.run import open_run
 from shoal.protocol.messages import HARD
 
 ACCEPTED = re.compile(r"submission ([0-9a-f]{16}-\d{6}): accepted$")

@@ -1,7 +1,6 @@
 """Shared by all commands: the parser, bounded numbers, common arguments, and printing.
 
-Invariant: nothing heavy is imported, so `--help` is instant. Each module of commands defines their arguments beside their
-code.
+Invariant: it imports nothing slow, so `--help` is instant. Each module of commands defines its arguments beside its code.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ N = TypeVar("N", int, float)
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong usage in one line, like every other error."""
+    """Report wrong usage in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message.removeprefix('argument ')} (usage: {self.prog} --help)\n")
@@ -35,9 +34,9 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Commands, name: str, call: Action | None, what: str, example: str, title: str = "shoal"
 ) -> argparse.ArgumentParser:
-    """Add a command that runs `call`, with one line of help and one example, which a test parses.
+    """Add a command with one line of help and one example, which a test parses.
 
-    `call` None: a group, whose commands have their own.
+    `call`: the function that runs it; None: this is a group, and each of its commands has its own.
     """
     example = f"example: {title} {name} {example}".rstrip()
     parser = commands.add_parser(name, help=what, description=what, epilog=example)
@@ -78,38 +77,38 @@ def run_name(text: str, hint: str) -> str:
 port = whole(0, 65535)
 
 
-def takes_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    named = "a TOML file, or the name of one that comes with Shoal, such as quickstart"
-    parser.add_argument("config", type=Path, nargs=None if required else "?", help=named)
+def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    where = "a TOML file, or the name of one that comes with Shoal, such as quickstart"
+    parser.add_argument("config", type=Path, nargs=None if required else "?", help=where)
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override one key")
-    above = "apply another TOML file on top of the config"
-    add("--with", action="append", default=[], type=Path, metavar="FILE", dest="overlays", help=above)
+    overlay = "apply another TOML file on top of the config"
+    add("--with", action="append", default=[], type=Path, metavar="FILE", dest="overlays", help=overlay)
 
 
-def takes_pool(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", type=Path, metavar="POOL", help="the pool's folder, which is its coordinator's")
+def add_pool(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", type=Path, metavar="POOL", help="the pool's folder, which `shoal pool init` made")
 
 
-def takes_threads(parser: argparse.ArgumentParser) -> None:
+def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=whole(0, 4096), default=0, help="cores to compute on (default: all)")
 
 
-def takes_dashboard(parser: argparse.ArgumentParser) -> None:
-    page = "of the page that shows the run (default: any)"
-    parser.add_argument("--dashboard", type=port, default=0, metavar="PORT", help=page)
-    parser.add_argument("--no-dashboard", dest="dashboard", action="store_const", const=None, help="open no such page")
+def add_dashboard(parser: argparse.ArgumentParser) -> None:
+    which = "port of the page that shows the run (default: any free one)"
+    parser.add_argument("--dashboard", type=port, default=0, metavar="PORT", help=which)
+    parser.add_argument("--no-dashboard", dest="dashboard", action="store_const", const=None, help="serve no page")
 
 
 def read_config(arguments: argparse.Namespace) -> Config:
-    """Load the config named by the arguments of `takes_config`. Raise ConfigError."""
+    """Load the config that the arguments of `add_config` name. Raise ConfigError."""
     return config_module.load(arguments.config, arguments.overrides, arguments.overlays)
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Print and flush; to standard output by default. Every command prints with this.
+    """Print a text and flush; every command prints with this. `to` None: to standard output.
 
-    Unprintable characters are removed, because names and errors may come from other machines.
+    Unprintable characters are replaced, because names and errors may come from other machines.
     """
     to = to or sys.stdout
     to.write(printable(text) + "\n")

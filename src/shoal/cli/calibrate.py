@@ -1,10 +1,10 @@
 """Calibrate the validator: measure honest work on this machine, and write limits from it.
 
-Machines with different numerics, such as another dtype, differ in the last bits of proofs and tokens. Every worker
-condition is judged under every validator condition, in submissions of the configured size and of one group. The limit of
-each statistic is its worst honest value times a margin.
+Machines with different numerics, such as another dtype, differ in the last bits of proofs and tokens. Work of each worker
+condition is judged under each validator condition, in submissions of the configured size and of one group. A statistic's
+limit is its worst honest value times a margin.
 The limits apply outside a validator's exactness class, so they are measured with fast numerics. Within a class the tolerance
-is zero. The self-test reports, for each dtype, whether this machine may claim a class.
+is zero. The self-test reports for each dtype whether this machine may claim a class.
 
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
     measured.json   every submission's figures, by condition; and the figures behind the bounds, by pair of dtypes
@@ -15,8 +15,8 @@ The bounds apply to averages over all of a worker's submissions, so they are far
 noisiest pair of dtypes; a worker cannot claim tighter ones. To admit only a less noisy dtype, set `model.dtype` and
 calibrate again.
 
-Measure both the initial policy, which is least certain and whose logprobs differ most, and a trained one.
-Left out: other machines. Run it on each kind of machine that will join, and use the widest limits.
+Measure both the initial policy, whose logprobs differ most because it is least certain, and a trained one.
+Left out: other machines. Calibrate on each kind of machine that will join, and use the widest limits.
 """
 
 import itertools
@@ -63,7 +63,7 @@ LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "margin_max": ("sampling_margin", 0.75, MARGIN),
     "margin_mean": ("sampling_margin_mean", 0.005, TAIL_MARGIN),
 }
-RATE_MARGIN = 3.0  # for [evidence] rates; assumes one miss more than observed, because misses are rare
+RATE_MARGIN = 3.0  # for [evidence] rates, which count one miss more than observed, because misses are rare
 AVERAGES = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")  # in LIMITS and in [evidence]
 
 
@@ -72,7 +72,7 @@ class Generating:
     """How a worker computes."""
 
     dtype: DtypeName
-    groups: int  # decoded at once
+    groups: int  # decoded together
     threads: int
     engine: EngineName = "torch"
 
@@ -89,8 +89,8 @@ class Checking:
 def conditions(config: Config, cores: int) -> tuple[list[Generating], list[Checking]]:
     """Return the conditions to measure: both dtypes, small and large batches, tight and loose packing, one thread and all.
 
-    If the config sets model.dtype, only that dtype is measured, which gives tighter limits. bf16 is skipped on machines
-    that only emulate it, a hundred times slower than fp32.
+    If the config sets model.dtype, measure only that dtype, which gives tighter limits. Skip bf16 on machines that only
+    emulate it, a hundred times slower than fp32.
     """
     groups, row_tokens = config.workers.groups_per_submission, ROW_TOKENS
     dtypes: list[DtypeName] = ["float32", "bfloat16"]
@@ -110,9 +110,9 @@ def conditions(config: Config, cores: int) -> tuple[list[Generating], list[Check
 
 
 def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Path], say: Callable[[str], None]) -> None:
-    """Measure with each of `weights` (none: the config's model), and write both files.
+    """Measure with each of `weights` (empty: the config's model), and write both files.
 
-    Raises ShoalError if honest work fails a check that has no limit.
+    Raise ShoalError if honest work fails a check that has no limit.
     """
     folders = list(weights) or [resolve(config.model.name)]
     generations, checkings = conditions(config, torch.get_num_threads())
@@ -158,7 +158,7 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     figures = {"machine": machine, "worst": worst, "pairs": pairs, "rows": measured}
     (out / "measured.json").write_text(json.dumps(figures, indent=1) + "\n")
     sections = {"validator": {name: value for name, value in validator.items() if value}, "evidence": evidence}
-    title = f"# {config.model.name}: the worst of {len(measured)} honest judgements, times a margin\n"
+    title = f"# {config.model.name}: the worst of {len(measured)} judgements of honest work, times a margin\n"
     (out / "limits.toml").write_text(title + tomli_w.dumps(sections))
     for engine, values in worst.items():
         for name, (limit, _, _) in LIMITS.items():
@@ -167,21 +167,21 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
         say(f"evidence.{bound} = {value}")
     failed = sum(row["failed_checks"] > 0 for row in measured)
     rollouts = sum(int(row["rollouts"]) for row in measured)
-    judged = f"{len(measured)} honest judgements ({rollouts} rollouts)"
+    judged = f"{len(measured)} judgements of honest work ({rollouts} rollouts)"
     say(f"the config's own limits would have rejected {failed} of {judged}")
 
 
 def limits_of(worst: Mapping[str, float]) -> dict[str, float]:
-    """Return [validator] limits, by name, from the worst honest value of each statistic."""
+    """Return [validator] limits by name, from the worst honest value of each statistic."""
     return {limit: round(max(margin * worst[name], floor), 4) for name, (limit, floor, margin) in LIMITS.items()}
 
 
 def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict[str, Any]]:
-    """Return, by pair of worker's and validator's dtype: exposure, tokens beyond fractions of `margin`, mean figures."""
+    """Return figures by pair of dtypes, WORKER|VALIDATOR: exposure, tokens beyond fractions of `margin`, averages."""
     pairs: dict[str, dict[str, Any]] = {}
-    kinds = [f"{_maker(row['worker'])}|{row['validator']['dtype']}" for row in measured]
-    for pair in dict.fromkeys(kinds):
-        rows = [row for row, kind in zip(measured, kinds, strict=True) if kind == pair]
+    pair_of_row = [f"{_worker_kind(row['worker'])}|{row['validator']['dtype']}" for row in measured]
+    for pair in dict.fromkeys(pair_of_row):
+        rows = [row for row, its_pair in zip(measured, pair_of_row, strict=True) if its_pair == pair]
         misses = [nats for row in rows for nats in row["misses"]]
         pairs[pair] = {
             "exposure": sum(row["exposure"] for row in rows),
@@ -190,13 +190,13 @@ def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict
     return pairs
 
 
-def _maker(worker: Mapping[str, Any]) -> str:
-    """Return a worker's dtype, prefixed with the engine unless that is torch."""
+def _worker_kind(worker: Mapping[str, Any]) -> str:
+    """Return a worker's dtype, after its engine's name unless that is torch."""
     return str(worker["dtype"]) if worker.get("engine", "torch") == "torch" else f"{worker['engine']} {worker['dtype']}"
 
 
 def bounds(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return [evidence] bounds: the noisiest pair's rates and averages, times a margin."""
+    """Return [evidence] bounds: the rates and averages of the noisiest pair, times a margin."""
     rates = [
         max(RATE_MARGIN * (pair["beyond"][part] + 1) / max(pair["exposure"], 1.0) for pair in pairs.values())
         for part in range(len(BEYOND))
@@ -209,7 +209,7 @@ def bounds(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def honest_figures(judge: Judge, assignment: Assignment, worker: str, data: bytes) -> dict[str, Any]:
-    """Return the figures of the expensive checks on an honest file, within their limits or not.
+    """Return the figures of the expensive checks on an honest file, whether they pass or not.
 
     `misses` are the margins above 0, in nats; `exposure` counts the tokens that numerics could have changed.
     """
@@ -242,7 +242,7 @@ def _exactness(folder: Path, dtype: DtypeName, device: str) -> str:
     disagreements = selftest.disagreements(load_model(folder, dtype, device, "exact"), dtype, device)
     if disagreements:
         return f"results depend on batch shapes here ({', '.join(disagreements)}): work is judged by the limits"
-    return "results do not depend on batch shapes here: within a class of such machines nothing is tolerated"
+    return "results do not depend on batch shapes here: within a class of such machines the tolerance is zero"
 
 
 def _judge(config: Config, checking: Checking) -> Judge:
@@ -264,7 +264,7 @@ def _producer(config: Config, generation: Generating, identity: Identity, folder
 
 
 class _BatchedProducer(Producer):
-    """Decodes `groups` groups at a time, to vary the batch shape and so the rounding."""
+    """Decode `groups` groups at a time, to vary the batch shape and so the rounding."""
 
     groups = 1
 

@@ -1,7 +1,7 @@
-"""Checks before a run: `shoal check`, `shoal config`, `shoal calibrate`.
+"""Commands to use before a run: `shoal check`, `shoal config`, `shoal calibrate`.
 
-`shoal check [CONFIG]` prints one line per finding: does it run here, how long, how much memory and disk, and what to do.
-Invariant: it starts and changes nothing. Exit status 0: nothing fails, 1: something does.
+`shoal check [CONFIG]` prints one line per finding: whether a run works here, how long it takes, how much memory and disk it
+needs, and what to do about a problem. Invariant: it starts and changes nothing. Exit status 1 if a check fails, else 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal import config as config_module
-from shoal.cli.arguments import Commands, add_command, read_config, say, takes_config, whole
+from shoal.cli.arguments import Commands, add_command, add_config, read_config, say, whole
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,24 +23,24 @@ PROMPT = 64  # tokens; used if the model's tokenizer is not on this machine
 
 
 def add_commands(commands: Commands) -> None:
-    what = "will a run work here, how long, how much memory and disk, what to do?"
+    what = "check whether a run works here, and estimate its time, memory and disk"
     parser = add_command(commands, "check", check, what, "quickstart")
-    takes_config(parser, required=False)
-    parser.add_argument("--dir", type=Path, default=Path(), help="where the run's folder will be (default: here)")
+    add_config(parser, required=False)
+    parser.add_argument("--dir", type=Path, default=Path(), help="where the run's folder would be (default: here)")
 
     what = "print the resolved values of a config, or explain its fields"
     parser = add_command(commands, "config", config, what, "--explain learner.lr")
-    takes_config(parser, required=False)
-    explained = "describe every field, those of a section, or one field"
-    parser.add_argument("--explain", nargs="?", const="", metavar="KEY", help=explained)
+    add_config(parser, required=False)
+    which = "describe one field, the fields of a section, or all fields"
+    parser.add_argument("--explain", nargs="?", const="", metavar="KEY", help=which)
 
     what = "measure honest work and write the validator's limits"
     parser = add_command(commands, "calibrate", calibrate, what, "quickstart --out calibration")
-    takes_config(parser)
+    add_config(parser)
     add = parser.add_argument
     add("--out", type=Path, default=Path("calibration"), help="folder of limits.toml and measured.json")
-    add("--submissions", type=whole(1, 100_000), default=8, help="per condition (default: 8)")
-    versions = "policy versions to measure on (default: the config's model)"
+    add("--submissions", type=whole(1, 100_000), default=8, help="submissions per condition (default: 8)")
+    versions = "policy versions to measure with (default: the config's model)"
     add("--weights", type=Path, nargs="+", default=[], help=versions)
 
 
@@ -50,49 +50,49 @@ def check(arguments: argparse.Namespace) -> int:
 
     findings = list(examine(arguments.dir, config.model.device if config else "cpu"))
     if config and not any(finding.level == "fails" for finding in findings):
-        general = "disk"  # replaced by the finding for this config
-        findings = [finding for finding in findings if finding.name != general] + list(of_config(config, arguments.dir))
+        # the config's own finding about the disk replaces the general one
+        findings = [finding for finding in findings if finding.name != "disk"] + list(of_config(config, arguments.dir))
     say("\n".join(finding.line() for finding in findings))
     return int(any(finding.level == "fails" for finding in findings))
 
 
 def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
-    """Yield what would stop a run of this config here; if nothing does, its time, memory and disk."""
+    """Yield each problem that would stop a run of this config here; without one, its time, memory and disk."""
     from shoal.cli.launch.prepare import check_length, load_tasks
-    from shoal.cli.preflight import disk, estimate
-    from shoal.cli.preflight.machine import fails, free_bytes, ok
+    from shoal.cli.preflight import estimate
+    from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, ok
     from shoal.model import dtype, sources
     from shoal.model.load import load_tokenizer
 
-    name, prompt, stops = config.model.name, PROMPT, []
+    name, prompt, problems = config.model.name, PROMPT, []
     try:
         check_length(config, fetch=True)
     except UserError as error:
-        stops.append(str(error))
+        problems.append(str(error))
     try:
         loaded = load_tasks(config)
         yield from (ok("tasks", note) for note in loaded.notes)
         yield ok("tasks", f"rewards and environments answered a trial; tasks.digest = {loaded.digest}")
-        # do not search the hub's cache
+        # measure prompts only with a tokenizer on this machine; the hub's cache is not searched
         is_bundled, is_folder = name in sources.BUNDLED_FOLDERS, name.startswith((".", "/", "~"))
         model = sources.bundled_dir(name) if is_bundled else sources.resolve(name) if is_folder else None
         if model is not None and (model / "config.json").is_file():
             prompt = estimate.mean_prompt(load_tokenizer(model), config, loaded.heldout[: estimate.SAMPLE])
     except UserError as error:
-        stops.append(str(error))
-    for stop in stops:
-        what, _, remedy = stop.partition("; ")
+        problems.append(str(error))
+    for problem in problems:
+        what, _, remedy = problem.partition("; ")
         yield fails("config", what, remedy or "change the config")
-    if stops:
+    if problems:
         return
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     measured = {"dtype": picked, "prompt_tokens": prompt, "machine": estimate.measure(picked, config.model.device)}
     yield from estimate.findings(estimate.forecast(config, measured, estimate.available_cores()))
     try:
-        needs = disk.needs(config, estimate.model_sizes(name).parameters)
+        needs = disk_needs(config, estimate.model_sizes(name).parameters)
     except estimate.SizesError:
-        return  # the finding about time says so
-    yield disk.finding(needs, free_bytes(folder))
+        return  # the finding about time reports it
+    yield disk_finding(needs, free_bytes(folder))
 
 
 def config(arguments: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
 """Measure models and tasks: `shoal eval`, `shoal filter`.
 
-`shoal eval SUITE,...` runs public benchmarks with models on this machine or behind an OpenAI-compatible URL.
-The table goes to standard output, progress to standard error, everything else into a folder. `shoal filter` measures pass
-rates of training tasks, and selects those worth training on. Repeat the same command to continue after a stop.
+`shoal eval SUITE,...` runs public benchmarks with models on this machine or behind an OpenAI-compatible URL. The table goes
+to standard output, progress to standard error, everything else into a folder. `shoal filter` measures pass rates of training
+tasks, and selects those worth training on. To continue after a stop, repeat the command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, add_command, read_config, real, say, takes_config, takes_threads, whole
+from shoal.cli.arguments import Commands, add_command, add_config, add_threads, read_config, real, say, whole
 from shoal.errors import ShoalError, UserError
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ def add_commands(commands: Commands) -> None:
     what = "measure models on public benchmarks"
     parser = add_command(commands, "eval", run_eval, what, "gsm8k --model runs/quickstart --n 100")
     add = parser.add_argument
-    add("suites", nargs="?", default="", metavar="SUITE[,SUITE...]", help="see --list; or tasks of lm_eval")
+    add("suites", nargs="?", default="", metavar="SUITE[,SUITE...]", help="suites of --list, or tasks of lm_eval")
     add("--list", action="store_true", help="list the suites with their defaults")
-    models = "a model's name, its folder, or a run's; more than one are compared with the first"
+    models = "a model's name or folder, or a run's folder; further models are compared with the first"
     add("--model", action="append", default=[], dest="models", metavar="MODEL", help=models)
     add("--url", help="an OpenAI-compatible server, up to and with /v1; its key: OPENAI_API_KEY")
-    served = "with --url: its model"
+    served = "with --url: the name of the model there"
     add("--served-name", action="append", default=[], dest="served", metavar="NAME", help=served)
     add("--path", help="a code suite's rows: a file or a folder (default: from the hub)")
     tasks = "tasks of each suite: the first N of lm_eval's; of a code suite, a sample drawn by hash (default: all)"
@@ -44,19 +44,19 @@ def add_commands(commands: Commands) -> None:
     add("--k", type=whole(1, MAX_K), help="completions per task (default: the suite's)")
     add("--temperature", type=real(0, 10), help="0: greedy (default: the suite's)")
     add("--max-tokens", type=whole(1, 10**7), help="longest completion (default: the suite's)")
-    add("--out", type=Path, help="folder of completions and results; an existing one is continued")
-    takes_threads(parser)
+    add("--out", type=Path, help="folder for completions and results; an existing one is continued")
+    add_threads(parser)
 
     what = "measure pass rates of tasks and keep those in a band"
     parser = add_command(commands, "filter", run_filter, what, "quickstart --out runs/rates")
-    takes_config(parser)
+    add_config(parser)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder of the results; an existing one is resumed")
+    add("--out", type=Path, required=True, help="folder for the results; an existing one is continued")
     add("--k", type=whole(1, 1024), default=8, help="completions per task (default: 8)")
     band = "pass rates to keep, both ends included (default: 0.125:0.5, INTELLECT-2's)"
     add("--band", default="0.125:0.5", metavar="LOW:HIGH", help=band)
     add("--n", type=whole(1, 10**9), help="only the first N training tasks (default: all)")
-    takes_threads(parser)
+    add_threads(parser)
 
 
 def run_eval(arguments: argparse.Namespace) -> None:
@@ -90,8 +90,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
     )
     contestants = list(_contestants(arguments, out))
     labels = [contestant.label for contestant in contestants]
-    if twice := next((label for label in labels if labels.count(label) > 1), None):
-        raise UserError(f"two models are called {twice}; give different ones")
+    if repeated := next((label for label in labels if labels.count(label) > 1), None):
+        raise UserError(f"two models are called {repeated}; give different ones")
     results, differences = evaluate(contestants, suites, out, progress, n=arguments.n)
     write_results(out / RESULTS, results, differences, shlex.join(["shoal", *sys.argv[1:]]))
     console = Terminal()
@@ -100,7 +100,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
 
 
 def _contestants(arguments: argparse.Namespace, out: Path) -> Iterator[Contestant]:
-    """Yield models on this machine (for a run, its newest version); then those behind a URL, whose weights are unknown."""
+    """Yield the models on this machine (for a run, its newest version), then those behind a URL, with unknown weights."""
     from shoal.evals.evaluate import Contestant
     from shoal.evals.harness import Endpoint, serving
     from shoal.serve.versions import digest, label_of, source_of
@@ -120,7 +120,7 @@ def _contestants(arguments: argparse.Namespace, out: Path) -> Iterator[Contestan
 
 
 def run_filter(arguments: argparse.Namespace) -> None:
-    """Print a table of pass rates and the path of the manifest. Raises ShoalError."""
+    """Print a table of pass rates and the path of the manifest. Raise ShoalError."""
     from shoal.evals.filter import MANIFEST, Band, PassRates, histogram, write_filter
 
     config = read_config(arguments)

@@ -1,8 +1,8 @@
-"""Dispatch each command, and map each error to an exit status. `GROUPS` is what `shoal --help` shows.
+"""Run the command that the arguments name, and turn each error into an exit status.
 
-Exit status: 0 done, 1 failed (audit: a broken link, or a rejected file), 2 wrong usage or configuration, or a named file
-is missing or unreadable, 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not fix,
-130 interrupted.
+0 done, 1 failed (audit: something is wrong with the run or the file), 2 wrong usage or configuration, or a file that the
+arguments name is missing, 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not fix, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.errors import ShoalError, UserError, restart_helps
 DONE, FAILED, LASTING, INTERRUPTED = 0, 1, 4, 130
 __all__ = ["DONE", "EVICTED", "FAILED", "INTERRUPTED", "LASTING", "USAGE", "main"]
 
-GROUPS = {  # as `shoal --help` shows them
+GROUPS = {  # of commands, as `shoal --help` shows them
     "Start": ["run", "sft", "pretrain"],
     "Look": ["dashboard", "serve"],
     "Pool": ["pool", "coordinator", "learner", "origin", "relay", "worker", "validator", "evaluator"],
@@ -47,13 +47,14 @@ def answer(call: Action, arguments: argparse.Namespace) -> int:
         status = _status_of(error, arguments)
         if status is None:
             raise
-        words = f"nothing is at {error.filename}" if isinstance(error, FileNotFoundError) and error.filename else error
-        say(f"shoal {arguments.command_name}: {words}", sys.stderr)
+        missing = error.filename if isinstance(error, FileNotFoundError) else None
+        message = f"nothing is at {missing}" if missing else error
+        say(f"shoal {arguments.command_name}: {message}", sys.stderr)
         return status
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of `shoal`; it stores the command's name as `command_name`, and its function as `call`."""
+    """Return the parser of `shoal`. It stores the command's name as `command_name` and its function as `call`."""
     parser = Parser(
         prog="shoal",
         usage="shoal COMMAND ...",
@@ -75,7 +76,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _status_of(error: Exception, arguments: argparse.Namespace) -> int | None:
-    """Return the exit status of an error that its message explains; None if it needs a traceback."""
+    """Return the exit status for an error whose message explains it; None for one that needs a traceback."""
     if isinstance(error, UserError) or _is_missing(error, arguments):
         return USAGE
     if arguments.command_name in ("coordinator", *ROLES) and not restart_helps(error):

@@ -1,8 +1,8 @@
-"""The six node commands, each with an invite; and SHARDCAST without a pool.
+"""The six commands that join a pool with an invite; and SHARDCAST without a pool.
 
 `shoal learner`, `origin`, `relay`, `worker`, `validator`, `evaluator` join a pool. `shoal origin PATH`, `shoal relay
---upstream URL` and `shoal fetch URL` need none: servers print JSON lines, first their URL and public key, then each version
-that they publish or mirror. Invariant: the invite is checked before anything heavy is imported.
+--upstream URL` and `shoal fetch URL` need no pool: servers print JSON lines, first their URL and public key, then each
+version that they publish or mirror. Invariant: the invite is checked before any slow import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from shoal.cli.arguments import Commands, add_command, real, say, takes_threads, whole
+from shoal.cli.arguments import Commands, add_command, add_threads, real, say, whole
 from shoal.config import EngineName
 from shoal.config.section import Listening
 from shoal.errors import UserError
@@ -37,27 +37,27 @@ ROLES: dict[Role, str] = {
     "validator": "checks submissions",
     "evaluator": "measures held-out accuracy",
 }
-SHARDCAST = "shardcast"  # the run of files that are shared without a pool
-HERE = ("127.0.0.1", 0)
+SHARDCAST = "shardcast"  # name of the run, for files that are shared without a pool
+LOOPBACK = ("127.0.0.1", 0)
 PUBLIC_KEY = re.compile("[0-9a-f]{64}")
 KEEP = whole(1, 1_000_000)
 
 
 def add_commands(commands: Commands) -> None:
     for role, what in ROLES.items():
-        alone = role in ("origin", "relay")
+        serves = role in ("origin", "relay")
         example = f"--join {role}.invite --dir {role}" + " --watch learner/versions" * (role == "origin")
-        parser = add_command(commands, role, serve_or_join if alone else join, what, example)
+        parser = add_command(commands, role, serve_or_join if serves else join, what, example)
         add = parser.add_argument
-        add("--join", required=not alone, metavar="INVITE", help="an invite, or a file that holds one")
-        add("--dir", type=Path, required=not alone, help="this node's own folder: key, cache, state")
-        takes_threads(parser)
+        add("--join", required=not serves, metavar="INVITE", help="an invite, or a file that holds one")
+        add("--dir", type=Path, required=not serves, help="this node's own folder: key, cache, state")
+        add_threads(parser)
         if role == "learner":
-            site = "this site's invite of `shoal pool meet`, if the config sets learner.sites"
+            site = "with learner.sites: this site's invite, which `shoal pool meet` writes"
             add("--site", metavar="INVITE", help=site)
         if role == "worker":
-            generates = "what generates (vllm: docs/operate.md)"
-            add("--engine", choices=get_args(EngineName), default="torch", help=generates)
+            engine = "what generates rollouts (vllm: docs/operate.md)"
+            add("--engine", choices=get_args(EngineName), default="torch", help=engine)
         if role == "origin":
             add("path", type=Path, nargs="?", help="a file, a folder, or a folder of versions v000000, ...")
             add("--watch", type=Path, help="with --join: the learner's folder of versions")
@@ -66,28 +66,30 @@ def add_commands(commands: Commands) -> None:
         if role == "relay":
             add("--upstream", type=_urls, default=[], help="origins and relays, separated by commas")
             add("--key", help="the origin's public key")
-        if alone:
+        if serves:
             store = "folder of published versions; must lie outside of PATH"
             add("--store", type=Path, default=Path("shardcast"), help=store)
-            listen = "where to listen and what to announce; port 0: a free one (default: 127.0.0.1:0, or the config's)"
+            listen = (
+                "address to listen at and to announce; port 0: any free one (default: the config's, or 127.0.0.1:0)"
+            )
             add("--listen", type=_listen, metavar="HOST:PORT", help=listen)
             url = "with --join: the URL to announce, if a proxy stands in front"
             add("--url", type=_url, default="", help=url)
-            add("--keep", type=KEEP, default=5, help="newest versions to keep, with their parents")
+            add("--keep", type=KEEP, default=5, help="how many of the newest versions to keep, with their parents")
     example = f"http://10.0.0.2:8720 --key {'0' * 64} --out versions"
     add = add_command(commands, "fetch", run_fetch, "download published versions to a folder", example).add_argument
     add("urls", type=_urls, help="relays or the origin, separated by commas")
     add("--key", required=True, help="the origin's public key, which the origin prints")
-    add("--out", type=Path, required=True, help="writes OUT/v000007/; reuses earlier versions there")
-    add("--version", type=whole(0, 1 << 40), help="default: the newest")
+    add("--out", type=Path, required=True, help="where to write v000007/ and so on; reuses the versions there")
+    add("--version", type=whole(0, 1 << 40), help="which one to fetch (default: the newest)")
     add("--follow", action="store_true", help="keep fetching new versions")
     add("--wait", type=real(0, 1e6), default=0.0, metavar="S", help="wait for a relay or a first version")
-    given_up = "give up a version that is not complete after this long (default: a day)"
-    add("--timeout", type=real(0, 1e6), default=24 * 3600.0, metavar="S", help=given_up)
+    timeout = "give up on a version that is not complete after this long (default: a day)"
+    add("--timeout", type=real(0, 1e6), default=24 * 3600.0, metavar="S", help=timeout)
 
 
 def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
-    """Set this process up as a server; returns the event that a signal sets."""
+    """Set up this process as a server. Return the event that a signal sets."""
     from shoal.cli.launch import process
     from shoal.shardcast.connections import raise_limit
 
@@ -100,9 +102,9 @@ def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
 
 
 def join(arguments: argparse.Namespace) -> int:
-    """Join a pool and do the role's work until the run ends."""
+    """Join a pool and work in the role until the run ends."""
     role: Role = arguments.command_name
-    _need(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
+    _require(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
     invite = _checked_invite(role, arguments)
     stop = begin(role, arguments)
     from shoal.protocol.calling import StoppedError
@@ -115,17 +117,17 @@ def join(arguments: argparse.Namespace) -> int:
     return EVICTED if ended == "evicted" else 0
 
 
-def _need(arguments: argparse.Namespace, names: list[str], given: str) -> None:
-    """Raise UserError unless all of these were given."""
+def _require(arguments: argparse.Namespace, names: list[str], condition: str) -> None:
+    """Raise UserError unless all arguments of these names were given."""
     if missing := [name for name in names if not getattr(arguments, name)]:
-        raise UserError(f"with {given}, {arguments.command_name} also needs {' and '.join(missing)}")
+        raise UserError(f"with {condition}, {arguments.command_name} also needs {' and '.join(missing)}")
 
 
 def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
-    """Read and check the invite. Raise UserError: a restart does not help."""
+    """Read and check the invite. Raise UserError, because a restart does not help."""
     from shoal.protocol.invite import InviteError, read_invite
 
-    joined_before = (arguments.dir / "identity.pem").exists()  # such a node may rejoin after its invite has expired
+    joined_before = (arguments.dir / "identity.pem").exists()  # then it may rejoin after its invite has expired
     try:
         invite = read_invite(arguments.join)
         invite.check(role, None if joined_before else time.time())
@@ -135,7 +137,7 @@ def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
 
 
 def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threading.Event) -> str:
-    """Return how the run ended."""
+    """Run the role. Return how the run ended."""
     from shoal.cli import origin_and_relay, roles
 
     folder, threads = arguments.dir, arguments.threads
@@ -161,11 +163,11 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
 
 
 def serve_or_join(arguments: argparse.Namespace) -> int:
-    """Run an origin or a relay: with --join in a pool, else standalone."""
+    """Run an origin or a relay: in a pool with --join, else standalone."""
     if arguments.join:
         return join(arguments)
     name = arguments.command_name
-    _need(arguments, ["path"] if name == "origin" else ["upstream", "key"], "no --join")
+    _require(arguments, ["path"] if name == "origin" else ["upstream", "key"], "no --join")
     (run_origin if name == "origin" else run_relay)(arguments, begin(name, arguments))
     return 0
 
@@ -181,7 +183,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     check_apart(arguments.path, arguments.store, arguments.key_file)  # before a key is created
     store = _store(arguments)
     origin = Origin(store, Identity.load_or_create(arguments.key_file).private_key, run=SHARDCAST)
-    asyncio.run(serve_origin(arguments.path, origin, arguments.listen or HERE, stop, _say))
+    asyncio.run(serve_origin(arguments.path, origin, arguments.listen or LOOPBACK, stop, _say))
 
 
 def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
@@ -189,31 +191,26 @@ def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast.alone import serve_relay
 
     relay = Relay(arguments.upstream, _store(arguments), Access(_public_key(arguments), SHARDCAST))
-    asyncio.run(serve_relay(relay, arguments.listen or HERE, stop, _say))
+    asyncio.run(serve_relay(relay, arguments.listen or LOOPBACK, stop, _say))
 
 
 def run_fetch(arguments: argparse.Namespace) -> None:
     from shoal.shardcast import alone
     from shoal.watch.terminal.progress import FetchBar
 
-    what = arguments.urls, arguments.out, _public_key(arguments)
+    source = arguments.urls, arguments.out, _public_key(arguments)
     with FetchBar() as bars:
+        settings = {"timeout_s": arguments.timeout, "progress": bars.show}
         if arguments.follow:
-            for folder, _ in alone.watch(*what, timeout_s=arguments.timeout, progress=bars.show):
+            for folder, _ in alone.watch(*source, **settings):
                 say(str(folder))
             return
-        folder, _ = alone.fetch(
-            *what,
-            version=arguments.version,
-            wait_s=arguments.wait,
-            timeout_s=arguments.timeout,
-            progress=bars.show,
-        )
+        folder, _ = alone.fetch(*source, version=arguments.version, wait_s=arguments.wait, **settings)
         say(str(folder))
 
 
-def _say(facts: dict[str, object]) -> None:
-    say(json.dumps(facts))
+def _say(event: dict[str, object]) -> None:
+    say(json.dumps(event))
 
 
 def _store(arguments: argparse.Namespace) -> ShardStore:

@@ -1,6 +1,6 @@
 """Origin and relay as members of a pool: listen, join with that address, serve the run's nodes, ban the evicted ones.
 
-Invariant: a version is announced to the coordinator once the origin can serve all of it.
+Invariant: the origin announces a version to the coordinator only when it can serve all of it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from shoal.shardcast.server import url_of
 Listen = tuple[str, int]  # host and port
 
 WATCH_S = 0.1
-LOOK_S = 2.0  # between two lookups of the origin's address, while it is unreachable
+LOOKUP_S = 2.0  # between two lookups of the origin's address, while it is unreachable
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def run_origin(
             if node.answer and node.answer.state != "running":
                 return node.answer.state
             origin.state()
-            newest = max(watched.glob("v*"), default=None)  # skip versions that the learner has overtaken
+            newest = max(watched.glob("v*"), default=None)  # older versions that were not published yet are skipped
             if newest is not None and int(newest.name[1:]) != node.policy_version:
                 node.doing(f"publishing {newest.name}")
                 manifest = await asyncio.to_thread(origin.publish, newest, int(newest.name[1:]))
@@ -75,7 +75,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
     async def mirror(node: Node) -> str:
         publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
         origins = await asyncio.to_thread(_origins, node)
-        looked_s = time.monotonic()
+        lookup_s = time.monotonic()  # of the last one
 
         def upstream() -> list[str]:
             """Return the origin and the live relays, in any order: the relay finds its own position."""
@@ -87,9 +87,9 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
             while not stop.is_set() and not task.done():
                 if node.answer and node.answer.state != "running":
                     return node.answer.state
-                if (relay.status.last_error or not origins) and time.monotonic() - looked_s >= LOOK_S:
+                if (relay.status.last_error or not origins) and time.monotonic() - lookup_s >= LOOKUP_S:
                     origins[:] = await asyncio.to_thread(_origins, node)
-                    looked_s = time.monotonic()
+                    lookup_s = time.monotonic()
                 mirrored = relay.status.versions
                 if mirrored and node.policy_version != max(mirrored):
                     log.info("version %d is mirrored", max(mirrored))
@@ -128,7 +128,7 @@ async def serve_store(
     live: Callable[[Node], Awaitable[str]],
     stop: threading.Event,
 ) -> str:
-    """Serve the store to the pool's nodes, join with the address, and run `live`. `url`: that of a proxy in front, or ""."""
+    """Serve the store to the pool's nodes, join with its address, and run `live`. `url`: of a proxy in front, or ""."""
     guard = Guard(audience=invite.run, pool_key=invite.key)
     runner, bound = await _bind(app(store, guard=guard), *listen, folder / "port")
     try:

@@ -1,7 +1,7 @@
 """Start each role that computes: check the device, join the pool, get config and tasks, build the process, run it.
 
-Invariant: each `run_*` returns how the run ended. torch is imported only by the functions that compute, so that the commands
-which import this module answer at once. Origin and relay: `origin_and_relay`.
+Invariants: each `run_*` returns how the run ended. Only the functions that compute import torch, so that commands start
+fast. Origin and relay: `origin_and_relay`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shoal.tasks import TaskSet
 
 TASKS = "tasks"  # in a node's folder: the fetched part of the task set
-LEADER_TIMEOUT_S = 7 * 86_400.0  # for the leader's next batch: as long as a pool may be idle
-RANKS_TIMEOUT_S = 1800.0  # for another rank in a collective: longer than any row, load or file takes
+LEADER_TIMEOUT_S = 7 * 86_400.0  # to wait for the leader's next batch: a pool may be idle that long
+RANKS_TIMEOUT_S = 1800.0  # to wait for another rank in a collective: no row, load or file takes longer
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,7 @@ log = logging.getLogger(__name__)
 def join(
     invite: Invite, folder: Path, threads: int, stop: threading.Event, engine: str = "torch"
 ) -> tuple[Node, Config, DtypeName]:
-    """Join the pool. Return the node, the run's config, and the dtype to compute in on this machine.
-
-    Raises RefusedError, DeviceError.
-    """
+    """Join the pool. Return the node, the run's config, and the dtype for this machine. Raise RefusedError, DeviceError."""
     from shoal.model import dtype
     from shoal.model.dtype import compute_on
 
@@ -63,7 +60,7 @@ def capability(engine: str = "torch") -> Capability:
 
 
 def task_set(node: Node, config: Config, folder: Path) -> TaskSet:
-    """Return the pool's task set: its manifest now, the tasks as needed. Raises TasksNotFoundError, RefusedError."""
+    """Return the pool's task set, which fetches tasks when they are needed. Raise TasksNotFoundError, RefusedError."""
     from shoal import tasks
 
     def fetch(sha256: str, most_bytes: int) -> bytes:
@@ -73,25 +70,26 @@ def task_set(node: Node, config: Config, folder: Path) -> TaskSet:
 
 
 def fingerprinter(config: Config, dtype: DtypeName) -> Callable[[Any], str]:
-    """Return a function that gives a model's fingerprint, by which this process claims an exactness class in heartbeats.
+    """Return a function from a model to its fingerprint, with which a node claims an exactness class in heartbeats.
 
-    It gives "" if the numerics are fast or the machine fails the self-test, which runs at the first call.
+    The fingerprint is "" if the numerics are fast or the machine fails the self-test, which runs at the first call.
     """
     from shoal.engine import selftest
     from shoal.engine.selftest import fingerprint
     from shoal.model import numerics
 
-    proven: list[bool] = []
+    passed: bool | None = None  # the self-test; None: it has not run
 
-    def of(model: Any) -> str:
+    def fingerprint_of(model: Any) -> str:
+        nonlocal passed
         if numerics.of(model) != "exact":
             return ""
-        if not proven:
-            proven.append(selftest.passes(model, dtype, config.model.device))
-            log.info("results %s on batch shapes here", "do not depend" if proven[0] else "depend")
-        return fingerprint(model) if proven[0] else ""
+        if passed is None:
+            passed = selftest.passes(model, dtype, config.model.device)
+            log.info("results %s on batch shapes here", "do not depend" if passed else "depend")
+        return fingerprint(model) if passed else ""
 
-    return of
+    return fingerprint_of
 
 
 # --- worker, validator, evaluator ------------------------------------------------------------------------------------
@@ -111,22 +109,22 @@ def run_worker(
 
     node, config, dtype = join(invite, folder, threads, stop, engine)
     compute = OneThread()
-    with node.heart(), generator(engine, config, dtype, threads, compute) as (generates, kind, fingerprint):
+    with node.heart(), opened_engine(engine, config, dtype, threads, compute) as (opened, kind, fingerprint):
         publisher = node.wait_for_key("origin", stop)
         tasks = task_set(node, config, folder)
-        producer = (producer_type or Producer)(config, node.invite.run, node.identity, generates, tasks, kind, compute)
+        producer = (producer_type or Producer)(config, node.invite.run, node.identity, opened, tasks, kind, compute)
         with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
             return Worker(node, producer, fingerprint, compute).run(follower, stop)
 
 
 @contextmanager
-def generator(
+def opened_engine(
     name: EngineName, config: Config, dtype: DtypeName, threads: int, compute: Compute | None = None
 ) -> Iterator[tuple[Engine, str, Callable[[], str]]]:
-    """Yield the engine, its kind for the headers of files, and what gives the fingerprint of its weights.
+    """Yield the engine, its kind for the headers of files, and a function that returns the fingerprint of its weights.
 
-    `compute`: runs the torch engine's steps; None: the calling thread.
-    vLLM's results depend on its batches, so it claims no exactness class. Raises ShoalError.
+    `compute`: runs the torch engine's steps; None: the calling thread runs them.
+    vLLM's results depend on its batches, so it claims no exactness class. Raise ShoalError.
     """
     device = config.model.device
     if name == "vllm":
@@ -139,11 +137,10 @@ def generator(
     from shoal.engine.torch_engine import TorchEngine
     from shoal.model import numerics
 
-    engine = TorchEngine(
-        dtype, device, numerics.pick(config.model.numerics, dtype, device), compute=compute or run_inline
-    )
-    prints = fingerprinter(config, dtype)
-    yield engine, "", lambda: prints(engine.model)
+    picked = numerics.pick(config.model.numerics, dtype, device)
+    engine = TorchEngine(dtype, device, picked, compute=compute or run_inline)
+    fingerprint_of = fingerprinter(config, dtype)
+    yield engine, "", lambda: fingerprint_of(engine.model)
 
 
 def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
@@ -153,9 +150,8 @@ def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
         tasks = task_set(node, config, folder)
-        prints = fingerprinter(config, dtype)
-        witness = Witness(node, folder)
-        return Validator(node, config, folder / "weights", publisher, dtype, tasks, prints, witness).run(stop)
+        fingerprint_of, witness = fingerprinter(config, dtype), Witness(node, folder)
+        return Validator(node, config, folder / "weights", publisher, dtype, tasks, fingerprint_of, witness).run(stop)
 
 
 def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
@@ -181,9 +177,9 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
 
 
 def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Event, site: Invite | None = None) -> str:
-    """Load the policy and train; under torchrun, on every rank. `site`: the invite of one of several sites.
+    """Load the policy and train; under torchrun, on every rank. `site`: this site's invite, if the learner has several.
 
-    Raises ShoalError.
+    Raise ShoalError.
     """
     import torch
 
@@ -242,7 +238,7 @@ def _at_site(
 def _leading(
     invite: Invite, folder: Path, threads: int, ranks: Ranks, stop: threading.Event
 ) -> Iterator[tuple[Node | None, Config, DtypeName]]:
-    """The leader joins the pool and broadcasts config and dtype to the other ranks, which have no node."""
+    """Join the pool as the leader and broadcast config and dtype to the other ranks, which have no node."""
     from shoal.model.dtype import compute_on
 
     if not ranks.leads:

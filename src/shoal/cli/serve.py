@@ -1,5 +1,5 @@
-"""Pages and endpoints: `shoal dashboard RUN`, a run in a browser or in one HTML file; `shoal serve RUN|MODEL`, the
-OpenAI-compatible endpoint and the chat page; and the reply check of `shoal audit`.
+"""Pages and endpoints: `shoal dashboard RUN` shows a run in a browser or one HTML file; `shoal serve RUN|MODEL` is the
+OpenAI-compatible endpoint and the chat page. Also the part of `shoal audit` that checks a reply.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from shoal.cli.arguments import USAGE, Commands, add_command, port, say, takes_threads
+from shoal.cli.arguments import USAGE, Commands, add_command, add_threads, port, say
 from shoal.errors import UserError
 
 
@@ -18,28 +18,28 @@ def add_commands(commands: Commands) -> None:
     what = "watch a live or finished run in a browser, or write it as one HTML file"
     add = add_command(commands, "dashboard", dashboard, what, "runs/quickstart").add_argument
     add("run", metavar="RUN|URL", help="the folder of a run or coordinator, or a coordinator's URL")
-    compare = "draw this run's curves too; may be repeated"
+    compare = "also draw this run's curves; may be repeated"
     add("--compare", action="append", default=[], metavar="RUN", help=compare)
-    add("--host", default="127.0.0.1", help="where to listen (default: this machine only)")
-    add("--port", type=port, default=8600, help="default: 8600; 0: any that is free")
+    add("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    add("--port", type=port, default=8600, help="0: any free one (default: 8600)")
     add("--public", action="store_true", help="answer under any host name, for a proxy in front of it")
-    add("--out", type=Path, metavar="FILE", help="serve nothing; write a page that opens from disk")
+    add("--out", type=Path, metavar="FILE", help="write the page to a file instead of serving it")
 
-    what = "an OpenAI-compatible endpoint and a chat page for a run or a model"
+    what = "serve a run or a model: an OpenAI-compatible endpoint and a chat page"
     parser = add_command(commands, "serve", serve, what, "runs/quickstart --open")
     add = parser.add_argument
     weights = "a run's folder (live or finished), fetched versions, a model's name or folder"
     add("what", metavar="RUN|MODEL", help=weights)
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=port, default=8000, help="0: a free one (default: 8000)")
-    add("--dir", type=Path, help="folder of API keys and conversations (default: RUN/serve, or runs/serve)")
+    add("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    add("--port", type=port, default=8000, help="0: any free one (default: 8000)")
+    add("--dir", type=Path, help="folder for API keys and conversations (default: RUN/serve, or runs/serve)")
     add("--open", action="store_true", help="one user on this machine: no login and no keys")
     add("--api-only", action="store_true", help="no chat page")
-    add("--no-registration", action="store_true", help="nobody new may register on the page")
+    add("--no-registration", action="store_true", help="nobody may register on the page")
     add("--https", action="store_true", help="a proxy in front speaks HTTPS: cookies travel over it only")
-    named = "answer only requests for this host name"
-    add("--name", action="append", default=[], dest="names", metavar="HOST", help=named)
-    takes_threads(parser)
+    host = "answer only requests for this host name; may be repeated"
+    add("--name", action="append", default=[], dest="names", metavar="HOST", help=host)
+    add_threads(parser)
 
 
 def dashboard(arguments: argparse.Namespace) -> None:
@@ -61,8 +61,8 @@ def dashboard(arguments: argparse.Namespace) -> None:
         other.refresh()
     page = Dashboard(open_run(arguments.run), others)
     listener = process.listen(arguments.host, arguments.port, "the dashboard")
-    host, taken = listener.getsockname()[:2]
-    say(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)")
+    host, bound = listener.getsockname()[:2]
+    say(f"dashboard: http://{host}:{bound}/ (Ctrl-C ends it)")
     hosts = () if arguments.public else (*LOOPBACK, arguments.host)
     asyncio.run(serve_page(page, listener, hosts, stop.is_set))
 

@@ -1,8 +1,8 @@
 """The training commands: `shoal run`, `shoal sft`, `shoal pretrain`.
 
-`shoal run` starts every role on this machine. sft and pretrain print the finished model's folder to standard output;
-progress goes to the log. Under torchrun several ranks act as one: rank 0 leads, and the others need only the model. With
---join, `shoal pretrain` is one of several sites.
+`shoal run` starts every role on this machine. sft and pretrain print the trained model's folder to standard output, and log
+their progress. Under torchrun, rank 0 reads the data, and the other ranks need only the model. With --join,
+`shoal pretrain` trains as one of several sites.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shoal import config as config_module
 from shoal.cli.arguments import (
     Commands,
     add_command,
+    add_config,
+    add_dashboard,
+    add_threads,
     read_config,
     run_name,
     say,
-    takes_config,
-    takes_dashboard,
-    takes_threads,
 )
 from shoal.cli.launch import process
 from shoal.config import Config
@@ -38,28 +38,28 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Commands) -> None:
-    what = "run everything on this machine"
+    what = "train by RL, with all roles on this machine"
     parser = add_command(commands, "run", run, what, "quickstart --set run.steps=20")
-    takes_config(parser, required=False)
-    resumed = "resume the run in this folder (instead of a config)"
-    parser.add_argument("--resume", type=Path, metavar="RUN", help=resumed)
+    add_config(parser, required=False)
+    resume = "resume the run in this folder (instead of a config)"
+    parser.add_argument("--resume", type=Path, metavar="RUN", help=resume)
     parser.add_argument("--out", type=Path, metavar="RUN", help="folder of this run (default: runs/CONFIG-TIME)")
-    takes_dashboard(parser)
+    add_dashboard(parser)
 
     out = "folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
     what = "fine-tune on conversations; without a config: make bundled:tiny"
     parser = add_command(commands, "sft", run_sft, what, "configs/sft.toml --out runs/sft")
-    takes_config(parser, required=False)
-    takes_threads(parser)
+    add_config(parser, required=False)
+    add_threads(parser)
     parser.add_argument("--out", type=Path, help=out)
 
     what = "train on plain text, alone or as one of several sites"
     parser = add_command(commands, "pretrain", run_pretrain, what, "configs/pretrain.toml --out runs/text")
-    takes_config(parser)
-    takes_threads(parser)
+    add_config(parser)
+    add_threads(parser)
     parser.add_argument("--out", type=Path, help=out)
-    joins = "train as one of several sites: an invite of `shoal pool meet`"
-    parser.add_argument("--join", metavar="INVITE", help=joins)
+    invite = "train as one of several sites, with an invite that `shoal pool meet` writes"
+    parser.add_argument("--join", metavar="INVITE", help=invite)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_sft(arguments: argparse.Namespace) -> None:
-    """Train and print the model's folder. Raises ShoalError after SIGINT or SIGTERM."""
+    """Train and print the model's folder. Raise ShoalError after SIGINT or SIGTERM."""
     if arguments.config is None:
         from shoal.learner.sft.tiny import tiny
 
@@ -124,7 +124,7 @@ def run_sft(arguments: argparse.Namespace) -> None:
 
 
 def run_pretrain(arguments: argparse.Namespace) -> None:
-    """Train and print the model's folder. Raises ShoalError after SIGINT or SIGTERM."""
+    """Train and print the model's folder. Raise ShoalError after SIGINT or SIGTERM."""
     config = read_config(arguments)
     stop = process.begin("pretrain", threads=arguments.threads)
     from shoal.learner.ranks import start_ranks
@@ -151,7 +151,7 @@ def _out(arguments: argparse.Namespace, ranks: Ranks) -> Path:
 def _pretraining(
     config: Config, ranks: Ranks, dtype: DtypeName, out: Path, invite: Invite | None, stop: threading.Event
 ) -> Pretraining:
-    """The leader reads the text, and talks to the sites' meeting."""
+    """Return the training of this rank. The leader reads the text and talks to the sites' meeting."""
     from shoal.cli.launch.prepare import model_folder
     from shoal.diloco.agreed import Shapes
     from shoal.diloco.messages import name_of
@@ -163,13 +163,13 @@ def _pretraining(
     from shoal.model.load import load_tokenizer
 
     settings, folder = config.pretrain, model_folder(config.model.name)
-    stream, followed = None, {}
+    stream, fixed_settings = None, {}
 
     def read() -> Tensor:
-        nonlocal stream, followed
+        nonlocal stream, fixed_settings
         corpus, tokenizer = Corpus(settings.data, settings.field), load_tokenizer(folder)
         stream = TokenStream(corpus, tokenizer, first=settings.heldout)
-        followed = about(config, folder, corpus, sites=invite is not None)
+        fixed_settings = about(config, folder, corpus, sites=invite is not None)
         return heldout(corpus, tokenizer, settings.heldout, settings.tokens)
 
     kept = from_leader(ranks, read, encode, lambda data: decode(data, settings.tokens))
@@ -182,4 +182,4 @@ def _pretraining(
             remote = Remote(invite, out, terms, patience_s=GIVE_UP_S, stop=stop)
             stream.take = remote.take
         site = TextSite(name_of(invite), policy, terms, remote, config.sites, out, stop)
-    return Pretraining(policy, stream, kept, config, out, followed, site)
+    return Pretraining(policy, stream, kept, config, out, fixed_settings, site)

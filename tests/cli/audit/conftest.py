@@ -1,4 +1,4 @@
-"""Recorded runs pay early."""
+"""The recorded run that the audit's tests share, whose workers are paid after one check."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,5 +19,5 @@ def paid_after_one_check() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def finished(paid_after_one_check: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished and sealed run, to be copied before it is changed."""
+    """A finished and sealed run. Copy it before you change it."""
     return record_run(tmp_path_factory.mktemp("finished"))

@@ -1,7 +1,7 @@
-"""What a coordinator can write with its own key, to take a worker's pay or to frame it: one lie each, and what names it.
+"""What a coordinator can write with its own key to take a worker's pay or to frame it: one lie each, and its error message.
 
-Each lie is written as a patched coordinator would have: the chain is signed, validators co-signed its heads, and the tables
-are sealed. Workers' and validators' files are theirs alone, except those that they would have signed anyway.
+Each lie is written as a modified coordinator would have: the chain is signed, validators have co-signed its heads, and the
+tables are sealed. Only workers and validators sign their files; those that are added here are honest.
 """
 
 import json
@@ -26,26 +26,25 @@ Body = dict[str, Any]
 
 @dataclass
 class Ledger:
-    """The entries of a finished run, to be changed."""
+    """The entries of a finished run, as (kind, body), and its tables. Tests change them."""
 
     folder: Path
     database: sqlite3.Connection
     entries: list[tuple[str, Body]] = field(default_factory=list)
 
     def find(self, kind: str, **wanted: object) -> Body:
-        return next(
-            body for found, body in self.entries if found == kind and all(body[k] == v for k, v in wanted.items())
-        )
+        bodies = [body for each, body in self.entries if each == kind]
+        return next(body for body in bodies if all(body[key] == value for key, value in wanted.items()))
 
     def index(self, body: Body) -> int:
-        return next(at for at, (_, found) in enumerate(self.entries) if found is body)
+        return next(at for at, (_, each) in enumerate(self.entries) if each is body)
 
     def drop(self, *bodies: Body) -> None:
         for body in bodies:
             del self.entries[self.index(body)]
 
     def add(self, kind: str, body: Body, after: Body | None = None) -> None:
-        """At the end, before the seal."""
+        """Insert an entry after another, by default before the seal."""
         self.entries.insert(len(self.entries) - 1 if after is None else self.index(after) + 1, (kind, body))
 
     def set_node(self, key: Identity, **columns: object) -> None:
@@ -53,7 +52,7 @@ class Ledger:
             self.database.execute(f"UPDATE nodes SET {name} = ? WHERE key = ?", [value, key.public])
 
     def file(self, key: Identity, number: int) -> Body:
-        """Facts of a further file that this worker uploaded for the last step: honest, and under its own signature."""
+        """Add another honest and signed file of this worker for the last step. Return the facts for its entry."""
         known = [body for kind, body in self.entries if kind == "accepted" and body["worker"] == key.public][-1]
         store, id = Folder(self.folder / "coordinator" / "store"), f"{key.public[:16]}-{number:06d}"
         honest = read_submission(store.get("submissions", known["file"]), max_rows=64, max_tokens=64)
@@ -65,7 +64,7 @@ class Ledger:
 
 @contextmanager
 def forging(folder: Path) -> Iterator[Ledger]:
-    """The ledger of a run. What it says then is signed, co-signed and sealed."""
+    """Yield the ledger of a run, then sign, co-sign and seal its changed entries."""
     database = sqlite3.connect(folder / "coordinator" / "pool.sqlite", isolation_level=None)
     for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
         database.execute(f"DROP TRIGGER {name}")
@@ -176,7 +175,7 @@ def slash(ledger: Ledger, facts: Body) -> None:
 
 
 def slash_with_anothers_file(ledger: Ledger) -> None:
-    """With a number that was never given out, and a nonce of zeros."""
+    """With a task number that was never assigned, and a nonce of zeros."""
     theirs = ledger.find("rejected", reason="proof")
     facts = {"worker": BOB.public, "submission": f"{BOB.public[:16]}-000077", "nonce": "0" * 32}
     slash(ledger, reject(ledger, {**theirs, **facts}, "proof"))
@@ -206,7 +205,7 @@ def slash_with_a_file_that_is_none(ledger: Ledger) -> None:
 
 
 def slash_as_replayed(ledger: Ledger) -> None:
-    """Of rollouts that another worker had accepted."""
+    """With rollouts of another worker that were accepted."""
     theirs, facts = ledger.find("accepted", worker=ALICE.public), ledger.file(BOB, 5)
     store = Folder(ledger.folder / "coordinator" / "store")
     rows = read_submission(store.get("submissions", theirs["file"]), max_rows=64, max_tokens=64).rows
@@ -335,12 +334,12 @@ FORGERIES: dict[Callable[[Ledger], None], str] = {
     no_pay_when_covered: "does not pay .*, which later checks cover",
     pay_nobody: "does not pay",
     keep_what_was_lost: "neither paid nor forfeited",
-    pay_twice: "whose credit waits",
+    pay_twice: "is not accepted and unsettled work of",
     pay_and_forfeit: "neither slashed nor dismissed",
-    pay_another: "is not accepted work of",
-    pay_a_stranger: "is not accepted work of",
+    pay_another: "is not accepted and unsettled work of",
+    pay_a_stranger: "is not accepted and unsettled work of",
     pay_for_nothing: "names no submission",
-    pay_for_rejected: "is not accepted work of",
+    pay_for_rejected: "is not accepted and unsettled work of",
     pay_more: "the validators counted",
     pay_the_slashed: "which its worker lost",
     slash_with_anothers_file: "says worker",
@@ -349,9 +348,9 @@ FORGERIES: dict[Callable[[Ledger], None], str] = {
     slash_for_another_size: "says groups",
     slash_for_another_version: "says policy_version",
     slash_with_a_file_that_is_none: "not a readable rollout file",
-    slash_as_replayed: "nothing accepted of its worker holds the same rollouts",
+    slash_as_replayed: "no accepted file of its worker has the same rollouts",
     slash_for_a_soft_reason: "without a hard rejection",
-    slash_by_other_facts: "by other facts",
+    slash_by_other_facts: "with other facts",
     slash_nobody: "slashes nobody for",
     slash_another: "without a hard rejection",
     reject_with_anothers_file: "says step 1, the ledger 2",
@@ -370,8 +369,8 @@ FORGERIES: dict[Callable[[Ledger], None], str] = {
     batch_of_one_group: "is in two batches",
     batch_after_the_end: "is not the batch of step 4 of 3",
     step_after_the_end: "records step 3",
-    version_after_the_end: "before the batch of the step that makes it is full",
+    version_after_the_end: "before the batch that it was trained on is full",
     work_after_the_end: "is for step 4, which was not open",
-    version_before_its_step: "before the batch of the step that makes it is full",
+    version_before_its_step: "before the batch that it was trained on is full",
     a_new_kind: "is of an unknown kind, pardoned",
 }

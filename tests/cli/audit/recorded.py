@@ -1,7 +1,7 @@
-"""A finished run's folder, made by the coordinator's, the learner's and the origin's own code, with invented rollouts.
+"""Record a finished run's folder with the code of coordinator, learner and origin, but without a model.
 
-Three steps of three groups; files are real and signed; one worker has a file rejected softly and is slashed for another;
-weights are a few numbers. No model is loaded.
+It has three steps of three groups. Files are real and signed, rollouts are made up, and weights are a few numbers. One
+worker has a file rejected softly and is slashed for another.
 """
 
 import json
@@ -104,7 +104,7 @@ def settings() -> Config:
 
 
 class Recorded:
-    """The run while it is being made, in `folder`."""
+    """A run in progress in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.now_s = folder, 1_700_000_000.0
@@ -131,7 +131,7 @@ class Recorded:
         return self.pool.members.heartbeat(key.public, beat).assignment
 
     def publish(self, version: int) -> str:
-        """Write and publish a version; returns the digest of its weights."""
+        """Write and publish a version. Return the digest of its weights."""
         folder = self.folder / "learner" / "versions" / f"v{version:06d}"
         folder.mkdir(parents=True)
         generator = torch.Generator().manual_seed(0)
@@ -146,7 +146,7 @@ class Recorded:
         return digest_of(folder / "model.safetensors")
 
     def submit(self, key: Identity, version: int, reason: Reason | None = None, *, prefilled: bool = True) -> None:
-        """One submission all the way to its verdict. `prefilled`: what the accepted file says."""
+        """Assign, upload and judge one submission. `prefilled`: the flag in the accepted file."""
         task = self.beat(key, version, wants=True)
         assert task is not None
         header = Header(
@@ -182,15 +182,15 @@ class Recorded:
         verdict = Verdict(submission=task.id, reason=reason, detail="", evidence={}, content=content)
         if reason is None:
             accepted = [AcceptedRollout(r.group, r.task, [1, 2], r.tokens, r.logprobs, r.reward) for r in rows]
-            said = header.model_copy(update={"prefilled": prefilled})
-            stored = self.store.put("accepted", write_accepted(said, accepted, VALIDATOR))
+            judged = header.model_copy(update={"prefilled": prefilled})
+            stored = self.store.put("accepted", write_accepted(judged, accepted, VALIDATOR))
             self.pool.judgement.accepted_stored(VALIDATOR.public, task.id, stored)
             groups = [group_result(number) for number in range(GROUPS)]
             verdict = verdict.model_copy(update={"accepted_hash": stored, "groups": groups, "spent": SPENT})
         self.pool.judgement.judge(VALIDATOR.public, verdict)
 
     def train(self, step: int, before: str) -> str:
-        """Train a step as far as its records are concerned; returns the digest of the next weights."""
+        """Write the records of a trained step. Return the digest of the next weights."""
         batch = self.pool.batches.of_step(step)
 
         def read(id: str) -> bytes:
@@ -282,7 +282,7 @@ def copy_of(run: Path, folder: Path) -> Path:
 
 
 def check(folder: Path) -> list[str]:
-    """What an audit of the ledger and the files says. Raises BrokenError."""
+    """Return the report of an audit of the ledger and the files. Raise BrokenError."""
     lines: list[str] = []
     audit(folder, lines.append, Random(0), rerun=0, proofs=0)
     return lines

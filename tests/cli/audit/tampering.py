@@ -1,11 +1,12 @@
-"""What a tamperer can do to a run's folder without its members' keys: one change each, and the link that it breaks.
+"""What an attacker can do to a run's folder without its members' keys: one change each, and the link that it breaks.
 
-Every column of every table, rows taken out, doubled and exchanged, ledger entries likewise and cut off; every kind of file
-with a flipped bit, cut short, made longer, taken away, and exchanged with another of its kind.
+Every column of every table is changed; rows and ledger entries are deleted, doubled and swapped; the ledger is cut off. Each
+kind of file gets a flipped bit, is cut short, made longer, deleted, and swapped with another of its kind.
 """
 
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ from shoal.ledger.chain import Entry
 DATABASE = "coordinator/pool.sqlite"
 Change = Callable[[Path, Random], None]
 
-# Pattern of the files of a kind, and of the link that names a break of one.
+# By kind of file: its glob pattern, and a pattern of the link that names a change.
 FILES = {
     "submission": ("coordinator/store/submissions/*.parquet", "submission file of|store file submissions"),
     "accepted": ("coordinator/store/accepted/*.parquet", "accepted file of|store file accepted"),
@@ -36,23 +37,26 @@ FILES = {
     "config": ("config.toml", "config.toml"),
     "database": (DATABASE, "pool.sqlite|ledger|table"),
 }
-TEXT = ("config",)  # a bit of a comment says nothing: a value is changed instead
-MAY_GO = ("head",)  # a copy that its validator keeps: the ledger has it too
+TEXT = ("config",)  # a flipped bit may be in a comment, so a value is changed instead
+MAY_GO = ("head",)  # the ledger has it too
 
 
 @dataclass(frozen=True)
 class Tampering:
     name: str
-    link: str  # pattern of what the audit must name
+    link: str  # pattern of the link that the audit must name
     change: Change
 
 
 def tamperings(run: Path) -> Iterator[Tampering]:
-    """All of them, in an order that does not change."""
+    """Yield all of them, in a fixed order."""
     for table in TABLE_NAMES:
-        if not rows(run, table):  # nothing of this run is in it
+        with closing(sqlite3.connect(run / DATABASE)) as database:
+            columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
+            is_empty = not database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+        if is_empty:
             continue
-        for column in columns(run, table):
+        for column in columns:
             yield Tampering(f"{table}.{column}", f"table {table}$", set_column(table, column))
         yield Tampering(f"{table}: row deleted", f"table {table}$", delete_row(table))
         yield Tampering(f"{table}: row doubled", f"table {table}$", double_row(table))
@@ -66,14 +70,14 @@ def tamperings(run: Path) -> Iterator[Tampering]:
         yield Tampering(f"ledger: entry doubled {number}", r"ledger entry \d+$", double_row("ledger"))
     for kind, (pattern, link) in FILES.items():
         if kind in TEXT:
-            yield Tampering(f"{kind}: value changed", link, change_value(pattern))
+            yield Tampering(f"{kind}: value changed", link, edit_file(pattern, change_value))
         else:
             for number in range(1 if kind == "database" else 4):
-                change = cut_short(pattern) if kind == "database" else flip_bit(pattern)
-                yield Tampering(f"{kind}: bit flipped {number}", link, change)
+                edit = cut_short if kind == "database" else flip_bit
+                yield Tampering(f"{kind}: bit flipped {number}", link, edit_file(pattern, edit))
         if kind not in ("database", *TEXT):
-            yield Tampering(f"{kind}: cut short", link, cut_short(pattern))
-            yield Tampering(f"{kind}: made longer", link, make_longer(pattern))
+            yield Tampering(f"{kind}: cut short", link, edit_file(pattern, cut_short))
+            yield Tampering(f"{kind}: made longer", link, edit_file(pattern, lambda data, random: data + b"{}"))
         if kind not in MAY_GO:
             yield Tampering(f"{kind}: deleted", ".*" if kind == "database" else link, delete_file(pattern))
         if len(list(run.glob(pattern))) > 1 and kind != "beside weights":
@@ -83,21 +87,14 @@ def tamperings(run: Path) -> Iterator[Tampering]:
 # --- the database ----------------------------------------------------------------------------------------------------
 
 
-def columns(run: Path, table: str) -> list[str]:
-    with sqlite3.connect(run / DATABASE) as database:
-        return [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
-
-
-def rows(run: Path, table: str) -> int:
-    with sqlite3.connect(run / DATABASE) as database:
-        return int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
-
-
-def opened(run: Path) -> sqlite3.Connection:
+@contextmanager
+def opened(run: Path) -> Iterator[sqlite3.Connection]:
+    """The run's database, without the triggers that forbid changes of the ledger."""
     database = sqlite3.connect(run / DATABASE, isolation_level=None)
     for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
         database.execute(f"DROP TRIGGER {name}")
-    return database
+    yield database
+    database.close()
 
 
 def drawn_row(database: sqlite3.Connection, table: str, random: Random) -> int:
@@ -106,12 +103,11 @@ def drawn_row(database: sqlite3.Connection, table: str, random: Random) -> int:
 
 def set_column(table: str, column: str) -> Change:
     def change(run: Path, random: Random) -> None:
-        database = opened(run)
-        row = drawn_row(database, table, random)
-        (value,) = database.execute(f"SELECT {column} FROM {table} WHERE rowid = ?", (row,)).fetchone()
-        changed = database.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (other(value, random), row))
-        assert changed.rowcount == 1
-        database.close()
+        with opened(run) as database:
+            row = drawn_row(database, table, random)
+            (value,) = database.execute(f"SELECT {column} FROM {table} WHERE rowid = ?", (row,)).fetchone()
+            new = other(value, random)
+            assert database.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (new, row)).rowcount == 1
 
     return change
 
@@ -120,7 +116,7 @@ def other(value: object, random: Random) -> object:
     if value is None:
         return 1
     if isinstance(value, int):
-        return value + 1000  # no key that another row has
+        return value + 1000  # no other row has this key
     if isinstance(value, float):
         return value + 0.5
     assert isinstance(value, str)
@@ -130,48 +126,43 @@ def other(value: object, random: Random) -> object:
 
 def delete_row(table: str) -> Change:
     def change(run: Path, random: Random) -> None:
-        database = opened(run)
-        database.execute(f"DELETE FROM {table} WHERE rowid = ?", (drawn_row(database, table, random),))
-        database.close()
+        with opened(run) as database:
+            database.execute(f"DELETE FROM {table} WHERE rowid = ?", (drawn_row(database, table, random),))
 
     return change
 
 
 def double_row(table: str) -> Change:
-    """A row again, where keys must differ with other keys."""
+    """Insert a row again, with other keys where keys must differ."""
 
     def change(run: Path, random: Random) -> None:
-        database = opened(run)
-        info = database.execute(f"PRAGMA table_info({table})").fetchall()
-        row = list(
-            database.execute(f"SELECT * FROM {table} WHERE rowid = ?", (drawn_row(database, table, random),)).fetchone()
-        )
-        for at, (_, name, *_) in enumerate(info):
-            if isinstance(row[at], int) and name in ("seq", "step", "version"):
-                row[at] += 5000
-            elif isinstance(row[at], str):
-                row[at] += "x"
-        database.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
-        database.close()
+        with opened(run) as database:
+            info = database.execute(f"PRAGMA table_info({table})").fetchall()
+            drawn = drawn_row(database, table, random)
+            row = list(database.execute(f"SELECT * FROM {table} WHERE rowid = ?", (drawn,)).fetchone())
+            for at, (_, name, *_) in enumerate(info):
+                if isinstance(row[at], int) and name in ("seq", "step", "version"):
+                    row[at] += 5000
+                elif isinstance(row[at], str):
+                    row[at] += "x"
+            database.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
     return change
 
 
 def swap_rows(run: Path, random: Random) -> None:
-    """Two entries in each other's place."""
-    database = opened(run)
-    length = database.execute("SELECT max(seq) FROM ledger").fetchone()[0]
-    first, second = sorted(random.sample(range(1, length + 1), 2))
-    for old, new in ((first, -1), (second, first), (-1, second)):
-        database.execute("UPDATE ledger SET seq = ? WHERE seq = ?", (new, old))
-    database.close()
+    """Swap two ledger entries."""
+    with opened(run) as database:
+        length = database.execute("SELECT max(seq) FROM ledger").fetchone()[0]
+        first, second = sorted(random.sample(range(1, length + 1), 2))
+        for old, new in ((first, -1), (second, first), (-1, second)):
+            database.execute("UPDATE ledger SET seq = ? WHERE seq = ?", (new, old))
 
 
 def cut_off(count: int) -> Change:
     def change(run: Path, random: Random) -> None:
-        database = opened(run)
-        database.execute("DELETE FROM ledger WHERE seq > (SELECT max(seq) FROM ledger) - ?", (count,))
-        database.close()
+        with opened(run) as database:
+            database.execute("DELETE FROM ledger WHERE seq > (SELECT max(seq) FROM ledger) - ?", (count,))
 
     return change
 
@@ -183,54 +174,38 @@ def drawn_file(run: Path, pattern: str, random: Random) -> Path:
     return random.choice(sorted(run.glob(pattern)))
 
 
-def flip_bit(pattern: str) -> Change:
+def edit_file(pattern: str, edit: Callable[[bytes, Random], bytes]) -> Change:
     def change(run: Path, random: Random) -> None:
         path = drawn_file(run, pattern, random)
-        data = bytearray(path.read_bytes())
-        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
-        path.write_bytes(bytes(data))
+        path.write_bytes(edit(path.read_bytes(), random))
 
     return change
 
 
-def cut_short(pattern: str) -> Change:
-    def change(run: Path, random: Random) -> None:
-        path = drawn_file(run, pattern, random)
-        data = path.read_bytes()
-        path.write_bytes(data[: random.randrange(len(data))])
-
-    return change
+def flip_bit(data: bytes, random: Random) -> bytes:
+    changed = bytearray(data)
+    changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
+    return bytes(changed)
 
 
-def make_longer(pattern: str) -> Change:
-    def change(run: Path, random: Random) -> None:
-        path = drawn_file(run, pattern, random)
-        path.write_bytes(path.read_bytes() + b"{}")
+def cut_short(data: bytes, random: Random) -> bytes:
+    return data[: random.randrange(len(data))]
 
-    return change
+
+def change_value(data: bytes, random: Random) -> bytes:
+    return data.replace(b"group_size = 2", b"group_size = 3")
 
 
 def delete_file(pattern: str) -> Change:
-    def change(run: Path, random: Random) -> None:
-        drawn_file(run, pattern, random).unlink()
-
-    return change
+    return lambda run, random: drawn_file(run, pattern, random).unlink()
 
 
 def swap_files(pattern: str) -> Change:
     def change(run: Path, random: Random) -> None:
         first, second = random.sample(sorted(run.glob(pattern)), 2)
-        one, two = first.read_bytes(), second.read_bytes()
-        assert one != two, f"{first} and {second} are equal"
-        first.write_bytes(two)
-        second.write_bytes(one)
-
-    return change
-
-
-def change_value(pattern: str) -> Change:
-    def change(run: Path, random: Random) -> None:
-        path = drawn_file(run, pattern, random)
-        path.write_text(path.read_text().replace("group_size = 2", "group_size = 3"))
+        contents = first.read_bytes(), second.read_bytes()
+        assert contents[0] != contents[1], f"{first} and {second} are equal"
+        first.write_bytes(contents[1])
+        second.write_bytes(contents[0])
 
     return change

@@ -1,4 +1,4 @@
-"""Credit is paid once enough of the worker's later tasks were checked, in whatever order their verdicts came."""
+"""The audit allows credit once enough later tasks of the worker were checked, in any order of their verdicts."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.audit.pay import Accepted
-from shoal.cli.audit.work import Walk
+from shoal.cli.audit.walk import Walk
 from shoal.config import Config, sections
 
 from ...coordinator.support import ALICE, VALIDATOR, open_pool
@@ -21,22 +21,10 @@ def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sections, "MIN_ESCROW_CHECKS", CHECKS)
 
 
-ONE = Accepted(
-    id="",
-    number=0,
-    worker=ALICE,
-    validator=VALIDATOR,
-    step=0,
-    version=0,
-    nonce="",
-    full=True,
-    tokens=10,
-    useful=[True],
-    group_tokens=[10],
-    file="",
-    accepted="",
-    content="",
-)
+SUBMISSION = Accepted(
+    id="", number=0, worker=ALICE, validator=VALIDATOR, step=0, version=0, nonce="", full=True, tokens=10, useful=[True],
+    group_tokens=[10], file="", accepted="", content="",
+)  # fmt: skip
 
 
 def name(number: int) -> str:
@@ -44,45 +32,38 @@ def name(number: int) -> str:
 
 
 def walk(*accepted: int, full: bool = True) -> Walk:
-    """Tasks of one worker, in the order in which they were accepted."""
+    """A walk that has accepted these tasks of one worker, in this order."""
     run: Any = SimpleNamespace(config=Config())
-    found = Walk(run)
+    walk = Walk(run)
     for number in accepted:
-        one = replace(ONE, id=name(number), number=number, full=full)
-        accept(found, one)
-    return found
+        accept(walk, replace(SUBMISSION, id=name(number), number=number, full=full))
+    return walk
 
 
-def accept(found: Walk, one: Accepted) -> None:
-    found.found.accepted[one.id] = one
-    found.pay.accepted(one)
+def accept(walk: Walk, submission: Accepted) -> None:
+    walk.state.accepted[submission.id] = submission
+    walk.pay.accepted(submission)
 
 
-def paid(found: Walk, *numbers: int) -> None:
-    found.pay.credited(
-        {"worker": ALICE, "submissions": [name(number) for number in numbers], "tokens": 10 * len(numbers)}
-    )
+def pay(walk: Walk, *numbers: int) -> None:
+    submissions = [name(number) for number in numbers]
+    walk.pay.credited({"worker": ALICE, "submissions": submissions, "tokens": 10 * len(numbers)})
 
 
-def test_what_two_later_checks_cover_is_paid() -> None:
-    paid(walk(0, 1, 2, 3), 0, 1)
-    paid(walk(0, 2, 1, 3), 0, 1)  # the verdict on 1 came after that on 2
-    paid(walk(3, 2, 1, 0), 0, 1)
-
-
-@pytest.mark.parametrize("accepted", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
-def test_what_they_do_not_cover_is_not(accepted: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("accepted", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3), (2, 0, 3, 1)])
+def test_only_work_before_two_checked_tasks_may_be_paid(accepted: tuple[int, ...]) -> None:
+    pay(walk(*accepted), 0, 1)
     with pytest.raises(ValueError, match="before later checks cover it"):
-        paid(walk(*accepted), 0, 1, 2)
+        pay(walk(*accepted), 0, 1, 2)
 
 
-def test_what_was_not_checked_whole_covers_nothing() -> None:
+def test_a_task_that_was_not_checked_whole_covers_nothing() -> None:
     with pytest.raises(ValueError, match="before later checks cover it"):
-        paid(walk(0, 1, 2, 3, full=False), 0)
+        pay(walk(0, 1, 2, 3, full=False), 0)
 
 
 def test_the_coordinator_pays_what_the_audit_allows() -> None:
-    """Uploads wait for their verdicts, and two validators give them in another order."""
+    """Verdicts come in another order than uploads."""
     harness = open_pool(prompts_per_step=64)
     harness.join(ALICE)
     harness.join(VALIDATOR, "validator")
@@ -92,13 +73,13 @@ def test_the_coordinator_pays_what_the_audit_allows() -> None:
         harness.lease(tasks[number].id, VALIDATOR)
         harness.judge(tasks[number].id, None, (False, False))
     run: Any = SimpleNamespace(config=harness.pool.config)
-    found, credited = Walk(run), []
+    walk, credited = Walk(run), []
     for entry in harness.pool.db.ledger.entries():
         body = json.loads(entry.body)
         if entry.kind == "accepted":
             number, tokens = int(body["submission"][-6:]), body["tokens"]
-            accept(found, replace(ONE, id=body["submission"], number=number, tokens=tokens))
+            accept(walk, replace(SUBMISSION, id=body["submission"], number=number, tokens=tokens))
         elif entry.kind == "credited":
-            found.pay.credited(body)
+            walk.pay.credited(body)
             credited += body["submissions"]
     assert credited == [task.id for task in tasks[:2]]

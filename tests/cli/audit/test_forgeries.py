@@ -1,4 +1,4 @@
-"""A coordinator that lies with its own key is found out, and one that does not is believed."""
+"""An audit finds each lie that a coordinator signs with its own key, and passes an honest ledger that is signed again."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.audit.opened import BrokenError
+from shoal.cli.audit.run import BrokenError
 
 from .forgeries import FORGERIES, Ledger, dismissal, forging, reject
 from .recorded import BOB, check, copy_of
@@ -55,7 +55,7 @@ def test_a_dismissal_rests_on_evidence_that_follows_from_the_verdicts(
 
 @pytest.mark.parametrize("reason", ["unreadable", "signature", "context"])
 def test_a_rejection_that_its_file_does_not_explain_is_counted(finished: Path, tmp_path: Path, reason: str) -> None:
-    """A validator may have run out of time or memory, so this is no broken link."""
+    """It is no broken link: the validator may have run out of time or memory."""
     folder = copy_of(finished, tmp_path / "run")
     with forging(folder) as ledger:
         reject(ledger, ledger.file(BOB, 5), reason)
@@ -65,4 +65,4 @@ def test_a_rejection_that_its_file_does_not_explain_is_counted(finished: Path, t
 def test_what_could_not_be_judged_again_is_counted(finished: Path) -> None:
     lines = check(finished)
     assert "hard rejections: 0 of 1 judged again" in lines
-    assert "not checked: 1 hard rejections: not asked for (--proofs 0)" in lines
+    assert "not checked: 1 hard rejections: not requested (--proofs 0)" in lines

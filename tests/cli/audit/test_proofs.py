@@ -1,4 +1,4 @@
-"""A worker that was slashed for an honest file is found wherever the weights are at hand; one that lied is not."""
+"""The audit judges hard rejections again, if the weights still exist: a slash for an honest file is a broken link."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from shoal.cli.audit.again import judge_rejections
-from shoal.cli.audit.opened import BrokenError
-from shoal.cli.audit.pay import Found, Rejected
+from shoal.cli.audit.pay import AuditState, Rejected
+from shoal.cli.audit.recompute import judge_rejections
+from shoal.cli.audit.run import BrokenError
 from shoal.shardcast.manifest import version_name
 from shoal.store.folder import Folder
 from shoal.worker.produce import Producer
@@ -34,7 +34,7 @@ def honest(worker: Producer) -> bytes:
 
 @pytest.fixture
 def run(tiny_folder: Path, tmp_path: Path) -> Any:
-    """A run whose folder still holds the version."""
+    """A run whose folder still has the version."""
     versions = tmp_path / "learner" / "versions"
     versions.mkdir(parents=True)
     (versions / version_name(VERSION)).symlink_to(tiny_folder)
@@ -44,16 +44,16 @@ def run(tiny_folder: Path, tmp_path: Path) -> Any:
     )
 
 
-def slashed(run: Any, data: bytes, reason: str = "proof") -> Found:
-    """What the walk found: one hard rejection of this file, and the digests of the versions that the learner recorded."""
+def slashed(run: Any, data: bytes, reason: str = "proof") -> AuditState:
+    """The result of a walk: one hard rejection of this file, and the learner's records."""
     weights = blake3((run.folder / "learner" / "versions" / version_name(VERSION) / "model.safetensors").read_bytes())
-    found = Found(SETTINGS)
+    state = AuditState(SETTINGS)
     computed = SimpleNamespace(dtype="float32")
     digests = ["00" * 32] * VERSION + [weights.hexdigest()]
-    found.records = [SimpleNamespace(before=digests[0], after=after, computed=computed) for after in digests[1:]]  # type: ignore[misc]
+    state.records = [SimpleNamespace(before=digests[0], after=after, computed=computed) for after in digests[1:]]  # type: ignore[misc]
     body = {"worker": ALICE.public, "reason": reason, "version": VERSION, "file": run.store.put("submissions", data)}
-    found.rejected[ASKED.id] = Rejected(body, SETTINGS)
-    return found
+    state.rejected[ASKED.id] = Rejected(body, SETTINGS)
+    return state
 
 
 def test_a_slash_for_an_honest_file_is_a_broken_link(run: Any, honest: bytes) -> None:
@@ -72,20 +72,20 @@ def test_a_slash_for_a_soft_fault_is_a_broken_link(run: Any, worker: Producer) -
 def test_a_slash_for_a_lie_holds(run: Any, worker: Producer) -> None:
     rows = produced(worker, ASKED)
     rows[0] = replace(rows[0], proofs=rows[1].proofs)
-    found = slashed(run, signed(worker, ASKED, rows), "sampling")  # another hard reason than this machine would give
-    assert judge_rejections(run, found, limit=4) == "hard rejections: 1 of 1 judged again"
-    assert not found.unproven
+    state = slashed(run, signed(worker, ASKED, rows), "sampling")  # this machine would give another hard reason
+    assert judge_rejections(run, state, limit=4) == "hard rejections: 1 of 1 judged again"
+    assert not state.unproven
 
 
-@pytest.mark.parametrize("missing", ["weights", "other weights", "not asked"])
-def test_what_cannot_be_judged_is_counted(
+@pytest.mark.parametrize("missing", ["weights", "other weights", "request"])
+def test_a_rejection_that_cannot_be_judged_again_is_counted(
     run: Any, honest: bytes, tiny_folders: tuple[Path, Path], missing: str
 ) -> None:
-    found, folder = slashed(run, honest), run.folder / "learner" / "versions" / version_name(VERSION)
+    state, folder = slashed(run, honest), run.folder / "learner" / "versions" / version_name(VERSION)
     if missing in ("weights", "other weights"):
         folder.unlink()
     if missing == "other weights":
         folder.symlink_to(tiny_folders[1])
-    line = judge_rejections(run, found, limit=0 if missing == "not asked" else 4)
+    line = judge_rejections(run, state, limit=0 if missing == "request" else 4)
     assert line == "hard rejections: 0 of 1 judged again"
-    assert sum(found.unproven.values()) == 1
+    assert sum(state.unproven.values()) == 1

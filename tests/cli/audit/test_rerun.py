@@ -1,4 +1,4 @@
-"""A step is trained again from a checkpoint that the learner kept, by the learner's own code, to the last bit."""
+"""The audit trains a step again from a checkpoint, with the learner's code, and gets the same weights to the last bit."""
 
 import shutil
 import threading
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.audit import again as again_module
-from shoal.cli.audit.again import rerun, states
-from shoal.cli.audit.opened import BrokenError
+from shoal.cli.audit import recompute
+from shoal.cli.audit.recompute import rerun, rerunnable_steps
+from shoal.cli.audit.run import BrokenError
 from shoal.learner.groups import gathering, validators
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
@@ -33,7 +33,7 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thr
 
 
 def run(tiny_folder: Path, folder: Path, **changed: Any) -> Any:
-    """A run of three steps whose learner kept a checkpoint of each, and what an audit's walk found of it."""
+    """A run of three steps whose learner kept every checkpoint, and the result of an audit's walk."""
     config = run_config(STEPS, {"checkpoint_every": 1} | changed)
     config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(tiny_folder)})})
     pool = Pool(*[step_file(step) for step in range(STEPS)])
@@ -43,44 +43,43 @@ def run(tiny_folder: Path, folder: Path, **changed: Any) -> Any:
     learner = Learner(pool, config, policy, folder / "learner")  # type: ignore[arg-type]
     assert learner.run(threading.Event()) == "finished"
     signed = [Signed.model_validate_json(report.record) for report in pool.reports]
-    records = [StepRecord.model_validate_json(one.open(one.key, domain=DOMAIN)) for one in signed]
+    records = [StepRecord.model_validate_json(each.open(each.key, domain=DOMAIN)) for each in signed]
     batches = [pool.get(f"/v1/batches/{step}", Batch) for step in range(STEPS)]
     groups = [
         gathering(pool, config, folder / "quarantine").gather(batch, validators(pool))  # type: ignore[arg-type]
         for batch in batches
     ]
-    where = SimpleNamespace(folder=folder)
-    return SimpleNamespace(run=where, records=records, configs=[config] * STEPS, groups=groups)
+    return SimpleNamespace(run=SimpleNamespace(folder=folder), records=records, configs=[config] * STEPS, groups=groups)
 
 
 @pytest.fixture
 def found(trained: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(again_module, "gather_step", lambda run, found, step: trained.groups[step])
+    monkeypatch.setattr(recompute, "gather_step", lambda run, found, step: trained.groups[step])
     return trained
 
 
-def test_every_step_with_a_state_before_it_can_be_run_again(found: Any, tmp_path: Path) -> None:
-    assert states(found.run, found) == [0, 1, 2]
+def test_each_step_after_a_checkpoint_can_be_trained_again(found: Any, tmp_path: Path) -> None:
+    assert rerunnable_steps(found.run, found) == [0, 1, 2]
     partial = shutil.copytree(found.run.folder, tmp_path / "partial")
     shutil.rmtree(partial / "learner" / "checkpoints" / "step-000001")
-    assert states(SimpleNamespace(folder=partial), found) == [0, 2]  # type: ignore[arg-type]
+    assert rerunnable_steps(SimpleNamespace(folder=partial), found) == [0, 2]  # type: ignore[arg-type]
 
 
-def test_steps_of_several_ranks_or_sites_are_not_run_again(found: Any) -> None:
+def test_steps_of_several_ranks_or_sites_are_not_trained_again(found: Any) -> None:
     ranks = [
         each.model_copy(update={"computed": each.computed.model_copy(update={"ranks": 2})}) for each in found.records
     ]
-    assert states(found.run, SimpleNamespace(records=ranks, configs=found.configs)) == []  # type: ignore[arg-type]
+    assert rerunnable_steps(found.run, SimpleNamespace(records=ranks, configs=found.configs)) == []  # type: ignore[arg-type]
     config = found.configs[0]
     sites = config.model_copy(update={"learner": config.learner.model_copy(update={"sites": 2})})
     spread = SimpleNamespace(records=found.records, configs=[sites] * STEPS)
-    assert states(found.run, spread) == []  # type: ignore[arg-type]
+    assert rerunnable_steps(found.run, spread) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1)), 2])
-def test_a_step_again_gives_the_same_weights(found: Any, tmp_path: Path, step: int) -> None:
-    with rerun(found.run, found, step, tmp_path) as again:
-        assert again.compared and again.before.is_dir()
+def test_a_step_trained_again_gives_the_same_weights(found: Any, tmp_path: Path, step: int) -> None:
+    with rerun(found.run, found, step, tmp_path) as result:
+        assert result.compared and result.before.is_dir()
     kept = found.run.folder / "learner" / "versions"
     for version in (step, step + 1):
         name = f"v{version:06d}/model.safetensors"
@@ -100,7 +99,7 @@ def test_weights_that_a_kept_checkpoint_does_not_give_are_named(found: Any, tmp_
 
 
 def test_another_state_before_the_step_gives_other_weights(found: Any, tmp_path: Path) -> None:
-    """A checkpoint that the learner itself signed, of a state in which it never was."""
+    """A checkpoint that the learner signed, although it never was in this state."""
     other = SimpleNamespace(folder=shutil.copytree(found.run.folder, tmp_path / "run"))
     checkpoints = other.folder / "learner" / "checkpoints"
     shutil.rmtree(checkpoints / "step-000002")
@@ -112,10 +111,10 @@ def test_another_state_before_the_step_gives_other_weights(found: Any, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_machine_that_computes_otherwise_compares_nothing(found: Any, tmp_path: Path) -> None:
+def test_a_machine_with_other_numerics_compares_nothing(found: Any, tmp_path: Path) -> None:
     other = found.records[1].computed.model_copy(update={"machine": "another"})
     records = list(found.records)
     records[1] = records[1].model_copy(update={"computed": other, "after": "0" * 64})
     elsewhere = SimpleNamespace(records=records, configs=found.configs)
-    with rerun(found.run, elsewhere, 1, tmp_path) as again:  # type: ignore[arg-type]
-        assert not again.compared
+    with rerun(found.run, elsewhere, 1, tmp_path) as result:  # type: ignore[arg-type]
+        assert not result.compared

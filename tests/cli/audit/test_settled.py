@@ -1,4 +1,4 @@
-"""What the ledger says of accounts: possible by their rules, and in the contract on the chain."""
+"""The audit checks the ledger's entries about accounts against their rules, and against the contract on the chain."""
 
 from pathlib import Path
 from random import Random
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.audit.audit import audit, check_settled
-from shoal.cli.audit.opened import BrokenError
+from shoal.cli.audit.run import BrokenError
 from shoal.config import dumps
 from shoal.config.sections import LedgerSection
 from shoal.ledger import evm
@@ -32,7 +32,7 @@ A = "a1" * 32
         ("decided", {"submission": "w-1", "granted": True}),
     ],
 )
-def test_an_entry_that_the_accounts_forbid_is_named(tmp_path: Path, kind: str, body: dict[str, Any]) -> None:
+def test_an_entry_that_breaks_the_rules_of_accounts_is_named(tmp_path: Path, kind: str, body: dict[str, Any]) -> None:
     run = Recorded(tmp_path / "run")
     run.pool.db.ledger.append("staked", {"key": ALICE.public, "amount": 7})
     run.publish(0)
@@ -66,13 +66,13 @@ def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     return run
 
 
-def test_a_settled_ledger_passes_and_without_a_node_it_is_said(scene: Any) -> None:
+def test_a_settled_ledger_passes_and_the_report_says_if_it_was_not_compared(scene: Any) -> None:
     assert check_settled(scene, "http://chain").endswith("holds all 3 entries about accounts")
     assert "not compared" in check_settled(scene, "")
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_entry_that_the_contract_does_not_hold_is_named(scene: Any, number: int) -> None:
+def test_an_entry_that_the_contract_lacks_is_named(scene: Any, number: int) -> None:
     entry = scene.chain[number]
     body = entry.body.replace(A, "b2" * 32)  # another worker, by the coordinator's own hand
     scene.chain[number] = entry.model_copy(update={"body": body})
@@ -80,6 +80,6 @@ def test_an_entry_that_the_contract_does_not_hold_is_named(scene: Any, number: i
         check_settled(scene, "http://chain")
 
 
-def test_a_ledger_that_was_cut_off_after_it_was_settled_is_told(scene: Any) -> None:
+def test_a_ledger_that_was_cut_off_after_it_was_settled_is_reported(scene: Any) -> None:
     del scene.chain[-1]
     assert "1 events of its workers are of other runs, or not of this ledger" in check_settled(scene, "http://chain")

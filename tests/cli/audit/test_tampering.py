@@ -1,10 +1,14 @@
+"""An audit of a run passes if nothing was changed, and names each change that an attacker, or the coordinator, made."""
+
+import re
+import shutil
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from shoal.cli.audit.audit import audit
-from shoal.cli.audit.opened import BrokenError
+from shoal.cli.audit.run import BrokenError
 from shoal.coordinator import trust
 from shoal.coordinator.database import record_start
 
@@ -12,36 +16,14 @@ from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, check, copy_
 from .tampering import tamperings
 
 
-def caught(folder: Path) -> BrokenError:
-    with pytest.raises(BrokenError) as found:
-        check(folder)
-    return found.value
+def broken(run: Recorded, message: str) -> BrokenError:
+    """The error of an audit of an unfinished run, with this message."""
+    with pytest.raises(BrokenError, match=message) as error:
+        audit(run.folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True)
+    return error.value
 
 
-def missed(finished: Path, scratch: Path, *, every: int, first: int) -> list[str]:
-    """Tamperings that the audit lets pass, or whose link it does not name."""
-    import re
-    import shutil
-
-    found = []
-    chosen = list(tamperings(finished))
-    assert len(chosen) >= 200
-    for number, one in enumerate(chosen):
-        if number % every != first:
-            continue
-        folder = copy_of(finished, scratch / "copy")
-        one.change(folder, Random(number))
-        try:
-            check(folder)
-            found.append(f"{one.name} (seed {number}): not found")
-        except BrokenError as broken:
-            if not re.search(one.link, broken.link):
-                found.append(f"{one.name} (seed {number}): named {broken.link!r}, not {one.link!r}")
-        shutil.rmtree(folder)
-    return found
-
-
-def test_a_clean_run_passes_and_its_contributions_are_counted(finished: Path) -> None:
+def test_an_unchanged_run_passes_and_its_contributions_are_counted(finished: Path) -> None:
     lines = check(finished)
     assert "steps: 3 trained, each on exactly the groups of its batch" in lines
     assert "tables: as sealed" in lines
@@ -50,8 +32,8 @@ def test_a_clean_run_passes_and_its_contributions_are_counted(finished: Path) ->
 
 
 @pytest.mark.parametrize("need", [NEED - 1, NEED + 1])
-def test_a_batch_of_another_size_than_the_config_says_is_named(tmp_path: Path, need: int) -> None:
-    """By the coordinator's own hand: a later start gives another size, and batches keep the earlier one."""
+def test_a_batch_of_another_size_than_the_config_is_named(tmp_path: Path, need: int) -> None:
+    """The coordinator's later start records another size, but its batches keep the earlier one."""
     run = Recorded(tmp_path / "run")
     section = run.config.coordinator.model_copy(update={"prompts_per_step": need})
     record_start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"coordinator": section}))
@@ -59,39 +41,39 @@ def test_a_batch_of_another_size_than_the_config_says_is_named(tmp_path: Path, n
     run.submit(ALICE, 0)
     run.submit(BOB, 0)
     [entry] = run.pool.db.ledger.entries(kind="batch")
-    with pytest.raises(BrokenError, match="is not the batch of step 1") as broken:
-        audit(run.folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True)
-    assert broken.value.link == f"ledger entry {entry.seq}"
+    assert broken(run, "is not the batch of step 1").link == f"ledger entry {entry.seq}"
 
 
-def test_a_batch_with_more_unchecked_groups_than_a_batch_takes_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the coordinator's own hand, likewise."""
+def test_a_batch_with_too_many_unchecked_groups_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Recorded(tmp_path / "run")
     run.publish(0)
     run.submit(ALICE, 0)
     run.pool.judgement.trust.draw = lambda worker, groups: False  # type: ignore[method-assign]
     run.submit(BOB, 0)
     monkeypatch.setattr(trust, "UNCHECKED_SHARE", 0.0)
-    with pytest.raises(BrokenError, match="has 1 groups that were not prefilled whole"):
-        audit(run.folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True)
+    broken(run, "has 1 groups that were not prefilled whole")
 
 
-def test_a_file_that_says_it_was_not_prefilled_whole_is_named(tmp_path: Path) -> None:
+def test_a_file_that_was_not_prefilled_whole_as_the_ledger_says_is_named(tmp_path: Path) -> None:
     run = Recorded(tmp_path / "run")
     run.publish(0)
     run.submit(ALICE, 0, prefilled=False)
-    with pytest.raises(BrokenError, match="was prefilled whole, says the ledger; its file says otherwise"):
-        audit(run.folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True)
+    broken(run, "the ledger says that .* was prefilled whole, and its file does not")
 
 
-@pytest.mark.parametrize("first", [0])
-def test_tampering_is_found_and_named(finished: Path, tmp_path: Path, first: int) -> None:
-    """A sixth of them; the next test has all."""
-    assert missed(finished, tmp_path, every=6, first=first) == []
-
-
-@pytest.mark.slow
-def test_every_tampering_is_found_and_named(finished: Path, tmp_path: Path) -> None:
-    assert missed(finished, tmp_path, every=1, first=0) == []
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_change_of_the_folder_is_found_and_named(finished: Path, tmp_path: Path, every: int) -> None:
+    all_changes = list(tamperings(finished))
+    assert len(all_changes) >= 200
+    missed = []
+    for number, tampering in list(enumerate(all_changes))[::every]:
+        folder = copy_of(finished, tmp_path / "copy")
+        tampering.change(folder, Random(number))
+        try:
+            check(folder)
+            missed.append(f"{tampering.name} (seed {number}): not found")
+        except BrokenError as error:
+            if not re.search(tampering.link, error.link):
+                missed.append(f"{tampering.name} (seed {number}): named {error.link!r}, not {tampering.link!r}")
+        shutil.rmtree(folder)
+    assert missed == []

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.launch import members
-from shoal.cli.launch.children import ENVIRONMENT, MAX_WORDS, Child, Children
+from shoal.cli.launch.children import ENVIRONMENT, MAX_QUOTED, Child, Children
 from shoal.cli.launch.swarm import PREPARE
-from shoal.config import Config, parse
+from shoal.config import parse
 from shoal.errors import ShoalError
-from shoal.protocol.identity import Identity
-from shoal.protocol.invite import read_invite, run_id
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -48,19 +45,19 @@ def test_a_command_runs_to_its_end_and_prints_to_its_log(children: Children, tmp
     assert (tmp_path / "prepare.log").read_text().splitlines()[-1] == last
 
 
-def test_a_command_that_fails_is_told_with_its_last_words(children: Children, tmp_path: Path) -> None:
+def test_the_error_of_a_failed_command_quotes_its_last_log_line(children: Children, tmp_path: Path) -> None:
     with pytest.raises(ShoalError, match="nowhere.toml"):
         children.run("prepare", [str(tmp_path / "nowhere.toml")], PREPARE)
 
 
 def test_a_run_goes_on_without_a_child_that_it_can_spare(children: Children, tmp_path: Path) -> None:
-    child = children.start("page", ["dashboard", str(tmp_path / "nowhere")], spare=True)
+    child = children.start("page", ["dashboard", str(tmp_path / "nowhere")], optional=True)
     assert child.process is not None
     child.process.join(60)
     told: list[str] = []
     children.revive(told.append)
     children.revive(told.append)
-    assert len(told) == 1 and "the run goes on without it" in told[0] and children.has_ended("page")
+    assert len(told) == 1 and "the run continues without it" in told[0] and children.has_ended("page")
 
 
 def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> None:
@@ -75,8 +72,8 @@ def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> N
 def test_an_error_is_repeated_from_its_beginning(tmp_path: Path) -> None:
     child = Child("worker-0", [], tmp_path / "log", multiprocessing.get_context("spawn"))
     child.log.write_text("starting\nshoal worker: the port 8000 is in use" + " and so on" * 1000 + "\n")
-    assert child.last_words().startswith("shoal worker: the port 8000 is in use and so on")
-    assert len(child.last_words()) == MAX_WORDS + 1
+    assert child.last_error().startswith("shoal worker: the port 8000 is in use and so on")
+    assert len(child.last_error()) == MAX_QUOTED + 1
 
 
 @pytest.mark.parametrize("status", [2, 4])
@@ -119,19 +116,6 @@ class Ended:
 
     def __init__(self, exitcode: int) -> None:
         self.exitcode = exitcode
-
-
-def test_a_members_invite_is_its_owners_alone_and_is_kept(tmp_path: Path) -> None:
-    identity = Identity.generate()
-    worker = next(member for member in members.members(Config()) if member.role == "worker")
-    for _ in range(2):  # a restart
-        members.invite(worker, identity, run_id("run-0", identity.public), "http://127.0.0.1:1", tmp_path)
-        path = tmp_path / worker.name / "invite"
-        found = read_invite(str(path))
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        found.check("worker", now_s=None)
-    members.invite(worker, Identity.generate(), "run-0", "http://127.0.0.1:1", tmp_path)
-    assert read_invite(str(path)) == found
 
 
 def test_workers_are_started_with_the_engines_in_turn(tmp_path: Path) -> None:

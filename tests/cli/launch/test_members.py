@@ -2,14 +2,18 @@
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from shoal.cli.launch.members import LOCK, locked, remove_caches, stopped_run
-from shoal.cli.preflight.disk import used_bytes
-from shoal.config import parse
+from shoal.cli.launch.swarm import Swarm
+from shoal.cli.preflight.machine import used_bytes
+from shoal.config import Config, parse
 from shoal.errors import UserError
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Address, read_invite, run_id
 
 KEPT = {
     "coordinator": ["coordinator.json", "pool.sqlite", "store/accepted/a.parquet", "tasks/hash"],
@@ -47,13 +51,29 @@ def test_cleaning_keeps_what_resuming_and_the_user_need(tmp_path: Path) -> None:
     assert remove_caches(tmp_path, config) == 0
 
 
+def test_a_members_invite_is_private_and_outlasts_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # `Children` sets variables
+    identity = Identity.load_or_create(tmp_path / "coordinator" / "identity.pem")
+    Address(url="http://127.0.0.1:1", run=run_id("run-0", identity.public)).write(tmp_path / "coordinator")
+    invites = []
+    for _ in range(2):
+        swarm = Swarm(Config(), "run-0", tmp_path)
+        worker = next(member for member in swarm.members if member.role == "worker")
+        swarm._invite(worker)
+        path = tmp_path / worker.name / "invite"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        invites.append(read_invite(str(path)))
+    invites[0].check("worker", now_s=None)
+    assert invites[0] == invites[1]
+
+
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path} holds no run"):
         stopped_run(tmp_path)
 
 
 def test_a_run_that_is_still_going_keeps_its_folder_until_its_process_ends(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(UserError, match="still going"), locked(tmp_path):
+    with locked(tmp_path), pytest.raises(UserError, match="in progress"), locked(tmp_path):
         pass
     fd = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)

@@ -38,7 +38,7 @@ def pool(folder: Path, url: str = "http://127.0.0.1:8700", **config: Any) -> Poo
 
 def planned(swarm: PoolSwarm) -> dict[str, list[str]]:
     swarm._resolve({})
-    return {each.name: members.command(each, swarm.here, swarm.out, swarm.cores) for each in swarm.members}
+    return {each.name: members.command(each, swarm.local_config, swarm.out, swarm.cores) for each in swarm.members}
 
 
 def test_every_trusted_role_is_started_and_no_worker(tmp_path: Path) -> None:

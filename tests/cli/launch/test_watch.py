@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.launch import watch
 from shoal.cli.launch.watch import STALL_S, Watch
-from shoal.cli.preflight.disk import RESERVE_BYTES
+from shoal.cli.preflight.machine import RESERVE_BYTES
 from shoal.errors import ShoalError
 from shoal.protocol.history import History, PoolWatch
 

@@ -1,9 +1,9 @@
-"""The audit of a run, in order: the chain, its end, every entry, every file, a step again, proofs again, contributions.
+"""Audit a run: check the chain and its end, every entry and file, recompute samples, and report contributions.
 
-Invariants: the first link that does not hold ends it. Nobody lost its place without an entry or a row that says why; rows
-are the coordinator's own word, and only that they agree with each other and with the ledger is checked. Every figure of a
-contribution is counted from files that passed. Where the run has a contract on a chain, it says of every account what the
-coordinator put there, and no entry of the ledger is missing there. Left out: entries that other runs settled in it.
+Invariants: the audit stops at the first broken link. Each eviction, dismissal and suspension has an entry or a row that
+explains it; rows are only the coordinator's claim, and are compared with each other and with the ledger. Contributions are
+counted only from files that passed. If the run has a contract on a chain, the contract holds every ledger entry about
+accounts. Left out: entries that other runs settled in the same contract.
 """
 
 import json
@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 
 from shoal.cli.audit.files import check_files
-from shoal.cli.audit.opened import BrokenError, Opened, check_end, check_heads, naming, open_run, settings_of
-from shoal.cli.audit.pay import Found, Pay
-from shoal.cli.audit.work import Walk
+from shoal.cli.audit.pay import AuditState, Pay
+from shoal.cli.audit.run import AuditedRun, BrokenError, check_end, check_heads, checking, open_run, settings_of
+from shoal.cli.audit.walk import Walk
 from shoal.coordinator.checkers import MISMATCHES
 from shoal.coordinator.judgement import ACCIDENTS, UNUSABLE
 from shoal.coordinator.nodes import Member, Nodes
@@ -29,7 +29,7 @@ from shoal.ledger.evm import KINDS, not_on_chain
 from shoal.protocol.messages import Reason, ToleranceSpent
 
 Say = Callable[[str], None]
-SET_BACK_S = 300.0  # by which the coordinator's clock may have been set back
+CLOCK_S = 300.0  # by which the coordinator's clock may have been set back
 
 
 def audit(
@@ -44,13 +44,13 @@ def audit(
     rerun: int = 1,
     proofs: int = 4,
     rpc: str = "",
-) -> Found:
-    """Check all of a run. Raises BrokenError.
+) -> AuditState:
+    """Check a whole run and print a report. Raise BrokenError.
 
-    `key`: the coordinator's; "" takes the one that the ledger names. `heads`: those that the auditor knows. `export`: the
+    `key`: the coordinator's; "": the key in the ledger. `heads`: heads of the ledger that the auditor knows. `export`: the
     ledger as JSON lines, instead of the database. `unsealed`: accept a ledger whose coordinator still runs or was killed.
-    `rerun`: steps to train again. `proofs`: accepted submissions to judge again for each of these; 0: none at all.
-    `rpc`: a node of the chain that holds the run's contract; "": the one that its config names.
+    `rerun`: steps to train again. `proofs`: accepted submissions to judge again for each of these steps; 0: judge neither
+    these nor hard rejections. `rpc`: a node of the chain that holds the run's contract; "": the node in its config.
     """
     run = open_run(folder, key=key, export=export)
     say(f"run {run.run}, coordinator {run.key}")
@@ -60,72 +60,70 @@ def audit(
     say(f"ledger: {len(run.chain)} entries, head {newest}; {len(signed)} co-signed heads")
     say("tables: as sealed" if sealed else "tables: not sealed, not compared")
     walk = Walk(run)
-    found = walk.walk()
+    state = walk.walk()
     if sealed and run.connection is not None:
-        check_standing(run, found, walk.pay, run.connection)
+        check_members(run, state, walk.pay, run.connection)
     elif walk.pay.dismissals:
         why = "dismissals: their evidence is in the tables, which are not compared"
-        found.unproven[why] += len(walk.pay.dismissals)
-    counts = f"{len(found.accepted)} accepted, {len(found.rejected)} rejected"
+        state.unproven[why] += len(walk.pay.dismissals)
+    counts = f"{len(state.accepted)} accepted, {len(state.rejected)} rejected"
     say(f"submissions: {counts}; every file signed and as recorded")
-    say(f"steps: {len(found.records)} trained, each on exactly the groups of its batch")
+    say(f"steps: {len(state.records)} trained, each on exactly the groups of its batch")
     if line := check_settled(run, rpc):
         say(line)
-    for line in check_files(run, found):
+    for line in check_files(run, state):
         say(line)
-    _again(run, found, rerun, proofs, random, say)
-    for what, count in found.unproven.items():
+    _recompute(run, state, rerun, proofs, random, say)
+    for what, count in state.unproven.items():
         say(f"not checked: {count} {what}")
-    for line in [*by_step(found), *by_node(found)]:
+    for line in [*by_step(state), *by_node(state)]:
         say(line)
-    return found
+    return state
 
 
-def _again(run: Opened, found: Found, steps: int, proofs: int, random: Random, say: Say) -> None:
-    """Judge hard rejections. Run drawn steps again, and judge a sample of the submissions of the version each began with."""
-    from shoal.cli.audit.again import judge_again, judge_rejections, rerun, states
+def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, random: Random, say: Say) -> None:
+    """Judge the hard rejections. Train drawn steps again, and judge a sample of each one's policy version."""
+    from shoal.cli.audit.recompute import judge_again, judge_rejections, rerun, rerunnable_steps
 
-    if line := judge_rejections(run, found, limit=proofs):
+    if line := judge_rejections(run, state, limit=proofs):
         say(line)
     if not steps:
         return
-    possible = states(run, found)
+    possible = rerunnable_steps(run, state)
     for step in sorted(random.sample(possible, min(steps, len(possible)))):
-        with tempfile.TemporaryDirectory() as scratch, rerun(run, found, step, Path(scratch)) as again:
-            if again.compared:
-                say(f"step {step + 1}: run again, version {step + 1} is equal to the last bit")
+        with tempfile.TemporaryDirectory() as scratch, rerun(run, state, step, Path(scratch)) as result:
+            if result.compared:
+                say(f"step {step + 1}: trained again, version {step + 1} is equal to the last bit")
             else:
-                differs = [name for name, value in again.here if value != getattr(again.there, name)]
-                say(
-                    f"step {step + 1}: run again, not compared: this machine computes with another {', '.join(differs)}"
-                )
-            of_version = [one for one in found.accepted.values() if one.version == step]
+                differs = [name for name, value in result.here if value != getattr(result.learner, name)]
+                say(f"step {step + 1}: trained again, not compared: this machine has another {', '.join(differs)}")
+            of_version = [submission for submission in state.accepted.values() if submission.version == step]
             sample = random.sample(of_version, min(proofs, len(of_version)))
-            judge_again(run, sample, again.before, again.there.dtype)
+            judge_again(run, sample, result.before, result.learner.dtype)
             say(f"proofs: {len(sample)} of {len(of_version)} submissions of version {step} judged again, all accepted")
     if not possible:
-        say("steps: none can be run again: no state before one is at hand, or several ranks or sites trained them")
+        say("steps: none can be trained again: their checkpoints are gone, or several ranks or sites trained them")
 
 
-# --- states of members -----------------------------------------------------------------------------------------------
+# --- members' states in the tables -----------------------------------------------------------------------------------
 
 
-def check_standing(run: Opened, found: Found, pay: Pay, connection: Connection) -> None:
-    """Raises BrokenError."""
+def check_members(run: AuditedRun, state: AuditState, pay: Pay, connection: Connection) -> None:
+    """Compare members' states with the ledger, and recompute the evidence of dismissals. Raise BrokenError."""
     missed = Submissions(connection).count_missed()
     dismissed = {str(body["worker"]) for _, body, _ in pay.dismissals}
     for node in Nodes(connection).all():
         link = f"table nodes: {node.name}"
         if node.role == "worker":
-            if node.evicted != (node.key in found.slashed):
+            if node.evicted != (node.key in state.slashed):
                 why = "banned, and no entry slashes it" if node.evicted else "slashed, and not banned"
                 raise BrokenError(link, why)
             if node.state == "dismissed" and node.key not in dismissed:
                 raise BrokenError(link, "dismissed, and no entry says so")
-            if node.suspensions and not _may_be_suspended(node, found, missed.get(node.key, 0)):
+            if node.suspensions and not _may_be_suspended(node, state, missed.get(node.key, 0)):
                 raise BrokenError(link, f"suspended, and nothing of it went wrong ({node.reason})")
         if node.role == "validator" and node.state in ("left", "banned"):
-            _check_silent(run, node)
+            _check_no_later_verdict(run, node)
     for link, body, observed in pay.dismissals:
         spent = [(figures, config) for id, config in observed if (figures := _spent(connection, id)) is not None]
         process = Process()
@@ -137,42 +135,45 @@ def check_standing(run: Opened, found: Found, pay: Pay, connection: Connection) 
             raise BrokenError(link, why)
 
 
-def _may_be_suspended(node: Member, found: Found, missed: int) -> bool:
-    reasons = [one.reason for one in found.rejected.values() if one.worker == node.key]
+def _may_be_suspended(node: Member, state: AuditState, missed: int) -> bool:
+    reasons = [rejected.reason for rejected in state.rejected.values() if rejected.worker == node.key]
     unusable = sum(reason in UNUSABLE for reason in reasons)
     return missed > 0 or unusable > ACCIDENTS or reasons.count(Reason.INEXACT) >= MISMATCHES
 
 
-def _check_silent(run: Opened, node: Member) -> None:
+def _check_no_later_verdict(run: AuditedRun, node: Member) -> None:
     for entry, body in zip(run.chain, run.bodies, strict=True):
         judges = entry.kind in ("accepted", "rejected") and body["validator"] == node.key
-        if judges and entry.time_s > node.state_s + SET_BACK_S:
+        if judges and entry.time_s > node.state_s + CLOCK_S:
             raise BrokenError(f"ledger entry {entry.seq}", f"judged by {node.name}, which had left")
 
 
 def _spent(connection: Connection, id: str) -> ToleranceSpent | None:
     """Return the tolerance that a verdict reports as used; None if the verdict does not measure it."""
-    told = json.loads(connection.value("SELECT verdict FROM submissions WHERE id = ?", id) or "{}")
-    if told.get("spent") is None or told.get("replay") is not None:
+    verdict = json.loads(connection.value("SELECT verdict FROM submissions WHERE id = ?", id) or "{}")
+    if verdict.get("spent") is None or verdict.get("replay") is not None:
         return None
-    return ToleranceSpent.model_validate_json(json.dumps(told["spent"]))
+    return ToleranceSpent.model_validate_json(json.dumps(verdict["spent"]))
 
 
 # --- the contract on a chain -----------------------------------------------------------------------------------------
 
 
-def check_settled(run: Opened, rpc: str) -> str:
-    """A line about it, "" for a run without a contract. `rpc` "": the node that the run's own config names."""
+def check_settled(run: AuditedRun, rpc: str) -> str:
+    """Compare the ledger with the run's contract. Return a line for the report, "" for a run without a contract.
+
+    `rpc`: a node of the chain; "": the node in the run's config. Raise BrokenError.
+    """
     section = run.config.ledger
     if not section.contract:
         return ""
     rpc = rpc or settings_of(run.folder).ledger.rpc
     if not rpc:
-        return f"chain: not compared with the contract {section.contract}: name a node of its chain with --rpc"
+        return f"chain: the contract {section.contract} is not compared: name a node of its chain with --rpc"
     from shoal.ledger.evm import open_contract
 
     link = f"contract {section.contract}"
-    with naming(link):
+    with checking(link):
         contract = open_contract(rpc, section.contract)
         known = {
             (event.kind, event.key, event.work, event.amount if event.kind == "credited" else 0)
@@ -180,48 +181,49 @@ def check_settled(run: Opened, rpc: str) -> str:
         }
         lacking = not_on_chain(run.chain, known, contract)
         digests = {entry.digest for entry in run.chain}
-        mine = {str(json.loads(entry.body)["key"]) for entry in run.chain if entry.kind == "registered"}
+        members = {str(json.loads(entry.body)["key"]) for entry in run.chain if entry.kind == "registered"}
     if lacking:
         which = f"entry {lacking[0].seq} ({lacking[0].kind}) of the ledger, and {len(lacking) - 1} more"
         settle = "if the chain was away, settle them: shoal pool stake settle RUN"
         raise BrokenError(link, f"does not hold {which}; {settle}")
-    foreign = sum(event[0] != "registered" and event[1] in mine and event[2] not in digests for event in known)
-    held = sum(entry.kind in KINDS for entry in run.chain)
+    foreign = sum(event[0] != "registered" and event[1] in members and event[2] not in digests for event in known)
+    entries = sum(entry.kind in KINDS for entry in run.chain)
     more = f"; {foreign} events of its workers are of other runs, or not of this ledger" if foreign else ""
-    return f"chain: the contract {section.contract} holds all {held} entries about accounts{more}"
+    return f"chain: the contract {section.contract} holds all {entries} entries about accounts{more}"
 
 
 # --- contributions ---------------------------------------------------------------------------------------------------
 
 
-def by_node(found: Found) -> list[str]:
-    """A line for each worker, and one for each validator."""
+def by_node(state: AuditState) -> list[str]:
+    """Return a line for each worker and each validator."""
     lines = [f"{'node':20} {'accepted':>8} {'rejected':>8} {'tokens':>10} {'credited':>10} {'trained groups':>14}"]
-    trained = Counter(found.accepted[id].worker for batch in found.batches[: len(found.records)] for id, _ in batch)
-    rejected = Counter(one.worker for one in found.rejected.values())
-    for key, name in sorted(found.names.items(), key=lambda item: item[1]):
-        mine = [one for one in found.accepted.values() if one.worker == key]
-        if found.roles[key] == "worker":
-            credited = sum(one.tokens for one in mine if found.credit.get(one.id) == "credited")
-            tokens = sum(one.tokens for one in mine)
-            figures = f"{len(mine):8} {rejected[key]:8} {tokens:10,} {credited:10,} {trained[key]:14,}"
-            lines.append(f"{name:20} {figures}" + ("  slashed" if key in found.slashed else ""))
-        if found.roles[key] == "validator":
-            judged = [one for one in found.accepted.values() if one.validator == key]
-            lines.append(f"{name:20} {len(judged):8} accepted by it, {sum(one.full for one in judged)} prefilled whole")
+    trained = Counter(state.accepted[id].worker for batch in state.batches[: len(state.records)] for id, _ in batch)
+    rejections = Counter(rejected.worker for rejected in state.rejected.values())
+    for key, name in sorted(state.names.items(), key=lambda item: item[1]):
+        if state.roles[key] == "worker":
+            accepted = [submission for submission in state.accepted.values() if submission.worker == key]
+            credited = sum(each.tokens for each in accepted if state.credit.get(each.id) == "credited")
+            tokens = sum(each.tokens for each in accepted)
+            figures = f"{len(accepted):8} {rejections[key]:8} {tokens:10,} {credited:10,} {trained[key]:14,}"
+            lines.append(f"{name:20} {figures}" + ("  slashed" if key in state.slashed else ""))
+        if state.roles[key] == "validator":
+            judged = [submission for submission in state.accepted.values() if submission.validator == key]
+            whole = sum(submission.full for submission in judged)
+            lines.append(f"{name:20} {len(judged):8} accepted by it, {whole} prefilled whole")
     return lines
 
 
-def by_step(found: Found) -> list[str]:
-    """A line for each trained step: groups and tokens of each worker."""
+def by_step(state: AuditState) -> list[str]:
+    """Return a line for each trained step: the groups and tokens of each worker."""
     lines = []
-    for step in range(len(found.records)):
+    for step in range(len(state.records)):
         groups: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
-        for id, group in found.batches[step]:
-            one = found.accepted[id]
-            groups[found.names[one.worker]] += 1
-            tokens[found.names[one.worker]] += one.group_tokens[group]
+        for id, group in state.batches[step]:
+            submission = state.accepted[id]
+            groups[state.names[submission.worker]] += 1
+            tokens[state.names[submission.worker]] += submission.group_tokens[group]
         parts = [f"{name} {groups[name]} groups, {tokens[name]:,} tokens" for name in sorted(groups)]
         lines.append(f"step {step + 1}: {'; '.join(parts)}")
     return lines

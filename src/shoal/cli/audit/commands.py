@@ -1,4 +1,4 @@
-"""`shoal audit RUN|FILE|REPLY` believes nothing: it checks a run's ledger and files, a submission, or a reply again."""
+"""`shoal audit RUN|FILE|REPLY`: check a run's ledger and files, a submission, or a reply of the chat page."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from pathlib import Path
 from random import Random, SystemRandom
 
 from shoal import config as config_module
-from shoal.cli.arguments import Commands, add_command, say, takes_threads, whole
+from shoal.cli.arguments import Commands, add_command, add_threads, say, whole
 from shoal.cli.serve import audit_reply
 from shoal.errors import UserError
 
 COUNT = whole(0, 1_000_000)
-PARQUET = b"PAR1"  # the first bytes of such a file
+PARQUET = b"PAR1"  # the first bytes of a Parquet file
 
 
 def add_commands(commands: Commands) -> None:
-    what = "check a stopped run, a submission or a reply again, from its files alone"
+    what = "check a stopped run, a submission or a reply, from its files alone"
     parser = add_command(commands, "audit", audit, what, "runs/quickstart")
     kinds = "the folder of a run or of its coordinator, a submission (Parquet), or a reply of `shoal serve` (JSON)"
     parser.add_argument("what", type=Path, metavar="RUN|FILE|REPLY", help=kinds)
-    takes_threads(parser)
-    add = parser.add_argument_group("of a run").add_argument
-    add("--key", default="", help="the coordinator's key, if you know it (default: as the ledger says)")
+    add_threads(parser)
+    add = parser.add_argument_group("for a run").add_argument
+    add("--key", default="", help="the coordinator's key, if you know it (default: the key in the ledger)")
     add("--ledger", type=Path, metavar="FILE", help="read the ledger from this export")
-    add("--head", action="append", default=[], metavar="SEQ:DIGEST", help="a head that you know")
-    add("--unsealed", action="store_true", help="accept a run that is still going, or whose coordinator was killed")
+    add("--head", action="append", default=[], metavar="SEQ:DIGEST", help="a head of the ledger that you know")
+    add("--unsealed", action="store_true", help="accept a run in progress, or whose coordinator was killed")
     add("--rerun", type=COUNT, default=1, metavar="N", help="steps to train again (default: 1)")
-    add("--proofs", type=COUNT, default=4, metavar="N", help="submissions of each to judge again (default: 4)")
-    node = "a node of the chain that holds the run's contract (default: the run's)"
+    add("--proofs", type=COUNT, default=4, metavar="N", help="submissions of each step to judge again (default: 4)")
+    node = "a node of the chain that holds the run's contract (default: the run's node)"
     add("--rpc", default="", metavar="URL", help=node)
-    add("--seed", type=int, help="draw the steps and submissions by this number (default: by chance)")
+    add("--seed", type=int, help="seed to draw steps and submissions with (default: random)")
     add("--export", type=Path, metavar="FILE", help="only verify the ledger, and write it as JSON lines")
-    add = parser.add_argument_group("of a submission").add_argument
-    add("--run", type=Path, metavar="RUN", help="folder of the run or pool that it is of")
-    add("--weights", type=Path, help="the policy version that the file names (default: in --run)")
-    reply = parser.add_argument_group("of a reply")
-    reply.add_argument("--model", metavar="RUN|MODEL", help="the weights to recompute with, which you trust")
+    add = parser.add_argument_group("for a submission").add_argument
+    add("--run", type=Path, metavar="RUN", help="folder of its run or pool")
+    add("--weights", type=Path, help="folder of its policy version (default: in --run)")
+    reply = parser.add_argument_group("for a reply")
+    reply.add_argument("--model", metavar="RUN|MODEL", help="weights that you trust, to recompute it with")
 
 
 def audit(arguments: argparse.Namespace) -> int:
-    """Audit what is named, by what it is: a folder, a Parquet file, or else a reply."""
+    """Audit a folder as a run, a Parquet file as a submission, and any other file as a reply."""
     if arguments.what.is_dir():
         if arguments.ledger and not arguments.ledger.is_file():  # a usage error, not a broken link
             raise UserError(f"no file at {arguments.ledger}: `shoal audit RUN --export FILE` writes one")
@@ -55,7 +55,7 @@ def audit(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from shoal.cli.audit.audit import audit as check
-    from shoal.cli.audit.opened import BrokenError
+    from shoal.cli.audit.run import BrokenError
 
     try:
         check(
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from shoal.cli.audit.opened import open_run
+    from shoal.cli.audit.run import open_run
     from shoal.ledger.chain import write_export
 
     opened = open_run(arguments.what, key=arguments.key, export=arguments.ledger)
@@ -90,7 +90,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _submission(data: bytes, arguments: argparse.Namespace) -> int:
     if arguments.run is None:
-        raise UserError("name the run or pool that the file belongs to: --run DIR")
+        raise UserError("name the folder of the file's run or pool: --run DIR")
     settings = config_module.load(arguments.run / "config.toml")
     from shoal.model import dtype
     from shoal.store.columns import RolloutFileError

@@ -1,15 +1,15 @@
-"""Every other file in a run's folder that a member signed or named by its digest.
+"""Check the files in a run's folder that a member signed or named by digest, beyond those that the walk reads.
 
-    coordinator/store     a file's name is its hash; every upload that the sealed table names is there
-    coordinator/tasks     likewise; the manifest that the config names, and all that it names
-    origin/store          manifests under the origin's signature, of the digests in the ledger; every shard
-    learner/versions      weights as the learner recorded them, and whole folders as manifests describe them
-    learner/checkpoints   files as the learner signed them
-    config.toml, metrics.jsonl, evaluations.jsonl    what the ledger and the sealed history say
+    coordinator/store     each file's name is its hash; every upload in the sealed table exists
+    coordinator/tasks     likewise; the manifest in the config exists, and every file in that manifest
+    origin/store          manifests have the origin's signature and the digests in the ledger; every shard matches
+    learner/versions      weights match the learner's record, and whole folders match their manifests
+    learner/checkpoints   files match the learner's signature
+    config.toml, metrics.jsonl, evaluations.jsonl    match the ledger and the sealed history
 
-Invariant: every file in one of these places is checked whole. A run deletes its older versions and checkpoints, so a missing
-older one is fine. The newest one of a finished run must be there.
-Called by `audit`. Left out: caches of other nodes, logs, pictures and the summary, which nothing rests on.
+Invariant: every file in these places is checked whole. A run deletes its older versions and checkpoints, so an older one may
+be missing, but the newest one of a finished run must exist.
+Left out: caches of other nodes, logs, pictures and the summary, on which nothing depends.
 """
 
 import json
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from shoal.cli.audit.opened import BrokenError, Opened, naming, read_config
-from shoal.cli.audit.pay import Found
+from shoal.cli.audit.pay import AuditState
+from shoal.cli.audit.run import AuditedRun, BrokenError, checking, read_config
 from shoal.coordinator.database import HistoryTable as History
 from shoal.coordinator.database import Kind, config_text
 from shoal.coordinator.submissions import Submissions
@@ -36,24 +36,23 @@ from shoal.tasks.taskset import TaskManifest
 WEIGHTS = "model.safetensors"
 
 
-def check_files(run: Opened, found: Found) -> list[str]:
-    """Raises BrokenError. Returns a line for each place that was there."""
-    lines = [_store(run), _tasks(run)]
-    manifests = _origin(run, found)
-    lines.append(f"origin: {len(manifests)} versions, every manifest and shard")
-    lines += [*_versions(run, found, manifests), *_checkpoints(run, found), *_records(run)]
-    return [line for line in lines if line]
+def check_files(run: AuditedRun, state: AuditState) -> list[str]:
+    """Check all places. Return a line of the report for each one that exists. Raise BrokenError."""
+    manifests = _origin(run, state)
+    origin = f"origin: {len(manifests)} versions, every manifest and shard"
+    lines = [_store(run), _tasks(run), origin, *_versions(run, state, manifests), *_checkpoints(run, state)]
+    return [line for line in [*lines, *_records(run)] if line]
 
 
 # --- the coordinator's -----------------------------------------------------------------------------------------------
 
 
-def _store(run: Opened) -> str:
-    """In a folder, every file that is there; in a bucket, every file that the tables name."""
+def _store(run: AuditedRun) -> str:
+    """Check every file in a folder, or, in a bucket, every file that the tables name."""
     folder = run.store if isinstance(run.store, Folder) else None
     files = sorted(folder.root.glob("*/*.parquet")) if folder else []
     for path in files:
-        with naming(f"store file {path.parent.name}/{path.stem[:16]}"):
+        with checking(f"store file {path.parent.name}/{path.stem[:16]}"):
             run.store.get(path.parent.name, path.stem)
     named = 0
     for id, file, accepted in Submissions(run.connection).files() if run.connection else []:
@@ -63,32 +62,34 @@ def _store(run: Opened) -> str:
                 raise BrokenError(link, "missing")
             if name is not None and not folder:
                 named += 1
-                with naming(link):
+                with checking(link):
                     run.store.get(kind, name)
     return f"store: {len(files) if folder else named} files"
 
 
-def _tasks(run: Opened) -> str:
+def _tasks(run: AuditedRun) -> str:
     folder, digest = run.coordinator / "tasks", run.config.tasks.digest
     if not digest:
         return ""
-    with naming(f"task file {digest[:16]}"):
+    with checking(f"task file {digest[:16]}"):
         manifest = TaskManifest.decode((folder / digest).read_bytes())
     chunks = [chunk for source in manifest.sources for chunk in source.chunks] + manifest.heldout
     names = {digest, *(chunk.sha256 for chunk in chunks), *manifest.files.values()}
     names |= {path.name for path in folder.iterdir() if HASH.fullmatch(path.name)}
     for name in sorted(names):
-        with naming(f"task file {name[:16]}"), (folder / name).open("rb") as file:
+        with checking(f"task file {name[:16]}"), (folder / name).open("rb") as file:
             if sha256(file.read()).hexdigest() != name:
                 raise BrokenError(f"task file {name[:16]}", "not what its name says")
     return f"tasks: {len(names)} files"
 
 
-def _records(run: Opened) -> list[str]:
-    """The config and the figures beside the coordinator's folder."""
+def _records(run: AuditedRun) -> list[str]:
+    """Check the config and the metrics beside the coordinator's folder."""
     path = run.folder / "config.toml"
-    if path.is_file() or run.folder != run.coordinator:  # `shoal run` writes it; a pool's coordinator may have none
-        with naming(path.name):
+    if (
+        path.is_file() or run.folder != run.coordinator
+    ):  # `shoal run` writes it; a coordinator's own folder may have none
+        with checking(path.name):
             if config_text(read_config(path.read_text(), path.name)) != config_text(run.config):
                 raise BrokenError(path.name, "not the config that the ledger starts with")
     if run.connection is None or run.chain[-1].kind != "sealed":
@@ -98,51 +99,51 @@ def _records(run: Opened) -> list[str]:
         ("evaluations.jsonl", "evaluation", str),
     ]
     for name, kind, line in figures:
-        place = next((path for path in (run.folder / name, run.coordinator / name) if path.is_file()), None)
+        found_at = next((path for path in (run.folder / name, run.coordinator / name) if path.is_file()), None)
         rows = [line(body) for body in History(run.connection).bodies(kind)]
-        if place is None:
+        if found_at is None:
             if rows:
                 raise BrokenError(name, "missing")
             continue
-        with naming(name):
-            if sorted(place.read_text().removesuffix("\n").split("\n")) != sorted(rows or [""]):
+        with checking(name):
+            if sorted(found_at.read_text().removesuffix("\n").split("\n")) != sorted(rows or [""]):
                 raise BrokenError(name, "not what the history in the database says")
     return ["config.toml, metrics.jsonl, evaluations.jsonl: as recorded"]
 
 
 def _metrics(body: str) -> str:
-    """As the coordinator writes a line: all figures as floats."""
+    """Return a line as the coordinator writes it, with all values as floats."""
     return json.dumps({name: float(value) for name, value in json.loads(body).items()})
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _origin(run: Opened, found: Found) -> dict[int, Manifest]:
-    """The verified manifests, by version."""
+def _origin(run: AuditedRun, state: AuditState) -> dict[int, Manifest]:
+    """Return the verified manifests by version."""
     root = run.folder / "origin" / "store"
     if not root.is_dir():
         return {}
     store = ShardStore(root)
-    with naming("origin/store/versions.json"):
+    with checking("origin/store/versions.json"):
         listed = store.versions()
-    there = {version for path in root.iterdir() if (version := parse_version(path.name)) is not None}
-    if there - set(listed):
-        raise BrokenError("origin/store/versions.json", f"does not list version {max(there - set(listed))}")
-    newest = max(found.policies, default=None)
-    if newest is not None and newest not in there:
+    versions = {version for path in root.iterdir() if (version := parse_version(path.name)) is not None}
+    if versions - set(listed):
+        raise BrokenError("origin/store/versions.json", f"does not list version {max(versions - set(listed))}")
+    newest = max(state.policies, default=None)
+    if newest is not None and newest not in versions:
         raise BrokenError(f"origin/store/v{newest:06d}", "missing: the newest version that was published")
     manifests = {}
-    for version in sorted(there):
+    for version in sorted(versions):
         link = f"manifest of version {version}"
-        with naming(link):
+        with checking(link):
             signed = store.signed(version)
             if signed is None:
                 raise BrokenError(link, "missing")
             if signed.key not in run.keys.get("origin", set()):
                 raise BrokenError(link, "signed by no origin of this run")
             manifest = signed.open(signed.key, run=run.run, version=version)
-            if manifest.digest != found.policies.get(version, manifest.digest):
+            if manifest.digest != state.policies.get(version, manifest.digest):
                 raise BrokenError(link, "not the one that the ledger names")
         missing = store.missing(manifest)
         if missing:
@@ -152,24 +153,24 @@ def _origin(run: Opened, found: Found) -> dict[int, Manifest]:
     return manifests
 
 
-def _versions(run: Opened, found: Found, manifests: dict[int, Manifest]) -> list[str]:
+def _versions(run: AuditedRun, state: AuditState, manifests: dict[int, Manifest]) -> list[str]:
     root = run.folder / "learner"
     if not root.is_dir():
         return []
     folders = [
         (version, path) for path in root.glob("versions/v*") if (version := parse_version(path.name)) is not None
     ]
-    if len(found.records) == run.config.run.steps:
+    if len(state.records) == run.config.run.steps:
         models = [path for path in (root / "model", run.folder / "model") if path.is_dir()]
         if not models:
             raise BrokenError("model", "missing: a finished run keeps it")
         folders += [(run.config.run.steps, path) for path in models]
-    digests = {record.step + 1: record.after for record in found.records}
-    if found.records:
-        digests[0] = found.records[0].before
+    digests = {record.step + 1: record.after for record in state.records}
+    if state.records:
+        digests[0] = state.records[0].before
     for version, folder in sorted(folders):
         link = f"{folder.relative_to(run.folder)}"
-        with naming(link):
+        with checking(link):
             if version in digests and file_digest(folder / WEIGHTS) != digests[version]:
                 raise BrokenError(link, "not the weights that the learner recorded")
             manifest = manifests.get(version)
@@ -178,23 +179,23 @@ def _versions(run: Opened, found: Found, manifests: dict[int, Manifest]) -> list
     return [f"learner: weights of {len(folders)} versions"]
 
 
-def _checkpoints(run: Opened, found: Found) -> list[str]:
+def _checkpoints(run: AuditedRun, state: AuditState) -> list[str]:
     root = run.folder / "learner" / "checkpoints"
     folders = sorted(root.glob("step-*")) if root.is_dir() else []
     steps = run.config.run.steps
-    if len(found.records) == steps and (run.folder / "learner").is_dir() and not (root / f"step-{steps:06d}").is_dir():
+    if len(state.records) == steps and (run.folder / "learner").is_dir() and not (root / f"step-{steps:06d}").is_dir():
         raise BrokenError(f"learner/checkpoints/step-{steps:06d}", "missing: a finished run keeps it")
     for folder in folders:
         link = str(folder.relative_to(run.folder))
-        with naming(link):
+        with checking(link):
             signed = Signed.model_validate_json((folder / SIGNED).read_bytes())
             if signed.key not in run.keys.get("learner", set()):
                 raise BrokenError(link, "signed by no learner of this run")
             record = CheckpointRecord.model_validate_json(signed.open(signed.key, domain=CHECKPOINT))
             if (record.run, record.step) != (run.run, int(folder.name.removeprefix("step-"))):
                 raise BrokenError(link, f"is the state after {record.step} steps of {record.run}")
-            there = {path.name: file_digest(path) for path in folder.iterdir() if path.name != SIGNED}
-            changed = [name for name in record.files | there if there.get(name) != record.files.get(name)]
+            digests = {path.name: file_digest(path) for path in folder.iterdir() if path.name != SIGNED}
+            changed = [name for name in record.files | digests if digests.get(name) != record.files.get(name)]
             if changed:
                 raise BrokenError(f"{link}/{changed[0]}", "not as the learner signed it")
     return [f"learner: {len(folders)} checkpoints"]

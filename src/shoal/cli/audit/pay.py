@@ -1,14 +1,14 @@
-"""What the walk along the ledger collects, and the rules of pay and punishment: each entry about them rests on earlier ones.
+"""What the walk along the ledger collects, and the rules of pay and punishment: what each entry needs before it.
 
-    slashed      a hard rejection, with its facts
-    dismissed    a rejection for spending, and evidence above the run's limit (`standing` computes it again)
-    credited     accepted work, once: covered by later checks, or at the run's end
+    slashed      a hard rejection of the same submission, with the same facts
+    dismissed    a rejection for spending, and evidence above the run's limit (`audit.check_members` computes it again)
+    credited     accepted work that is not settled yet, and is covered by later checks or after the last step
     forfeited    accepted work of a worker that was slashed or dismissed
 
-Invariant: a walk without an error means that work which was accepted is paid as soon as later checks cover it, and all of it
-by the run's end, except what a worker had not been paid yet when it was slashed or dismissed; and that every hard rejection
-slashes. Pay of what was accepted after a slash may go either way.
-`Found` holds only what passed its checks. Left out: why the operator readmitted a worker, which is in no entry.
+Invariants, if no error is raised: accepted work is paid as soon as later checks cover it, and all of it by the run's end,
+except work that was unpaid when its worker was slashed or dismissed; every hard rejection slashes. Work that was accepted
+after a slash may be paid or forfeited. `AuditState` contains only what passed its checks.
+Left out: why the operator readmitted a worker, which is in no entry.
 """
 
 import math
@@ -17,38 +17,39 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.cli.audit.opened import BrokenError, first_of
+from shoal.cli.audit.run import BrokenError, first_of
 from shoal.config import Config
 from shoal.evidence import ALPHA
 from shoal.ledger.chain import Entry
 from shoal.protocol.messages import HARD, Reason, StepRecord
 
-NEXT = ("accepted", "rejected", "trained")  # what follows from an entry of these stands before the next one of them
+# An entry of these kinds may require further entries, such as a slash: before the next entry of these kinds.
+NEXT = ("accepted", "rejected", "trained")
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """An accepted submission, as the ledger and its two files agree on it."""
+    """An accepted submission, on which the ledger and its two files agree."""
 
     id: str
-    number: int  # among the tasks of its worker
+    number: int  # of its worker's task
     worker: str
     validator: str
     step: int
     version: int
     nonce: str
     full: bool
-    tokens: int  # sampled, counted here
-    useful: list[bool]  # of each group: its rewards differ
+    tokens: int  # sampled by the model, counted in the file
+    useful: list[bool]  # by group: its rewards differ
     group_tokens: list[int]
-    file: str  # hashes in the store
-    accepted: str
+    file: str  # hash in the store
+    accepted: str  # hash in the store
     content: str  # digest of its rows
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A rejected submission, as its entry says."""
+    """A rejected submission, as its entry describes it."""
 
     body: dict[str, Any]
     config: Config  # in force at that entry
@@ -63,10 +64,10 @@ class Rejected:
 
 
 @dataclass
-class Found:
-    """What the walk has seen so far."""
+class AuditState:
+    """What the entries up to now establish."""
 
-    config: Config  # in force at the entry that is being read
+    config: Config  # in force at the current entry
 
     names: dict[str, str] = field(default_factory=dict)  # by key
     roles: dict[str, str] = field(default_factory=dict)
@@ -74,16 +75,16 @@ class Found:
     accepted: dict[str, Accepted] = field(default_factory=dict)
     rejected: dict[str, Rejected] = field(default_factory=dict)
     slashed: dict[str, str] = field(default_factory=dict)  # worker -> submission
-    credit: dict[str, str] = field(default_factory=dict)  # credited or forfeited, by submission
+    credit: dict[str, str] = field(default_factory=dict)  # submission -> "credited" or "forfeited"
     batches: list[list[tuple[str, int]]] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
-    configs: list[Config] = field(default_factory=list)  # of each record: a resumed run may have another one
+    configs: list[Config] = field(default_factory=list)  # by step: a resumed run may have another config
     batched: set[tuple[str, int]] = field(default_factory=set)
-    unproven: Counter[str] = field(default_factory=Counter)  # what the audit cannot check, and how often
+    unproven: Counter[str] = field(default_factory=Counter)  # what could not be checked -> how often
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run's last step is trained."""
+        """Return whether the run's last step is trained."""
         return len(self.records) == self.config.run.steps
 
 
@@ -91,83 +92,90 @@ class Found:
 
 
 class Pay:
-    def __init__(self, found: Found) -> None:
-        self.found = found
-        self.observed: dict[str, list[tuple[str, Config]]] = {}  # what may be evidence of spending, by worker
+    """Check the entries about pay and punishment against those before them."""
+
+    def __init__(self, state: AuditState) -> None:
+        self.state = state
+        self.observed: dict[
+            str, list[tuple[str, Config]]
+        ] = {}  # worker -> submissions that may be evidence of spending
         self.dismissals: list[tuple[str, dict[str, Any], list[tuple[str, Config]]]] = []  # link, body, observations
-        self._dismissed: set[str] = set()  # and not readmitted, as far as entries tell
+        self._dismissed: set[str] = set()  # workers that were not readmitted since
         self._lost: set[str] = set()  # submissions that may only be forfeited
-        self._works: dict[str, list[Accepted]] = {}  # accepted, by worker
+        self._work: dict[str, list[Accepted]] = {}  # by worker
         self._link = ""
-        self._owed: tuple[str, Callable[[], str]] | None = None  # what an entry calls for: its link, why it is missing
+        # what an entry requires: its link, and a function that returns what is missing, or ""
+        self._required: tuple[str, Callable[[], str]] | None = None
 
     def begin(self, entry: Entry) -> None:
-        """Called with each entry. Raises BrokenError if the one before it lacks what follows from it."""
+        """Start with the next entry. Raise BrokenError if an earlier one requires something that is missing."""
         if entry.kind in NEXT:
-            self._check_owed()
+            self._check_required()
         self._link = f"ledger entry {entry.seq}"
 
     def end(self) -> None:
-        """After the last entry. Raises BrokenError."""
-        self._check_owed()
-        if self.found.has_ended and (unsettled := self._waiting(self.found.accepted.values())):
+        """Check the state after the last entry. Raise BrokenError."""
+        self._check_required()
+        if self.state.has_ended and (unsettled := self._unsettled(self.state.accepted.values())):
             why = f"ends the ledger of a finished run, and {first_of(unsettled)} is neither paid nor forfeited"
             raise BrokenError(self._link, why)
 
-    def _check_owed(self) -> None:
-        if self._owed is not None:
-            link, why = self._owed
-            self._owed = None
-            if missing := why():
-                raise BrokenError(link, missing)
+    def _check_required(self) -> None:
+        if self._required is not None:
+            link, missing = self._required
+            self._required = None
+            if why := missing():
+                raise BrokenError(link, why)
 
     # --- verdicts ----------------------------------------------------------------------------------------------------
 
-    def accepted(self, one: Accepted) -> None:
-        self._dismissed.discard(one.worker)  # the operator readmitted it
-        self._works.setdefault(one.worker, []).append(one)
-        self.observed.setdefault(one.worker, []).append((one.id, self.found.config))
-        self._owed = self._link, lambda: self._unpaid(one.worker)
+    def accepted(self, submission: Accepted) -> None:
+        worker = submission.worker
+        self._dismissed.discard(worker)  # the operator readmitted it
+        self._work.setdefault(worker, []).append(submission)
+        self.observed.setdefault(worker, []).append((submission.id, self.state.config))
+        self._required = self._link, lambda: self._unpaid(worker)
 
-    def rejected(self, id: str, one: Rejected) -> None:
-        if one.reason in HARD:
-            self._owed = self._link, lambda: "" if one.worker in self.found.slashed else f"slashes nobody for {id}"
-        if one.reason is Reason.SPENDING and one.worker not in self._dismissed:
-            self.observed.setdefault(one.worker, []).append((id, self.found.config))
-            self._owed = self._link, lambda: "" if one.worker in self._dismissed else f"dismisses nobody for {id}"
+    def rejected(self, id: str, rejection: Rejected) -> None:
+        worker = rejection.worker
+        if rejection.reason in HARD:
+            self._required = self._link, lambda: "" if worker in self.state.slashed else f"slashes nobody for {id}"
+        if rejection.reason is Reason.SPENDING and worker not in self._dismissed:
+            self.observed.setdefault(worker, []).append((id, self.state.config))
+            self._required = self._link, lambda: "" if worker in self._dismissed else f"dismisses nobody for {id}"
 
     def _unpaid(self, worker: str) -> str:
-        if worker in self.found.slashed:
+        if worker in self.state.slashed:
             return ""
-        late = self._waiting(self._works.get(worker, [])) & self._covered(worker)
-        return f"does not pay {first_of(late)}, which later checks cover" if late else ""
+        overdue = self._unsettled(self._work.get(worker, [])) & self._covered(worker)
+        return f"does not pay {first_of(overdue)}, which later checks cover" if overdue else ""
 
     # --- punishments -------------------------------------------------------------------------------------------------
 
     def slashed(self, body: dict[str, Any]) -> None:
-        known = self.found.rejected.get(body["submission"])
-        if known is None or known.worker != body["worker"] or known.reason not in HARD:
+        rejection = self.state.rejected.get(body["submission"])
+        if rejection is None or rejection.worker != body["worker"] or rejection.reason not in HARD:
             raise ValueError(f"slashes {body['worker'][:16]} without a hard rejection of {body['submission']}")
-        if body != {name: value for name, value in known.body.items() if name != "detail"}:
-            raise ValueError(f"slashes for {body['submission']} by other facts than those of its rejection")
-        if body["worker"] in self.found.slashed:
+        if body != {name: value for name, value in rejection.body.items() if name != "detail"}:
+            raise ValueError(f"slashes for {body['submission']} with other facts than its rejection")
+        if body["worker"] in self.state.slashed:
             raise ValueError(f"slashes {body['worker'][:16]} twice")
-        self.found.slashed[body["worker"]] = body["submission"]
-        self._lost |= self._waiting(self._works.get(body["worker"], []))
+        self.state.slashed[body["worker"]] = body["submission"]
+        self._lost |= self._unsettled(self._work.get(body["worker"], []))
 
     def dismissed(self, body: dict[str, Any]) -> None:
-        worker, known = body["worker"], self.found.rejected.get(body["submission"])
-        if known is None or (known.worker, known.reason) != (worker, Reason.SPENDING):
+        worker, rejection = body["worker"], self.state.rejected.get(body["submission"])
+        if rejection is None or (rejection.worker, rejection.reason) != (worker, Reason.SPENDING):
             raise ValueError(f"dismisses {worker[:16]} without a rejection of {body['submission']} for spending")
         observed, count = self.observed.get(worker, []), body["submissions"]
         if not observed or observed[-1][0] != body["submission"] or not 1 <= count <= len(observed):
             raise ValueError(f"dismisses {worker[:16]} for {count} submissions, of which not all were judged before")
-        if not body["evidence"] >= (least := math.log(1 / ALPHA)):
-            evidence = f"{body['evidence']} nats; the run asks for {least:.1f}"
+        if not body["evidence"] >= (limit := math.log(1 / ALPHA)):
+            evidence = f"{body['evidence']} nats; the run requires {limit:.1f}"
             raise ValueError(f"dismisses {worker[:16]} on evidence of {evidence}")
         self.dismissals.append((self._link, body, list(observed)))
         self._dismissed.add(worker)
-        self._lost |= self._waiting(self._works.get(worker, []))
+        self._lost |= self._unsettled(self._work.get(worker, []))
 
     # --- credit ------------------------------------------------------------------------------------------------------
 
@@ -175,13 +183,13 @@ class Pay:
         if lost := self._lost.intersection(body["submissions"]):
             raise ValueError(f"pays {first_of(lost)}, which its worker lost when it was slashed or dismissed")
         self._settle(body, "credited")
-        if self.found.has_ended:
-            return  # all that waits is paid
+        if self.state.has_ended:
+            return  # everything unsettled is paid
         if early := set(body["submissions"]) - self._covered(body["worker"]):
             raise ValueError(f"pays {first_of(early)} before later checks cover it")
 
     def forfeited(self, body: dict[str, Any]) -> None:
-        if body["worker"] not in self.found.slashed and not self._lost.issuperset(body["submissions"]):
+        if body["worker"] not in self.state.slashed and not self._lost.issuperset(body["submissions"]):
             raise ValueError(f"takes the pay of {body['worker'][:16]}, who was neither slashed nor dismissed before")
         self._settle(body, "forfeited")
 
@@ -190,23 +198,22 @@ class Pay:
         if not body["submissions"]:
             raise ValueError("names no submission")
         for id in body["submissions"]:
-            one = self.found.accepted.get(id)
-            if one is None or one.worker != body["worker"] or id in self.found.credit:
-                raise ValueError(f"{id} is not accepted work of {body['worker'][:16]} whose credit waits")
-            self.found.credit[id] = how
-            tokens += one.tokens
+            submission = self.state.accepted.get(id)
+            if submission is None or submission.worker != body["worker"] or id in self.state.credit:
+                raise ValueError(f"{id} is not accepted and unsettled work of {body['worker'][:16]}")
+            self.state.credit[id] = how
+            tokens += submission.tokens
         if tokens != body["tokens"]:
             raise ValueError(f"{how} {body['tokens']} tokens; the validators counted {tokens}")
 
     def _covered(self, worker: str) -> set[str]:
-        """Its submissions that enough whole prefills of later ones cover; all of them at the run's end."""
-        theirs = {one.number: one for one in self._works.get(worker, [])}
-        checked = sorted(number for number, one in theirs.items() if one.full)
-        needed = self.found.config.validator.escrow_checks
-        if self.found.has_ended:
-            return {one.id for one in theirs.values()}
-        return {one.id for number, one in theirs.items() if len(checked) >= needed and number < checked[-needed]}
+        """Return the worker's submissions that are followed by enough whole prefills; after the last step, all of them."""
+        work = self._work.get(worker, [])
+        if self.state.has_ended:
+            return {submission.id for submission in work}
+        checked = sorted(submission.number for submission in work if submission.full)
+        needed = self.state.config.validator.escrow_checks
+        return {each.id for each in work if len(checked) >= needed and each.number < checked[-needed]}
 
-    def _waiting(self, accepted: Iterable[Accepted]) -> set[str]:
-        """Those whose credit waits."""
-        return {one.id for one in accepted if one.id not in self.found.credit}
+    def _unsettled(self, accepted: Iterable[Accepted]) -> set[str]:
+        return {submission.id for submission in accepted if submission.id not in self.state.credit}

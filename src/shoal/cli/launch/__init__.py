@@ -1,1 +1,1 @@
-"""`shoal run`: a whole run on one machine. It prepares the model, starts every role as a process, and watches them."""
+"""`shoal run` and `shoal pool up`: prepare a run, start its roles as processes of this machine, and watch them."""

@@ -1,10 +1,10 @@
 """Child processes of `shoal run`: start them, restart those that die, stop them together.
 
 Each child runs a `shoal` command, as it would on its own machine. Where forking is safe, children are forked from one
-process that has imported everything they need (`preload`). This saves each child ten seconds of a laptop's time and a
-quarter of a gigabyte, which importing PyTorch and transformers takes. Elsewhere each child is a new interpreter.
-Invariant: after `stop_all` no child is left; each child ends when this process is gone
-(`process.follow`). Never imports torch.
+process that has imported everything they need (`preload`). This saves each child ten seconds on a laptop and a quarter of a
+gigabyte, because PyTorch and transformers are imported once. Elsewhere each child is a new interpreter.
+Invariants: after `stop_all` no child is left; each child ends when this process ends (`process.follow`). This module never
+imports torch.
 """
 
 import importlib
@@ -24,36 +24,36 @@ from shoal.cli.launch import process
 from shoal.errors import ShoalError
 
 MAX_RESTARTS = 5  # per process; then the run fails
-MEASURE_S = 5.0  # between two measurements of memory: one takes the kernel milliseconds per gigabyte
+MEASURE_S = 5.0  # between two measurements of memory, which cost the kernel milliseconds per gigabyte
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 MAX_BACKOFF_S = 8.0
-# The tracker of multiprocessing's semaphores removes those of a killed child; it need not say so after the prompt.
+# multiprocessing removes the semaphores of a killed child; its warning about that would appear after the shell's prompt
 QUIET = "ignore:resource_tracker:UserWarning"
-MAX_WORDS = 1000  # characters of a child's last line that an error repeats
+MAX_QUOTED = 1000  # characters of a child's last log line that an error quotes
 USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli.main
 
-# For every child: only large pieces of memory go back to the system (fewer page faults), idle threads sleep, and no library
-# starts threads during its import. Each role then takes its share of the cores (`--threads`).
+# For every child: only large blocks of memory go back to the system (fewer page faults), idle threads sleep, and no library
+# starts threads when it is imported. `--threads` then gives each role its share of the cores.
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     **process.IDLE_THREADS,
     "PYTHONUNBUFFERED": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of pyarrow: a process with threads should not fork
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow: a process with threads should not fork
     **dict.fromkeys(process.THREAD_COUNTS, "1"),
 }
 
 
 @dataclass
 class Child:
-    """One process, with what is needed to restart it."""
+    """One process, and what is needed to restart it."""
 
     name: str
     command: list[str]
     log: Path
     context: BaseContext
-    module: str = "shoal.cli"  # whose `main` takes the command
-    spare: bool = False  # the run continues if it dies
+    module: str = "shoal.cli"  # its `main` runs the command
+    optional: bool = False  # the run continues without it
     restarts: int = 0
     start_at_s: float = 0.0
     process: BaseProcess | None = None
@@ -70,16 +70,16 @@ class Child:
 
     def last_line(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else "nothing in its log"
+        return lines[-1] if lines else "its log is empty"
 
-    def last_words(self) -> str:
+    def last_error(self) -> str:
         """Return the start of the last log line, which names what failed."""
         line = self.last_line()
-        return line if len(line) <= MAX_WORDS else f"{line[:MAX_WORDS]}…"
+        return line if len(line) <= MAX_QUOTED else f"{line[:MAX_QUOTED]}…"
 
 
 class Children:
-    """`device`: where the children compute. CUDA fails in some forked processes, so with CUDA none is forked."""
+    """The child processes of a run. `device`: where they compute. CUDA may fail in forked processes: then none is forked."""
 
     def __init__(self, logs: Path, device: str, max_restarts: int = MAX_RESTARTS) -> None:
         self.logs = logs
@@ -91,13 +91,13 @@ class Children:
         self.context: BaseContext = multiprocessing.get_context("forkserver" if forks else "spawn")
         self.context.set_forkserver_preload(["shoal.cli.launch.preload"])
 
-    def start(self, name: str, command: list[str], module: str = "shoal.cli", *, spare: bool = False) -> Child:
-        child = Child(name, command, self.logs / f"{name}.log", self.context, module, spare)
+    def start(self, name: str, command: list[str], *, optional: bool = False) -> Child:
+        child = Child(name, command, self.logs / f"{name}.log", self.context, optional=optional)
         self.all.append(child)
         child.start()
         return child
 
-    def run(self, name: str, command: list[str], module: str = "shoal.cli") -> str:
+    def run(self, name: str, command: list[str], module: str) -> str:
         """Run a command to its end and return its last output line. Raise ShoalError if it fails."""
         child = Child(name, command, self.logs / f"{name}.log", self.context, module)
         child.start()
@@ -107,11 +107,11 @@ class Children:
         finally:
             child.process.terminate()
         if child.exit_status() != 0:
-            raise ShoalError(child.last_words().removeprefix(f"shoal {name}: "))
+            raise ShoalError(child.last_error().removeprefix(f"shoal {name}: "))
         return child.last_line()
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of started children by name (they may have exited since)."""
+        """Return the process ids of started children by name; some may have exited."""
         return {child.name: child.process.pid for child in self.all if child.process and child.process.pid}
 
     def has_ended(self, name: str) -> bool:
@@ -122,7 +122,7 @@ class Children:
         return {child.name: child.restarts for child in self.all}
 
     def revive(self, say: Callable[[str], None]) -> None:
-        """Restart children that died, with exponential backoff. Raise ShoalError if restarts do not help."""
+        """Restart children that died, with exponential backoff. Raise ShoalError if that does not help."""
         for child in self.all:
             self._revive(child, say)
 
@@ -139,19 +139,19 @@ class Children:
         if code in (0, EVICTED):
             child.ended = True
             return
-        hopeless = code in (USAGE, LASTING) or child.restarts >= self.max_restarts
-        if hopeless and child.spare:
-            child.ended = True
-            say(f"{child.name} ended, and the run goes on without it: {child.last_words()} (see {child.log})")
-            return
-        if code in (USAGE, LASTING):
-            raise ShoalError(f"{child.name} cannot run: {child.last_words()} (see {child.log})")
-        if child.restarts >= self.max_restarts:
-            raise ShoalError(f"{child.name} ended {child.restarts + 1} times: {child.last_words()} (see {child.log})")
+        is_final = code in (USAGE, LASTING)
+        if is_final or child.restarts >= self.max_restarts:
+            why = f"{child.last_error()} (see {child.log})"
+            if child.optional:
+                child.ended = True
+                say(f"{child.name} ended, and the run continues without it: {why}")
+                return
+            what = "cannot run" if is_final else f"ended {child.restarts + 1} times"
+            raise ShoalError(f"{child.name} {what}: {why}")
         backoff_s = min(0.5 * 2**child.restarts, MAX_BACKOFF_S)
         child.restarts += 1
         child.process, child.start_at_s = None, time.monotonic() + backoff_s
-        how = f"by signal {-code}" if code < 0 else f"with status {code}: {child.last_words()}"
+        how = f"by signal {-code}" if code < 0 else f"with status {code}: {child.last_error()}"
         say(f"{child.name} ended {how}; restart {child.restarts} in {backoff_s:g} s")
 
     def stop_all(self) -> None:
@@ -167,7 +167,7 @@ class Children:
 
 
 def _become(module: str, command: list[str], log: Path) -> None:
-    """In the child: start a new session, write output to the log, set the title; then run the command."""
+    """Run the command in the child, in a session of its own; its output goes to the log."""
     starter, forker = multiprocessing.parent_process(), os.getppid()
     assert starter is not None
     process.follow(lambda: starter.is_alive() and os.getppid() == forker)
@@ -184,14 +184,14 @@ def _become(module: str, command: list[str], log: Path) -> None:
 
 @dataclass
 class MemoryPeaks:
-    """Peak memory of processes, from Linux's /proc; peaks are kept after a process has died.
+    """Peak memory of processes, from Linux's /proc; a process that has ended keeps its peak.
 
     Without /proc every figure is 0. Left out: the process that children are forked from, which shares all but some 40 MB of
     its pages with them.
     """
 
-    rss_bytes: dict[str, int] = field(default_factory=dict)  # of each process
-    together_bytes: int = 0  # peak of all processes at once, shared pages counted once
+    rss_bytes: dict[str, int] = field(default_factory=dict)  # by the process's name
+    together_bytes: int = 0  # the highest sum of all processes at one time, with shared pages counted once
     measured_s: float = 0.0
 
     def measure(self, pids: Mapping[str, int]) -> bool:
@@ -207,9 +207,9 @@ class MemoryPeaks:
 
 
 def _memory_bytes(pid: int, file: str, key: str) -> int:
-    """A figure of /proc: peak resident (status, VmHWM), or held now with shared pages split (smaps_rollup, Pss)."""
+    """Return a figure of /proc in bytes; 0 if it is unknown."""
     try:
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
-    except OSError:  # the process has just ended, or this system has no such file: unknown counts as 0
+    except OSError:  # the process has ended, or this system has no such file
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)

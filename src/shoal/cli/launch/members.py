@@ -1,28 +1,25 @@
-"""The processes of a run on one machine: their names, folders, invites and commands; and what is freed when it has ended.
+"""The processes of a run on one machine: names, folders and commands; the run's folder: its lock, and its clean-up.
 
-Invariants: a member that is started again has the folder, the key and the invite it had before. At most one `shoal run`
-works in a folder at a time. What resuming and the user need is never removed.
+Invariants: at most one `shoal run` works in a folder at a time. The clean-up keeps everything that resuming and the user
+need.
 """
 
 import fcntl
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cli.preflight.disk import used_bytes
 from shoal.cli.preflight.estimate import share_threads
+from shoal.cli.preflight.machine import used_bytes
 from shoal.config import Config
 from shoal.errors import UserError
-from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Address, AddressError, make_invite
+from shoal.protocol.invite import Address, AddressError
 from shoal.protocol.messages import Role
 
-INVITE_S = 30 * 86_400
 MEETING = "meet"  # name and folder of the meeting of the learner's sites
-CACHES = ("weights", "store", "tasks")  # of every node except the origin: another node has the same bytes
+CACHES = ("weights", "store", "tasks")  # in a node's folder; every byte is also in another node's folder
 LOCK = ".running"
 
 
@@ -33,7 +30,7 @@ class RunProcess:
 
 
 def members(config: Config) -> Iterator[RunProcess]:
-    """Every process except coordinator and meeting, in the order in which they start."""
+    """Yield every process except coordinator and meeting, in the order in which they start."""
     for i in range(max(1, config.learner.sites)):
         yield RunProcess(f"learner-{i}" if i else "learner", "learner")
     yield RunProcess("origin", "origin")
@@ -50,6 +47,7 @@ def members(config: Config) -> Iterator[RunProcess]:
 
 
 def coordinator_command(run: str, out: Path, url: str) -> list[str]:
+    """Return the coordinator's command line. `run`: the run's name or id. `url`: where the coordinator listens."""
     port = url.rpartition(":")[2]
     where = ["--dir", str(out / "coordinator"), "--record", str(out), "--no-report", "--threads", "1"]
     return ["coordinator", str(out / "config.toml"), "--run", run, "--port", port, *where]
@@ -60,13 +58,12 @@ def meeting_command(out: Path) -> list[str]:
 
 
 def site_invites(config: Config, out: Path) -> list[Path]:
-    """The invites that the meeting writes, one for each of the learner's sites."""
-    count = config.learner.sites
-    return [out / MEETING / "invites" / f"site-{i}.invite" for i in range(count)]
+    """Return the paths of the invites that the meeting writes, one for each of the learner's sites."""
+    return [out / MEETING / "invites" / f"site-{i}.invite" for i in range(config.learner.sites)]
 
 
 def command(member: RunProcess, config: Config, out: Path, cores: int) -> list[str]:
-    """The member's command line; its folder and invite exist."""
+    """Return the member's command line. `cores`: those of this machine, which its roles share."""
     folder = out / member.name
     threads = share_threads(config, cores).get(member.role, 1)
     sites = config.learner.sites
@@ -80,21 +77,11 @@ def command(member: RunProcess, config: Config, out: Path, cores: int) -> list[s
     return [member.role, "--join", str(folder / "invite"), *more, *where]
 
 
-def invite(member: RunProcess, coordinator: Identity, run: str, url: str, out: Path) -> None:
-    """Make the member's folder and invite, unless it has them: the coordinator knows it by the first."""
-    folder = out / member.name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not (folder / "invite").exists():
-        expires_s = int(time.time()) + INVITE_S
-        made = make_invite(coordinator, url=url, run=run, role=member.role, name=member.name, expires_s=expires_s)
-        made.save(folder / "invite")
-
-
 # --- the folder of a run ---------------------------------------------------------------------------------------------
 
 
 def stopped_run(folder: Path) -> tuple[str, str]:
-    """Return name and coordinator's address of the run in `folder`. Raises UserError."""
+    """Return the id and the coordinator's URL of the run in `folder`. Raise UserError."""
     try:
         address = Address.read(folder / "coordinator")
     except AddressError as error:
@@ -104,17 +91,17 @@ def stopped_run(folder: Path) -> tuple[str, str]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process. Raises UserError if another one holds it."""
+    """Lock the folder for this process. Raise UserError if another process has locked it."""
     with (folder / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"the run in {folder} is still going; stop it first") from error
+            raise UserError(f"the run in {folder} is in progress; stop it first") from error
         yield
 
 
 def remove_caches(folder: Path, config: Config) -> int:
-    """Remove what other nodes hold too, and all checkpoints but the newest. Return the bytes freed.
+    """Remove the nodes' caches, and all checkpoints but the newest. Return the bytes freed.
 
     The origin's store stays: a manifest is signed only once, and submissions of its versions may wait for a validator.
     """

@@ -1,6 +1,6 @@
-"""The heavy imports of all roles, done once by the process from which the children of `shoal run` are forked.
+"""Import what all roles need, once, in the process from which the children of `shoal run` are forked.
 
-Invariant: nothing here starts a thread or computes. Other modules are imported by the child that needs them.
+Invariant: nothing here starts a thread or computes. A child imports any other module that it needs.
 """
 
 import gc
@@ -24,4 +24,4 @@ for module in (
     import_module(module)
 
 gc.collect()
-gc.freeze()  # the garbage collectors of children do not touch these pages, so they stay shared
+gc.freeze()  # children share these pages as long as their garbage collectors do not write to them

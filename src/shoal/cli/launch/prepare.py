@@ -1,8 +1,7 @@
-"""What a run needs before it starts: the model in the cache, tasks, a chat template, a device, a dtype for this machine.
+"""Prepare a run: the model in the cache, the task set, the chat template, the device, and a dtype for this machine.
 
-Invariant: what can be found wrong without starting the pool is found wrong here, with one clear error. Only the functions
-that compute import torch.
-`main` is what `shoal run` runs as a child process: it never imports torch itself. It prints what `prepare` returns as JSON.
+Invariant: a fault that shows without starting the pool is reported here, with one clear error. Only the functions that
+compute import torch. `shoal run` never imports it, and calls `main` in a child process.
 """
 
 import argparse
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import tasks
-from shoal.cli.arguments import Parser, read_config, say, takes_config, takes_threads
+from shoal.cli.arguments import Parser, add_config, add_threads, read_config, say
 from shoal.cli.main import answer
 from shoal.cli.preflight.estimate import SAMPLE, mean_prompt, measure
 from shoal.config import Config, ConfigError
@@ -25,11 +24,11 @@ from shoal.tasks.taskset import TaskSet
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
-    """Build the task set, fetch, convert or train the model and pick the dtype.
+    """Build the task set, fetch, convert or train the model, and pick the dtype. Write the set to `task_folder`, if given.
 
-    Returns the model's folder and size, the dtype and the GFLOP/s, the machine's speed in that dtype, the length of prompts,
-    the task set's digest and what is in it. The set is kept in `task_folder`, if one is given. Raises ConfigError,
-    DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
+    Return the model's folder and size, the dtype, the speed by dtype, the machine's speed in that dtype, the mean length of
+    prompts, and the task set's digest and notes. Raise ConfigError, DeviceError, ModelNotFoundError, UnsupportedModelError,
+    ChatTemplateError.
     """
     from shoal.model import dtype
     from shoal.model.load import eos_ids, load_tokenizer
@@ -45,7 +44,9 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     prompt = mean_prompt(tokenizer, config, loaded.heldout[:SAMPLE])
     if config.sampling.max_turns > 1:
         TurnFrame(tokenizer, eos_ids(folder))
-    machine = measure(picked, config.model.device)  # a second time, seconds later: other work may slow one of the two
+    machine = measure(
+        picked, config.model.device
+    )  # seconds after the first measurement: other work may slow one of them
     machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {
         "folder": str(folder),
@@ -59,10 +60,11 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
+    """Print what `prepare` returns, as JSON."""
     parser = Parser(prog="shoal prepare")
-    takes_config(parser)
-    takes_threads(parser)
-    parser.add_argument("--tasks", type=Path, metavar="DIR", help="keep the task set there (default: nowhere)")
+    add_config(parser)
+    add_threads(parser)
+    parser.add_argument("--tasks", type=Path, metavar="DIR", help="where to write the task set (default: nowhere)")
     parser.set_defaults(command_name="prepare")
 
     def call(arguments: argparse.Namespace) -> None:
@@ -78,19 +80,19 @@ def main(argv: list[str]) -> int:
 def check_length(config: Config, *, fetch: bool = False) -> None:
     """Raise ConfigError if completions of `sampling.max_tokens` exceed the model's positions.
 
-    Nothing is checked if the model is not on this machine (unless `fetch`: a hub model's config.json is downloaded).
-    Raises ModelNotFoundError.
+    A model that is not on this machine is not checked, unless `fetch`: then a hub model's config.json is downloaded. Raise
+    ModelNotFoundError.
     """
-    most = sources.positions(sources.read_config(config.model.name, fetch=fetch))
-    if most is not None and config.sampling.max_tokens >= most:
+    positions = sources.positions(sources.read_config(config.model.name, fetch=fetch))
+    if positions is not None and config.sampling.max_tokens >= positions:
         raise ConfigError(
             f"sampling.max_tokens = {config.sampling.max_tokens} does not fit {config.model.name}: prompt and completion "
-            f"share its {most} positions; lower sampling.max_tokens"
+            f"share its {positions} positions; lower sampling.max_tokens"
         )
 
 
 def load_tasks(config: Config, folder: Path | None = None) -> TaskSet:
-    """Return the task set, kept in `folder`, once its rewards and environments were tried. Raises ConfigError."""
+    """Return the task set, written to `folder` if given; try its rewards and environments. Raise ConfigError."""
     try:
         loaded = tasks.load(config.tasks, folder)
         with tasks.Graders(config.tasks, files=loaded.files) as graders:
@@ -102,7 +104,7 @@ def load_tasks(config: Config, folder: Path | None = None) -> TaskSet:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of model `name`. `bundled:tiny` is trained first if it does not exist yet."""
+    """Return the folder of model `name`; train `bundled:tiny` first if it does not exist yet."""
     if name == sources.TINY:
         from shoal.learner.sft.tiny import tiny
 
@@ -111,7 +113,7 @@ def model_folder(name: str) -> Path:
 
 
 def _parameters_in(file: Path) -> int:
-    """Parameters in a safetensors file, by its header: its length as 8 bytes, then JSON with the shape of each tensor."""
+    """Return the number of parameters in a safetensors file, which starts with 8 bytes (the length of the JSON header)."""
     with file.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,7 +1,7 @@
-"""What every process of a run has in common: threads, logging, signals, and ending with its parent.
+"""What every process of a run needs: threads, logging, signals, and to end with its parent.
 
-Invariant: a process that follows another one ends when that one is gone, so `shoal run` leaves nothing behind even when it
-is killed -9.
+Invariant: a process that follows another ends when that one is gone, so `shoal run` leaves nothing behind even after
+kill -9.
 """
 
 import atexit
@@ -20,20 +20,19 @@ from types import FrameType
 from shoal.errors import UserError, printable
 
 PARENT_POLL_S = 0.5
-TRIM_S = 5.0  # between two times that freed memory is given back to the system
+TRIM_S = 5.0  # between two times that freed memory is returned to the system
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-# Idle threads of the arithmetic leave the core to other processes, but not between two operations of one model: waking them
-# takes longer than a small operation. So they look so many times first (docs/results.md, "Threads that wait").
-# GOMP_SPINCOUNT is GNU OpenMP's; others ignore it.
+# Idle OpenMP threads leave the core to other processes, but spin a little first: to wake them between two operations of one
+# model would take longer than a small operation (docs/results.md, "Threads that wait"). GOMP_SPINCOUNT is GNU OpenMP's.
 IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM."""
+    """Ctrl-C was pressed, or SIGTERM came."""
 
 
 def begin(name: str, *, threads: int) -> threading.Event:
-    """Set up logging, signals and threads. Returns the event that SIGTERM and SIGINT set. `threads` 0: all cores."""
+    """Set up logging, signals and threads. Return the event that SIGTERM and SIGINT set. `threads` 0: all cores."""
     log_lines(name)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
@@ -45,27 +44,27 @@ def begin(name: str, *, threads: int) -> threading.Event:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     if threads:
-        _share_cores(threads)
-    atexit.register(gc.freeze)  # with torch loaded, the interpreter's last collection takes seconds on a busy machine
+        _limit_threads(threads)
+    atexit.register(gc.freeze)  # with torch loaded, the interpreter's last garbage collection can take seconds
     return stop
 
 
 class _Printable(logging.Formatter):
-    """A message, or a traceback, may quote another machine."""
+    """Replace unprintable characters: a message or a traceback may quote another machine."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def log_lines(name: str) -> None:
-    """Log to standard error, with time and name."""
+    """Log to standard error, with the time and this name."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable(f"%(asctime)s {name}: %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
-    """Raises UserError. `what` is served there, for its message."""
+    """Return a listening socket. `what`: what is served there, for the error's message. Raise UserError."""
     try:
         return socket.create_server((host, port))
     except OSError as error:
@@ -76,13 +75,13 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 
 
 def follow(alive: Callable[[], bool]) -> None:
-    """End this process when `alive()`, called twice a second, is false: the process it belongs to is gone."""
+    """End this process once `alive()`, called twice a second, is false: its parent is gone."""
     threading.Thread(target=_end_with, args=(alive,), daemon=True, name="parent").start()
 
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """The first SIGINT or SIGTERM raises Interrupted in the main thread; later ones are ignored."""
+    """Raise Interrupted in the main thread at the first SIGINT or SIGTERM; ignore later ones."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not break the clean-up
@@ -97,8 +96,8 @@ def signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _share_cores(threads: int) -> None:
-    """Bound the arithmetic's threads. Set before torch is first imported, OMP would otherwise take every core."""
+def _limit_threads(threads: int) -> None:
+    """Limit the threads of numeric libraries; must be called before torch is first imported."""
     for variable in THREAD_COUNTS:
         os.environ[variable] = str(threads)
     for variable, value in IDLE_THREADS.items():

@@ -1,8 +1,8 @@
-"""`shoal run`: starts every process of a run on this machine, watches them, and stops them; `shoal pool up`: a pool's.
+"""`shoal run`: start every process of a run on this machine, watch them, and stop them; `shoal pool up`: those of a pool.
 
-The processes are the same commands that run on separate machines, and they speak HTTP on loopback. This one holds no state
-that a run needs: it can be killed, and its children end with it.
-Invariant: when it returns, no child is left. It never imports torch.
+The processes are the commands that run on separate machines, and they speak HTTP on loopback. This process holds no state
+that the run needs: if it is killed, its children end, and the run can be resumed.
+Invariants: when `run` returns, no child is left. This process never imports torch.
 """
 
 import json
@@ -25,15 +25,14 @@ from shoal.cli.launch.children import Child, Children, MemoryPeaks
 from shoal.cli.launch.members import RunProcess, locked, remove_caches
 from shoal.cli.launch.process import Interrupted, listen, signals_interrupt
 from shoal.cli.launch.watch import STALL_S, Watch
-from shoal.cli.preflight import disk
 from shoal.cli.preflight.estimate import Forecast, available_cores, findings, forecast
-from shoal.cli.preflight.machine import free_bytes
+from shoal.cli.preflight.machine import check_space, disk_finding, disk_needs, explain, free_bytes, used_bytes
 from shoal.config import Config
+from shoal.coordinator.operating import INVITE_DAYS, INVITES, create_invite
 from shoal.errors import ShoalError, UserError
 from shoal.files import copy_tree, write_file
 from shoal.protocol.history import PoolWatch, Status
-from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Address, open_payload, read_invite, run_id
+from shoal.protocol.invite import Address, open_payload, read_invite
 from shoal.protocol.messages import Role
 from shoal.watch import figures
 from shoal.watch.record import read_evaluations, trained_steps
@@ -42,46 +41,46 @@ from shoal.watch.terminal.live import LiveView, Terminal
 
 POLL_S = 0.3
 PREPARE = "shoal.cli.launch.prepare"
-HERE = "127.0.0.1"  # where the dashboard is
+HERE = "127.0.0.1"  # where the dashboard listens
 START_S = 60.0  # for the coordinator to listen
-INVITES = "invites"
 TRUSTED: tuple[Role, ...] = ("learner", "origin", "relay", "validator", "evaluator")  # in the order to start them
 NEEDED = ("learner", "origin")
-GOODBYE_S = 60.0  # for workers to hear that the run has finished
-HERE_S = 15.0  # a node that was seen in this time may still ask
-ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches what listens on all its addresses
+END_S = 60.0  # for nodes elsewhere to learn that the run has finished
+ACTIVE_S = 15.0  # a node with a heartbeat in this time may not know it yet
+ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the loopback address for a server that listens on all addresses
 
 
 class Swarm:
-    """`address`: where the coordinator of a resumed run listened. Its members know no other address.
+    """All processes of one run.
 
-    `dashboard`: the port of the page that shows the run; 0: any that is free; None: no page.
+    `run`: its name; for a resumed run, its id. `url`: where the coordinator of a resumed run listened, because its nodes
+    know no other address. `dashboard`: the port of the page that shows the run; 0: any free one; None: no page.
     """
 
-    def __init__(self, config: Config, run: str, out: Path, address: str = "", dashboard: int | None = None) -> None:
+    def __init__(self, config: Config, run: str, out: Path, url: str = "", dashboard: int | None = None) -> None:
         self.config = config
-        self.here = config  # of what runs on this machine
+        self.local_config = config  # with the workers of this machine only
         self.stall_s = STALL_S
         self.run_name = run
         self.out = out.resolve()
         self.coordinator = self.out / "coordinator"  # its folder
-        self.url = address
-        self.resume = bool(address)
+        self.url = url
+        self.resume = bool(url)
         self.console = Terminal()
         self.view = LiveView(self.console)
         self.cores = available_cores()
         self.children = Children(self.out / "logs", config.model.device)
-        self.pool = PoolWatch(address, httpx.Client(timeout=5))
+        self.pool = PoolWatch(url, httpx.Client(timeout=5))
         self.peaks = MemoryPeaks()
         self.legs: list[Leg] = []
         self.dashboard = dashboard
         self.started_s = 0.0
         self.status: Status | None = None  # the newest
         self.estimate: Forecast | str = ""
-        self.members = list(members.members(config))  # every process but coordinator and meeting, as they start
+        self.members = list(members.members(config))
 
     def run(self) -> int:
-        """The whole run. Returns the exit status. Raises ShoalError if the run could not be finished."""
+        """Run to the end. Return the exit status. Raise ShoalError if the run cannot be finished."""
         if self.resume and self._is_finished():
             return 0
         self._make_folder()
@@ -93,16 +92,16 @@ class Swarm:
                 self.console.print(f"stopped{self._how_to_resume()}", soft_wrap=True, highlight=False)
                 return 130
             except (ShoalError, OSError) as error:
-                raise ShoalError(f"{disk.explain(error, self.out)}{self._how_to_resume()}") from error
+                raise ShoalError(f"{explain(error, self.out)}{self._how_to_resume()}") from error
             self._finish()
         return 0
 
     def _train(self) -> None:
-        """Start everything and watch it until the run has finished. No child is left afterwards."""
+        """Start everything and watch it until the run has finished. Leave no child."""
         self.started_s = time.monotonic()
         self.legs = [*read_legs(self.out), Leg()]
         try:
-            if self.dashboard is not None:  # first: a port that is taken costs no start
+            if self.dashboard is not None:  # fail on a taken port before anything is prepared
                 with listen(HERE, self.dashboard, "the dashboard") as listener:
                     self.dashboard = listener.getsockname()[1]
             self._prepare()
@@ -120,12 +119,12 @@ class Swarm:
     # --- before ------------------------------------------------------------------------------------------------------
 
     def _is_finished(self) -> bool:
-        """Whether the resumed run has nothing left to do; says so."""
-        finals = [found.version for found in read_evaluations(self.out) if found.final]
+        """Return whether the resumed run has nothing left to do; if so, print its summary."""
+        finals = [evaluation.version for evaluation in read_evaluations(self.out) if evaluation.final]
         if not finals or max(finals) < self.config.run.steps or not (self.out / SUMMARY).exists():
             return False
         summary = json.loads((self.out / SUMMARY).read_text())
-        if summary["steps"] < max(finals):  # of an earlier leg: the last one was killed before it wrote its own
+        if summary["steps"] < max(finals):  # the last leg was killed before it wrote its summary
             return False
         self.console.print(summary_table(summary, self.out))
         more = self._training_more(max(finals) + self.config.run.steps)
@@ -144,31 +143,31 @@ class Swarm:
 
     def _prepare(self) -> None:
         """Build the tasks, fetch the model, measure the dtype, check the disk; save the resolved config with the run."""
-        asked = self.out / "asked.toml"  # a resumed run keeps the config it has until this one proves right
-        write_file(asked, config_module.dumps(self.config).encode())
+        requested = self.out / "requested.toml"  # config.toml is replaced only by a config that passes `prepare`
+        write_file(requested, config_module.dumps(self.config).encode())
         self._note(f"preparing {self.config.model.name} (the first time takes a minute)")
         kept = ["--tasks", str(self.coordinator / "tasks")]
         try:
-            prepared = self.children.run("prepare", [str(asked), "--threads", str(self.cores), *kept], PREPARE)
+            output = self.children.run("prepare", [str(requested), "--threads", str(self.cores), *kept], PREPARE)
         finally:
-            asked.unlink()
-        found = json.loads(prepared)
-        self._resolve(found)
-        for note in found["tasks"]["notes"]:
+            requested.unlink()
+        prepared = json.loads(output)
+        self._resolve(prepared)
+        for note in prepared["tasks"]["notes"]:
             self._note(f"tasks: {note}")
-        measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
-        self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
-        needs, free = disk.needs(self.here, found["parameters"]), free_bytes(self.out)
-        self.estimate = forecast(self.here, found, self.cores, trained=trained_steps(self.out))
-        for finding in (*findings(self.estimate), disk.finding(needs, free)):
+        measured = ", ".join(f"{name} {speed:.0f}" for name, speed in prepared["gflops"].items())
+        self._note(f"computing in {prepared['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
+        needs, free = disk_needs(self.local_config, prepared["parameters"]), free_bytes(self.out)
+        self.estimate = forecast(self.local_config, prepared, self.cores, trained=trained_steps(self.out))
+        for finding in (*findings(self.estimate), disk_finding(needs, free)):
             self._note(finding.line())
-        disk.check_space(self.out, needs, free)
+        check_space(self.out, needs, free)
 
-    def _resolve(self, found: dict[str, Any]) -> None:
-        """Save the config with what was found on this machine: all of the run is here."""
-        model = self.config.model.model_copy(update={"dtype": found["dtype"]})
-        tasks = self.config.tasks.model_copy(update={"digest": found["tasks"]["digest"]})
-        self.config = self.here = self.config.model_copy(update={"model": model, "tasks": tasks})
+    def _resolve(self, prepared: dict[str, Any]) -> None:
+        """Save the config with the dtype for this machine and the digest of the tasks."""
+        model = self.config.model.model_copy(update={"dtype": prepared["dtype"]})
+        tasks = self.config.tasks.model_copy(update={"digest": prepared["tasks"]["digest"]})
+        self.config = self.local_config = self.config.model_copy(update={"model": model, "tasks": tasks})
         write_file(self.out / "config.toml", config_module.dumps(self.config).encode())
 
     # --- starting ----------------------------------------------------------------------------------------------------
@@ -186,31 +185,34 @@ class Swarm:
         for member in self.members:
             self._invite(member)
         for member in self.members:
-            self.children.start(member.name, members.command(member, self.here, self.out, self.cores))
+            self.children.start(member.name, members.command(member, self.local_config, self.out, self.cores))
         if self.dashboard is not None:
-            self.children.start("dashboard", ["dashboard", str(self.out), "--port", str(self.dashboard)], spare=True)
+            self.children.start("dashboard", ["dashboard", str(self.out), "--port", str(self.dashboard)], optional=True)
             self._note(f"dashboard: http://{HERE}:{self.dashboard}/")
 
     def _coordinator_command(self) -> list[str]:
-        """Its command line; from now on the run has its name and its address."""
+        """Return the coordinator's command line. From now on the run has its URL."""
         host = self.config.coordinator.host
         if not self.url:
             self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
-        self.run_name = run_id(self.run_name, self._identity().public)
         return members.coordinator_command(self.run_name, self.out, self.url)
 
-    def _identity(self) -> Identity:
-        return Identity.load_or_create(self.coordinator / "identity.pem")
-
     def _invite(self, member: RunProcess) -> None:
-        members.invite(member, self._identity(), self.run_name, self.url, self.out)
+        """Make the member's folder and invite. After a restart it has them: the coordinator knows it by its first invite."""
+        folder = self.out / member.name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not (folder / "invite").exists():
+            self._write_invite(member, folder / "invite")
+
+    def _write_invite(self, member: RunProcess, path: Path) -> None:
+        create_invite(self.coordinator, member.role, member.name, None, INVITE_DAYS).save(path)
 
     def _wait_for(self, child: Child, what: str, ready: Callable[[], bool]) -> None:
         """Raise ShoalError if `what` ends, or is not ready in time."""
         deadline_s = time.monotonic() + START_S
         while not ready():
             if child.exit_status() is not None:
-                raise ShoalError(f"{what} did not start: {child.last_words()}")
+                raise ShoalError(f"{what} did not start: {child.last_error()}")
             if time.monotonic() > deadline_s:
                 raise ShoalError(f"{what} did not start within {START_S:.0f} s; see {child.log}")
             time.sleep(0.1)
@@ -218,8 +220,8 @@ class Swarm:
     # --- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Show the state, restart processes that died, and measure, until the last version is evaluated and the learner
-        has left its model."""
+        """Show the state, restart processes that died, and measure memory, until the last version is evaluated and the
+        learner has written its model."""
         with self.view:
             while True:
                 status = self.watch.look()
@@ -235,15 +237,15 @@ class Swarm:
                 time.sleep(POLL_S)
 
     def _may_end(self, status: Status) -> bool:
-        """Whether nobody else needs a finished run's coordinator: every process is this one's child."""
+        """Return whether no node elsewhere needs a finished run's coordinator: here all nodes are children."""
         return True
 
     def _wall_s(self) -> float:
-        """What the run has taken so far, all its legs together."""
+        """Return the run's time so far, over all legs."""
         return all_legs(self.legs[:-1]).wall_s + time.monotonic() - self.started_s
 
     def _save_leg(self) -> None:
-        """Keep the figures of this leg on disk, so that they survive this process."""
+        """Write the figures of this leg, so that they survive this process."""
         self.legs[-1] = Leg(
             wall_s=time.monotonic() - self.started_s,
             restarts=self.children.restarts(),
@@ -255,7 +257,7 @@ class Swarm:
         write_legs(self.out, self.legs)
 
     def _say(self, line: str) -> None:
-        """Tell the person who watches, and whoever reads the logs later."""
+        """Print a line, and append it to the run's log."""
         self.view.log(line)
         with (self.out / "logs" / "run.log").open("a") as log:
             log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
@@ -266,7 +268,7 @@ class Swarm:
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def _trained(self) -> Path | None:
-        """The model that the learner left when it ended; all of its sites leave the same one."""
+        """Return the folder of the trained model; None until a learner, or one of its sites, has written it and ended."""
         names = [member.name for member in self.members if member.role == "learner"]
         return next((self.out / name / MODEL for name in names if self.children.has_ended(name)), None)
 
@@ -274,25 +276,25 @@ class Swarm:
         return f"; resume with: {self._resuming()}" if (self.coordinator / "coordinator.json").exists() else ""
 
     def _resuming(self) -> str:
-        """The command line, to be pasted into a shell."""
+        """Return the shell command that resumes the run."""
         return f"shoal run --resume {shlex.quote(str(self.out))}"
 
     def _training_more(self, steps: int) -> str:
         return f"{self._resuming()} --set run.steps={steps}"
 
     def _finish(self) -> None:
-        """The trained model, the report and the table; then free what is no longer needed."""
+        """Copy the trained model, write the report, print the summary, and remove the caches."""
         assert self.status is not None
         trained = self._trained()
         assert trained is not None
-        shutil.rmtree(self.out / MODEL, ignore_errors=True)  # of a run that is resumed with more steps
+        shutil.rmtree(self.out / MODEL, ignore_errors=True)  # a run that was resumed with more steps has one
         copy_tree(trained, self.out / MODEL)
         legs, history = all_legs(self.legs), self.pool.history
         summary = write_report(self.out, config=self.config, status=self.status, history=history, measured=legs)
         freed = remove_caches(self.out, self.config)
         self.console.print(summary_table(summary, self.out))
         self._note(f"look again: shoal dashboard {shlex.quote(str(self.out))} (--out FILE: as one HTML file)")
-        self._note(f"disk: {figures.memory(freed)} of caches freed, {figures.memory(disk.used_bytes(self.out))} kept")
+        self._note(f"disk: {figures.memory(freed)} of caches freed, {figures.memory(used_bytes(self.out))} kept")
 
 
 def _free_port(host: str) -> int:
@@ -306,18 +308,18 @@ def _free_port(host: str) -> int:
 
 
 class PoolSwarm(Swarm):
-    """The trusted roles of a pool, by `config` and `address` in its `folder`, which `shoal pool init` made.
+    """The coordinator and the trusted roles of a pool in `folder`, which `shoal pool init` made.
 
-        folder                the coordinator's
-        folder/NAME           of each process: learner, origin, relay-0, validator-0, evaluator
-        folder/logs/NAME.log  what it says
+        folder                the coordinator's folder
+        folder/NAME           the folder of a node: learner, origin, relay-0, validator-0, evaluator
+        folder/logs/NAME.log  its log
 
-    Invariant: it starts one process for each invite in folder/invites that is not a worker's, and uses up no other. After a
-    restart it continues where it stopped. It does not start the meeting of sites (`shoal pool meet`).
+    Invariant: it starts one process for each invite in folder/invites that is not a worker's, and uses no other. After a
+    restart it continues where it stopped. Left out: a learner at several sites (`shoal pool meet`).
     """
 
     def __init__(self, folder: Path, config: Config, address: Address, dashboard: int | None = None) -> None:
-        """Raises UserError, InviteError."""
+        """Raise UserError, InviteError."""
         if config.learner.sites:
             raise UserError("a learner with several sites is started by `shoal pool meet` and a command for each site")
         super().__init__(config, address.run, folder, local_url(config, address), dashboard=dashboard)
@@ -326,32 +328,28 @@ class PoolSwarm(Swarm):
         self.members = list(self.invites)
         self.finished_s = math.inf
 
-    def _resolve(self, found: dict[str, Any]) -> None:
-        """The pool's config stays as it is: each machine measures its own dtype. No worker is here, or may be late."""
+    def _resolve(self, prepared: dict[str, Any]) -> None:
+        """Keep the pool's config: each machine measures its own dtype. No worker is here, so waiting is no stall."""
         workers = self.config.workers.model_copy(update={"count": 0})
-        self.here, self.stall_s = self.config.model_copy(update={"workers": workers}), math.inf
+        self.local_config, self.stall_s = self.config.model_copy(update={"workers": workers}), math.inf
 
     def _coordinator_command(self) -> list[str]:
         return ["coordinator", "--dir", str(self.out), "--no-report", "--threads", "1"]
 
-    def _invite(self, member: RunProcess) -> None:
-        """Put the member's invite into its folder."""
-        folder = self.out / member.name
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if not (folder / "invite").exists():
-            shutil.copy(self.invites[member], folder / "invite")  # with its mode, 0600
+    def _write_invite(self, member: RunProcess, path: Path) -> None:
+        shutil.copy(self.invites[member], path)  # with its mode, 0600
 
     def _start_all(self) -> None:
         super()._start_all()
         self._note(f"workers join with their invites in {self.out / INVITES}: shoal worker --join INVITE --dir worker")
 
     def _may_end(self, status: Status) -> bool:
-        """Nodes elsewhere hear of the end by their next heartbeat; whoever was not seen lately has heard it, or is gone."""
+        """Return whether all nodes elsewhere have stopped sending heartbeats: they end once an answer says "finished"."""
         now_s, here = time.monotonic(), {member.name for member in self.members}
         self.finished_s = min(self.finished_s, now_s)
         elsewhere = [node for node in status.nodes if node.name not in here and not node.evicted]
-        left = all(status.now_s - node.seen_s > HERE_S for node in elsewhere)
-        return left or now_s - self.finished_s > GOODBYE_S
+        all_ended = all(status.now_s - node.seen_s > ACTIVE_S for node in elsewhere)
+        return all_ended or now_s - self.finished_s > END_S
 
     def _resuming(self) -> str:
         return f"shoal pool up {shlex.quote(str(self.out))}"
@@ -361,24 +359,24 @@ class PoolSwarm(Swarm):
 
 
 def local_url(config: Config, address: Address) -> str:
-    """Where this machine reaches the pool's coordinator, whatever proxy others reach it by."""
+    """Return the URL of the pool's coordinator on this machine, without the proxy that others may use."""
     host = ANY.get(config.coordinator.host, config.coordinator.host)
     port = config.coordinator.port or urlsplit(address.url).port
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _trusted_invites(folder: Path) -> dict[RunProcess, Path]:
-    """The invite of each process, by the process, in the order to start them. Raises UserError, InviteError."""
-    found: dict[RunProcess, Path] = {}
+    """Return the invite of each process that is not a worker, in the order to start them. Raise UserError, InviteError."""
+    invites: dict[RunProcess, Path] = {}
     for path in sorted(folder.glob("*.invite")):
         invite = read_invite(str(path))
         payload = open_payload(invite.signed.model_dump_json(), invite.key, invite.run)
         if payload.role in TRUSTED:
-            found[RunProcess(payload.name, payload.role)] = path
+            invites[RunProcess(payload.name, payload.role)] = path
     for role in NEEDED:
-        if (count := sum(member.role == role for member in found)) != 1:
+        if (count := sum(member.role == role for member in invites)) != 1:
             raise UserError(
                 f"{folder} holds {count} invites for the role {role}, and `shoal pool up` starts one: make the pool with "
                 "`shoal pool init`, or start each role by its own command"
             )
-    return dict(sorted(found.items(), key=lambda entry: TRUSTED.index(entry[0].role)))
+    return dict(sorted(invites.items(), key=lambda entry: TRUSTED.index(entry[0].role)))

@@ -1,6 +1,6 @@
 """Watch a run: its state, its progress, and reasons to stop it.
 
-Invariant: a run that cannot make progress is stopped with the reason. It stalls (STALL_S), its groups teach nothing
+Invariant: a run that cannot make progress is stopped with the reason: it stalls (STALL_S), its groups teach nothing
 (NO_SIGNAL_GROUPS in a row), its grader fails too often (GRADER_ERRORS), or its disk is full.
 """
 
@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.cli.preflight.disk import check_left
-from shoal.cli.preflight.machine import free_bytes
+from shoal.cli.preflight.machine import check_left, free_bytes
 from shoal.config.tasks import GRADER_ERRORS
 from shoal.errors import ShoalError
 from shoal.protocol.history import Grading, PoolWatch, Status, UnreachableError
@@ -40,19 +39,20 @@ class Watch:
         self.status: Status | None = None  # the newest
         self._progress = (-1, -1)
         self._progress_s = clock()
-        self._graded_before = math.inf  # rollouts at the first look: of an earlier leg
-        self._flat_before = math.inf  # groups in a row without a signal at the first look: of an earlier leg
+        # counts at the first look, which belong to an earlier leg of the run
+        self._graded_before = math.inf  # graded rollouts
+        self._flat_before = math.inf  # groups in a row with equal rewards
 
     def look(self) -> Status | None:
-        """Return the run's current state; None while the coordinator is unreachable (it may be restarting)."""
+        """Return the run's state; None while the coordinator is unreachable: it may be restarting."""
         try:
             self.status = self.pool.look()
         except UnreachableError:
             return None
         self._flat_before = min(self._flat_before, self.status.signal.flat)
         self._graded_before = min(self._graded_before, self.status.grading.total)
-        known = len(self.pool.history.metrics) + len(self.pool.history.evaluations)
-        progress = (known, sum(node.accepted for node in self.status.nodes))
+        recorded = len(self.pool.history.metrics) + len(self.pool.history.evaluations)
+        progress = (recorded, sum(node.accepted for node in self.status.nodes))
         if progress != self._progress:
             self._progress, self._progress_s = progress, self.clock()
         return self.status
@@ -70,18 +70,17 @@ class Watch:
                 f"{no_signal_warning(self.status.signal)}; see what the model writes in {self.folder / 'rollouts.jsonl'}, "
                 "then try easier or harder tasks, or more completions per group (sampling.group_size)"
             )
-
         if words := self._grader_fails(self.status.grading):
             raise ShoalError(
-                f"{words}; grade completions of {self.folder / 'rollouts.jsonl'} by hand (docs/tasks.md). A run keeps "
-                "the tasks and rewards it began with: fix them and start a new run"
+                f"{words}; grade completions of {self.folder / 'rollouts.jsonl'} by hand (docs/tasks.md). A run never "
+                "changes its tasks and rewards: fix them and start a new run"
             )
 
     def _grader_fails(self, grading: Grading) -> str:
-        """Return the problem with the newest rollouts' grading; "" if errors are within the limit."""
+        """Return what is wrong with the grading of the newest rollouts; "" if its errors are within the limit."""
         graded = grading.total - self._graded_before
-        enough = RECENT_GRADED if self._graded_before else MIN_GRADED
-        if graded < enough or grading.errors <= GRADER_ERRORS * grading.recent:
+        needed = RECENT_GRADED if self._graded_before else MIN_GRADED
+        if graded < needed or grading.errors <= GRADER_ERRORS * grading.recent:
             return ""
         return grader_warning(grading) + f", more than {GRADER_ERRORS:.0%}"
 

@@ -1,9 +1,16 @@
-"""A pool's operator: `shoal pool ACTION` and `shoal coordinator`. Stakes have a file of their own."""
+"""What a pool's operator runs: `shoal pool ACTION` and `shoal coordinator`. `shoal pool stake` is in `stake`.
+
+`shoal pool meet` writes an invite for each site and serves the sites' meeting until the last round is over and every site
+has left. With `learner.sites` these are the sites of a run's learner, else sites that train on plain text.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,33 +18,38 @@ from typing import TYPE_CHECKING, Literal
 from shoal.cli.arguments import (
     Commands,
     add_command,
+    add_config,
+    add_dashboard,
+    add_pool,
+    add_threads,
     port,
     read_config,
     real,
     run_name,
     say,
-    takes_config,
-    takes_dashboard,
-    takes_pool,
-    takes_threads,
 )
 from shoal.cli.nodes import ROLES, begin
 from shoal.cli.pool import stake
+from shoal.config import Config
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
+    from shoal.diloco.meeting import Meeting
     from shoal.protocol.messages import Capability, RunOffer
 
 NAME_IT = "name it with --run NAME"
-DRAINED = "gets no new tasks; its process ends once it has uploaded what it holds"
-STEERING: dict[str, tuple[Literal["ban", "readmit"], str, str]] = {  # action -> event, help, what follows
+DRAINED = "gets no new tasks; its process ends once it has uploaded its current ones"
+STEERING: dict[str, tuple[Literal["ban", "readmit"], str, str]] = {  # action -> event, help, what it prints
     "readmit": (
         "readmit",
         "give tasks again to a worker that was dismissed or has left",
         "gets tasks again; if its process has ended, start it",
     ),
-    "evict": ("ban", "remove a relay from a pool, for good", "is evicted: nodes stop asking it within seconds"),
+    "evict": ("ban", "remove a relay from a pool, for good", "is evicted: nodes stop using it within seconds"),
 }
+VERSIONS = "versions"  # in the meeting's folder; the origin watches it
+
+log = logging.getLogger(__name__)
 
 
 def add_commands(commands: Commands) -> None:
@@ -48,64 +60,65 @@ def add_commands(commands: Commands) -> None:
 
     what = "make the coordinator's folder and an invite for every node of its config"
     parser = action("init", init_pool, what, new)
-    takes_config(parser)
+    add_config(parser)
     add = parser.add_argument
     add("--dir", type=Path, required=True, help="the coordinator's new folder")
     add("--url", required=True, help="how nodes reach it: http://HOST:PORT")
     add("--run", default="", help="name of the run (default: the config's name)")
 
     parser = action("up", up_pool, "start every trusted role of a pool on this machine, on one screen", "pool")
-    takes_pool(parser)
-    takes_dashboard(parser)
+    add_pool(parser)
+    add_dashboard(parser)
 
     add = action("status", status, "show the state of any pool", "http://10.0.0.1:8700 --watch").add_argument
-    watched = "the URL of a coordinator or of a sites' meeting, or the folder of a run or coordinator"
-    add("pool", metavar="RUN|URL", help=watched)
+    where = "the URL of a coordinator or of a sites' meeting, or the folder of a run or coordinator"
+    add("pool", metavar="RUN|URL", help=where)
     add("--watch", action="store_true", help="keep showing it until the run ends")
 
     parser = action("invite", invite, "make an invite for one node, or for strangers", "pool --role worker --name w-7")
-    takes_pool(parser)
+    add_pool(parser)
     add = parser.add_argument
     add("--role", required=True, choices=list(ROLES))
     add("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
     add("--url", help="how the node reaches the coordinator (default: the pool's URL)")
     add("--open", action="store_true", help="for any worker that has staked what the run requires")
     add("--publish", action="store_true", help="with --open: list it for `shoal pool discover`")
-    add("--days", type=real(0.01, 3650), default=7.0, help="until the invite expires (default: 7)")
+    add("--days", type=real(0.01, 3650), default=7.0, help="how long the invite is valid (default: 7)")
     add("--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)")
 
     add = action("drain", drain, "let a worker finish its task and leave, without penalty", "pool w-7").add_argument
-    add("dir", type=Path, metavar="POOL", help="the pool's folder; with --join: the worker's own")
+    add("dir", type=Path, metavar="POOL", help="the pool's folder; with --join: the worker's own folder")
     add("name", nargs="?", help="the worker's name, as `shoal pool status` shows it")
     add("--join", metavar="INVITE", help="on the worker's machine: the invite that it joined with")
-    for name, (event, what, then) in STEERING.items():
-        parser = action(name, partial(steer, event, then), what, "pool w-7")
-        takes_pool(parser)
+    for name, (event, what, outcome) in STEERING.items():
+        parser = action(name, partial(steer, event, outcome), what, "pool w-7")
+        add_pool(parser)
         parser.add_argument("name", help="the node's name, as `shoal pool status` shows it")
 
-    parser = action("meet", meet, "where the sites of one training meet", "configs/pretrain.toml --dir meet")
-    takes_config(parser)
-    takes_threads(parser)
-    parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
+    what = "serve the meeting of a training's sites, and make an invite for each"
+    parser = action("meet", meet, what, "configs/pretrain.toml --dir meet")
+    add_config(parser)
+    add_threads(parser)
+    parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and the agreed states")
 
-    what = "which run is at this address, and may this machine join it?"
+    what = "show which run is at this address, and whether this machine may join it"
     add = action("discover", discover, what, "http://pool.example:8700").add_argument
-    add("url", metavar="URL", help="of a coordinator")
-    add("--key", default="", help="the coordinator's key, as its operator told you: no other is believed")
+    add("url", metavar="URL", help="a coordinator's URL")
+    add("--key", default="", help="the coordinator's key, if its operator told you: refuse any other")
     add("--out", type=Path, metavar="FILE", help="write the run's open invite there")
 
-    what = "stake on a worker; for operators: book stakes, or put them on a chain"
+    what = "stake on a worker; for operators: book stakes, or deploy and settle a contract"
     stake.add_actions(action("stake", stake.stake, what, "book pool stake KEY 1000"))
 
     parser = add_command(commands, "coordinator", coordinator, "the control plane of a pool", "--dir pool")
-    takes_config(parser, required=False)
+    add_config(parser, required=False)
     add = parser.add_argument
     add("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
     add("--run", default="", help="name of the run (default: the config's name)")
     add("--port", type=port, help="overrides the port of coordinator.listen")
-    add("--record", type=Path, metavar="RUN", help="folder of the metrics (default: --dir)")
-    add("--no-report", action="store_true", help="write no summary and picture at the end")
-    takes_threads(parser)
+    add("--record", type=Path, metavar="RUN", help="folder for the metrics (default: --dir)")
+    add("--no-report", action="store_true", help="write no summary and no picture at the end")
+    add_threads(parser)
 
 
 def init_pool(arguments: argparse.Namespace) -> None:
@@ -172,7 +185,7 @@ def invite(arguments: argparse.Namespace) -> None:
         if not arguments.open or arguments.out or arguments.url:
             raise UserError("--publish goes with --open, and without --out and --url: it offers the invite as it is")
         arguments.out = arguments.dir / OPEN_INVITE
-        arguments.out.unlink(missing_ok=True)  # the new one takes its place
+        arguments.out.unlink(missing_ok=True)  # the new invite replaces the old one
     if arguments.out and arguments.out.exists():
         raise UserError(f"{arguments.out} exists; choose another file, so that no invite is lost")
     name, url, days = arguments.name, arguments.url, arguments.days
@@ -183,11 +196,11 @@ def invite(arguments: argparse.Namespace) -> None:
         say(made.encode())
 
 
-def steer(event: Literal["ban", "drain", "readmit"], then: str, arguments: argparse.Namespace) -> None:
+def steer(event: Literal["ban", "drain", "readmit"], outcome: str, arguments: argparse.Namespace) -> None:
     from shoal.coordinator import operating
 
     operating.apply_event(arguments.dir, arguments.name, event)
-    say(f"{arguments.name} {then}")
+    say(f"{arguments.name} {outcome}")
 
 
 def drain(arguments: argparse.Namespace) -> None:
@@ -216,20 +229,14 @@ def status(arguments: argparse.Namespace) -> None:
 
     with httpx.Client(timeout=5) as client:
         url = find_coordinator(arguments.pool)
-        look = watch if arguments.watch else show
+        view = watch if arguments.watch else show
         try:
-            look(PoolRun(url, client, Path(arguments.pool)), Terminal())
+            view(PoolRun(url, client, Path(arguments.pool)), Terminal())
         except UnreachableError as error:
             if not (Path(arguments.pool) / SUMMARY).exists():
                 raise
             ended = f"the run in {arguments.pool} has ended: see {Path(arguments.pool) / SUMMARY} and reward.png there"
             raise UnreachableError(ended) from error
-
-
-def meet(arguments: argparse.Namespace) -> None:
-    from shoal.cli.pool.meeting import meet as serve_meeting
-
-    serve_meeting(arguments)
 
 
 def discover(arguments: argparse.Namespace) -> None:
@@ -251,24 +258,102 @@ def discover(arguments: argparse.Namespace) -> None:
         )
     else:
         for line in _offer_lines(arguments.url, offer, capability()):
-            say(clean(line))  # the offer is a stranger's: one line of it is one line here
+            say(clean(line))  # a stranger wrote the offer: it may not add lines
 
 
 def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
-    """The run, what this machine lacks for it, and what only its work and its stake will show."""
+    """Return lines about the run, what this machine lacks for it, and how to join."""
     from shoal.config.sections import RequirementsSection
     from shoal.coordinator.members import missing_requirement
 
-    wants = RequirementsSection.model_validate(offer.requirements)
+    requirements = RequirementsSection.model_validate(offer.requirements)
     state = f"step {min(offer.step + 1, offer.steps)} of {offer.steps}" if offer.state == "running" else "finished"
     places = "" if offer.places_free is None else f", {offer.places_free} places free"
     joining = "open to stake" if offer.invite else "invited only"
-    missing = missing_requirement(machine, wants)
+    missing = missing_requirement(machine, requirements)
     lines = [
         f"{offer.run}, key {offer.key}",
         f"{offer.model}, {state}, {joining}, {offer.workers} workers{places}",
         f"this machine lacks {missing}" if missing else "this machine meets its requirements",
     ]
     if offer.invite:
-        lines.append(f"open to anyone who stakes {max(1, wants.stake)}: shoal pool discover {url} --out worker.invite")
+        lines.append(
+            f"open to anyone who stakes {max(1, requirements.stake)}: shoal pool discover {url} --out worker.invite"
+        )
     return lines
+
+
+# --- the sites' meeting ----------------------------------------------------------------------------------------------
+
+
+def meet(arguments: argparse.Namespace) -> None:
+    """Serve the meeting until the last round, or until SIGINT or SIGTERM."""
+    from shoal.cli.launch import process
+
+    config = read_config(arguments)
+    stop = process.begin("meet", threads=arguments.threads)
+    asyncio.run(_meet(config, arguments.dir, arguments.config.stem, stop))
+
+
+async def _meet(config: Config, folder: Path, name: str, stop: threading.Event) -> None:
+    from shoal.diloco.messages import site_invite
+    from shoal.diloco.serve import MeetingServer, serve
+    from shoal.protocol.identity import Identity
+    from shoal.protocol.invite import run_id
+    from shoal.protocol.node import KEY
+    from shoal.shardcast.server import url_of
+
+    identity = Identity.load_or_create(folder / KEY)
+    run = run_id(name, identity.public)
+    open_meeting = _learner_meeting if config.learner.sites else _pretraining_meeting
+    meeting, settings = open_meeting(config, folder, run), config.sites
+    server = MeetingServer(meeting, identity)
+    runner, port = await serve(server, settings.host, port=settings.port, listening=folder / "port")
+    try:
+        url = settings.url or url_of(settings.host, port)
+        for number in range(settings.sites):
+            site_invite(identity, url, run, f"site-{number}").save(folder / "invites" / f"site-{number}.invite")
+        log.info("listening at %s; invites for %d sites are in %s", url, settings.sites, folder / "invites")
+        await server.live(stop.is_set)
+    finally:
+        await runner.cleanup()
+    log.info("%s after round %d of %d", "over" if meeting.over else "stopped", meeting.round, meeting.terms.rounds)
+
+
+def _pretraining_meeting(config: Config, folder: Path, run: str) -> Meeting:
+    from shoal.cli.launch.prepare import model_folder
+    from shoal.diloco.agreed import Agreed, Shapes
+    from shoal.diloco.meeting import Meeting
+    from shoal.learner.pretrain.trainer import about, terms_of
+    from shoal.model.load import load_model
+
+    where = model_folder(config.model.name)
+    seed = config.run.seed if config.pretrain.init == "random" else None
+    tensors = dict(load_model(where, seed=seed).named_parameters())
+    terms = terms_of(config, Shapes.of(tensors))
+    expected = about(config, where, None, sites=True)
+    return Meeting(folder, terms, expected, run, lambda: Agreed.of(tensors, terms.shapes))
+
+
+def _learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
+    """Return the meeting of a learner's sites, which starts with the run's model.
+
+    It writes each agreed state as a policy version: version v is the state after v steps. Raise MeetingError if the
+    folder holds another run's meeting.
+    """
+    import torch
+
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.meeting import Meeting
+    from shoal.learner.policy import Policy
+    from shoal.learner.sites import Publisher, about_of, learner_terms
+    from shoal.model.sources import resolve
+
+    section = config.learner
+    section = section.model_copy(update={"loss": section.loss.model_copy(update={"beta": 0.0})})  # no reference model
+    torch.manual_seed(config.run.seed)  # adapters start with the random numbers of a learner at one site
+    policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
+    terms = learner_terms(config, policy)
+    publisher = Publisher(policy, terms.shapes, folder / VERSIONS, section.keep_versions)
+    first = Agreed.of(policy.masters, terms.shapes)
+    return Meeting(folder, terms, about_of(config.sites, policy), run, lambda: first, publish=publisher)

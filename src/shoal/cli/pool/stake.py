@@ -1,10 +1,10 @@
-"""`shoal pool stake ACTION`: what members stake on a chain, what an operator books without one, and contracts.
+"""`shoal pool stake ACTION`: stakes of workers, on a chain or booked by the operator.
 
-    deposit AMOUNT, unstake, withdraw, account    a member, on the pool's chain; --join and --dir as for its worker
-    book ACTION KEY [AMOUNT]                       the operator of a pool without a chain
-    deploy, settle                                 the operator of a pool with one
+    deposit AMOUNT, unstake, withdraw, account    for a worker's owner, on the pool's chain; --join, --dir as for the worker
+    book ACTION KEY [AMOUNT]                       for the operator of a pool without a chain
+    deploy, settle                                 for the operator of a pool with a chain
 
-Invariant: the contract that a member pays to is the one that the coordinator signed into the run's config.
+Invariant: a member pays only to the contract in the config that the coordinator signed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import say, takes_pool, whole
+from shoal.cli.arguments import add_pool, say, whole
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,49 +26,48 @@ BOOKINGS = ("stake", "unstake", "withdraw")
 def add_actions(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="stake_action", required=True, metavar="ACTION")
 
-    deposit = actions.add_parser("deposit", help="put stake on a worker, before it joins or after")
-    _takes_member(deposit).add_argument("amount", type=AMOUNT, help="in the chain's smallest unit (wei)")
+    deposit = actions.add_parser("deposit", help="put stake on a worker, before or after it joins")
+    _add_member(deposit).add_argument("amount", type=AMOUNT, help="in the chain's smallest unit (wei)")
     unstake = actions.add_parser("unstake", help="take stake off a worker; it stays at risk for 7 days")
-    _takes_member(unstake).add_argument("amount", type=AMOUNT)
-    _takes_member(actions.add_parser("withdraw", help="get back what was unstaked, or deposited and never used"))
-    _takes_member(actions.add_parser("account", help="show what a worker has staked and earned"))
-    book = actions.add_parser("book", help="operator, without a chain: book what was paid")
-    takes_pool(book)
+    _add_member(unstake).add_argument("amount", type=AMOUNT)
+    _add_member(actions.add_parser("withdraw", help="get back stake that was taken off, or a deposit without a worker"))
+    _add_member(actions.add_parser("account", help="show a worker's stake and credit"))
+    book = actions.add_parser("book", help="operator, without a chain: book a payment")
+    add_pool(book)
     book.add_argument("booking", choices=BOOKINGS)
     book.add_argument("key", help="the worker's key")
     book.add_argument("amount", type=AMOUNT, nargs="?", default=0)
 
     deploy = actions.add_parser("deploy", help="operator: put a new contract on a chain")
-    _takes_chain(deploy)
+    _add_chain(deploy)
     settle = actions.add_parser(
-        "settle", help="operator: put on the chain what a stopped run's ledger has and it lacks"
+        "settle", help="operator: put a stopped run's ledger entries on the chain that it lacks"
     )
     settle.add_argument("run", type=Path, metavar="RUN", help="the folder of the run, or of its coordinator")
 
 
-def _takes_chain(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def _add_chain(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--rpc", required=True, metavar="URL", help="a node of the chain")
-    parser.add_argument(
-        "--key-file", default="", metavar="FILE", help="private key (default: the node's first account)"
-    )
+    add = parser.add_argument
+    add("--key-file", default="", metavar="FILE", help="private key (default: the node's first account)")
     return parser
 
 
-def _takes_member(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def _add_member(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--join", required=True, metavar="INVITE", help="the worker's invite, or a file that holds it")
     parser.add_argument("--dir", type=Path, required=True, help="the worker's own folder; its key is made if missing")
-    return _takes_chain(parser)
+    return _add_chain(parser)
 
 
 def stake(arguments: argparse.Namespace) -> None:
     actions = {"book": _book, "deploy": _deploy, "settle": _settle}
-    actions.get(arguments.stake_action, _of_member)(arguments)
+    actions.get(arguments.stake_action, _as_member)(arguments)
 
 
 # --- members ---------------------------------------------------------------------------------------------------------
 
 
-def _of_member(arguments: argparse.Namespace) -> None:
+def _as_member(arguments: argparse.Namespace) -> None:
     from shoal.ledger.evm import open_contract
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import read_invite
@@ -85,7 +84,7 @@ def _of_member(arguments: argparse.Namespace) -> None:
             payer = stakes.chain.address
             if (named := read_payer(arguments.dir) or payer).lower() != payer.lower():
                 raise UserError(f"{named} stakes on this worker already: use its private key")
-            write_payer(arguments.dir, payer)  # the worker names it when it joins
+            write_payer(arguments.dir, payer)  # the worker reports it when it joins
             (stakes.stake if account else stakes.deposit)(key, arguments.amount)
         case "unstake":
             stakes.unstake(key, arguments.amount)
@@ -102,7 +101,7 @@ def _show(stakes: EvmStakes, key: str) -> None:
     say(f"{key}: {account.stake} staked, {account.leaving} leaving, {account.credit} tokens credited")
     for event in stakes.events():
         if event.kind == "slashed" and event.key == key:
-            say(f"slashed of {event.amount} for {event.work}")
+            say(f"slashed: {event.amount} for {event.work}")
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
@@ -116,13 +115,13 @@ def _book(arguments: argparse.Namespace) -> None:
     from shoal.protocol.node import Node
 
     if bool(arguments.amount) != (arguments.booking in ("stake", "unstake")):
-        raise UserError(f"{arguments.booking} takes {'no' if arguments.amount else 'an'} AMOUNT")
+        raise UserError(f"{arguments.booking} needs {'no' if arguments.amount else 'an'} AMOUNT")
     if len(arguments.key) != 64:
         raise UserError(
             f"{arguments.key[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --export FILE`"
         )
     booking = Booking(kind=arguments.booking, key=arguments.key, amount=arguments.amount)
-    address = create_invite(arguments.dir, "worker", "operator", None, 1.0)  # where it listens, and its key
+    address = create_invite(arguments.dir, "worker", "operator", None, 1.0)  # for the coordinator's URL and key
     Node.of(address, Identity.load(arguments.dir / KEY), patience_s=10.0).post("/v1/bookings", booking, Ok)
     say("booked")
 
@@ -136,15 +135,13 @@ def _deploy(arguments: argparse.Namespace) -> None:
 
 
 def _settle(arguments: argparse.Namespace) -> None:
-    from shoal.cli.audit.opened import open_run, settings_of
+    from shoal.cli.audit.run import open_run, settings_of
     from shoal.ledger.evm import open_contract, settle, unsettled
 
     run = arguments.run
-    if not run.is_dir():
-        raise UserError(f"no folder at {run}: name the folder of a run, or of its coordinator")
     section = settings_of(run).ledger
     if not section.contract:
-        raise UserError(f"the pool in {run} keeps no stakes on a chain ([ledger] in its config)")
+        raise UserError(f"{run} holds no run with stakes on a chain ([ledger] in its config)")
     contract = open_contract(section.rpc, section.contract, section.key_file, operates=True)
-    waiting = unsettled(open_run(run).chain, contract)
-    say(f"{sum(settle(entry, contract) for entry in waiting)} entries settled")
+    entries = unsettled(open_run(run).chain, contract)
+    say(f"{sum(settle(entry, contract) for entry in entries)} entries settled")

@@ -1,4 +1,4 @@
-"""Check a machine before a run: what it is and does (`machine`), time and memory (`estimate`), disk (`disk`).
+"""Checks before a run: this machine and its disk (`machine`), and the run's time and memory (`estimate`).
 
 Invariant: nothing is started, changed or left behind, and each problem comes with its remedy.
 """

@@ -1,42 +1,41 @@
-"""How long a whole `shoal run` takes on this machine, and how much memory: a model's sizes, a step's work, measured speeds.
+"""Estimate the time and memory of a whole `shoal run` on this machine, from the model's sizes, a step's work, and its speed.
 
-A group is a tree: one prompt of P tokens, G completions of L. With S = P + G L positions, and pairs of positions that
-attention computes K = P(P+1)/2 + G (L P + L(L+1)/2), as in `learner/report`, after PaLM (arXiv 2204.02311, appendix B):
+A group has one prompt of P tokens and G completions of L tokens: S = P + G L positions, and attention between
+K = P(P+1)/2 + G (L P + L(L+1)/2) pairs of them. As in `learner/report`, after PaLM (arXiv 2204.02311, appendix B):
 
-    forward(group)  = 2 body S + 2 head G L + 4 layers width K; the last, attention's share, is kept apart: it is slower
+    forward(group)  = 2 body S + 2 head G L + 4 layers width K. The last term, attention, has its own, slower speed.
     learner         = (3 + extra) forward x trained groups; extra: 1 to recompute activations, 1 for a reference model;
-                      + updates x 28 and rows x 14 bytes a parameter: AdamW reads and writes its state, each row's
-                      gradients are added to those before; + the version's bytes / WRITE_BPS
-    rollouts        rounds of `at_once` completions: weights are read until the longest has ended; each token reads its cache
-                    and computes 2 FLOPs a parameter. Both add up, as on a CPU. Plus prompts' prefill.
+                      + updates x 28 and rows x 14 bytes a parameter: AdamW reads and writes its state, and each row's
+                      gradients are added to the sum; + the version's bytes / WRITE_BPS
+    rollouts        rounds of `at_once` completions. Each position of the longest reads the weights; each token reads its
+                    cache and takes 2 FLOPs a parameter. The times add up, as on a CPU. Prefill of the prompts comes on top.
     validation      forward x generated groups; broadcast: the version's bytes / LOCAL_BPS
     run             start + steps + two evaluations, each of which decodes n completions greedily and n sampled ones
 
-A CPU's matrix product and memory are measured (`measure`); how much of its peak each kind of work gets follows from
+`measure` measures a CPU's matrix product and memory. The share of that peak which each kind of work reaches follows from
 committed measurements of SmolLM2 on two-core machines, X with Intel's AMX and E from AMD:
 
     dense       0.40 X (`exact_speed.json`, 16 tokens), 0.47 E (`learner_alone.json`, 512 against 4,096 tokens): products at
-                0.9 of the peak, plus what is around them, which takes the same time whatever the peak
+                0.9 of the peak, plus work around them, whose time does not depend on the peak
     attention   at 200 tokens 0.045 X (`exact_speed.json`) and 0.05 E (`trl-completions.json`): float32 scores, and a
                 backward pass that is slow over short segments
     decode      0.09 X (`exact_speed.json`, two threads), 0.34 E (`validation_speed.json`, one thread, of its peak): mostly
                 the vocabulary's noise and logprobs, which gain nothing from faster products
 
-All roles share the cores of one machine, which their work keeps busy, so a step takes the sum of it.
-Memory of a role is BASE_BYTES, what a process with torch holds before any model (`tiny-exact.json`), and
+All roles share the cores of one machine, so a step takes the sum of their times.
+A role's memory is BASE_BYTES, which a process with torch uses before it loads a model (`tiny-exact.json`), plus
 
     learner     16 bytes a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32; 4 more
                 if an update has several rows, for the sum of their gradients; a reference model 2 or 4; activations
                 (`layer_bytes`: the residual, twice normalised, attention's output; queries, heads' outputs; keys and values;
                 gate, up, their product); logits: 2 x 128 MiB of float32 at a time, value and gradient (`model/logprobs`)
-    worker      weights, keys and values of the completions decoded together, all as long as the longest and up to SPARE
-                positions, float32 logits of one position
+    worker      weights; keys and values of the completions decoded together, each as long as the longest, plus SPARE
+                positions; float32 logits of one position
     validator   weights, one layer's activations, logits as above
 
-Invariant: pure functions of numbers, except for `measure`. `generated` counts groups that the online filter drops too;
-completions are as long as the config lets them be, unless it sets targets. A model of another form is refused, not
-guessed. Left out: biases and norms (under 0.1 %), stragglers, tasks' rewards, the first use of a model, evaluations between
-the first and the last, GPUs, several devices, fragmentation.
+Invariant: pure functions of numbers, except for `measure`. Without length targets, completions are as long as the config
+allows. A model that is not a dense decoder is refused. Left out: biases and norms (under 0.1 %), stragglers, rewards, the
+first use of a model, evaluations between the first and the last, GPUs, several devices, fragmentation.
 """
 
 import math
@@ -59,14 +58,16 @@ from shoal.watch.figures import duration, memory
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PRODUCTS = 0.9  # share of peak of a CPU's products in training and prefill
-AROUND = 475e9  # FLOP/s of products that would take as long as what is around them does on one core
+AROUND = 475e9  # FLOP/s at which products take as long as the work around them, on one core
 ATTENTION, DECODE = 27e9, 85e9  # FLOP/s of one core
 READING = 0.7  # of the measured bandwidth, in decoding and in the optimizer
 ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
 ROW_BYTES = 14  # per parameter: reads a bf16 gradient, 2, writes it as float32, 4, reads and writes the sum, 8
-WRITE_BPS = 0.55e9  # a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
-LOCAL_BPS = 0.4e9  # from origin over relay to client, as a delta, on a busy machine: `plan.json`, 1.5 and 1.8 s
-COORDINATION_S = 0.85  # what remains of a step with hardly any products (runs of tiny, `plan.json`)
+WRITE_BPS = 0.55e9  # to write a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
+LOCAL_BPS = (
+    0.4e9  # to send it from origin over relay to client, as a delta, on a busy machine: `plan.json`, 1.5 and 1.8 s
+)
+COORDINATION_S = 0.85  # of a step, beside all computing (runs of tiny, `plan.json`)
 MEASURE_S = 1.0
 MEASURED_BYTES = 1 << 28
 COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -81,13 +82,13 @@ BASE_BYTES = {  # of a process, without its model
     "validator": 580 * MB,
     "evaluator": 430 * MB,
 }
-SHARED_BYTES = 320 * MB  # of these, in every child that `shoal run` forks
+SHARED_BYTES = 320 * MB  # of these, shared by all children that `shoal run` forks
 LOGITS_BYTES = 2 * (128 << 20)
 MASTER_BYTES = 12  # fp32 master and two moments
 SUM_BYTES = 4  # fp32 sum of the gradients of several rows
 SPARE = 128  # positions by which the engine's buffers grow (`engine/rows`)
-START_S = 40.0  # imports, processes, joining, loading the model: what whole runs took beyond the rest of the arithmetic
-USEFUL = 0.55  # share of groups that teach, over a run that begins with few: 0.54 in the quickstart
+START_S = 40.0  # to import, start processes, join and load the model: what measured runs took beside everything else
+USEFUL = 0.55  # share of groups that are useful, averaged over a run: 0.54 in the quickstart
 TOO_LARGE = (
     "lower learner.row_tokens, set learner.activation_checkpointing = true or [learner.lora], or use a smaller model"
 )
@@ -98,7 +99,7 @@ SAMPLE = 64  # prompts whose length is measured
 
 
 class SizesError(UserError):
-    """A config.json whose sizes are not those of a dense decoder."""
+    """A config.json does not describe a dense decoder."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +134,16 @@ BUNDLED = {  # known before they are made on this machine; a test compares them 
 
 
 def model_sizes(name: str) -> Sizes:
-    """Return the sizes of a model; config.json of the hub's is fetched. Raises SizesError, ModelNotFoundError."""
+    """Return a model's sizes; for a model of the hub, fetch its config.json. Raise SizesError, ModelNotFoundError."""
     return BUNDLED[name] if name in BUNDLED else sizes_of(sources.read_config(name, fetch=True), name)
 
 
 def sizes_of(config: Mapping[str, Any], name: str = "config.json") -> Sizes:
-    """Return the sizes by a config.json; `name`: where they are from, for errors. Raises SizesError."""
+    """Return the sizes that a config.json states. `name`: the model, for errors. Raise SizesError."""
     if missing := [field for field in NEEDED if not isinstance(config.get(field), int) or config[field] < 1]:
-        raise SizesError(f"{name} lacks {', '.join(missing)}, which this arithmetic needs")
+        raise SizesError(f"{name} lacks {', '.join(missing)}, which the estimate needs")
     if experts := next((key for key in EXPERTS if config.get(key)), None):
-        raise SizesError(f"{name}: {experts} makes it a mixture of experts, which this arithmetic does not cover")
+        raise SizesError(f"{name}: {experts} makes it a mixture of experts, which the estimate does not cover")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     return Sizes(
@@ -158,30 +159,30 @@ def sizes_of(config: Mapping[str, Any], name: str = "config.json") -> Sizes:
 
 @dataclass(frozen=True)
 class Work:
-    """One step of a config."""
+    """The work of one step."""
 
-    trained: int  # groups in a step's batch
-    generated: int  # groups that workers must generate for it
-    completions: int  # of a group
+    trained: int  # groups in the batch
+    generated: int  # groups that workers generate for it, including those that the online filter drops
+    completions: int  # in a group
     prompt: int  # tokens
     length: int  # tokens of a completion, mean
-    longest: int  # tokens of the longest completion that is decoded together with others
-    updates: int  # of the optimizer in a step
+    longest: int  # tokens of the longest completion
+    updates: int  # optimizer steps
     reference: bool  # the learner computes a reference model's logprobs
     recomputes: bool  # the learner computes activations twice
-    row_tokens: int  # in one forward of the learner, at most
-    rows: int  # of an update
+    row_tokens: int  # the most in one forward of the learner
+    rows: int  # in an update
     at_once: int  # completions that a worker decodes together
     validator_tokens: int  # in one forward of the validator
 
     @property
     def passes(self) -> int:
-        """Of the learner, in forwards: a backward pass has two products for each of the forward's."""
+        """The learner's work in forward passes: a backward pass takes two."""
         return 3 + self.recomputes + self.reference
 
 
 def work_of(config: Config, *, prompt: int, length: int, useful: float = 1.0) -> Work:
-    """Return the work of a step of this config, if this share of groups is useful."""
+    """Return the work of a step. `useful`: the share of groups that the online filter keeps."""
     trained = config.coordinator.prompts_per_step
     useful = useful if config.coordinator.online_filter else 1.0
     learner, completions = config.learner, config.sampling.group_size
@@ -204,13 +205,13 @@ def work_of(config: Config, *, prompt: int, length: int, useful: float = 1.0) ->
 
 
 def dense_flops(sizes: Sizes, work: Work) -> float:
-    """Of one group's forward: products with the weights."""
+    """Return the FLOPs of one group's products with the weights, in a forward pass."""
     generated = work.completions * work.length
     return 2.0 * (sizes.body * (work.prompt + generated) + sizes.head * generated)
 
 
 def attention_flops(sizes: Sizes, work: Work) -> float:
-    """Of one group's forward: scores, and values weighted by them."""
+    """Return the FLOPs of one group's attention scores and weighted values, in a forward pass."""
     prompt, length = work.prompt, work.length
     pairs = prompt * (prompt + 1) / 2 + work.completions * (length * prompt + length * (length + 1) / 2)
     return 4.0 * sizes.layers * sizes.width * pairs
@@ -221,7 +222,7 @@ def attention_flops(sizes: Sizes, work: Work) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of all cores together: floating-point operations a second of each kind of work, and bytes a second."""
+    """The FLOP/s of each kind of work, and the bytes per second, of all cores together."""
 
     dense: float  # training and prefill, without attention
     attention: float
@@ -230,15 +231,15 @@ class Speed:
 
 
 def speed(flops: float, bandwidth_Bps: float, cores: int) -> Speed:
-    """Return the speed by what all cores together measure. `flops` differ more between CPUs than the work around them."""
+    """Return the speed of a machine whose cores together measure these figures."""
     dense = flops / (1 / PRODUCTS + flops / (AROUND * cores))
     return Speed(dense, ATTENTION * cores, DECODE * cores, bandwidth_Bps * READING)
 
 
 def measure(dtype: str, device: str = "cpu") -> dict[str, float]:
-    """Measure this machine's matrix product in `dtype`, its reading of memory (for `speed`), and how much memory it has.
+    """Measure this machine's matrix product in `dtype`, its memory bandwidth (for `speed`), and the size of its memory.
 
-    The best of MEASURE_S seconds, since other processes only slow it.
+    Return the best values of MEASURE_S seconds, since other processes only slow it.
     """
     import torch
 
@@ -258,7 +259,7 @@ def measure(dtype: str, device: str = "cpu") -> dict[str, float]:
 
 
 def step_seconds(sizes: Sizes, work: Work, compute_bytes: int, machine: Speed) -> dict[str, float]:
-    """Return the seconds that one step takes of each role's work, with all cores."""
+    """Return the seconds that each role's work of one step takes with all cores."""
     return {
         "learner": learner_s(sizes, work, machine),
         "rollouts": rollouts_s(sizes, work, compute_bytes, machine),
@@ -269,7 +270,7 @@ def step_seconds(sizes: Sizes, work: Work, compute_bytes: int, machine: Speed) -
 
 
 def forward_s(sizes: Sizes, work: Work, machine: Speed) -> float:
-    """Of one group."""
+    """Return the seconds of one group's forward pass."""
     return dense_flops(sizes, work) / machine.dense + attention_flops(sizes, work) / machine.attention
 
 
@@ -281,7 +282,7 @@ def learner_s(sizes: Sizes, work: Work, machine: Speed) -> float:
 
 def rollouts_s(sizes: Sizes, work: Work, compute_bytes: int, machine: Speed) -> float:
     completions = work.generated * work.completions
-    middle = work.prompt + work.length / 2  # tokens in the cache, on the average
+    middle = work.prompt + work.length / 2  # mean tokens in the cache
     weights = completions / work.at_once * work.longest * compute_bytes * sizes.parameters
     caches = completions * work.length * middle * cache_bytes_per_token(sizes, compute_bytes)
     computing_s = 2.0 * sizes.parameters * completions * work.length / machine.decode
@@ -293,7 +294,7 @@ def rollouts_s(sizes: Sizes, work: Work, compute_bytes: int, machine: Speed) -> 
 
 
 def memory_of(sizes: Sizes, work: Work, compute_bytes: int) -> dict[str, float]:
-    """Return the bytes that one process of each role holds at its peak."""
+    """Return the peak memory of one process of each role, in bytes."""
     weights = compute_bytes * sizes.parameters
     state = 2 * weights + MASTER_BYTES * sizes.parameters
     state += SUM_BYTES * sizes.parameters if work.rows > 1 else 0
@@ -313,7 +314,7 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int) -> dict[str, float]:
 
 
 def together(roles: Mapping[str, float], counts: Mapping[str, int]) -> float:
-    """Return what all processes of `shoal run` hold, shared pages counted once."""
+    """Return the memory of all processes of `shoal run` in bytes, with shared pages counted once."""
     return sum(roles[role] * count for role, count in counts.items()) - (sum(counts.values()) - 1) * SHARED_BYTES
 
 
@@ -322,12 +323,12 @@ def _logits(sizes: Sizes, tokens: int) -> int:
 
 
 def cache_bytes_per_token(sizes: Sizes, compute_bytes: int) -> int:
-    """Keys and values of one token, in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     return 2 * sizes.layers * sizes.kv_width * compute_bytes
 
 
 def layer_bytes(sizes: Sizes, compute_bytes: int) -> int:
-    """What one layer saves of a token for the backward pass."""
+    """Return the bytes that one layer saves of a token for the backward pass."""
     elements = 4 * sizes.hidden + 2 * sizes.width + 2 * sizes.kv_width + 3 * sizes.intermediate
     return elements * compute_bytes
 
@@ -345,19 +346,19 @@ def activation_bytes(sizes: Sizes, work: Work, compute_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Forecast:
-    seconds: float  # of all that is left of the run
-    steps: int  # that are left
+    seconds: float  # until the run's end
+    steps: int  # until then
     step_s: float
-    slowest: str  # role, which takes most of a step
+    slowest: str  # the role that takes most of a step
     memory_bytes: float  # of all processes together
     machine_bytes: float
     dtype: str
 
 
 def forecast(config: Config, measured: Mapping[str, Any], cores: int, *, trained: int = 0) -> Forecast | str:
-    """Return the forecast, or why there is none. `trained`: steps of earlier legs. Raises ModelNotFoundError.
+    """Return the forecast, or the reason why there is none. Raise ModelNotFoundError.
 
-    `measured`: "machine" by `cost.measure`, "dtype" and "prompt_tokens".
+    `measured`: "machine" as from `measure`, "dtype" and "prompt_tokens". `trained`: steps trained before a resume.
     """
     not_covered = {
         "a GPU": config.model.device != "cpu",
@@ -365,8 +366,8 @@ def forecast(config: Config, measured: Mapping[str, Any], cores: int, *, trained
         "sites": config.learner.sites,
         "workers elsewhere": not config.workers.count,
     }
-    if why := [what for what, there in not_covered.items() if there]:
-        return f"not estimated for {' and '.join(why)}"
+    if reasons := [what for what, applies in not_covered.items() if applies]:
+        return f"not estimated for {' and '.join(reasons)}"
     try:
         sizes = model_sizes(config.model.name)
     except SizesError as error:
@@ -375,10 +376,8 @@ def forecast(config: Config, measured: Mapping[str, Any], cores: int, *, trained
     machine, compute_bytes = speed(here["flops"], here["bandwidth_Bps"], cores), COMPUTE_BYTES[dtype]
     work = work_of(config, prompt=measured["prompt_tokens"], length=expected_length(config), useful=USEFUL)
     seconds = step_seconds(sizes, work, compute_bytes, machine)
-    step_s, evaluation_s = (
-        sum(seconds.values()),
-        2 * rollouts_s(sizes, evaluation(config, work), compute_bytes, machine),
-    )
+    step_s = sum(seconds.values())
+    evaluation_s = 2 * rollouts_s(sizes, evaluation(config, work), compute_bytes, machine)
     return Forecast(
         seconds=START_S + steps * step_s + 2 * evaluation_s,
         steps=steps,
@@ -390,30 +389,30 @@ def forecast(config: Config, measured: Mapping[str, Any], cores: int, *, trained
     )
 
 
-def findings(found: Forecast | str) -> Iterator[CheckLine]:
-    """What a forecast says of time and memory."""
-    if isinstance(found, str):
-        yield ok("time", found)
+def findings(run: Forecast | str) -> Iterator[CheckLine]:
+    """Yield the findings about a run's time and memory. `run`: its forecast, or why there is none."""
+    if isinstance(run, str):
+        yield ok("time", run)
         return
-    pace = f"{found.steps} steps of {duration(found.step_s)}, most of it {found.slowest}"
-    yield ok("time", f"about {duration(found.seconds)} in {found.dtype}: {pace}")
-    held = f"about {memory(round(found.memory_bytes))} of {memory(round(found.machine_bytes))}"
-    yield ok("memory", held) if found.memory_bytes <= found.machine_bytes else fails("memory", held, TOO_LARGE)
+    pace = f"{run.steps} steps of {duration(run.step_s)}, most of it {run.slowest}"
+    yield ok("time", f"about {duration(run.seconds)} in {run.dtype}: {pace}")
+    needed = f"about {memory(round(run.memory_bytes))} of {memory(round(run.machine_bytes))}"
+    yield ok("memory", needed) if run.memory_bytes <= run.machine_bytes else fails("memory", needed, TOO_LARGE)
 
 
 def mean_prompt(tokenizer: Any, config: Config, tasks: Iterable[Task]) -> int:
-    """Tokens of a prompt, as the chat template makes it. Raises ChatTemplateError."""
+    """Return the mean tokens of these tasks' prompts, as the chat template writes them. Raise ChatTemplateError."""
     return round(statistics.fmean(len(prompt_tokens(tokenizer, config.tasks, task, 0)) for task in tasks))
 
 
 def expected_length(config: Config) -> int:
-    """Tokens of a completion: as many as are asked for, or allowed."""
-    targets, most = config.tasks.length_targets, config.sampling.max_tokens
-    return min(round(statistics.fmean(targets)), most) if targets else most
+    """Return the tokens of a completion: the mean length target, or the limit if there are no targets."""
+    targets, limit = config.tasks.length_targets, config.sampling.max_tokens
+    return min(round(statistics.fmean(targets)), limit) if targets else limit
 
 
 def evaluation(config: Config, work: Work) -> Work:
-    """One pass over the held-out tasks, as rollouts: groups of one completion."""
+    """Return the work of one pass over the held-out tasks: groups of one completion."""
     n = config.evaluator.n
     return replace(work, generated=n, completions=1, at_once=min(EVALUATED_AT_ONCE, n))
 
@@ -422,23 +421,23 @@ def evaluation(config: Config, work: Work) -> Work:
 
 
 def available_cores() -> int:
-    """The number of cores that this process may use: `taskset` leaves it fewer."""
-    if not hasattr(os, "sched_getaffinity"):  # macOS has no such call
+    """Return the number of cores that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):  # on macOS
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
 
 
 def processes(config: Config) -> dict[str, int]:
-    """How many processes of each role `shoal run` starts, at one site."""
+    """Return the number of processes of each role that `shoal run` starts, with a learner at one site."""
     more = {"relay": config.relays.count, "worker": config.workers.count, "validator": config.validator.count}
     return {"coordinator": 1, "origin": 1, "evaluator": 1, "learner": 1} | more
 
 
 def share_threads(config: Config, cores: int) -> dict[str, int]:
-    """Threads for each role that computes: at least one, and together at most `cores`, when possible.
+    """Return the threads for each role that computes: at least one, and together at most `cores` if possible.
 
-    With async level 0, generating, checking and learning take turns, so each gets all cores. Sites share the learner's.
-    The last evaluation has the machine to itself.
+    With async level 0, generating, checking and learning take turns, so each gets all cores. A learner's sites share its
+    threads. The evaluator gets all cores, because the last evaluation has the machine to itself.
     """
     sites = max(1, config.learner.sites)
     if config.coordinator.async_level == 0:

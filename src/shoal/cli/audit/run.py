@@ -1,12 +1,12 @@
-"""A run's folder, opened for an audit: the ledger, whose key signs it, the config, the store, the database; the chain's end.
+"""Open a run's folder for an audit: verify the ledger's chain and its end, and open config, store and database.
 
-The ledger and the tables are in the folder, or in the PostgreSQL that its config names; rollout files in the folder, or in a
-bucket.
+The ledger and the tables are in the folder, or in the PostgreSQL database that its config names. Rollout files are in the
+folder, or in a bucket.
 
-Invariants: nothing is changed. The run's id ends in its coordinator's key, so a ledger under another key is another run's;
-`--key` names the key that the auditor got elsewhere. A chain that passes holds every head that validators co-signed or the
-auditor knows, and ends with the digests of all tables beside it, unless the auditor accepts a run that is still going or was
-killed (`unsealed`).
+Invariants: nothing is changed. The run's id ends in its coordinator's key, so a ledger signed by another key belongs to
+another run; `--key` is the key as the auditor knows it from elsewhere. The chain contains every head that validators
+co-signed or the auditor knows, and ends with the digests of all tables, unless the auditor accepts a run in progress or one
+that was killed (`unsealed`).
 """
 
 import json
@@ -30,11 +30,11 @@ from shoal.protocol.messages import Role
 from shoal.store.folder import FileStore, Folder
 
 DATABASE = "pool.sqlite"
-HEADS = "*/head.json"  # what validators keep in their own folders
+HEADS = "*/head.json"  # in validators' folders
 
 
 class BrokenError(ShoalError):
-    """A link that does not hold. `link` names it, and the message says what is wrong with it."""
+    """Something that was checked is wrong: an entry, a file, a table. `link` names it, and the message explains it."""
 
     def __init__(self, link: str, why: object) -> None:
         super().__init__(f"{link}: {why}")
@@ -42,24 +42,25 @@ class BrokenError(ShoalError):
 
 
 @dataclass(frozen=True)
-class Opened:
+class AuditedRun:
     """A run whose chain is verified."""
 
-    folder: Path  # the run's, or the coordinator's where that is all there is
+    folder: Path  # the run's, or its coordinator's
     chain: list[Entry]
     bodies: list[dict[str, JSON]]
     key: str
     run: str
     config: Config
     store: FileStore
-    connection: Connection | None  # None: the ledger came as an export
-    keys: dict[Role, set[str]] = field(default_factory=dict)  # of all that ever registered
+    connection: Connection | None  # None: the ledger is an export
+    keys: dict[Role, set[str]] = field(default_factory=dict)  # of all registered members, by role
 
     @property
     def coordinator(self) -> Path:
         return coordinator_folder(self.folder)
 
     def of(self, kind: str) -> list[dict[str, JSON]]:
+        """Return the bodies of all entries of a kind."""
         return [body for entry, body in zip(self.chain, self.bodies, strict=True) if entry.kind == kind]
 
 
@@ -68,11 +69,11 @@ def coordinator_folder(folder: Path) -> Path:
     return inner if inner.is_dir() else folder
 
 
-def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Opened:
-    """Verifies the chain. `export`: the ledger as JSON lines, instead of the database. Raises BrokenError."""
+def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> AuditedRun:
+    """Open a run and verify its chain. `export`: the ledger as JSON lines, instead of the database. Raise BrokenError."""
     coordinator = coordinator_folder(folder)
     connection: Connection | None = None
-    with naming("ledger"):
+    with checking("ledger"):
         if export:
             chain = list(read_export(export))
         else:
@@ -82,17 +83,17 @@ def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Open
     if not chain or chain[0].kind != "started":
         raise BrokenError("ledger entry 1", "missing, or not the start of a run (or the run is of an earlier version)")
     key = key or str(first.get("key", ""))
-    with naming("ledger"):
+    with checking("ledger"):
         verify_chain(chain, key)
     bodies: list[dict[str, JSON]] = [json.loads(entry.body) for entry in chain]
     if run_id(str(first["run"]), key) != first["run"]:
-        raise BrokenError("ledger entry 1", f"the run {first['run']} was not founded by {key}")
+        raise BrokenError("ledger entry 1", f"the run {first['run']} was not started by {key}")
     last = [body for entry, body in zip(chain, bodies, strict=True) if entry.kind == "started"][-1]
     keys: dict[Role, set[str]] = {}
     for entry, body in zip(chain, bodies, strict=True):
         if entry.kind == "registered":
             keys.setdefault(body["role"], set()).add(str(body["key"]))  # type: ignore[arg-type]
-    return Opened(
+    return AuditedRun(
         folder=folder,
         chain=chain,
         bodies=bodies,
@@ -106,7 +107,7 @@ def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Open
 
 
 def settings_of(folder: Path) -> Config:
-    """The config in a run's folder or its coordinator's; the defaults where there is none. Raises ConfigError."""
+    """Return the config in a run's folder or its coordinator's; without one, the defaults. Raise ConfigError."""
     for path in (folder / "config.toml", coordinator_folder(folder) / "config.toml"):
         if path.is_file():
             return load(path)
@@ -121,39 +122,39 @@ def read_config(text: str, link: str) -> Config:
 
 
 @contextmanager
-def naming(link: str) -> Iterator[None]:
-    """Whatever fails within it is a break of this link."""
+def checking(link: str) -> Iterator[None]:
+    """Raise any error inside as a BrokenError about this link."""
     try:
         yield
     except BrokenError:
         raise
-    except LedgerError as error:  # it names its entry itself
+    except LedgerError as error:  # it may name the entry itself
         raise BrokenError(f"ledger entry {error.seq}" if error.seq else link, error) from error
     except (ShoalError, ValueError, LookupError, TypeError, OSError, sqlite3.Error) as error:
         raise BrokenError(link, f"{error}" or type(error).__name__) from error
 
 
 def first_of(values: Iterable[str]) -> str:
-    """A short list for a message."""
+    """Return at most three of these texts, for a message."""
     return ", ".join(sorted(values)[:3])
 
 
 def _connect(folder: Path) -> Connection:
     path = coordinator_folder(folder) / DATABASE
     if path.is_file():
-        with naming(path.name):
+        with checking(path.name):
             sqlite = open_sqlite(path, read_only=True)
-            found = sqlite.value("PRAGMA quick_check")
-            if found != "ok":
-                raise BrokenError(path.name, f"damaged: {found}")
+            result = sqlite.value("PRAGMA quick_check")
+            if result != "ok":
+                raise BrokenError(path.name, f"damaged: {result}")
             return sqlite
-    with naming("config.toml"):
+    with checking("config.toml"):
         database = settings_of(folder).coordinator.database
     if not database:
         raise BrokenError(str(path), "missing: name a run's folder, or a coordinator's")
     from shoal.ledger.postgres import open_postgres  # needs the extra `postgres`
 
-    with naming("database"):
+    with checking("database"):
         connection = open_postgres(database)
         connection.change("SET default_transaction_read_only = on")
     return connection
@@ -162,45 +163,48 @@ def _connect(folder: Path) -> Connection:
 def _bucket(section: StoreSection) -> FileStore:
     from shoal.store.bucket import Bucket  # needs the extra `s3`
 
-    with naming("store"):
+    with checking("store"):
         return Bucket(section.url, section.endpoint)
 
 
 # --- the end of the chain --------------------------------------------------------------------------------------------
 
 
-def check_heads(run: Opened, known: Sequence[str]) -> list[Head]:
-    """Every co-signed head is of this chain. Returns them. `known`: heads as they were printed. Raises BrokenError."""
+def check_heads(run: AuditedRun, known: Sequence[str]) -> list[Head]:
+    """Check that the chain contains every co-signed and every `known` head. Return the co-signed ones. Raise BrokenError."""
     heads = []
     for entry, body in zip(run.chain, run.bodies, strict=True):
         if entry.kind == "witnessed":
             link = f"ledger entry {entry.seq}"
-            with naming(link):
+            with checking(link):
                 if body["validator"] not in run.keys.get("validator", set()):
                     raise BrokenError(link, "co-signed by no validator of this run")
                 head = open_head(Signed.model_validate_json(str(body["head"])), str(body["validator"]))
                 if head.seq >= entry.seq:
-                    raise BrokenError(link, f"co-signs entry {head.seq}, which is later")
+                    raise BrokenError(link, f"co-signs entry {head.seq}, which comes later")
                 _check(run, head, "its validator")
                 heads.append(head)
     for path in sorted(run.folder.glob(HEADS)):
         link = str(path.relative_to(run.folder))
-        with naming(link):
+        with checking(link):
             signed = Signed.model_validate_json(path.read_bytes())
             if signed.key not in run.keys.get("validator", set()):
                 raise BrokenError(link, "signed by no validator of this run")
             _check(run, open_head(signed, signed.key), link)
     for text in known:
-        with naming(f"head {text[:20]}"):
+        with checking(f"head {text[:20]}"):
             _check(run, Head.parse(text, run.run), "you")
     return heads
 
 
-def check_end(run: Opened, *, unsealed: bool) -> bool:
-    """Whether the chain ends with a seal, which holds. Raises BrokenError if it does not, or without one if it must."""
-    for entry, after in zip(run.chain, run.chain[1:], strict=False):
-        if entry.kind == "sealed" and after.kind != "started":
-            raise BrokenError(f"ledger entry {after.seq}", "follows a seal, and is not the start of the coordinator")
+def check_end(run: AuditedRun, *, unsealed: bool) -> bool:
+    """Return whether the chain ends with a seal; `unsealed`: it may lack one. Compare the seal with the tables.
+
+    Raise BrokenError.
+    """
+    for entry, following in zip(run.chain, run.chain[1:], strict=False):
+        if entry.kind == "sealed" and following.kind != "started":
+            raise BrokenError(f"ledger entry {following.seq}", "follows a seal, and is not a start of the coordinator")
     last, body = run.chain[-1], run.bodies[-1]
     if last.kind != "sealed":
         if unsealed:
@@ -208,22 +212,22 @@ def check_end(run: Opened, *, unsealed: bool) -> bool:
         raise BrokenError(
             f"ledger entry {last.seq + 1}",
             "missing: the ledger does not end with a seal. Entries were cut off, or the coordinator runs or was killed; "
-            "stop it in order, or audit what is there with --unsealed",
+            "stop it with Ctrl-C, or audit the ledger as it is with --unsealed",
         )
     if run.connection is None:
         return True
-    with naming(f"ledger entry {last.seq}"):
+    with checking(f"ledger entry {last.seq}"):
         sealed = body["tables"]
         if not isinstance(sealed, dict) or set(sealed) != set(TABLE_NAMES):
             raise BrokenError(f"ledger entry {last.seq}", "does not seal the tables of this version")
     for name in TABLE_NAMES:
-        with naming(f"table {name}"):
+        with checking(f"table {name}"):
             if table_digest(run.connection, name) != sealed[name]:
                 raise BrokenError(f"table {name}", "not what the coordinator left when it stopped")
     return True
 
 
-def _check(run: Opened, head: Head, whose: str) -> None:
+def _check(run: AuditedRun, head: Head, whose: str) -> None:
     if head.run != run.run:
         raise LedgerError(f"a head of the run {head.run[:60]}, not of this one")
     check_contains(run.chain, head, whose)

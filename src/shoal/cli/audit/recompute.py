@@ -1,0 +1,191 @@
+"""Recompute parts of a run: judge submissions with a validator's code, and train a step with the learner's code.
+
+    submissions   a sample of the accepted ones, and every hard rejection, if the folder still has the version's weights
+    a step        from a checkpoint that the learner signed, or from the run's first model. The weights before and after it
+                  have the digests in the learner's record
+
+Invariants: a submission is judged whole, by a validator's code and limits, with weights whose digest is in the ledger. A
+hard rejection holds if a validator on this machine would also slash for that file, for any hard reason. Weights are compared
+only on a machine that computes the same bits as the learner's (`record.computed`).
+Left out: the validator's exactness class, so files are judged by the wider limits; learners with several ranks or sites,
+whose checkpoints do not hold the whole state.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from shoal import tasks
+from shoal.cli.audit.files import file_digest
+from shoal.cli.audit.pay import Accepted, AuditState
+from shoal.cli.audit.run import AuditedRun, BrokenError, checking
+from shoal.cli.audit.walk import gather_step
+from shoal.config import Config
+from shoal.learner.loop import Learner
+from shoal.learner.policy import Policy
+from shoal.learner.ranks import Ranks
+from shoal.learner.report import computed
+from shoal.model import numerics
+from shoal.model.dtype import DtypeName, temporarily_on
+from shoal.model.load import WEIGHTS
+from shoal.model.sources import resolve
+from shoal.protocol.messages import HARD, Computed, Reason
+from shoal.shardcast.manifest import version_name
+from shoal.validator.by_hand import find_weights, offline_assignment
+from shoal.validator.case import Finding
+from shoal.validator.judge import Judge
+
+CHECKPOINT = "step-{:06d}"
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A step that was trained again. Its weights were compared if this machine computes as the learner's did."""
+
+    step: int
+    versions: Path  # holds the folders of the versions before and after the step
+    here: Computed
+    learner: Computed
+
+    @property
+    def compared(self) -> bool:
+        return self.here == self.learner
+
+    @property
+    def before(self) -> Path:
+        return self.versions / version_name(self.step)
+
+
+def rerunnable_steps(run: AuditedRun, state: AuditState) -> list[int]:
+    """Return the trained steps before which a checkpoint, or the run's first model, still exists."""
+    folders = (run.folder / "learner" / "checkpoints").glob("step-*")
+    kept = {0, *(int(path.name.removeprefix("step-")) for path in folders)}
+    trained = [step for step in sorted(kept) if step < len(state.records) and not state.configs[step].learner.sites]
+    return [step for step in trained if state.records[step].computed.ranks == 1]
+
+
+@contextmanager
+def rerun(run: AuditedRun, state: AuditState, step: int, scratch: Path) -> Iterator[Rerun]:
+    """Train the step again and compare its weights, then yield it. Raise BrokenError."""
+    record, config = state.records[step], state.configs[step]
+    section = config.learner.model_copy(update={"keep_versions": 2})
+    config = config.model_copy(update={"learner": section})
+    dtype = record.computed.dtype
+    if step:
+        kept = scratch / "checkpoints" / CHECKPOINT.format(step)
+        kept.parent.mkdir(parents=True)
+        kept.symlink_to((run.folder / "learner" / "checkpoints" / kept.name).resolve(), target_is_directory=True)
+    with temporarily_on(record.computed.threads), checking(f"step {step + 1}"):
+        torch.manual_seed(config.run.seed)
+        picked = numerics.pick(config.model.numerics, dtype, config.model.device)
+        folder, temperature = resolve(config.model.name), config.sampling.temperature
+        policy = Policy(folder, section, dtype, config.model.device, temperature, Ranks(), picked)
+        result = Rerun(step, scratch / "versions", computed(policy), record.computed)
+        learner = Learner(None, config, policy, scratch)
+        progress = learner.checkpoints.restore()
+        learner.publish(progress)
+        _compare(result, step, record.before)
+        learner.train(gather_step(run, state, step).groups)
+        progress.advance([])
+        learner.publish(progress)
+        _compare(result, step + 1, record.after)
+    yield result
+
+
+def _compare(result: Rerun, version: int, digest: str) -> None:
+    if result.compared and file_digest(result.versions / version_name(version) / WEIGHTS) != digest:
+        why = f"trained again, it does not give the published weights of version {version}"
+        raise BrokenError(f"step {result.step + 1}", why)
+
+
+# --- submissions judged again ----------------------------------------------------------------------------------------
+
+
+def judge_again(run: AuditedRun, sample: list[Accepted], weights: Path, dtype: DtypeName) -> None:
+    """Judge accepted submissions of one version with its weights. Raise BrokenError for one that is rejected."""
+    if not sample:
+        return
+    with _judging(run, run.config, dtype) as judge:
+        judge.load(weights)
+        for submission in sample:
+            link = f"proofs of {submission.id}"
+            with checking(link):
+                finding = _judge(judge, run, submission.id, submission.worker, submission.file)
+            if finding is not None:
+                raise BrokenError(link, f"a validator would reject it ({finding.reason}): {finding.detail}")
+
+
+def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
+    """Judge every hard rejection, unless `limit` is 0. Raise BrokenError for one that a validator would not slash for.
+
+    Return a line for the report, "" if there are none. Count those that cannot be judged in `state.unproven`. Replays are
+    left out: the walk has checked them.
+    """
+    hard = {
+        id: each for id, each in state.rejected.items() if each.reason in HARD and each.reason is not Reason.REPLAYED
+    }
+    judged, weights = 0, _verified_weights(run, state) if limit else {}
+    for id, rejected in hard.items():
+        version, link = rejected.body["version"], f"rejection of {id}"
+        if version not in weights:
+            why = f"the weights of version {version} are gone" if limit else "not requested (--proofs 0)"
+            state.unproven[f"hard rejections: {why}"] += 1
+            continue
+        dtype = state.records[min(version, len(state.records) - 1)].computed.dtype
+        with _judging(run, rejected.config, dtype) as judge, checking(link):
+            judge.load(weights[version])
+            finding = _judge(judge, run, id, rejected.worker, rejected.body["file"])
+        if finding is None or finding.reason not in HARD:
+            instead = "accept it" if finding is None else f"reject it softly ({finding.reason})"
+            who, reason = rejected.worker[:16], rejected.reason
+            raise BrokenError(link, f"{who} was slashed for {reason}; a validator would {instead}")
+        judged += 1
+    return f"hard rejections: {judged} of {len(hard)} judged again" if hard else ""
+
+
+def _verified_weights(run: AuditedRun, state: AuditState) -> dict[int, Path]:
+    """Return the folders of versions, by version, whose weights are those that the learner recorded."""
+    folders = {}
+    digests = [record.before for record in state.records[:1]] + [record.after for record in state.records]
+    for version, digest in enumerate(digests):
+        try:
+            folder = find_weights(run.folder, version)
+        except FileNotFoundError:
+            folder = run.folder / "model"  # the newest version of a finished run
+        path = folder / WEIGHTS
+        if path.is_file() and file_digest(path) == digest:
+            folders[version] = folder
+    return folders
+
+
+def _judge(judge: Judge, run: AuditedRun, id: str, worker: str, file: str) -> Finding | None:
+    """Return what a validator finds in a submission of the loaded version; None if it accepts it."""
+    data = run.store.get("submissions", file)
+    header = judge.quarantine.read(data).header  # the walk has compared it with the ledger
+    assignment = offline_assignment(
+        judge.config,
+        worker,
+        int(id[-6:]),
+        step=header.step,
+        version=header.policy_version,
+        digest=header.policy_digest,
+        nonce=header.nonce,
+        groups=header.groups,
+    )
+    case = judge.open(assignment, worker, data)
+    return case if isinstance(case, Finding) else judge.examine([case])[0].finding
+
+
+@contextmanager
+def _judging(run: AuditedRun, config: Config, dtype: DtypeName) -> Iterator[Judge]:
+    def fetch(sha256: str, most_bytes: int) -> bytes:
+        return (run.coordinator / "tasks" / sha256).read_bytes()
+
+    with TemporaryDirectory() as scratch:
+        loaded = tasks.join(config.tasks, Path(scratch) / "tasks", fetch) if config.tasks.digest else None
+        with Judge(config, run.run, dtype, loaded) as judge:
+            yield judge

@@ -1,0 +1,279 @@
+"""Walk along the ledger: each entry must be possible after those before it, and match the files that it names.
+
+    registered   a new key and a new name           accepted    both files: signatures, digests, equal rollouts, tokens
+    policy       one digest per version             batch       accepted groups, of allowed age, each in one batch only
+    rejected     a file that fits the reason        trained     the learner's record: exactly the batch's groups and rows
+    slashed, dismissed, credited, forfeited         the rules in `pay`
+    staked, ...                                     the rules of the accounts (`ledger.stakes.Book`)
+
+Invariants, if no error is raised: each trained group comes from a file that its worker signed, a registered validator
+accepted and counted, and the learner named; a worker that was rejected for the content of a file signed that file for
+exactly that task. An entry of an unknown kind is an error. The result is an `AuditState`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from shoal.cli.audit.pay import Accepted, AuditState, Pay, Rejected
+from shoal.cli.audit.run import AuditedRun, BrokenError, checking, read_config
+from shoal.coordinator.trust import max_unchecked
+from shoal.learner.groups import Fetched, Gathering
+from shoal.learner.report import DOMAIN
+from shoal.ledger.stakes import EVENTS, Book, read_event
+from shoal.model.turns import model_tokens
+from shoal.protocol.identity import Signed
+from shoal.protocol.messages import Batch, BatchGroup, Reason, StepRecord
+from shoal.store.columns import FileLimits, RolloutFileError
+from shoal.store.quarantine import Quarantine
+from shoal.store.rollouts import AcceptedRollout, Header, Rollout, RolloutFile, read_accepted
+from shoal.tasks.budget import rewards_differ
+from shoal.tasks.derive import max_rollouts
+
+MAX_TOKENS = 1 << 17  # of a prompt
+ELSEWHERE = ("sealed", "witnessed")  # kinds that `run` checks
+BAD_FILE = (Reason.UNREADABLE, Reason.SIGNATURE, Reason.CONTEXT)  # the file is damaged, or not for the task
+
+
+class Walk:
+    def __init__(self, run: AuditedRun) -> None:
+        self.run = run
+        self.state = AuditState(run.config)
+        self.pay = Pay(self.state)
+        self.book = Book()  # the accounts in this ledger
+        self._quarantine: Quarantine | None = None
+        self._check: dict[str, Callable[[dict[str, Any]], None]] = {
+            "started": self.started,
+            "registered": self.registered,
+            "policy": self.policy,
+            "accepted": self.accepted,
+            "rejected": self.rejected,
+            "slashed": self.pay.slashed,
+            "dismissed": self.pay.dismissed,
+            "credited": self.pay.credited,
+            "forfeited": self.pay.forfeited,
+            "batch": self.batch,
+            "trained": self.trained,
+        }
+
+    def walk(self) -> AuditState:
+        """Check all entries. Raise BrokenError for the first one that is impossible or does not match its files."""
+        try:
+            for entry, body in zip(self.run.chain, self.run.bodies, strict=True):
+                with checking(f"ledger entry {entry.seq}"):
+                    if entry.kind not in (*self._check, *EVENTS, *ELSEWHERE):
+                        raise ValueError(f"is of an unknown kind, {entry.kind}")
+                    self.pay.begin(entry)
+                    if check := self._check.get(entry.kind):
+                        check(body)
+                    if event := read_event(entry):
+                        self.book.apply(event, entry.time_s)
+        finally:
+            if self._quarantine is not None:
+                self._quarantine.close()
+        self.pay.end()
+        return self.state
+
+    # --- members and versions ----------------------------------------------------------------------------------------
+
+    def started(self, body: dict[str, Any]) -> None:
+        if (body["run"], body["key"]) != (self.run.run, self.run.key):
+            raise ValueError(f"starts the run {body['run']} of {body['key'][:16]}, not this one")
+        self.state.config = read_config(body["config"], "its config")
+
+    def registered(self, body: dict[str, Any]) -> None:
+        key, name = body["key"], body["name"]
+        if key in self.state.names or name in self.state.names.values():
+            raise ValueError(f"{name} is registered twice")
+        self.state.names[key], self.state.roles[key] = name, body["role"]
+
+    def policy(self, body: dict[str, Any]) -> None:
+        if body["version"] in self.state.policies:
+            raise ValueError(f"version {body['version']} is published twice")
+        if body["version"] > len(self.state.batches):
+            raise ValueError(f"publishes version {body['version']} before the batch that it was trained on is full")
+        self.state.policies[body["version"]] = body["digest"]
+
+    # --- submissions -------------------------------------------------------------------------------------------------
+
+    def accepted(self, body: dict[str, Any]) -> None:
+        id = self._new_id(body)
+        self._require_role(body["validator"], "validator")
+        submission = self._file("submissions", body["file"], id, self._reader().read)
+        accepted = self._file("accepted", body["accepted"], id, self._accepted)
+        expected = body | {"groups": submission.header.groups}  # the entry's own count is that of accepted groups
+        self._check_header(id, submission.header, expected, signer=body["worker"])
+        self._check_header(id, accepted.header, expected, signer=body["validator"])
+        if accepted.header.prefilled < body["full"]:
+            raise ValueError(f"the ledger says that {id} was prefilled whole, and its file does not")
+        if [_copied(row) for row in submission.rows] != [_copied(row) for row in accepted.rows]:
+            raise BrokenError(f"accepted file of {id}", "has other rollouts than its worker's file")
+        size = self.state.config.sampling.group_size
+        groups = [accepted.rows[start : start + size] for start in range(0, len(accepted.rows), size)]
+        counted = [sum(model_tokens(row.turns, len(row.tokens)) for row in rows) for rows in groups]
+        if (sum(counted), len(groups)) != (body["tokens"], body["groups"]):
+            raise ValueError(f"credits {body['tokens']} tokens of {id}, whose accepted file has {sum(counted)}")
+        names = ("worker", "validator", "step", "version", "nonce", "full", "file", "accepted")
+        self.state.accepted[id] = Accepted(
+            **{name: body[name] for name in names},
+            id=id,
+            number=submission.header.submission,
+            tokens=sum(counted),
+            useful=[rewards_differ([row.reward for row in rows]) for rows in groups],
+            group_tokens=counted,
+            content=submission.header.content,
+        )
+        self.pay.accepted(self.state.accepted[id])
+
+    def rejected(self, body: dict[str, Any]) -> None:
+        """Check a rejection. All reasons but `BAD_FILE` require a file that the worker signed for this task."""
+        id, rejection = self._new_id(body), Rejected(body, self.state.config)
+        self._require_role(body["validator"], "validator")
+        reason = rejection.reason
+        with checking(f"submission file of {id}"):
+            data = self.run.store.get("submissions", body["file"])
+        if (fault := self._file_fault(id, data, body)) and reason not in BAD_FILE:
+            raise ValueError(f"rejects {id} as {reason}, but the worker did not sign this file for the task: {fault}")
+        if not fault and reason in BAD_FILE:
+            self.state.unproven[f"rejections as {reason} of files that are whole and signed for their task"] += 1
+        if reason is Reason.REPLAYED and not fault:
+            self._check_replayed(id, rejection)
+        self.state.rejected[id] = rejection
+        self.pay.rejected(id, rejection)
+
+    def _file_fault(self, id: str, data: bytes, body: dict[str, Any]) -> str:
+        """Return why this is not a file that the worker signed for this task; "" if it is."""
+        try:
+            header = self._reader().read(data).header
+            self._check_header(id, header, body, signer=body["worker"])
+        except (RolloutFileError, ValueError) as error:
+            return str(error)
+        return ""
+
+    def _check_replayed(self, id: str, rejection: Rejected) -> None:
+        content = self._reader().read(self.run.store.get("submissions", rejection.body["file"])).header.content
+        earlier = [each.content for each in self.state.accepted.values() if each.worker == rejection.worker]
+        if content not in earlier:
+            raise ValueError(f"rejects {id} as replayed, and no accepted file of its worker has the same rollouts")
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def batch(self, body: dict[str, Any]) -> None:
+        step, config = body["step"], self.state.config
+        members = [(str(id), int(group)) for id, group in body["groups"]]
+        due = len(self.state.batches)
+        if step != due or due >= config.run.steps or len(members) != config.coordinator.prompts_per_step:
+            raise ValueError(f"is not the batch of step {due + 1} of {config.run.steps}")
+        unchecked = 0
+        for id, group in members:
+            source = self.state.accepted.get(id)
+            if source is None or group >= len(source.useful) or (id, group) in self.state.batched:
+                raise ValueError(f"group {group} of {id} is in two batches, or was not accepted")
+            if not source.version <= step <= source.version + config.coordinator.async_level:
+                raise ValueError(f"group {group} of {id} has version {source.version}, not allowed in step {step + 1}")
+            if config.coordinator.online_filter and not source.useful[group]:
+                raise ValueError(f"group {group} of {id} has equal rewards, which the online filter drops")
+            unchecked += not source.full
+            self.state.batched.add((id, group))
+        if unchecked > max_unchecked(config):
+            raise ValueError(f"has {unchecked} groups that were not prefilled whole")
+        self.state.batches.append(members)
+
+    def trained(self, body: dict[str, Any]) -> None:
+        step = len(self.state.records)
+        signed = Signed.model_validate_json(body["record"])
+        self._require_role(signed.key, "learner")
+        record = StepRecord.model_validate_json(signed.open(signed.key, domain=DOMAIN))
+        if not record.run == self.run.run or not step == record.step == body["step"]:
+            raise ValueError(f"records step {record.step + 1} of {record.run}, not step {step + 1}")
+        if step >= len(self.state.batches):
+            raise ValueError(f"trains step {step + 1} before its batch is full")
+        self.state.configs.append(self.state.config)
+        fetched = gather_step(self.run, self.state, step)
+        groups = [BatchGroup(submission=group.submission, group=group.number) for group in fetched.groups]
+        if self.state.config.learner.sites:  # the share of a site that died is not trained on
+            groups = [group for group in groups if group in record.groups]
+        if groups != record.groups:
+            raise ValueError(f"the learner trained step {step + 1} on other groups than its batch's")
+        for id, content in record.files.items():
+            if fetched.contents.get(id) != content:
+                raise ValueError(f"the learner trained step {step + 1} on other rows of {id} than those accepted")
+        if set(record.files) != {group.submission for group in groups} or sorted(record.files) != body["submissions"]:
+            raise ValueError(f"names other submissions than the learner for step {step + 1}")
+        if self.state.records and self.state.records[-1].after != record.before:
+            raise ValueError(f"step {step + 1} began with other weights than step {step} ended with")
+        self.state.records.append(record)
+
+    # --- shared ------------------------------------------------------------------------------------------------------
+
+    def _new_id(self, body: dict[str, Any]) -> str:
+        """Return the id of a submission that is judged for the first time, and possible for its worker, step and version."""
+        id, worker = str(body["submission"]), body["worker"]
+        self._require_role(worker, "worker")
+        if id in self.state.accepted or id in self.state.rejected:
+            raise ValueError(f"judges {id} twice")
+        if not id.startswith(worker[:16]) or body["version"] not in self.state.policies:
+            raise ValueError(f"{id} is not by {worker[:16]}, or of a version that was not published")
+        if not body["version"] <= body["step"] <= min(len(self.state.batches), self.state.config.run.steps - 1):
+            raise ValueError(f"{id} is for step {body['step'] + 1}, which was not open, with version {body['version']}")
+        return id
+
+    def _require_role(self, key: str, role: str) -> None:
+        if self.state.roles.get(key) != role:
+            raise ValueError(f"{str(key)[:16]} was not registered as {role} before")
+
+    def _check_header(self, id: str, header: Header, body: dict[str, Any], *, signer: str) -> None:
+        expected = {
+            "run": self.run.run,
+            "step": body["step"],
+            "policy_version": body["version"],
+            "policy_digest": self.state.policies[body["version"]],
+            "worker": body["worker"],
+            "submission": int(id.rpartition("-")[2]),
+            "nonce": body["nonce"],
+            "groups": body["groups"],
+            "signer": signer,
+        }
+        for name, value in expected.items():
+            if getattr(header, name) != value:
+                raise ValueError(f"a file of {id} says {name} {getattr(header, name)!s:.40}, the ledger {value!s:.40}")
+
+    def _file(self, kind: str, hash: str, id: str, read: Callable[[bytes], Any]) -> Any:
+        with checking(f"{'submission' if kind == 'submissions' else kind} file of {id}"):
+            return read(self.run.store.get(kind, hash))
+
+    def _limits(self) -> FileLimits:
+        return FileLimits(max_rollouts(self.state.config), max(self.state.config.sampling.max_tokens, MAX_TOKENS))
+
+    def _reader(self) -> Quarantine:
+        """Return the reader of workers' files, which is a child process."""
+        limits = self._limits()
+        if self._quarantine is None or self._quarantine.limits != limits:
+            if self._quarantine is not None:
+                self._quarantine.close()
+            self._quarantine = Quarantine(limits.max_rows, limits.max_tokens)
+        return self._quarantine
+
+    def _accepted(self, data: bytes) -> RolloutFile[AcceptedRollout]:
+        limits = self._limits()
+        return read_accepted(data, max_rows=limits.max_rows, max_tokens=limits.max_tokens)
+
+
+def gather_step(run: AuditedRun, state: AuditState, step: int) -> Fetched:
+    """Return a step's groups from the accepted files, gathered by the learner's code. Raise StoreError."""
+    members = [BatchGroup(submission=id, group=group) for id, group in state.batches[step]]
+    batch = Batch(step=step, ready=True, have=len(members), need=len(members), groups=members)
+
+    def read(id: str) -> bytes:
+        return run.store.get("accepted", state.accepted[id].accepted)
+
+    with TemporaryDirectory() as scratch:
+        validators = run.keys.get("validator", set())
+        gathering = Gathering(read, run=run.run, config=state.configs[step], quarantine=Path(scratch))
+        return gathering.gather(batch, validators)
+
+
+def _copied(row: Rollout | AcceptedRollout) -> tuple[object, ...]:
+    """Return the fields that a validator copies from a worker's row."""
+    return row.group, row.task, row.tokens, row.turns
