@@ -1,4 +1,4 @@
-"""Calibration on a tiny random model: what it measures becomes limits that a config takes."""
+"""Calibration with a tiny random model: it measures honest work, and a config can load the limits that it writes."""
 
 import json
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from shoal.worker.produce import Producer
 from ..workers import ALICE, config
 
 CONFIG = config(sampling={"max_tokens": 12, "group_size": 2})
-ASKED = offline_assignment(CONFIG, ALICE.public, 0)
+ASSIGNMENT = offline_assignment(CONFIG, ALICE.public, 0)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _always_both_dtypes() -> Iterator[None]:
-    """Whatever this machine is fast at; a model this small needs no speed."""
+    """Measure both dtypes, however fast this machine is in each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shoal.cli.calibrate.measure_gflops", lambda dtype, device: 1.0)
         yield
@@ -36,16 +36,16 @@ def _always_both_dtypes() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def out(one_thread: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calibration") / "made"
-    said: list[str] = []
-    calibrate(CONFIG, folder, 1, [tiny_folder], said.append)
-    each = (
-        "a line for each way to generate, limit and bound, what they would do, and for each dtype whether it is exact"
+    lines: list[str] = []
+    calibrate(CONFIG, folder, 1, [tiny_folder], lines.append)
+    reason = (
+        "lines for 4 worker conditions, 2 dtypes, the limits, 4 bounds, and what the old limits would have rejected"
     )
-    assert len(said) == 4 + len(LIMITS) + 4 + 1 + 2, each
+    assert len(lines) == 4 + 2 + len(LIMITS) + 4 + 1, reason
     return folder
 
 
-def test_the_limits_it_writes_are_laid_over_a_config(out: Path, tmp_path: Path) -> None:
+def test_the_limits_are_the_worst_values_times_a_margin(out: Path, tmp_path: Path) -> None:
     base = tmp_path / "base.toml"
     base.write_text(config_module.dumps(CONFIG))
     resolved = config_module.load(base, [], [out / "limits.toml"])
@@ -54,10 +54,10 @@ def test_the_limits_it_writes_are_laid_over_a_config(out: Path, tmp_path: Path) 
         worst = max(row[statistic] for row in measured["rows"])
         assert worst == measured["worst"]["torch"][statistic]
         assert getattr(resolved.validator, limit) == pytest.approx(max(margin * worst, floor), abs=1e-4)
-    assert resolved.validator.check_floor == CONFIG.validator.check_floor, "it says nothing of the rest"
+    assert resolved.validator.check_floor == CONFIG.validator.check_floor, "other fields stay"
 
 
-def test_the_bounds_it_writes_hold_for_the_noisiest_pair(out: Path, tmp_path: Path) -> None:
+def test_the_bounds_hold_for_the_noisiest_pair(out: Path, tmp_path: Path) -> None:
     base = tmp_path / "base.toml"
     base.write_text(config_module.dumps(CONFIG))
     evidence = config_module.load(base, [], [out / "limits.toml"]).evidence
@@ -72,16 +72,16 @@ def test_the_bounds_it_writes_hold_for_the_noisiest_pair(out: Path, tmp_path: Pa
         )
 
 
-def test_bounds_count_misses_by_the_limit_that_is_written_with_them() -> None:
+def test_bounds_count_misses_beyond_fractions_of_the_new_limit() -> None:
     row = {"exposure": 100.0, "misses": [0.01, 0.2, 0.5, 2.0]} | dict.fromkeys(AVERAGES, 0.001)
     noisy = row | {"worker": {"dtype": "bfloat16"}, "validator": {"dtype": "float32"}}
     quiet = row | {"worker": {"dtype": "float32"}, "validator": {"dtype": "float32"}, "misses": []}
     pairs = by_pair([noisy, noisy, quiet], 0.8)
     assert pairs["bfloat16|float32"]["beyond"] == [8, 6, 4, 2] and pairs["bfloat16|float32"]["exposure"] == 200
     assert pairs["float32|float32"]["beyond"] == [0, 0, 0, 0]
-    found = bounds(pairs)
-    assert found["rates"] == pytest.approx([0.135, 0.105, 0.075, 0.045]), "three times one more than was seen"
-    assert found["logprob_error_mean"] == pytest.approx(0.02 / 1.5, abs=1e-5), "figures near 0 are not held to it"
+    evidence = bounds(pairs)
+    assert evidence["rates"] == pytest.approx([0.135, 0.105, 0.075, 0.045]), "three times one more than was observed"
+    assert evidence["logprob_error_mean"] == pytest.approx(0.02 / 1.5, abs=1e-5), "the floor, for figures near 0"
 
 
 def test_it_measures_every_worker_under_every_validator(out: Path) -> None:
@@ -105,24 +105,24 @@ def judge(one_thread: None, tiny_folder: Path) -> Iterator[Judge]:
 def made(folder: Path, kind: type[Producer]) -> bytes:
     producer = kind(CONFIG, RUN, ALICE, TorchEngine("float32"))
     producer.load(folder, 0)
-    return producer.submission(ASKED)
+    return producer.submission(ASSIGNMENT)
 
 
-def test_work_that_fails_a_check_without_a_limit_is_no_measurement(judge: Judge, tiny_folder: Path) -> None:
+def test_work_that_fails_a_check_without_a_limit_is_refused(judge: Judge, tiny_folder: Path) -> None:
     data = made(tiny_folder, Producer)
-    assert honest_figures(judge, ASKED, ALICE.public, data)["failed_checks"] == 0
+    assert honest_figures(judge, ASSIGNMENT, ALICE.public, data)["failed_checks"] == 0
     with pytest.raises(ShoalError, match="fails a cheap check"):
         honest_figures(judge, offline_assignment(CONFIG, ALICE.public, 1), ALICE.public, data)
     with pytest.raises(ShoalError, match="cannot be read"):
-        honest_figures(judge, ASKED, ALICE.public, data[:-1])
+        honest_figures(judge, ASSIGNMENT, ALICE.public, data[:-1])
 
 
-def test_figures_beyond_todays_limits_are_measured(judge: Judge, tiny_folder: Path) -> None:
-    figures = honest_figures(judge, ASKED, ALICE.public, made(tiny_folder, QuantizedWeights))
+def test_figures_beyond_the_current_limits_are_measured(judge: Judge, tiny_folder: Path) -> None:
+    figures = honest_figures(judge, ASSIGNMENT, ALICE.public, made(tiny_folder, QuantizedWeights))
     assert 1 <= figures["failed_checks"] <= len(EXPENSIVE) and set(LIMITS) <= set(figures)
 
 
-def test_it_ends_with_a_message_where_honest_work_is_not_accepted(
+def test_calibration_fails_if_honest_work_fails_a_cheap_check(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def one_short(self: Producer, *arguments: object) -> list[object]:

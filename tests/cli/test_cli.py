@@ -1,4 +1,4 @@
-"""What a person at a shell meets: exit codes, one-line messages, and commands that start without loading torch."""
+"""Commands at a shell: exit statuses, one-line errors, help, and a start without torch."""
 
 import argparse
 import re
@@ -32,62 +32,49 @@ def small(tmp_path: Path) -> str:
 
 
 def test_a_config_is_printed_resolved(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        (tmp_path / f"{number}.toml").write_text(f"[validator]\ncount = {number}\n")
+    overlays = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
     overrides = ["--set", "learner.loss.beta=0.5", "--set", "model.name=./nowhere"]
-    assert main(["config", small, *overrides]) == DONE, "its values are not checked against this machine"
+    assert main(["config", small, *overlays, *overrides]) == DONE, "its values are not checked against this machine"
     printed = tmp_path / "printed.toml"
     printed.write_text(capsys.readouterr().out)
     config = load(printed)
     assert (config.run.steps, config.learner.loss.beta, config.model.name) == (3, 0.5, "./nowhere")
-
-
-def test_overlays_are_applied_in_order(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in (1, 2):
-        (tmp_path / f"{number}.toml").write_text(f"[validator]\ncount = {number}\n")
-    above = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
-    assert main(["config", small, *above]) == DONE
-    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
-    config = load(tmp_path / "printed.toml")
-    assert (config.run.steps, config.validator.count) == (3, 2)
+    assert config.validator.count == 2, "the last overlay wins"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "words"),
+    ("arguments", "words"),
     [
-        (["run", "{small}", "--set", "learner.lrr=1"], USAGE, "did you mean 'learner.lr'?"),
-        (["run", "nowhere.toml"], USAGE, "no config at nowhere.toml"),
-        (["run"], USAGE, "shoal run --resume RUN"),
-        (["run", "{small}", "--set", "run.seed=-1"], USAGE, "run.seed: "),
-        (["run", "--resume", "{small}.d", "--out", "x"], USAGE, "leave --out out"),
-        (["run", "--resume", "nowhere"], USAGE, "nowhere is not the folder of a run: no config.toml there"),
-        (["coordinator", "{small}", "--dir", "x", "--run", "two words"], USAGE, "'two words' cannot name a run"),
-        (["config", "--explain", "learner.lrr"], USAGE, "did you mean 'learner.lr'?"),
-        (["config", "{small}", "--explain"], USAGE, "leave the config out"),
-        (["calibrate", "{small}", "--set", "sampling.max_tokens=8192"], USAGE, "share its 8192 positions"),
-        (["pool", "status", "nowhere"], USAGE, "'nowhere' is neither a folder nor a coordinator's URL"),
-        (["pool", "status", "{small}.d"], USAGE, "is neither a folder"),
-        (["pool", "status", "ftp://pool:1"], USAGE, "write http://HOST:PORT"),
-        (["worker", "--join", "missing.file", "--dir", "w"], USAGE, "no file at missing.file"),
-        (["worker", "--join", "{small}", "--dir", "w"], USAGE, "small.toml: not an invite"),
-        (["run", "{small}", "--with", "over.toml"], USAGE, "no config at over.toml"),
-        (["audit", "nowhere.parquet", "--run", "x"], USAGE, "nothing is at nowhere.parquet"),
-        (
-            ["pool", "invite", "{small}.d", "--role", "worker", "--name", "w"],
-            USAGE,
-            "is not the folder of a coordinator",
-        ),
+        (["run", "{small}", "--set", "learner.lrr=1"], "did you mean 'learner.lr'?"),
+        (["run"], "shoal run --resume RUN"),
+        (["run", "{small}", "--set", "run.seed=-1"], "run.seed: "),
+        (["run", "{small}", "--with", "over.toml"], "no config at over.toml"),
+        (["run", "--resume", "{small}.d", "--out", "x"], "leave --out out"),
+        (["run", "--resume", "nowhere"], "nowhere is not the folder of a run: no config.toml there"),
+        (["coordinator", "{small}", "--dir", "x", "--run", "two words"], "'two words' cannot name a run"),
+        (["config", "--explain", "learner.lrr"], "did you mean 'learner.lr'?"),
+        (["config", "{small}", "--explain"], "leave the config out"),
+        (["calibrate", "{small}", "--set", "sampling.max_tokens=8192"], "share its 8192 positions"),
+        (["pool", "status", "nowhere"], "'nowhere' is neither a folder nor a coordinator's URL"),
+        (["pool", "status", "ftp://pool:1"], "write http://HOST:PORT"),
+        (["pool", "invite", "{small}.d", "--role", "worker", "--name", "w"], "is not the folder of a coordinator"),
+        (["worker", "--join", "{small}", "--dir", "w"], "small.toml: not an invite"),
+        (["audit", "nowhere.parquet", "--run", "x"], "nothing is at nowhere.parquet"),
     ],
 )
-def test_a_failure_is_one_line_and_an_exit_status(
-    small: str, arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_are_one_line_and_exit_status_2(
+    small: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([argument.replace("{small}", small) for argument in arguments]) == status
+    assert main([argument.replace("{small}", small) for argument in arguments]) == USAGE
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"shoal {arguments[0]}: ") and words in printed.err
     assert len(printed.err.splitlines()) == 1
 
 
-WRONG = {  # an argument of each command that names what is not there, or is nothing of its kind
+WRONG = {  # for each command, arguments that name something missing or of the wrong kind
     "run": "nowhere.toml",
     "pool": "up nowhere",
     "coordinator": "--dir nowhere",
@@ -112,7 +99,7 @@ WRONG = {  # an argument of each command that names what is not there, or is not
 
 
 @pytest.mark.parametrize("command", list(WRONG))
-def test_a_wrong_argument_of_any_command_is_one_line_and_exits_with_2(
+def test_every_command_reports_a_wrong_argument_in_one_line_and_makes_nothing(
     command: str, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -122,7 +109,7 @@ def test_a_wrong_argument_of_any_command_is_one_line_and_exits_with_2(
     assert [path.name for path in tmp_path.iterdir()] == ["small.toml"], "nothing was made"
 
 
-def test_a_file_that_a_command_itself_misses_is_no_wrong_argument(
+def test_a_missing_file_is_a_usage_error_only_if_the_arguments_name_it(
     small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reads(path: Path) -> Callable[[object], int]:
@@ -151,71 +138,54 @@ def test_a_run_is_not_resumed_with_another_model(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("stem", ["two words", "größer", "x" * 99])
-def test_a_config_whose_name_no_request_can_carry_is_refused(
+def test_a_config_whose_name_cannot_name_a_run_is_refused(
     stem: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run is called after its config. Signatures cover the name, and the header of a submission holds it."""
+    """A run has its config's name, which is in signatures and in the headers of submissions."""
     path = Path(small).rename(tmp_path / f"{stem}.toml")
     assert main(["run", str(path), "--out", str(tmp_path / "out")]) == USAGE
     assert "cannot name a run: use 1 to 100 ASCII characters without spaces" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_every_name_of_a_run_fits_into_requests_and_headers() -> None:
+def test_the_longest_name_of_a_run_fits_into_requests_and_headers() -> None:
     text = "!~" * 50
     assert run_name(text, "") == text
     assert AUDIENCE.fullmatch(text)
-    zero = "0" * 64
-    Header(
-        schema_version=1,
-        run=text,
-        step=0,
-        policy_version=0,
-        policy_digest=zero,
-        worker=zero,
-        submission=0,
-        nonce=zero[:32],
-        signer=zero,
-    )
-
-
-INVITE = ["pool", "invite", "x", "--role", "worker", "--name", "w"]
+    zero, numbers = "0" * 64, {"schema_version": 1, "step": 0, "policy_version": 0, "submission": 0}
+    Header(run=text, policy_digest=zero, worker=zero, nonce=zero[:32], signer=zero, **numbers)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["swim"],
-        [],
-        ["worker", "--dir", "x"],
-        ["invite", "x", "--role", "king", "--name", "k"],
-        [*INVITE, "--days", "-1"],
-        [*INVITE, "--days", "0"],
-        [*INVITE, "--days", "nan"],
-        [*INVITE, "--days", "1e9"],
-        ["worker", "--join", "x", "--dir", "y", "--threads", "-1"],
-        ["worker", "--join", "x", "--dir", "y", "--threads", "1.5"],
-        ["coordinator", "--dir", "x", "--port", "70000"],
-        ["coordinator", "--dir", "x", "--port", "-1"],
-        ["pool"],
-        ["calibrate", "c.toml", "--submissions", "0"],
-        ["origin", "x", "--listen", "127.0.0.1:70000"],
-        ["origin", "x", "--listen", "8080"],
-        ["relay", "--join", "x", "--url", "relay.example:8720"],
-        ["origin", "x", "--keep", "0"],
-        ["fetch", "http://h:1", "--key", "k", "--out", "x", "--version", "-1"],
-        ["fetch", "http://h:1", "--key", "k", "--out", "x", "--wait", "-1"],
-        ["sft", "--threads", "-1"],
+        "swim",
+        "",
+        "pool",
+        "worker --dir x",
+        "pool invite x --role king --name k",
+        "pool invite x --role worker --name w --days -1",
+        "pool invite x --role worker --name w --days nan",
+        "pool invite x --role worker --name w --days 1e9",
+        "worker --join x --dir y --threads -1",
+        "worker --join x --dir y --threads 1.5",
+        "coordinator --dir x --port 70000",
+        "calibrate c.toml --submissions 0",
+        "origin x --listen 127.0.0.1:70000",
+        "origin x --listen 8080",
+        "origin x --keep 0",
+        "relay --join x --url relay.example:8720",
+        "fetch http://h:1 --key k --out x --version -1",
+        "fetch http://h:1 --key k --out x --wait -1",
     ],
-    ids=lambda arguments: " ".join(arguments) or "nothing",
 )
-def test_wrong_usage_is_one_line_and_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_line_and_exit_status_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(arguments)
+        main(arguments.split())
     assert end.value.code == USAGE
     printed = capsys.readouterr().err
     assert "usage: shoal" in printed and len(printed.splitlines()) == 1
-    if arguments[-2:] == ["--days", "-1"]:
+    if arguments.endswith("--days -1"):
         assert "--days: '-1' is not a number from 0.01 to 3650" in printed
 
 
@@ -249,7 +219,7 @@ def test_every_role_of_the_protocol_has_a_command() -> None:
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Every command, and every action of one."""
+    """Yield the parser of every command and action."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
@@ -268,7 +238,7 @@ def test_help_shows_every_command_in_a_group_with_what_it_does(capsys: pytest.Ca
     assert [name for name in WRONG if not re.search(rf"\n  {name} +[a-z]", listed)] == []
 
 
-def test_the_example_in_the_help_of_a_command_is_one() -> None:
+def test_the_examples_in_the_help_can_be_parsed() -> None:
     examples = [parser.epilog.removeprefix("example: shoal ") for parser in parsers(command_line()) if parser.epilog]
     assert len(examples) > len(WRONG) == 20
     for example in examples:

@@ -1,4 +1,4 @@
-"""`shoal pool discover`, and the operator's `shoal pool invite --publish`. The route: `coordinator/http/test_routes.py`."""
+"""`shoal pool discover` and `shoal pool invite --publish`. The route is tested in `coordinator/http/test_routes.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,18 @@ URL = "http://10.1.2.3:8700"
 
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the run offers beside the usual."""
+    """Fields of the run's offer that a test may change."""
     changed: dict[str, Any] = {}
     monkeypatch.setattr("shoal.protocol.history.find_run", lambda url, client, key: offer(**changed))
     monkeypatch.setattr("shoal.cli.roles.capability", lambda: Capability(device="cpu", engine="torch"))
     return changed
 
 
-def test_it_says_whether_this_machine_may_join(offered: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    wants = RequirementsSection(engines=["vllm"], stake=7, places=3).model_dump()
-    offered |= {"requirements": wants, "model": "a\x1b[2Jmodel", "places_free": 1}
+def test_it_shows_the_run_and_what_this_machine_lacks(
+    offered: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    requirements = RequirementsSection(engines=["vllm"], stake=7, places=3).model_dump()
+    offered |= {"requirements": requirements, "model": "a\x1b[2Jmodel", "places_free": 1}
     assert main(["pool", "discover", URL]) == DONE
     printed = capsys.readouterr().out
     assert f"{RUN}, key {OWNER.public}\n" in printed and "\x1b" not in printed
@@ -36,7 +38,9 @@ def test_it_says_whether_this_machine_may_join(offered: dict[str, Any], capsys: 
     assert "lacks an engine of vllm (it has torch)" in printed
 
 
-def test_an_open_run_is_joined(offered: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_open_runs_invite_is_written(
+    offered: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "worker.invite"
     assert main(["pool", "discover", URL, "--out", str(out)]) == FAILED and not out.exists()
     assert "only workers with an invite" in capsys.readouterr().err
@@ -51,13 +55,13 @@ def test_an_open_run_is_joined(offered: dict[str, Any], tmp_path: Path, capsys: 
     assert main(["pool", "discover", URL, "--out", str(out)]) == USAGE, "no invite is overwritten"
 
 
-def test_a_published_invite_is_open_and_in_the_runs_folder(tmp_path: Path) -> None:
+def test_a_published_invite_is_open_and_in_the_pools_folder(tmp_path: Path) -> None:
     Identity.generate().save(tmp_path / "identity.pem")
     Address(url=URL, run="r").write(tmp_path)
     invite = ["pool", "invite", str(tmp_path), "--role", "worker", "--name", "guest", "--publish"]
     for more in ([], ["--open", "--out", "x"], ["--open", "--url", "http://h"]):
         assert main([*invite, *more]) == USAGE
-    for _ in range(2):  # the second one takes the first one's place
+    for _ in range(2):  # the second one replaces the first
         assert main([*invite, "--open"]) == DONE
     made = read_invite(str(tmp_path / OPEN_INVITE))
     assert open_payload(made.signed.model_dump_json(), made.key, "r").open

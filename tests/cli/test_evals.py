@@ -1,4 +1,4 @@
-"""`shoal eval`: arguments, what it writes, and its exit status. lm_eval is a small one, and the model is not served."""
+"""`shoal eval`: its arguments, output and exit statuses, with a small lm_eval and without a served model."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.evals.support import install_lm_eval
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Holds two models, `first` and `second`, which differ."""
+    """A folder with two different models, `first` and `second`."""
     install_lm_eval(tmp_path / "installed", monkeypatch)
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -31,18 +31,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_two_models_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_models_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = ["--model", str(folder / "first"), "--model", str(folder / "second")]
     assert main(["eval", "sums", *models, "--out", str(folder / "out")]) == DONE
     shown = capsys.readouterr()
     assert "sums: 10 tasks, k = 1" in shown.out
     assert "second, sums: run 1 of 1" in shown.err
-    found = json.loads((folder / "out" / "results.json").read_text())
-    assert [result["model"] for result in found["results"]] == ["first", "second"]
-    assert found["command"] == "shoal eval sums"
+    written = json.loads((folder / "out" / "results.json").read_text())
+    assert [result["model"] for result in written["results"]] == ["first", "second"]
+    assert written["command"] == "shoal eval sums"
 
 
-def test_a_model_behind_a_url_and_another_sampling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_behind_a_url_is_measured_with_other_sampling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = ["--url", "http://127.0.0.1:1/v1", "--served-name", "right-4"]
     sampling = ["--k", "2", "--temperature", "0.6", "--n", "5"]
     assert main(["eval", "sums", *server, *sampling, "--out", str(folder / "out")]) == DONE
@@ -50,7 +50,7 @@ def test_a_model_behind_a_url_and_another_sampling(folder: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "name a suite"),
         (["GSM8K"], "name a model"),
@@ -59,28 +59,26 @@ def test_a_model_behind_a_url_and_another_sampling(folder: Path, capsys: pytest.
     ],
 )
 def test_incomplete_arguments_say_what_is_missing(
-    folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", *arguments]) == USAGE
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suites", ["sums", "HumanEval,MBPP"])
-def test_rows_of_a_file_are_those_of_one_code_suite(
-    suites: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_path_needs_one_code_suite(suites: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = ["--url", "http://127.0.0.1:1/v1", "--served-name", "right-3"]
     assert main(["eval", suites, *server, "--path", "rows.jsonl", "--out", str(folder / "out")]) == USAGE
     assert "--path holds the rows of one code suite" in capsys.readouterr().err
 
 
-def test_two_models_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_models_with_the_same_name_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = ["--model", str(folder / "first")]
     assert main(["eval", "sums", *first, *first, "--out", str(folder / "out")]) == USAGE
     assert "two models are called" in capsys.readouterr().err
 
 
-def test_the_help_says_which_tasks_n_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_explains_which_tasks_n_selects(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["eval", "--help"])
     words = " ".join(capsys.readouterr().out.split())

@@ -32,7 +32,7 @@ CONFIG = parse({"run": {"steps": 3}, "evaluator": {"n": 4}})
 
 
 class InThread:
-    """A role's process, as a thread that can be stopped."""
+    """A role's process as a thread that can be stopped."""
 
     def __init__(self, run: Callable[..., Any], *arguments: Any) -> None:
         self.stop = threading.Event()
@@ -43,7 +43,7 @@ class InThread:
     def _run(self, run: Callable[..., Any], *arguments: Any) -> None:
         try:
             self.result = run(*arguments, self.stop)
-        except Exception as error:  # noqa: BLE001 - shown by the test that joins it
+        except Exception as error:  # noqa: BLE001 - `join` returns it
             self.result = error
 
     def join(self) -> Any:
@@ -69,7 +69,7 @@ class Site:
         return path.read_text() if path.exists() else ""
 
     def invite(self, role: Any) -> Invite:
-        """One per role: a process that restarts has the invite it had before."""
+        """Return the role's invite; a process that restarts has the same one."""
         path = self.folder / f"{role}.invite"
         if not path.exists():
             path.write_text(create_invite(self.folder / "coordinator", role, role, None, 1).encode())
@@ -82,14 +82,14 @@ class Site:
         return InThread(run_relay, self.invite("relay"), self.folder / "relay")
 
     def mirroring(self) -> tuple[InThread, InThread, str]:
-        """Origin and relay, which has version 0, and the key of the origin."""
+        """Start an origin and a relay, which has mirrored version 0. Return both, and the origin's key."""
         origin, relay = self.origin(), self.relay()
         self.write(0)
         wait_until(lambda: (node := self.node("relay")) is not None and node.policy_version == 0)
         return origin, relay, Identity.load(self.folder / "origin" / "identity.pem").public
 
     def write(self, version: int) -> dict[str, bytes]:
-        """A version as the learner writes it: whole, by a rename."""
+        """Write a version as the learner does, with a rename at the end. Return its files."""
         files = {"config.json": b"%d" % version, "model.safetensors": bytes([version]) * 10_000}
         temporary = self.watched / f".v{version:06d}"
         temporary.mkdir()
@@ -110,7 +110,7 @@ class Site:
             return [body for (body,) in database.execute("SELECT body FROM ledger WHERE kind = 'policy'")]
 
     def end(self) -> None:
-        """The evaluator has looked at the last version."""
+        """End the run: report the last version's evaluation."""
         evaluator = Node.join(self.invite("evaluator"), self.folder / "evaluator")
         evaluation = Evaluation(version=3, greedy=0.5, sampled=None, n=4, final=True)
         evaluator.post("/v1/evaluations", evaluation, Ok)
@@ -126,9 +126,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     (tmp_path / "coordinator").mkdir()
-    found = Site(tmp_path)
-    yield found
-    found.coordinator.stopped()
+    site = Site(tmp_path)
+    yield site
+    site.coordinator.stopped()
 
 
 def fetched(site: Site, publisher: str, version: int, token: Callable[[str], str] | None = None) -> dict[str, bytes]:
@@ -137,9 +137,7 @@ def fetched(site: Site, publisher: str, version: int, token: Callable[[str], str
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_relay_finds_the_origin_though_the_status_is_a_moment_old(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relay_finds_an_origin_that_the_cached_status_lacks(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     old, get, answers = site.status().model_dump_json(), CachedBody.get, []
     assert "origin" not in [node.role for node in site.status().nodes]
     origin = site.origin()
@@ -152,14 +150,13 @@ def test_a_relay_finds_the_origin_though_the_status_is_a_moment_old(
 
     monkeypatch.setattr(CachedBody, "get", late)
     relay = site.relay()
-    wait_until(lambda: bool(answers) and (found := site.node("relay")) is not None and found.policy_version == 0)
+    wait_until(lambda: bool(answers) and (node := site.node("relay")) is not None and node.policy_version == 0)
     assert answers[0] == old
     relay.stopped()
     origin.stopped()
 
 
-def test_a_relay_behind_a_proxy_announces_the_proxy_and_takes_passes_for_it_only(site: Site, tmp_path: Path) -> None:
-    """Its nodes connect to the proxy, and show it passes that name the proxy. Any relay may be on a machine of its own."""
+def test_a_relay_behind_a_proxy_announces_it_and_accepts_passes_for_it_only(site: Site, tmp_path: Path) -> None:
     proxy = "http://127.0.0.1:9"
 
     def run(invite: Invite, folder: Path, stop: threading.Event) -> str:
@@ -206,8 +203,8 @@ def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: 
     assert (origin.join(), relay.join()) == ("finished", "finished")
 
 
-def test_whoever_fetches_tells_from_whom_how_fast_and_how_late(site: Site, tmp_path: Path) -> None:
-    """As the worker does, which follows, and validator and evaluator, which fetch what they need."""
+def test_nodes_report_from_where_how_fast_and_how_late_they_fetch(site: Site, tmp_path: Path) -> None:
+    """A worker follows the newest version; validator and evaluator fetch single ones."""
     origin, relay, publisher = site.mirroring()
     worker = Node.join(site.invite("worker"), tmp_path / "worker")
     validator = Node.join(site.invite("validator"), tmp_path / "validator")
@@ -219,7 +216,7 @@ def test_whoever_fetches_tells_from_whom_how_fast_and_how_late(site: Site, tmp_p
     fetch_published(Client([url], validator.access(publisher, CONFIG), tmp_path / "validator" / "weights"), 0)
     for node in (worker, validator):
         node.beat()
-        wait_until(lambda name=node.name: site.node(name).stats.intake.bytes_per_s)  # status is kept for a moment
+        wait_until(lambda name=node.name: site.node(name).stats.intake.bytes_per_s)  # the status is cached
         intake = site.node(node.name).stats.intake
         assert list(intake.bytes_per_s) == [url]
         assert intake.bytes_per_s[url] > 0 and 0 < intake.behind_s < 15
@@ -228,7 +225,7 @@ def test_whoever_fetches_tells_from_whom_how_fast_and_how_late(site: Site, tmp_p
     assert (origin.stopped(), relay.stopped()) == ("stopped", "stopped")
 
 
-def test_weights_are_for_members_and_no_longer_for_those_evicted(site: Site, tmp_path: Path) -> None:
+def test_only_members_that_are_not_evicted_may_fetch_weights(site: Site, tmp_path: Path) -> None:
     origin, relay, publisher = site.mirroring()
     with pytest.raises(FetchError, match="401"):
         fetched(site, publisher, 0)
@@ -250,7 +247,7 @@ def test_weights_are_for_members_and_no_longer_for_those_evicted(site: Site, tmp
     assert (origin.stopped(), relay.stopped()) == ("stopped", "stopped")
 
 
-def test_an_origin_that_restarts_keeps_its_port_and_announces_nothing_twice(site: Site, tmp_path: Path) -> None:
+def test_a_restarted_origin_keeps_its_port_and_announces_nothing_twice(site: Site, tmp_path: Path) -> None:
     site.write(0)
     first = site.origin()
     wait_until(lambda: site.status().newest_version == 0)
@@ -265,7 +262,7 @@ def test_an_origin_that_restarts_keeps_its_port_and_announces_nothing_twice(site
     assert again.stopped() == "stopped"
 
 
-def test_an_origin_killed_while_it_wrote_its_port_takes_a_free_one(site: Site, tmp_path: Path) -> None:
+def test_an_origin_with_an_empty_port_file_takes_a_free_port(site: Site, tmp_path: Path) -> None:
     (tmp_path / "origin").mkdir()
     (tmp_path / "origin" / "port").write_text("")
     site.write(0)
@@ -274,7 +271,7 @@ def test_an_origin_killed_while_it_wrote_its_port_takes_a_free_one(site: Site, t
     assert origin.stopped() == "stopped"
 
 
-def test_a_version_is_announced_once_it_is_whole(site: Site) -> None:
+def test_a_version_is_announced_only_when_it_is_complete(site: Site) -> None:
     site.write(0)
     origin = site.origin()
     wait_until(lambda: site.status().newest_version == 0)
@@ -291,7 +288,7 @@ def test_a_version_is_announced_once_it_is_whole(site: Site) -> None:
     assert origin.stopped() == "stopped"
 
 
-def test_only_the_newest_version_is_cut_where_the_learner_ran_ahead(site: Site) -> None:
+def test_only_the_newest_of_several_unpublished_versions_is_published(site: Site) -> None:
     for version in (0, 1, 2):
         site.write(version)
     origin = site.origin()
@@ -300,7 +297,7 @@ def test_only_the_newest_version_is_cut_where_the_learner_ran_ahead(site: Site) 
     assert origin.stopped() == "stopped"
 
 
-def test_an_origin_whose_key_would_lie_in_what_it_publishes_is_refused_before_it_makes_one(site: Site) -> None:
+def test_an_origin_whose_key_would_be_published_is_refused_and_creates_none(site: Site) -> None:
     with pytest.raises(PublishError, match="lies inside"):
         run_origin(site.invite("origin"), site.watched / "origin", site.watched, threading.Event())
     assert not (site.watched / "origin").exists()

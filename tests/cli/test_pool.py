@@ -1,4 +1,4 @@
-"""A pool's operator at a shell: a folder with all invites, a coordinator started from it, its state from anywhere."""
+"""A pool's operator at a shell: `pool init`, `coordinator`, `pool status`, `pool invite`; and nodes that join."""
 
 import os
 import stat
@@ -43,8 +43,8 @@ def mode(path: Path) -> int:
 # --- shoal pool init --------------------------------------------------------------------------------------------------
 
 
-def founded(folder: Path, name: str) -> str:
-    """The id of the run of this name that the pool in `folder` founded."""
+def run_of(folder: Path, name: str) -> str:
+    """The id of the run of this name in the pool in `folder`."""
     return run_id(name, Identity.load(folder / "pool" / "identity.pem").public)
 
 
@@ -53,42 +53,24 @@ def invite_of(run: str, **fields: Any) -> Invite:
     return make_invite(identity, run=run_id(run, identity.public), **fields)
 
 
-def test_a_pool_is_made_with_an_invite_for_every_node(config: str, tmp_path: Path) -> None:
-    assert init(config, tmp_path / "pool", "--set", "workers.count=2", "--set", "relays.count=2") == DONE
-    made = invites(tmp_path / "pool")
-    key = Identity.load(tmp_path / "pool" / "identity.pem").public
-    roles = {}
-    for name, invite in made.items():
+def test_a_pool_has_a_private_invite_for_every_node_and_prints_the_commands(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my pool"
+    assert init(config, folder, "--set", "workers.count=2", "--set", "relays.count=2") == DONE
+    key, roles = Identity.load(folder / "identity.pem").public, {}
+    for name, invite in invites(folder).items():
         payload = open_payload(invite.signed.model_dump_json(), key, f"sums-{key[:16]}")
         assert (invite.url, invite.run, payload.name) == (URL, f"sums-{key[:16]}", name)
         roles[name] = payload.role
-    assert Address.read(tmp_path / "pool") == Address(url=URL, run=founded(tmp_path, "sums"))
-    assert roles == {
-        "learner": "learner",
-        "origin": "origin",
-        "relay-0": "relay",
-        "relay-1": "relay",
-        "validator-0": "validator",
-        "worker-0": "worker",
-        "worker-1": "worker",
-        "evaluator": "evaluator",
-    }
-
-
-def test_only_the_owner_reads_invites_and_key(config: str, tmp_path: Path) -> None:
-    init(config, tmp_path / "pool")
-    secret = [*(tmp_path / "pool" / "invites").iterdir(), tmp_path / "pool" / "identity.pem"]
-    assert {mode(path) for path in secret} == {0o600}
-    assert mode(tmp_path / "pool") == 0o700
-
-
-def test_it_prints_the_commands_that_start_the_pool(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    init(config, tmp_path / "pool")
+    several = {f"{role}-{number}": role for role in ("relay", "worker") for number in range(2)}
+    alone = {role: role for role in ("learner", "origin", "evaluator")}
+    assert roles == several | alone | {"validator-0": "validator"}
+    assert Address.read(folder) == Address(url=URL, run=f"sums-{key[:16]}")
+    assert {mode(path) for path in [*(folder / "invites").iterdir(), folder / "identity.pem"]} == {0o600}
+    assert mode(folder) == 0o700
     printed = capsys.readouterr().out
-    assert f"shoal pool up {tmp_path / 'pool'}\n" in printed
-    assert f"shoal coordinator --dir {tmp_path / 'pool'}\n" in printed
+    assert f"shoal pool up '{folder}'\n" in printed and f"shoal coordinator --dir '{folder}'\n" in printed
     assert "shoal worker --join worker-0.invite --dir worker-0\n" in printed
     assert "shoal origin --join origin.invite --dir origin --watch learner/versions\n" in printed
     assert f"shoal pool status {URL}\n" in printed
@@ -108,22 +90,10 @@ def test_each_of_the_learners_sites_has_an_invite_and_its_commands(
     assert "pool up" not in printed, "it starts no sites"
 
 
-def test_a_printed_command_can_be_pasted_even_if_the_folder_has_a_space(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    init(config, tmp_path / "my pool")
-    assert f"shoal coordinator --dir '{tmp_path / 'my pool'}'\n" in capsys.readouterr().out
-
-
-def test_the_coordinator_listens_where_the_url_says(config: str, tmp_path: Path) -> None:
-    init(config, tmp_path / "pool")
-    found = load(tmp_path / "pool" / "config.toml").coordinator
-    assert (found.host, found.port) == ("0.0.0.0", 8700)
-
-
 @pytest.mark.parametrize(
     ("url", "more", "host", "port"),
     [
+        (URL, (), "0.0.0.0", 8700),
         ("http://127.0.0.1:8700", (), "127.0.0.1", 8700),
         (URL, ("--set", "coordinator.listen=10.1.2.3:9"), "10.1.2.3", 9),
         ("https://pool.example.org", ("--set", "coordinator.listen=0.0.0.0:9"), "0.0.0.0", 9),
@@ -131,12 +101,12 @@ def test_the_coordinator_listens_where_the_url_says(config: str, tmp_path: Path)
         ("http://pool.example.org", (), "0.0.0.0", 80),
     ],
 )
-def test_where_it_listens_can_differ_from_the_url(
+def test_the_coordinator_listens_at_the_urls_port_unless_the_config_says_otherwise(
     url: str, more: tuple[str, ...], host: str, port: int, config: str, tmp_path: Path
 ) -> None:
     assert init(config, tmp_path / "pool", *more, url=url) == DONE
-    found = load(tmp_path / "pool" / "config.toml").coordinator
-    assert (found.host, found.port) == (host, port)
+    section = load(tmp_path / "pool" / "config.toml").coordinator
+    assert (section.host, section.port) == (host, port)
     assert Address.read(tmp_path / "pool").url == url
 
 
@@ -155,28 +125,27 @@ def test_a_second_init_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("url", "more", "status", "words"),
+    ("url", "more", "words"),
     [
-        ("10.1.2.3:8700", (), USAGE, "is not a coordinator's URL: write http://HOST:PORT"),
-        ("http://10.1.2.3:99999", (), USAGE, "is not a coordinator's URL"),
-        ("http://h:1/pool", (), USAGE, "is not a coordinator's URL"),
-        ("https://h", (), USAGE, "--set coordinator.listen=HOST:PORT"),
-        (URL, ("--set", "sampling.max_tokens=1024"), USAGE, "share its 1024 positions"),
-        (URL, ("--set", "model.name=./nowhere"), USAGE, "no model at"),
-        (URL, ("--set", "relays.count=0"), USAGE, "relays.count"),
-        (URL, ("--run", "two words"), USAGE, "'two words' cannot name a run: use 1 to 100 ASCII characters"),
+        ("10.1.2.3:8700", (), "is not a coordinator's URL: write http://HOST:PORT"),
+        ("http://10.1.2.3:99999", (), "is not a coordinator's URL"),
+        ("http://h:1/pool", (), "is not a coordinator's URL"),
+        ("https://h", (), "--set coordinator.listen=HOST:PORT"),
+        (URL, ("--set", "sampling.max_tokens=1024"), "share its 1024 positions"),
+        (URL, ("--set", "model.name=./nowhere"), "no model at"),
+        (URL, ("--set", "relays.count=0"), "relays.count"),
+        (URL, ("--run", "two words"), "'two words' cannot name a run: use 1 to 100 ASCII characters"),
     ],
 )
 def test_a_pool_that_could_not_work_is_not_made(
     url: str,
     more: tuple[str, ...],
-    status: int,
     words: str,
     config: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert init(config, tmp_path / "pool", *more, url=url) == status
+    assert init(config, tmp_path / "pool", *more, url=url) == USAGE
     printed = capsys.readouterr().err
     assert words in printed and len(printed.splitlines()) == 1
     assert not (tmp_path / "pool").exists()
@@ -187,12 +156,11 @@ def test_a_pool_that_could_not_work_is_not_made(
 
 @pytest.fixture
 def running(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A coordinator that was started from its folder alone; the folder's address says where it listens."""
+    """The folder of a pool whose coordinator was started from it, on a free port."""
     init(config, tmp_path / "pool", url="http://127.0.0.1:1")
     settings = tmp_path / "pool" / "config.toml"
     settings.write_text(settings.read_text().replace('"127.0.0.1:1"', '"127.0.0.1:0"'))
-    (tmp_path / "pool" / "coordinator.json").unlink()
-    Address(url="", run="sums").write(tmp_path / "pool")  # as if no URL had been given: the bound port is found there
+    Address(url="", run="sums").write(tmp_path / "pool")  # then the coordinator writes the URL that it listens at
     stop = threading.Event()
     monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: stop)
     statuses: list[int] = []
@@ -217,7 +185,7 @@ def test_a_coordinator_starts_from_its_folder_and_status_shows_it(
         assert "sums" in capsys.readouterr().out
 
 
-def test_the_url_of_the_pool_outlasts_the_start_of_its_coordinator(
+def test_a_start_of_the_coordinator_keeps_the_pools_url(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init(config, tmp_path / "pool", url="http://127.0.0.1:8700")
@@ -225,7 +193,7 @@ def test_the_url_of_the_pool_outlasts_the_start_of_its_coordinator(
     stop.set()  # it listens, then ends
     monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: stop)
     assert main(["coordinator", "--dir", str(tmp_path / "pool"), "--port", "0"]) == DONE
-    assert Address.read(tmp_path / "pool") == Address(url="http://127.0.0.1:8700", run=founded(tmp_path, "sums"))
+    assert Address.read(tmp_path / "pool") == Address(url="http://127.0.0.1:8700", run=run_of(tmp_path, "sums"))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +204,7 @@ def test_the_url_of_the_pool_outlasts_the_start_of_its_coordinator(
         (["--set", "run.steps=3"], "has its config and name"),
     ],
 )
-def test_the_folder_of_a_pool_takes_no_second_config(
+def test_a_pools_config_and_name_cannot_be_given_again(
     more: list[str], words: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     init(config, tmp_path / "pool")
@@ -268,7 +236,7 @@ def test_an_unreachable_pool_is_one_line_with_its_address(
 # --- shoal pool invite, and nodes that join --------------------------------------------------------------------------------
 
 
-def test_a_pool_takes_more_nodes_later(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_nodes_can_be_invited_later(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init(config, tmp_path / "pool")
     capsys.readouterr()
     invite = ["pool", "invite", str(tmp_path / "pool"), "--role", "worker", "--name", "worker-9"]
@@ -277,7 +245,7 @@ def test_a_pool_takes_more_nodes_later(config: str, tmp_path: Path, capsys: pyte
     assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == DONE
     assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == USAGE, "no invite is overwritten"
     assert capsys.readouterr().out == ""
-    assert Invite.decode((tmp_path / "nine.invite").read_text()).run == founded(tmp_path, "sums")
+    assert Invite.decode((tmp_path / "nine.invite").read_text()).run == run_of(tmp_path, "sums")
     assert mode(tmp_path / "nine.invite") == 0o600
 
 
@@ -289,7 +257,7 @@ def test_a_pool_takes_more_nodes_later(config: str, tmp_path: Path, capsys: pyte
         (["--name", "Bad Name"], "'Bad Name' is not a node's name"),
     ],
 )
-def test_an_invite_that_nobody_could_use_is_not_made(
+def test_an_invite_with_a_wrong_url_or_name_is_refused(
     more: list[str], words: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     init(config, tmp_path / "pool")
@@ -319,9 +287,7 @@ def test_an_invite_is_refused_before_torch_is_imported(role: str, expires_s: int
     assert not (tmp_path / "w").exists()
 
 
-def test_a_node_that_joined_before_may_return_with_an_expired_invite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_joined_before_may_use_an_expired_invite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = invite_of("r", url=URL, role="worker", name="n", expires_s=1)
     Identity.generate().save(tmp_path / "w" / "identity.pem")
     monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: threading.Event())
@@ -330,7 +296,7 @@ def test_a_node_that_joined_before_may_return_with_an_expired_invite(
 
 
 @pytest.mark.parametrize(("ended", "status"), [("finished", DONE), ("stopped", DONE), ("evicted", EVICTED)])
-def test_an_evicted_node_has_its_own_exit_status_and_its_files_are_its_owners_alone(
+def test_an_evicted_node_has_its_own_exit_status_and_a_nodes_files_are_private(
     ended: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = invite_of("r", url=URL, role="worker", name="n", expires_s=2**40)

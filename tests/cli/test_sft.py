@@ -1,4 +1,4 @@
-"""`shoal sft` at a shell: one line for what was made, one line for what went wrong."""
+"""`shoal sft` at a shell: it prints the model's folder, or one line with the error."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ SHIPPED = Path(__file__).parents[2] / "configs" / "sft.toml"
 
 @pytest.fixture
 def stop(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """What a signal would set; this process keeps its own signals and log."""
+    """The event that a signal would set, without changes to this process's signals and log."""
     event = threading.Event()
     monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: event)
     return event
@@ -43,7 +43,7 @@ def test_it_prints_the_folder_of_a_model_that_loads(
     assert (tmp_path / "out" / "checkpoints" / "step-000004").is_dir()
 
 
-def test_a_stopped_training_says_how_to_resume(
+def test_the_error_of_a_stopped_training_tells_how_to_resume(
     small: str, stop: threading.Event, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop.set()
@@ -88,5 +88,5 @@ def test_without_a_config_it_makes_the_tiny_model_once(
     assert capsys.readouterr().out == f"{tmp_path / 'tiny'}\n" * 2 and trained == [1]
 
 
-def test_the_config_that_is_shipped_can_be_read_and_its_data_is_there() -> None:
+def test_the_shipped_config_loads_and_its_data_exists() -> None:
     assert (SHIPPED.parent.parent / load(SHIPPED).sft.data).is_file()

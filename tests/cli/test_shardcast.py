@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.cli.main import LASTING, command_line
-from shoal.cli.nodes import run_fetch, run_origin, run_relay
+from shoal.cli.main import FAILED, LASTING, USAGE, command_line
+from shoal.cli.nodes import run_origin
 from shoal.errors import UserError
 from shoal.shardcast import PublishError
 from shoal.shardcast import origin as origin_module
@@ -48,27 +48,14 @@ def model(folder: Path) -> Path:
     return folder
 
 
-def test_an_origin_of_nothing_says_so_and_creates_no_key(tmp_path: Path) -> None:
+def test_an_origin_without_files_is_refused_and_creates_no_key(tmp_path: Path) -> None:
     arguments = command_line().parse_args(["origin", f"{tmp_path}/nowhere", "--key-file", f"{tmp_path}/key"])
     with pytest.raises(UserError, match="nothing is at .*/nowhere; name a file, a folder, or a folder of versions"):
         run_origin(arguments, threading.Event())
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_public_key_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    fetch = ["fetch", "http://127.0.0.1:1", "--key", "origin.pem", "--out", "nowhere"]
-    relay = ["relay", "--upstream", "http://127.0.0.1:1", "--key", "origin.pem"]
-    with pytest.raises(UserError, match="'origin.pem' is not a public key: 64 hex digits"):
-        run_fetch(command_line().parse_args(fetch))
-    with pytest.raises(UserError, match="'origin.pem' is not a public key: 64 hex digits"):
-        run_relay(command_line().parse_args(relay), threading.Event())
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_goes_from_origin_over_relay_to_reader(
+def test_a_folder_goes_from_origin_over_relay_to_client(
     tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     origin = started("origin", model(tmp_path / "model"), "--store", tmp_path / "o", "--key-file", tmp_path / "k")
@@ -90,7 +77,7 @@ def test_a_folder_goes_from_origin_over_relay_to_reader(
     ],
     ids=["store", "key", "key through a link"],
 )
-def test_origin_makes_no_key_and_no_store_inside_of_what_it_publishes(
+def test_an_origin_creates_no_key_and_no_store_inside_the_published_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], reason: str
 ) -> None:
     here = model(tmp_path / "model")
@@ -104,40 +91,54 @@ def test_origin_makes_no_key_and_no_store_inside_of_what_it_publishes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "model"]
 
 
-def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["origin"]) == 2
-    assert "path" in capsys.readouterr().err
-    assert main(["relay", "--upstream", "http://127.0.0.1:1"]) == 2
-    assert "key" in capsys.readouterr().err
-    assert main(["fetch", "http://127.0.0.1:1", "--key", "0" * 64, "--out", "nowhere"]) == 1
-    assert "http://127.0.0.1:1" in capsys.readouterr().err
+# --- wrong arguments -------------------------------------------------------------------------------------------------
+
+FETCH = ["fetch", "http://127.0.0.1:1", "--out", "out"]
+KEY = ["--key", "a" * 64]
 
 
-# What a user may get wrong, and what a machine may lack
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["origin"], USAGE, "path"),
+        (["relay", "--upstream", "http://127.0.0.1:1"], USAGE, "key"),
+        ([*FETCH, *KEY], FAILED, "http://127.0.0.1:1"),
+        ([*FETCH, "--key", "origin.pem"], USAGE, "'origin.pem' is not a public key: 64 hex digits"),
+        (
+            ["relay", "--upstream", "http://127.0.0.1:1", "--key", "origin.pem"],
+            USAGE,
+            "'origin.pem' is not a public key",
+        ),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(
+    arguments: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == status
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "url", ["http://[::1", "http://host:99999", "http://host:0", "ftp://host", "host", "http://", "h ttp://x"]
 )
-def test_what_is_no_url_is_refused_in_one_line(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fetching = ["fetch", url, "--key", "a" * 64, "--out", str(tmp_path / "out"), "--follow"]
-    assert main(fetching) == 1
+def test_a_wrong_url_is_refused_in_one_line(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", url, *KEY, "--out", str(tmp_path / "out"), "--follow"]) == FAILED
     assert f"shoal fetch: {url!r} is not the URL of a server: write http://HOST:PORT\n" in capsys.readouterr().err
-    mirroring = ["relay", "--upstream", url, "--key", "a" * 64, "--store", str(tmp_path / "store")]
-    assert main(mirroring) == 1
+    assert main(["relay", "--upstream", url, *KEY, "--store", str(tmp_path / "store")]) == FAILED
     assert f"{url!r} is not the URL of a server" in capsys.readouterr().err
 
 
-def test_a_proxy_that_is_no_url_is_named(
+def test_a_wrong_url_of_a_proxy_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://[::1")
-    fetching = ["fetch", "http://relay.invalid:1", "--key", "a" * 64, "--out", str(tmp_path / "out")]
-    assert main(fetching) == 1
+    assert main(["fetch", "http://relay.invalid:1", *KEY, "--out", str(tmp_path / "out")]) == FAILED
     assert "the environment names a proxy that is not a URL" in capsys.readouterr().err
 
 
-def test_a_read_only_folder_that_holds_the_version_needs_no_lock(tmp_path: Path, started: Started) -> None:
+def test_a_fetch_of_a_version_that_exists_writes_nothing(tmp_path: Path, started: Started) -> None:
     origin = started("origin", model(tmp_path / "model"), "--store", tmp_path / "o", "--key-file", tmp_path / "k")
     out = tmp_path / "out"
     fetching = ["fetch", origin["url"], "--key", origin["key"], "--out", str(out), "--wait", "20"]

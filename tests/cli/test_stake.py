@@ -1,4 +1,4 @@
-"""A stranger stakes on a chain and joins with an open invite; an operator books stakes without a chain. Over real HTTP."""
+"""`shoal pool stake` over real HTTP: a stranger stakes on a chain and joins, an operator books stakes without a chain."""
 
 import threading
 import time
@@ -22,9 +22,7 @@ from shoal.protocol.node import Node
 from ..ledger.stakes_support import anvil_node
 
 PATIENCE_S = 120.0
-MINE = (
-    "0x59c6995e998f97a5a0044966f0945389dc9e86dae88c7a8412f4603b6b78690d"  # anvil's second account: known to everybody
-)
+PRIVATE_KEY = "0x59c6995e998f97a5a0044966f0945389dc9e86dae88c7a8412f4603b6b78690d"  # of anvil's second account: public
 SETTINGS: dict[str, Any] = {
     "coordinator": {"prompts_per_step": 4},
     "learner": {"optimizer_steps_per_step": 1},
@@ -34,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 
 @contextmanager
 def serving(folder: Path, settings: dict[str, Any]) -> Iterator[Path]:
-    """A coordinator in a thread; yields an open invite's file."""
+    """Run a coordinator in a thread. Yield the file of an open invite."""
     folder.mkdir()
     run, stop = run_id("staked", Identity.load_or_create(folder / KEY).public), threading.Event()
     thread = threading.Thread(target=serve_forever, args=(parse(settings), run, folder, 0, stop))
@@ -42,8 +40,8 @@ def serving(folder: Path, settings: dict[str, Any]) -> Iterator[Path]:
     try:
         until(lambda: (folder / ADDRESS).exists())
         invite = folder.parent / "guest.invite"
-        words = ["pool", "invite", str(folder), "--role", "worker", "--name", "guest", "--open", "--out", str(invite)]
-        assert main(words) == DONE
+        command = ["pool", "invite", str(folder), "--role", "worker", "--name", "guest", "--open", "--out", str(invite)]
+        assert main(command) == DONE
         yield invite
     finally:
         stop.set()
@@ -51,9 +49,9 @@ def serving(folder: Path, settings: dict[str, Any]) -> Iterator[Path]:
         assert not thread.is_alive()
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
-    while not is_so():
+    while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
 
@@ -63,19 +61,19 @@ def waits_for(node: Node) -> str:
 
 
 @pytest.mark.slow
-def test_a_stranger_stakes_on_a_chain_and_is_given_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stranger_stakes_on_a_chain_and_gets_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with anvil_node() as rpc:
         assert main(["pool", "stake", "deploy", "--rpc", rpc]) == DONE
         contract = capsys.readouterr().out.split('contract = "')[1][:42]
         ledger = {"rpc": rpc, "contract": contract}
-        key_file = tmp_path / "mine.key"
-        key_file.write_text(MINE)
+        key_file = tmp_path / "owner.key"
+        key_file.write_text(PRIVATE_KEY)
         key_file.chmod(0o600)
         with serving(tmp_path / "pool", SETTINGS | {"ledger": ledger}) as invite:
-            mine = ["--join", str(invite), "--dir", str(tmp_path / "w"), "--rpc", rpc, "--key-file", str(key_file)]
+            member = ["--join", str(invite), "--dir", str(tmp_path / "w"), "--rpc", rpc, "--key-file", str(key_file)]
 
             def stake(*words: str) -> str:
-                assert main(["pool", "stake", words[0], *mine, *words[1:]]) == DONE
+                assert main(["pool", "stake", words[0], *member, *words[1:]]) == DONE
                 return capsys.readouterr().out
 
             def join() -> Node:
@@ -85,21 +83,21 @@ def test_a_stranger_stakes_on_a_chain_and_is_given_tasks(tmp_path: Path, capsys:
                 join()
             assert "not registered; 150 deposited" in stake("deposit", "150")
             node = join()
-            told = node.config().ledger
-            assert (told.contract, told.rpc, told.key_file) == (contract, "", ""), "the node's address is nobody else's"
+            section = node.config().ledger
+            assert (section.contract, section.rpc, section.key_file) == (contract, "", ""), (
+                "the operator's own settings"
+            )
             assert node.name.startswith("guest-")
             until(lambda: not waits_for(node).startswith("stake"))
             assert "50 staked, 100 leaving" in stake("unstake", "100")
             until(lambda: waits_for(node).startswith("stake: 50 is at risk"))
             stake("deposit", "50")
             until(lambda: not waits_for(node).startswith("stake"))
-            assert main(["pool", "stake", "withdraw", *mine]) == FAILED
+            assert main(["pool", "stake", "withdraw", *member]) == FAILED
             assert "the contract refuses" in capsys.readouterr().err
 
 
-def test_without_a_chain_the_operator_books_what_it_was_paid(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_chain_the_operator_books_payments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path / "pool", SETTINGS) as invite:
         key = Identity.load_or_create(tmp_path / "w" / KEY).public
         book = ["pool", "stake", "book", str(tmp_path / "pool")]

@@ -1,4 +1,4 @@
-"""What the operator does to a member: `shoal pool evict`, `shoal pool drain`, `shoal pool readmit`."""
+"""The operator's `shoal pool evict`, `shoal pool drain` and `shoal pool readmit`."""
 
 from pathlib import Path
 
@@ -16,19 +16,19 @@ def nodes(tmp_path: Path) -> Nodes:
     connection = open_sqlite(tmp_path / "pool.sqlite")
     for statement in [*SCHEMA, *trust.SCHEMA]:
         connection.change(statement)
-    found = Nodes(connection)
+    nodes = Nodes(connection)
     for number, role in enumerate(("relay", "relay", "worker")):
-        found.add(f"key{number}", f"{role}-{number}", role, f"http://{number}", f"invite{number}", 0.0)
-    return found
+        nodes.add(f"key{number}", f"{role}-{number}", role, f"http://{number}", f"invite{number}", 0.0)
+    return nodes
 
 
-def test_an_evicted_relay_is_named_to_nobody_and_its_key_is_banned(tmp_path: Path, nodes: Nodes) -> None:
+def test_an_evicted_relay_is_no_longer_listed_and_its_key_is_banned(tmp_path: Path, nodes: Nodes) -> None:
     assert main(["pool", "evict", str(tmp_path), "relay-0"]) == 0
     assert (nodes.relay_urls(), nodes.evicted_keys()) == (["http://1"], ["key0"])
 
 
 @pytest.mark.parametrize("name", ["worker-2", "relay-9"])
-def test_only_relays_are_evicted_by_hand(
+def test_only_relays_can_be_evicted_by_the_operator(
     tmp_path: Path, nodes: Nodes, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pool", "evict", str(tmp_path), name]) == 2
@@ -52,24 +52,22 @@ def test_a_worker_is_drained_and_readmitted(tmp_path: Path, nodes: Nodes, capsys
     assert main(["pool", "drain", str(tmp_path), "relay-0"]) == 2
 
 
-def test_what_was_held_against_a_dismissed_worker_is_forgotten_when_it_is_readmitted(
-    tmp_path: Path, nodes: Nodes
-) -> None:
-    against = trust.EvidenceTable(nodes.connection)
-    against.put("key2", Process(3, {"beyond 0": 20.0}))
-    against.dismiss("key2")
+def test_the_evidence_against_a_dismissed_worker_is_deleted_when_it_is_readmitted(tmp_path: Path, nodes: Nodes) -> None:
+    evidence = trust.EvidenceTable(nodes.connection)
+    evidence.put("key2", Process(3, {"beyond 0": 20.0}))
+    evidence.dismiss("key2")
     nodes.move("key2", "dismiss", "", 0.0)
     assert main(["pool", "readmit", str(tmp_path), "worker-2"]) == 0
     assert state(nodes, "key2") == "active"
-    assert not against.is_dismissed("key2") and against.of("key2").observations == 0
+    assert not evidence.is_dismissed("key2") and evidence.of("key2").observations == 0
 
 
-def test_nobody_readmits_a_liar(tmp_path: Path, nodes: Nodes) -> None:
+def test_a_slashed_worker_cannot_be_readmitted(tmp_path: Path, nodes: Nodes) -> None:
     nodes.move("key2", "ban", "slashed", 0.0)
     assert main(["pool", "readmit", str(tmp_path), "worker-2"]) == 1
     assert nodes.evicted_keys() == ["key2"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["worker-2", "--join", "x"]])
-def test_drain_takes_a_name_or_an_invite(tmp_path: Path, arguments: list[str]) -> None:
+def test_drain_needs_either_a_name_or_an_invite(tmp_path: Path, arguments: list[str]) -> None:
     assert main(["pool", "drain", str(tmp_path), *arguments]) == 2

@@ -1,4 +1,4 @@
-"""Nothing that another machine says moves the cursor of a terminal: commands, their errors, log lines, the live view."""
+"""Text from other machines cannot move a terminal's cursor: in output, errors, log lines and the live view."""
 
 import io
 import logging
@@ -21,7 +21,7 @@ CONTROLS = set(ATTACK) - set("]0;owned[2J31m")
 
 
 class Hostile(BaseHTTPRequestHandler):
-    """A listener whose headers hold escapes: they end up in the error."""
+    """A server whose headers contain escape sequences, which the error quotes."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -42,21 +42,20 @@ def listener() -> Iterator[str]:
         thread.join(10)
 
 
-def test_a_hostile_listener_moves_no_cursor(listener: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "shoal", "pool", "discover", listener], capture_output=True, text=True, timeout=120
-    )
-    assert found.returncode == 1 and "answers in" in found.stderr and "owned" in found.stderr
-    assert not CONTROLS & set(found.stdout + found.stderr)
+def test_the_error_about_a_hostile_server_has_no_control_characters(listener: str) -> None:
+    command = [sys.executable, "-m", "shoal", "pool", "discover", listener]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "answers in" in done.stderr and "owned" in done.stderr
+    assert not CONTROLS & set(done.stdout + done.stderr)
 
 
-def test_a_command_prints_lines_and_nothing_that_is_not_printable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_only_printable_characters_and_line_breaks(capsys: pytest.CaptureFixture[str]) -> None:
     say(f"one {ATTACK}\n\ttwo")
     assert capsys.readouterr().out == "one ?]0;owned??[2J?31m???\n\ttwo\n"
     assert printable("é 中 🦈") == "é 中 🦈"
 
 
-def test_a_console_prints_no_escapes_but_its_own_styles() -> None:
+def test_a_console_prints_only_the_escapes_of_its_own_styles() -> None:
     out = io.StringIO()
     console = Terminal(file=out, force_terminal=True, width=80, color_system="standard")
     console.print(Text(f"{ATTACK} name", style="red"))

@@ -1,7 +1,7 @@
-"""Starts the services of deploy/compose.yaml as processes: their commands and environment, no container. Prints nothing.
+"""Start the services of deploy/compose.yaml as processes, with their commands and environment but without containers.
 
-A service's name leads to an address of its own in a network of this program's own, `/data` is a folder, and a service
-starts when what it depends on is healthy. Changed are the config, to a short tiny run, and the threads of each process.
+Each service's name resolves to its own address in a private network, `/data` is a folder, and a service starts once the
+services that it depends on are healthy. The config is replaced by a short tiny run, with one thread for each process.
 Invariant: everything is inside the namespaces that `main` moves this program into, and ends with it.
 Started by `test_composed`. Needs root on Linux, iproute2 and util-linux.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from tests.cli.launch.sites import APART, DEADLINE_S, INSIDE, ROOT, START_S
+from tests.cli.launch.sites import DEADLINE_S, ROOT, START_S, enter_namespaces
 
 DEPLOY = ROOT / "deploy"
 CONFIG = "quickstart"
@@ -36,27 +36,26 @@ SHOAL = [sys.executable, "-m", "shoal"]
 
 
 def services(given: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """Of deploy/compose.yaml, with variables replaced as compose does it: by `given`, or by their defaults."""
-    text = DEFAULTED.sub(lambda found: (given or {}).get(found[1], found[2]), (DEPLOY / "compose.yaml").read_text())
-    found: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
-    return found
+    """Return the services of deploy/compose.yaml. As compose does, replace variables by `given` or by their defaults."""
+    text = DEFAULTED.sub(lambda match: (given or {}).get(match[1], match[2]), (DEPLOY / "compose.yaml").read_text())
+    services: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
+    return services
 
 
 def environment(data: Path) -> dict[str, str]:
-    """What the image sets, with /data as this folder."""
+    """Return the environment that the image sets, with this folder as /data."""
     set_in_image = re.findall(r"^ENV (\w+)=(\S+)$", (DEPLOY / "Containerfile.cpu").read_text(), re.M)
     return os.environ | {name: value.replace("/data", str(data)) for name, value in set_in_image}
 
 
 def name_addresses(names: list[str], out: Path) -> None:
-    """Each name leads to a private address of its own, for this program and what it starts."""
+    """Give each name a private address, for this program and its children."""
     own = {name: f"172.18.0.{number}" for number, name in enumerate(names, 11)}
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in own.items())]
     (out / "hosts").write_text("\n".join(lines) + "\n")
     subprocess.run(["mount", "--bind", out / "hosts", "/etc/hosts"], check=True)
-    subprocess.run(
-        ["sh", "-ec", NETWORK + "".join(f"ip address add {one}/32 dev lo\n" for one in own.values())], check=True
-    )
+    script = NETWORK + "".join(f"ip address add {address}/32 dev lo\n" for address in own.values())
+    subprocess.run(["sh", "-ec", script], check=True)
 
 
 class Host:
@@ -82,7 +81,7 @@ class Host:
         del self.running[name]
 
     def until_healthy(self, service: dict[str, Any]) -> None:
-        """By the service's own check."""
+        """Wait until the service's own health check passes."""
         kind, program, *words = service["healthcheck"]["test"]
         assert (kind, program) == ("CMD", "python")
         deadline_s = time.monotonic() + START_S
@@ -93,33 +92,20 @@ class Host:
 
 
 def main(out: Path) -> None:
-    if INSIDE not in sys.argv:
-        again = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            *APART,
-            sys.executable,
-            "-m",
-            "tests.cli.launch.composed",
-            out,
-            INSIDE,
-        ]
-        sys.exit(subprocess.run(again, check=False).returncode)
-    os.environ["PATH"] += ":/usr/sbin:/sbin"
-    all_of_them = services(THREADS)
-    name_addresses(list(all_of_them), out)
+    enter_namespaces("-m", "tests.cli.launch.composed", str(out))
+    all_services = services(THREADS)
+    name_addresses(list(all_services), out)
     host = Host(out)
     host.finish("sft", ["sft"])
-    init = shlex.split(all_of_them.pop("init")["command"].replace(CONFIG, "tiny"))
+    init = shlex.split(all_services.pop("init")["command"].replace(CONFIG, "tiny"))
     host.finish("init", [*init, *(word for setting in SETTINGS for word in ("--set", setting))])
-    host.start("coordinator", shlex.split(all_of_them["coordinator"]["command"]))
-    host.until_healthy(all_of_them.pop("coordinator"))
-    for name, service in all_of_them.items():
+    host.start("coordinator", shlex.split(all_services["coordinator"]["command"]))
+    host.until_healthy(all_services.pop("coordinator"))
+    for name, service in all_services.items():
         assert service["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
         host.start(name, shlex.split(service["command"]))
     deadline_s = time.monotonic() + DEADLINE_S
-    ended = {name: host.running[name].wait(max(1.0, deadline_s - time.monotonic())) for name in all_of_them}
+    ended = {name: host.running[name].wait(max(1.0, deadline_s - time.monotonic())) for name in all_services}
     host.running["coordinator"].terminate()
     ended["coordinator"] = host.running["coordinator"].wait(START_S)
     host.finish("audit", ["audit", "pool/run", "--proofs", "1"])

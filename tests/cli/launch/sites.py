@@ -1,11 +1,11 @@
-"""Runs the blocks of docs/operate.md that name a site, as they stand, in network namespaces. Prints what came of it as JSON.
+"""Run the blocks of docs/operate.md that name a site, unchanged, in network namespaces. Write result.json.
 
-    internet (this program's own namespace) routes between the sites' public addresses
-    trusted, relays        one public address each
-    nat                    a public address, and masquerades for
-    home                   which has a private address and no route from outside
+    internet           this program's namespace, which routes between the sites' public addresses
+    trusted, relays    one public address each
+    nat                a public address; masquerades for home
+    home               a private address, without a route from outside
 
-Invariant: everything is inside the namespaces that `enter` moves this program into, and ends with it.
+Invariant: everything is inside the namespaces that `enter_namespaces` moves this program into, and ends with it.
 Started by `test_elsewhere`. Needs root on Linux, iproute2, util-linux, nft, nginx and openssl.
 """
 
@@ -60,7 +60,7 @@ nft add rule ip nat post oifname wan masquerade'
 
 
 def missing() -> str:
-    """Why this machine cannot have such sites; "" if it can."""
+    """Return why this machine cannot have such sites; "" if it can."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if absent := [name for name in PROGRAMS if shutil.which(name, path=path) is None]:
         return f"needs {', '.join(absent)}"
@@ -69,19 +69,18 @@ def missing() -> str:
 
 
 def commands(page: str) -> list[tuple[str, str]]:
-    """Site and command, in order; a command may have several lines."""
-    found = []
+    """Return each command's site and text, in order. A command may have several lines."""
+    commands = []
     for site, block in BLOCK.findall(page):
-        text = re.sub(
-            r"(cat > \S+ <<'END'\n.*?^END$)", lambda here: here[1].replace("\n", "\0"), block, flags=re.M | re.S
-        )
+        heredoc = r"(cat > \S+ <<'END'\n.*?^END$)"
+        text = re.sub(heredoc, lambda match: match[1].replace("\n", "\0"), block, flags=re.M | re.S)
         lines = text.replace("\\\n", " ").splitlines()
-        found += [(site, line.replace("\0", "\n").strip()) for line in lines if line.strip()]
-    return found
+        commands += [(site, line.replace("\0", "\n").strip()) for line in lines if line.strip()]
+    return commands
 
 
 class Sites:
-    """The page's commands in progress. Each site has a folder and an environment."""
+    """Runs the page's commands. Each site has a folder and an environment."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -135,13 +134,13 @@ class Sites:
         return done.stdout
 
     def wait(self, names: list[str]) -> dict[str, int]:
-        """Exit statuses of these nodes."""
+        """Wait for these nodes to end. Return their exit statuses."""
         deadline_s = time.monotonic() + DEADLINE_S
         return {name: self.serving[name].wait(max(deadline_s - time.monotonic(), 1)) for name in names}
 
 
 def reaches(site: str, address: str, port: int) -> bool:
-    """Whether a connection from this site is answered, be it by a refusal of the machine itself."""
+    """Return whether a connection from this site gets an answer, even if the machine refuses it."""
     ask = f"import socket; socket.create_connection(('{address}', {port}), 2)"
     done = subprocess.run(
         ["nsenter", f"--net=/run/netns/{site}", sys.executable, "-c", ask], capture_output=True, check=False
@@ -149,11 +148,16 @@ def reaches(site: str, address: str, port: int) -> bool:
     return done.returncode == 0
 
 
-def main(out: Path) -> None:
+def enter_namespaces(*arguments: str) -> None:
+    """Run Python with these arguments again, inside namespaces of its own, and exit; return only inside them."""
     if INSIDE not in sys.argv:
-        again = ["setpriv", "--pdeathsig", "KILL", *APART, sys.executable, *sys.argv, INSIDE]
-        sys.exit(subprocess.run(again, check=False).returncode)
+        command = ["setpriv", "--pdeathsig", "KILL", *APART, sys.executable, *arguments, INSIDE]
+        sys.exit(subprocess.run(command, check=False).returncode)
     os.environ["PATH"] += ":/usr/sbin:/sbin"
+
+
+def main(out: Path) -> None:
+    enter_namespaces(*sys.argv)
     subprocess.run(["sh", "-c", NETWORK], check=True)
     sites = Sites(out)
     for site, command in commands(PAGE.read_text()):

@@ -1,4 +1,4 @@
-"""The processes of a run: forked from one that has imported everything, or new interpreters where forking is not safe."""
+"""The child processes of a run: how they start, fail and restart."""
 
 import json
 import multiprocessing
@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Children` sets variables of this process: they are restored after the test."""
+    """Restore the environment variables that `Children` sets."""
     for name in [*ENVIRONMENT, "PYTHONWARNINGS"]:
         monkeypatch.setenv(name, os.environ.get(name, ""))
 
@@ -33,12 +33,12 @@ def children(request: pytest.FixtureRequest, tmp_path: Path) -> Children:
 
 
 def test_processes_that_use_cuda_are_not_forked(children: Children, request: pytest.FixtureRequest) -> None:
-    wanted = {"cpu": "forkserver", "cuda": "spawn"}[request.node.callspec.params["children"]]
-    assert children.context.get_start_method() == wanted
+    expected = {"cpu": "forkserver", "cuda": "spawn"}[request.node.callspec.params["children"]]
+    assert children.context.get_start_method() == expected
 
 
-def test_a_command_runs_to_its_end_and_prints_to_its_log(children: Children, tmp_path: Path, tiny_folder: Path) -> None:
-    folder = tmp_path / ("x" * 200) / ("y" * 200)  # a line is given whole, however long
+def test_run_returns_the_last_output_line_of_a_command(children: Children, tmp_path: Path, tiny_folder: Path) -> None:
+    folder = tmp_path / ("x" * 200) / ("y" * 200)  # long lines are not cut
     shutil.copytree(tiny_folder, folder)
     last = children.run("prepare", [str(CONFIGS / "tiny.toml"), "--set", f"model.name={folder}"], PREPARE)
     assert json.loads(last)["folder"] == str(folder)
@@ -50,17 +50,17 @@ def test_the_error_of_a_failed_command_quotes_its_last_log_line(children: Childr
         children.run("prepare", [str(tmp_path / "nowhere.toml")], PREPARE)
 
 
-def test_a_run_goes_on_without_a_child_that_it_can_spare(children: Children, tmp_path: Path) -> None:
+def test_a_run_continues_without_an_optional_child(children: Children, tmp_path: Path) -> None:
     child = children.start("page", ["dashboard", str(tmp_path / "nowhere")], optional=True)
     assert child.process is not None
     child.process.join(60)
-    told: list[str] = []
-    children.revive(told.append)
-    children.revive(told.append)
-    assert len(told) == 1 and "the run continues without it" in told[0] and children.has_ended("page")
+    lines: list[str] = []
+    children.revive(lines.append)
+    children.revive(lines.append)
+    assert len(lines) == 1 and "the run continues without it" in lines[0] and children.has_ended("page")
 
 
-def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> None:
+def test_a_child_that_cannot_run_is_named(children: Children, tmp_path: Path) -> None:
     child = children.start("lost", ["relay", "--join", "no invite", "--dir", str(tmp_path / "lost")])
     assert child.process is not None
     child.process.join(60)
@@ -69,7 +69,7 @@ def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> N
     children.stop_all()
 
 
-def test_an_error_is_repeated_from_its_beginning(tmp_path: Path) -> None:
+def test_a_long_error_is_quoted_from_its_start(tmp_path: Path) -> None:
     child = Child("worker-0", [], tmp_path / "log", multiprocessing.get_context("spawn"))
     child.log.write_text("starting\nshoal worker: the port 8000 is in use" + " and so on" * 1000 + "\n")
     assert child.last_error().startswith("shoal worker: the port 8000 is in use and so on")
@@ -77,7 +77,7 @@ def test_an_error_is_repeated_from_its_beginning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [2, 4])
-def test_a_failure_that_a_restart_does_not_mend_stops_the_run_at_once(tmp_path: Path, status: int) -> None:
+def test_a_lasting_failure_stops_the_run_without_a_restart(tmp_path: Path, status: int) -> None:
     children = Children(tmp_path, "cuda")
     child = Child("relay-0", [], tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
     child.log.write_text("shoal relay: [Errno 98] port 80 is in use\n")
@@ -89,15 +89,15 @@ def test_a_failure_that_a_restart_does_not_mend_stops_the_run_at_once(tmp_path: 
 
 @pytest.mark.parametrize("status", [1, -9])
 def test_a_crash_is_followed_by_a_restart(tmp_path: Path, status: int) -> None:
-    children, said = Children(tmp_path, "cuda"), list[str]()
+    children, lines = Children(tmp_path, "cuda"), list[str]()
     child = Child("relay-0", [], tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
     child.log.write_text("shoal relay: no route to host\n")
     children.all.append(child)
-    children.revive(said.append)
-    assert child.restarts == 1 and "restart 1 in 0.5 s" in said[0]
+    children.revive(lines.append)
+    assert child.restarts == 1 and "restart 1 in 0.5 s" in lines[0]
 
 
-def test_nothing_is_said_of_the_semaphores_of_a_killed_process(tmp_path: Path) -> None:
+def test_a_killed_process_prints_no_warning_about_semaphores(tmp_path: Path) -> None:
     script = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
@@ -120,7 +120,7 @@ class Ended:
 
 def test_workers_are_started_with_the_engines_in_turn(tmp_path: Path) -> None:
     settings = parse({"workers": {"engines": ["torch", "vllm"], "count": 3}})
-    started = {one.name: members.command(one, settings, tmp_path, 2) for one in members.members(settings)}
+    started = {each.name: members.command(each, settings, tmp_path, 2) for each in members.members(settings)}
     with_vllm = {
         name for name, words in started.items() if words[words.index("--join") + 2 :][:2] == ["--engine", "vllm"]
     }

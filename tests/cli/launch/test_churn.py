@@ -1,4 +1,4 @@
-"""Whole runs whose processes are killed, frozen, cut off and slowed: `benchmarks/pool/churn` in short, and mixed speeds."""
+"""Whole runs whose processes are killed, frozen, cut off and slowed: a short `benchmarks.pool.churn`, and a slow worker."""
 
 import json
 import os
@@ -33,40 +33,22 @@ def check(result: dict[str, Any]) -> None:
 def test_two_minutes_of_churn_lose_nothing_and_penalise_nobody(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.pool.churn",
-        "--minutes",
-        "2",
-        "--every",
-        "10",
-    ]
-    done = subprocess.run(
-        [*command, "--run", str(tmp_path / "run"), "--out", str(tmp_path / "result.json")],
-        capture_output=True,
-        text=True,
-        timeout=2 * DEADLINE_S,
-        check=False,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-m", "benchmarks.pool.churn", "--minutes", "2", "--every", "10"]
+    command += ["--run", str(tmp_path / "run"), "--out", str(tmp_path / "result.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     check(json.loads((tmp_path / "result.json").read_text()))
 
 
-def test_the_committed_churn_is_what_the_page_of_results_says() -> None:
+def test_the_committed_churn_shows_every_fault_of_every_role() -> None:
     result = json.loads(RESULT.read_text())
     check(result)
     assert result["churned_s"] >= 15 * 60
     assert len(result["faults"]) >= 0.9 * result["churned_s"] / 20
     happened = {(fault["role"], fault["kind"]) for fault in result["faults"]}
-    assert {role for role, _ in happened} == ROLES and {kind for _, kind in happened} == {
-        "kill",
-        "freeze",
-        "cut",
-        "slow",
-    }
-    assert len(happened) >= 23, "the page of results names the one that is missing"
+    assert {role for role, _ in happened} == ROLES
+    assert {kind for _, kind in happened} == {"kill", "freeze", "cut", "slow"}
+    assert len(happened) >= 23, "docs/results.md names the missing one"
     names = {name for name in result["restarts"] if name != "evaluator"}
     assert {role: sum(name.partition("-")[0] == role for name in names) for role in ROLES} == {
         **dict.fromkeys(("coordinator", "learner", "origin"), 1),
@@ -76,27 +58,27 @@ def test_the_committed_churn_is_what_the_page_of_results_says() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_slowed_ten_times_is_credited_and_not_penalised(tmp_path: Path) -> None:
-    """That no step waits for it, and the waste, are measured in virtual time: tests/coordinator/test_sizes.py."""
+def test_a_worker_ten_times_slower_is_credited_and_not_penalised(tmp_path: Path) -> None:
+    """tests/coordinator/test_sizes.py measures, in virtual time, that no step waits for it and how much work is wasted."""
     out = tmp_path / "run"
     swarm = start(out, "--set", "workers.count=3", "--set", "run.steps=30")
     wait_until(lambda: trained_steps(out) >= 1, DEADLINE_S, "a step")
-    slow, over = children(out)["worker-2"], threading.Event()
+    slow, ended = children(out)["worker-2"], threading.Event()
 
     def crawl() -> None:
-        while not over.is_set():
+        while not ended.is_set():
             try:
                 os.kill(slow, signal.SIGSTOP)
                 time.sleep(0.18)
                 os.kill(slow, signal.SIGCONT)
-            except ProcessLookupError:  # the run has ended
+            except ProcessLookupError:
                 return
             time.sleep(0.02)
 
     crawling = threading.Thread(target=crawl)
     crawling.start()
     printed, _ = swarm.communicate(timeout=DEADLINE_S)
-    over.set()
+    ended.set()
     crawling.join()
     assert swarm.returncode == 0, printed
     summary = summary_of(out)

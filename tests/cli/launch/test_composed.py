@@ -1,4 +1,4 @@
-"""The pool of deploy/compose.yaml, started the same way without a container runtime, trains and ends."""
+"""The services of deploy/compose.yaml, started without a container runtime, train a run and end."""
 
 import json
 import os
@@ -15,7 +15,7 @@ PROGRAMS = ("ip", "unshare", "setpriv", "mount")
 
 
 def missing() -> str:
-    """Why this machine cannot have a network of its own for the services; "" if it can."""
+    """Return why this machine cannot give the services a network of their own; "" if it can."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if absent := [name for name in PROGRAMS if shutil.which(name, path=path) is None]:
         return f"needs {', '.join(absent)}"
@@ -39,10 +39,10 @@ def test_the_composed_services_train_a_tiny_run(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.cli.launch.composed", str(tmp_path)]
     done = subprocess.run(argv, cwd=sites.ROOT, capture_output=True, text=True, check=False)
     logs = {log.stem: log.read_text(errors="replace") for log in tmp_path.glob("*.log")}
-    said = "".join(f"\n{name}: {text[-500:]}" for name, text in logs.items())
-    assert done.returncode == 0, done.stderr[-2000:] + said
+    log_ends = "".join(f"\n{name}: {text[-500:]}" for name, text in logs.items())
+    assert done.returncode == 0, done.stderr[-2000:] + log_ends
     ended = json.loads((tmp_path / "result.json").read_text())
-    assert set(ended) == set(composed.services()) - {"init"} and set(ended.values()) == {0}, said
+    assert set(ended) == set(composed.services()) - {"init"} and set(ended.values()) == {0}, log_ends
     assert len((tmp_path / "data" / "pool" / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     assert "no broken link" in logs["audit"]
     assert (tmp_path / "data" / "learner" / "model" / "config.json").exists()

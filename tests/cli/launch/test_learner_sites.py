@@ -1,5 +1,4 @@
-"""A whole run whose learner is at two sites: one is killed half-way and one frozen to the end; the run learns as it does at
-one."""
+"""A whole run whose learner is at two sites: one is killed, then one is frozen to the end, and the run still learns."""
 
 import json
 import os
@@ -14,7 +13,7 @@ import pytest
 from .test_swarm import DEADLINE_S, LEAST_GAIN, children, gain, start, summary_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S)]
-SITES = ("--set", "learner.sites=2", "--set", "sites.wait_s=40")  # above what a busy machine delays one
+SITES = ("--set", "learner.sites=2", "--set", "sites.wait_s=40")  # longer than any delay on a busy machine
 BOTH = ["site-0", "site-1"]
 
 
@@ -27,13 +26,13 @@ def test_a_site_is_killed_and_a_site_is_frozen_and_the_run_goes_on(tmp_path: Pat
     out = tmp_path / "run"
     swarm = start(out, *SITES)
     wait_until(lambda: len(rounds(out)) >= 4, DEADLINE_S, "four rounds")
-    os.kill(children(out)["learner"], signal.SIGKILL)  # `shoal run` starts it again
+    os.kill(children(out)["learner"], signal.SIGKILL)  # `shoal run` restarts it
     wait_until(
-        lambda: any("site-0" in each["healed"] for each in rounds(out)[1:]), DEADLINE_S, "the killed site to be back"
+        lambda: any("site-0" in each["healed"] for each in rounds(out)[1:]), DEADLINE_S, "the killed site to return"
     )
     count = len(rounds(out))
     wait_until(lambda: len(rounds(out)) > count and rounds(out)[-1]["kept"] == BOTH, DEADLINE_S, "a round of both")
-    os.kill(children(out)["learner-1"], signal.SIGSTOP)  # as a machine that is gone for good
+    os.kill(children(out)["learner-1"], signal.SIGSTOP)  # like a machine that is lost for good
     printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     summary = summary_of(out)
@@ -46,11 +45,11 @@ def test_a_site_is_killed_and_a_site_is_frozen_and_the_run_goes_on(tmp_path: Pat
     assert all(step["sites/site-0/computed_s"] > 0 for step in steps) and "sites/site-1/kept" not in steps[-1]
     assert any(step["sites/kept"] == 2.0 and step["sites/site-1/sent_bytes"] > 0 for step in steps)
     assert "sites: 2 of 2 count" in printed and "site-1 away since step" in printed
-    assert len(list((out / "meet").glob("state-*"))) == 1  # the run's end frees what nobody needs
+    assert len(list((out / "meet").glob("state-*"))) == 1  # the run's end removes older states
     last = "versions/v000024/model.safetensors"
     assert (out / "meet" / last).read_bytes() == (out / "learner" / last).read_bytes()
     lost = [name for each in rounds(out) for name in {*each["dealt"]} - {*each["kept"]}]
-    assert lost.count("site-1") == 1  # a frozen site costs its share of one batch
+    assert lost.count("site-1") == 1, "a frozen site costs its share of one batch"
     audit = [sys.executable, "-m", "shoal", "audit", str(out)]
     done = subprocess.run(audit, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

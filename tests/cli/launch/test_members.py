@@ -1,4 +1,4 @@
-"""The folder of a run: what is removed after it, and who may work in it."""
+"""The folder of a run: its invites, its lock, and what is removed at the end."""
 
 import fcntl
 import os
@@ -41,7 +41,7 @@ def write(folder: Path, *trees: dict[str, list[str]]) -> set[Path]:
     return paths
 
 
-def test_cleaning_keeps_what_resuming_and_the_user_need(tmp_path: Path) -> None:
+def test_the_clean_up_removes_caches_and_old_checkpoints_only(tmp_path: Path) -> None:
     kept = write(tmp_path, KEPT, {"relay-0": ["invite"], "validator": ["invite"]})
     write(tmp_path, CACHES, CHECKPOINTS)
     before = used_bytes(tmp_path)
@@ -72,7 +72,7 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
         stopped_run(tmp_path)
 
 
-def test_a_run_that_is_still_going_keeps_its_folder_until_its_process_ends(tmp_path: Path) -> None:
+def test_a_run_locks_its_folder_until_its_process_ends(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(UserError, match="in progress"), locked(tmp_path):
         pass
     fd = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)

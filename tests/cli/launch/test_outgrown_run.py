@@ -1,11 +1,10 @@
-"""A whole `shoal run` on PostgreSQL, a bucket and a chain at once, and its audit."""
+"""A whole `shoal run` with PostgreSQL, a bucket and a chain, and its audit."""
 
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,52 +20,32 @@ pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sh
 TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
 PATIENCE_S = 1200.0
 STEPS = 2
-SMALL = [
-    f"run.steps={STEPS}",
-    "coordinator.prompts_per_step=8",
-    "evaluator.n=16",
-    "tasks.heldout=16",
-]
+SMALL = [f"run.steps={STEPS}", "coordinator.prompts_per_step=8", "evaluator.n=16", "tasks.heldout=16"]
 SMALL += ["workers.groups_per_submission=4", "learner.checkpoint_every=1"]
 
 
 @dataclass
 class Place:
-    """Where a run's parts are, and how its commands are started."""
+    """A run's folder, settings and environment, and how to start its commands."""
 
     out: Path
     settings: list[str]
     environment: dict[str, str] = field(default_factory=dict)
 
-    def start(self, *words: str, log: Path | None = None) -> "subprocess.Popen[str]":
-        """`log`: where its output goes; None: to a pipe."""
+    def start(self, *words: str) -> "subprocess.Popen[str]":
+        env, pipe = os.environ | self.environment, subprocess.PIPE
         command = [sys.executable, "-m", "shoal", *words]
-        with log.open("w") if log else nullcontext(subprocess.PIPE) as output:
-            return subprocess.Popen(
-                command,
-                env=os.environ | self.environment,
-                text=True,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=self.out.parent,
-            )
-
-    def run(self, *more: str) -> "subprocess.Popen[str]":
-        settings = [word for one in (*self.settings, *more) for word in ("--set", one)]
-        return self.start("run", str(TINY), "--out", str(self.out), *settings)
+        return subprocess.Popen(command, env=env, text=True, stdout=pipe, stderr=subprocess.STDOUT, cwd=self.out.parent)
 
     def done(self, *words: str) -> str:
-        return finished(self.start(*words))
-
-
-def finished(process: "subprocess.Popen[str]") -> str:
-    """What it wrote, once it has ended well."""
-    try:
-        output, _ = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output[-4000:]
-    return output
+        """Run a command to its end. Return its output."""
+        process = self.start(*words)
+        try:
+            output, _ = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+        assert process.returncode == 0, output[-4000:]
+        return output
 
 
 @pytest.fixture
@@ -82,12 +61,12 @@ def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> 
         made = servers.done("pool", "stake", "deploy", "--rpc", rpc)
         contract = next(line for line in made.splitlines() if line.startswith("contract")).split('"')[1]
         servers.settings += [f"ledger.rpc={rpc}", f'ledger.contract="{contract}"']
-        finished(servers.run())
         out = str(servers.out)
-        told = servers.done("audit", out, "--rerun", "1", "--proofs", "1", "--seed", "1")
-        assert f"chain: the contract {contract} holds all" in told and "tables: as sealed" in told
-        assert "of its workers are of other runs" not in told
-        assert "submissions of version" in told and told.rstrip().endswith("the audit found no broken link")
+        servers.done("run", str(TINY), "--out", out, *(word for each in servers.settings for word in ("--set", each)))
+        report = servers.done("audit", out, "--rerun", "1", "--proofs", "1", "--seed", "1")
+        assert f"chain: the contract {contract} holds all" in report and "tables: as sealed" in report
+        assert "of its workers are of other runs" not in report
+        assert "submissions of version" in report and report.rstrip().endswith("the audit found no broken link")
         assert not list(servers.out.rglob("pool.sqlite")) and not list(servers.out.rglob("*.parquet"))
 
         servers.done("audit", out, "--export", f"{out}.jsonl")
@@ -99,7 +78,7 @@ def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> 
 
 
 def on_chain(rpc: str, contract: str, entries: list[dict]) -> int:  # type: ignore[type-arg]
-    """The credit of all workers in the contract."""
+    """Return the credit of all workers in the contract."""
     from shoal.ledger.evm import open_contract
 
     stakes = open_contract(rpc, contract)

@@ -1,4 +1,4 @@
-"""`shoal pool up`: which processes it starts for which invites; and a pool by the commands of docs/operate.md."""
+"""`shoal pool up`: which processes it starts, and when it ends; and a whole pool with the commands of docs/operate.md."""
 
 import json
 import os
@@ -42,12 +42,12 @@ def planned(swarm: PoolSwarm) -> dict[str, list[str]]:
 
 
 def test_every_trusted_role_is_started_and_no_worker(tmp_path: Path) -> None:
-    found = planned(pool(tmp_path / "pool"))
-    assert list(found) == ["learner", "origin", "relay-0", "validator-0", "validator-1", "evaluator"]
-    assert [command[0] for command in found.values()] == [name.partition("-")[0] for name in found]
-    for name, command in found.items():
+    commands = planned(pool(tmp_path / "pool"))
+    assert list(commands) == ["learner", "origin", "relay-0", "validator-0", "validator-1", "evaluator"]
+    assert [command[0] for command in commands.values()] == [name.partition("-")[0] for name in commands]
+    for name, command in commands.items():
         assert command[command.index("--dir") + 1] == str(tmp_path / "pool" / name)
-    assert found["origin"][3:5] == ["--watch", str(tmp_path / "pool" / "learner" / "versions")]
+    assert commands["origin"][3:5] == ["--watch", str(tmp_path / "pool" / "learner" / "versions")]
 
 
 def test_async_level_0_shares_the_cores_without_workers(tmp_path: Path) -> None:
@@ -75,19 +75,16 @@ def test_a_process_gets_its_invite_with_its_mode_and_the_pool_keeps_its_config(t
     assert (tmp_path / "pool" / "config.toml").read_bytes() == before
 
 
-def test_a_pool_whose_learner_has_several_sites_is_refused(tmp_path: Path) -> None:
+def test_a_pool_with_no_learner_here_or_several_sites_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="shoal pool meet"):
-        pool(tmp_path / "pool", learner={"sites": 2})
-
-
-def test_a_pool_without_a_learner_here_is_refused(tmp_path: Path) -> None:
+        pool(tmp_path / "sites", learner={"sites": 2})
     pool(tmp_path / "pool")
     (tmp_path / "pool" / "invites" / "learner.invite").unlink()
     with pytest.raises(UserError, match="holds 0 invites for the role learner"):
         PoolSwarm(tmp_path / "pool", *open_pool(tmp_path / "pool"))
 
 
-def test_a_folder_that_holds_no_pool_is_a_wrong_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_pool_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pool", "up", str(tmp_path)]) == USAGE
     assert "make one with `shoal pool init CONFIG" in capsys.readouterr().err
 
@@ -101,12 +98,12 @@ def test_a_folder_that_holds_no_pool_is_a_wrong_argument(tmp_path: Path, capsys:
         ("192.0.2.1", "http://192.0.2.1:8700", "http://192.0.2.1:8700"),
     ],
 )
-def test_the_screen_asks_the_coordinator_here(host: str, url: str, local: str) -> None:
+def test_the_screen_connects_to_the_coordinator_on_this_machine(host: str, url: str, local: str) -> None:
     settings = parse({"coordinator": {"listen": f"[{host}]:8700" if ":" in host else f"{host}:8700"}})
     assert local_url(settings, Address(url=url, run="sums")) == local
 
 
-def test_it_ends_once_nodes_elsewhere_have_heard_of_the_end(tmp_path: Path) -> None:
+def test_it_ends_once_nodes_elsewhere_have_stopped_sending_heartbeats(tmp_path: Path) -> None:
     swarm = pool(tmp_path / "pool")
 
     def at(seen_s: float) -> bool:
@@ -115,12 +112,12 @@ def test_it_ends_once_nodes_elsewhere_have_heard_of_the_end(tmp_path: Path) -> N
     assert not at(99.0)
     assert at(80.0)
     swarm.finished_s -= 61
-    assert at(99.0), "a worker that never goes is not waited for"
+    assert at(99.0), "it does not wait forever for a worker that does not end"
 
 
 @contextmanager
 def running(command: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command of the page, with this interpreter's `shoal`."""
+    """Run a command of the page with this interpreter's `shoal`."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -134,16 +131,16 @@ def running(command: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[
             process.wait(60)
 
 
-def wait_for(true: Callable[[], bool], within_s: float) -> None:
+def wait_for(condition: Callable[[], bool], within_s: float) -> None:
     deadline_s = time.monotonic() + within_s
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_a_pool_trains_by_the_commands_of_the_page(tmp_path: Path) -> None:
+def test_a_pool_trains_with_the_commands_of_the_page(tmp_path: Path) -> None:
     section = PAGE.read_text().partition("## Try it on this machine\n")[2].partition("\n## ")[0]
     trusted, worker = re.findall(r"^```\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     with socket.socket() as probe:
@@ -153,8 +150,8 @@ def test_a_pool_trains_by_the_commands_of_the_page(tmp_path: Path) -> None:
     with running(trusted, tmp_path, logs[0]) as up:
         invite = tmp_path / "pool" / "invites" / "worker-0.invite"
         wait_for(lambda: invite.exists() or up.poll() is not None, 300)
-        with running(worker, tmp_path, logs[1]) as one:
-            ended = up.wait(DEADLINE_S), one.wait(60)
+        with running(worker, tmp_path, logs[1]) as joined:
+            ended = up.wait(DEADLINE_S), joined.wait(60)
     assert ended == (0, 0), logs[0].read_text()[-3000:] + logs[1].read_text()[-1000:]
     summary = json.loads((tmp_path / "pool" / "summary.json").read_text())
     assert summary["steps"] == 24 and summary["rejected"] == {"worker-0": 0}

@@ -1,4 +1,4 @@
-"""What is checked before a run starts, each with one clear error."""
+"""`prepare` checks device, chat template and environment before a run starts, and measures the machine."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def tiny(*overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
-def test_a_device_that_is_not_there_is_named(device: str) -> None:
+def test_a_missing_device_is_named(device: str) -> None:
     with pytest.raises(DeviceError, match=f'model.device = "{device}" cannot be used here') as caught:
         prepare(tiny(f"model.device={device}"))
     assert not restart_helps(caught.value)
@@ -36,7 +36,7 @@ def test_a_model_without_a_chat_template_is_named(tmp_path: Path, tiny_folder: P
     assert not restart_helps(caught.value)
 
 
-def test_a_model_that_no_environment_can_answer_is_named(tmp_path: Path, tiny_folder: Path) -> None:
+def test_a_chat_template_that_allows_no_environment_is_named(tmp_path: Path, tiny_folder: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
@@ -45,7 +45,7 @@ def test_a_model_that_no_environment_can_answer_is_named(tmp_path: Path, tiny_fo
 
 
 @pytest.mark.parametrize(("early", "late", "counts"), [(400.0, 2e11, 4e11), (100.0, 2e11, 2e11)])
-def test_of_two_measurements_of_the_machine_the_faster_counts(
+def test_the_faster_of_two_measurements_of_the_machine_counts(
     early: float, late: float, counts: float, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.model.dtype.pick", lambda *_: ("float32", {"float32": early}))

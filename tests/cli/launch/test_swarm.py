@@ -1,4 +1,4 @@
-"""Whole runs: every process, real HTTP, the tiny model. The slow ones kill processes and add workers that lie."""
+"""Whole runs of the tiny model, with every process and real HTTP. The slow ones kill processes and add dishonest workers."""
 
 import json
 import os
@@ -23,13 +23,12 @@ from benchmarks.trust.byzantine import liars
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shoal.cli import main
 from shoal.cli.launch.swarm import Swarm
 from shoal.config import load, parse
 from shoal.errors import ShoalError
-from shoal.ledger.chain import read_export, verify_chain, write_export
 from shoal.model import numerics
 from shoal.model.sources import resolve
-from shoal.protocol.identity import Identity
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -41,11 +40,11 @@ EXPECTED = {
     "replayed_submission": "tasks",
 }
 
-DEADLINE_S = 900.0  # for whole runs on a very busy machine; a quiet one takes under a minute
+DEADLINE_S = 900.0  # for a whole run on a very busy machine; on a quiet one it takes under a minute
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
-# Held-out greedy accuracy that 24 steps must add. Honest runs gain about twice as much, and one that does not learn gains
-# exactly 0: test_the_bound_on_learning_stands_far_from_both reads both from benchmarks/results/.
+# The gain in held-out greedy accuracy that 24 steps must reach. Honest runs gain about twice as much, and runs that do not
+# learn gain exactly 0: test_the_bound_on_learning_separates_runs_that_learn checks both in benchmarks/results/.
 LEAST_GAIN = 0.1
 
 
@@ -59,30 +58,30 @@ def start(out: Path, *more: str, config: str = "tiny") -> subprocess.Popen[str]:
 
 
 def refused(*arguments: object) -> tuple[int, str]:
-    """Exit status and output of a run that must not start."""
+    """Start a run that must not start. Return its exit status and output."""
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
 def children(out: Path) -> dict[str, int]:
-    """Process ids of the nodes of the run in `out`, by name: each writes to its own log there.
+    """Return the process ids of the nodes of the run in `out`, by name, from the logs to which they write.
 
-    Not by their titles: a process that was started with few variables in its environment has room for a short one only.
+    Their titles may be cut short: a process with a small environment has little room for one.
     """
-    found = {}
+    pids = {}
     for pid in psutil.pids():
         try:
             log = Path(f"/proc/{pid}/fd/1").readlink()
-        except OSError:  # it has just ended
+        except OSError:  # it has ended
             continue
         if log.parent == out / "logs":
-            found[log.stem] = pid
-    return found
+            pids[log.stem] = pid
+    return pids
 
 
-def wait_until(true: Callable[[], bool], within_s: float, what: str) -> None:
+def wait_until(condition: Callable[[], bool], within_s: float, what: str) -> None:
     deadline_s = time.monotonic() + within_s
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline_s, f"waited {within_s} s for {what}"
         time.sleep(0.2)
 
@@ -98,12 +97,12 @@ def summary_of(out: Path) -> dict[str, Any]:
 
 
 def gain(summary: dict[str, Any]) -> float:
-    """Held-out greedy accuracy after the run less that before it."""
+    """Return how much held-out greedy accuracy the run gained."""
     return float(summary["heldout_after"]["greedy"] - summary["heldout_before"]["greedy"])
 
 
 def committed_gains(name: str) -> list[float]:
-    """Of the runs in a file that `python -m benchmarks.learning.runs tiny --label NAME` wrote."""
+    """Return the gains of the runs in a file that `python -m benchmarks.learning.runs tiny --label NAME` wrote."""
     return [gain(run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
 
 
@@ -132,16 +131,16 @@ def test_a_swarm_learns(tmp_path: Path) -> None:
 def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None:
     summary = summary_of(finished[0])
     assert summary["rejected"] == {"worker-0": 0, "worker-1": 0}
-    exact = summary["exact"]  # in full where this machine passes the self-test, else not at all
+    exact = summary["exact"]  # all tokens if this machine passes the self-test, else none
     assert exact["tokens"] in (0, summary["tokens_generated"]) and exact["mismatched_tokens"] == 0
     assert min(summary["accepted"].values()) > 0
     assert summary["max_staleness"] <= 2
     assert sum(summary["restarts"].values()) == 0
 
 
-def test_the_bound_on_learning_stands_far_from_both() -> None:
+def test_the_bound_on_learning_separates_runs_that_learn() -> None:
     honest = committed_gains("tiny-learning")
-    # A further run falls below the bound with the probability of Student's t, 9 degrees of freedom, beyond 6.02: under 1e-4.
+    # A new run falls below the bound with probability under 1e-4: Student's t with 9 degrees of freedom beyond 6.02.
     assert len(honest) >= 10
     spread = statistics.stdev(honest) * (1 + 1 / len(honest)) ** 0.5
     assert (statistics.mean(honest) - LEAST_GAIN) / spread >= 6.02
@@ -159,34 +158,17 @@ def test_the_trained_model_loads_in_transformers(finished: tuple[Path, str]) -> 
     assert tokenizer.decode(model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1]).isdigit()
 
 
-def test_the_ledger_tells_who_contributed_to_each_step(finished: tuple[Path, str], tmp_path: Path) -> None:
-    import sqlite3
-
-    from shoal.ledger.connection import SqliteConnection
-    from shoal.ledger.table import Ledger
-
-    folder = finished[0] / "coordinator"
-    identity = Identity.load(folder / "identity.pem")
-    database = sqlite3.connect(folder / "pool.sqlite", isolation_level=None)
-    write_export(Ledger(SqliteConnection(database)).entries(), tmp_path / "ledger.jsonl")
-    entries = list(read_export(tmp_path / "ledger.jsonl"))
-    verify_chain(entries, identity.public)
-    accepted = {json.loads(entry.body)["submission"] for entry in entries if entry.kind == "accepted"}
-    trained = [json.loads(entry.body) for entry in entries if entry.kind == "trained"]
-    assert [body["step"] for body in trained] == list(range(STEPS))
-    assert {name for body in trained for name in body["submissions"]} <= accepted
+def test_a_finished_run_passes_its_audit(finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(finished[0]), "--rerun", "0", "--proofs", "0"]) == 0
+    assert f"steps: {STEPS} trained, each on exactly the groups of its batch" in capsys.readouterr().out
 
 
-def test_what_a_person_finds_in_the_folder(finished: tuple[Path, str]) -> None:
+def test_a_finished_run_keeps_its_results_and_no_caches(finished: tuple[Path, str]) -> None:
     out, printed = finished
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert trained_steps(out) == STEPS
     assert "held-out greedy" in printed
     assert 'dtype = "auto"' not in (out / "config.toml").read_text()
-
-
-def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(finished: tuple[Path, str]) -> None:
-    out, printed = finished
     assert re.search(r"ok +disk +up to ", printed) and "of caches freed" in printed
     assert {path.name for path in (out / "learner" / "versions").iterdir()} == {f"v{STEPS - 1:06d}", f"v{STEPS:06d}"}
     assert [path.name for path in (out / "learner" / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
@@ -213,13 +195,11 @@ def test_a_node_logs_each_event(finished: tuple[Path, str], node: str, words: li
     assert [word for word in words if word not in text] == []
 
 
-def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: tuple[Path, str]) -> None:
+def test_resuming_a_finished_run_changes_nothing(finished: tuple[Path, str]) -> None:
 
     def files() -> dict[Path, int]:
-        found = [
-            path for path in finished[0].rglob("*") if path.is_file() and ".sqlite" not in path.name
-        ]  # not its log
-        return {path: path.stat().st_mtime_ns for path in found}
+        paths = [path for path in finished[0].rglob("*") if path.is_file() and ".sqlite" not in path.name]
+        return {path: path.stat().st_mtime_ns for path in paths}
 
     before = files()
     status, printed = refused("--resume", finished[0])
@@ -228,37 +208,32 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: tuple[Pat
     assert files() == before
 
 
-def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_more_steps(finished: tuple[Path, str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
     before = (run / "metrics.jsonl").read_text().splitlines()
-    done = subprocess.run(
-        command("--resume", run, "--set", f"run.steps={len(before) + 2}"),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    resume = command("--resume", run, "--set", f"run.steps={len(before) + 2}")
+    done = subprocess.run(resume, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
     after = (run / "metrics.jsonl").read_text().splitlines()
-    assert after[: len(before)] == before, "what was trained stays trained"
+    assert after[: len(before)] == before
     assert [json.loads(line)["step"] for line in after[len(before) :]] == [len(before), len(before) + 1]
     assert (run / "learner" / "versions" / f"v{len(before) + 2:06d}").is_dir()
     summary, first = summary_of(run), summary_of(finished[0])
     assert not any(summary["rejected"].values())
-    assert summary["wall_s"] > first["wall_s"] and summary["tokens_trained"] > first["tokens_trained"], "of both legs"
+    assert summary["wall_s"] > first["wall_s"] and summary["tokens_trained"] > first["tokens_trained"], (
+        "both parts of the run count"
+    )
     assert summary["peak_together_bytes"] >= first["peak_together_bytes"]
 
 
-def test_a_run_keeps_its_config_if_it_cannot_be_resumed_with_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_with_a_wrong_config_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, command: list[str], module: str) -> str:
         assert load(Path(command[0])).model.name == "./nowhere"
         raise ShoalError("no model at nowhere")
 
     (tmp_path / "config.toml").write_text("[run]\nsteps = 3\n")
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # which the swarm prepares for its children
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # `Swarm` sets variables for its children
     swarm = Swarm(parse({"model": {"name": "./nowhere"}}), "run", tmp_path, "http://127.0.0.1:9")
     monkeypatch.setattr(swarm.children, "run", refuse)
     with pytest.raises(ShoalError):
@@ -267,7 +242,9 @@ def test_a_run_keeps_its_config_if_it_cannot_be_resumed_with_another(
     assert (tmp_path / "config.toml").read_text() == "[run]\nsteps = 3\n"
 
 
-def test_a_dashboard_whose_port_is_taken_costs_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_dashboard_port_is_reported_before_anything_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -299,7 +276,9 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         ("file/run", [], "cannot write to"),
     ],
 )
-def test_a_run_that_cannot_start_is_refused_in_words(tmp_path: Path, out: str, more: list[str], words: str) -> None:
+def test_a_run_that_cannot_start_is_refused_with_the_reason(
+    tmp_path: Path, out: str, more: list[str], words: str
+) -> None:
     (tmp_path / "file").write_text("keep me")
     status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / out, *more)
     assert status == 1 and words in printed and "Traceback" not in printed
@@ -307,7 +286,7 @@ def test_a_run_that_cannot_start_is_refused_in_words(tmp_path: Path, out: str, m
 
 
 @pytest.mark.slow
-def test_a_swarm_killed_outright_takes_its_children_along(tmp_path: Path) -> None:
+def test_the_children_of_a_killed_swarm_end(tmp_path: Path) -> None:
     swarm = start(tmp_path / "run", "--set", "model.dtype=float32")
     wait_until(lambda: len(children(tmp_path / "run")) >= 8, DEADLINE_S, "eight processes")
     swarm.kill()
@@ -327,13 +306,15 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_of_the_process_they_are_forked_from_is_survived(tmp_path: Path) -> None:
+def test_kill_9_of_the_fork_server_is_survived(tmp_path: Path) -> None:
     out = tmp_path / "run"
     swarm = start(out)
     wait_until(lambda: trained_steps(out) >= 5, DEADLINE_S, "five steps")
     before = children(out)
     psutil.Process(before["learner"]).parent().kill()
-    wait_until(lambda: not set(before.values()) & set(children(out).values()), DEADLINE_S, "the children to be others")
+    wait_until(
+        lambda: not set(before.values()) & set(children(out).values()), DEADLINE_S, "the children to be replaced"
+    )
     printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     assert min(summary_of(out)["restarts"].values()) >= 1
@@ -359,7 +340,7 @@ def test_kill_9_of_any_process_is_survived(victim: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(EXPECTED))
-def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path: Path) -> None:
+def test_a_dishonest_worker_is_rejected_and_slashed(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     swarm = start(out)
     with liars(swarm, out, [kind]):
@@ -375,7 +356,7 @@ def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_faked_fingerprint_leaves_its_class_and_is_no_lie_and_a_lie_beside_it_is_slashed(tmp_path: Path) -> None:
+def test_a_faked_fingerprint_is_not_slashed_and_a_lie_beside_it_is(tmp_path: Path) -> None:
     if numerics.refusal("float32"):
         pytest.skip(f"no exact numerics here: {numerics.refusal('float32')}")
     out = tmp_path / "run"
@@ -389,9 +370,7 @@ def test_a_faked_fingerprint_leaves_its_class_and_is_no_lie_and_a_lie_beside_it_
     assert summary["accepted"]["cheater-1"] == 0
     assert summary["rejected"]["cheater-0"] == summary["reject_reasons"]["inexact"] >= 1
     exact = summary["accepted"]["worker-0"] + summary["accepted"]["worker-1"]
-    assert summary["exact"]["submissions"] == exact, (
-        "what the cheater is paid for, outside of all classes, is not exact"
-    )
+    assert summary["exact"]["submissions"] == exact, "the faked fingerprint's work is outside of all classes"
     assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
     assert summary["exact"]["tokens"] > 0 and summary["exact"]["mismatched_tokens"] == 0
 
@@ -399,8 +378,8 @@ def test_a_faked_fingerprint_leaves_its_class_and_is_no_lie_and_a_lie_beside_it_
 @pytest.mark.slow
 def test_a_run_of_adapters_leaves_a_plain_model(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    chosen = ("learner.lora.rank=4", "learner.lr=1e-3", "run.steps=3", "evaluator.n=16")
-    swarm = start(out, *(part for one in chosen for part in ("--set", one)))
+    settings = ("learner.lora.rank=4", "learner.lr=1e-3", "run.steps=3", "evaluator.n=16")
+    swarm = start(out, *(word for setting in settings for word in ("--set", setting)))
     printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     trained, base = (load_file(folder / "model.safetensors") for folder in (out / "model", resolve("bundled:tiny")))
@@ -437,16 +416,15 @@ TURNS = (
 
 
 def calling_config(folder: Path) -> Path:
-    """A config of the tiny model as it is, with conversations that teach it to call the calculator."""
+    """Write a config of the tiny model, with conversations that teach it to call the calculator. Return its path."""
     shutil.copytree(resolve("bundled:tiny"), folder / "start")
     (folder / "start" / "chat_template.jinja").write_text(TURNS)
     draw = random.Random(0)
     with (folder / "calls.jsonl").open("w") as calls:
         for a, b in ((draw.randrange(10, 99), draw.randrange(10, 99)) for _ in range(2560)):
-            said = [f"{a} + {b}=", f"calc({a} + {b})", str(a + b), str(a + b)]
-            messages = [
-                {"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, said, strict=True)
-            ]
+            texts = [f"{a} + {b}=", f"calc({a} + {b})", str(a + b), str(a + b)]
+            roles = ["user", "assistant"] * 2
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
             calls.write(json.dumps({"messages": messages}) + "\n")
     text = (CONFIGS / "tiny.toml").read_text()
     text = text.replace("operand_max = 99 }", 'operand_max = 99 }\nenvironment = "calculator"')
@@ -455,20 +433,20 @@ def calling_config(folder: Path) -> Path:
     return path
 
 
-def test_every_lie_is_told_in_a_run() -> None:
+def test_every_kind_of_cheat_has_a_whole_run() -> None:
     assert {*EXPECTED, "forged_tool", "faked_fingerprint"} == set(CHEATS)
 
 
 @pytest.mark.slow
 def test_a_worker_that_forges_a_tools_answers_is_slashed(tmp_path: Path) -> None:
     path, out = calling_config(tmp_path), tmp_path / "run"
-    chosen = [part for key, value in SHORT.items() for part in ("--set", f"{key}={value}")]
+    settings = [word for key, value in SHORT.items() for word in ("--set", f"{key}={value}")]
     for verb, model, folder, lies in (
         ("sft", tmp_path / "start", tmp_path / "sft", []),
         ("run", tmp_path / "sft" / "model", out, ["forged_tool"]),
     ):
         argv = [sys.executable, "-m", "shoal", verb, str(path), "--out", str(folder), "--set", f"model.name={model}"]
-        command = subprocess.Popen([*argv, *chosen], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = subprocess.Popen([*argv, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         with liars(command, folder, lies):
             printed, _ = command.communicate(timeout=DEADLINE_S)
         assert command.returncode == 0, printed
@@ -478,4 +456,4 @@ def test_a_worker_that_forges_a_tools_answers_is_slashed(tmp_path: Path) -> None
     assert summary["accepted"]["cheater"] == 0
     assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert min(step["completion/turns_mean"] for step in metrics) > 1.5, "the model calls"
+    assert min(step["completion/turns_mean"] for step in metrics) > 1.5, "the model calls the tool"

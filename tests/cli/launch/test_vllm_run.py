@@ -1,4 +1,4 @@
-"""Whole tiny runs with liars, on torch and on vLLM: both engines together, several submissions at once."""
+"""Whole tiny runs with dishonest workers, with torch, vLLM and both, and with several submissions at once."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SMALL = ["evaluator.n=16", "tasks.heldout=16"]
 
 
 def run(out: Path, *settings: str, lies: Sequence[str], engine: str = "vllm") -> dict[str, Any]:
-    """The summary of a run with these settings, and with liars that generate with `engine`."""
+    """Run with these settings, and with liars that generate with `engine`. Return the summary."""
     words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
     argv = [sys.executable, "-m", "shoal", "run", str(TINY), "--out", str(out), *words]
     started = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -37,7 +37,7 @@ def run(out: Path, *settings: str, lies: Sequence[str], engine: str = "vllm") ->
 
 
 def run_with_a_liar(out: Path, engine: str, liar: str, *settings: str) -> dict[str, Any]:
-    """The summary of 12 steps with one honest worker on this engine, none of whose work was rejected, and a slashed liar."""
+    """Run 12 steps with one honest worker and one liar on this engine; only the liar is slashed. Return the summary."""
     honest = ("run.steps=12", "workers.count=1", f'workers.engines=["{engine}"]')
     summary = run(out, *honest, *settings, lies=[liar], engine=engine)
     assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]
@@ -63,7 +63,7 @@ def test_a_run_on_vllm_trains_and_its_liars_are_slashed(tmp_path: Path) -> None:
 def test_vllm_and_torch_workers_feed_one_run_and_the_liar_among_them_is_slashed(tmp_path: Path) -> None:
     summary = run(
         tmp_path / "run",
-        "run.steps=40",  # so many that vLLM, which starts later, comes to work
+        "run.steps=40",  # vLLM starts later and must still get work
         'workers.engines=["vllm", "torch"]',
         lies=["quantized_weights"],
     )
@@ -79,13 +79,13 @@ def test_several_submissions_at_once_are_accepted_and_a_liar_is_slashed(tmp_path
     )
     assert set(summary["reject_reasons"]) == {"proof"}, summary
     assert summary["waste"]["too_late"] == 0
-    assert most_at_once((tmp_path / "run" / "logs" / "worker-0.log").read_text()) == 3
+    assert max_in_flight((tmp_path / "run" / "logs" / "worker-0.log").read_text()) == 3
 
 
-def most_at_once(log: str) -> int:
-    """How many tasks a worker held that it had not uploaded yet."""
-    most, held = 0, set[str]()
+def max_in_flight(log: str) -> int:
+    """Return the highest number of tasks that a worker had and had not uploaded yet."""
+    highest, in_flight = 0, set[str]()
     for id, uploaded in re.findall(r"(?:task|submission) (\S+-\d{6})(?::| (is uploaded):)", log):
-        held = held - {id} if uploaded else held | {id}
-        most = max(most, len(held))
-    return most
+        in_flight = in_flight - {id} if uploaded else in_flight | {id}
+        highest = max(highest, len(in_flight))
+    return highest

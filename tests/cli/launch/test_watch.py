@@ -1,4 +1,4 @@
-"""The reasons that stop a run, with a clock, a coordinator and a disk that are functions."""
+"""The reasons for which `shoal run` stops a run, with a fake clock, coordinator and disk."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ...watch.support import node, status
 
 
 class Site:
-    """What the watch sees: `now_s`, the coordinator's status (None: it is away), free bytes."""
+    """What the watch sees: the time, the coordinator's status (`known` None: it is unreachable), free bytes."""
 
     def __init__(self, folder: Path, stall_s: float = STALL_S) -> None:
         self.now_s = 0.0
@@ -64,7 +64,7 @@ def test_a_trained_step_is_progress(tmp_path: Path) -> None:
         site.at(191)
 
 
-def test_a_coordinator_that_is_away_counts_as_no_progress(tmp_path: Path) -> None:
+def test_an_unreachable_coordinator_is_no_progress(tmp_path: Path) -> None:
     site = Site(tmp_path, stall_s=100)
     site.at(0)
     site.now_s, site.known = 101, None
@@ -86,9 +86,9 @@ def test_a_run_whose_groups_teach_nothing_is_stopped(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("first", "later", "last"),
     [(39, 77, 78), (20, 0, 39)],
-    ids=["flat groups of the leg before", "a useful group ends their count"],
+    ids=["the groups before the resume do not count", "a useful group resets the count"],
 )
-def test_a_resumed_run_is_not_stopped_by_the_groups_of_the_leg_before(
+def test_groups_before_a_resume_do_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, later: int, last: int
 ) -> None:
     monkeypatch.setattr(watch, "NO_SIGNAL_GROUPS", 39)
@@ -113,10 +113,10 @@ def grading(total: int, errors: int, recent: int | None = None) -> dict[str, Any
     return {"grading": {"total": total, "recent": newest, "errors": errors, "error": "no module named numpy"}}
 
 
-def test_a_run_whose_grader_fails_too_often_is_stopped_with_why_and_what_to_do(tmp_path: Path) -> None:
+def test_a_run_whose_grader_fails_too_often_is_stopped(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.at(0, **grading(0, 0))
-    site.at(1, **grading(63, 63))  # too few to tell
+    site.at(1, **grading(63, 63))  # too few to judge
     site.at(2, **grading(600, 51))  # 51 of 512: within the limit
     message = (
         r"the grader failed for 52 of the newest 512 completions \(last: no module named numpy\), more than "
@@ -126,7 +126,7 @@ def test_a_run_whose_grader_fails_too_often_is_stopped_with_why_and_what_to_do(t
         site.at(3, **grading(601, 52))
 
 
-def test_a_resumed_run_forgives_the_grader_errors_of_before(tmp_path: Path) -> None:
+def test_grader_errors_before_a_resume_do_not_stop_the_run(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.at(0, **grading(2000, 512))
     site.at(1, **grading(2511, 500))

@@ -1,4 +1,4 @@
-"""What a run needs of a disk."""
+"""The disk space that a run needs, and the errors of a disk without it."""
 
 import errno
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.preflight.disk import (
+from shoal.cli.preflight.machine import (
     RESERVE_BYTES,
-    Needs,
+    DiskNeeds,
     check_left,
     check_space,
+    disk_finding,
+    disk_needs,
     explain,
     file_system,
-    finding,
-    needs,
     used_bytes,
 )
 from shoal.config import Config, parse
@@ -22,11 +22,11 @@ from shoal.errors import ShoalError
 
 MODEL = 100_000_000  # parameters
 CHECKPOINT, VERSION = 12 * MODEL, 2 * MODEL
-WANTED = needs(Config(), MODEL)
+NEEDS = disk_needs(Config(), MODEL)
 
 
 def peak(**sections: Any) -> int:
-    return needs(parse(sections), MODEL).peak_bytes
+    return disk_needs(parse(sections), MODEL).peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ def test_the_estimate_counts_relays_sites_and_their_meeting() -> None:
 
 def test_a_short_run_needs_less_and_keeps_less_than_it_needs() -> None:
     assert peak(run={"steps": 1}) < peak() / 2
-    assert CHECKPOINT < WANTED.kept_bytes < WANTED.peak_bytes
+    assert CHECKPOINT < NEEDS.kept_bytes < NEEDS.peak_bytes
 
 
 def test_a_run_must_fit_beside_the_reserve_that_would_stop_it(tmp_path: Path) -> None:
-    enough = WANTED.peak_bytes + RESERVE_BYTES
-    check_space(tmp_path, WANTED, free=enough)
-    assert finding(WANTED, enough).level == "ok" and finding(WANTED, enough - 1).level == "fails"
+    enough = NEEDS.peak_bytes + RESERVE_BYTES
+    check_space(tmp_path, NEEDS, free=enough)
+    assert disk_finding(NEEDS, enough).level == "ok" and disk_finding(NEEDS, enough - 1).level == "fails"
     with pytest.raises(
         ShoalError, match=r"the file system /\S* has \d+\.\d GiB free, and this run needs up to \d+\.\d"
     ):
-        check_space(tmp_path, WANTED, free=enough - 1)
+        check_space(tmp_path, NEEDS, free=enough - 1)
     check_left(tmp_path, RESERVE_BYTES)
     with pytest.raises(ShoalError, match="is full: 64 MiB are left"):
         check_left(tmp_path, RESERVE_BYTES - 1)
@@ -69,7 +69,7 @@ def test_a_run_must_fit_beside_the_reserve_that_would_stop_it(tmp_path: Path) ->
 def test_what_a_resumed_run_has_already_written_is_not_needed_again(tmp_path: Path) -> None:
     with (tmp_path / "checkpoint").open("wb") as sparse:
         sparse.truncate(10**9)
-    check_space(tmp_path, Needs(10**9, 0), free=RESERVE_BYTES)
+    check_space(tmp_path, DiskNeeds(10**9, 0), free=RESERVE_BYTES)
 
 
 def test_a_file_with_two_names_counts_once_and_a_link_not_at_all(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A whole run's time and memory, composed of given rates: no clock is read."""
+"""The forecast of a whole run's time and memory from given speeds, and what `shoal check CONFIG` prints."""
 
 import json
 from dataclasses import replace
@@ -51,9 +51,9 @@ def settings(**sections: dict[str, Any]) -> Config:
 
 
 def whole(config: Config, trained: int = 0, **measured: Any) -> Forecast:
-    found = forecast(config, MEASURED | measured, CORES, trained=trained)
-    assert isinstance(found, Forecast)
-    return found
+    run = forecast(config, MEASURED | measured, CORES, trained=trained)
+    assert isinstance(run, Forecast)
+    return run
 
 
 def test_a_run_is_its_start_its_steps_and_two_evaluations() -> None:
@@ -61,17 +61,14 @@ def test_a_run_is_its_start_its_steps_and_two_evaluations() -> None:
     work = work_of(config, prompt=26, length=12, useful=USEFUL)
     assert evaluation(config, work) == replace(work, generated=128, completions=1, at_once=64)
     step_s = sum(step_seconds(SIZES, work, 2, cpu).values())
-    found = whole(config)
-    assert found.seconds == pytest.approx(
-        START_S + 12 * step_s + 4 * rollouts_s(SIZES, evaluation(config, work), 2, cpu)
-    )
-    assert (found.step_s, found.slowest, found.steps) == (step_s, "rollouts", 12)
+    run = whole(config)
+    assert run.seconds == pytest.approx(START_S + 12 * step_s + 4 * rollouts_s(SIZES, evaluation(config, work), 2, cpu))
+    assert (run.step_s, run.slowest, run.steps) == (step_s, "rollouts", 12)
     rest = whole(config, trained=9)
-    assert rest.steps == 3 and rest.seconds < found.seconds
+    assert rest.steps == 3 and rest.seconds < run.seconds
 
 
-def test_float32_is_planned_in_float32() -> None:
-    """Half of the speed, and twice the bytes to read and to hold."""
+def test_float32_takes_more_time_and_memory_than_bfloat16() -> None:
     machine = {"flops": 200e9, "bandwidth_Bps": 10e9, "memory_bytes": 24e9}
     fast, full = whole(settings()), whole(settings(), dtype="float32", machine=machine)
     assert full.seconds > 1.2 * fast.seconds
@@ -81,50 +78,50 @@ def test_float32_is_planned_in_float32() -> None:
     assert full.memory_bytes - fast.memory_bytes == pytest.approx(sum(more[role] * n for role, n in counts.items()))
 
 
-def test_completions_are_as_long_as_targets_say_or_as_the_limit() -> None:
+def test_completions_are_as_long_as_the_mean_target_or_the_limit() -> None:
     targets = {"sampling": {"max_tokens": 300}, "tasks": {"length_targets": [100, 200]}}
     assert expected_length(parse(targets)) == 150
     assert expected_length(parse({"sampling": {"max_tokens": 300}})) == 300
     assert expected_length(parse(targets | {"sampling": {"max_tokens": 120}})) == 120
 
 
-def test_a_forecast_is_two_lines_and_memory_that_does_not_suffice_fails() -> None:
-    found = whole(settings())
-    time, held = findings(found)
-    assert time.text.startswith(f"about {duration(found.seconds)} in bfloat16: 12 steps of ")
-    assert held.level == "ok" and held.text == f"about {memory(round(found.memory_bytes))} of 22.4 GiB"
-    _, held = findings(replace(found, machine_bytes=1e9))
-    assert held.level == "fails" and "learner.lora" in held.remedy
+def test_a_forecast_gives_two_findings_and_too_little_memory_fails() -> None:
+    run = whole(settings())
+    time, needed = findings(run)
+    assert time.text.startswith(f"about {duration(run.seconds)} in bfloat16: 12 steps of ")
+    assert needed.level == "ok" and needed.text == f"about {memory(round(run.memory_bytes))} of 22.4 GiB"
+    _, needed = findings(replace(run, machine_bytes=1e9))
+    assert needed.level == "fails" and "learner.lora" in needed.remedy
 
 
-def test_what_the_arithmetic_does_not_cover_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_estimated_has_the_reason_instead(tmp_path: Path) -> None:
     adapters = settings(learner={"lora": {"rank": 4}})
     assert forecast(adapters, MEASURED, CORES) == "not estimated for adapters"
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
-    found = forecast(settings(model={"name": str(tmp_path)}), MEASURED, CORES)
-    assert isinstance(found, str) and found.startswith("not estimated: ") and "lacks" in found
+    reason = forecast(settings(model={"name": str(tmp_path)}), MEASURED, CORES)
+    assert isinstance(reason, str) and reason.startswith("not estimated: ") and "lacks" in reason
 
 
-def test_a_check_of_a_config_says_time_memory_and_disk(
+def test_a_check_of_a_config_estimates_time_memory_and_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_folder: Path
 ) -> None:
-    assert main(["check", "tiny", "--dir", str(tmp_path / "runs")]) == DONE, "a folder that is made by the run"
+    assert main(["check", "tiny", "--dir", str(tmp_path / "runs")]) == DONE, "the run would make the folder"
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-    words = {name: text for _, name, text in lines}  # the last of each name: of the run
+    words = {name: text for _, name, text in lines}  # the run's findings come last
     assert "24 steps of " in words["time"] and words["memory"].startswith("about ")
     assert "rewards and environments answered a trial" in words["tasks"]
     assert [name for _, name, _ in lines].count("disk") == 1 and "during the run" in words["disk"]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_check_names_all_that_stops_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_names_all_problems_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["sampling.max_tokens=2000", 'tasks.sources=[{generator = "arithmetic", reward = "maths"}]']
     assert main(["check", "tiny", *(word for each in wrong for word in ("--set", each))]) == FAILED
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fails")]
     assert len(lines) == 2 and "lower sampling.max_tokens" in lines[0] and "no reward 'maths'" in lines[1]
 
 
-def test_a_model_that_the_arithmetic_does_not_cover_may_run(
+def test_a_model_that_cannot_be_estimated_may_run(
     tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in tiny_folder.iterdir():
@@ -136,14 +133,11 @@ def test_a_model_that_the_arithmetic_does_not_cover_may_run(
     assert "mixture of experts" in capsys.readouterr().out
 
 
-def test_roles_that_work_at_once_share_the_cores() -> None:
+def test_roles_share_the_cores_unless_they_take_turns() -> None:
     settings = parse({"coordinator": {"async_level": 1}, "workers": {"count": 1}})
     for cores in (2, 4, 8, 16):
         threads = share_threads(settings, cores)
         assert threads["learner"] + threads["worker"] + threads["validator"] <= max(cores, 3), threads
-
-
-def test_roles_that_take_turns_have_all_cores_each() -> None:
     settings = parse({"coordinator": {"async_level": 0}, "workers": {"count": 2}, "validator": {"count": 1}})
     threads = share_threads(settings, 8)
     assert (threads["learner"], threads["validator"], threads["worker"]) == (8, 8, 4)

@@ -1,4 +1,4 @@
-"""Each fact that stops or slows a run, one at a time; and what is measured here."""
+"""`shoal check`: the findings about a machine, and those about this one."""
 
 from pathlib import Path
 
@@ -28,13 +28,13 @@ from shoal.cli.preflight.machine import GIB, CheckLine, examine, free_bytes
         (machine.of_sandbox({"bubblewrap": "", "kernel": "no userns"}), "ok", "bubblewrap"),
     ],
 )
-def test_what_is_wrong_comes_with_a_remedy(finding: CheckLine, level: str, words: str) -> None:
+def test_every_problem_comes_with_a_remedy(finding: CheckLine, level: str, words: str) -> None:
     assert finding.level == level and words in finding.line()
     assert (level == "ok") != bool(finding.remedy)
 
 
-def test_this_machine_is_measured_and_nothing_is_made(tmp_path: Path) -> None:
-    names = [one.name for one in examine(tmp_path / "not" / "made")]
+def test_this_machine_is_measured_and_nothing_is_written(tmp_path: Path) -> None:
+    names = [finding.name for finding in examine(tmp_path / "not" / "made")]
     assert [name for name in names if name != "system"] == [
         *("torch", "device", "speed", "numerics", "memory", "disk", "sandbox")
     ]
@@ -45,7 +45,7 @@ def test_a_device_and_a_folder_that_are_not_there_fail_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    assert {one.name for one in examine(tmp_path, "cuda:99") if one.level == "fails"} == {"device"}
+    assert {each.name for each in examine(tmp_path, "cuda:99") if each.level == "fails"} == {"device"}
     assert main(["check", "--dir", str(tmp_path / "file" / "below")]) == FAILED
     [wrong] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fails")]
     assert "file is not a folder" in wrong

@@ -1,4 +1,4 @@
-"""What a dry run finds before anything is started, each as one line."""
+"""Faults of a config that are found before anything is started, each as one line."""
 
 import json
 from pathlib import Path
@@ -30,14 +30,14 @@ def model(folder: Path, **config: Any) -> str:
     [{"max_position_embeddings": 64}, {"text_config": {"max_position_embeddings": 64}}],
     ids=["plain", "nested"],
 )
-def test_completions_longer_than_the_model_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+def test_completions_longer_than_the_models_positions_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
     name = model(tmp_path / "model", **config)
     with pytest.raises(ConfigError, match="sampling.max_tokens = 64 does not fit .* its 64 positions"):
         check(model={"name": name})
     check(model={"name": name}, sampling={"max_tokens": 63})  # a prompt of one token fits
 
 
-def test_a_model_that_names_no_positions_is_not_checked(tmp_path: Path) -> None:
+def test_a_model_without_a_limit_of_positions_is_not_checked(tmp_path: Path) -> None:
     check(model={"name": model(tmp_path / "model")})
 
 
@@ -48,18 +48,20 @@ def test_the_default_recipe_is_refused_for_the_bundled_model() -> None:
         check_length(Config())
 
 
-def test_the_bundled_model_has_the_positions_that_are_assumed_of_it(bundled: Path) -> None:
+def test_the_bundled_model_has_the_expected_positions(bundled: Path) -> None:
     assert read_config(SMOLLM2, fetch=False)["max_position_embeddings"] == BUNDLED_POSITIONS[SMOLLM2]
 
 
 @pytest.mark.parametrize("name", list(BUNDLED_POSITIONS))
-def test_a_bundled_model_is_known_before_it_is_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundled_models_positions_are_known_before_it_is_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     assert read_config(name, fetch=False) == {"max_position_embeddings": BUNDLED_POSITIONS[name]}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_of_the_hub_is_asked_for_only_by_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_is_fetched_only_by_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     check_length(parse({"model": {"name": "org/nowhere"}}))
@@ -79,11 +81,11 @@ def test_tasks_that_cannot_be_read_or_graded_are_named(source: dict[str, str], m
         load_tasks(parse(FITTING | {"tasks": {"sources": [source]}}))
 
 
-def test_what_became_of_the_rows_is_noted() -> None:
+def test_a_note_counts_the_tasks() -> None:
     assert load_tasks(parse(FITTING)).notes[0] == "arithmetic: 644 tasks to train on, 256 held out"
 
 
-def test_a_resolved_model_is_checked_as_it_is(tiny_folder: Path) -> None:
+def test_a_model_in_a_folder_is_checked(tiny_folder: Path) -> None:
     assert resolve(str(tiny_folder)) == tiny_folder
     with pytest.raises(ConfigError, match="its 512 positions"):
         check(model={"name": str(tiny_folder)}, sampling={"max_tokens": 512})
