@@ -130,8 +130,12 @@ def test_serving_at_a_port_in_use_says_what_to_do(small: str, capsys: pytest.Cap
     assert capsys.readouterr().err == f"{where}Address already in use; choose another port, or 0 for a free one\n"
 
 
-def test_a_run_is_not_resumed_with_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_never_started_or_with_another_model_is_not_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.toml").write_text('[model]\nname = "bundled:tiny"\n')
+    assert main(["run", "--resume", str(tmp_path)]) == USAGE
+    assert f"{tmp_path} is neither the folder of a run nor of a coordinator that was started" in capsys.readouterr().err
     assert main(["run", "--resume", str(tmp_path), "--set", "model.name=./other"]) == USAGE
     words = f"the run in {tmp_path} trains bundled:tiny, not ./other: start a new run for that model"
     assert capsys.readouterr().err == f"shoal run: {words}\n"

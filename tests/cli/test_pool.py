@@ -228,9 +228,6 @@ def test_an_unreachable_pool_is_one_line_with_its_address(
             assert main(["pool", "status", where, *more]) == FAILED
             printed = capsys.readouterr().err
             assert "no coordinator answers at http://127.0.0.1:9" in printed and len(printed.splitlines()) == 1
-    (tmp_path / "pool" / "summary.json").write_text("{}")
-    assert main(["pool", "status", str(tmp_path / "pool")]) == FAILED
-    assert "has ended: see" in capsys.readouterr().err
 
 
 # --- shoal pool invite, and nodes that join --------------------------------------------------------------------------------

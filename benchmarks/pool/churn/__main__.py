@@ -30,10 +30,10 @@ from benchmarks.pool.churn.verdict import figures, judge
 from shoal import config as config_module
 from shoal.cli.launch import members
 from shoal.cli.launch.children import Child, Children
-from shoal.cli.launch.members import stopped_run
 from shoal.cli.launch.swarm import Swarm
 from shoal.config import Config
 from shoal.errors import ShoalError
+from shoal.protocol.invite import Address
 
 PORT = 8700
 SPARED = ("evaluator",)
@@ -109,10 +109,10 @@ class Churned(Apart):
 
     def last_leg(self) -> Apart:
         """Resume the stopped run for its last steps."""
-        name, address = stopped_run(self.out)
+        address = Address.read(self.out)
         steps = len((self.out / "metrics.jsonl").read_text().splitlines()) + MORE_STEPS
         config = config_module.load(self.out / "config.toml", [f"run.steps={steps}"])
-        return Apart(config, name, self.out, self.network, address)
+        return Apart(config, address.run, self.out, self.network, address.url)
 
     def _pid(self, name: str) -> int | None:
         for child in self.children.all:

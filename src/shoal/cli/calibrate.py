@@ -4,7 +4,7 @@ Machines with different numerics, such as another dtype, differ in the last bits
 condition is judged under each validator condition, in submissions of the configured size and of one group. A statistic's
 limit is its worst honest value times a margin.
 The limits apply outside a validator's exactness class, so they are measured with fast numerics. Within a class the tolerance
-is zero. The self-test reports for each dtype whether this machine may claim a class.
+is zero.
 
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
     measured.json   every submission's figures, by condition; and the figures behind the bounds, by pair of dtypes
@@ -34,14 +34,11 @@ import torch
 
 from shoal.config import Config, EngineName
 from shoal.config.sections import ROW_TOKENS
-from shoal.engine import selftest
 from shoal.engine.protocol import Completion, Engine
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
 from shoal.errors import ShoalError
-from shoal.model import numerics
 from shoal.model.dtype import DtypeName, measure_gflops, temporarily_on
-from shoal.model.load import load_model
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import BEYOND, Assignment
@@ -135,8 +132,6 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                         condition = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
                         measured.append(condition | {"number": number} | figures)
             say(f"{folder.name}, {generation}: {submissions} submissions under {len(checkings)} validators")
-    for dtype in dict.fromkeys(generation.dtype for generation in generations):
-        say(f"{dtype}: {_exactness(folders[0], dtype, config.model.device)}")
     engines: list[EngineName] = list(dict.fromkeys(generation.engine for generation in generations))
     rows_of = {engine: [row for row in measured if row["worker"]["engine"] == engine] for engine in engines}
     worst = {
@@ -160,15 +155,9 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     sections = {"validator": {name: value for name, value in validator.items() if value}, "evidence": evidence}
     title = f"# {config.model.name}: the worst of {len(measured)} judgements of honest work, times a margin\n"
     (out / "limits.toml").write_text(title + tomli_w.dumps(sections))
-    for engine, values in worst.items():
-        for name, (limit, _, _) in LIMITS.items():
-            say(f"{engine}: validator.{limit} = {limits_of(values)[limit]:g}  (worst honest {values[name]:.4g})")
-    for bound, value in evidence.items():
-        say(f"evidence.{bound} = {value}")
     failed = sum(row["failed_checks"] > 0 for row in measured)
-    rollouts = sum(int(row["rollouts"]) for row in measured)
-    judged = f"{len(measured)} judgements of honest work ({rollouts} rollouts)"
-    say(f"the config's own limits would have rejected {failed} of {judged}")
+    say(f"the config's own limits would have rejected {failed} of {len(measured)} judgements of honest work")
+    say(f"limits: {out / 'limits.toml'}")
 
 
 def limits_of(worst: Mapping[str, float]) -> dict[str, float]:
@@ -233,16 +222,6 @@ def honest_figures(judge: Judge, assignment: Assignment, worker: str, data: byte
         "exposure": round(exposure, 3),
         "misses": misses,
     }
-
-
-def _exactness(folder: Path, dtype: DtypeName, device: str) -> str:
-    """Describe whether this machine may claim an exactness class in this dtype."""
-    if numerics.pick("auto", dtype, device) == "fast":
-        return "no exact numerics here: work is judged by the limits"
-    disagreements = selftest.disagreements(load_model(folder, dtype, device, "exact"), dtype, device)
-    if disagreements:
-        return f"results depend on batch shapes here ({', '.join(disagreements)}): work is judged by the limits"
-    return "results do not depend on batch shapes here: within a class of such machines the tolerance is zero"
 
 
 def _judge(config: Config, checking: Checking) -> Judge:

@@ -27,7 +27,7 @@ from shoal.cli.arguments import (
 from shoal.cli.launch import process
 from shoal.config import Config
 from shoal.errors import ShoalError, UserError
-from shoal.protocol.invite import Invite, read_invite
+from shoal.protocol.invite import Address, Invite, read_invite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.config.is_file():
             raise UserError(f"{arguments.resume} is not the folder of a run: no config.toml there")
     config = read_config(arguments)
-    from shoal.cli.launch.members import stopped_run
     from shoal.cli.launch.swarm import Swarm
 
     if arguments.resume:
@@ -81,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(
                 f"the run in {arguments.resume} trains {model}, not {config.model.name}: start a new run for that model"
             )
-        name, address = stopped_run(arguments.resume)
-        return Swarm(config, name, arguments.resume, address, dashboard=arguments.dashboard).run()
+        address = Address.read(arguments.resume)
+        return Swarm(config, address.run, arguments.resume, address.url, dashboard=arguments.dashboard).run()
     stem = arguments.config.stem
     name = run_name(f"{stem}-{config.run.seed}", "rename the config file, after which the run is called")
     out = arguments.out or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.launch.members import LOCK, locked, remove_caches, stopped_run
+from shoal.cli.launch.members import LOCK, locked, remove_caches
 from shoal.cli.launch.swarm import Swarm
 from shoal.cli.preflight.machine import used_bytes
 from shoal.config import Config, parse
@@ -65,11 +65,6 @@ def test_a_members_invite_is_private_and_outlasts_a_restart(tmp_path: Path, monk
         invites.append(read_invite(str(path)))
     invites[0].check("worker", now_s=None)
     assert invites[0] == invites[1]
-
-
-def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{tmp_path} holds no run"):
-        stopped_run(tmp_path)
 
 
 def test_a_run_locks_its_folder_until_its_process_ends(tmp_path: Path) -> None:

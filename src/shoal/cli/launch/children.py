@@ -91,8 +91,8 @@ class Children:
         self.context: BaseContext = multiprocessing.get_context("forkserver" if forks else "spawn")
         self.context.set_forkserver_preload(["shoal.cli.launch.preload"])
 
-    def start(self, name: str, command: list[str], *, optional: bool = False) -> Child:
-        child = Child(name, command, self.logs / f"{name}.log", self.context, optional=optional)
+    def start(self, name: str, command: list[str], module: str = "shoal.cli", *, optional: bool = False) -> Child:
+        child = Child(name, command, self.logs / f"{name}.log", self.context, module, optional)
         self.all.append(child)
         child.start()
         return child

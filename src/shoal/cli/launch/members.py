@@ -15,7 +15,6 @@ from shoal.cli.preflight.estimate import share_threads
 from shoal.cli.preflight.machine import used_bytes
 from shoal.config import Config
 from shoal.errors import UserError
-from shoal.protocol.invite import Address, AddressError
 from shoal.protocol.messages import Role
 
 MEETING = "meet"  # name and folder of the meeting of the learner's sites
@@ -78,15 +77,6 @@ def command(member: RunProcess, config: Config, out: Path, cores: int) -> list[s
 
 
 # --- the folder of a run ---------------------------------------------------------------------------------------------
-
-
-def stopped_run(folder: Path) -> tuple[str, str]:
-    """Return the id and the coordinator's URL of the run in `folder`. Raise UserError."""
-    try:
-        address = Address.read(folder / "coordinator")
-    except AddressError as error:
-        raise UserError(f"{folder} holds no run to resume: no coordinator listened there") from error
-    return address.run, address.url
 
 
 @contextmanager

@@ -221,22 +221,14 @@ def drain(arguments: argparse.Namespace) -> None:
 def status(arguments: argparse.Namespace) -> None:
     import httpx
 
-    from shoal.protocol.history import UnreachableError
     from shoal.protocol.invite import find_coordinator
     from shoal.watch.run import PoolRun
-    from shoal.watch.summary import SUMMARY
     from shoal.watch.terminal.live import Terminal, show, watch
 
     with httpx.Client(timeout=5) as client:
         url = find_coordinator(arguments.pool)
         view = watch if arguments.watch else show
-        try:
-            view(PoolRun(url, client, Path(arguments.pool)), Terminal())
-        except UnreachableError as error:
-            if not (Path(arguments.pool) / SUMMARY).exists():
-                raise
-            ended = f"the run in {arguments.pool} has ended: see {Path(arguments.pool) / SUMMARY} and reward.png there"
-            raise UnreachableError(ended) from error
+        view(PoolRun(url, client, Path(arguments.pool)), Terminal())
 
 
 def discover(arguments: argparse.Namespace) -> None:
