@@ -47,6 +47,9 @@ class Ledger:
         """Insert an entry after another, by default before the seal."""
         self.entries.insert(len(self.entries) - 1 if after is None else self.index(after) + 1, (kind, body))
 
+    def change_kind(self, kind: str, body: Body) -> None:
+        self.entries[self.index(body)] = kind, body
+
     def set_node(self, key: Identity, **columns: object) -> None:
         for name, value in columns.items():
             self.database.execute(f"UPDATE nodes SET {name} = ? WHERE key = ?", [value, key.public])
@@ -90,76 +93,6 @@ def forging(folder: Path) -> Iterator[Ledger]:
     database.close()
 
 
-# --- stolen pay ------------------------------------------------------------------------------------------------------
-
-
-def forfeit_without_slash(ledger: Ledger) -> None:
-    body = ledger.find("credited", worker=ALICE.public)
-    ledger.entries[ledger.index(body)] = "forfeited", body
-
-
-def forfeit_before_slash(ledger: Ledger) -> None:
-    body = ledger.find("forfeited")
-    ledger.drop(body)
-    ledger.add("forfeited", body, after=ledger.find("rejected", worker=MALLORY.public, reason="bounds"))
-
-
-def no_pay_at_the_end(ledger: Ledger) -> None:
-    ledger.drop([body for kind, body in ledger.entries if kind == "credited" and body["worker"] == BOB.public][-1])
-
-
-def no_pay_when_covered(ledger: Ledger) -> None:
-    ledger.drop(ledger.find("credited", worker=ALICE.public))
-
-
-def pay_nobody(ledger: Ledger) -> None:
-    ledger.drop(*[body for kind, body in ledger.entries if kind == "credited"])
-
-
-def keep_what_was_lost(ledger: Ledger) -> None:
-    ledger.drop(ledger.find("forfeited"))
-
-
-# --- pay that nobody earned ------------------------------------------------------------------------------------------
-
-
-def pay_twice(ledger: Ledger) -> None:
-    ledger.add("credited", dict(ledger.find("credited", worker=ALICE.public)))
-
-
-def pay_and_forfeit(ledger: Ledger) -> None:
-    body = ledger.find("credited", worker=BOB.public)
-    ledger.add("forfeited", dict(body))
-
-
-def pay_another(ledger: Ledger) -> None:
-    ledger.find("credited", worker=ALICE.public)["worker"] = BOB.public
-
-
-def pay_a_stranger(ledger: Ledger) -> None:
-    eve = "ee" * 32
-    ledger.add("registered", {"key": eve, "name": "eve", "role": "worker"})
-    ledger.add("credited", {"worker": eve, "submissions": [f"{eve[:16]}-000000"], "tokens": 12})
-
-
-def pay_for_nothing(ledger: Ledger) -> None:
-    ledger.add("credited", {"worker": ALICE.public, "submissions": [], "tokens": 0})
-
-
-def pay_for_rejected(ledger: Ledger) -> None:
-    id = ledger.find("rejected", reason="bounds")["submission"]
-    ledger.add("credited", {"worker": MALLORY.public, "submissions": [id], "tokens": 12})
-
-
-def pay_more(ledger: Ledger) -> None:
-    ledger.find("credited", worker=ALICE.public)["tokens"] += 1
-
-
-def pay_the_slashed(ledger: Ledger) -> None:
-    body = ledger.find("forfeited")
-    ledger.entries[ledger.index(body)] = "credited", body
-
-
 # --- framed workers --------------------------------------------------------------------------------------------------
 
 
@@ -169,8 +102,10 @@ def reject(ledger: Ledger, facts: Body, reason: str) -> Body:
     return body
 
 
-def slash(ledger: Ledger, facts: Body) -> None:
-    ledger.add("slashed", {name: value for name, value in facts.items() if name != "detail"})
+def slash(ledger: Ledger, facts: Body, reason: str) -> None:
+    """Reject Bob's file and slash him."""
+    body = reject(ledger, facts, reason)
+    ledger.add("slashed", {name: value for name, value in body.items() if name != "detail"})
     ledger.set_node(BOB, state="banned")
 
 
@@ -178,30 +113,12 @@ def slash_with_anothers_file(ledger: Ledger) -> None:
     """With a task number that was never assigned, and a nonce of zeros."""
     theirs = ledger.find("rejected", reason="proof")
     facts = {"worker": BOB.public, "submission": f"{BOB.public[:16]}-000077", "nonce": "0" * 32}
-    slash(ledger, reject(ledger, {**theirs, **facts}, "proof"))
-
-
-def slash_with_another_number(ledger: Ledger) -> None:
-    facts = ledger.file(BOB, 5) | {"submission": f"{BOB.public[:16]}-000006"}
-    slash(ledger, reject(ledger, facts, "sampling"))
-
-
-def slash_with_another_nonce(ledger: Ledger) -> None:
-    slash(ledger, reject(ledger, ledger.file(BOB, 5) | {"nonce": "0" * 32}, "sampling"))
-
-
-def slash_for_another_size(ledger: Ledger) -> None:
-    facts = ledger.file(BOB, 5)
-    slash(ledger, reject(ledger, facts | {"groups": facts["groups"] + 1}, "tasks"))
-
-
-def slash_for_another_version(ledger: Ledger) -> None:
-    slash(ledger, reject(ledger, ledger.file(BOB, 5) | {"version": 1}, "proof"))
+    slash(ledger, {**theirs, **facts}, "proof")
 
 
 def slash_with_a_file_that_is_none(ledger: Ledger) -> None:
     file = Folder(ledger.folder / "coordinator" / "store").put("submissions", b"PAR1 no rollouts PAR1")
-    slash(ledger, reject(ledger, ledger.file(BOB, 5) | {"file": file}, "proof"))
+    slash(ledger, ledger.file(BOB, 5) | {"file": file}, "proof")
 
 
 def slash_as_replayed(ledger: Ledger) -> None:
@@ -211,15 +128,7 @@ def slash_as_replayed(ledger: Ledger) -> None:
     rows = read_submission(store.get("submissions", theirs["file"]), max_rows=64, max_tokens=64).rows
     header = read_submission(store.get("submissions", facts["file"]), max_rows=64, max_tokens=64).header
     facts["file"] = store.put("submissions", write_submission(header, rows, BOB))
-    slash(ledger, reject(ledger, facts, "replayed"))
-
-
-def slash_for_a_soft_reason(ledger: Ledger) -> None:
-    slash(ledger, reject(ledger, ledger.file(BOB, 5), "bounds"))
-
-
-def slash_by_other_facts(ledger: Ledger) -> None:
-    ledger.find("slashed")["file"] = "ab" * 32
+    slash(ledger, facts, "replayed")
 
 
 def slash_nobody(ledger: Ledger) -> None:
@@ -227,14 +136,6 @@ def slash_nobody(ledger: Ledger) -> None:
     ledger.drop(slashed, lost)
     ledger.add("credited", lost)
     ledger.set_node(MALLORY, state="active")
-
-
-def slash_another(ledger: Ledger) -> None:
-    ledger.find("slashed")["worker"] = BOB.public
-
-
-def reject_with_anothers_file(ledger: Ledger) -> None:
-    reject(ledger, ledger.file(BOB, 5) | {"file": ledger.find("rejected", reason="bounds")["file"]}, "bounds")
 
 
 def dismissal(ledger: Ledger, evidence: float, submissions: int) -> None:
@@ -249,128 +150,150 @@ def dismiss_without_rejection(ledger: Ledger) -> None:
     ledger.add("dismissed", body)
 
 
-def reject_for_spending_and_dismiss_nobody(ledger: Ledger) -> None:
-    reject(ledger, ledger.file(BOB, 5), "spending")
+# --- pay, batches ----------------------------------------------------------------------------------------------------
 
 
-def ban(ledger: Ledger) -> None:
-    ledger.set_node(BOB, state="banned")
+def forfeit_before_slash(ledger: Ledger) -> None:
+    body = ledger.find("forfeited")
+    ledger.drop(body)
+    ledger.add("forfeited", body, after=ledger.find("rejected", worker=MALLORY.public, reason="bounds"))
 
 
-def readmit(ledger: Ledger) -> None:
-    ledger.set_node(MALLORY, state="active")
+def pay_a_stranger(ledger: Ledger) -> None:
+    eve = "ee" * 32
+    ledger.add("registered", {"key": eve, "name": "eve", "role": "worker"})
+    ledger.add("credited", {"worker": eve, "submissions": [f"{eve[:16]}-000000"], "tokens": 12})
 
 
-def dismiss_in_the_table(ledger: Ledger) -> None:
-    ledger.set_node(BOB, state="dismissed")
+def pay_for_rejected(ledger: Ledger) -> None:
+    id = ledger.find("rejected", reason="bounds")["submission"]
+    ledger.add("credited", {"worker": MALLORY.public, "submissions": [id], "tokens": 12})
 
 
-def suspend(ledger: Ledger) -> None:
-    ledger.set_node(BOB, suspensions=1, suspended_until_s=2e9, state="suspended")
-
-
-# --- verdicts, batches, the run's end --------------------------------------------------------------------------------
-
-
-def judged_by_nobody(ledger: Ledger) -> None:
-    ledger.find("rejected", reason="bounds")["validator"] = "ee" * 32
-
-
-def judged_by_a_worker(ledger: Ledger) -> None:
-    ledger.find("rejected", reason="bounds")["validator"] = BOB.public
-
-
-def judged_before_its_validator_joined(ledger: Ledger) -> None:
+def judge_before_joining(ledger: Ledger) -> None:
     body = ledger.find("registered", key=VALIDATOR.public)
     ledger.drop(body)
     ledger.add("registered", body, after=ledger.find("accepted"))
 
 
-def judged_after_its_validator_left(ledger: Ledger) -> None:
-    ledger.set_node(VALIDATOR, state="left", state_s=1_600_000_000.0)
+def batch_with(ledger: Ledger, submission: str, group: int = 0) -> None:
+    """Put another group first in the last batch."""
+    ledger.find("batch", step=2)["groups"][0] = [submission, group]
 
 
-def batch_of_rejected(ledger: Ledger) -> None:
-    ledger.find("batch", step=2)["groups"][0] = [ledger.find("rejected", reason="bounds")["submission"], 0]
+def all_credited(ledger: Ledger, key: Identity | None = None) -> list[Body]:
+    credited = [body for kind, body in ledger.entries if kind == "credited"]
+    return [body for body in credited if key is None or body["worker"] == key.public]
 
 
-def batch_of_unjudged(ledger: Ledger) -> None:
-    ledger.find("batch", step=2)["groups"][0] = [f"{BOB.public[:16]}-000044", 0]
-
-
-def batch_of_one_group(ledger: Ledger) -> None:
-    groups = ledger.find("batch", step=2)["groups"]
-    groups[1] = groups[0]
-
-
-def batch_after_the_end(ledger: Ledger) -> None:
-    ledger.add("batch", ledger.find("batch", step=2) | {"step": 3})
-
-
-def step_after_the_end(ledger: Ledger) -> None:
-    ledger.add("trained", dict(ledger.find("trained", step=2)))
-
-
-def version_after_the_end(ledger: Ledger) -> None:
-    ledger.add("policy", {"version": 4, "digest": "ab" * 32})
-
-
-def work_after_the_end(ledger: Ledger) -> None:
-    reject(ledger, ledger.file(BOB, 5) | {"step": 3}, "bounds")
-
-
-def version_before_its_step(ledger: Ledger) -> None:
-    ledger.add("policy", {"version": 3, "digest": "ab" * 32}, after=ledger.find("policy", version=0))
-
-
-def a_new_kind(ledger: Ledger) -> None:
-    ledger.add("pardoned", {"worker": MALLORY.public})
-
-
-FORGERIES: dict[Callable[[Ledger], None], str] = {
-    forfeit_without_slash: "neither slashed nor dismissed",
-    forfeit_before_slash: "neither slashed nor dismissed",
-    no_pay_at_the_end: "neither paid nor forfeited",
-    no_pay_when_covered: "does not pay .*, which later checks cover",
-    pay_nobody: "does not pay",
-    keep_what_was_lost: "neither paid nor forfeited",
-    pay_twice: "is not accepted and unsettled work of",
-    pay_and_forfeit: "neither slashed nor dismissed",
-    pay_another: "is not accepted and unsettled work of",
-    pay_a_stranger: "is not accepted and unsettled work of",
-    pay_for_nothing: "names no submission",
-    pay_for_rejected: "is not accepted and unsettled work of",
-    pay_more: "the validators counted",
-    pay_the_slashed: "which its worker lost",
-    slash_with_anothers_file: "says worker",
-    slash_with_another_number: "says submission 5, the ledger 6",
-    slash_with_another_nonce: "says nonce",
-    slash_for_another_size: "says groups",
-    slash_for_another_version: "says policy_version",
-    slash_with_a_file_that_is_none: "not a readable rollout file",
-    slash_as_replayed: "no accepted file of its worker has the same rollouts",
-    slash_for_a_soft_reason: "without a hard rejection",
-    slash_by_other_facts: "with other facts",
-    slash_nobody: "slashes nobody for",
-    slash_another: "without a hard rejection",
-    reject_with_anothers_file: "says step 1, the ledger 2",
-    dismiss_without_rejection: "without a rejection of .* for spending",
-    reject_for_spending_and_dismiss_nobody: "dismisses nobody for",
-    ban: "table nodes: bob: banned, and no entry slashes it",
-    readmit: "table nodes: mallory: slashed, and not banned",
-    dismiss_in_the_table: "table nodes: bob: dismissed, and no entry says so",
-    suspend: "table nodes: bob: suspended, and nothing of it went wrong",
-    judged_by_nobody: "was not registered as validator before",
-    judged_by_a_worker: "was not registered as validator before",
-    judged_before_its_validator_joined: "was not registered as validator before",
-    judged_after_its_validator_left: "judged by validator, which had left",
-    batch_of_rejected: "was not accepted",
-    batch_of_unjudged: "was not accepted",
-    batch_of_one_group: "is in two batches",
-    batch_after_the_end: "is not the batch of step 4 of 3",
-    step_after_the_end: "records step 3",
-    version_after_the_end: "before the batch that it was trained on is full",
-    work_after_the_end: "is for step 4, which was not open",
-    version_before_its_step: "before the batch that it was trained on is full",
-    a_new_kind: "is of an unknown kind, pardoned",
+# By name: the lie, and a pattern of the error.
+FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
+    "forfeit without slash": (
+        lambda run: run.change_kind("forfeited", run.find("credited", worker=ALICE.public)),
+        "neither slashed nor dismissed",
+    ),
+    "forfeit before slash": (forfeit_before_slash, "neither slashed nor dismissed"),
+    "no pay at the end": (lambda run: run.drop(all_credited(run, BOB)[-1]), "neither paid nor forfeited"),
+    "no pay when covered": (
+        lambda run: run.drop(all_credited(run, ALICE)[0]),
+        "does not pay .*, which later checks cover",
+    ),
+    "pay nobody": (lambda run: run.drop(*all_credited(run)), "does not pay"),
+    "keep lost pay": (lambda run: run.drop(run.find("forfeited")), "neither paid nor forfeited"),
+    "pay twice": (
+        lambda run: run.add("credited", dict(all_credited(run, ALICE)[0])),
+        "not accepted and unsettled work",
+    ),
+    "pay and forfeit": (
+        lambda run: run.add("forfeited", dict(all_credited(run, BOB)[0])),
+        "neither slashed nor dismissed",
+    ),
+    "pay another": (
+        lambda run: all_credited(run, ALICE)[0].update(worker=BOB.public),
+        "not accepted and unsettled work",
+    ),
+    "pay a stranger": (pay_a_stranger, "not accepted and unsettled work"),
+    "pay for nothing": (
+        lambda run: run.add("credited", {"worker": ALICE.public, "submissions": [], "tokens": 0}),
+        "names no submission",
+    ),
+    "pay for rejected": (pay_for_rejected, "not accepted and unsettled work"),
+    "pay more": (lambda run: all_credited(run, ALICE)[0].update(tokens=999), "the validators counted"),
+    "pay the slashed": (lambda run: run.change_kind("credited", run.find("forfeited")), "which its worker lost"),
+    "slash with another's file": (slash_with_anothers_file, "says worker"),
+    "slash with another number": (
+        lambda run: slash(run, run.file(BOB, 5) | {"submission": f"{BOB.public[:16]}-000006"}, "sampling"),
+        "says submission 5, the ledger 6",
+    ),
+    "slash with another nonce": (
+        lambda run: slash(run, run.file(BOB, 5) | {"nonce": "0" * 32}, "sampling"),
+        "says nonce",
+    ),
+    "slash for another size": (lambda run: slash(run, run.file(BOB, 5) | {"groups": 3}, "tasks"), "says groups"),
+    "slash for another version": (
+        lambda run: slash(run, run.file(BOB, 5) | {"version": 1}, "proof"),
+        "says policy_version",
+    ),
+    "slash with no rollout file": (slash_with_a_file_that_is_none, "not a readable rollout file"),
+    "slash as replayed": (slash_as_replayed, "no accepted file of its worker has the same rollouts"),
+    "slash for a soft reason": (lambda run: slash(run, run.file(BOB, 5), "bounds"), "without a hard rejection"),
+    "slash with other facts": (lambda run: run.find("slashed").update(file="ab" * 32), "with other facts"),
+    "slash nobody": (slash_nobody, "slashes nobody for"),
+    "slash another": (lambda run: run.find("slashed").update(worker=BOB.public), "without a hard rejection"),
+    "reject with another's file": (
+        lambda run: reject(run, run.file(BOB, 5) | {"file": run.find("rejected", reason="bounds")["file"]}, "bounds"),
+        "says step 1, the ledger 2",
+    ),
+    "dismiss without rejection": (dismiss_without_rejection, "without a rejection of .* for spending"),
+    "dismiss nobody": (lambda run: reject(run, run.file(BOB, 5), "spending"), "dismisses nobody for"),
+    "ban": (lambda run: run.set_node(BOB, state="banned"), "table nodes: bob: banned, and no entry slashes it"),
+    "readmit": (lambda run: run.set_node(MALLORY, state="active"), "table nodes: mallory: slashed, and not banned"),
+    "dismiss in the table": (
+        lambda run: run.set_node(BOB, state="dismissed"),
+        "table nodes: bob: dismissed, and no entry says so",
+    ),
+    "suspend": (
+        lambda run: run.set_node(BOB, suspensions=1, suspended_until_s=2e9, state="suspended"),
+        "table nodes: bob: suspended, and nothing of it went wrong",
+    ),
+    "judged by nobody": (
+        lambda run: run.find("rejected", reason="bounds").update(validator="ee" * 32),
+        "was not registered as validator before",
+    ),
+    "judged by a worker": (
+        lambda run: run.find("rejected", reason="bounds").update(validator=BOB.public),
+        "was not registered as validator before",
+    ),
+    "judged before its validator joined": (judge_before_joining, "was not registered as validator before"),
+    "judged after its validator left": (
+        lambda run: run.set_node(VALIDATOR, state="left", state_s=1_600_000_000.0),
+        "judged by validator, which had left",
+    ),
+    "batch of rejected": (
+        lambda run: batch_with(run, run.find("rejected", reason="bounds")["submission"]),
+        "was not accepted",
+    ),
+    "batch of unjudged": (lambda run: batch_with(run, f"{BOB.public[:16]}-000044"), "was not accepted"),
+    "batch of one group": (lambda run: batch_with(run, *run.find("batch", step=2)["groups"][1]), "is in two batches"),
+    "batch after the end": (
+        lambda run: run.add("batch", run.find("batch", step=2) | {"step": 3}),
+        "is not the batch of step 4 of 3",
+    ),
+    "step after the end": (lambda run: run.add("trained", dict(run.find("trained", step=2))), "records step 3"),
+    "version after the end": (
+        lambda run: run.add("policy", {"version": 4, "digest": "ab" * 32}),
+        "before the batch that it was trained on is full",
+    ),
+    "work after the end": (
+        lambda run: reject(run, run.file(BOB, 5) | {"step": 3}, "bounds"),
+        "is for step 4, which was not open",
+    ),
+    "version before its step": (
+        lambda run: run.add("policy", {"version": 3, "digest": "ab" * 32}, after=run.find("policy", version=0)),
+        "before the batch that it was trained on is full",
+    ),
+    "a new kind": (
+        lambda run: run.add("pardoned", {"worker": MALLORY.public}),
+        "is of an unknown kind, pardoned",
+    ),
 }
