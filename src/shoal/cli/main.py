@@ -71,7 +71,7 @@ def command_line() -> argparse.ArgumentParser:
         "\n".join([f"{group}:", *(f"  {name:12} {commands.choices[name].description}" for name in names)])
         for group, names in GROUPS.items()
     ]
-    parser.epilog = "\n\n".join([*groups, "`shoal COMMAND --help` shows the arguments of one, and an example."])
+    parser.epilog = "\n\n".join([*groups, "`shoal COMMAND --help` shows a command's arguments and an example."])
     return parser
 
 

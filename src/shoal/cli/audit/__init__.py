@@ -1,5 +1,5 @@
-"""Replays who contributed what to which step of a run, from its ledger and its files, and names the first broken link.
+"""`shoal audit`: replay from a run's ledger and files who contributed what to which step, and name the first broken link.
 
-Invariant: nothing is believed because the coordinator says so, where a signature of another member, a digest or a
-computation can say it. Nothing is written but in a temporary folder.
+Invariants: the coordinator's word is not enough where a member's signature, a digest or a computation can prove something.
+Nothing is written, except in temporary folders.
 """

@@ -44,9 +44,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     prompt = mean_prompt(tokenizer, config, loaded.heldout[:SAMPLE])
     if config.sampling.max_turns > 1:
         TurnFrame(tokenizer, eos_ids(folder))
-    machine = measure(
-        picked, config.model.device
-    )  # seconds after the first measurement: other work may slow one of them
+    machine = measure(picked, config.model.device)  # for the second time, because other work may slow one measurement
     machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {
         "folder": str(folder),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shoal.protocol.messages import Capability, RunOffer
 
 NAME_IT = "name it with --run NAME"
-DRAINED = "gets no new tasks; its process ends once it has uploaded its current ones"
+DRAINED = "gets no new tasks; its process ends once it has uploaded its current work"
 STEERING: dict[str, tuple[Literal["ban", "readmit"], str, str]] = {  # action -> event, help, what it prints
     "readmit": (
         "readmit",
