@@ -1,4 +1,4 @@
-"""What deploy/ says is true of this version: metrics, commands, files; and a real nginx takes the proxy's config."""
+"""The files in deploy/ fit this version: metrics, commands, images; and a real nginx runs with the proxy's config."""
 
 import json
 import re
@@ -30,7 +30,7 @@ NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names of all metrics that a coordinator exports, those without samples too."""
+    """The names of all metrics that a coordinator exports, also of those without samples."""
     with served(tmp_path_factory.mktemp("pool")) as pool:
         text = httpx.get(f"{pool.url}/metrics", timeout=30).text
     return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE shoal_")}
@@ -43,18 +43,15 @@ def expressions() -> list[str]:
     return alerts + [target["expr"] for panel in panels for target in panel["targets"]]
 
 
-def test_every_metric_that_is_watched_is_exported(exported: set[str]) -> None:
+def test_alerts_and_dashboard_use_exported_metrics_and_the_dashboard_uses_all(exported: set[str]) -> None:
     watched = {name for text in expressions() for name in METRIC.findall(text)}
     assert len(watched) > 15
     assert watched - exported == set()
-
-
-def test_every_exported_metric_is_on_the_dashboard(exported: set[str]) -> None:
     panels = (DEPLOY / "prometheus" / "dashboard.json").read_text()
     assert {name for name in exported if name not in panels} == set()
 
 
-def test_every_alert_leads_to_an_entry_of_the_runbook() -> None:
+def test_every_alert_has_an_entry_in_the_runbook() -> None:
     page = (DEPLOY.parent / "docs" / "operate.md").read_text().lower()
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
@@ -62,8 +59,7 @@ def test_every_alert_leads_to_an_entry_of_the_runbook() -> None:
             assert rule["labels"]["severity"] in ("page", "warn") and rule["annotations"]["summary"]
 
 
-def test_the_dashboard_is_one_that_grafana_loads() -> None:
-    """By hand: what Grafana's importer needs. No Grafana was there to load it."""
+def test_the_dashboard_has_what_grafanas_importer_needs() -> None:
     board = json.loads((DEPLOY / "prometheus" / "dashboard.json").read_text())
     assert board["title"] and board["uid"] and board["schemaVersion"] >= 36
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
@@ -73,35 +69,34 @@ def test_the_dashboard_is_one_that_grafana_loads() -> None:
 
 
 def pods() -> dict[str, dict[str, Any]]:
-    """The pod of every StatefulSet for Kubernetes, by the set's name."""
+    """Return the spec of every StatefulSet for Kubernetes, by name."""
     files = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
     objects = [each for path in files for each in yaml.safe_load_all(path.read_text())]
     return {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "StatefulSet"}
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every `shoal` command line in deploy/, by file."""
-    found = []
+    """Return every `shoal` command line in deploy/, with its file."""
+    lines = [("kubernetes", init_of(pods()["coordinator"]))]
     for spec in pods().values():
         for container in spec["template"]["spec"]["containers"]:
-            found.append(("kubernetes", shlex.join(container["args"]).replace("$(POD)", "worker-0")))
-    found.append(("kubernetes", init_of(pods()["coordinator"])))
-    found += [("compose.yaml", service["command"]) for service in services().values()]
+            lines.append(("kubernetes", shlex.join(container["args"]).replace("$(POD)", "worker-0")))
+    lines += [("compose.yaml", service["command"]) for service in services().values()]
     for path in [*DEPLOY.glob("systemd/*"), *DEPLOY.glob("slurm/*"), DEPLOY / "skypilot.yaml"]:
         for line in path.read_text().splitlines():
             if not line.startswith("#") and (match := re.search(r"(?:bin/|exec |^ *|-m )shoal ([a-z%].*)", line)):
-                found.append((path.name, match[1]))
-    return found
+                lines.append((path.name, match[1]))
+    return lines
 
 
 def init_of(coordinator: dict[str, Any]) -> str:
-    """The command that makes the pool in Kubernetes."""
+    """Return the command that creates the pool in Kubernetes."""
     [script] = coordinator["template"]["spec"]["initContainers"][0]["args"]
     return str(script.partition("exec shoal ")[2])
 
 
 @pytest.mark.parametrize(("file", "command"), commands())
-def test_every_command_is_accepted(file: str, command: str) -> None:
+def test_every_command_can_be_parsed(file: str, command: str) -> None:
     words = shlex.split(re.sub(r"\$\{?SLURM_CPUS_PER_TASK\}?", "8", command).replace("%i", "worker"))
     command_line().parse_args(words)
 
@@ -114,23 +109,18 @@ def test_every_kind_of_file_has_commands() -> None:
 
 
 def made_by(init: str) -> set[str]:
-    """The invites that this command line of `shoal pool init` makes."""
+    """Return the names of the invites that this `shoal pool init` command makes."""
     return set(invited_nodes(read_config(command_line().parse_args(shlex.split(init)))))
 
 
-def test_the_composed_pool_is_whole() -> None:
-    """Every invite that a service names is one that `init` makes, and every role is there."""
-    named = {
-        match[1]
-        for service in services().values()
-        if (match := re.search(r"invites/(\S+)\.invite", service["command"]))
-    }
+def test_the_composed_pool_has_a_service_for_every_invite() -> None:
+    commands = [service["command"] for service in services().values()]
+    named = {match[1] for text in commands if (match := re.search(r"invites/(\S+)\.invite", text))}
     assert named == made_by(services()["init"]["command"])
-    assert {"coordinator", "origin", "relay"} <= set(services())  # the names by which nodes reach them
+    assert {"coordinator", "origin", "relay"} <= set(services())  # nodes reach them by these names
 
 
-def test_the_kubernetes_pool_is_whole() -> None:
-    """Each pod's invite is one that `init` makes, addresses name pods, and volumes exist."""
+def test_the_kubernetes_pool_has_a_pod_for_every_invite_and_every_volume_exists() -> None:
     sets = pods()
     assert set(sets) == {"coordinator", "learner", "relay", "validator", "worker", "evaluator"}
     init = command_line().parse_args(shlex.split(init_of(sets["coordinator"])))
@@ -138,26 +128,21 @@ def test_the_kubernetes_pool_is_whole() -> None:
     named = set()
     for name, spec in sets.items():
         pod = spec["template"]["spec"]
-        assert (
-            spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"] and spec["serviceName"] == "shoal"
-        )
-        volumes = {
-            volume["name"]
-            for volume in [*pod.get("volumes", []), *(c["metadata"] for c in spec["volumeClaimTemplates"])]
-        }
+        assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+        assert spec["serviceName"] == "shoal"
+        claims = [claim["metadata"] for claim in spec["volumeClaimTemplates"]]
+        volumes = {volume["name"] for volume in [*pod.get("volumes", []), *claims]}
         for container in pod["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} == volumes
             for word in container["args"]:
                 invites = [word.replace("$(POD)", f"{name}-{number}") for number in range(spec["replicas"])]
-                named |= {Path(one).stem for one in invites if one.endswith(".invite")}
+                named |= {Path(invite).stem for invite in invites if invite.endswith(".invite")}
     assert named == made
-    hosts = {match for word in init.overrides for match in re.findall(r"=([a-z]+)-0\.shoal:[0-9]+$", word)} | {
-        "coordinator"
-    }
-    assert hosts == {"learner", "relay", "coordinator"} and init.url == "http://coordinator-0.shoal:8700"
+    hosts = {match for word in init.overrides for match in re.findall(r"=([a-z]+)-0\.shoal:[0-9]+$", word)}
+    assert hosts == {"learner", "relay"} and init.url == "http://coordinator-0.shoal:8700"
 
 
-def test_images_install_what_the_lock_says() -> None:
+def test_images_install_the_locked_versions() -> None:
     lock = (DEPLOY.parent / "constraints.txt").read_text()
     for name in ("cpu", "cuda"):
         text = (DEPLOY / f"Containerfile.{name}").read_text()
@@ -171,7 +156,7 @@ def test_images_install_what_the_lock_says() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @pytest.mark.parametrize("name", ["shoal-coordinator.service", "shoal-origin.service", "shoal@worker.service"])
 def test_systemd_accepts_the_units(name: str, tmp_path: Path) -> None:
-    """The program and the user are not there, which is all that may be wrong."""
+    """Only the program and the user may be missing."""
     source = "shoal@.service" if "@" in name else name
     text = (DEPLOY / "systemd" / source).read_text().replace("/opt/shoal/bin/shoal", "/bin/true")
     (tmp_path / name).write_text(text)
@@ -186,18 +171,7 @@ def test_a_coordinator_answers_through_nginx_and_tls(tmp_path: Path) -> None:
     port = free_port()
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    openssl = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    ]
+    openssl = shlex.split("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2")
     subprocess.run([*openssl, "-keyout", key, "-out", cert, *subject], check=True, capture_output=True)
     (tmp_path / "pool").mkdir()
     with served(tmp_path / "pool") as pool:
@@ -221,9 +195,8 @@ def test_a_coordinator_answers_through_nginx_and_tls(tmp_path: Path) -> None:
         assert tested.returncode == 0, tested.stderr
         server = subprocess.Popen([NGINX, "-c", config], stderr=subprocess.DEVNULL)
         try:
-            with httpx.Client(
-                verify=ssl.create_default_context(cafile=str(cert)), base_url=f"https://localhost:{port}"
-            ) as client:
+            trusts = ssl.create_default_context(cafile=str(cert))
+            with httpx.Client(verify=trusts, base_url=f"https://localhost:{port}") as client:
                 assert answered(client, "/healthz").json()["run"]
                 assert client.get("/v1/run").status_code == 200
                 assert "shoal_open_step" in client.get("/metrics").text

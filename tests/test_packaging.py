@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold what an installed Shoal needs and nothing else; what is installed runs anywhere."""
+"""The wheel and the sdist contain exactly what an installed Shoal needs, and the installed command runs anywhere."""
 
 import os
 import re
@@ -24,7 +24,7 @@ BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both, built from a copy of the sources, without network."""
+    """A folder with wheel and sdist, built without network from a copy of the sources."""
     tree = tmp_path_factory.mktemp("tree")
     unwanted = shutil.ignore_patterns("__pycache__", "results")
     for name in ("src", "configs", "docs", "deploy"):
@@ -38,17 +38,15 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(folder: Path, *patterns: str) -> set[str]:
-    found = (path for pattern in patterns for path in folder.rglob(pattern))
-    return {str(path.relative_to(folder)) for path in found if path.parent.name != "__pycache__"}
+    paths = (path for pattern in patterns for path in folder.rglob(pattern))
+    return {str(path.relative_to(folder)) for path in paths if path.parent.name != "__pycache__"}
 
 
-def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(dist: Path) -> None:
+def test_the_wheel_contains_only_the_package_and_its_configs(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {
-        f"shoal/{name}"
-        for name in files(ROOT / "src" / "shoal", "*.py", "py.typed", "stakes.*", "static/*", "shared/*")
-    }
+    sources = files(ROOT / "src" / "shoal", "*.py", "py.typed", "stakes.*", "static/*", "shared/*")
+    expected = {f"shoal/{name}" for name in sources}
     expected |= {f"shoal/configs/{path.name}" for path in (ROOT / "configs").glob("*.toml")}
     assert names == expected
     assert wheel.name == f"shoal-{__version__}-py3-none-any.whl"
@@ -68,48 +66,44 @@ def test_the_wheel_states_versions_extras_and_the_command(dist: Path) -> None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Versions by name, without markers."""
+    """Return versions by name, without markers."""
     lines = [line.partition(";")[0].strip() for line in path.read_text().splitlines() if not line.startswith("#")]
     return dict(line.split("==") for line in lines if line)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_the_locks_hold_every_dependency_at_the_constraints_version(kind: str) -> None:
+def test_the_locks_have_every_dependency_at_the_constraints_version(kind: str) -> None:
     path = ROOT / "deploy" / f"requirements-{kind}.txt"
     locked, constraints = pins(path), pins(ROOT / "constraints.txt")
-    wanted = [
-        *PROJECT["dependencies"],
-        *(one for extra in ("s3", "postgres") for one in PROJECT["optional-dependencies"][extra]),
-    ]
-    named = {re.split(r"[\[<>=!~ ]", one)[0] for one in wanted}
-    assert named <= set(locked)
-    assert {name: locked[name].partition("+")[0] for name in locked if name in constraints} == {
-        name: constraints[name] for name in locked if name in constraints
-    }
-    assert [name for name in named if name not in constraints] == []
+    extras = [requirement for extra in ("s3", "postgres") for requirement in PROJECT["optional-dependencies"][extra]]
+    named = {re.split(r"[\[<>=!~ ]", requirement)[0] for requirement in [*PROJECT["dependencies"], *extras]}
+    assert named <= set(locked) & set(constraints)
+    assert [
+        name for name in constraints if locked.get(name, constraints[name]).partition("+")[0] != constraints[name]
+    ] == []
     assert locked["torch"].endswith("+cpu") is (kind == "cpu")
     assert bool([name for name in locked if name.startswith("nvidia-")]) is (kind == "cuda")
     assert "://" not in path.read_text() and "--index" not in path.read_text()
 
 
-def test_the_sdist_can_be_built_again_and_brings_docs_and_deployment_files(dist: Path) -> None:
+def test_the_sdist_contains_what_a_build_needs_and_the_docs(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {member.name.partition("/")[2]: member for member in archive.getmembers()}
     links = [name for name, member in inside.items() if member.issym() or member.islnk()]
     assert links == []  # `src/shoal/configs` is a link in a checkout only
-    wanted = {
+    needed = {
         "pyproject.toml",
         "constraints.txt",
         "CHANGELOG.md",
         "src/shoal/configs/quickstart.toml",
         "docs/operate.md",
     }
-    assert wanted <= set(inside)
+    assert needed <= set(inside)
     assert not [name for name in inside if name.endswith(".pyc") or "/results/" in name]
 
 
-def test_the_changelog_knows_this_version() -> None:
+def test_the_changelog_has_this_version() -> None:
     assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -122,7 +116,9 @@ def test_a_packaged_config_is_found_by_its_name_from_anywhere(
     assert PACKAGED.resolve() == (ROOT / "configs").resolve()
 
 
-def test_a_file_of_ones_own_comes_before_a_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_the_current_folder_comes_before_a_packaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text('run.steps = 77\n[[tasks.sources]]\ngenerator = "arithmetic"\n')
     assert load(Path("tiny.toml")).run.steps == 77
@@ -132,52 +128,28 @@ def test_a_file_of_ones_own_comes_before_a_packaged_one(tmp_path: Path, monkeypa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_installed_wheel_runs_from_an_empty_folder(dist: Path, tmp_path: Path) -> None:
-    """A virtual environment that borrows this one's other packages, so that nothing is downloaded."""
+    """In a virtual environment that uses this one's other packages, so that nothing is downloaded."""
     venv, empty = tmp_path / "venv", tmp_path / "empty"
     empty.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     bin_ = venv / "bin"
     site = next(venv.glob("lib/python*/site-packages"))
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files do not count here
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        bin_ / "python",
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--quiet",
-    ]
-    subprocess.run([*install, next(dist.glob("*.whl"))], check=True)
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # .pth files there are not read
+    pip = [sys.executable, "-m", "pip", "--python", bin_ / "python", "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*pip, next(dist.glob("*.whl"))], check=True)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def shoal(*arguments: str) -> str:
-        done = subprocess.run(
-            [bin_ / "shoal", *arguments], cwd=empty, env=env, capture_output=True, text=True, timeout=1700
-        )
+        command = [bin_ / "shoal", *arguments]
+        done = subprocess.run(command, cwd=empty, env=env, capture_output=True, text=True, timeout=1700)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    where = subprocess.run(
-        [bin_ / "python", "-c", "import shoal; print(shoal.__file__)"], env=env, capture_output=True, text=True
-    )
+    script = [bin_ / "python", "-c", "import shoal; print(shoal.__file__)"]
+    where = subprocess.run(script, env=env, capture_output=True, text=True)
     assert where.stdout.startswith(str(site))
     assert shoal("--version") == f"shoal {__version__}\n"
     assert "steps" in shoal("config", "quickstart")
-    shoal(
-        "run",
-        "tiny",
-        "--set",
-        "run.steps=1",
-        "--set",
-        "coordinator.prompts_per_step=4",
-        "--set",
-        "evaluator.n=8",
-        "--set",
-        "tasks.heldout=8",
-        "--out",
-        "out",
-    )
+    settings = ("run.steps=1", "coordinator.prompts_per_step=4", "evaluator.n=8", "tasks.heldout=8")
+    shoal("run", "tiny", "--out", "out", *(word for setting in settings for word in ("--set", setting)))
     assert (empty / "out" / "summary.json").exists()
