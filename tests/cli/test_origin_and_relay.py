@@ -27,6 +27,8 @@ from shoal.shardcast.fetch.client import fetch_published
 from shoal.watch.figures import weights_tree
 from shoal.worker.loop import follow
 
+from .support import wait_until
+
 RUN = "test-0"
 CONFIG = parse({"run": {"steps": 3}, "evaluator": {"n": 4}})
 
@@ -114,13 +116,6 @@ class Site:
         evaluator = Node.join(self.invite("evaluator"), self.folder / "evaluator")
         evaluation = Evaluation(version=3, greedy=0.5, sampled=None, n=4, final=True)
         evaluator.post("/v1/evaluations", evaluation, Ok)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s, "did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from shoal.cli.main import DONE, EVICTED, FAILED, USAGE, main
 from shoal.config import load
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Address, Invite, make_invite, open_payload, run_id
+
+from .support import replace_begin, wait_until
 
 URL = "http://10.1.2.3:8700"
 SMALL = '[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n[workers]\ncount = 3\n'
@@ -161,15 +162,11 @@ def running(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     settings = tmp_path / "pool" / "config.toml"
     settings.write_text(settings.read_text().replace('"127.0.0.1:1"', '"127.0.0.1:0"'))
     Address(url="", run="sums").write(tmp_path / "pool")  # then the coordinator writes the URL that it listens at
-    stop = threading.Event()
-    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: stop)
+    stop = replace_begin(monkeypatch)
     statuses: list[int] = []
     thread = threading.Thread(target=lambda: statuses.append(main(["coordinator", "--dir", str(tmp_path / "pool")])))
     thread.start()
-    deadline_s = time.monotonic() + 60
-    while not Address.read(tmp_path / "pool").url:
-        assert thread.is_alive() and time.monotonic() < deadline_s, "the coordinator did not listen"
-        time.sleep(0.05)
+    wait_until(lambda: Address.read(tmp_path / "pool").url or not thread.is_alive(), what="the coordinator to listen")
     yield tmp_path / "pool"
     stop.set()
     thread.join(30)
@@ -189,9 +186,7 @@ def test_a_start_of_the_coordinator_keeps_the_pools_url(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init(config, tmp_path / "pool", url="http://127.0.0.1:8700")
-    stop = threading.Event()
-    stop.set()  # it listens, then ends
-    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: stop)
+    replace_begin(monkeypatch).set()  # it listens, then ends
     assert main(["coordinator", "--dir", str(tmp_path / "pool"), "--port", "0"]) == DONE
     assert Address.read(tmp_path / "pool") == Address(url="http://127.0.0.1:8700", run=run_of(tmp_path, "sums"))
 
@@ -287,7 +282,7 @@ def test_an_invite_is_refused_before_torch_is_imported(role: str, expires_s: int
 def test_a_node_that_joined_before_may_use_an_expired_invite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = invite_of("r", url=URL, role="worker", name="n", expires_s=1)
     Identity.generate().save(tmp_path / "w" / "identity.pem")
-    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: threading.Event())
+    replace_begin(monkeypatch)
     monkeypatch.setattr("shoal.cli.nodes._work", lambda role, invite, arguments, stop: "finished")
     assert main(["worker", "--join", made.encode(), "--dir", str(tmp_path / "w")]) == DONE
 
@@ -297,7 +292,7 @@ def test_an_evicted_node_has_its_own_exit_status_and_a_nodes_files_are_private(
     ended: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = invite_of("r", url=URL, role="worker", name="n", expires_s=2**40)
-    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: threading.Event())
+    replace_begin(monkeypatch)
 
     def work(*_: object) -> str:
         (tmp_path / "weights").write_text("")

@@ -10,6 +10,8 @@ from shoal.cli.main import DONE, FAILED, USAGE, main
 from shoal.config import load
 from shoal.model.load import load_model
 
+from .support import replace_begin
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHIPPED = Path(__file__).parents[2] / "configs" / "sft.toml"
 
@@ -17,9 +19,7 @@ SHIPPED = Path(__file__).parents[2] / "configs" / "sft.toml"
 @pytest.fixture
 def stop(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The event that a signal would set, without changes to this process's signals and log."""
-    event = threading.Event()
-    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: event)
-    return event
+    return replace_begin(monkeypatch)
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """`shoal pool stake` over real HTTP: a stranger stakes on a chain and joins, an operator books stakes without a chain."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from shoal.protocol.invite import read_invite, run_id
 from shoal.protocol.node import Node
 
 from ..ledger.stakes_support import anvil_node
+from .support import wait_until
 
 PATIENCE_S = 120.0
 PRIVATE_KEY = "0x59c6995e998f97a5a0044966f0945389dc9e86dae88c7a8412f4603b6b78690d"  # of anvil's second account: public
@@ -38,7 +38,7 @@ def serving(folder: Path, settings: dict[str, Any]) -> Iterator[Path]:
     thread = threading.Thread(target=serve_forever, args=(parse(settings), run, folder, 0, stop))
     thread.start()
     try:
-        until(lambda: (folder / ADDRESS).exists())
+        wait_until(lambda: (folder / ADDRESS).exists())
         invite = folder.parent / "guest.invite"
         command = ["pool", "invite", str(folder), "--role", "worker", "--name", "guest", "--open", "--out", str(invite)]
         assert main(command) == DONE
@@ -47,13 +47,6 @@ def serving(folder: Path, settings: dict[str, Any]) -> Iterator[Path]:
         stop.set()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def waits_for(node: Node) -> str:
@@ -88,11 +81,11 @@ def test_a_stranger_stakes_on_a_chain_and_gets_tasks(tmp_path: Path, capsys: pyt
                 "the operator's own settings"
             )
             assert node.name.startswith("guest-")
-            until(lambda: not waits_for(node).startswith("stake"))
+            wait_until(lambda: not waits_for(node).startswith("stake"))
             assert "50 staked, 100 leaving" in stake("unstake", "100")
-            until(lambda: waits_for(node).startswith("stake: 50 is at risk"))
+            wait_until(lambda: waits_for(node).startswith("stake: 50 is at risk"))
             stake("deposit", "50")
-            until(lambda: not waits_for(node).startswith("stake"))
+            wait_until(lambda: not waits_for(node).startswith("stake"))
             assert main(["pool", "stake", "withdraw", *member]) == FAILED
             assert "the contract refuses" in capsys.readouterr().err
 

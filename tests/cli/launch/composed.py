@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from tests.cli.launch.sites import DEADLINE_S, ROOT, START_S, enter_namespaces
+from tests.cli.support import sets
 
 DEPLOY = ROOT / "deploy"
 CONFIG = "quickstart"
@@ -98,7 +99,7 @@ def main(out: Path) -> None:
     host = Host(out)
     host.finish("sft", ["sft"])
     init = shlex.split(all_services.pop("init")["command"].replace(CONFIG, "tiny"))
-    host.finish("init", [*init, *(word for setting in SETTINGS for word in ("--set", setting))])
+    host.finish("init", [*init, *sets(*SETTINGS)])
     host.start("coordinator", shlex.split(all_services["coordinator"]["command"]))
     host.until_healthy(all_services.pop("coordinator"))
     for name, service in all_services.items():

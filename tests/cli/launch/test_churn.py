@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from benchmarks.pool.churn.network import missing
 
-from .test_swarm import DEADLINE_S, children, start, summary_of, trained_steps, wait_until
+from ..support import wait_until
+from .runs import DEADLINE_S, children, start, summary_of, trained_steps
 
 ROOT = Path(__file__).parents[3]
 RESULT = ROOT / "benchmarks" / "results" / "churn.json"

@@ -12,6 +12,7 @@ import pytest
 
 from ...ledger.stakes_support import anvil_node
 from ...servers import S3_KEY, S3_SECRET, postgres_server, s3_server
+from ..support import sets
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
@@ -62,7 +63,7 @@ def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> 
         contract = next(line for line in made.splitlines() if line.startswith("contract")).split('"')[1]
         servers.settings += [f"ledger.rpc={rpc}", f'ledger.contract="{contract}"']
         out = str(servers.out)
-        servers.done("run", str(TINY), "--out", out, *(word for each in servers.settings for word in ("--set", each)))
+        servers.done("run", str(TINY), "--out", out, *sets(*servers.settings))
         report = servers.done("audit", out, "--rerun", "1", "--proofs", "1", "--seed", "1")
         assert f"chain: the contract {contract} holds all" in report and "tables: as sealed" in report
         assert "of its workers are of other runs" not in report

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from shoal.errors import UserError
 from shoal.protocol.invite import Address
 
 from ...watch.support import node, status
+from ..support import wait_until
 
 PAGE = Path(__file__).parents[3] / "docs" / "operate.md"
 DEADLINE_S = 3600.0  # on a very busy machine; a quiet one takes some two minutes
@@ -131,13 +131,6 @@ def running(command: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[
             process.wait(60)
 
 
-def wait_for(condition: Callable[[], bool], within_s: float) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.2)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_a_pool_trains_with_the_commands_of_the_page(tmp_path: Path) -> None:
@@ -149,7 +142,7 @@ def test_a_pool_trains_with_the_commands_of_the_page(tmp_path: Path) -> None:
     logs = tmp_path / "trusted.log", tmp_path / "worker.log"
     with running(trusted, tmp_path, logs[0]) as up:
         invite = tmp_path / "pool" / "invites" / "worker-0.invite"
-        wait_for(lambda: invite.exists() or up.poll() is not None, 300)
+        wait_until(lambda: invite.exists() or up.poll() is not None, 300)
         with running(worker, tmp_path, logs[1]) as joined:
             ended = up.wait(DEADLINE_S), joined.wait(60)
     assert ended == (0, 0), logs[0].read_text()[-3000:] + logs[1].read_text()[-1000:]

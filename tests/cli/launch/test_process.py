@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from shoal.cli.launch.children import ENVIRONMENT
 from shoal.cli.main import FAILED, LASTING, answer, command_line
 from shoal.errors import ShoalError
 from shoal.protocol.calling import NodeError
+
+from ..support import wait_until
 
 CHILD = """
 import os, sys, time
@@ -33,13 +34,6 @@ import os, subprocess, sys
 child = [sys.executable, "-c", sys.argv[1], sys.argv[2], str(os.getpid()), sys.argv[3]]
 subprocess.Popen(child, start_new_session=True).wait()
 """
-
-
-def wait_for(condition, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "did not happen in time"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -64,13 +58,13 @@ def written(tmp_path: Path) -> Iterator[Path]:
 def test_a_child_ends_when_its_parent_is_killed(written: Path, mode: str) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(written), mode])
     try:
-        wait_for(lambda: written.exists() and written.read_text(), 20)
+        wait_until(lambda: written.exists() and written.read_text(), 20)
         pid = int(written.read_text().split()[0])
         assert alive(pid)
     finally:
         parent.kill()
         parent.wait()
-    wait_for(lambda: not alive(pid), 60)
+    wait_until(lambda: not alive(pid), 60)
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once(written: Path) -> None:
@@ -85,7 +79,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once(written: Path) -> Non
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
 def test_a_signal_sets_the_stop_event_and_threads_are_limited(written: Path, number: int) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(written), "0", "listens"])
-    wait_for(lambda: written.exists() and written.read_text(), 20)
+    wait_until(lambda: written.exists() and written.read_text(), 20)
     assert written.read_text().split() == [str(child.pid), "3"]
     child.send_signal(number)
     assert child.wait(5) == 0

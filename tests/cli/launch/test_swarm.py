@@ -10,10 +10,7 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +27,9 @@ from shoal.errors import ShoalError
 from shoal.model import numerics
 from shoal.model.sources import resolve
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+from ..support import sets, wait_until
+from .runs import CONFIGS, DEADLINE_S, MIN_GAIN, children, command, gain, refused, start, summary_of, trained_steps
+
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 EXPECTED = {
     "older_weights": "proof",
@@ -40,65 +39,7 @@ EXPECTED = {
     "replayed_submission": "tasks",
 }
 
-DEADLINE_S = 900.0  # for a whole run on a very busy machine; on a quiet one it takes under a minute
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
-
-# The gain in held-out greedy accuracy that 24 steps must reach. Honest runs gain about twice as much, and runs that do not
-# learn gain exactly 0: test_the_bound_on_learning_separates_runs_that_learn checks both in benchmarks/results/.
-LEAST_GAIN = 0.1
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "shoal", "run", *map(str, arguments)]
-
-
-def start(out: Path, *more: str, config: str = "tiny") -> subprocess.Popen[str]:
-    argv = command(CONFIGS / f"{config}.toml", "--out", out, *more)
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def refused(*arguments: object) -> tuple[int, str]:
-    """Start a run that must not start. Return its exit status and output."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    return done.returncode, done.stdout + done.stderr
-
-
-def children(out: Path) -> dict[str, int]:
-    """Return the process ids of the nodes of the run in `out`, by name, from the logs to which they write.
-
-    Their titles may be cut short: a process with a small environment has little room for one.
-    """
-    pids = {}
-    for pid in psutil.pids():
-        try:
-            log = Path(f"/proc/{pid}/fd/1").readlink()
-        except OSError:  # it has ended
-            continue
-        if log.parent == out / "logs":
-            pids[log.stem] = pid
-    return pids
-
-
-def wait_until(condition: Callable[[], bool], within_s: float, what: str) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {within_s} s for {what}"
-        time.sleep(0.2)
-
-
-def trained_steps(out: Path) -> int:
-    metrics = out / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-
-def summary_of(out: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
-    return summary
-
-
-def gain(summary: dict[str, Any]) -> float:
-    """Return how much held-out greedy accuracy the run gained."""
-    return float(summary["heldout_after"]["greedy"] - summary["heldout_before"]["greedy"])
 
 
 def committed_gains(name: str) -> list[float]:
@@ -114,7 +55,7 @@ SMALL = [f"run.steps={STEPS}", "coordinator.prompts_per_step=8", "workers.groups
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A finished run of configs/tiny.toml with fewer and smaller steps: its folder, and what it printed."""
     out = tmp_path_factory.mktemp("swarm") / "run"
-    swarm = start(out, *(word for setting in SMALL for word in ("--set", setting)))
+    swarm = start(out, *sets(*SMALL))
     printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     return out, printed
@@ -125,7 +66,7 @@ def test_a_swarm_learns(tmp_path: Path) -> None:
     swarm = start(tmp_path / "run")
     printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
-    assert gain(summary_of(tmp_path / "run")) >= LEAST_GAIN
+    assert gain(summary_of(tmp_path / "run")) >= MIN_GAIN
 
 
 def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None:
@@ -143,7 +84,7 @@ def test_the_bound_on_learning_separates_runs_that_learn() -> None:
     # A new run falls below the bound with probability under 1e-4: Student's t with 9 degrees of freedom beyond 6.02.
     assert len(honest) >= 10
     spread = statistics.stdev(honest) * (1 + 1 / len(honest)) ** 0.5
-    assert (statistics.mean(honest) - LEAST_GAIN) / spread >= 6.02
+    assert (statistics.mean(honest) - MIN_GAIN) / spread >= 6.02
     assert committed_gains("tiny-no-learning") == [0.0, 0.0, 0.0], "with a learning rate of 1e-12"
 
 
@@ -334,7 +275,7 @@ def test_kill_9_of_any_process_is_survived(victim: str, tmp_path: Path) -> None:
     summary = summary_of(out)
     assert summary["restarts"][victim] >= 1
     assert sum(summary["rejected"].values()) == 0
-    assert gain(summary) >= LEAST_GAIN
+    assert gain(summary) >= MIN_GAIN
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(24))
 
 
@@ -352,7 +293,7 @@ def test_a_dishonest_worker_is_rejected_and_slashed(kind: str, tmp_path: Path) -
     assert summary["accepted"]["cheater"] == 0
     assert summary["rejected"]["cheater"] >= 1
     assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
-    assert gain(summary) >= LEAST_GAIN
+    assert gain(summary) >= MIN_GAIN
 
 
 @pytest.mark.slow
@@ -379,7 +320,7 @@ def test_a_faked_fingerprint_is_not_slashed_and_a_lie_beside_it_is(tmp_path: Pat
 def test_a_run_of_adapters_leaves_a_plain_model(tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = ("learner.lora.rank=4", "learner.lr=1e-3", "run.steps=3", "evaluator.n=16")
-    swarm = start(out, *(word for setting in settings for word in ("--set", setting)))
+    swarm = start(out, *sets(*settings))
     printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     trained, base = (load_file(folder / "model.safetensors") for folder in (out / "model", resolve("bundled:tiny")))
@@ -399,16 +340,10 @@ lr = 1e-3
 warmup_steps = 5
 checkpoint_every = 0
 """
-SHORT = {
-    "model.dtype": "float32",
-    "run.steps": 12,
-    "sampling.max_tokens": 48,
-    "sampling.max_turns": 2,
-    "coordinator.prompts_per_step": 8,
-    "coordinator.online_filter": "false",
-    "workers.groups_per_submission": 4,
-    "evaluator.n": 16,
-}
+SHORT = (
+    "model.dtype=float32", "run.steps=12", "sampling.max_tokens=48", "sampling.max_turns=2", "evaluator.n=16",
+    "coordinator.prompts_per_step=8", "coordinator.online_filter=false", "workers.groups_per_submission=4",
+)  # fmt: skip
 TURNS = (
     "<bos>{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<eos>{% endif %}"
     "{% endfor %}"
@@ -440,16 +375,16 @@ def test_every_kind_of_cheat_has_a_whole_run() -> None:
 @pytest.mark.slow
 def test_a_worker_that_forges_a_tools_answers_is_slashed(tmp_path: Path) -> None:
     path, out = calling_config(tmp_path), tmp_path / "run"
-    settings = [word for key, value in SHORT.items() for word in ("--set", f"{key}={value}")]
     for verb, model, folder, lies in (
         ("sft", tmp_path / "start", tmp_path / "sft", []),
         ("run", tmp_path / "sft" / "model", out, ["forged_tool"]),
     ):
         argv = [sys.executable, "-m", "shoal", verb, str(path), "--out", str(folder), "--set", f"model.name={model}"]
-        command = subprocess.Popen([*argv, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        with liars(command, folder, lies):
-            printed, _ = command.communicate(timeout=DEADLINE_S)
-        assert command.returncode == 0, printed
+        argv += sets(*SHORT)
+        started = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with liars(started, folder, lies):
+            printed, _ = started.communicate(timeout=DEADLINE_S)
+        assert started.returncode == 0, printed
     summary = summary_of(out)
     assert summary["slashed"] == ["cheater"]
     assert set(summary["reject_reasons"]) == {"environment"}

@@ -1,10 +1,7 @@
 """Whole tiny runs with dishonest workers, with torch, vLLM and both, and with several submissions at once."""
 
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,26 +11,25 @@ from benchmarks.trust.byzantine import liars
 
 from shoal.engine.vllm.client import PYTHON
 
+from ..support import sets
+from .runs import start, summary_of
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NEEDS_VLLM = pytest.mark.skipif(
     not os.environ.get(PYTHON), reason=f"{PYTHON} names no environment with vLLM (docs/operate.md)"
 )
 ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=NEEDS_VLLM)])
 
-TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
 SMALL = ["evaluator.n=16", "tasks.heldout=16"]
 
 
 def run(out: Path, *settings: str, lies: Sequence[str], engine: str = "vllm") -> dict[str, Any]:
     """Run with these settings, and with liars that generate with `engine`. Return the summary."""
-    words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
-    argv = [sys.executable, "-m", "shoal", "run", str(TINY), "--out", str(out), *words]
-    started = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    started = start(out, *sets(*SMALL, *settings))
     with liars(started, out, lies, engine):
         printed, _ = started.communicate(timeout=1700)
     assert started.returncode == 0, printed[-4000:]
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
-    return summary
+    return summary_of(out)
 
 
 def run_with_a_liar(out: Path, engine: str, liar: str, *settings: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from shoal.cli.preflight.estimate import (
 from shoal.config import Config, parse
 from shoal.watch.figures import duration, memory
 
+from ..support import sets
+
 CORES = 2
 SIZES = BUNDLED["bundled:smollm2-135m-instruct"]
 MEASURED = {
@@ -116,7 +118,7 @@ def test_a_check_of_a_config_estimates_time_memory_and_disk(
 
 def test_a_check_names_all_problems_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["sampling.max_tokens=2000", 'tasks.sources=[{generator = "arithmetic", reward = "maths"}]']
-    assert main(["check", "tiny", *(word for each in wrong for word in ("--set", each))]) == FAILED
+    assert main(["check", "tiny", *sets(*wrong)]) == FAILED
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fails")]
     assert len(lines) == 2 and "lower sampling.max_tokens" in lines[0] and "no reward 'maths'" in lines[1]
 
