@@ -174,11 +174,18 @@ def test_a_relay_behind_a_proxy_announces_it_and_accepts_passes_for_it_only(site
 
 
 def test_a_relay_reports_what_it_waits_for_and_why(site: Site) -> None:
-    origin, relay, _ = site.mirroring()
-    assert site.node("relay").stats.doing == "the origin"
+    def doing() -> str:
+        return node.stats.doing if (node := site.node("relay")) else ""
+
+    origin = site.origin()
+    site.write(0)
+    wait_until(lambda: site.status().newest_version == 0)
     origin.stopped()
-    wait_until(lambda: site.node("relay").stats.doing.startswith("the origin: "))
-    assert relay.stopped() == "stopped"
+    relay = site.relay()
+    wait_until(lambda: doing().startswith("the origin: "))
+    origin = site.origin()
+    wait_until(lambda: doing() == "the origin")
+    assert (relay.stopped(), origin.stopped()) == ("stopped", "stopped")
 
 
 def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: Site, tmp_path: Path) -> None:

@@ -96,8 +96,9 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
                 node.policy_version = max(mirrored) if mirrored else None
                 if relay.status.arrival:
                     node.came(relay.status.arrival)
-                error = relay.status.last_error
-                node.doing(f"the origin: {error}" if error else "the origin", waiting=True)
+                error = relay.status.last_error  # it may be old: show it only while the newest version is missing
+                is_behind = node.answer is not None and node.policy_version != node.answer.newest_version
+                node.doing(f"the origin: {error}" if error and is_behind else "the origin", waiting=True)
                 await asyncio.sleep(WATCH_S)
             if task.done():
                 await task  # raises the exception that ended it
