@@ -3,6 +3,8 @@
 The session-scoped models are shared by many tests: none may change their weights.
 """
 
+import asyncio
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,17 @@ __all__ = ["pytest_terminal_summary"]
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores: one thread each, as small models want
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an `async def` test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
+
 
 TINY_CHARS = "\n 0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,:;?!()<>[]'\"#%"
 TINY_SPECIALS = ["<pad>", "<eos>", "<user>", "<assistant>"]

@@ -1,4 +1,4 @@
-"""One role in a process of its own, for tests that kill it: process.py ROLE JSON. Says on its output how it goes."""
+"""A role as its own process, for tests that kill it: process.py ROLE JSON. It prints its progress as JSON lines."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.shardcast.support import RUN, access, client, origin, relay, serving  # noqa: E402
 
 
-def say(**facts) -> None:
+def report(**facts) -> None:
     print(json.dumps(facts), flush=True)  # noqa: T201
 
 
@@ -20,31 +20,31 @@ async def run_origin(tmp_path: Path, folder: str, version: int, port: int) -> No
     source = origin(tmp_path, clock=time.time)
     async with serving(source.store, port=port):
         await asyncio.to_thread(source.publish, tmp_path / folder, version)
-        say(published=version)
+        report(published=version)
         await asyncio.sleep(60)
 
 
 async def run_relay(tmp_path: Path, upstream: list[str], port: int) -> None:
     mirror = relay(tmp_path, *upstream)
     async with serving(mirror.store, port=port):
-        say(run=RUN)
+        report(run=RUN)
         await mirror.mirror()
 
 
 async def run_client(tmp_path: Path, urls: list[str]) -> None:
-    one = client(tmp_path, *urls, limits={"patience_s": 5.0})
-    await asyncio.to_thread(one.fetch)
-    say(reused_bytes=one.progress.reused_bytes)
+    reader = client(tmp_path, *urls, limits={"patience_s": 5.0})
+    await asyncio.to_thread(reader.fetch)
+    report(reused_bytes=reader.progress.reused_bytes)
 
 
 async def run_reader(tmp_path: Path, urls: list[str], times: int) -> None:
-    """Asks for the newest version several times, remembers its servers meanwhile, and then fetches."""
-    one = client(tmp_path, *urls)
-    had_kib = getrusage(RUSAGE_SELF).ru_maxrss
+    """Query the newest version several times, then fetch it."""
+    reader = client(tmp_path, *urls)
+    before_kib = getrusage(RUSAGE_SELF).ru_maxrss
     for _ in range(times):
-        await asyncio.to_thread(one.latest)
-    await asyncio.to_thread(one.fetch)
-    say(version=one.progress.version, grew_kib=getrusage(RUSAGE_SELF).ru_maxrss - had_kib)
+        await asyncio.to_thread(reader.latest)
+    await asyncio.to_thread(reader.fetch)
+    report(version=reader.progress.version, grew_kib=getrusage(RUSAGE_SELF).ru_maxrss - before_kib)
 
 
 if __name__ == "__main__":

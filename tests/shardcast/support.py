@@ -1,4 +1,4 @@
-"""Origins, relays and servers on real loopback sockets, small enough for a test."""
+"""Small origins, relays and servers on real loopback sockets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from math import inf
 from pathlib import Path
@@ -23,7 +23,20 @@ from aiohttp import web
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.shardcast import Access, Client, Limits, Origin, Relay, ShardStore, app, public_key_hex, serve
+from shoal.shardcast import (
+    Access,
+    Client,
+    Guard,
+    Limits,
+    Manifest,
+    Origin,
+    Relay,
+    ShardStore,
+    app,
+    public_key_hex,
+    serve,
+)
+from shoal.shardcast.connections import PATIENCE, Patience
 from shoal.shardcast.fetch.download import Sources
 from shoal.shardcast.fetch.source import Incoming, Source, Standing
 from shoal.shardcast.manifest import Part, ShardEntry
@@ -36,7 +49,7 @@ PUBLIC_KEY = public_key_hex(KEY)
 RUN = "test"
 PUBLICATION = "a" * 32
 SHARD_BYTES = 10_000
-SMALL_BYTES = 3_000  # more than the lists and manifests of one fetch, less than a shard
+SMALL_BYTES = 3_000  # more than the listings and manifests of one fetch, less than a shard
 PIECE_BYTES = 1_000
 
 
@@ -50,7 +63,7 @@ def model_folder(path: Path, seed: int = 0) -> Path:
 
 
 def weights_folder(path: Path, version: int = 0, *, words: int = 20_000, every: int = 500) -> Path:
-    """A model of one tensor; between two versions one word in `every` changes."""
+    """A model of one tensor, of which one word in `every` changes with each version."""
     data = bytearray(random.Random("weights").randbytes(2 * words))
     for step in range(1, version + 1):
         for word in range(step % every, words, every):
@@ -76,7 +89,7 @@ def origin(tmp_path: Path, *, keep: int = 5, **options: Any) -> Origin:
 
 
 def published(tmp_path: Path, *versions: int, **options: Any) -> Origin:
-    """An origin store holding these versions whole; version v was cut from `model_folder(seed=v)`."""
+    """An origin with these versions in full; version v is `model_folder(seed=v)`."""
     source = origin(tmp_path, **options)
     for version in versions:
         source.publish(model_folder(tmp_path / f"model{version}", seed=version), version)
@@ -84,7 +97,7 @@ def published(tmp_path: Path, *versions: int, **options: Any) -> Origin:
 
 
 def stepped(tmp_path: Path, *versions: int, **options: Any) -> Origin:
-    """An origin store of these versions, deltas where that is possible; version v is `weights_folder(v)`."""
+    """An origin with these versions, as deltas if possible; version v is `weights_folder(v)`."""
     source = origin(tmp_path, **{"anchor_every": 100, **options})
     for version in versions:
         source.publish(weights_folder(tmp_path / f"model{version}", version), version)
@@ -114,7 +127,7 @@ def client(tmp_path: Path, *urls: str, limits: dict[str, float] | None = None, *
 
 
 def against(act: Callable[..., Any], *stores: Path, serving: Callable[..., Any] | None = None) -> Any:
-    """Serves the stores and runs act(*urls) in a thread, as workers do."""
+    """Serve the stores and run act(*urls) in a thread, as workers do."""
     serve_it = serving or quickly
 
     async def run() -> Any:
@@ -125,14 +138,29 @@ def against(act: Callable[..., Any], *stores: Path, serving: Callable[..., Any] 
     return asyncio.run(run())
 
 
+def fetched(
+    tmp_path: Path,
+    version: int | None = None,
+    *,
+    at: Sequence[str] = ("origin",),
+    digest: str | None = None,
+    serving: Callable[..., Any] | None = None,
+    **options: Any,
+) -> tuple[Path, Manifest]:
+    """Fetch a version (default: the newest) into the cache, from servers of these stores."""
+    act = lambda *urls: client(tmp_path, *urls, **options).fetch(version, digest=digest)  # noqa: E731
+    result: tuple[Path, Manifest] = against(act, *(tmp_path / name for name in at), serving=serving)
+    return result
+
+
 def mirror_of(tmp_path: Path, name: str) -> Path:
-    """A copy of what the origin's store holds now."""
+    """Copy the origin's store."""
     return Path(shutil.copytree(tmp_path / "origin", tmp_path / name))
 
 
 @contextmanager
 def full_disk(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Iterator[None]:
-    """Small files can be written, shards cannot."""
+    """Let writes of shards fail, but not of small files."""
     real = module.write_all
 
     def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
@@ -146,8 +174,16 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Iterator[N
 
 
 @asynccontextmanager
-async def serving(store: ShardStore | Path, wait_s: float = 2.0, port: int = 0) -> AsyncIterator[str]:
-    runner, bound = await serve(app(store, wait_s=wait_s), port=port, shutdown_s=0.05)
+async def serving(
+    store: ShardStore | Path,
+    wait_s: float = 2.0,
+    port: int = 0,
+    *,
+    guard: Guard | None = None,
+    patience: Patience = PATIENCE,
+) -> AsyncIterator[str]:
+    application = app(store, wait_s=wait_s, guard=guard)
+    runner, bound = await serve(application, port=port, patience=patience, shutdown_s=0.05)
     try:
         yield f"http://127.0.0.1:{bound}"
     finally:
@@ -155,7 +191,7 @@ async def serving(store: ShardStore | Path, wait_s: float = 2.0, port: int = 0) 
 
 
 def quickly(store: ShardStore | Path) -> AbstractAsyncContextManager[str]:
-    """A server that waits for nothing."""
+    """Serve a store without waiting for missing shards."""
     return serving(store, wait_s=0.1)
 
 
@@ -163,7 +199,7 @@ def quickly(store: ShardStore | Path) -> AbstractAsyncContextManager[str]:
 async def answering(
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0
 ) -> AsyncIterator[str]:
-    """A server of no store: the function answers every request."""
+    """Run a server whose every request `answer` handles."""
     application = web.Application()
     application.add_routes([web.get("/{any:.*}", answer)])
     runner, bound = await serve(application, port=port, shutdown_s=0.05)
@@ -174,7 +210,7 @@ async def answering(
 
 
 def plainly(folder: Path) -> AbstractAsyncContextManager[str]:
-    """A server of a store's files that knows nothing of what they mean, as nginx is."""
+    """Serve a folder as plain files, as nginx does."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         path = folder / request.path.lstrip("/")
@@ -184,18 +220,18 @@ def plainly(folder: Path) -> AbstractAsyncContextManager[str]:
 
 
 class Middle:
-    """A server that passes requests on to another one, and notes, slows, changes or withholds what comes back."""
+    """A proxy of another server that records requests, and slows, changes or withholds responses."""
 
     def __init__(self, target: str) -> None:
         self.target = target
         self.url = ""
-        self.asked: list[tuple[str, str]] = []  # path of a shard, and its Range header
+        self.requests: list[tuple[str, str]] = []  # for shards: path and Range header
         self.sent_bytes = 0  # of shards
         self.rate_Bps = inf  # of each shard
         self.cut_after_bytes = inf  # of all shards together; then connections break
         self.hold_after_bytes = inf  # of all shards together; then nothing is sent until this is raised
         self.passes_ranges = True
-        self.silent: Callable[[str], bool] = lambda path: False  # asked for that, it sends nothing
+        self.silent: Callable[[str], bool] = lambda path: False  # whether to send nothing
         self.refuse: Callable[[str], web.Response | None] = lambda path: None
         self.change: Callable[[str, bytes], bytes] = lambda path, data: data
 
@@ -203,17 +239,21 @@ class Middle:
         path, wanted = request.path, request.headers.get("Range", "")
         is_shard = path.endswith(".shard")
         if is_shard:
-            self.asked.append((request.path_qs, wanted))
+            self.requests.append((request.path_qs, wanted))
         if self.silent(path):
             await asyncio.sleep(60)
         if refusal := self.refuse(path):
             return refusal
         headers = {"Range": wanted} if wanted and self.passes_ranges else {}
         try:
-            async with aiohttp.ClientSession() as session, session.get(self.target + path, headers=headers) as got:
-                data = self.change(path, await got.read())
-                kept = {name: got.headers[name] for name in ("Content-Range", "Retry-After") if name in got.headers}
-                response = web.StreamResponse(status=got.status, headers=kept)
+            async with aiohttp.ClientSession() as session, session.get(self.target + path, headers=headers) as upstream:
+                data = self.change(path, await upstream.read())
+                kept = {
+                    name: upstream.headers[name]
+                    for name in ("Content-Range", "Retry-After")
+                    if name in upstream.headers
+                }
+                response = web.StreamResponse(status=upstream.status, headers=kept)
         except aiohttp.ClientError:
             return web.Response(status=502)
         response.content_length = len(data)
@@ -235,13 +275,13 @@ class Middle:
                 return response
         return response
 
-    def asked_bytes(self, since: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
-        """What the requests for shards were for, after so many of them, if all shards are of full size."""
+    def requested_bytes(self, since: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
+        """Bytes requested by all but the first `since` requests, if all shards have full size."""
         return sum(shard_bytes - start for start in self.starts()[since:])
 
     def starts(self) -> list[int]:
-        """The first byte asked for, of each request for a shard."""
-        return [int(wanted.removeprefix("bytes=").rstrip("-") or 0) for _, wanted in self.asked]
+        """The first requested byte of each request for a shard."""
+        return [int(wanted.removeprefix("bytes=").rstrip("-") or 0) for _, wanted in self.requests]
 
 
 @asynccontextmanager
@@ -302,7 +342,7 @@ def flipped(data: bytes) -> bytes:
 
 
 def read_and_written_bytes() -> tuple[int, int]:
-    """What this process has read and written so far: by files, and by sendfile (both). Linux."""
+    """Bytes that this process has read and written so far; sendfile counts as both. Linux only."""
     lines = Path("/proc/self/io").read_text().splitlines()
     figures = {name: int(figure) for name, figure in (line.split(": ") for line in lines)}
     return figures["rchar"], figures["wchar"]
@@ -314,7 +354,7 @@ def cached(tmp_path: Path) -> list[str]:
 
 
 class Known(Standing):
-    """A standing that nothing changes."""
+    """A standing with fixed speed and success rate."""
 
     def __init__(self, speed_Bps: float | None, success: float = 1.0) -> None:
         super().__init__()
@@ -328,21 +368,21 @@ class Known(Standing):
 
 
 class Stub(Source):
-    """A source without a network: does what its script says for one shard after the other, then delivers."""
+    """A source without a network. It follows its script, one entry per shard, and then delivers at once."""
 
     def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None, pieces: int = 1) -> None:
-        """An exception in the script is raised. A number is the seconds that a delivery takes, in `pieces`."""
+        """`script`: an exception is raised; a number is how many seconds a delivery in `pieces` takes."""
         super().__init__(None, url, Access(PUBLIC_KEY, RUN))  # type: ignore[arg-type]
         self.standing = standing or self.standing
         self.standing._clock = virtual.now_s
         self.script, self.pieces = list(script), pieces
-        self.asked: list[int] = []
-        self.at_once = self.most_at_once = 0
+        self.requests: list[int] = []
+        self.running = self.max_running = 0
 
     async def shard(self, version: int, part: Part, incoming: Incoming) -> None:
-        self.asked.append(incoming.shard.index)
-        self.at_once += 1
-        self.most_at_once = max(self.at_once, self.most_at_once)
+        self.requests.append(incoming.shard.index)
+        self.running += 1
+        self.max_running = max(self.running, self.max_running)
         try:
             step = self.script.pop(0) if self.script else 0.0
             if isinstance(step, Exception):
@@ -353,7 +393,7 @@ class Stub(Source):
                 await asyncio.sleep(step / self.pieces)
                 incoming.take(rest[at : at + piece_bytes])
         finally:
-            self.at_once -= 1
+            self.running -= 1
 
 
 def shard_data(index: int) -> bytes:
@@ -365,7 +405,7 @@ def shard(index: int) -> ShardEntry:
 
 
 def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), strikes: int = 3, **limits: float) -> Sources:
-    """Sources that are these."""
+    """Sources made of these stubs."""
     sources = Sources(
         Access(PUBLIC_KEY, RUN, Limits(**limits)),
         None,  # type: ignore[arg-type]
@@ -379,11 +419,11 @@ def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), strikes: int = 3, **
 
 
 class Memory:
-    """Where one shard goes."""
+    """A sink for one shard."""
 
     def __init__(self) -> None:
         self.data = bytearray()
-        self.times_done = 0
+        self.done_count = 0
 
     def write(self, offset_bytes: int, data: bytes) -> None:
         self.data[offset_bytes:] = data
@@ -392,6 +432,6 @@ class Memory:
         self.data.clear()
 
     def done(self) -> None:
-        self.times_done += 1
+        self.done_count += 1
 
     def close(self) -> None: ...

@@ -1,65 +1,76 @@
-"""Who gets a connection when there are too many, and how many this process can have at all."""
+"""Which connections a server accepts, closes and resets, and how many it can have."""
 
 import asyncio
-import json
 import resource
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
+from yarl import URL
 
-from shoal.shardcast import connections
-from shoal.shardcast.connections import PATIENCE, ClientConnection, Listener, Patience
+from shoal.files import temporary
+from shoal.shardcast import Guard, connections
+from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, ClientConnection, Listener, Patience, network
+from shoal.shardcast.server import app, serve
+
+from .raw import content, health, open_raw, request, whole
+from .support import PUBLIC_KEY, RUN, serving
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much a peer has acknowledged")
 
 
 class Door:
-    """A listener, and strangers who connect to it."""
+    """A listener, and clients that connect to it."""
 
     def __init__(self, total: int, patience: Patience = PATIENCE) -> None:
         self.listener = Listener("127.0.0.1", 0, patience, per_address=100, total=total)
         self.listener.listen()
-        self.strangers: list[socket.socket] = []
+        self.clients: list[socket.socket] = []
 
     def connect(self) -> ClientConnection:
-        """Raises ConnectionAbortedError if the listener refuses."""
-        self.strangers.append(socket.create_connection(self.listener.getsockname(), timeout=10))
+        """Raise ConnectionAbortedError if the listener refuses."""
+        self.clients.append(socket.create_connection(self.listener.getsockname(), timeout=10))
         connection, _ = self.listener.accept()
         assert isinstance(connection, ClientConnection)
         return connection
 
     def close(self) -> None:
-        for one in [*self.strangers, *self.listener.open.values(), self.listener]:
-            one.close()
+        for each in [*self.clients, *self.listener.open.values(), self.listener]:
+            each.close()
 
 
 @pytest.fixture
 def door() -> Iterator[Door]:
-    found = Door(total=3)
-    yield found
-    found.close()
+    opened = Door(total=3)
+    yield opened
+    opened.close()
 
 
-def test_at_the_limit_the_oldest_that_asked_nothing_loses_its_place_to_the_next(door: Door) -> None:
-    """Else a few thousand silent strangers keep every new node out."""
+# Too many connections
+
+
+def test_at_the_limit_the_oldest_connection_without_a_request_makes_room(door: Door) -> None:
+    """Otherwise a few thousand idle clients would lock out every new node."""
     member, oldest, other = (door.connect() for _ in range(3))
     door.listener.note_request(member.peer)
     with pytest.raises(ConnectionAbortedError):
         door.connect()
     with suppress(ConnectionResetError):
-        assert door.strangers[1].recv(1) == b"", "it is cut"
-    assert oldest in door.listener.open.values(), "and counts until it is closed"
+        assert door.clients[1].recv(1) == b"", "it is reset"
+    assert oldest in door.listener.open.values(), "it counts until it is closed"
     oldest.close()
     newest = door.connect()
     assert list(door.listener.open.values()) == [member, other, newest]
 
 
-def test_at_the_limit_of_those_who_asked_the_new_one_is_refused(door: Door) -> None:
+def test_at_the_limit_a_new_connection_is_refused_if_all_others_sent_requests(door: Door) -> None:
     for _ in range(3):
         door.listener.note_request(door.connect().peer)
     with pytest.raises(ConnectionAbortedError):
@@ -67,39 +78,233 @@ def test_at_the_limit_of_those_who_asked_the_new_one_is_refused(door: Door) -> N
     assert (door.listener.refused, door.listener.cut, len(door.listener.open)) == (1, 0, 3)
 
 
-def test_a_closed_connection_leaves_its_place(door: Door) -> None:
+def test_closed_connections_do_not_count(door: Door) -> None:
     for _ in range(10):
         door.connect().close()
     assert not door.listener.open and door.listener.cut == 0
 
 
-def test_whoever_could_not_be_read_is_not_cut_for_it() -> None:
-    """A coordinator that was frozen, or is overloaded, must not drop the requests that wait for it."""
-    patience = Patience(headers_s=0.5)
-
-    async def freeze() -> tuple[bool, bool]:
-        door = Door(total=3, patience=patience)
-        watching = door.listener.watching(None)
-        await anext(watching)
-        try:
-            connection = door.connect()
-            await asyncio.sleep(0)
-            time.sleep(2 * patience.headers_s)  # noqa: ASYNC251 - nothing is read meanwhile
-            await asyncio.sleep(0.1)
-            kept = connection in door.listener.open.values()
-            async with asyncio.timeout(60):
-                while connection in door.listener.open.values():
-                    await asyncio.sleep(0.1)
-            return kept, door.listener.cut == 1
-        finally:
-            await anext(watching, None)
-            door.close()
-
-    kept, cut_later = asyncio.run(freeze())
-    assert kept and cut_later, "its own time counts all the same"
+@pytest.mark.parametrize("bounds", [{"connections": 3}, {"total_connections": 3}])
+async def test_connections_per_address_and_in_total_are_bounded(tmp_path, bounds):
+    async with serving(whole(tmp_path), guard=Guard(audience=RUN, pool_key=PUBLIC_KEY, **bounds)) as url:
+        held = [await open_raw(url, "/healthz") for _ in range(5)]
+        await asyncio.sleep(0.3)
+        with pytest.raises(aiohttp.ClientError):
+            await health(url)
+        for raw in held:
+            raw.close()
+        await asyncio.sleep(0.3)
+        facts = await health(url)
+    assert facts["connections_refused"] >= 3  # two of the five, and the health request
+    assert facts["connections"] == 1
 
 
-# --- open files ------------------------------------------------------------------------------------------------------
+def test_a_client_is_an_ipv4_address_or_an_ipv6_network():
+    assert network("192.0.2.7") == network("::ffff:192.0.2.7") == "192.0.2.7"
+    assert network("2001:db8:1:2::7") == network("2001:db8:1:2:ffff::") == "2001:db8:1:2::"
+    assert network("fe80::1%eth0") == "fe80::"
+
+
+# Idle and slow clients
+
+
+async def test_a_frozen_server_does_not_count_its_own_delay_against_clients() -> None:
+    door = Door(total=3, patience=Patience(headers_s=0.5))
+    watching = door.listener.watching(None)
+    await anext(watching)
+    try:
+        connection = door.connect()
+        await asyncio.sleep(0)
+        time.sleep(1.0)  # noqa: ASYNC251 - the server reads nothing meanwhile
+        await asyncio.sleep(0.1)
+        assert connection in door.listener.open.values()
+        async with asyncio.timeout(60):
+            while connection in door.listener.open.values():
+                await asyncio.sleep(0.1)
+        assert door.listener.cut == 1, "the client's own time counts"
+    finally:
+        await anext(watching, None)
+        door.close()
+
+
+async def test_a_connection_without_a_complete_request_is_closed(tmp_path):
+    loop = asyncio.get_running_loop()
+    async with serving(whole(tmp_path), patience=Patience(headers_s=0.3)) as url:
+        silent, half = await open_raw(url), await open_raw(url)
+        await loop.sock_sendall(half, b"GET /versions.json HTTP/1.1\r\nHost: ")
+        for raw in (silent, half):
+            with suppress(ConnectionResetError):
+                assert await asyncio.wait_for(loop.sock_recv(raw, 10), 5) == b""
+            raw.close()
+        assert (await health(url))["connections_cut"] == 2
+
+
+async def test_an_idle_connection_is_closed(tmp_path):
+    async with serving(whole(tmp_path), patience=Patience(headers_s=0.2, idle_s=0.6)) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
+        for _ in range(3):
+            writer.write(b"GET /versions.json HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200" in await reader.readuntil(b"}")
+            await asyncio.sleep(0.3)  # longer than headers_s, which limits only the first request
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        assert (await health(url))["connections_cut"] == 0
+
+
+@linux_only
+@pytest.mark.parametrize("shard", ["complete", "arriving"])
+async def test_a_client_that_reads_nothing_is_reset(tmp_path, caplog, shard):
+    store = whole(tmp_path, data=bytes(64 << 20), shard_bytes=64 << 20)  # more than the kernels buffer
+    if shard == "arriving":
+        store.shard_path(7, "full", 0).rename(temporary(store.shard_path(7, "full", 0)))
+    async with serving(store, patience=Patience(stall_s=0.5)) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port, limit=1000)
+        writer.write(b"GET /v000007/full/00000.shard HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.transport.pause_reading()
+        started_s = time.monotonic()
+        async with asyncio.timeout(30):
+            while not (facts := await health(url))["connections_cut"]:
+                await asyncio.sleep(0.05)
+        assert facts["served_bytes"] == 0 and time.monotonic() - started_s > 0.3
+        writer.transport.abort()
+        for _ in range(5):  # new sockets get the number of the one that was reset
+            assert (await request(f"{url}/versions.json"))[0] == 200
+    assert not caplog.records
+
+
+def stalls_at(monkeypatch, taken_bytes, until_s: int = 10) -> int | None:
+    """Return the second at which a connection counts as stalled if its peer has read `taken_bytes(second)`."""
+    patience = Patience(stall_s=2.0, slowest_Bps=1_000)
+    listener = Listener("127.0.0.1", 0, patience, per_address=1, total=1)
+    ours, theirs = socket.socketpair()
+    with closing(listener), closing(theirs), closing(ClientConnection(listener, ("", 0), ours.detach())) as held:
+        held.requested, held.moved_s, held.since_s = True, 0.0, 0.0
+        for second in range(1, until_s + 1):
+            monkeypatch.setattr(connections, "_progress", lambda _, at=second: taken_bytes(at))
+            if held.stalled(float(second), patience):
+                return second
+        return None
+
+
+def test_a_client_that_reads_too_slowly_or_stops_counts_as_stalled(monkeypatch):
+    assert stalls_at(monkeypatch, lambda second: 900 * second) == 2
+    assert stalls_at(monkeypatch, lambda second: 1_100 * second) is None
+    assert stalls_at(monkeypatch, lambda second: 9_000) == 3  # read before the first check, and nothing since
+    assert stalls_at(monkeypatch, lambda second: None) is None  # it has read everything
+    assert stalls_at(monkeypatch, lambda second: None if second < 5 else 9_000) == 7
+
+
+CROWDED = """
+import asyncio, sys
+from pathlib import Path
+from shoal.shardcast.connections import Patience
+from shoal.shardcast.server import app, serve
+
+async def main():
+    _, port = await serve(app(Path(sys.argv[1])), patience=Patience(headers_s=60, stall_s=3.0))
+    print(port, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@linux_only
+async def test_many_idle_and_slow_readers_do_not_slow_a_normal_one(tmp_path):
+    data = content(16 << 20)
+    store = whole(tmp_path, data=data, shard_bytes=8 << 20)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    server = subprocess.Popen([sys.executable, "-c", CROWDED, str(store.path)], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    process = psutil.Process(server.pid)
+
+    async def sip(crowd):
+        while True:
+            for raw in crowd:
+                with suppress(OSError):
+                    raw.recv(5)
+            await asyncio.sleep(0.5)
+
+    try:
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        await health(url)
+        before_bytes = process.memory_info().rss
+        idle = [await open_raw(url) for _ in range(1000)]
+        slow = [await open_raw(url, "/v000007/full/00000.shard", receive_bytes=4096) for _ in range(100)]
+        sipping = asyncio.create_task(sip(slow))
+        await asyncio.sleep(0.5)
+        started_s = time.monotonic()
+        assert b"".join([(await request(f"{url}/v000007/full/0000{index}.shard"))[2] for index in range(2)]) == data
+        assert time.monotonic() - started_s < 5
+        assert process.memory_info().rss - before_bytes < 50 << 20
+        assert (await health(url))["connections"] > 1100
+        async with asyncio.timeout(20):
+            while (await health(url))["connections_cut"] < 100:
+                await asyncio.sleep(0.2)
+        sipping.cancel()
+        for raw in idle + slow:
+            raw.close()
+    finally:
+        server.kill()
+        server.wait()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+# Requests that are not served
+
+
+async def test_a_request_body_is_not_read(tmp_path):
+    """A relay that read bodies of 64 MiB to their end served its honest readers six times slower."""
+    async with serving(whole(tmp_path)) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
+        writer.write(b"POST /versions.json HTTP/1.1\r\nhost: s\r\ncontent-length: 67108864\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"405"
+        with pytest.raises(ConnectionError):
+            for _ in range(1024):
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01" * 100, b"GET / HTTP/1.1\r\nx-a: " + bytes(100_000)], ids=["tls", "header"]
+)
+async def test_a_malformed_request_is_refused_and_not_logged(tmp_path, caplog, sent):
+    """Otherwise strangers could fill the log, a hundred kilobytes at a time."""
+    async with serving(whole(tmp_path)) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
+        writer.write(sent + b"\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("error", "logged"), [(aiohttp.ClientConnectionResetError("left"), 0), (KeyError("ours"), 1)])
+def test_only_the_servers_own_errors_are_logged(caplog, error, logged):
+    LOG.error("Error handling request", exc_info=error)
+    assert len(caplog.records) == logged
+
+
+# Congestion control, open files
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system has no choice of congestion control")
+async def test_accepted_connections_use_the_congestion_control_that_health_reports(tmp_path):
+    runner, port = await serve(application := app(whole(tmp_path)))
+    try:
+        raw = await open_raw(f"http://127.0.0.1:{port}", "/versions.json")
+        reported = (await health(f"http://127.0.0.1:{port}"))["congestion"]
+        accepted = application[LISTENER].open[raw.getsockname()]
+        raw.close()
+        used = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    finally:
+        await runner.cleanup()
+    assert used.rstrip(b"\0").decode() == reported
+    with socket.socket() as trial, suppress(OSError):  # if BBR is not available, any is right
+        trial.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        assert reported == "bbr"
 
 
 @pytest.fixture
@@ -109,7 +314,7 @@ def soft_limit() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_server_accepts_as_many_as_it_can_open_files_for_and_says_so(
+def test_a_server_accepts_as_many_connections_as_its_file_limit_allows(
     soft_limit: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -121,7 +326,7 @@ def test_a_server_accepts_as_many_as_it_can_open_files_for_and_says_so(
     assert connections.affordable(sys.maxsize) == 448 and not caplog.messages
 
 
-def test_a_starting_role_takes_all_the_system_gives(soft_limit: None) -> None:
+def test_raise_limit_raises_the_file_limit_to_the_hard_limit(soft_limit: None) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         pytest.skip("this system has no limit")
@@ -146,7 +351,7 @@ asyncio.run(main())
 """
 
 
-def test_more_idle_connections_than_files_bring_no_traceback_and_no_wait(tmp_path: Path) -> None:
+async def test_more_idle_connections_than_open_files_cause_no_traceback_and_no_wait(tmp_path: Path) -> None:
     (tmp_path / "versions.json").write_text('{"versions":[]}')
     command = [sys.executable, "-c", SERVER, str(tmp_path)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -154,19 +359,14 @@ def test_more_idle_connections_than_files_bring_no_traceback_and_no_wait(tmp_pat
     try:
         port = int(server.stdout.readline())
         idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(300)]
-
-        async def ask() -> int:
-            """Again and again, as any client does."""
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-                for _ in range(20):
-                    with suppress(aiohttp.ClientError, TimeoutError):
-                        async with session.get(f"http://127.0.0.1:{port}/healthz") as answer:
-                            return json.loads(await answer.text())["connections"]
-            raise AssertionError("no answer")
-
-        assert 1 <= asyncio.run(ask()) <= (256 - connections.RESERVED) // 2
-        for one in idle:
-            one.close()
+        facts: dict[str, int] = {}
+        for _ in range(20):  # as a client does
+            with suppress(aiohttp.ClientError, TimeoutError):
+                facts = await asyncio.wait_for(health(f"http://127.0.0.1:{port}"), 5)
+                break
+        assert 1 <= facts["connections"] <= (256 - connections.RESERVED) // 2
+        for each in idle:
+            each.close()
     finally:
         server.kill()
         _, errors = server.communicate()

@@ -1,4 +1,4 @@
-"""Deltas: the new version comes out bit for bit, and what is not a delta of the old version ends in DeltaError."""
+"""Deltas reproduce the new version bit for bit, and anything else than a delta of the old version is a DeltaError."""
 
 import json
 import random
@@ -37,7 +37,7 @@ def pieces_of(words: int) -> Iterator[None]:
 
 
 def write_tensors(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], data: bytes) -> None:
-    """A safetensors file of these dtypes and shapes; `data` goes to the tensors in turn."""
+    """Write a safetensors file of these dtypes and shapes. `data` fills the tensors in order."""
     entries, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + DTYPE_BYTES[dtype] * int(np.prod(shape, dtype=int))
@@ -79,8 +79,8 @@ def round_trip(old: Path, new: Path) -> DeltaStats:
 
 @pytest.fixture
 def versions(tmp_path) -> tuple[Path, Path]:
-    """Two small versions with every kind of file and of piece in between: `a` changed here and there, the start of
-    `b.weight` became zeros, the scalar as before."""
+    """Two small versions with every kind of file and piece: some words of `a` changed, the start of `b.weight` became zeros,
+    and the scalar is unchanged."""
     words = np.random.default_rng(1).integers(0, 1 << 16, 350 + 64 + 2, dtype=np.uint16)
     others = words.copy()
     others[:350:18] += 1
@@ -101,7 +101,7 @@ def versions(tmp_path) -> tuple[Path, Path]:
     st.integers(1, 100),
     st.integers(0, 1 << 32),
 )
-def test_any_words_of_any_dtype_come_out_bit_for_bit(shapes, share, piece_words, seed) -> None:
+def test_any_words_of_any_dtype_are_reproduced_bit_for_bit(shapes, share, piece_words, seed) -> None:
     noise = random.Random(seed)
     tensors = {str(index): (dtype, tuple(shape)) for index, (dtype, shape) in enumerate(shapes)}
     before = noise.randbytes(8 * 9**3)
@@ -115,8 +115,8 @@ def test_any_words_of_any_dtype_come_out_bit_for_bit(shapes, share, piece_words,
 
 @pytest.mark.parametrize("piece_words", [1, 1000, 1 << 20])
 @pytest.mark.parametrize(("numpy_dtype", "dtype"), [("<u2", torch.bfloat16), ("<u2", torch.float16)])
-def test_every_word_turns_into_every_kind_of_other_word(tmp_path, piece_words, numpy_dtype, dtype) -> None:
-    """All 65536 patterns (both zeros, infinities, every NaN), each with steps both ways, across zero and over the ends."""
+def test_every_16_bit_word_changes_by_every_kind_of_step(tmp_path, piece_words, numpy_dtype, dtype) -> None:
+    """All 65536 patterns (both zeros, infinities, every NaN), with steps in both directions, across zero and overflowing."""
     words = np.arange(1 << 16, dtype=numpy_dtype)[:: 64 if piece_words == 1 else 1]
     steps = np.array([1, -1, 0x8000, 0x7FFF, 0, -300, 2, 0xFFFE], np.int64).astype(numpy_dtype)
     others = words + np.resize(steps, len(words))
@@ -130,18 +130,18 @@ def test_every_word_turns_into_every_kind_of_other_word(tmp_path, piece_words, n
     assert stats.changed_words == int((words != others).sum()) + 1
 
 
-def test_a_few_small_steps_take_few_bytes(tmp_path) -> None:
+def test_a_few_small_steps_need_few_bytes(tmp_path) -> None:
     noise = np.random.default_rng(2)
     old_words = noise.normal(0, 0.02, 1 << 20).astype(np.float32).view(np.uint32) >> 16
     new_words = old_words + noise.choice([-1, 0, 1], len(old_words), p=[0.005, 0.99, 0.005]).astype(np.uint32)
     for name, words in {"old": old_words, "new": new_words}.items():
         write_tensors(tmp_path / name / "m.safetensors", {"w": ("BF16", words.shape)}, words.astype("<u2").tobytes())
     stats = round_trip(tmp_path / "old", tmp_path / "new")
-    entropy_bytes = stats.changed_words * (np.log2(100 * np.e) + 1) / 8  # where they are, and which way they went
+    entropy_bytes = stats.changed_words * (np.log2(100 * np.e) + 1) / 8  # their positions and directions
     assert stats.delta_bytes < 1.2 * entropy_bytes
 
 
-def test_words_that_are_shorter_than_their_steps_come_themselves(tmp_path) -> None:
+def test_words_that_compress_better_than_their_steps_are_sent_whole(tmp_path) -> None:
     for name, data in {"old": random.Random(2).randbytes(1 << 14), "new": b""}.items():
         write_tensors(tmp_path / name / "m.safetensors", {"w": ("BF16", (1 << 13,))}, data)
     assert round_trip(tmp_path / "old", tmp_path / "new").delta_bytes < 100
@@ -156,7 +156,7 @@ def test_equal_folders_make_an_empty_delta(versions) -> None:
     )  # kinds, hash of the header, a kind for each tensor that has words
 
 
-def test_files_may_come_go_move_and_change_size(tmp_path, versions) -> None:
+def test_files_may_be_added_removed_renamed_and_resized(tmp_path, versions) -> None:
     old, new = versions
     (old / "gone.txt").write_bytes(b"gone")
     (new / "sub").mkdir()
@@ -167,7 +167,7 @@ def test_files_may_come_go_move_and_change_size(tmp_path, versions) -> None:
     round_trip(old, new)
 
 
-def test_pieces_of_a_whole_file_may_be_many(tmp_path) -> None:
+def test_a_whole_file_may_have_many_pieces(tmp_path) -> None:
     old = folder(tmp_path / "old", f=b"")
     new = folder(tmp_path / "new", f=b"abc" * 1000 + random.Random(3).randbytes(3000))
     with pieces_of(70):
@@ -175,7 +175,7 @@ def test_pieces_of_a_whole_file_may_be_many(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("shape", "start"), [((51, 7), b""), ((50, 7), b"\xff")], ids=["other shape", "no header"])
-def test_another_header_makes_the_file_come_whole(versions, shape, start) -> None:
+def test_a_file_with_another_header_is_sent_whole(versions, shape, start) -> None:
     old, new = versions
     write_tensors(new / "model.safetensors", {**TENSORS, "a": ("BF16", shape)}, b"x" * 900)
     (new / "model.safetensors").write_bytes(start + (new / "model.safetensors").read_bytes())
@@ -224,7 +224,7 @@ def test_another_old_version_is_refused(tmp_path, versions, harm, reason) -> Non
 
 
 def apply_garbage(old: Path, garbage: bytes, files: list[tuple[str, int]], out: Path) -> None:
-    """DeltaError, or files of the right sizes."""
+    """Apply garbage. Check that it ends in DeltaError, or in files of the right sizes."""
     out.with_name("garbage").write_bytes(garbage)
     try:
         apply_one(old, out.with_name("garbage"), out, files)
@@ -235,7 +235,7 @@ def apply_garbage(old: Path, garbage: bytes, files: list[tuple[str, int]], out: 
     assert all(size_bytes <= dict(files)[name] for name, size_bytes in sizes(out))
 
 
-def test_a_delta_cut_off_anywhere_is_refused(tmp_path, versions) -> None:
+def test_a_delta_truncated_anywhere_is_refused(tmp_path, versions) -> None:
     old, new = versions
     with pieces_of(200):
         write_delta(old, new, tmp_path / "delta")
@@ -285,7 +285,7 @@ CLAIMS_MUCH = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\
         (frame(b"a" * 101), "zstd frame does not have"),
         (frame(b"a" * 100_000), "zstd frame does not have"),
         (frame(b"a" * 100, write_content_size=False), "zstd frame does not have"),
-        (b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\x00", "zstd frame does not have"),
+        (CLAIMS_MUCH, "zstd frame does not have"),
         (frame(b"a" * 50) + frame(b"a" * 50), "zstd frame does not have"),
         (frame(b"a" * 100) + b"more", "not a zstd frame"),
         (frame(b"a" * 100)[:-1], "not a zstd frame"),
@@ -294,7 +294,7 @@ CLAIMS_MUCH = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\
         (b"x" * 101, "a plane of 100 bytes takes 101"),
     ],
 )
-def test_a_plane_has_exactly_the_size_asked_for(tmp_path, plane, reason) -> None:
+def test_a_plane_of_another_size_is_refused(tmp_path, plane, reason) -> None:
     (tmp_path / "delta").write_bytes(MAGIC + bytes([Kind.WHOLE]) + struct.pack("<I", len(plane)) + plane)
     with pytest.raises(DeltaError, match=reason):
         apply_one(tmp_path, tmp_path / "delta", tmp_path / "out", [("f", 100)])
@@ -314,7 +314,7 @@ CHANGES = bytes([Kind.CHANGES])
         (bytes([Kind.TENSORS]), "kind 2, expected one of 0 .SAME., 1 .WHOLE., 3 .CHANGES."),
     ],
 )
-def test_changes_lie_within_their_piece(tmp_path, versions, body, reason) -> None:
+def test_changes_outside_of_their_piece_are_refused(tmp_path, versions, body, reason) -> None:
     old, _ = versions
     path = old / "model.safetensors"
     start = MAGIC + bytes([Kind.TENSORS]) + blake3(read_layout(path).header).digest()
@@ -323,8 +323,10 @@ def test_changes_lie_within_their_piece(tmp_path, versions, body, reason) -> Non
         apply_one(old, tmp_path / "delta", tmp_path / "out", [(path.name, path.stat().st_size)])
 
 
-@pytest.mark.parametrize("data", [b"", b"1234567", b"\xff" * 9, struct.pack("<Q", 5) + b"[" * 5])
-def test_what_is_no_safetensors_file_is_refused(tmp_path, data) -> None:
+@pytest.mark.parametrize(
+    "data", [b"", b"1234567", b"\xff" * 9, struct.pack("<Q", 5) + b"[" * 5, struct.pack("<Q", 100_000) + b"[" * 100_000]
+)
+def test_a_file_that_is_not_safetensors_has_no_layout(tmp_path, data) -> None:
     (tmp_path / "m").write_bytes(data)
     with pytest.raises(LayoutError):
         read_layout(tmp_path / "m")
@@ -350,30 +352,24 @@ ONE = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
         {"a": {"dtype": "BF16"}},
     ],
 )
-def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, entries) -> None:
+def test_a_header_that_does_not_fit_its_file_is_not_a_layout(tmp_path, entries) -> None:
     header = json.dumps(entries).encode()
     (tmp_path / "m").write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
     with pytest.raises(LayoutError):
         read_layout(tmp_path / "m")
 
 
-def test_a_deeply_nested_header_is_refused(tmp_path) -> None:
-    (tmp_path / "m").write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000)
-    with pytest.raises(LayoutError):
-        read_layout(tmp_path / "m")
-
-
 def test_the_layout_is_the_one_that_safetensors_writes(tmp_path) -> None:
-    tensors = {"x": torch.ones(2, 3), "y": torch.ones(4, dtype=torch.bfloat16), "z": torch.tensor(7)}
-    save_file(tensors, tmp_path / "m", metadata={"format": "pt"})
-    found = {tensor.name: tensor for tensor in read_layout(tmp_path / "m").tensors}
-    assert {name: (tensor.words, tensor.word_bytes) for name, tensor in found.items()} == {
+    saved = {"x": torch.ones(2, 3), "y": torch.ones(4, dtype=torch.bfloat16), "z": torch.tensor(7)}
+    save_file(saved, tmp_path / "m", metadata={"format": "pt"})
+    tensors = {tensor.name: tensor for tensor in read_layout(tmp_path / "m").tensors}
+    assert {name: (tensor.words, tensor.word_bytes) for name, tensor in tensors.items()} == {
         "x": (6, 4),
         "y": (4, 2),
         "z": (8, 1),
     }
     data = (tmp_path / "m").read_bytes()
-    assert data[found["z"].offset_bytes : found["z"].end_bytes] == struct.pack("<q", 7)
+    assert data[tensors["z"].offset_bytes : tensors["z"].end_bytes] == struct.pack("<q", 7)
 
 
 # Chains
@@ -388,8 +384,8 @@ def write_chain(tmp_path: Path, *folders: Path) -> list[Link]:
 
 
 def chain_of(tmp_path: Path, versions: int) -> list[Path]:
-    """Versions of two files: words of both tensors change here and there, one of them all at once in version 2, and a file
-    without tensors in versions 1 and 3."""
+    """Versions of two files. Some words of the tensors change each time, all of one tensor in version 2, and the file without
+    tensors in versions 1 and 3."""
     words = np.random.default_rng(3).integers(0, 1 << 16, 350 + 64 + 2, dtype=np.uint16)
     made = []
     for version in range(versions):
@@ -424,8 +420,8 @@ def test_a_chain_with_a_malformed_delta_is_refused(tmp_path, broken) -> None:
         apply(folders[0], run, tmp_path / "out")
 
 
-def test_a_chain_is_cut_where_one_pass_cannot_follow(tmp_path) -> None:
-    """Version 2 has one file more; in version 4 the tensors are laid out in another order, in a file of the same size."""
+def test_a_chain_is_split_where_one_pass_cannot_continue(tmp_path) -> None:
+    """Version 2 has another file. In version 4 a tensor has another name, in a file of the same size."""
     folders = chain_of(tmp_path, 6)
     for folder in folders[2:]:
         (folder / "more.json").write_bytes(b"{}")
@@ -442,7 +438,7 @@ def test_a_chain_is_cut_where_one_pass_cannot_follow(tmp_path) -> None:
     assert contents(made) == contents(folders[-1])
 
 
-def test_encoding_passes_on_every_byte_of_the_new_files_in_order(versions, tmp_path) -> None:
+def test_encode_passes_every_byte_of_the_new_files_to_on_read_in_order(versions, tmp_path) -> None:
     passed = bytearray()
     names = [name for name, _ in sizes(versions[1])]
     encode(*versions, names, lambda data: None, passed.extend)

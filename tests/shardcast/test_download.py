@@ -1,4 +1,4 @@
-"""The downloader: all shards of a stream, several at a time, each from whoever sends it."""
+"""`StreamDownload` in virtual time: all shards of a stream, several at a time, from several servers."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ from .support import (
 
 
 class Run:
-    """One download of numbered shards into memory."""
+    """A download of numbered shards into memory."""
 
     def __init__(self, *stubs: Stub, parallel: int = 4, order=None, stall_s: float = 60.0, **limits):
         self.sinks: dict[int, Memory] = {}
@@ -29,7 +29,7 @@ class Run:
         self.options = {"parallel": parallel, "order": order, "stall_s": stall_s}
 
     def all(self, count: int, timeout_s: float = 100.0) -> float:
-        """Fetches `count` shards. Returns how long it took."""
+        """Fetch `count` shards. Return the seconds it took."""
         download = StreamDownload(
             self.sources,
             7,
@@ -46,28 +46,28 @@ class Run:
         assert {index: bytes(sink.data) for index, sink in self.sinks.items()} == {
             index: shard_data(index) for index in range(count)
         }
-        assert all(sink.times_done == 1 for sink in self.sinks.values())
+        assert all(sink.done_count == 1 for sink in self.sinks.values())
         return virtual.now_s() - started_s
 
 
-def test_all_shards_come_in_order_and_only_some_at_once():
+def test_shards_are_fetched_in_order_and_parallel_at_once():
     stub = Stub("http://a", *[0.01] * 40)
     Run(stub, parallel=4).all(40)
-    assert stub.asked == list(range(40))
-    assert stub.most_at_once == 4
+    assert stub.requests == list(range(40))
+    assert stub.max_running == 4
 
 
-def test_nothing_to_fetch_is_soon_done():
+def test_an_empty_download_ends_at_once():
     assert Run(Stub("http://a")).all(0) < 1
 
 
-def test_the_first_failure_ends_it_all():
+def test_the_first_failure_ends_the_download():
     bad = Stub("http://a", *[BadData("http://a", "wrong")] * 3)
     with pytest.raises(FetchError, match="shard 0"):
         Run(bad, parallel=1).all(5)
 
 
-def test_a_disk_that_fails_ends_it_with_its_own_error():
+def test_a_disk_error_ends_the_download():
     class Full(Memory):
         def write(self, offset_bytes, data):
             raise OSError(28, "No space left on device")
@@ -78,7 +78,7 @@ def test_a_disk_that_fails_ends_it_with_its_own_error():
         run.all(3)
 
 
-def test_a_download_that_does_not_move_ends_and_names_whom_it_waited_for():
+def test_a_download_without_progress_ends_and_names_the_servers():
     silent = [Stub(f"http://{name}", *[1e6] * 99) for name in "ab"]
     run = Run(*silent, stall_s=20.0)
     with pytest.raises(
@@ -91,17 +91,17 @@ def test_a_download_that_does_not_move_ends_and_names_whom_it_waited_for():
 
 
 def slow_and_quick(*script) -> tuple[Stub, Stub]:
-    """The slow one seems to be far better, so that it is asked."""
+    """A slow server whose standing is far better, so that it is tried first, and a quick one."""
     return Stub("http://slow", *script, standing=Known(1e12)), Stub("http://quick", standing=Known(1.0))
 
 
-def test_shards_that_hang_are_fetched_from_another():
+def test_shards_that_hang_are_fetched_from_another_server():
     slow, quick = slow_and_quick(0, 0, 60, 60, 60)
     assert Run(slow, quick, patience_s=30).all(5) < 0.5
-    assert sorted(quick.asked) == [2, 3, 4]
+    assert sorted(quick.requests) == [2, 3, 4]
 
 
-def test_a_shard_that_breaks_off_goes_on_at_another_at_the_same_byte():
+def test_a_shard_that_stops_continues_at_another_server_at_the_same_byte():
     class Slow(Stub):
         async def shard(self, version, part, incoming):
             incoming.take(shard_data(0)[:40])
@@ -109,50 +109,50 @@ def test_a_shard_that_breaks_off_goes_on_at_another_at_the_same_byte():
 
     class Fast(Stub):
         async def shard(self, version, part, incoming):
-            had.append(incoming.size_bytes)
+            resumed_at.append(incoming.size_bytes)
             await super().shard(version, part, incoming)
 
-    had: list[int] = []
+    resumed_at: list[int] = []
     slow = Slow("http://slow", standing=Known(1e12))
     assert Run(slow, Fast("http://quick", standing=Known(1.0)), patience_s=300).all(1) < 1.5
-    assert had == [40]
+    assert resumed_at == [40]
 
 
-def test_two_that_are_slow_to_begin_are_waited_for_longer_each_time():
+def test_if_all_servers_are_slow_to_start_each_gets_more_time():
     slow = [Stub(f"http://{name}", *[1.3] * 9) for name in "ab"]
     assert Run(*slow, patience_s=30).all(1) < 5
-    assert sum(len(stub.asked) for stub in slow) <= 5
+    assert sum(len(stub.requests) for stub in slow) <= 5
 
 
-def test_one_source_alone_is_not_asked_twice():
+def test_a_single_slow_server_is_not_queried_twice():
     slow = Stub("http://a", 0, 0, 0, 1.3)
     Run(slow).all(4)
-    assert slow.asked == [0, 1, 2, 3]
+    assert slow.requests == [0, 1, 2, 3]
 
 
-def test_the_fallback_is_not_asked_for_what_the_only_relay_is_slow_to_begin():
+def test_the_fallback_is_not_used_if_the_only_relay_is_slow_to_start():
     slow, last = Stub("http://a", 1.3), Stub("http://origin")
     run = Run()
     run.sources = choosing(slow, fallback=(last,))
     run.all(1)
-    assert last.asked == []
+    assert last.requests == []
 
 
-def test_one_that_keeps_to_an_order_waits_for_the_first():
-    """A relay: its sibling may still be receiving the shard, and a second copy would cost the origin's uplink."""
+def test_a_relay_waits_for_the_first_server_in_its_order():
+    """Its sibling may still be receiving the shard, and a second copy would cost the origin's uplink."""
     slow, other = slow_and_quick(0, 0, 0, 1.3)
     Run(slow, other, order=lambda shard, usable: [slow, other]).all(4)
-    assert other.asked == []
+    assert other.requests == []
 
 
-def test_shards_that_merely_take_their_time_are_not_fetched_twice():
+def test_slow_but_steady_shards_are_not_fetched_twice():
     slow = [Stub(f"http://{n}", *[2.0] * 4, pieces=20) for n in range(2)]
     assert Run(*slow).all(4) < 2.1
-    assert sum(len(stub.asked) for stub in slow) == 4
+    assert sum(len(stub.requests) for stub in slow) == 4
 
 
-def test_a_relay_that_hangs_costs_a_delta_a_fifth_of_a_second_once():
-    """The one shard of a small delta, 40 times: drawn from the one that hangs in half of them."""
+def test_a_relay_that_hangs_delays_few_downloads():
+    """Small deltas of one shard, 40 times: in half of the cases the relay that hangs is drawn first."""
     hanging, quick = Stub("http://hangs", *[60.0] * 99), Stub("http://quick", *[0.01] * 99)
     sources, took_s = choosing(hanging, quick, patience_s=30), []
     for _ in range(40):
@@ -160,10 +160,10 @@ def test_a_relay_that_hangs_costs_a_delta_a_fifth_of_a_second_once():
         run.sources = sources
         took_s.append(run.all(1))
     assert max(took_s) < 0.3
-    assert sum(seconds > 0.1 for seconds in took_s) <= 4, "after two such times it is asked last for a while"
+    assert sum(seconds > 0.1 for seconds in took_s) <= 4, "after two failures it is used last for a while"
 
 
-def test_many_shards_lose_little_to_a_relay_that_hangs():
+def test_a_relay_that_hangs_delays_a_large_download_little():
     hanging, quick = Stub("http://hangs", *[60.0] * 99), Stub("http://quick", *[0.01] * 99)
     run = Run(hanging, quick, parallel=8, patience_s=30)
     assert run.all(40) < 0.05 + 0.3

@@ -1,12 +1,12 @@
-"""The documented nginx in front of an origin: it sends what is finished, only that, and passes the rest on."""
+"""The documented nginx in front of an origin: it sends finished shards and forwards everything else."""
 
 import asyncio
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -16,6 +16,7 @@ import pytest
 from shoal.files import temporary
 from shoal.shardcast import ShardStore
 
+from .raw import health, request
 from .support import client, contents, free_port, published, serving
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
@@ -25,15 +26,9 @@ PATHS = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: nginx-light)")
 
 
-async def asked(url: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    named = {name.replace("_", "-"): text for name, text in headers.items()}
-    async with aiohttp.ClientSession() as session, session.request(method, url, headers=named) as response:
-        return response.status, dict(response.headers), await response.read()
-
-
 @contextmanager
 def nginx(store: Path, server: str) -> Iterator[int]:
-    """An nginx with the documented settings, in front of this server; yields its port."""
+    """Run nginx with the documented settings in front of this server. Yield its port."""
     port, site = free_port(), CONFIG.read_text()
     for old, new in {
         "listen 80;": f"listen 127.0.0.1:{port};",
@@ -56,83 +51,67 @@ def nginx(store: Path, server: str) -> Iterator[int]:
             process.wait(10)
 
 
-def through_nginx(store: ShardStore, act):
-    async def answers(url: str) -> bool:
-        try:
-            return (await asked(f"{url}/healthz"))[0] == 200
-        except aiohttp.ClientError:
-            return False
-
-    async def run():
-        async with serving(store) as server:
-            with nginx(store.path, server) as port:
-                url = f"http://127.0.0.1:{port}"
-                for _ in range(200):
-                    if await answers(url):
-                        return await act(url)
+@asynccontextmanager
+async def behind_nginx(store: ShardStore) -> AsyncIterator[str]:
+    async with serving(store) as server:
+        with nginx(store.path, server) as port:
+            url = f"http://127.0.0.1:{port}"
+            async with asyncio.timeout(20):
+                while not await answers(url):
                     await asyncio.sleep(0.05)
-                raise AssertionError("nginx did not start")
-
-    return asyncio.run(run())
+            yield url
 
 
-def test_a_version_comes_through_nginx_and_python_sends_no_shard(tmp_path):
-    source = published(tmp_path, 7)
+async def answers(url: str) -> bool:
+    try:
+        return (await request(f"{url}/healthz"))[0] == 200
+    except aiohttp.ClientError:
+        return False
 
-    async def act(url):
+
+async def test_a_client_fetches_through_nginx_and_python_sends_no_shard(tmp_path):
+    async with behind_nginx(published(tmp_path, 7).store) as url:
         folder, _ = await asyncio.to_thread(client(tmp_path, url).fetch)
         assert contents(folder) == contents(tmp_path / "model7")
-        return await asked(f"{url}/healthz")
-
-    _, _, health = through_nginx(source.store, act)
-    assert b'"served_bytes": ' in health
-    assert int(health.split(b'"served_bytes": ')[1].split(b",")[0].split(b"}")[0]) < 3_000, "lists and manifests alone"
+        assert 0 < (await health(url))["served_bytes"] < 3_000, "only listings and manifests"
 
 
-def test_a_shard_that_still_arrives_comes_as_it_arrives(tmp_path):
+async def test_an_arriving_shard_is_forwarded_as_it_arrives(tmp_path):
     store = published(tmp_path, 7).store
     path = store.shard_path(7, "full", 0)
     whole = path.read_bytes()
     path.unlink()
     temporary(path).write_bytes(whole[:4_000])
-
-    async def act(url):
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"{url}/v000007/full/00000.shard") as response,
-        ):
-            first = await response.content.readexactly(4_000)
-            temporary(path).write_bytes(whole)
-            return first + await response.content.read()
-
-    assert through_nginx(store, act) == whole
+    async with (
+        behind_nginx(store) as url,
+        aiohttp.ClientSession() as session,
+        session.get(f"{url}/v000007/full/00000.shard") as response,
+    ):
+        first = await response.content.readexactly(4_000)
+        temporary(path).write_bytes(whole)
+        assert first + await response.content.read() == whole
 
 
-def test_ranges_are_answered_as_without_nginx(tmp_path):
+async def test_ranges_are_answered_as_without_nginx(tmp_path):
     store = published(tmp_path, 7).store
     shard = store.shard_path(7, "full", 0).read_bytes()
-
-    async def act(url):
+    part = {"Range": "bytes=10-19"}
+    async with behind_nginx(store) as url:
         url = f"{url}/v000007/full/00000.shard?cache=1"
-        _, headers, body = await asked(url)
-        etag, part = headers["Etag"], "bytes=10-19"
+        _, headers, body = await request(url)
+        etag = headers["Etag"]
         assert body == shard
-        assert (await asked(url, Range=part))[::2] == (206, shard[10:20])
-        assert (await asked(url, Range=part, If_Range=etag))[::2] == (206, shard[10:20])
-        assert (await asked(url, Range=part, If_Range='"another"'))[::2] == (200, shard)
-        assert (await asked(url, If_None_Match=etag))[0] == 304
-        status, headers, _ = await asked(url, "HEAD", Range=part)
+        assert (await request(url, headers=part))[::2] == (206, shard[10:20])
+        assert (await request(url, headers=part | {"If-Range": etag}))[::2] == (206, shard[10:20])
+        assert (await request(url, headers=part | {"If-Range": '"another"'}))[::2] == (200, shard)
+        assert (await request(url, headers={"If-None-Match": etag}))[0] == 304
+        status, headers, _ = await request(url, method="HEAD", headers=part)
         assert (status, headers["Content-Length"]) == (200, str(len(shard)))
 
-    through_nginx(store, act)
 
-
-def test_nothing_else_of_the_folder_is_served(tmp_path):
+async def test_nothing_else_in_the_folder_is_served(tmp_path):
     store = published(tmp_path, 7).store
     (store.path / "v000007" / "full" / "notes.txt").write_text("private")
-
-    async def act(url):
-        paths = ["id", ".lock", "v000007/full/notes.txt", "v000007/full/", ".latest/v000007/config.json", "%2e%2e/x"]
-        return [(await asked(f"{url}/{path}"))[0] for path in paths]
-
-    assert through_nginx(store, act) == [404] * 6
+    paths = ["id", ".lock", "v000007/full/notes.txt", "v000007/full/", ".latest/v000007/config.json", "%2e%2e/x"]
+    async with behind_nginx(store) as url:
+        assert [(await request(f"{url}/{path}"))[0] for path in paths] == [404] * 6

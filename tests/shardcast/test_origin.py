@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from shoal.files import NewFile
-from shoal.shardcast import Manifest, ManifestError, Origin, delta
+from shoal.shardcast import Manifest, ManifestError, Origin, PublishError, delta
+from shoal.shardcast.manifest import MAX_SHARDS
 from shoal.shardcast.origin import shard_bytes
 
 from .support import (
@@ -40,7 +41,7 @@ def test_publish_cuts_the_files_into_shards_and_lists_the_version(tmp_path):
     assert source.store.signed(7).open(PUBLIC_KEY) == manifest
 
 
-def test_a_whole_version_is_published_once_also_after_a_restart(tmp_path):
+def test_a_complete_version_is_published_once_even_after_a_restart(tmp_path):
     first = published(tmp_path, 7).store.signed(7)
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "origin" / "v000007").rglob("*")}
     listing = (tmp_path / "origin" / "versions.json").read_bytes()
@@ -51,7 +52,7 @@ def test_a_whole_version_is_published_once_also_after_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["flip", "delete", "manifest"])
-def test_a_damaged_version_is_redone_with_the_same_digest(tmp_path, harm):
+def test_a_damaged_version_is_published_again_with_the_same_digest(tmp_path, harm):
     source = published(tmp_path, 7)
     digest = source.publish(tmp_path / "model7", 7).digest
     shard = source.store.shard_path(7, "full", 1)
@@ -106,7 +107,7 @@ def test_a_store_of_another_run_or_key_is_refused(tmp_path):
 
 
 def parts(source: Origin) -> dict[int, list[str]]:
-    """What each version can be had as."""
+    """The parts of each version."""
     return {version: list(opened(source, version).streams) for version in sorted(source.published())}
 
 
@@ -116,7 +117,7 @@ def opened(source: Origin, version: int) -> Manifest:
     return signed.open(PUBLIC_KEY)
 
 
-def test_every_kth_version_is_an_anchor_and_those_between_are_deltas(tmp_path):
+def test_every_third_version_is_an_anchor_and_all_have_deltas(tmp_path):
     source = stepped(tmp_path, *range(8), anchor_every=3, keep=9)
     deltas, both = ["delta"], ["full", "delta"]
     assert parts(source) == {0: ["full"], 1: deltas, 2: deltas, 3: both, 4: deltas, 5: deltas, 6: both, 7: deltas}
@@ -127,7 +128,7 @@ def test_every_kth_version_is_an_anchor_and_those_between_are_deltas(tmp_path):
         assert manifest.delta.stream.size_bytes < manifest.size_bytes / 10
 
 
-def test_a_delta_makes_the_version_out_of_the_one_before(tmp_path):
+def test_a_delta_turns_its_parent_into_the_version(tmp_path):
     manifest = opened(stepped(tmp_path, 0, 1), 1)
     shards = sorted((tmp_path / "origin/v000001/delta").glob("*.shard"))
     (tmp_path / "delta").write_bytes(b"".join(shard.read_bytes() for shard in shards))
@@ -138,29 +139,29 @@ def test_a_delta_makes_the_version_out_of_the_one_before(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc/self/io")
 @pytest.mark.parametrize("anchor_every", [100, 1])
-def test_a_version_and_the_one_before_are_read_once_and_only_anchors_are_written(tmp_path, anchor_every):
+def test_publishing_reads_the_version_and_its_parent_once_and_writes_only_anchors(tmp_path, anchor_every):
     words = 3_000_000  # smaller files are also searched for private keys
     source = origin(tmp_path, anchor_every=anchor_every, shard_size_bytes=1 << 20)
     for version in range(3):
         weights_folder(tmp_path / f"model{version}", version, words=words, every=5_000)
     source.publish(tmp_path / "model0", 0)
     for version in (1, 2):
-        had_read, had_written = read_and_written_bytes()
+        before_read, before_written = read_and_written_bytes()
         size_bytes = source.publish(tmp_path / f"model{version}", version).size_bytes
         read, written = read_and_written_bytes()
-        assert read - had_read < 2.1 * size_bytes, "the version and its parent, each once"
-        assert written - had_written < (0.1 if anchor_every > 1 else 1.1) * size_bytes
+        assert read - before_read < 2.1 * size_bytes, "the version and its parent, each once"
+        assert written - before_written < (0.1 if anchor_every > 1 else 1.1) * size_bytes
 
 
 def test_versions_may_be_skipped(tmp_path):
     assert opened(stepped(tmp_path, 0, 5), 5).delta.parent == 0
 
 
-def test_a_delta_larger_than_half_comes_with_the_whole(tmp_path):
+def test_a_version_whose_delta_is_larger_than_half_is_an_anchor(tmp_path):
     source = stepped(tmp_path, 0)
     path = weights_folder(tmp_path / "model1") / "model.safetensors"
     data = path.read_bytes()
-    path.write_bytes(data[:10_000] + random.randbytes(len(data) - 10_000))  # three words in four are others
+    path.write_bytes(data[:10_000] + random.randbytes(len(data) - 10_000))  # three words in four differ
     manifest = source.publish(tmp_path / "model1", 1)
     assert manifest.size_bytes / 2 < manifest.delta.stream.size_bytes < manifest.size_bytes
     assert list(manifest.streams) == ["full", "delta"]
@@ -170,13 +171,13 @@ def test_a_delta_that_saves_nothing_is_not_published(tmp_path):
     assert parts(published(tmp_path, 0, 1, anchor_every=100)) == {0: ["full"], 1: ["full"]}
 
 
-def test_the_next_delta_goes_on_after_a_restart(tmp_path):
+def test_deltas_continue_after_a_restart(tmp_path):
     stepped(tmp_path, 0, 1)
     assert parts(stepped(tmp_path, 2)) == {0: ["full"], 1: ["delta"], 2: ["delta"]}
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_no_delta_of_files_that_changed_after_they_were_published(tmp_path, restarted):
+def test_no_delta_from_files_that_changed_after_publication(tmp_path, restarted):
     source = stepped(tmp_path, 0)
     if restarted:
         source = stepped(tmp_path)
@@ -188,7 +189,7 @@ def test_no_delta_of_files_that_changed_after_they_were_published(tmp_path, rest
     assert parts(source)[1] == ["full"]
 
 
-def test_files_that_are_replaced_after_publishing_do_no_harm(tmp_path):
+def test_files_that_are_replaced_after_publication_do_no_harm(tmp_path):
     source = stepped(tmp_path, 0)
     path = tmp_path / "model0" / "model.safetensors"
     path.unlink()
@@ -198,7 +199,7 @@ def test_files_that_are_replaced_after_publishing_do_no_harm(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["version", "manifest"])
-def test_what_a_delta_builds_on_is_lost_and_the_next_version_is_an_anchor(tmp_path, lost):
+def test_the_next_version_is_an_anchor_if_the_parent_is_lost(tmp_path, lost):
     source = stepped(tmp_path, 0, 1, 2)
     if lost == "manifest":
         source.store.manifest_path(1).write_text("{")
@@ -207,7 +208,7 @@ def test_what_a_delta_builds_on_is_lost_and_the_next_version_is_an_anchor(tmp_pa
     assert "full" in parts(stepped(tmp_path, 3))[3]
 
 
-def test_a_damaged_delta_is_published_anew_with_the_same_digest(tmp_path):
+def test_a_damaged_delta_is_published_again_with_the_same_digest(tmp_path):
     source = stepped(tmp_path, 0, 1)
     digest = opened(source, 1).digest
     flip_bit(source.store.shard_path(1, "delta", 0))
@@ -216,44 +217,44 @@ def test_a_damaged_delta_is_published_anew_with_the_same_digest(tmp_path):
     assert again.store.missing(opened(again, 1)) == []
 
 
-def test_versions_that_kept_ones_are_deltas_of_stay(tmp_path):
+def test_parents_of_kept_versions_are_kept(tmp_path):
     source = stepped(tmp_path, *range(7), anchor_every=4, keep=1)
     assert source.published() == [6, 5, 4]
     stepped(tmp_path, 7, 8, anchor_every=4, keep=1)
     assert source.published() == [8]
 
 
-# Killed
+# Killed processes
 
 
 @pytest.mark.parametrize("commits", range(10))  # the list twice, 4 shards, manifest, list, list; 9: not killed
 @pytest.mark.parametrize("renamed", [False, True])
-def test_killed_at_any_file_loses_nothing_and_goes_on(tmp_path, commits, renamed):
+def test_an_origin_killed_at_any_file_loses_nothing_and_resumes(tmp_path, commits, renamed):
     digest = published(tmp_path, 7).publish(tmp_path / "model7", 7).digest
     model_folder(tmp_path / "model8", seed=8)
     killed_while(lambda: origin(tmp_path, keep=1).publish(tmp_path / "model8", 8), commits, renamed)
     restarted = origin(tmp_path)
-    goes_on(restarted, tmp_path)
+    check_resumed(restarted, tmp_path)
     if 7 in restarted.published():
         assert restarted.publish(tmp_path / "model7", 7).digest == digest
 
 
 @pytest.mark.parametrize("commits", range(7))  # the list twice, the delta, manifest, list, list; 6: not killed
 @pytest.mark.parametrize("renamed", [False, True])
-def test_killed_at_any_file_of_a_delta_loses_nothing_and_goes_on(tmp_path, commits, renamed):
+def test_an_origin_killed_at_any_file_of_a_delta_loses_nothing_and_resumes(tmp_path, commits, renamed):
     digest = opened(stepped(tmp_path, 7), 7).digest
     weights_folder(tmp_path / "model8", 8)
     killed_while(lambda: stepped(tmp_path, 8, keep=1), commits, renamed)
     restarted = stepped(tmp_path)
-    goes_on(restarted, tmp_path)
+    check_resumed(restarted, tmp_path)
     assert opened(restarted, 7).digest == digest
-    assert "delta" in opened(restarted, 8).streams or commits > 4  # died before it had linked version 8's files
+    assert "delta" in opened(restarted, 8).streams or commits > 4  # it died before linking version 8's files
     restarted.publish(weights_folder(tmp_path / "model9", 9), 9)
     assert "delta" in parts(restarted)[9]
 
 
 def killed_while(act, commits: int, renamed: bool) -> None:
-    """Runs it in a process that dies at one of its renames."""
+    """Run `act` in a process that dies at one of its renames."""
     child = os.fork()
     if child == 0:  # a real death: no `finally` runs
         die_at_commit(commits, renamed)
@@ -262,7 +263,7 @@ def killed_while(act, commits: int, renamed: bool) -> None:
     os.waitpid(child, 0)
 
 
-def goes_on(restarted: Origin, tmp_path) -> None:
+def check_resumed(restarted: Origin, tmp_path) -> None:
     assert set(restarted.published()) & {7, 8}, "a published version is lost"
     manifest = restarted.publish(tmp_path / "model8", 8)
     assert restarted.published()[0] == 8
@@ -290,3 +291,14 @@ def die_at_commit(count: int, renamed: bool) -> None:
 )
 def test_a_version_has_about_256_shards_within_bounds(size_bytes: int, expected: int) -> None:
     assert shard_bytes(size_bytes, None) == expected
+
+
+def test_too_many_shards_are_refused_before_any_is_written(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with (folder / "weights").open("wb") as file:
+        file.truncate(1024 * (MAX_SHARDS + 20_000))
+    source = origin(tmp_path, shard_size_bytes=1024)
+    with pytest.raises(PublishError, match="120000 shards of 1024.* raise the shard size to 1229 bytes or more"):
+        source.publish(folder, 0)
+    assert not (source.store.path / "v000000").exists() and source.published() == []

@@ -1,4 +1,4 @@
-"""Servers that answer to do harm: with too much, with nonsense, with nothing, or a byte at a time."""
+"""Malicious servers: they send too much, nonsense, nothing, or a byte at a time."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ MANIFEST = flood(b'{"manifest":[', b"[],") + b"1]}"
 
 @asynccontextmanager
 async def talking(talk: Talk) -> AsyncIterator[str]:
-    """A server below HTTP: `talk` gets the path that is asked for, and writes."""
+    """Run a server below HTTP: `talk` gets the requested path, and writes the response."""
 
     async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -77,21 +77,21 @@ def plain(body: bytes, size_bytes: int | None = None) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(body) if size_bytes is None else size_bytes) + body
 
 
-# More than a reader can bear
+# Too much
 
 
 @pytest.mark.parametrize(
     ("listing", "manifest"), [(VERSIONS, b""), (LISTS, b""), (b'{"versions":[9,8,7,6,5]}', MANIFEST)]
 )
 @pytest.mark.parametrize("sized", [True, False])
-def test_a_server_of_floods_costs_a_readers_process_little_memory(tmp_path, listing, manifest, sized):
+async def test_huge_answers_cost_a_reader_little_memory(tmp_path, listing, manifest, sized):
     published(tmp_path, 7)
-    asked: list[str] = []
+    requests: list[str] = []
 
     async def answer(request):
         if request.path.endswith(".shard"):
             return web.Response(status=404)
-        asked.append(request.path)
+        requests.append(request.path)
         body = listing if request.path == "/versions.json" else manifest
         if sized:
             return web.Response(body=body)
@@ -102,60 +102,49 @@ def test_a_server_of_floods_costs_a_readers_process_little_memory(tmp_path, list
                 await response.write(body[at : at + (1 << 20)])
         return response
 
-    async def run() -> dict[str, int]:
-        async with serving(tmp_path / "origin") as good, answering(answer) as rogue:
-            settings = json.dumps({"tmp_path": str(tmp_path), "urls": [rogue, good], "times": 4})
-            script = str(Path(__file__).parent / "process.py")
-            reader = await asyncio.create_subprocess_exec(
-                sys.executable, script, "reader", settings, stdout=asyncio.subprocess.PIPE
-            )
-            async with asyncio.timeout(120):
-                return json.loads((await reader.communicate())[0])
-
-    facts = asyncio.run(run())
+    async with serving(tmp_path / "origin") as good, answering(answer) as rogue:
+        settings = json.dumps({"tmp_path": str(tmp_path), "urls": [rogue, good], "times": 4})
+        script = str(Path(__file__).parent / "process.py")
+        reader = await asyncio.create_subprocess_exec(
+            sys.executable, script, "reader", settings, stdout=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(120):
+            facts = json.loads((await reader.communicate())[0])
     assert facts["version"] == 7
     assert facts["grew_kib"] < 100 << 10
-    assert len(asked) <= 2, "it is asked again only where no other answers"
+    assert len(requests) <= 2, "queried again only if no other server answers"
 
 
-def questions(answer, *, ask=lambda sources: sources.sources[0].listing(), **limits) -> tuple[Exception, int]:
-    """What asking a server for a list ends with, and the bytes of it that were read."""
-
-    async def run():
-        async with answer as url, Sources.open(access(**limits), [url]) as sources:
-            with pytest.raises(SourceError) as raised:
-                await ask(sources)
-            return raised.value, sources.received_bytes
-
-    return asyncio.run(run())
+async def failing(server, *, ask=lambda sources: sources.sources[0].listing(), **limits) -> tuple[Exception, int]:
+    """Query a server for its listing. Return the error, and the number of bytes received."""
+    async with server as url, Sources.open(access(**limits), [url]) as sources:
+        with pytest.raises(SourceError) as raised:
+            await ask(sources)
+        return raised.value, sources.received_bytes
 
 
-def test_a_list_is_read_no_further_than_its_limit():
+async def test_a_listing_is_read_no_further_than_its_limit():
     async def endless(path, writer):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         while True:
             writer.write(b" " * 65_536)
             await writer.drain()
 
-    error, received_bytes = questions(talking(endless))
-    assert isinstance(error, BadData) and received_bytes < 2 * MAX_LISTING_BYTES
-
-
-def test_a_list_whose_length_is_over_the_limit_is_not_read_at_all():
-    async def long(path, writer):
+    async def announced_length(path, writer):
         writer.write(plain(b" " * 1_000, MAX_LISTING_BYTES + 1))
 
-    error, received_bytes = questions(talking(long))
-    assert isinstance(error, BadData) and received_bytes == 0
+    for talk, max_bytes in ((endless, 2 * MAX_LISTING_BYTES), (announced_length, 0)):
+        error, received_bytes = await failing(talking(talk))
+        assert isinstance(error, BadData) and received_bytes <= max_bytes
 
 
-def test_the_largest_list_fits():
+def test_the_largest_listing_fits():
     full = Listing(versions=tuple(range(999_999_999, 999_989_999, -1)), path=("0123456789abcdef",) * 64)
-    assert len(full.model_dump_json()) < MAX_LISTING_BYTES - 1_500  # and a statement
+    assert len(full.model_dump_json()) < MAX_LISTING_BYTES - 1_500  # left for a statement
 
 
 @pytest.mark.parametrize("what", ["headers", "trailers", "interim answers", "a status line", "a chunk's extension"])
-def test_what_surrounds_a_body_has_an_end(what):
+async def test_endless_headers_and_the_like_use_little_memory(what):
     openings = {
         "headers": b"HTTP/1.1 200 OK\r\n",
         "trailers": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
@@ -177,7 +166,7 @@ def test_what_surrounds_a_body_has_an_end(what):
 
     tracemalloc.start()
     try:
-        questions(talking(endless), answer_timeout_s=0.5)
+        await failing(talking(endless), answer_timeout_s=0.5)
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
@@ -195,12 +184,12 @@ def test_what_surrounds_a_body_has_an_end(what):
         b"",
     ],
 )
-def test_a_manifest_in_another_form_is_malformed(body):
+def test_a_signed_manifest_in_another_form_is_malformed(body):
     with pytest.raises(ManifestError, match="malformed"):
         SignedManifest.parse(body)
 
 
-def test_a_manifest_takes_memory_in_proportion_before_its_signature_is_checked(tmp_path):
+def test_parsing_a_signed_manifest_takes_memory_in_proportion_to_its_size(tmp_path):
     body = b'{"manifest":[%s1],"key":"%s","signature":"%s"}' % (b"[]," * 1_000_000, b"0" * 64, b"0" * 128)
     tracemalloc.start()
     try:
@@ -212,127 +201,108 @@ def test_a_manifest_takes_memory_in_proportion_before_its_signature_is_checked(t
         tracemalloc.stop()
 
 
-def test_a_manifest_that_no_reader_takes_is_not_published(tmp_path, monkeypatch):
+def test_a_manifest_too_large_for_readers_is_not_published(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", 500)
     with pytest.raises(ManifestError, match="readers accept at most 500"):
         published(tmp_path, 7)
 
 
-def test_a_large_manifest_is_opened_beside_the_event_loop(tmp_path, monkeypatch):
+async def test_a_large_manifest_is_opened_in_a_thread(tmp_path, monkeypatch):
     store = published(tmp_path, 7).store
     opened_by: list[int] = []
     real = SignedManifest.open
 
-    def noting(self, *arguments, **options):
+    def recording(self, *arguments, **options):
         opened_by.append(threading.get_ident())
         return real(self, *arguments, **options)
 
-    async def run():
-        async with serving(store) as url, Sources.open(access(), [url]) as sources:
-            for limit_bytes in (1 << 20, 100):
-                monkeypatch.setattr(source_module, "LARGE_BYTES", limit_bytes)
-                await sources.sources[0].manifest(7)
-        return threading.get_ident()
-
-    monkeypatch.setattr(SignedManifest, "open", noting)
-    loop = asyncio.run(run())
+    monkeypatch.setattr(SignedManifest, "open", recording)
+    async with serving(store) as url, Sources.open(access(), [url]) as sources:
+        for limit_bytes in (1 << 20, 100):
+            monkeypatch.setattr(source_module, "LARGE_BYTES", limit_bytes)
+            await sources.sources[0].manifest(7)
+    loop = threading.get_ident()
     assert opened_by[0] == loop and opened_by[1] != loop
 
 
-def test_one_bad_manifest_ends_the_questions_to_a_server(tmp_path):
-    """Each may be as large as the largest."""
+async def test_a_server_is_not_queried_again_after_one_bad_manifest(tmp_path):
+    """Each may have the largest size."""
     forged = SignedManifest.sign(published(tmp_path, 7).store.signed(7).open(PUBLIC_KEY), OTHER_KEY).to_bytes()
-    asked: list[str] = []
+    requests: list[str] = []
 
     async def answer(request):
-        asked.append(request.path)
+        requests.append(request.path)
         return web.Response(body=b'{"versions":[9,8,7,6,5]}' if request.path == "/versions.json" else forged)
 
-    async def run():
-        async with serving(tmp_path / "origin") as good, answering(answer) as rogue:
-            reader = client(tmp_path, rogue, good)
-            for _ in range(5):
-                assert (await asyncio.to_thread(reader.latest)).version == 7
-
-    asyncio.run(run())
-    assert len(asked) <= 2
+    async with serving(tmp_path / "origin") as good, answering(answer) as rogue:
+        reader = client(tmp_path, rogue, good)
+        for _ in range(5):
+            assert (await asyncio.to_thread(reader.latest)).version == 7
+    assert len(requests) <= 2
 
 
-def test_a_relay_asks_a_server_that_answers_badly_no_more(tmp_path):
+async def test_a_relay_does_not_query_a_server_again_that_answers_badly(tmp_path):
     published(tmp_path, 7)
-    asked: list[str] = []
+    requests: list[str] = []
 
     async def answer(request):
-        asked.append(request.path)
+        requests.append(request.path)
         return web.Response(body=b'{"versions":')
 
-    async def run():
-        async with (
-            serving(tmp_path / "origin") as good,
-            answering(answer) as rogue,
-            mirroring(relay(tmp_path, rogue, good)) as mirror,
-        ):
-            await until(lambda: mirror.status.versions == [7])
-            before = mirror.access.standings[good].answer_s()
-            await until(lambda: mirror.access.standings[good].answer_s() != before)
-
-    asyncio.run(run())
-    assert len(asked) == 1
+    async with (
+        serving(tmp_path / "origin") as good,
+        answering(answer) as rogue,
+        mirroring(relay(tmp_path, rogue, good)) as mirror,
+    ):
+        await until(lambda: mirror.status.versions == [7])
+        before = mirror.access.standings[good].answer_s()
+        await until(lambda: mirror.access.standings[good].answer_s() != before)
+    assert len(requests) == 1
 
 
-def test_a_server_that_answered_badly_is_asked_where_no_other_answers(tmp_path):
+async def test_a_server_that_answered_badly_is_queried_if_no_other_answers(tmp_path):
     published(tmp_path, 7)
     bad = iter([True])
 
     def change(path, data):
         return b"" if next(bad, False) else data
 
-    async def run():
-        async with serving(tmp_path / "origin") as up, between(up, change=change) as once:
-            reader = client(tmp_path, once.url)
-            with pytest.raises(FetchError, match="malformed"):
-                await asyncio.to_thread(reader.latest)
-            return await asyncio.to_thread(reader.fetch)
-
-    assert asyncio.run(run())[1].version == 7
+    async with serving(tmp_path / "origin") as up, between(up, change=change) as once:
+        reader = client(tmp_path, once.url)
+        with pytest.raises(FetchError, match="malformed"):
+            await asyncio.to_thread(reader.latest)
+        assert (await asyncio.to_thread(reader.fetch))[1].version == 7
 
 
-def test_an_honest_server_with_the_version_as_it_was_published_before_keeps_its_standing(tmp_path):
+async def test_a_server_with_another_digest_of_the_version_is_not_suspect(tmp_path):
     published(tmp_path, 7)
-
-    async def run():
-        async with serving(tmp_path / "origin") as behind:
-            reader = client(tmp_path, behind)
-            with pytest.raises(FetchError, match="expected 1111"):
-                await asyncio.to_thread(reader.fetch, 7, digest="1" * 64)
-            assert not reader.access.standings[behind].suspect()
-
-    asyncio.run(run())
+    async with serving(tmp_path / "origin") as behind:
+        reader = client(tmp_path, behind)
+        with pytest.raises(FetchError, match="expected 1111"):
+            await asyncio.to_thread(reader.fetch, 7, digest="1" * 64)
+        assert not reader.access.standings[behind].suspect()
 
 
-def test_no_server_sets_cookies_for_its_neighbours():
+async def test_a_server_cannot_set_cookies_for_others_on_its_host():
     seen: list[str] = []
 
     async def answer(request):
         seen.append(request.headers.get("Cookie", ""))
         return web.json_response({"versions": []}, headers={"Set-Cookie": "filler=" + "a" * 4_000})
 
-    async def run():
-        async with answering(answer) as one, answering(answer) as two:
-            urls = [url.replace("127.0.0.1", "localhost") for url in (one, two)]
-            async with Sources.open(access(), urls) as sources:
-                for source in sources.sources:
-                    await source.listing()
-
-    asyncio.run(run())
+    async with answering(answer) as one, answering(answer) as two:
+        urls = [url.replace("127.0.0.1", "localhost") for url in (one, two)]
+        async with Sources.open(access(), urls) as sources:
+            for source in sources.sources:
+                await source.listing()
     assert seen == ["", ""]
 
 
-# Nothing, or hardly anything
+# Nothing, or too slowly
 
 
 def trickle(store: Path, how: str) -> Talk:
-    """A server of genuine lists and manifests. It sends no shard whole."""
+    """Serve genuine listings and manifests, but no complete shard."""
 
     async def talk(path, writer):
         file = store / path.lstrip("/").partition("?")[0]
@@ -342,7 +312,7 @@ def trickle(store: Path, how: str) -> Talk:
         data = file.read_bytes()
         if how == "accepts":
             await asyncio.sleep(3_600)
-        elif how == "headers alone":
+        elif how == "only headers":
             writer.write(plain(b"", len(data)))
         elif how == "a header byte at a time":
             for byte in b"HTTP/1.1 200 OK\r\n" + b"X-Padding: a\r\n" * 1_000_000:
@@ -355,10 +325,10 @@ def trickle(store: Path, how: str) -> Talk:
                 writer.write(b"1\r\n%c\r\n" % byte)
                 await writer.drain()
                 await asyncio.sleep(0.02)
-        elif how == "nothing as if it were all":
+        elif how == "an empty body":
             writer.write(plain(b""))
             return
-        elif how == "all but the end, again and again":
+        elif how == "all but the last byte, each time":
             writer.write(plain(data[:-1], len(data)))
             await writer.drain()
         writer.close()
@@ -369,33 +339,29 @@ def trickle(store: Path, how: str) -> Talk:
 
 HOWS = [
     "accepts",
-    "headers alone",
+    "only headers",
     "a header byte at a time",
     "a byte at a time",
-    "nothing as if it were all",
-    "all but the end, again and again",
+    "an empty body",
+    "all but the last byte, each time",
 ]
 QUICK = {"idle_timeout_s": 0.3, "answer_timeout_s": 0.3, "patience_s": 0.5}
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_fetch_from_one_server_that_does_not_deliver_ends_and_names_it(tmp_path, how, monkeypatch):
+async def test_a_fetch_from_a_server_that_does_not_deliver_ends_and_names_it(tmp_path, how, monkeypatch):
     monkeypatch.setattr(client_module, "STALL_S", 1.0)
     published(tmp_path, 7)
-
-    async def run():
-        async with talking(trickle(tmp_path / "origin", how)) as rogue:
-            reader = client(tmp_path, rogue, limits=QUICK, timeout_s=25.0)
-            with pytest.raises(FetchError) as raised:
-                await asyncio.to_thread(reader.fetch)
-            assert rogue in str(raised.value)
-            return str(raised.value)
-
-    assert "deadline" not in asyncio.run(run()), "it waited to the end of its time"
+    async with talking(trickle(tmp_path / "origin", how)) as rogue:
+        reader = client(tmp_path, rogue, limits=QUICK, timeout_s=25.0)
+        with pytest.raises(FetchError) as raised:
+            await asyncio.to_thread(reader.fetch)
+        assert rogue in str(raised.value)
+        assert "deadline" not in str(raised.value), "it ended before the deadline"
 
 
-def test_a_sender_that_trickles_is_given_up_for_that_shard(tmp_path):
-    """Without a length, so that each byte wakes the reader."""
+async def test_a_server_that_sends_a_shard_byte_by_byte_is_abandoned(tmp_path):
+    """Without a content length each byte wakes the reader."""
     shard = published(tmp_path, 7).store.signed(7).open(PUBLIC_KEY).content.entries()[0]
     incoming = Incoming(shard, Memory())
     talk = trickle(tmp_path / "origin", "a byte at a time")
@@ -403,86 +369,59 @@ def test_a_sender_that_trickles_is_given_up_for_that_shard(tmp_path):
     def ask(sources):
         return asyncio.wait_for(sources.sources[0].shard(7, "full", incoming), 30)
 
-    error, _ = questions(talking(talk), ask=ask, **QUICK)
+    error, _ = await failing(talking(talk), ask=ask, **QUICK)
     assert "bytes of shard 0 (full) of version 7 in 0 s" in str(error)
-    assert not isinstance(error, BadData) and incoming.size_bytes > 0, "what came is kept"
+    assert not isinstance(error, BadData) and incoming.size_bytes > 0, "what arrived is kept"
 
 
-def test_a_shard_may_take_longer_than_an_answer(tmp_path):
+async def test_a_shard_may_take_longer_than_answer_timeout_s(tmp_path):
     published(tmp_path, 7)
-
-    async def run():
-        async with serving(tmp_path / "origin") as up, between(up, rate_Bps=10_000) as slow:
-            reader = client(tmp_path, slow.url, limits={"answer_timeout_s": 0.5})
-            await asyncio.to_thread(reader.fetch)
-            assert not reader.progress.complaints
-
-    asyncio.run(run())
+    async with serving(tmp_path / "origin") as up, between(up, rate_Bps=10_000) as slow:
+        reader = client(tmp_path, slow.url, limits={"answer_timeout_s": 0.5})
+        await asyncio.to_thread(reader.fetch)
+        assert not reader.progress.complaints
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_fetch_goes_on_at_another_server(tmp_path, how):
+async def test_a_fetch_continues_at_another_server(tmp_path, how):
     published(tmp_path, 7)
-
-    async def run():
-        async with talking(trickle(tmp_path / "origin", how)) as rogue, serving(tmp_path / "origin") as good:
-            reader = client(tmp_path, rogue, good, limits=QUICK, timeout_s=60.0)
-            return await asyncio.to_thread(reader.fetch)
-
-    assert contents(asyncio.run(run())[0]) == contents(tmp_path / "model7")
+    async with talking(trickle(tmp_path / "origin", how)) as rogue, serving(tmp_path / "origin") as good:
+        reader = client(tmp_path, rogue, good, limits=QUICK, timeout_s=60.0)
+        assert contents((await asyncio.to_thread(reader.fetch))[0]) == contents(tmp_path / "model7")
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_relay_leaves_a_version_that_does_not_come_and_says_so(tmp_path, how):
+async def test_a_relay_gives_up_a_version_that_does_not_come(tmp_path, how):
     published(tmp_path, 7)
-
-    async def run():
-        async with (
-            talking(trickle(tmp_path / "origin", how)) as rogue,
-            mirroring(relay(tmp_path, rogue, limits=QUICK, stall_s=1.0)) as mirror,
-        ):
-            ends = ("made no progress", "every server was tried")
-            await until(lambda: any(end in (mirror.status.last_error or "") for end in ends), timeout_s=30)
-
-    asyncio.run(run())
+    async with (
+        talking(trickle(tmp_path / "origin", how)) as rogue,
+        mirroring(relay(tmp_path, rogue, limits=QUICK, stall_s=1.0)) as mirror,
+    ):
+        ends = ("made no progress", "every server was tried")
+        await until(lambda: any(end in (mirror.status.last_error or "") for end in ends), timeout_s=30)
 
 
-def test_a_version_that_vanishes_while_it_is_fetched_gives_way_to_the_next(tmp_path):
+@pytest.mark.parametrize("requested", [None, 7])
+async def test_a_version_that_vanishes_during_a_fetch(tmp_path, requested):
+    """A fetch of the newest version continues with the next one; a fetch of this version is an error."""
     source = published(tmp_path, 7, keep=1)
-
-    async def run():
-        async with serving(tmp_path / "origin", wait_s=0.1) as up, between(up) as slow:
-            slow.rate_Bps, slow.hold_after_bytes = 50_000, SHARD_BYTES
-            reader = client(tmp_path, slow.url, parallel=1, timeout_s=30.0)
-            fetching = asyncio.create_task(asyncio.to_thread(reader.fetch))
-            await until(lambda: slow.sent_bytes >= SHARD_BYTES)
-            await asyncio.to_thread(source.publish, model_folder(tmp_path / "model8", seed=8), 8)
-            slow.hold_after_bytes = float("inf")
-            return await fetching
-
-    folder, manifest = asyncio.run(run())
-    assert manifest.version == 8 and contents(folder) == contents(tmp_path / "model8")
-
-
-def test_a_version_that_vanishes_and_was_asked_for_by_number_is_named(tmp_path):
-    source = published(tmp_path, 7, keep=1)
-
-    async def run():
-        async with serving(tmp_path / "origin", wait_s=0.1) as up, between(up) as slow:
-            slow.rate_Bps, slow.hold_after_bytes = 50_000, SHARD_BYTES
-            reader = client(tmp_path, slow.url, parallel=1, timeout_s=30.0)
-            fetching = asyncio.create_task(asyncio.to_thread(reader.fetch, 7))
-            await until(lambda: slow.sent_bytes >= SHARD_BYTES)
-            await asyncio.to_thread(source.publish, model_folder(tmp_path / "model8", seed=8), 8)
-            slow.hold_after_bytes = float("inf")
+    async with serving(tmp_path / "origin", wait_s=0.1) as up, between(up) as slow:
+        slow.rate_Bps, slow.hold_after_bytes = 50_000, SHARD_BYTES
+        reader = client(tmp_path, slow.url, parallel=1, timeout_s=30.0)
+        fetching = asyncio.create_task(asyncio.to_thread(reader.fetch, requested))
+        await until(lambda: slow.sent_bytes >= SHARD_BYTES)
+        await asyncio.to_thread(source.publish, model_folder(tmp_path / "model8", seed=8), 8)
+        slow.hold_after_bytes = float("inf")
+        if requested:
             with pytest.raises(FetchError, match="version 7 could not be fetched"):
                 await fetching
+        else:
+            folder, manifest = await fetching
+            assert manifest.version == 8 and contents(folder) == contents(tmp_path / "model8")
 
-    asyncio.run(run())
 
-
-def test_the_plan_of_a_fetch_ends_at_the_deadline(tmp_path):
-    """The parents of a delta are asked for one after the other."""
+async def test_planning_a_fetch_ends_at_the_deadline(tmp_path):
+    """The manifests of a delta's parents are requested one after the other."""
     source = origin(tmp_path, anchor_every=100)
     for version in (0, 1):
         source.publish(weights_folder(tmp_path / f"model{version}", version), version)
@@ -493,9 +432,6 @@ def test_the_plan_of_a_fetch_ends_at_the_deadline(tmp_path):
             await asyncio.sleep(3_600)
         writer.write(plain((store / path.lstrip("/")).read_bytes()))
 
-    async def run():
-        async with talking(talk) as rogue:
-            with pytest.raises(FetchError, match="in time"):
-                await asyncio.to_thread(client(tmp_path, rogue, timeout_s=1.0).fetch)
-
-    asyncio.run(run())
+    async with talking(talk) as rogue:
+        with pytest.raises(FetchError, match="in time"):
+            await asyncio.to_thread(client(tmp_path, rogue, timeout_s=1.0).fetch)

@@ -1,4 +1,4 @@
-"""Servers seen from a downloader: which one is asked, what its answers mean, and how long it is waited for."""
+"""Which server a downloader uses, how it judges answers, and how long it waits."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ from .support import (
 
 
 def bring(sources, index: int = 0, *, timeout_s: float = 5.0, **options) -> Memory:
-    """One shard, from whoever gives it."""
+    """Fetch one shard from whichever server delivers it."""
     sink = Memory()
     virtual.run(bringing(sources, sink, index, timeout_s, **options))
     assert bytes(sink.data) == shard_data(index)
@@ -47,7 +47,7 @@ async def bringing(sources, sink, index=0, timeout_s=5.0, **options) -> None:
     await sources.shard(7, "full", incoming, deadline_s=virtual.now_s() + timeout_s, **options)
 
 
-# Which one
+# The choice of a server
 
 
 def shares(*stubs: Stub, times: int = 2_000) -> list[float]:
@@ -59,7 +59,7 @@ def shares(*stubs: Stub, times: int = 2_000) -> list[float]:
             await bringing(sources, Memory())
 
     virtual.run(run())
-    return [len(stub.asked) / times for stub in stubs]
+    return [len(stub.requests) / times for stub in stubs]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def shares(*stubs: Stub, times: int = 2_000) -> list[float]:
         ([(100, 1.0), (100, 1.0), (100, 1.0)], [1 / 3] * 3),
         ([(100, 1.0), (100, 0.5)], [2 / 3, 1 / 3]),
         ([(300, 0.5), (100, 1.0), (50, 1.0)], [0.5, 1 / 3, 1 / 6]),
-        ([(1000, 1.0), (10, 1.0)], [0.99, 0.01]),  # the slowest still gets its share
-        ([(300, 1.0), (None, 1.0)], [0.5, 0.5]),  # one that is not known may be as good as the best
+        ([(1000, 1.0), (10, 1.0)], [0.99, 0.01]),  # the slowest still gets a share
+        ([(300, 1.0), (None, 1.0)], [0.5, 0.5]),  # an unmeasured one may be as good as the best
         ([(None, 1.0), (None, 0.25)], [0.8, 0.2]),
     ],
 )
@@ -79,20 +79,22 @@ def test_a_source_is_chosen_in_proportion_to_throughput_and_success(standings, e
     assert shares(*stubs) == pytest.approx(expected, abs=0.03)
 
 
-def test_an_order_names_all_who_may_be_asked():
+def test_only_servers_in_the_order_are_used():
     bad = [Stub(f"http://{n}", *[BadData(f"http://{n}", "wrong")] * 9) for n in range(3)]
     with pytest.raises(FetchError, match="every server was tried"):
         bring(choosing(*bad), order=lambda shard, usable: bad[:0:-1])
-    assert [len(stub.asked) for stub in bad] == [0, 3, 3]
+    assert [len(stub.requests) for stub in bad] == [0, 3, 3]
 
 
-# What is known of one
+# Standings
 
 
-def test_speed_is_a_moving_average_that_is_forgotten():
+def test_speed_is_a_moving_average_of_deliveries_that_is_forgotten():
     standing = Standing(virtual.now_s)
+    standing.failed(0.1, 2.0)
     assert standing.speed_Bps() is None
     standing.delivered(1_000, 1.0)
+    standing.failed(0.1, 2.0)
     assert standing.speed_Bps() == 1_000
     standing.delivered(2_000, 1.0)
     assert standing.speed_Bps() == 1_250
@@ -102,81 +104,67 @@ def test_speed_is_a_moving_average_that_is_forgotten():
     assert standing.speed_Bps() == 50
 
 
-def test_failures_never_count_as_speed():
-    standing = Standing(virtual.now_s)
-    standing.failed(0.1, 2.0)
-    assert standing.speed_Bps() is None
-    standing.delivered(1_000, 1.0)
-    standing.failed(0.1, 2.0)
-    assert standing.speed_Bps() == 1_000
-
-
-def test_success_falls_with_failures_and_heals_with_time():
+def test_the_success_rate_falls_with_failures_and_recovers_with_time_and_deliveries():
     standing = Standing(virtual.now_s)
     assert standing.success() == 1
     for _ in range(4):
         standing.failed(0.1, 2.0)
     assert standing.success() == pytest.approx(0.75**4)
+    standing.delivered(1, 1.0)
+    assert 0.75**4 < standing.success() < 0.75
     virtual.advance(Standing.HEALS_IN_S)
-    assert 0.7 < standing.success() < 0.8
+    assert 0.7 < standing.success() < 0.9
     virtual.advance(10 * Standing.HEALS_IN_S)
     assert standing.success() > 0.999
 
 
-def test_success_heals_with_deliveries():
-    standing = Standing(virtual.now_s)
-    standing.failed(0.1, 2.0)
-    standing.delivered(1, 1.0)
-    assert 0.75 < standing.success() < 1
-
-
-def test_having_nothing_yet_says_nothing_of_how_good_a_source_is():
+def test_not_having_a_shard_yet_does_not_lower_the_success_rate():
     behind = Stub("http://a", NotHeld("http://a", "404"))
     bring(choosing(behind))
-    assert (len(behind.asked), behind.standing.success()) == (2, 1)
+    assert (len(behind.requests), behind.standing.success()) == (2, 1)
 
 
-# What its answers mean
+# Failures
 
 
-def test_wrong_data_is_asked_for_again_a_few_times_and_then_everyone_is_named():
+def test_wrong_data_is_requested_again_a_few_times_and_the_error_names_all_servers():
     stubs = [Stub(f"http://{n}", *[BadData(f"http://{n}", f"wrong {n}")] * 9) for n in range(2)]
     with pytest.raises(FetchError, match=r"every server was tried \(http://.: wrong .; http://.: wrong .\)"):
         bring(choosing(*stubs))
-    assert [len(stub.asked) for stub in stubs] == [3, 3]
+    assert [len(stub.requests) for stub in stubs] == [3, 3]
 
 
-def test_one_that_sends_wrong_data_is_asked_after_those_that_do_not():
+def test_a_server_that_sent_wrong_data_is_used_after_the_others():
     bad, good = Stub("http://bad", *[BadData("http://bad", "wrong")] * 9), Stub("http://good")
     bring(choosing(bad, good))
-    assert len(bad.asked) <= 1
+    assert len(bad.requests) <= 1
 
 
-def test_one_that_refuses_is_asked_until_the_deadline_with_growing_rests():
+def test_a_failing_server_is_retried_with_growing_pauses_until_the_deadline():
     deaf = Stub("http://a", *[SourceError("http://a", "answered 500")] * 99)
     started_s = virtual.now_s()
     with pytest.raises(FetchError, match=r"the deadline passed \(http://a: answered 500\)"):
         bring(choosing(deaf), timeout_s=1.0)
     assert virtual.now_s() - started_s == pytest.approx(0.7)
-    assert len(deaf.asked) == 4  # after rests of 0.1, 0.2, 0.4 s
+    assert len(deaf.requests) == 4  # after pauses of 0.1, 0.2, 0.4 s
 
 
-def test_one_that_had_nothing_is_asked_again_while_another_is_waited_for():
+def test_a_server_without_the_shard_is_retried_while_another_fails():
     behind = Stub("http://behind", *[NotHeld("http://behind", "404")] * 3)
     silent = Stub("http://silent", *[SourceError("http://silent", "sent nothing")] * 99)
     bring(choosing(behind, silent))
-    assert len(behind.asked) == 4
+    assert len(behind.requests) == 4
 
 
-def test_a_rest_that_was_asked_for_is_given():
+def test_retry_after_is_respected():
     busy = Stub("http://a", SourceError("http://a", "answered 429", retry_after_s=0.4))
     started_s = virtual.now_s()
     bring(choosing(busy))
     assert virtual.now_s() - started_s == pytest.approx(0.4)
-    assert busy.standing.success() == 1  # it said so
+    assert busy.standing.success() == 1  # a request to wait is not a failure
 
 
-def test_another_is_asked_while_one_rests():
+def test_another_server_is_used_during_a_back_off():
     busy = Stub("http://a", SourceError("http://a", "answered 429", retry_after_s=30))
     other = Stub("http://b")
     started_s = virtual.now_s()
@@ -188,23 +176,20 @@ def test_another_is_asked_while_one_rests():
 @pytest.mark.parametrize(
     ("header", "rest_s"), [("2", 2), ("999999999999", 30), ("-1", None), ("Wed, 21 Oct 2026 07:28:00 GMT", None)]
 )
-def test_a_rest_is_bounded(header, rest_s):
+async def test_retry_after_is_bounded(header, rest_s):
     async def busy(request):
         return web.Response(status=503, headers={"Retry-After": header})
 
-    async def run():
-        async with answering(busy) as url, Sources.open(access(), [url]) as sources:
-            with pytest.raises(SourceError, match="answered 503") as error:
-                await sources.sources[0].shard(7, "full", Incoming(shard(0), Memory()))
-            return error.value.retry_after_s
-
-    assert asyncio.run(run()) == rest_s
+    async with answering(busy) as url, Sources.open(access(), [url]) as sources:
+        with pytest.raises(SourceError, match="answered 503") as error:
+            await sources.sources[0].shard(7, "full", Incoming(shard(0), Memory()))
+        assert error.value.retry_after_s == rest_s
 
 
-# How long one is waited for
+# Patience
 
 
-def test_one_that_drips_costs_its_patience_while_there_is_another():
+def test_a_slow_server_is_abandoned_after_patience_s_if_there_is_another():
     dripping = Stub("http://a", 60, standing=Known(1e9), pieces=600)
     sources = choosing(dripping, Stub("http://b", standing=Known(1.0)), patience_s=0.3)
     started_s = virtual.now_s()
@@ -213,13 +198,13 @@ def test_one_that_drips_costs_its_patience_while_there_is_another():
     assert sources.patience_s == 0.6  # our own link may be slow
 
 
-def test_the_only_one_gets_all_the_time_there_is():
+def test_the_only_server_gets_all_the_time():
     slow = Stub("http://a", 0.6)
     bring(choosing(slow, patience_s=0.1))
-    assert len(slow.asked) == 1
+    assert len(slow.requests) == 1
 
 
-def test_nobody_is_waited_for_past_the_deadline():
+def test_no_server_is_waited_for_past_the_deadline():
     started_s = virtual.now_s()
     with pytest.raises(FetchError, match="the deadline passed"):
         bring(choosing(Stub("http://a", *[60] * 9), Stub("http://b", *[60] * 9)), timeout_s=0.5)
@@ -229,21 +214,21 @@ def test_nobody_is_waited_for_past_the_deadline():
 # The fallback
 
 
-def test_the_fallback_is_asked_only_while_all_others_rest():
+def test_the_fallback_is_used_only_while_all_others_back_off():
     relay, last = Stub("http://a"), Stub("http://origin")
     sources = choosing(relay, fallback=(last,))
     for _ in range(20):
         bring(sources)
-    assert last.asked == []
+    assert last.requests == []
     relay.script = [SourceError("http://a", "answered 500")]
     bring(sources)
-    assert (len(relay.asked), len(last.asked)) == (21, 1)
+    assert (len(relay.requests), len(last.requests)) == (21, 1)
     virtual.advance(0.2)
     bring(sources)
-    assert (len(relay.asked), len(last.asked)) == (22, 1)
+    assert (len(relay.requests), len(last.requests)) == (22, 1)
 
 
-def test_questions_go_to_the_fallback_only_where_no_other_answers():
+def test_queries_go_to_the_fallback_only_if_no_other_server_answers():
     async def question(stub):
         if stub.script:
             raise stub.script[0]
@@ -259,17 +244,17 @@ def test_questions_go_to_the_fallback_only_where_no_other_answers():
     assert virtual.run(run(dead)) == (["http://origin"], {"http://a": "dead"})
 
 
-async def answering_at_once(stub):
+async def answer_after_script(stub):
     await asyncio.sleep(stub.script[0])
     return stub.url
 
 
-def asked_of_all(stubs, question, **options):
-    """The answers, whom it was asked, and the seconds it took."""
-    asked = []
+def query_all(stubs, question, **options):
+    """Return the answers, the queried URLs, and the seconds it took."""
+    queried = []
 
     async def ask(stub):
-        asked.append(stub.url)
+        queried.append(stub.url)
         return await question(stub)
 
     async def run():
@@ -277,47 +262,47 @@ def asked_of_all(stubs, question, **options):
 
     sources, started_s = choosing(*stubs), virtual.now_s()
     answers, _ = virtual.run(run())
-    return list(answers.values()), asked, virtual.now_s() - started_s
+    return list(answers.values()), queried, virtual.now_s() - started_s
 
 
-def test_a_silent_one_delays_one_question_by_the_hedge_alone_and_the_next_not_at_all():
+def test_a_silent_server_delays_one_query_by_hedge_s_and_later_ones_not_at_all():
     hanging, *others = stubs = [Stub(f"http://{name}", 60.0 if name == "a" else 0.01) for name in "abcde"]
     waits_s = []
     for _ in range(40):
-        answers, _, took_s = asked_of_all(stubs, answering_at_once)
+        answers, _, took_s = query_all(stubs, answer_after_script)
         assert answers[0] in {stub.url for stub in others}
         waits_s.append(took_s)
-    assert sum(wait_s > 0.02 for wait_s in waits_s) == 1, "40 draws of 5 miss one of them once in 7,500 times"
+    assert sum(wait_s > 0.02 for wait_s in waits_s) == 1, "40 draws of 5 miss the silent server once in 7,500 runs"
     assert max(waits_s) < 0.3 and hanging.standing.silent()
 
 
-def test_a_question_goes_to_as_many_as_it_needs_and_not_to_all():
+def test_a_query_goes_to_as_many_servers_as_needed():
     stubs = [Stub(f"http://{number}", 0.01) for number in range(100)]
-    assert len(asked_of_all(stubs, answering_at_once)[1]) == 1
-    assert len(asked_of_all(stubs, answering_at_once, enough=2)[1]) == 2
+    assert len(query_all(stubs, answer_after_script)[1]) == 1
+    assert len(query_all(stubs, answer_after_script, enough=2)[1]) == 2
 
 
-def test_having_nothing_is_an_answer_and_the_next_one_is_asked_at_once():
+def test_after_not_found_the_next_server_is_queried_at_once():
     async def question(stub):
         if stub.url != "http://9":
             raise NotHeld(stub.url, "404")
         return stub.url
 
     stubs = [Stub(f"http://{number}") for number in range(10)]
-    answers, _, took_s = asked_of_all(stubs, question)
+    answers, _, took_s = query_all(stubs, question)
     assert answers == ["http://9"] and took_s < 0.01
     assert not any(stub.standing.silent() or stub.standing.success() < 1 for stub in stubs)
 
 
-def test_a_question_waits_longer_where_answers_take_long():
+def test_hedging_starts_later_if_answers_usually_take_long():
     far = [Stub(f"http://{number}", 0.5) for number in range(3)]
     for _ in range(10):
-        asked_of_all(far, answering_at_once)
-    _, asked, took_s = asked_of_all(far, answering_at_once)
-    assert len(asked) == 1 and 0.49 < took_s < 0.51
+        query_all(far, answer_after_script)
+    _, queried, took_s = query_all(far, answer_after_script)
+    assert len(queried) == 1 and 0.49 < took_s < 0.51
 
 
-def test_all_of_a_few_are_asked_except_the_silent():
+def test_ask_all_skips_silent_servers():
     stubs = [Stub(f"http://{name}", 60.0 if name == "a" else 0.01) for name in "abc"]
     sources = choosing(*stubs)
     first, _ = virtual.run(ask_all(sources))
@@ -326,19 +311,19 @@ def test_all_of_a_few_are_asked_except_the_silent():
     assert len(first) == len(second) == 2 and virtual.now_s() - started_s < 0.02
     virtual.advance(Standing.SILENT_S)
     stubs[0].script = [0.01]
-    stubs[0].standing = Standing()  # its time has passed
+    stubs[0].standing = Standing()  # after its timeout
     assert len(virtual.run(ask_all(sources))[0]) == 3
 
 
 async def ask_all(sources):
-    return await sources.ask_all(answering_at_once, among=sources.sources)
+    return await sources.ask_all(answer_after_script, among=sources.sources)
 
 
-# Over HTTP: parts of a shard, and who is to blame for it
+# Over HTTP: parts of a shard, and which server is at fault
 
 
 class Shelf:
-    """One shard of a published version, and a server of it."""
+    """One shard of a published version."""
 
     def __init__(self, tmp_path) -> None:
         self.store = published(tmp_path, 7).store
@@ -346,7 +331,7 @@ class Shelf:
         self.data = self.store.shard_path(7, "full", 1).read_bytes()
 
     def incoming(self, begun: bytes = b"") -> tuple[Incoming, Memory]:
-        """One shard, of which another server has sent the beginning."""
+        """A shard of which another server has sent the beginning."""
         sink = Memory()
         incoming = Incoming(self.shard, sink)
         if begun:
@@ -360,7 +345,7 @@ def shelf(tmp_path):
     return Shelf(tmp_path)
 
 
-def asked_of(shelf: Shelf, incoming: Incoming, **settings) -> tuple[Middle, Exception | None]:
+def fetch_from(shelf: Shelf, incoming: Incoming, **settings) -> tuple[Middle, Exception | None]:
     async def run():
         async with (
             serving(shelf.store) as up,
@@ -376,60 +361,60 @@ def asked_of(shelf: Shelf, incoming: Incoming, **settings) -> tuple[Middle, Exce
     return asyncio.run(run())
 
 
-def test_only_what_is_missing_is_asked_for(shelf):
+def test_only_missing_bytes_are_requested(shelf):
     incoming, sink = shelf.incoming(shelf.data[:6_000])
-    middle, error = asked_of(shelf, incoming)
+    middle, error = fetch_from(shelf, incoming)
     assert error is None and bytes(sink.data) == shelf.data
-    assert (middle.asked[0][1], middle.sent_bytes) == ("bytes=6000-", 4_000)
+    assert (middle.requests[0][1], middle.sent_bytes) == ("bytes=6000-", 4_000)
 
 
-def test_a_server_that_ignores_ranges_sends_all_of_it(shelf):
-    incoming, sink = shelf.incoming(b"x" * 6_000)  # and the wrong beginning does no harm
-    middle, error = asked_of(shelf, incoming, passes_ranges=False)
+def test_a_server_that_ignores_ranges_sends_the_whole_shard(shelf):
+    incoming, sink = shelf.incoming(b"x" * 6_000)  # the wrong beginning does no harm
+    middle, error = fetch_from(shelf, incoming, passes_ranges=False)
     assert error is None and bytes(sink.data) == shelf.data
     assert middle.sent_bytes == SHARD_BYTES
 
 
-def test_a_wrong_hash_is_blamed_on_one_who_sent_all_of_it(shelf):
+def test_a_wrong_hash_is_the_fault_of_a_server_that_sent_the_whole_shard(shelf):
     incoming, sink = shelf.incoming()
-    _, error = asked_of(shelf, incoming, change=lambda path, data: flipped(data))
+    _, error = fetch_from(shelf, incoming, change=lambda path, data: flipped(data))
     assert isinstance(error, BadData) and "corrupt" in str(error)
     assert incoming.size_bytes == 0 and not sink.data
 
 
 @pytest.mark.parametrize("wrong", ["first", "second"])
-def test_a_wrong_hash_is_blamed_on_nobody_where_several_sent_parts(shelf, wrong):
+def test_a_wrong_hash_is_no_servers_fault_if_several_sent_parts(shelf, wrong):
     beginning = shelf.data[:6_000]
     incoming, sink = shelf.incoming(flipped(beginning) if wrong == "first" else beginning)
     change = (lambda path, data: flipped(data)) if wrong == "second" else (lambda path, data: data)
-    _, error = asked_of(shelf, incoming, change=change)
+    _, error = fetch_from(shelf, incoming, change=change)
     assert type(error) is SourceError and "corrupt" in str(error)
     assert not sink.data  # all of it is fetched again
-    assert asked_of(shelf, incoming)[1] is None
+    assert fetch_from(shelf, incoming)[1] is None
     assert bytes(sink.data) == shelf.data
 
 
-def test_too_much_is_refused_before_all_of_it_came(shelf):
+def test_a_shard_that_is_too_long_is_refused_before_its_end(shelf):
     incoming, _ = shelf.incoming()
-    middle, error = asked_of(shelf, incoming, change=lambda path, data: data * 1_000, rate_Bps=1e6)
+    middle, error = fetch_from(shelf, incoming, change=lambda path, data: data * 1_000, rate_Bps=1e6)
     assert isinstance(error, BadData) and "longer than its 10000 bytes" in str(error)
     assert middle.sent_bytes < 1_000_000
 
 
-def test_too_little_is_kept_and_the_rest_may_come_from_another(shelf):
+def test_a_short_response_is_kept_and_the_rest_may_come_from_another(shelf):
     incoming, sink = shelf.incoming()
-    _, error = asked_of(shelf, incoming, change=lambda path, data: data[:6_000])
+    _, error = fetch_from(shelf, incoming, change=lambda path, data: data[:6_000])
     assert isinstance(error, BadData) and "ended after 6000 of 10000 bytes" in str(error)
-    middle, error = asked_of(shelf, incoming)
+    middle, error = fetch_from(shelf, incoming)
     assert error is None and bytes(sink.data) == shelf.data
-    assert middle.asked[0][1] == "bytes=6000-"
+    assert middle.requests[0][1] == "bytes=6000-"
 
 
-def test_a_shard_that_is_shorter_there_than_it_should_be_is_wrong_data(shelf):
+def test_a_shard_that_is_too_short_on_the_server_is_wrong_data(shelf):
     path = shelf.store.shard_path(7, "full", 1)
     path.write_bytes(shelf.data[:6_000])
     incoming, _ = shelf.incoming(shelf.data[:6_000])
-    _, error = asked_of(shelf, incoming)
+    _, error = fetch_from(shelf, incoming)
     assert isinstance(error, BadData) and "too short" in str(error)
 
 
@@ -442,75 +427,63 @@ def test_a_shard_that_is_shorter_there_than_it_should_be_is_wrong_data(shelf):
         (b" " * 300_000, "longer than 262144"),
     ],
 )
-def test_a_list_that_makes_no_sense_is_wrong_data(body, reason):
+async def test_a_malformed_listing_is_wrong_data(body, reason):
     async def answer(request):
         return web.Response(body=body)
 
-    async def run():
-        async with answering(answer) as url, Sources.open(access(), [url]) as sources:
-            with pytest.raises(BadData, match=reason):
-                await sources.sources[0].listing()
-
-    asyncio.run(run())
+    async with answering(answer) as url, Sources.open(access(), [url]) as sources:
+        with pytest.raises(BadData, match=reason):
+            await sources.sources[0].listing()
 
 
-def test_a_token_is_asked_for_with_each_request():
-    """A relay's session outlives any token."""
+async def test_each_request_gets_a_new_token():
+    """A relay's session outlives every token."""
     seen: list[str] = []
 
     async def answer(request):
         seen.append(request.headers["Authorization"])
         return web.json_response({"versions": []})
 
-    async def run():
-        mine = access()
-        tokens = iter(["one", "two"])
-        mine.token = lambda url: next(tokens)
-        async with answering(answer) as url, Sources.open(mine, [url]) as sources:
-            for _ in range(2):
-                await sources.sources[0].listing()
-
-    asyncio.run(run())
+    shared = access()
+    tokens = iter(["one", "two"])
+    shared.token = lambda url: next(tokens)
+    async with answering(answer) as url, Sources.open(shared, [url]) as sources:
+        for _ in range(2):
+            await sources.sources[0].listing()
     assert seen == ["Bearer one", "Bearer two"]
 
 
-# Sources that come and go
+# Changing the set of servers
 
 
-def test_a_source_that_is_dropped_finishes_what_it_sends_and_is_asked_no_more(shelf):
-    async def run():
-        incoming, sink = shelf.incoming()
-        async with (
-            serving(shelf.store) as up,
-            between(up, rate_Bps=30_000) as old,
-            between(up) as new,
-            Sources.open(access(), [old.url]) as sources,
-        ):
-            fetching = asyncio.create_task(sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10))
-            await until(lambda: old.sent_bytes)
-            sources.use([new.url])
-            await fetching
-            assert bytes(sink.data) == shelf.data
-            assert sources.by_source() == {old.url: SHARD_BYTES}
-            again, _ = shelf.incoming()
-            await sources.shard(7, "full", again, deadline_s=time.monotonic() + 10)
-            assert sources.by_source() == {old.url: SHARD_BYTES, new.url: SHARD_BYTES}
-            sources.use([old.url + "/", new.url, new.url])  # the same ones, whatever was known of them
-            assert Counter(source.url for source in sources.sources) == {old.url: 1, new.url: 1}
-            assert sources.received_bytes == 2 * SHARD_BYTES
-
-    asyncio.run(run())
+async def test_a_removed_server_finishes_its_shard_and_is_not_used_again(shelf):
+    incoming, sink = shelf.incoming()
+    async with (
+        serving(shelf.store) as up,
+        between(up, rate_Bps=30_000) as old,
+        between(up) as new,
+        Sources.open(access(), [old.url]) as sources,
+    ):
+        fetching = asyncio.create_task(sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10))
+        await until(lambda: old.sent_bytes)
+        sources.use([new.url])
+        await fetching
+        assert bytes(sink.data) == shelf.data
+        assert sources.by_source() == {old.url: SHARD_BYTES}
+        again, _ = shelf.incoming()
+        await sources.shard(7, "full", again, deadline_s=time.monotonic() + 10)
+        assert sources.by_source() == {old.url: SHARD_BYTES, new.url: SHARD_BYTES}
+        sources.use([old.url + "/", new.url, new.url])  # duplicates and slashes do not count
+        assert Counter(source.url for source in sources.sources) == {old.url: 1, new.url: 1}
+        assert sources.received_bytes == 2 * SHARD_BYTES
 
 
-def test_what_is_known_of_a_server_outlives_a_download(shelf):
-    async def run():
-        mine = access()
-        async with serving(shelf.store) as up:
-            for _ in range(2):
-                async with Sources.open(mine, [up]) as sources:
-                    incoming, _ = shelf.incoming()
-                    await sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10)
-            return list(mine.standings) == [up], mine.standings[up].speed_Bps()
-
-    known, speed_Bps = asyncio.run(run())
+async def test_standings_outlive_a_download(shelf):
+    shared = access()
+    async with serving(shelf.store) as up:
+        for _ in range(2):
+            async with Sources.open(shared, [up]) as sources:
+                incoming, _ = shelf.incoming()
+                await sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10)
+        known, speed_Bps = list(shared.standings) == [up], shared.standings[up].speed_Bps()
     assert known and speed_Bps > 0

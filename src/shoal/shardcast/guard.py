@@ -3,7 +3,7 @@
     grant   signed by the pool: this key may read this run's weights until a time. Every reader gets one.
     pass    grant~visit.signature: signed by the key in the grant, for one server at one time.
 
-Invariant: with a `pool_key`, every request except /healthz needs a pass. Its grant is signed by `pool_key` for this
+Invariant: every request except /healthz needs a pass. Its grant is signed by `pool_key` for this
 audience, and a reader who is not banned signed it for this server's URL within `PASS_S`. So a relay cannot use its readers'
 passes elsewhere. A ban also resets the reader's connections.
 Left out: a nonce (a pass replayed to the same server within a minute reveals nothing new), and a rate limit
@@ -140,12 +140,12 @@ class Guard:
         self,
         *,
         audience: str,
-        pool_key: str | None = None,
+        pool_key: str,
         connections: int = 64,
         total_connections: int = 4096,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Without `pool_key` anyone may read; with it, only readers with its grant. `connections`: limit per address."""
+        """`pool_key` signs the grants. `connections`: limit per address."""
         self.audience, self.pool_key = audience, pool_key
         self.servers: Set[str] = frozenset()  # the URLs that readers know this server by; a pass names one of them
         self.connections, self.total_connections = connections, total_connections
@@ -169,21 +169,21 @@ class Guard:
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if self.pool_key is not None and request.path != "/healthz":
+        if request.path != "/healthz":
             try:
-                self._check(request, self.pool_key)
+                self._check(request)
             except web.HTTPException:
                 self.refused += 1
                 raise
         return await handler(request)
 
-    def _check(self, request: web.Request, pool_key: str) -> None:
+    def _check(self, request: web.Request) -> None:
         """Raise HTTPException unless the request has a valid pass of a reader who is not banned."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         try:
             if scheme.lower() != "bearer":
                 raise Refused("no pass")
-            reader = check(token.strip(), pool_key, self.audience, self.servers, self._clock())
+            reader = check(token.strip(), self.pool_key, self.audience, self.servers, self._clock())
         except Refused as reason:
             raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"}, text=f"{reason}\n") from reason
         if reader in self.banned:

@@ -113,7 +113,7 @@ GUARD = web.AppKey("guard", Guard)
 
 
 def app(store: ShardStore | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
-    """`wait_s` must stay below the clients' idle timeout (30 s by default). No guard: anyone may read."""
+    """`wait_s` must stay below the clients' idle timeout (30 s by default). Without a guard anyone may read."""
     application = web.Application(middlewares=[_note_request])
     application[SHELF] = Shelf(store if isinstance(store, ShardStore) else ShardStore(store), wait_s)
     version = f"/{{version:{VERSION_PATTERN}}}"
