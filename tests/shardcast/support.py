@@ -404,14 +404,13 @@ def shard(index: int) -> ShardEntry:
     return ShardEntry(index, 100, blake3(shard_data(index)).hexdigest())
 
 
-def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), strikes: int = 3, **limits: float) -> Sources:
+def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), **limits: float) -> Sources:
     """Sources made of these stubs."""
     sources = Sources(
         Access(PUBLIC_KEY, RUN, Limits(**limits)),
         None,  # type: ignore[arg-type]
         [],
         fallback=[],
-        strikes=strikes,
         on_failure=lambda error: None,
     )
     sources.sources, sources.fallback = list(stubs), list(fallback)

@@ -60,30 +60,23 @@ class Kind(IntEnum):
 
 class Writer:
     def __init__(self, sink: Callable[[bytes], None]) -> None:
-        self.size_bytes = 0
-        self._sink = sink
+        self.write = sink
         self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
-
-    def write(self, data: bytes) -> None:
-        self.size_bytes += len(data)
-        self._sink(data)
 
     def words(self, words: Words) -> None:
         self.write(self._packed(words))
 
-    def piece(self, old: Words, new: Words) -> int:
-        """Return the number of changed words."""
+    def piece(self, old: Words, new: Words) -> None:
         places_K = np.flatnonzero(old != new)
         if not len(places_K):
             self.write(bytes([Kind.SAME]))
-            return 0
+            return
         gaps_K = (np.diff(places_K, prepend=-1) - 1).astype("<u4")
         steps_K = _zigzag(new[places_K] - old[places_K])
         packed = bytes([Kind.CHANGES]) + _number(len(places_K)) + self._packed(gaps_K) + self._packed(steps_K)
         if len(packed) > new.nbytes // 4:  # below that, whole words are hardly ever smaller, and slow to compress
             packed = min(packed, bytes([Kind.WHOLE]) + self._packed(new), key=len)
         self.write(packed)
-        return len(places_K)
 
     def _packed(self, words: Words) -> bytes:
         planes = words.view(np.uint8).reshape(len(words), words.itemsize).T
@@ -176,14 +169,6 @@ def _unzigzag(numbers: Words) -> Words:
 
 
 @dataclass(frozen=True)
-class DeltaStats:
-    size_bytes: int  # of the new version
-    delta_bytes: int
-    compared_words: int  # in tensors
-    changed_words: int
-
-
-@dataclass(frozen=True)
 class Link:
     """A delta on disk, and the paths and sizes of the files it produces, in encoded order."""
 
@@ -197,36 +182,30 @@ def encode(
     files: Sequence[str],
     sink: Callable[[bytes], None],
     on_read: Callable[[memoryview], None] = lambda data: None,
-) -> DeltaStats:
+) -> None:
     """Write the delta from the folder `old` to `new` to `sink`. `files` are the paths in `new`. `on_read` gets all bytes of
     these files, in that order, so that the caller can hash them without reading again.
     Raise OSError, and DeltaError if a file is truncated while it is read."""
     writer = Writer(sink)
     kinds = [_kind(old / path, new / path) for path in files]
     writer.write(MAGIC + bytes(kinds))
-    compared_words = changed_words = size_bytes = 0
     for path, kind in zip(files, kinds, strict=True):
         with (new / path).open("rb") as after:
             if kind is Kind.TENSORS:
                 layout = read_layout(new / path)
                 writer.write(blake3(layout.header).digest())
                 on_read(memoryview(layout.header))
-                size_bytes += len(layout.header)
                 with (old / path).open("rb") as before:
                     for piece in pieces(*layout.tensors):
                         words = _read(after, piece)
                         on_read(_bytes(words))
-                        compared_words += piece.words
-                        changed_words += writer.piece(_read(before, piece), words)
-                        size_bytes += words.nbytes
+                        writer.piece(_read(before, piece), words)
                 continue
             for piece in pieces(as_one_tensor(path, (new / path).stat().st_size)):
                 words = _read(after, piece)
                 on_read(_bytes(words))
-                size_bytes += words.nbytes
                 if kind is Kind.WHOLE:
                     writer.words(words)
-    return DeltaStats(size_bytes, writer.size_bytes, compared_words, changed_words)
 
 
 def passes(chain: Iterable[Link]) -> list[list[Link]]:

@@ -284,8 +284,7 @@ CURRENT_S = 3600.0  # statements within this of the reader's clock count as curr
 MAX_SERIAL = 10**18
 
 
-class Newest(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+class Newest(_Record):
     run: str = Field(max_length=200)
     publication: Publication
     version: int = Field(ge=0, le=MAX_VERSION)
@@ -308,10 +307,9 @@ class Newest(BaseModel):
         return manifest.publication != self.publication
 
 
-class SignedNewest(BaseModel):
+class SignedNewest(_Record):
     """A statement as it is transferred. Untrusted until `open` has verified it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     statement: str = Field(max_length=1000)  # JSON text
     signature: str = Field(pattern=r"^[0-9a-f]{128}$")
 
@@ -348,10 +346,9 @@ MAX_LISTING_BYTES = 256 << 10  # of versions.json: twice the largest Listing
 VERSION_PATTERN = r"v\d{6,9}"
 
 
-class Listing(BaseModel):
+class Listing(_Record):
     """versions.json. A listing fetched over HTTP is only a claim until the versions' manifests are verified."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     versions: tuple[Annotated[int, Field(ge=0, le=MAX_VERSION)], ...] = Field(max_length=MAX_VERSIONS)
     path: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=MAX_HOPS)
     newest: SignedNewest | None = None  # the origin's latest statement that this server has

@@ -137,25 +137,6 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
 STATE_S = 5.0  # between two statements of the same version
 
 
-class Statement:
-    def __init__(self, store: ShardStore, key: Ed25519PrivateKey, run: str, clock: Callable[[], float]) -> None:
-        self.store, self.key, self.run, self.clock = store, key, run, clock
-        signed = store.newest
-        self._last = signed.open(public_key_hex(key), run=run) if signed else None
-
-    def renew(self, newest: Manifest) -> None:
-        """Sign that this is the newest version, at most every STATE_S unless the version changed."""
-        last, now_s = self._last, self.clock()
-        serial = int(now_s * 1e6)  # increases even if the store was restored from a backup
-        if last is not None:
-            same = (last.publication, last.version) == (newest.publication, newest.version)
-            if same and last.as_of_s <= now_s < last.as_of_s + STATE_S:
-                return
-            serial = max(serial, last.serial + 1)
-        self._last = Newest.of(newest).model_copy(update={"serial": serial, "as_of_s": now_s})
-        self.store.state(SignedNewest.sign(self._last, self.key))
-
-
 def shard_bytes(size_bytes: int, wanted_bytes: int | None) -> int:
     """Return a stream's shard size: `wanted_bytes`, or by default about 256 shards of at most 16 MiB. Raise PublishError if
     the stream is too long or has too many shards."""
@@ -238,16 +219,26 @@ class Origin:
         )  # an empty store starts another publication
         self._created_s = max((manifest.created_s for manifest in self._held.values()), default=0.0)
         self._latest = Latest(self.store.path / ".latest")
-        self._statement = Statement(self.store, key, run, clock)
+        signed = self.store.newest
+        self._stated = signed.open(public_key_hex(key), run=run) if signed else None
 
     def published(self) -> list[int]:
         return self.store.versions()
 
     def state(self) -> None:
-        """Renew the signed statement of the newest version if it is due. Servers call this continually."""
+        """Sign which version is the newest, at most every STATE_S unless it changed. Servers call this continually."""
         newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
-        if newest is not None:
-            self._statement.renew(newest)
+        if newest is None:
+            return
+        last, now_s = self._stated, self.clock()
+        serial = int(now_s * 1e6)  # increases even if the store was restored from a backup
+        if last is not None:
+            same = (last.publication, last.version) == (newest.publication, newest.version)
+            if same and last.as_of_s <= now_s < last.as_of_s + STATE_S:
+                return
+            serial = max(serial, last.serial + 1)
+        self._stated = Newest.of(newest).model_copy(update={"serial": serial, "as_of_s": now_s})
+        self.store.state(SignedNewest.sign(self._stated, self.key))
 
     def next_version(self) -> int:
         return max(self._held, default=-1) + 1

@@ -126,6 +126,7 @@ class ShardFile:
 
 PARTS: tuple[Part, ...] = ("delta", "full")
 MAX_QUERIED = 8  # servers that a relay queries each round
+VERSION_TIMEOUT_S = 3600.0  # for one part of a version
 FORGET_SILENT_S = 10.0  # after the last answer of a silent server
 
 
@@ -150,8 +151,6 @@ class Relay:
         parallel: int = 2,
         poll_s: float = 0.2,
         longest_pause_s: float = 5.0,
-        strikes: int = 3,
-        version_timeout_s: float = 3600.0,
         stall_s: float = 15.0,
     ) -> None:
         """`upstream` may be a function, called each round. `parallel`: concurrent shards per owner. A version without
@@ -160,9 +159,8 @@ class Relay:
             split_server(url)
         self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
         self.store, self.access = store, access
-        self.parallel, self.strikes = parallel, strikes
+        self.parallel, self.stall_s = parallel, stall_s
         self.poll_s, self.longest_pause_s = poll_s, longest_pause_s
-        self.version_timeout_s, self.stall_s = version_timeout_s, stall_s
         self.status = RelayStatus()
         self.store.lock()
         self.store.recover()
@@ -179,7 +177,7 @@ class Relay:
 
     async def mirror(self) -> None:
         """Mirror until cancelled. Failures do not stop it; the last one is in `status`."""
-        async with Sources.open(self.access, self.upstream(), strikes=self.strikes, on_failure=self._note) as sources:
+        async with Sources.open(self.access, self.upstream(), on_failure=self._note) as sources:
             pause_s = self.poll_s
             while True:
                 try:
@@ -336,7 +334,7 @@ class Relay:
             [[entry for entry in entries if owners_of(entry, ids)[0] == owner] for owner in ids],
             lambda shard: ShardFile(self.store, version, part, shard),
             parallel=self.parallel,
-            deadline_s=time.monotonic() + self.version_timeout_s,
+            deadline_s=time.monotonic() + VERSION_TIMEOUT_S,
             stall_s=self.stall_s,
             order=self.place.order,
             on_shard=lambda shard: missing.discard((part, shard)),

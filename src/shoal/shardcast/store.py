@@ -64,7 +64,7 @@ class ShardStore:
         self.keep, self.lease_s, self._clock = keep, lease_s, clock
         self._requested_s: dict[int, float] = {}
         self._via: tuple[str, ...] | None = None
-        self._newest: SignedNewest | None = None
+        self.newest: SignedNewest | None = None  # the origin's latest statement that this store has
 
     def lock(self) -> None:
         """Make this process the store's only writer until `unlock` or exit. Raise ShoalError if there is another."""
@@ -100,15 +100,10 @@ class ShardStore:
             self._via = tuple(path)
             self._list(self.versions())
 
-    @property
-    def newest(self) -> SignedNewest | None:
-        """The origin's latest statement that this store has."""
-        return self._newest
-
     def state(self, newest: SignedNewest | None) -> None:
         """Replace the origin's statement in versions.json."""
-        if newest != self._newest:
-            self._newest = newest
+        if newest != self.newest:
+            self.newest = newest
             self._list(self.versions())
 
     def folder(self, version: int) -> Path:
@@ -188,7 +183,7 @@ class ShardStore:
         """Repair the store after its writer was killed. Only the writer may call this."""
         self._make_folder(self.path)
         remove_leftovers(self.path)
-        self._newest = self._stated()
+        self.newest = self._stated()
         for folder in self.path.iterdir():
             if parse_version(folder.name) is not None:
                 for place in (folder, folder / "full", folder / "delta"):
@@ -234,7 +229,7 @@ class ShardStore:
     def _list(self, versions: list[int]) -> None:
         path = () if self._via is None else (*self._via, self.id)
         file = self.path / "versions.json"
-        listing = Listing(versions=tuple(versions[:MAX_VERSIONS]), path=path, newest=self._newest)
+        listing = Listing(versions=tuple(versions[:MAX_VERSIONS]), path=path, newest=self.newest)
         text = listing.model_dump_json(exclude_none=True).encode()
         if not file.exists() or file.read_bytes() != text:
             write_file(file, text, mode=self.file_mode)

@@ -6,7 +6,7 @@ expected throughput, which spreads the load and keeps measurements fresh. (A rel
 
     questions (lists, manifests)   go to few servers, and to another when one fails, has nothing or is silent
     shards                         go to one server at a time; if it fails, is silent or too slow, the next one continues
-                                   at the same byte. A server is left out after `strikes` wrong shards, or if it does not
+                                   at the same byte. A server is left out after MAX_STRIKES wrong shards, or if it does not
                                    have the shard for CATCHES_UP_IN_S
 
 Invariant: a shard is delivered correct or not at all, and its sink's `done` is called once, after its hash matched. Every
@@ -40,6 +40,7 @@ HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # delay before hedging a request
 SILENCE = 0.9  # fraction of hedge_s without an answer that counts as silence
 NOTHING_YET = 10  # times hedge_s: time left for the rest once others answered that they have nothing
 CATCHES_UP_IN_S = 1.5  # how long a server without the version is retried
+MAX_STRIKES = 3  # wrong copies of a shard that one server may send
 BROKE_OFF_S = 1.0  # silence in the middle of a shard that counts as broken off
 FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one attempt: a multiple of the other servers' time, plus a constant
 
@@ -61,11 +62,9 @@ class Sources:
         urls: Sequence[str],
         *,
         fallback: Sequence[str],
-        strikes: int,
         on_failure: OnFailure,
     ) -> None:
         self.access, self.session = access, session
-        self.strikes = strikes
         self.patience_s = access.limits.patience_s
         self.on_failure = on_failure
         self.sources: list[Source] = []
@@ -82,12 +81,11 @@ class Sources:
         urls: Sequence[str],
         *,
         fallback: Sequence[str] = (),
-        strikes: int = 3,
         on_failure: OnFailure = lambda error: None,
     ) -> AsyncIterator[Sources]:
         """Open one session to the servers at these URLs. `fallback` servers are used only while all others fail."""
         async with open_session(access) as session:
-            yield cls(access, session, urls, fallback=fallback, strikes=strikes, on_failure=on_failure)
+            yield cls(access, session, urls, fallback=fallback, on_failure=on_failure)
 
     def use(self, urls: Sequence[str]) -> None:
         """Replace the set of servers. Shards in transfer continue."""
@@ -216,7 +214,7 @@ class Sources:
             return [
                 source
                 for source in (everyone if order is None else order(shard, everyone))
-                if strikes[source] < self.strikes
+                if strikes[source] < MAX_STRIKES
                 and loop_time() - absent_since_s.get(source, math.inf) < CATCHES_UP_IN_S
             ]
 
