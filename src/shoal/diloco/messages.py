@@ -67,7 +67,12 @@ class Welcome(SiteMessage):
 
 
 class Figures(SiteMessage):
-    """A site's own report with an offer, informational only. Seconds and bytes count since its start."""
+    """A site's own report with an offer, informational only. Seconds and bytes count since its start.
+
+    The site updates one object; its fields are checked when the meeting receives them.
+    """
+
+    model_config = ConfigDict(frozen=False)
 
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # of its last inner step
     computed_s: Seconds = 0.0
@@ -75,9 +80,6 @@ class Figures(SiteMessage):
     synced_s: Seconds = 0.0  # for other sites
     sent_bytes: Size = 0
     received_bytes: Size = 0
-
-
-SILENT = Figures()
 
 
 class RoundOutcome(SiteMessage):

@@ -5,7 +5,8 @@ that matches a signed descriptor. It opens no port.
 """
 
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
@@ -13,7 +14,6 @@ from urllib.parse import quote
 from shoal.diloco.codec import max_size_bytes
 from shoal.diloco.messages import (
     PIECE_BYTES,
-    SILENT,
     Dealt,
     Figures,
     ForgottenError,
@@ -55,18 +55,12 @@ class Remote:
     ) -> None:
         """`folder` holds the site's key. Raise MeetingError for an invite that is not for a site."""
         self.name, self.invite, self.terms = name_of(invite), invite, terms
-        self.node = Node.of(
-            invite,
-            Identity.load_or_create(folder / KEY),
-            patience_s=patience_s,
-            stop=stop,
-        )
+        identity = Identity.load_or_create(folder / KEY)
+        self.node = Node.of(invite, identity, patience_s=patience_s, stop=stop)
 
     def join(self, greeting: Greeting) -> Welcome:
-        try:
+        with _meeting_errors():
             return self.node.post("/v1/join", JoinRequest(invite=self.invite.signed, greeting=greeting), Welcome)
-        except RefusedError as error:
-            raise _meeting_error(error) from error
 
     def take(self) -> int:
         """Return the number of the next share of the data, which no other site gets."""
@@ -74,10 +68,8 @@ class Remote:
 
     def deal(self, round: int) -> list[str]:
         """Return the sites that share a round's work, in order; empty: not dealt yet. Raise RoundClosedError."""
-        try:
+        with _meeting_errors():
             return self.node.post(f"/v1/rounds/{round}/deal", None, Dealt).sites
-        except RefusedError as error:
-            raise _meeting_error(error) from error
 
     def leave(self) -> None:
         """Announce that this site leaves. Otherwise the meeting notices after `sites.wait_s`."""
@@ -85,16 +77,14 @@ class Remote:
         with suppress(NodeError):
             self.node.post("/v1/leave", None, Ok)
 
-    def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
+    def offer(self, round: int, digest: str, data: bytes, figures: Figures) -> None:
         """Send this site's pseudo-gradient; `digest` names the parameters it starts from. Raise RoundClosedError."""
-        try:
+        with _meeting_errors():
             self.node.put(f"/v1/rounds/{round}/{digest}?figures={quote(figures.model_dump_json())}", data, Ok)
-        except RefusedError as error:
-            raise _meeting_error(error) from error
 
     def outcome(self, round: int) -> tuple[RoundOutcome, bytes] | list[str]:
         """Return the outcome and the average, or the missing sites. Raise ForgottenError, RoundClosedError."""
-        try:
+        with _meeting_errors():
             progress = self.node.get(f"/v1/rounds/{round}", RoundProgress)
             if progress.outcome is None:
                 return progress.waiting_for
@@ -102,8 +92,6 @@ class Remote:
                 return progress.outcome, b""
             limit = max_size_bytes(self.terms.kind, self.terms.shapes.size)
             return progress.outcome, self.node.get_bytes(f"/v1/rounds/{round}/average", most_bytes=limit)
-        except RefusedError as error:
-            raise _meeting_error(error) from error
 
     def state(self, why: str) -> tuple[int, bytes]:
         """Return the open round and the agreed state before it, verified."""
@@ -130,12 +118,14 @@ class Remote:
         return b"".join(pieces)
 
     def _piece(self, round: int, at_bytes: int) -> bytes:
-        try:
+        with _meeting_errors():
             return self.node.get_bytes(f"/v1/state/{round}/{at_bytes}", most_bytes=PIECE_BYTES)
-        except RefusedError as error:
-            raise _meeting_error(error) from error
 
 
-def _meeting_error(error: RefusedError) -> MeetingError:
+@contextmanager
+def _meeting_errors() -> Iterator[None]:
     """Convert a refusal to the meeting's own error, without the request."""
-    return ERRORS.get(error.status, MeetingError)(str(error).partition(": ")[2])
+    try:
+        yield
+    except RefusedError as error:
+        raise ERRORS.get(error.status, MeetingError)(str(error).partition(": ")[2]) from error

@@ -10,7 +10,6 @@ Invariant: after `apply` or `adopt` the site's copy equals the meeting's agreed 
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,24 +76,12 @@ class Site:
         self.offered, self.round = False, round
 
 
-@dataclass
-class Tally:
-    """What a site reports with each offer (`Figures`): seconds and bytes since its start."""
-
-    loss: float | None = None  # of its last inner step
-    computed_s: float = 0.0
-    waited_s: float = 0.0  # for data
-    synced_s: float = 0.0  # for other sites
-    sent_bytes: int = 0
-    received_bytes: int = 0
-
-
 GIVE_UP_S = 900.0  # how long a site waits for a round, or for an unreachable meeting
 
 
 class Participant:
     def __init__(self, name: str, terms: Terms, link: Remote, tensors: Mapping[str, Tensor]) -> None:
-        self.link, self.spent = link, Tally()
+        self.link, self.spent = link, Figures()
         self.site = Site(name, terms, Agreed.of(tensors, terms.shapes))
 
     def enter(
@@ -119,8 +106,7 @@ class Participant:
         self.spent.sent_bytes += len(data)
         started_s = time.monotonic()
         try:
-            figures = Figures(**vars(self.spent))
-            outcome, average = meet(self.link, self.site.round, digest, data, figures, GIVE_UP_S, stopped)
+            outcome, average = meet(self.link, self.site.round, digest, data, self.spent, GIVE_UP_S, stopped)
         finally:
             self.spent.synced_s += time.monotonic() - started_s
         self.spent.received_bytes += len(average)

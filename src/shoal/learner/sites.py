@@ -31,9 +31,9 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed, Shapes
-from shoal.diloco.messages import RoundClosedError, RoundOutcome, Terms
+from shoal.diloco.messages import Figures, RoundClosedError, RoundOutcome, Terms
 from shoal.diloco.remote import Remote
-from shoal.diloco.site import Participant, Tally
+from shoal.diloco.site import Participant
 from shoal.learner import report
 from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.groups import Fetched, Group, StepBatch, gathering, validators
@@ -59,7 +59,7 @@ class PolicySite:
         self.name, self.policy, self.ranks = name, policy, policy.ranks
         masters = self._gathered()
         self.leader = Participant(name, terms, link, masters) if link else None
-        self.spent = self.leader.spent if self.leader else Tally()
+        self.spent = self.leader.spent if self.leader else Figures()
 
     def enter(self, about: dict[str, str], why: str, *, placed: bool = True) -> tuple[int, int]:
         """Join or rejoin, and adopt the agreed state: see `Participant.enter`. Raise MeetingError."""
