@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-LIMIT_S = 600.0  # of any wait: several processes import PyTorch on a busy machine
+LIMIT_S = 600.0  # for any wait: several processes import PyTorch on a busy machine
 
 
 class Run:
@@ -47,7 +47,7 @@ class Run:
             self.processes[name].wait()
 
     def kill_rank(self, name: str, rank: int) -> None:
-        """One process of a site under torchrun, which then ends the others."""
+        """Kill one process of a site under torchrun, which then ends the others."""
         children = psutil.Process(self.processes[name].pid).children(recursive=True)
         next(each for each in children if each.environ().get("RANK") == str(rank)).kill()
 
@@ -63,16 +63,16 @@ class Run:
             time.sleep(0.1)
 
     def until_round(self, true: Callable[[dict[str, Any]], bool], what: str, since: int = 0) -> None:
-        """Wait for a round of which this is true, from round `since` on."""
+        """Wait for a round, from `since` on, for which this is true."""
         self.until(lambda: any(true(each) for each in self.rounds()[since:]), f"a round {what}")
 
     def until_together(self, *names: str) -> None:
-        """Wait for one more round in which all these count."""
+        """Wait for another round in which the offers of all these count."""
         since = len(self.rounds())
         self.until_round(lambda each: set(names) <= set(each["kept"]), f"of {', '.join(names)}", since)
 
     def without(self, name: str, number: int) -> None:
-        """Send a site this signal, and wait for a round that misses it."""
+        """Send a site this signal, and wait for a round in which it is missing."""
         since = len(self.rounds())
         self.signal(name, number)
         self.until_round(lambda each: name in each["missing"], f"without {name}", since)
@@ -84,7 +84,7 @@ class Run:
         return self.processes[name].wait(LIMIT_S)
 
     def figures(self, name: str) -> list[dict[str, Any]]:
-        """The whole lines of its metrics: a killed site may have written a part of one."""
+        """The complete lines of its metrics: a killed site may have written part of one."""
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 

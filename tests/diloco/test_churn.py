@@ -1,4 +1,4 @@
-"""Sites and their meeting under random faults: `benchmarks/diloco/diloco_churn.py` in short, and its committed result."""
+"""Sites and their meeting under random faults: a short run of `benchmarks/diloco/diloco_churn.py`, and its committed result."""
 
 import json
 import subprocess
@@ -42,11 +42,11 @@ def test_a_minute_of_churn_loses_no_round_and_leaves_all_sites_with_the_same_bit
     check(json.loads(out.read_text()))
 
 
-def test_the_committed_churn_is_what_the_page_says() -> None:
+def test_the_page_states_the_committed_result() -> None:
     result = json.loads(RESULT.read_text())
     check(result)
     assert result["churned_s"] >= 20 * 60
     assert len({fault["kind"] for fault in result["faults"]}) == 8
-    said = " ".join(PAGE.read_text().split())
-    assert f"{len(result['faults'])} faults" in said and f"{result['rounds']:,} rounds" in said
-    assert f"{result['digests_compared']:,} digests" in said
+    page = " ".join(PAGE.read_text().split())
+    assert f"{len(result['faults'])} faults" in page and f"{result['rounds']:,} rounds" in page
+    assert f"{result['digests_compared']:,} digests" in page

@@ -10,7 +10,8 @@ from shoal.diloco import codec
 from shoal.diloco.agreed import Agreed, Shapes, digest, outer_step, pseudo_gradient
 from shoal.diloco.codec import KINDS, CodecError, Encoded, ErrorFeedback, Kind, max_size_bytes
 from shoal.diloco.meeting import refused
-from tests.diloco.direct import decode, encode
+
+from .support import decode, encode
 
 ROUNDING = {"fp64": 0.0, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # relative, of a float
 
@@ -20,7 +21,7 @@ def numbers(count: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def gradient(weights: Tensor, seed: int) -> Tensor:
-    """Of a least-squares problem on 16 rows of its own."""
+    """The gradient of a least-squares problem with 16 random rows."""
     rows, wanted = numbers(16 * len(weights), seed).view(16, -1), numbers(16, seed + 1000)
     return rows.T @ (rows @ weights - wanted) / 16
 
@@ -68,21 +69,21 @@ def test_the_outer_step_is_torchs_nesterov_sgd() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 511, 1025])
-def test_what_is_decoded_is_within_half_a_unit_of_what_was_encoded(kind: Kind, count: int) -> None:
+def test_decoded_numbers_are_within_half_a_unit_of_the_encoded_ones(kind: Kind, count: int) -> None:
     values = numbers(count, 1, 1e-3)
     data = encode(values, kind)
-    found = decode(data, kind, count)
+    decoded = decode(data, kind, count)
     assert len(data) <= max_size_bytes(kind, count)
     if kind in ROUNDING:
-        assert ((found - values).abs() <= values.abs() * ROUNDING[kind] + 2.0**-25).all()
+        assert ((decoded - values).abs() <= values.abs() * ROUNDING[kind] + 2.0**-25).all()
     else:
         block, largest = (1024, 127) if kind == "int8" else (512, 7)
         for at in range(0, count, block):
             unit = values[at : at + block].abs().max() / largest
-            assert ((found - values)[at : at + block].abs() <= unit * 0.5001).all()
+            assert ((decoded - values)[at : at + block].abs() <= unit * 0.5001).all()
 
 
-def test_zeros_stay_zeros_what_is_not_finite_stays_so_and_a_byte_holds_two_numbers_of_four_bits() -> None:
+def test_zeros_and_non_finite_numbers_are_preserved_and_int4_packs_two_numbers_per_byte() -> None:
     assert len(encode(torch.zeros(1 << 16), "int4")) < (1 << 15) * 1.02 + 200
     assert decode(encode(torch.tensor([7.0, -7.0, 3.0]), "int4"), "int4", 3).tolist() == [7.0, -7.0, 3.0]
     for kind in KINDS:
@@ -92,39 +93,39 @@ def test_zeros_stay_zeros_what_is_not_finite_stays_so_and_a_byte_holds_two_numbe
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "int4"])
-def test_with_error_feedback_what_was_decoded_adds_up_to_what_was_meant(kind: Kind) -> None:
+def test_error_feedback_keeps_the_sum_of_decoded_vectors_exact(kind: Kind) -> None:
     feedback = ErrorFeedback(torch.zeros(2000))
-    meant, arrived, without = (torch.zeros(2000, dtype=torch.float64) for _ in range(3))
+    exact, arrived, without = (torch.zeros(2000, dtype=torch.float64) for _ in range(3))
     for seed in range(50):
-        values = numbers(2000, seed, 1e-3) + 2e-5  # a drift that 4 bits cannot show at once
-        meant += values.double()
+        values = numbers(2000, seed, 1e-3) + 2e-5  # a drift below the resolution of 4 bits
+        exact += values.double()
         arrived += feedback.encode(values.__getitem__, kind).get(slice(0, 2000)).double()
         without += decode(encode(values, kind), kind, 2000).double()
-    assert (meant - arrived - feedback.left.double()).abs().max() < 1e-8  # what is missing is what is left
-    assert (meant - arrived).abs().max() < 1e-3  # and that stays as small as one rounding
-    assert (meant - arrived).norm() < 0.5 * (meant - without).norm()
+    assert (exact - arrived - feedback.left.double()).abs().max() < 1e-8  # the difference is the stored rounding error
+    assert (exact - arrived).abs().max() < 1e-3  # which stays as small as one rounding
+    assert (exact - arrived).norm() < 0.5 * (exact - without).norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_vectors_are_computed_in_parts_with_the_same_bits(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found() -> tuple[bytes, Tensor, Tensor, str]:
+def test_computing_vectors_in_parts_gives_the_same_bits(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    def computed() -> tuple[bytes, Tensor, Tensor, str]:
         feedback = ErrorFeedback(numbers(5000, 1, 1e-4))
         encoded = feedback.encode(numbers(5000, 2, 1e-3).__getitem__, kind)
         agreed = Agreed(numbers(5000, 3), numbers(5000, 4, 1e-3))
         agreed.step(encoded, lr=0.7, momentum=0.9)
         return encoded.to_bytes(), decode(encoded.to_bytes(), kind, 5000), feedback.left, agreed.digest
 
-    whole = found()
+    whole = computed()
     monkeypatch.setattr(codec, "PART", 2048)
-    data, decoded, left, of_bits = found()
-    assert data == whole[0] and of_bits == whole[3]
+    data, decoded, left, agreed_digest = computed()
+    assert data == whole[0] and agreed_digest == whole[3]
     assert torch.equal(decoded, whole[1]) and torch.equal(left, whole[2])
     norm = Encoded.from_bytes(data, kind, 5000).norm()
     assert norm == pytest.approx(float(decoded.double().norm()))
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (b"", "not a safetensors"),
         (b"\xff" * 100, "not a safetensors"),
@@ -133,15 +134,15 @@ def test_vectors_are_computed_in_parts_with_the_same_bits(kind: Kind, monkeypatc
         (encode(torch.zeros(8), "int8"), "as fp16"),
     ],
 )
-def test_other_bytes_are_refused(data: bytes, words: str) -> None:
-    with pytest.raises(CodecError, match=words):
+def test_other_bytes_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(CodecError, match=message):
         decode(data, "fp16", 8)
 
 
 SHAPES = {"model.layers.0.q": (4, 3), "embed": (50, 2), "norm": (3,)}
 
 
-def test_every_parameter_comes_back_and_the_order_of_names_does_not_matter() -> None:
+def test_every_parameter_is_restored_and_the_order_of_names_does_not_matter() -> None:
     tensors = {name: numbers(prod(shape), i).view(shape) for i, (name, shape) in enumerate(SHAPES.items())}
     shapes, turned = Shapes.of(tensors), Shapes(dict(reversed(SHAPES.items())))
     copies = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -153,15 +154,15 @@ def test_every_parameter_comes_back_and_the_order_of_names_does_not_matter() -> 
 
 
 @pytest.mark.parametrize(
-    ("norms", "past", "named"),
+    ("norms", "past", "left_out"),
     [
         ({"a": 1.0, "b": 1.2, "c": 30.0}, [], {"c"}),
         ({"a": 1.0, "b": float("nan")}, [], {"b"}),
-        ({"a": 1.0, "b": 30.0}, [], set()),  # of two, nobody knows which is wrong
+        ({"a": 1.0, "b": 30.0}, [], set()),  # with two, it is unknown which is wrong
         ({"a": 1.0, "b": 30.0}, [1.0, 1.1], {"b"}),
-        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [1.0], set()),  # two tiny ones make no outlier of an honest one
+        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [1.0], set()),  # two tiny norms do not make an honest one an outlier
         ({"a": float("inf")}, [], {"a"}),
     ],
 )
-def test_a_broken_vector_is_left_out_and_named(norms: dict[str, float], past: list[float], named: set[str]) -> None:
-    assert set(refused(norms, past, 10.0, 0.0)) == named
+def test_a_broken_vector_is_left_out(norms: dict[str, float], past: list[float], left_out: set[str]) -> None:
+    assert set(refused(norms, past, 10.0, 0.0)) == left_out

@@ -25,7 +25,7 @@ from shoal.learner.sites import (
 )
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import BatchGroup, StepRecord
-from tests.diloco.test_meeting import Clock
+from tests.diloco.support import Clock
 from tests.learner.pretrain.test_outer import Shared
 
 from .support import GROUPS, RUN, SETTINGS, Pool, SitePool, make_groups, make_learner, run_config, step_file, submission

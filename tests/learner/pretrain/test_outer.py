@@ -17,7 +17,7 @@ from shoal.diloco.meeting import Meeting
 from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.pretrain.trainer import Pretraining, TextSite, terms_of
 from shoal.learner.ranks import Ranks
-from tests.diloco.direct import Direct
+from tests.diloco.support import Direct
 
 LOCK = threading.Lock()
 ABOUT = {"model": "m"}

@@ -18,7 +18,7 @@ from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Greeting, Terms, Welcome
 from shoal.learner import ranks
 from shoal.model.load import load_model
-from tests.diloco.direct import Direct
+from tests.diloco.support import Direct
 from tests.gloo import on_two_ranks
 from tests.learner.sft.test_ranks import check_close
 
