@@ -30,7 +30,7 @@ from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import model_tokens
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.protocol.node import Node
-from shoal.store.columns import Column, Columns, RolloutFileError
+from shoal.store.columns import Columns, RolloutFileError
 from shoal.store.rollouts import Header, accepted_columns
 from shoal.tasks.derive import max_rollouts
 
@@ -133,16 +133,13 @@ class AcceptedFile:
 
     def slices(self, name: str, rows: range) -> list[Array]:
         """Return these rollouts' lists from a list column, as views."""
-        return slices(self.columns[name], rows)
+        column = self.columns[name]
+        assert column.lengths is not None
+        ends = np.cumsum(column.lengths[: rows.stop], dtype=np.int64)
+        return [column.values[ends[row] - column.lengths[row] : ends[row]] for row in rows]
 
     def __len__(self) -> int:
         return len(self.columns["group"])
-
-
-def slices(column: Column, rows: range) -> list[Array]:
-    assert column.lengths is not None
-    ends = np.cumsum(column.lengths[: rows.stop], dtype=np.int64)
-    return [column.values[ends[row] - column.lengths[row] : ends[row]] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -344,26 +341,23 @@ class IncomingBatches:
     def prefetch(self, step: int) -> None:
         """Start fetching this step's files in the background."""
         if self.node is not None and step < self.config.run.steps:
-            self._prefetch = Prefetch(step, self.node, self._gathering(self.node))
+            self._prefetch = Prefetch(step, self.node, gathering(self.node, self.config, self.quarantine))
             self._prefetch.start()
 
     def _gathered(self, node: Node, step: int, stop: threading.Event) -> StepBatch | None:
         started_s = time.monotonic()
         node.doing(f"the batch of step {step + 1}", waiting=True)
         prefetch, self._prefetch = self._prefetch, None
-        gathering = prefetch.take() if prefetch and prefetch.step == step else self._gathering(node)
+        files = prefetch.take() if prefetch else gathering(node, self.config, self.quarantine)
         while not stop.is_set():
             batch = node.get(f"/v1/batches/{step}", Batch)
             if batch.ready:
                 node.doing(f"training step {step + 1}")
                 full_s = time.monotonic()
-                fetched = gathering.gather(batch, validators(node))
+                fetched = files.gather(batch, validators(node))
                 return StepBatch(step, fetched.groups, fetched, batch.groups, full_s - started_s, full_s)
             stop.wait(POLL_S)
         return None
-
-    def _gathering(self, node: Node) -> Gathering:
-        return gathering(node, self.config, self.quarantine)
 
 
 class Prefetch(threading.Thread):

@@ -18,7 +18,11 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from shoal.config import Config, parse
 from shoal.diloco.site import GIVE_UP_S
@@ -52,8 +56,6 @@ class Ranks:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
-        import torch.distributed as dist
-
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -65,8 +67,6 @@ class Ranks:
     @cached_property
     def mesh(self) -> Any:
         """All ranks as a one-dimensional device mesh, for FSDP."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (self.size,))
 
     @property
@@ -75,8 +75,6 @@ class Ranks:
 
     def stop(self) -> None:
         if self.size > 1:
-            import torch.distributed as dist
-
             dist.destroy_process_group()
 
     def broadcast(self, message: bytes | None) -> bytes:
@@ -84,8 +82,6 @@ class Ranks:
         if self.size == 1:
             assert message is not None
             return message
-        import torch.distributed as dist
-
         length = torch.tensor([len(message or b"")])
         dist.broadcast(length, src=0, group=self.waiting_group)
         data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
@@ -97,8 +93,6 @@ class Ranks:
 
     def deal(self, messages: Sequence[bytes] | None, size_bytes: int) -> bytes:
         """Return this rank's message, of `size_bytes`. The leader passes one message per rank, the others None."""
-        import torch.distributed as dist
-
         if messages is None:
             data = torch.empty(size_bytes, dtype=torch.uint8)
             if size_bytes:
@@ -118,8 +112,6 @@ class Ranks:
         """Sum each named value over the ranks. All ranks must pass the same names."""
         if self.size == 1:
             return dict(values)
-        import torch.distributed as dist
-
         names = sorted(values)
         totals = torch.tensor([values[name] for name in names], dtype=torch.float64)
         dist.all_reduce(totals)
@@ -138,8 +130,6 @@ class Ranks:
         """
         if self.size == 1:
             return
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         settings: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
         if not any(parameter.requires_grad for parameter in root.parameters()):
@@ -158,12 +148,8 @@ class Ranks:
 
     def gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the full tensor in `dtype` on the leader's CPU; None on other ranks. All ranks must call it."""
-        from torch.distributed.tensor import DTensor
-
         if not isinstance(tensor, DTensor):
             return tensor.detach().to("cpu", dtype) if self.leads else None
-        import torch.distributed as dist
-
         own = local(tensor.detach()).to(dtype)
         rows = shard_rows(tensor)
         if len(own) < rows:
@@ -176,9 +162,6 @@ class Ranks:
     @torch.no_grad()
     def spread_(self, tensor: Tensor, value: Tensor | None) -> None:
         """Scatter the leader's full `value` into a sharded tensor; other ranks pass None. All ranks must call it."""
-        import torch.distributed as dist
-        from torch.distributed.tensor import DTensor
-
         assert isinstance(tensor, DTensor)
         own, rows = local(tensor), shard_rows(tensor)
         result = own.new_empty(rows, *own.shape[1:])
@@ -193,8 +176,6 @@ class Ranks:
 
 def whole(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor on every rank; return any other tensor unchanged. All ranks must call it."""
-    from torch.distributed.tensor import DTensor
-
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

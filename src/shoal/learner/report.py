@@ -90,50 +90,31 @@ def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int
 
 
 def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, float]:
-    """Return metrics of what the step trained on and what it left out; of a skipped step, only the latter."""
-    left_out = {
+    """Return metrics of what the step trained on and what it left out; of a skipped step, only the latter.
+
+    Lengths count the tokens that the model wrote. A completion of `max_tokens` or more counts as truncated. A group's age is
+    the number of policy versions between the sampling one and the one trained at `step`.
+    """
+    metrics = {
         "data/quarantined": float(fetched.quarantined),
         "data/implausible": float(fetched.implausible),
         "data/foreign": float(fetched.foreign),
+        "async/refused": float(fetched.refused),
     }
-    if not fetched.groups:
-        return left_out | {"async/refused": float(fetched.refused)}
-    return (
-        reward_metrics(fetched.groups)
-        | completion_metrics(fetched.groups, max_tokens=max_tokens)
-        | age_metrics(fetched.groups, step, refused=fetched.refused)
-        | left_out
-    )
-
-
-def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the rewards' mean and std over the groups trained on."""
-    rewards = [reward for group in groups for reward in group.rewards]
-    return {
-        "reward/batch_mean": statistics.fmean(rewards),
-        "reward/std": statistics.fmean(statistics.pstdev(group.rewards) for group in groups),
-    }
-
-
-def completion_metrics(groups: Sequence[Group], *, max_tokens: int) -> dict[str, float]:
-    """Return lengths in tokens that the model wrote, and turns. A completion of `max_tokens` or more counts as truncated."""
-    lengths = [length for group in groups for length in group.trained]
+    groups = fetched.groups
+    if not groups:
+        return metrics
+    ages = [step - group.policy_version for group in groups]
     truncated = [len(completion) >= max_tokens for group in groups for completion in group.completions]
     turns = [len(turns) // 2 + 1 for group in groups for turns in group.turns or [[]] * len(group.completions)]
-    return {
-        "completion/length_mean": statistics.fmean(lengths),
+    return metrics | {
+        "reward/batch_mean": statistics.fmean(reward for group in groups for reward in group.rewards),
+        "reward/std": statistics.fmean(statistics.pstdev(group.rewards) for group in groups),
+        "completion/length_mean": statistics.fmean(length for group in groups for length in group.trained),
         "completion/truncated_frac": statistics.fmean(truncated),
         "completion/turns_mean": statistics.fmean(turns),
-    }
-
-
-def age_metrics(groups: Sequence[Group], step: int, *, refused: int) -> dict[str, float]:
-    """Return the groups' ages: policy versions between the sampling one and the one trained at `step`."""
-    ages = [step - group.policy_version for group in groups]
-    return {
         "async/staleness_mean": statistics.fmean(ages),
         "async/staleness_max": float(max(ages)),
-        "async/refused": float(refused),
     }
 
 
